@@ -1,0 +1,240 @@
+"""A checkpoint's tensors on disk: fragments of flat parameters in safetensors files, read back by any slice.
+
+Each rank writes one file. A key is `<state>/<parameter>@<start>`: a 1-D tensor that holds the elements [start,
+start + numel) of the flattened parameter. `<state>/<parameter>@whole` is a state of a shape of its own (a row
+factor, say). Keys without `@` are the rank's own tensors, such as `rng/torch`.
+"""
+
+import json
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import xxhash
+from safetensors import safe_open
+
+from pretraining.errors import UserError
+
+FORMAT = 1
+STATE_FILE = "state.json"
+MASTER = "master"
+"""The state that holds the fp32 weights."""
+
+_CHUNK_BYTES = 1 << 24
+_MAPPED_BYTES = 1 << 28  # resident pages of the mapped files stay below this
+_RANK_FILE = re.compile(r"rank-(\d{5})-of-(\d{5})\.safetensors")
+# safetensors' names of types, in the order in which the library lays tensors out.
+_TYPES = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.bool: "BOOL",
+}
+
+
+def rank_file(rank: int, ranks: int) -> str:
+    """Name of one rank's file, `rank-00000-of-00002.safetensors`."""
+    return f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def fragment_key(state: str, parameter: str, start: int | None) -> str:
+    """The key of a fragment; `start` None names a state of a shape of its own."""
+    return f"{state}/{parameter}@{'whole' if start is None else start}"
+
+
+def write_rank_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict:
+    """Write `tensors` as one safetensors file, a tensor in memory at a time where they come from a device.
+
+    Returns {"bytes", "checksum": "xxh128:<hex>"} once the disk holds the file (fsync); the checksum is taken
+    of the bytes on their way out. The bytes are those that safetensors' own `save_file` would write.
+    """
+    digest, num_bytes = xxhash.xxh128(), 0
+    with path.open("wb", buffering=0) as file:
+        for piece in _pieces(tensors):
+            digest.update(piece)
+            written = 0
+            while written < len(piece):
+                written += file.write(piece[written:])
+            num_bytes += len(piece)
+        os.fsync(file.fileno())
+    return {"bytes": num_bytes, "checksum": f"xxh128:{digest.hexdigest()}"}
+
+
+def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+    """The file's bytes in order: length of the header (u64), header (JSON, padded to 8 bytes), tensors."""
+    order = list(_TYPES)
+    names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
+    header, end = {}, 0
+    for name in names:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        kind, shape = _TYPES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        data = memoryview(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        yield from (data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES))
+
+
+class Fragment(NamedTuple):
+    start: int
+    numel: int
+    file: str
+    key: str
+
+
+def _without_nested(fragments: list[Fragment]) -> list[Fragment]:
+    """Sorted so that starts and ends both ascend: what lies inside another fragment is not needed."""
+    kept, end = [], -1
+    for fragment in sorted(fragments, key=lambda each: (each.start, -each.numel)):
+        if fragment.start + fragment.numel > end:
+            kept.append(fragment)
+            end = fragment.start + fragment.numel
+    return kept
+
+
+class CheckpointReader:
+    """Any slice of any state of any parameter, whichever ranks at whichever stage wrote the checkpoint.
+
+    parameters: {name: shape}; state: what `state.json` holds; ranks: number of ranks that saved.
+
+    Raises:
+        UserError: `folder` is no checkpoint of this format, or files of it are missing.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = Path(folder)
+        self.state = read_state(self.folder)
+        self.parameters = {name: tuple(entry["shape"]) for name, entry in self.state["parameters"].items()}
+        self.files = _rank_files(self.folder)
+        self.ranks = len(self.files)
+        self._open_files: dict[str, safe_open] = {}
+        self._served_bytes = 0
+        self._fragments: dict[tuple[str, str], list[Fragment]] = {}
+        self._whole: dict[tuple[str, str], Fragment] = {}
+        for file in self.files:
+            self._index(file)
+        self._fragments = {key: _without_nested(found) for key, found in self._fragments.items()}
+
+    def _index(self, file: str) -> None:
+        opened = self._opened(file)
+        for key in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
+            if "@" not in key:
+                continue
+            state, _, rest = key.partition("/")
+            parameter, _, start = rest.rpartition("@")
+            if start == "whole":
+                self._whole[state, parameter] = Fragment(0, 0, file, key)
+            else:
+                fragment = Fragment(int(start), prod(opened.get_slice(key).get_shape()), file, key)
+                self._fragments.setdefault((state, parameter), []).append(fragment)
+
+    def states(self, parameter: str) -> list[str]:
+        """Names of the per-element states of a parameter: `master`, `exp_avg`, ..."""
+        return sorted(state for state, name in self._fragments if name == parameter)
+
+    def whole_states(self, parameter: str) -> list[str]:
+        """Names of the states that have a shape of their own."""
+        return sorted(state for state, name in self._whole if name == parameter)
+
+    def numel(self, parameter: str) -> int:
+        return prod(self.parameters[parameter])
+
+    def read(self, state: str, parameter: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        """The elements [start, start + numel) of a state of the flattened parameter, as a new 1-D tensor.
+
+        Raises `UserError` where the files do not cover the slice.
+        """
+        numel = self.numel(parameter) - start if numel is None else numel
+        slice_, at, end = None, start, start + numel
+        fragments = self._fragments.get((state, parameter), [])
+        for fragment in fragments[max(0, bisect_right(fragments, (start,)) - 1) :]:
+            stop = min(end, fragment.start + fragment.numel)
+            if fragment.start > at or at == end:
+                break
+            if stop <= at:
+                continue
+            part = self._part(fragment, at - fragment.start, stop - fragment.start)
+            slice_ = torch.empty(numel, dtype=part.dtype) if slice_ is None else slice_
+            slice_[at - start : stop - start] = part
+            at = stop
+        if at < end:
+            raise UserError(f"{self.folder}: {state} of {parameter} is missing from element {at} on")
+        return torch.empty(0) if slice_ is None else slice_
+
+    def read_whole(self, state: str, parameter: str) -> torch.Tensor:
+        """A state of a shape of its own."""
+        fragment = self._whole[state, parameter]
+        return self._opened(fragment.file).get_tensor(fragment.key).clone()
+
+    def own_tensors(self, rank: int) -> dict[str, torch.Tensor]:
+        """What one of the saving ranks wrote for itself alone, `rng/torch` for one; empty for any other rank."""
+        if rank >= self.ranks:
+            return {}
+        opened = self._opened(self.files[rank])
+        return {key: opened.get_tensor(key).clone() for key in opened.keys() if "@" not in key}  # noqa: SIM118
+
+    def _part(self, fragment: Fragment, start: int, stop: int) -> torch.Tensor:
+        """A view of the mapped file; copy it before the next read."""
+        part = self._opened(fragment.file).get_slice(fragment.key)[start:stop]
+        self._served_bytes += part.numel() * part.element_size()
+        return part
+
+    def _opened(self, file: str) -> safe_open:
+        if self._served_bytes > _MAPPED_BYTES:
+            self.close()
+        if file not in self._open_files:
+            self._open_files[file] = safe_open(self.folder / file, framework="pt")
+        return self._open_files[file]
+
+    def close(self) -> None:
+        """Let go of the mapped files; the next read maps them again."""
+        self._open_files.clear()
+        self._served_bytes = 0
+
+
+def assemble(reader: CheckpointReader, parameter: str, state: str = MASTER) -> torch.Tensor:
+    """The full tensor of a parameter (fp32 for `master`), in its own shape."""
+    return reader.read(state, parameter).view(reader.parameters[parameter])
+
+
+def read_state(folder: Path) -> dict:
+    """What is the same on every rank; `UserError` where the folder is of another or a newer format."""
+    try:
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} is no checkpoint of this version's format ({STATE_FILE} is missing): start over with "
+            "--resume never, or continue it with the version that wrote it"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / STATE_FILE}: cannot be read ({error})") from error
+    if state.get("format") != FORMAT:
+        raise UserError(
+            f"{folder} has format {state.get('format')} and this version reads {FORMAT}: update the repository"
+        )
+    return state
+
+
+def _rank_files(folder: Path) -> list[str]:
+    """The ranks' files in their order, all of one save."""
+    found = sorted(match[0] for path in folder.iterdir() if (match := _RANK_FILE.fullmatch(path.name)))
+    expected = int(_RANK_FILE.fullmatch(found[0])[2]) if found else 1
+    files = [rank_file(rank, expected) for rank in range(expected)]
+    if found != files:
+        missing = next((name for name in files if name not in found), found[-1])
+        raise UserError(f"{folder}: the files of its ranks are not one save's: {missing}")
+    return files
