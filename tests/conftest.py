@@ -11,7 +11,14 @@ from tests.runs import BIN, STEPS, Run, Started, Workshop, committed, execute, s
 
 # Files that start training processes, cheapest first; every other file runs before them.
 LAUNCHING = ["test_readme", "test_model", "test_curve", "test_launchers"]
-LAUNCHING += ["test_export", "test_bad_input", "test_trackers", "test_streamed_run", "test_run_folder"]
+LAUNCHING += [
+    "test_background_saving",
+    "test_export",
+    "test_bad_input",
+    "test_trackers",
+    "test_streamed_run",
+    "test_run_folder",
+]
 LAUNCHING += ["test_planning_memory", "test_nothing_lost"]
 
 os.environ["PATH"] = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
