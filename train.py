@@ -38,15 +38,15 @@ def train(recipe, ds_config, plan, data, mixture, run, resume) -> None:
     quieten_libraries()
     from pretraining import checkpoints, training
 
-    training.join_ranks()
-    with checkpoints.sole_run(run), checkpoints.disk_errors_told(run.path):
+    ranks = training.joined_ranks(recipe.monitors["hang_minutes"])
+    with ranks, checkpoints.sole_run(run), checkpoints.disk_errors_told(run.path):
         pretrain(recipe, ds_config, plan, data, mixture, run, resume)
-    training.leave_ranks()
 
 
 def pretrain(recipe, ds_config, plan, data, mixture, run, resume) -> None:
     from pretraining import checkpoints, evaluation, model, training
 
+    stop = training.StopRequests(run, recipe.checkpoints["time_limit_hours"])
     checkpoint = checkpoints.find_start(run, recipe.to_dict(), plan, resume)
 
     arguments = training.build_arguments(recipe, ds_config, run.path, plan.accumulation_steps)
@@ -70,7 +70,9 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, resume) -> None:
         compute_loss_func=model.build_loss(language_model.config),
         validate=validation.measure,
         recipe_path=recipe.path,
+        stop=stop,
         callbacks=[
+            training.HangCallback(run, recipe.monitors["hang_minutes"]),
             training.MetricsCallback(
                 run, recipe.tokens_per_step, recipe.samples_per_step / train_dataset.num_blocks
             ),

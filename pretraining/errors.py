@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
+from pretraining.exit_codes import FINISHED, USER_ERROR, tell_exit_code
+
 # Errors of files that a user can cause and mend; any other is a bug of ours.
 _WRITABLE = "choose a folder that can be written (--output_dir, --data_dir)"
 _ROOM = "free some space, then type the same command again: what is complete is kept"
@@ -48,6 +50,8 @@ def one_line_errors() -> Iterator[None]:
     try:
         _refuse_unspeakable_paths()
         yield
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            tell_exit_code(FINISHED)
     except UserError as error:
         _leave(error)
     except OSError as error:
@@ -87,8 +91,9 @@ def _leave(error: UserError) -> None:
     if os.environ.get("RANK", "0") == "0" or not error.on_every_rank:
         print(f"error: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
+    tell_exit_code(USER_ERROR)
     # The other ranks may wait in a collective that will never complete: do not join them at exit.
-    os._exit(2) if "WORLD_SIZE" in os.environ else sys.exit(2)
+    os._exit(USER_ERROR) if "WORLD_SIZE" in os.environ else sys.exit(USER_ERROR)
 
 
 def nearest(word: str, candidates) -> str:

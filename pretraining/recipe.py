@@ -34,6 +34,7 @@ class Recipe:
     deepspeed: str | None
     """Name or path of a ds_config, or None for no DeepSpeed."""
     checkpoints: dict
+    monitors: dict
     evaluation: dict
 
     @property
@@ -196,7 +197,7 @@ def _with_defaults(values: dict, path: Path) -> dict:
     """Our own sections with their defaults; the libraries' sections stay as they were written."""
     values = {key: value for key, value in values.items() if key != "$schema"}
     schema = recipe_schema()["properties"]
-    for section in ("data", "checkpoints", "evaluation"):
+    for section in ("data", "checkpoints", "monitors", "evaluation"):
         values[section] = _filled(values.get(section, {}), schema[section])
     source = schema["data"]["properties"]["sources"]["items"]
     values["data"]["sources"] = [_filled(entry, source) for entry in values["data"]["sources"]]

@@ -26,6 +26,9 @@ class RunDir:
         self.mixture = self.path / "mixture.json"
         self.flagged_blocks = self.path / "flagged_blocks.jsonl"
         self.export = self.path / "export"
+        self.stop_file = self.path / "STOP"
+        self.heartbeats = self.path / "heartbeats"
+        self.stacks = self.path / "stacks"
         self.wandb_id = self.path / "wandb_id"
         self.tensorboard = self.path / "tensorboard"
 

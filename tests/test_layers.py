@@ -17,12 +17,15 @@ FOUNDATION = {
     "curve",
     "ds_config",
     "errors",
+    "exit_codes",
     "overrides",
     "owned_keys",
     "quiet",
     "recipe",
+    "restarts",
     "run_dir",
     "schema",
+    "supervise",
 }
 NUMBERS_AND_DATA = {"planning", "data"}
 WORK = {"model", "training", "checkpoints", "evaluation", "reporting"}

@@ -11,6 +11,7 @@ from pretraining.curve import refuse_other_curve
 from pretraining.data import format_table
 from pretraining.errors import UserError
 from pretraining.planning import RunPlan
+from pretraining.restarts import launch_details, resume_after_restart
 from pretraining.run_dir import RunDir, write_json
 
 
@@ -19,7 +20,7 @@ def find_start(run: RunDir, recipe: dict, plan: RunPlan, resume: str) -> Path | 
 
     Writes nothing but the event of a damaged checkpoint that is passed over.
     """
-    return from_rank_0(lambda: _find_on_rank_0(run, recipe, plan, resume))
+    return from_rank_0(lambda: _find_on_rank_0(run, recipe, plan, resume_after_restart(run, resume)))
 
 
 def _find_on_rank_0(run: RunDir, recipe: dict, plan: RunPlan, resume: str) -> Path | None:
@@ -43,7 +44,7 @@ def open_run(
     """Rank 0 writes recipe, plan, environment and the mixture's table into the run folder, after every check."""
 
     def write() -> None:
-        if resume == "never":
+        if resume_after_restart(run, resume) == "never":
             _set_aside(run)
         remove_uncommitted(run)
         write_json(run.recipe, recipe)
@@ -53,7 +54,7 @@ def open_run(
             write_json(run.mixture, mixture)
             print(format_table(mixture))
         kind = "resume" if checkpoint else "start"
-        run.add_event(kind, checkpoint=checkpoint and checkpoint.name, **plan.layout)
+        run.add_event(kind, checkpoint=checkpoint and checkpoint.name, **plan.layout, **launch_details())
 
     from_rank_0(write)
 

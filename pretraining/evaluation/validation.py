@@ -1,7 +1,7 @@
 """Validation loss, perplexity and bits per byte: exact over the set, the same at any world size."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -60,27 +60,41 @@ class Validation:
         )
 
     @torch.no_grad()
-    def measure(self, model: torch.nn.Module) -> dict[str, float]:
+    def measure(
+        self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
         """{"loss": nats per token, "perplexity", "bits_per_byte"} of all blocks; every rank must call it.
+
+        interrupted: asked before every round of one batch a rank; all ranks must answer alike. Once it says yes
+        the measuring ends and there is no result.
 
         With several sources also {"<source>_loss", "<source>_bits_per_byte"}, as the Trainer names the metrics
         of several evaluation sets. Rank r takes every world_size-th batch. Ranks that run out repeat the first
         block with weight zero, because under ZeRO-3 a forward pass is a collective.
         """
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        device = next(model.parameters()).device
         was_training = model.training
         model.eval()
+        totals = self._totals(model, interrupted)
+        model.train(was_training)
+        if totals is None:
+            return None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(totals)
+        return self._metrics(totals.tolist())
+
+    def _totals(self, model: torch.nn.Module, interrupted: Callable[[], bool]) -> torch.Tensor | None:
+        """[parts, 2]: nats and tokens of each part, from this rank's batches; None where it was interrupted."""
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        device = next(model.parameters()).device
         totals = torch.zeros(len(self.parts), 2, dtype=torch.float64, device=device)
         batches = self._batches()
         for round_start in range(0, len(batches), world_size):
+            if interrupted():
+                return None
             number = round_start + rank
             part, indices = batches[number] if number < len(batches) else (0, range(0))
             totals[part] += self._nats_and_tokens(model, part, indices, device)
-        model.train(was_training)
-        if world_size > 1:
-            dist.all_reduce(totals)
-        return self._metrics(totals.tolist())
+        return totals
 
     def _batches(self) -> list[tuple[int, range]]:
         """(part, its samples) of every forward pass; no batch mixes parts."""

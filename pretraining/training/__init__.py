@@ -2,20 +2,25 @@
 
 from pretraining.training.arguments import build_arguments
 from pretraining.training.collate import collate_blocks
+from pretraining.training.hangs import HangCallback
 from pretraining.training.metrics import MetricsCallback
 from pretraining.training.progress import ProgressCallback
-from pretraining.training.ranks import device_name, join_ranks, leave_ranks
+from pretraining.training.ranks import device_name, join_ranks, joined_ranks, leave_ranks
+from pretraining.training.stopping import StopRequests
 from pretraining.training.trackers import build_trackers
 from pretraining.training.trainer import PretrainingTrainer
 
 __all__ = [
+    "HangCallback",
     "MetricsCallback",
     "PretrainingTrainer",
     "ProgressCallback",
+    "StopRequests",
     "build_arguments",
     "build_trackers",
     "collate_blocks",
     "device_name",
     "join_ranks",
+    "joined_ranks",
     "leave_ranks",
 ]

@@ -3,11 +3,15 @@
 import os
 import platform
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 
 import deepspeed
 import torch
 
 from pretraining.errors import UserError
+from pretraining.training.launcher import launcher_is_gone
 from pretraining.training.operators import announce_compiles, clear_abandoned_locks
 
 # What a launcher sets; a plain `python train.py` is a world of one.
@@ -20,12 +24,33 @@ _SINGLE_PROCESS = {
 }
 
 
-def join_ranks() -> tuple[int, int]:
+# torch's own limit for a collective is half an hour: the watch over hangs, which can name the ranks, comes first.
+_SHORTEST_TIMEOUT_MINUTES = 30
+_AFTER_A_HANG_MINUTES = 10
+
+_at_leaving: list[Callable[[], None]] = []
+
+
+@contextmanager
+def joined_ranks(hang_minutes: float | None) -> Iterator[None]:
+    """The process group from here to the end of the block; a stop that all ranks agreed on leaves it in order."""
+    join_ranks(hang_minutes)
+    try:
+        yield
+    except SystemExit:
+        leave_ranks()
+        raise
+    leave_ranks()
+
+
+def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     """Join the process group (NCCL on GPUs, gloo on CPU) and return (rank, world size).
 
     Must come before the model is built: `zero.Init` reads the world size when it shards parameters.
+    hang_minutes: collectives wait longer than that.
     Raises `UserError` where a launcher started more processes on this machine than it has GPUs.
     """
+    launcher_is_gone()  # remembers who it is, before the variables of a plain process are set
     if "WORLD_SIZE" not in os.environ:
         os.environ.update(_SINGLE_PROCESS, MASTER_PORT=str(_free_port()))
     # With these two set accelerate would configure DeepSpeed from its own file, too late for zero.Init.
@@ -38,7 +63,10 @@ def join_ranks() -> tuple[int, int]:
         _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     clear_abandoned_locks()
     announce_compiles()
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
+    deepspeed.init_distributed(
+        dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=minutes)
+    )
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
@@ -47,9 +75,16 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
 
 
+def at_leaving(close: Callable[[], None]) -> None:
+    """Have `close` called when this rank leaves the process group in order."""
+    _at_leaving.append(close)
+
+
 def leave_ranks() -> None:
     """Wait for every rank, then tear the process group down, so that no launcher reports a leak."""
     torch.distributed.barrier()
+    while _at_leaving:
+        _at_leaving.pop()()
     torch.distributed.destroy_process_group()
 
 

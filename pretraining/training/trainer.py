@@ -1,5 +1,6 @@
 """The Trainer, with the two public hooks a pretraining run needs of its own."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,32 +9,78 @@ from transformers import PrinterCallback, Trainer, TrainingArguments, get_schedu
 from transformers.utils import logging
 
 from pretraining.training.arguments import training_refusals
+from pretraining.training.signals import ignore_in_worker
+from pretraining.training.stopping import StoppingCallback, StopRequests
 
 
 class PretrainingTrainer(Trainer):
-    """`validate(model) -> metrics` replaces the evaluation loop, whose mean over padded batches is not exact.
+    """`validate(model, interrupted) -> metrics` replaces the evaluation loop, whose mean is not exact.
 
-    The Trainer's own cadence (`eval_strategy`, `eval_steps`) and its best-model bookkeeping stay in force. What
-    it refuses of the recipe's `training`, optimizer and schedule included, is a `UserError` that names the file.
+    `stop` is asked after every step and in every round of a validation, which then has no result (None); once
+    the checkpoint is saved the process leaves with its exit code. The Trainer's own cadence (`eval_strategy`,
+    `eval_steps`) and its best-model bookkeeping stay in force. What it refuses of the recipe's `training`,
+    optimizer and schedule included, is a `UserError` that names the file.
     """
 
-    def __init__(self, *args, validate: Callable[[torch.nn.Module], dict], recipe_path: Path, **kwargs):
-        self.validate, self.recipe_path = validate, recipe_path
+    def __init__(
+        self,
+        *args,
+        validate: Callable[[torch.nn.Module, Callable[[], bool]], dict | None],
+        recipe_path: Path,
+        stop: StopRequests | None = None,
+        **kwargs,
+    ):
+        self.validate, self.recipe_path, self.stop = validate, recipe_path, stop
         with training_refusals(recipe_path):  # before anything of the run is written
             super().__init__(*args, **kwargs)
             _try_optimizer_and_schedule(self.args)
+        if stop is not None:
+            self.add_callback(StoppingCallback(stop))
         self.remove_callback(PrinterCallback)  # ProgressCallback shows what it would
         logging.disable_progress_bar()  # one bar is enough
         if self.accelerator.ddp_handler is not None:
             self.accelerator.ddp_handler.gradient_as_bucket_view = True  # spares a copy of every gradient
 
+    def train(self, *args, **kwargs):
+        """As the Trainer's; a run that was asked to stop is left here."""
+        result = super().train(*args, **kwargs)
+        self._leave_if_stopped()
+        return result
+
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict:
         """Validation loss in nats per token, perplexity and bits per byte; every rank takes part."""
-        measured = self.validate(self.model_wrapped)
+        measured = self.validate(self.model_wrapped, self._interrupted)
+        if measured is None:
+            return self._evaluation_cut_short()
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _interrupted(self) -> bool:
+        """Between two rounds of a validation."""
+        self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        return self.stop is not None and self.stop.agreed()
+
+    def _evaluation_cut_short(self) -> dict:
+        """Save and stop; nothing is logged, and the next start measures again."""
+        if self.state.global_step == self._initial_global_step:
+            self._leave_if_stopped()  # the checkpoint it came from holds all there is
+        self.control.should_save = self.control.should_training_stop = True
+        judged = (self.args.metric_for_best_model or "loss").removeprefix("eval_")
+        return {f"eval_{judged}": math.nan}
+
+    def _leave_if_stopped(self) -> None:
+        if self.stop is not None:
+            self.stop.leave_if_agreed(self.state.global_step)
+
+    def get_train_dataloader(self):
+        """The Trainer's, whose workers outlive the signals that launchers send to every process."""
+        loader = super().get_train_dataloader()
+        if loader.num_workers:
+            batches = loader.base_dataloader
+            batches.worker_init_fn = _InWorker(batches.worker_init_fn)
+        return loader
 
     def log(self, logs: dict, start_time: float | None = None) -> None:
         super().log(logs, start_time)
@@ -46,7 +93,20 @@ class PretrainingTrainer(Trainer):
         last = next((row for row in reversed(self.state.log_history) if "eval_loss" in row), {})
         if last.get("step") != self.state.global_step:
             last = self.evaluate()
+            self._leave_if_stopped()
         return {key: value for key, value in last.items() if key.startswith("eval_")}
+
+
+class _InWorker:
+    """A data worker's first call: the Trainer's own, then deaf to the signals that ask a run to stop."""
+
+    def __init__(self, first: Callable[[int], None] | None):
+        self.first = first
+
+    def __call__(self, worker: int) -> None:
+        if self.first is not None:
+            self.first(worker)
+        ignore_in_worker()
 
 
 def _try_optimizer_and_schedule(arguments: TrainingArguments) -> None:

@@ -1,0 +1,35 @@
+"""A run that its launcher starts again: what was typed once must not begin it anew each time."""
+
+import os
+import socket
+
+from pretraining.exit_codes import SUPERVISOR
+from pretraining.run_dir import RunDir
+
+RESTART = "PRETRAINING_RESTART"
+"""Variable: how often a supervisor has started this run again."""
+_TORCHRUN_RESTART = "TORCHELASTIC_RESTART_COUNT"
+
+
+def launch_details() -> dict:
+    """For the event of a start: {"launch": what all restarts share, "restart": how many there were}.
+
+    Empty where nothing restarts the run.
+    """
+    supervisor = os.environ.get(SUPERVISOR)
+    if supervisor:
+        return {"launch": f"{socket.gethostname()}:{supervisor}", "restart": _restarts()}
+    if _TORCHRUN_RESTART in os.environ:
+        return {"launch": f"{socket.gethostname()}:{os.getppid()}", "restart": _restarts()}
+    return {}
+
+
+def resume_after_restart(run: RunDir, resume: str) -> str:
+    """`--resume` as typed, or `auto` where this launch has opened the run already and now starts it again."""
+    launches = [(run.last_event(kind) or {}).get("launch") for kind in ("start", "resume")]
+    return "auto" if _restarts() and launch_details()["launch"] in launches else resume
+
+
+def _restarts() -> int:
+    """Restarts by torchrun and by a supervisor above it."""
+    return sum(int(os.environ.get(name, "0")) for name in (RESTART, _TORCHRUN_RESTART))

@@ -1,0 +1,109 @@
+"""Stopping on request: a signal, a stop file, the recipe's time limit, a launcher that is gone.
+
+The ranks agree at a step boundary, save, and leave with exit code 75; the same command continues the run.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from transformers import TrainerCallback
+
+from pretraining.exit_codes import STOPPED, supervisor_file, tell_exit_code
+from pretraining.run_dir import RunDir
+from pretraining.training.agreement import Agreement
+from pretraining.training.ranks import launcher_is_gone
+from pretraining.training.signals import SignalListener
+
+NOT_ASKED, LAUNCHER_GONE, STOP_FILE, TIME_LIMIT, A_SIGNAL = 0, 1, 2, 3, 64
+"""What the ranks agree on, by the largest: a signal is its number above the last."""
+FILES_LOOKED_AT_EVERY_SECONDS = 1.0
+
+STARTED = "PRETRAINING_STARTED"
+"""Variable: Unix time from which a supervisor counts the time limit, over all restarts."""
+
+
+class StopRequests:
+    """Whether anybody has asked this run to stop, and all ranks' agreement on it.
+
+    run: its `STOP` file asks, and is removed when the run stops for it.
+    time_limit_hours: wall-clock hours after which the run asks itself; None for no limit.
+    """
+
+    def __init__(self, run: RunDir, time_limit_hours: float | None):
+        self.run, self.agreement, self.signals = run, Agreement(), SignalListener()
+        started = float(os.environ.get(STARTED, time.time()))
+        self._until = None if time_limit_hours is None else started + time_limit_hours * 3600
+        self._files = self._files_to_look_at()
+        self._looked_at, self._seen, self._agreed = 0.0, NOT_ASKED, NOT_ASKED
+
+    def agreed(self) -> bool:
+        """Whether all ranks stop now: a collective until they have agreed, the same answer on every rank."""
+        if not self._agreed:
+            self._agreed = self.agreement.largest(self._asked())
+        return self._agreed != NOT_ASKED
+
+    def leave_if_agreed(self, step: int) -> None:
+        """Where the ranks have agreed: rank 0 records it, and all raise `SystemExit(75)`. No collective."""
+        if not self._agreed:
+            return
+        if os.environ.get("RANK", "0") == "0":
+            (self.run.stop_file).unlink(missing_ok=True)
+            self.run.add_event("stopped", step=step, reason=self.reason)
+            print(
+                f"stopped at step {step}: {self.reason}; the same command continues",
+                file=sys.stderr,
+                flush=True,
+            )
+        tell_exit_code(STOPPED)
+        raise SystemExit(STOPPED)
+
+    @property
+    def reason(self) -> str:
+        """What the ranks have agreed on, in words."""
+        if self._agreed > A_SIGNAL:
+            return signal.Signals(self._agreed - A_SIGNAL).name
+        return {
+            LAUNCHER_GONE: "its launcher is gone",
+            STOP_FILE: "a stop file",
+            TIME_LIMIT: "checkpoints.time_limit_hours",
+        }[self._agreed]
+
+    def _asked(self) -> int:
+        """What this rank knows."""
+        if self.signals.received is not None:
+            return A_SIGNAL + self.signals.received
+        if self._until is not None and time.time() >= self._until:
+            return TIME_LIMIT
+        if time.monotonic() - self._looked_at > FILES_LOOKED_AT_EVERY_SECONDS:
+            self._looked_at = time.monotonic()
+            found = any(path.exists() for path in self._files)
+            self._seen = STOP_FILE if found else LAUNCHER_GONE if launcher_is_gone() else NOT_ASKED
+        return self._seen
+
+    def _files_to_look_at(self) -> list[Path]:
+        """The run's by rank 0, so that not every rank asks a shared disk; the supervisor's by each machine."""
+        files = [self.run.stop_file] if os.environ.get("RANK", "0") == "0" else []
+        supervisors = supervisor_file("STOP") if os.environ.get("LOCAL_RANK", "0") == "0" else None
+        return [*files, supervisors] if supervisors else files
+
+
+class StoppingCallback(TrainerCallback):
+    """Asks after every step; the step after which the ranks agree is saved, and is the last of this start."""
+
+    def __init__(self, stop: StopRequests):
+        self.stop = stop
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """A validation that was due at the resumed step and cut short by a stop is made up for."""
+        measured = any(row["step"] == state.global_step for row in state.log_history if "eval_loss" in row)
+        due = (
+            args.eval_strategy == "steps" and state.global_step and state.global_step % state.eval_steps == 0
+        )
+        args.eval_on_start = args.eval_on_start or bool(due and not measured)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.stop.agreed():
+            control.should_save = control.should_training_stop = True
