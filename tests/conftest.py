@@ -18,6 +18,7 @@ LAUNCHING += [
     "test_trackers",
     "test_streamed_run",
     "test_run_folder",
+    "test_stopping",
 ]
 LAUNCHING += ["test_planning_memory", "test_nothing_lost"]
 

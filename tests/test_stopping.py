@@ -1,0 +1,112 @@
+"""Promise: nothing committed is lost. A run that is asked to stop saves, and says so by its exit code."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from pretraining.exit_codes import STOPPED
+from tests.runs import REPOSITORY, Run, Started, committed, execute
+
+LISTENING = (
+    "import os, time\n"
+    "from pretraining.training import signals\n"
+    "signals.SAME_REQUEST_SECONDS = 0.3\n"
+    "listener = signals.SignalListener()\n"
+    "print('ready', flush=True)\n"
+)
+IN_A_COLLECTIVE = "import ctypes; ctypes.CDLL(None).pause()\n"
+"""The main thread in C code, where Python runs no handler: as in a collective that never ends."""
+
+
+def wait_until(reached: Callable[[], bool], seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def listening():
+    """Starts a program after `SignalListener()`; yields the process once it listens."""
+    started = []
+
+    def start(program: str) -> subprocess.Popen:
+        words = [sys.executable, "-c", LISTENING + program]
+        started.append(subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True))
+        assert started[-1].stdout.readline() == "ready\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_signals_are_heard_at_once_and_insisting_ends_the_process(listening):
+    """One Ctrl-C, which comes twice through a launcher, is one request; another one later stops C code too."""
+    process = listening(
+        "import threading\n"
+        "def tell():\n"
+        "    while listener.received is None: time.sleep(0.001)\n"
+        "    print(listener.received, flush=True)\n"
+        "threading.Thread(target=tell, daemon=True).start()\n" + IN_A_COLLECTIVE
+    )
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == f"{signal.SIGTERM}\n"
+    assert process.poll() is None
+    time.sleep(0.4)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 128 + signal.SIGTERM
+
+
+def test_a_forked_process_does_not_ask_its_parent_to_stop(listening):
+    """A data worker that is signalled dies of it alone: its copy of the pipe is the parent's no more."""
+    process = listening(
+        "child = os.fork()\n"
+        "if child == 0: time.sleep(60)\n"
+        "os.kill(child, 15)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\n"
+        "time.sleep(0.1)\n"
+        "print(listener.received, flush=True)\n"
+    )
+    assert process.stdout.readline() == f"{-signal.SIGTERM}\n"
+    assert process.stdout.readline() == "None\n"
+
+
+def test_a_stop_file_inside_a_validation(workshop, tmp_path):
+    """Two ranks agree between two rounds, save, and leave with 75; started again, the curve is the undisturbed one."""
+    output, reference = tmp_path / "run", workshop.run("zero2")
+    command = workshop.command(output, "zero2")
+    started, run = Started(command), Run(output)
+    try:
+        wait_until(lambda: len(run.training_rows) >= 5 or started.process.poll() is not None)
+        run.dir.stop_file.touch()
+    finally:
+        finished = started.finish()
+    assert finished.code == STOPPED and finished.strays == (), finished.output
+    stopped = run.events[-1]
+    assert (stopped["event"], stopped["reason"]) == ("stopped", "a stop file")
+    assert committed(output)[0] == f"checkpoint-{stopped['step']}" and not run.dir.stop_file.exists()
+    assert not run.dir.heartbeats.exists() and not run.dir.export.exists()
+    finished = execute(command)
+    assert finished.code == 0, finished.output
+    assert run.losses == reference.losses
+    measured = [
+        [(row["step"], row["eval_loss"]) for row in each.validation_rows] for each in (run, reference)
+    ]
+    assert measured[0] == measured[1]
+
+
+def test_the_time_limit_stops_a_run(workshop, tmp_path):
+    """`checkpoints.time_limit_hours`, here over before the first step is: one step, saved, 75."""
+    output = tmp_path / "run"
+    settings = ("checkpoints.time_limit_hours=1e-6",)
+    finished = execute(workshop.command(output, "null", 1, "plain", settings))
+    assert finished.code == STOPPED, finished.output
+    assert Run(output).events[-1]["reason"] == "checkpoints.time_limit_hours"
+    assert committed(output) == ["checkpoint-1"]
