@@ -12,14 +12,19 @@ from pretraining.exit_codes import STOPPED
 from tests.runs import REPOSITORY, Run, Started, committed, execute
 
 LISTENING = (
-    "import os, time\n"
-    "from pretraining.training import signals\n"
+    "import os, sys, time\n"
+    "sys.path.append('pretraining/training')\n"  # without the room's seconds of imports
+    "import signals\n"
     "signals.SAME_REQUEST_SECONDS = 0.3\n"
     "listener = signals.SignalListener()\n"
     "print('ready', flush=True)\n"
 )
-IN_A_COLLECTIVE = "import ctypes; ctypes.CDLL(None).pause()\n"
-"""The main thread in C code, where Python runs no handler: as in a collective that never ends."""
+IN_A_COLLECTIVE = (
+    "import ctypes\n"
+    "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\n"
+    "lock(mutex), lock(mutex)\n"
+)
+"""The main thread in C code without end, where Python runs no handler."""
 
 
 def wait_until(reached: Callable[[], bool], seconds: float = 60.0) -> None:

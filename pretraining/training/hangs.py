@@ -78,6 +78,7 @@ class Watch:
         self.look_seconds = min(limit_seconds / LOOKS_PER_LIMIT, LONGEST_LOOK_SECONDS)
         self.heartbeat = Heartbeat(run.heartbeats, rank)
         self._beats_seen: dict[int, tuple[int, int]] = {}
+        self._observed_since = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look_again_and_again, name="hangs", daemon=True)
         self._thread.start()
@@ -109,6 +110,7 @@ class Watch:
 
     def _observe(self, number: int) -> dict[int, Place | None]:
         """Every rank's place, and since which look its heartbeat has not changed."""
+        self._observed_since = min(number, self._observed_since or number)
         places = {rank: read_place(self.run.heartbeats, rank) for rank in range(self.world_size)}
         for rank, place in places.items():
             beats = -1 if place is None else place.beats
@@ -120,8 +122,14 @@ class Watch:
         """All ranks that run come here within a look of each other; the first of them reports."""
         first = _created(self.run.heartbeats / ALARM)
         dump_stacks(self.run.stacks, self.heartbeat.place)
-        if first:
+        places = self._observe(number)
+        last = max(number, self._observed_since + SILENT_LOOKS) if first else number + 2 * SILENT_LOOKS
+        while number < last:  # on a busy machine there were fewer looks than the limit has room for
+            time.sleep(self.look_seconds)
+            number += 1
+            self.heartbeat.beat(number)
             places = self._observe(number)
+        if first:
             seen = self._beats_seen.items()
             self._report(places, {rank for rank, (_, since) in seen if number - since >= SILENT_LOOKS})
         tell_exit_code(HANG)

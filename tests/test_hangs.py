@@ -1,0 +1,132 @@
+"""A run that stands still is left with exit code 76, and the ranks that did not arrive are named."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from pretraining.exit_codes import HANG
+from pretraining.run_dir import RunDir, read_rows
+
+LIMIT_SECONDS = 3.0
+
+
+class Ranks:
+    """Processes with a watch each, as ranks of one run: what they do is a function of (watch, rank)."""
+
+    def __init__(self, run: RunDir, world_size: int, work: Callable):
+        from pretraining.training.hangs import Watch
+
+        self.dir, self.processes, self.codes = run, [], []
+        for rank in range(world_size):
+            process = os.fork()
+            if process == 0:
+                watch = Watch(run, LIMIT_SECONDS, rank, world_size)
+                work(watch, rank)
+                watch.close()
+                os._exit(0)
+            self.processes.append(process)
+
+    def kill(self, number: signal.Signals, *ranks: int) -> None:
+        for rank in ranks:
+            os.kill(self.processes[rank], number)
+
+    def wait(self) -> None:
+        """For the exit codes, in the order of the ranks."""
+        self.codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in self.processes]
+
+    def wait_for_an_event(self) -> None:
+        until = time.monotonic() + 60
+        while not self.events and time.monotonic() < until:
+            time.sleep(0.01)
+
+    @property
+    def events(self) -> list[dict]:
+        return read_rows(self.dir.events)
+
+
+def collective_without_end(watch, rank: int) -> None:
+    watch.heartbeat.arrive("training", 3)
+    time.sleep(120)
+
+
+def rank_2_in_its_loader(watch, rank: int) -> None:
+    watch.heartbeat.arrive("training", 7)
+    if rank != 2:
+        watch.heartbeat.arrive("training", 8)
+    time.sleep(120)
+
+
+def slow_progress(watch, rank: int) -> None:
+    """Half as long again as the limit in all."""
+    for step in range(5):
+        watch.heartbeat.arrive("validation", step)
+        time.sleep(LIMIT_SECONDS * 0.3)
+
+
+def one_long_step(watch, rank: int) -> None:
+    watch.heartbeat.arrive("training", 1)
+    time.sleep(LIMIT_SECONDS * 1.7)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> dict[Callable, Ranks]:
+    """Runs of three ranks, all at the same time; of the first one rank is stopped, of the last all for a while."""
+    works = (collective_without_end, rank_2_in_its_loader, slow_progress, one_long_step)
+    runs = {work: Ranks(RunDir(tmp_path_factory.mktemp("run")), 3, work) for work in works}
+    time.sleep(0.3)
+    runs[collective_without_end].kill(signal.SIGSTOP, 1)
+    runs[one_long_step].kill(signal.SIGSTOP, 0, 1, 2)
+    time.sleep(LIMIT_SECONDS * 1.2)
+    runs[one_long_step].kill(signal.SIGCONT, 0, 1, 2)
+    runs[collective_without_end].wait_for_an_event()
+    runs[collective_without_end].kill(signal.SIGKILL, 1)
+    for run in runs.values():
+        run.wait()
+    return runs
+
+
+def test_a_stopped_process_is_named(finished):
+    """SIGSTOP to one of three ranks: the others say which, leave their stacks and end with 76."""
+    run = finished[collective_without_end]
+    assert run.codes == [HANG, -signal.SIGKILL, HANG]
+    (event,) = run.events
+    assert (event["event"], event["ranks"]) == ("hang", [1])
+    assert f"process {run.processes[1]}, training at step 3, its process does not run" in event["who"]
+    stacks = {path.name: path.read_text() for path in run.dir.stacks.iterdir()}
+    assert sorted(stacks) == ["rank-00000.txt", "rank-00002.txt"]
+    assert all("collective_without_end" in text for text in stacks.values())
+
+
+def test_a_rank_that_came_less_far_is_named(finished):
+    """Its process runs, in a loader that never answers: it has not come to the step the others wait in."""
+    run = finished[rank_2_in_its_loader]
+    assert run.codes == [HANG] * 3
+    (event,) = run.events
+    assert event["ranks"] == [2] and "training at step 7, its process runs" in event["who"]
+    assert len(list(run.dir.stacks.iterdir())) == 3
+
+
+def test_slow_is_not_hung(finished):
+    """Longer than the limit, with progress in between: no alarm, and nothing is left behind."""
+    run = finished[slow_progress]
+    assert run.codes == [0, 0, 0] and list(run.dir.path.iterdir()) == []
+
+
+def test_a_job_that_was_suspended_is_given_its_time_again(finished):
+    """All ranks wake up long after their last step, and none of them was hung."""
+    assert finished[one_long_step].codes == [0, 0, 0]
+
+
+@pytest.mark.parametrize("arrivals, expected", [([4, 4, 4], []), ([4, 3, 4], [1]), ([4, None, 3], [1, 2])])
+def test_who_did_not_arrive(arrivals, expected):
+    """Less far than the furthest, or without a heartbeat."""
+    from pretraining.training.hangs import not_arrived
+    from pretraining.training.heartbeat import Place
+
+    places = {
+        rank: number and Place(rank, "a", 1, "training", 1, number, 1) for rank, number in enumerate(arrivals)
+    }
+    assert not_arrived(places, set()) == expected
