@@ -30,37 +30,43 @@ def main() -> None:
     if options.resume == "auto" and run.is_finished(recipe.to_dict()):
         return report_end(run)
     mixture = build_mixture(data, recipe, recipe.num_samples)
-    train(recipe, ds_config, plan, data, mixture, run, options.resume)
+    train(recipe, ds_config, plan, data, mixture, run, options)
 
 
-def train(recipe, ds_config, plan, data, mixture, run, resume) -> None:
+def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
     # Plan and errors answer at once: the imports below take seconds.
     quieten_libraries()
     from pretraining import checkpoints, training
 
     ranks = training.joined_ranks(recipe.monitors["hang_minutes"])
     with ranks, checkpoints.sole_run(run), checkpoints.disk_errors_told(run.path):
-        pretrain(recipe, ds_config, plan, data, mixture, run, resume)
+        pretrain(recipe, ds_config, plan, data, mixture, run, options)
 
 
-def pretrain(recipe, ds_config, plan, data, mixture, run, resume) -> None:
+def pretrain(recipe, ds_config, plan, data, mixture, run, options) -> None:
     from pretraining import checkpoints, evaluation, model, training
 
     stop = training.StopRequests(run, recipe.checkpoints["time_limit_hours"])
-    checkpoint = checkpoints.find_start(run, recipe.to_dict(), plan, resume)
+    start = checkpoints.find_start(
+        run, recipe, data.manifest, options.resume, options.allow_change, plan.layout
+    )
 
-    arguments = training.build_arguments(recipe, ds_config, run.path, plan.accumulation_steps)
+    last_step = start.last_step(recipe)
+    arguments = training.build_arguments(recipe, ds_config, run.path, plan.accumulation_steps, last_step)
     tokenizer = model.load_tokenizer(data.tokenizer_path)
-    language_model = model.build_model(recipe.model, tokenizer, arguments, draw_weights=checkpoint is None)
+    language_model = model.build_model(
+        recipe.model, tokenizer, arguments, draw_weights=start.checkpoint is None
+    )
 
-    first_sample = checkpoints.step_of(checkpoint) * recipe.samples_per_step
     guard = open_guard(run.flagged_blocks, data, recipe)
-    train_dataset = build_training_dataset(data, recipe, mixture, first_sample, recipe.num_samples, guard)
+    train_dataset = build_training_dataset(data, recipe, mixture, start.samples, recipe.num_samples, guard)
     validation = evaluation.Validation.of(validation_by_source(data, recipe), recipe)
     trackers = training.build_trackers(recipe.training.get("report_to", "none"), run, recipe.name)
 
     mixture_table = mixture and mixture.table(recipe.num_samples)
     environment = describe_environment(training.device_name(), plan.world_size)
+    retention = checkpoints.Retention.of(recipe.checkpoints, checkpoints.demote_checkpoint)
+    identity = checkpoints.Identity.of(recipe, plan, data.manifest, environment, start)
     trainer = training.PretrainingTrainer(
         model=language_model,
         args=arguments,
@@ -74,15 +80,18 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, resume) -> None:
         callbacks=[
             training.HangCallback(run, recipe.monitors["hang_minutes"]),
             training.MetricsCallback(
-                run, recipe.tokens_per_step, recipe.samples_per_step / train_dataset.num_blocks
+                run,
+                recipe.tokens_per_step,
+                recipe.samples_per_step / train_dataset.num_blocks,
+                start.extra_tokens(recipe),
             ),
             training.ProgressCallback(),
-            checkpoints.CommitCallback(run, recipe.checkpoints["keep_last"], plan.layout),
+            checkpoints.CommitCallback(run, identity, retention),
             *trackers,
         ],
     )
-    checkpoints.open_run(run, recipe.to_dict(), plan, environment, checkpoint, resume, mixture_table)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    checkpoints.open_run(run, identity, plan, options.resume, mixture_table, language_model, tokenizer)
+    trainer.train(resume_from_checkpoint=start.checkpoint)
     results = {**trainer.closing_validation(), "unigram_bits_per_byte": data.unigram_bits_per_byte}
 
     card = checkpoints.write_model_card(recipe.to_dict(), data.manifest, results, environment)

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from urllib.parse import unquote
 
+from pretraining.curve import check_allowed
+from pretraining.errors import UserError
 from pretraining.schema import REPOSITORY
 
 TRAIN_EXAMPLES = """examples:
@@ -103,6 +105,14 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
         metavar="auto|never|PATH",
         help="continue from the newest committed checkpoint (default), start over, or from this one",
     )
+    parser.add_argument(
+        "--allow_change",
+        action="append",
+        default=[],
+        type=_part_of_the_curve,
+        metavar="SECTION.KEY",
+        help="go on although this part of the recipe is not what the run began with (repeatable; recorded)",
+    )
     parser.add_argument("--plan", action="store_true", help="print what the run will need, and exit")
     parser.add_argument("--json", action="store_true", help="with --plan: as JSON")
     parser.add_argument(
@@ -119,6 +129,13 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
 def world_size_here() -> int:
     """Number of processes the launcher started, 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _part_of_the_curve(text: str) -> str:
+    try:
+        return check_allowed(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def positive_integer(text: str) -> int:

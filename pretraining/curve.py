@@ -1,8 +1,11 @@
 """What the loss curve belongs to: the parts of a recipe that a run folder may not change between two starts."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from pretraining.errors import UserError
+from pretraining.errors import UserError, nearest
+from pretraining.recipe import recipe_schema
 
 # `training` keys that change where the work happens or what is recorded, not the curve.
 NEUTRAL_TRAINING_KEYS = frozenset(
@@ -40,24 +43,63 @@ NEUTRAL_TRAINING_KEYS = frozenset(
 )
 
 
+SECTIONS = ("model", "data", "budget", "training")
+DATA_FINGERPRINT = "data.fingerprint"
+"""Not a key of the recipe: the identity of the prepared tokens, which `--allow_change` may name like one."""
+
+
+class Change(NamedTuple):
+    """One part of the curve that is not what it was."""
+
+    key: str
+    earlier: Any
+    now: Any
+
+    def is_allowed(self, allowed: Iterable[str]) -> bool:
+        """Whether the key, or its whole section, is among `allowed`."""
+        section = self.key.partition(".")[0]
+        return self.key in allowed or section in allowed
+
+
 def curve_parts(recipe: dict) -> dict:
     """Flat {dotted key: value} of everything in a resolved recipe that the loss at step k is a function of."""
     parts = {}
-    for section in ("model", "data", "budget", "training"):
+    for section in SECTIONS:
         for key, value in recipe[section].items():
             if section != "training" or key not in NEUTRAL_TRAINING_KEYS:
                 parts[f"{section}.{key}"] = value
     return parts
 
 
-def refuse_other_curve(recipe: dict, earlier: dict, folder: Path) -> None:
-    """Raise `UserError` where `folder` holds a run whose curve is not this recipe's."""
+def changed_parts(recipe: dict, earlier: dict) -> list[Change]:
+    """What of the curve differs between two resolved recipes, by key."""
     ours, theirs = curve_parts(recipe), curve_parts(earlier)
     changed = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
-    if changed:
-        key = changed[0]
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    return [Change(key, theirs.get(key), ours.get(key)) for key in changed]
+
+
+def refuse_changes(changes: list[Change], allowed: Iterable[str], place: Path, what: str) -> None:
+    """Raise `UserError` for the first change that is not `allowed`; `place` holds a `what` of another recipe."""
+    refused = [change for change in changes if not change.is_allowed(allowed)]
+    if refused:
+        key, earlier, now = refused[0]
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         raise UserError(
-            f"{folder} holds a run of another recipe: {key} is {theirs.get(key)!r} there and {ours.get(key)!r} "
-            f"here{more}; give this one its own folder with --output_dir, or start over with --resume never"
+            f"{place} holds a {what} of another recipe: {key} is {earlier!r} there and {now!r} here{more}; give "
+            "this one its own folder with --output_dir, start over with --resume never, or accept the change with "
+            f"--allow_change {key}"
         )
+
+
+def check_allowed(key: str) -> str:
+    """`key` if `--allow_change` can mean it: a key of the curve, or a section; else `UserError` with the nearest."""
+    properties = recipe_schema()["properties"]
+    names = {f"{section}.{name}" for section in SECTIONS for name in properties[section]["properties"]}
+    names |= {f"model.{name}" for model in recipe_schema()["$defs"].values() for name in model["properties"]}
+    names -= {f"training.{name}" for name in NEUTRAL_TRAINING_KEYS}
+    names |= {*SECTIONS, DATA_FINGERPRINT}
+    if key not in names:
+        neutral = key.removeprefix("training.") in NEUTRAL_TRAINING_KEYS
+        why = "may change without it" if neutral else f"no part of the curve{nearest(key, names)}"
+        raise UserError(f"{key}: {why}")
+    return key

@@ -234,6 +234,20 @@ def _check_numbers(values: dict, where: str) -> None:
     if training.get("bf16") and training.get("fp16"):
         raise problem(where, "training.fp16", "and training.bf16 are both true; choose one")
     _check_tokenizer(data["tokenizer"], model["vocab_size"], where)
+    _check_validated_saves(values["checkpoints"]["keep_best"], training, where)
+
+
+def _check_validated_saves(keep_best: int, training: dict, where: str) -> None:
+    """The best are told by the validation loss after their own step: each save needs one."""
+    strategies = {training.get("save_strategy", "steps"), training.get("eval_strategy", "no")}
+    save = training.get("save_steps", 500)
+    evaluate = training.get("eval_steps") or training.get("logging_steps", 500)
+    if keep_best and (strategies != {"steps"} or save % evaluate):
+        what = (
+            f"is {keep_best}, but not every save is validated: set eval_strategy and save_strategy to steps, and "
+            f"training.save_steps (now {save}) to a multiple of training.eval_steps (now {evaluate})"
+        )
+        raise problem(where, "checkpoints.keep_best", what)
 
 
 def _check_heads(model: dict, where: str) -> None:

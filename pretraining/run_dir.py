@@ -29,12 +29,19 @@ class RunDir:
         self.stop_file = self.path / "STOP"
         self.heartbeats = self.path / "heartbeats"
         self.stacks = self.path / "stacks"
+        self.model = self.path / "model"
+        self.changes = self.path / "changes.json"
+        self.aside = self.path / "aside"
         self.wandb_id = self.path / "wandb_id"
         self.tensorboard = self.path / "tensorboard"
 
     def checkpoint(self, step: int) -> Path:
         """Folder of the resumable checkpoint after optimizer step `step`."""
         return self.path / f"checkpoint-{step}"
+
+    def weights(self, step: int) -> Path:
+        """Folder of the weights alone that are left of that checkpoint."""
+        return self.path / f"weights-{step}"
 
     def is_finished(self, recipe: dict) -> bool:
         """Whether this folder holds the finished run of exactly this recipe, so that nothing is left to do."""

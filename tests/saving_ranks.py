@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoints.find import MARKER
+from pretraining.checkpoints.marker import MARKER
 from pretraining.checkpoints.writer import CheckpointWriter
 from pretraining.errors import UserError
 from pretraining.run_dir import RunDir, write_json

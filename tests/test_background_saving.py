@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pretraining.checkpoints.awaiting import SaveAbandoned, receipt_name, wait_for_receipts, write_receipt
-from pretraining.checkpoints.find import MARKER
+from pretraining.checkpoints.awaiting import SaveAbandoned, wait_for_receipts
+from pretraining.checkpoints.marker import MARKER
+from pretraining.checkpoints.receipts import receipt_name, write_receipt
 from pretraining.checkpoints.shard_files import rank_file
 from pretraining.checkpoints.writer import CheckpointWriter
 from pretraining.errors import UserError
@@ -155,13 +156,13 @@ def test_without_room_for_a_copy_training_stands_still_instead(tmp_path, monkeyp
 
 def test_receipts_of_an_earlier_attempt_do_not_count(tmp_path):
     """A commit over a dead rank's stale receipt would name files of two saves."""
-    write_receipt(tmp_path, 0, 2, "now.1", {}, {})
-    write_receipt(tmp_path, 1, 2, "earlier.1", {}, {})
+    write_receipt(tmp_path, 0, 2, {}, save="now.1")
+    write_receipt(tmp_path, 1, 2, {}, save="earlier.1")
     abandoned = threading.Event()
     threading.Timer(0.05, abandoned.set).start()
     with pytest.raises(SaveAbandoned):
         wait_for_receipts(tmp_path, 2, "now.1", abandoned)
-    write_receipt(tmp_path, 1, 2, "now.1", {}, {"rng": 1})
+    write_receipt(tmp_path, 1, 2, {}, save="now.1", rng=1)
     wait_for_receipts(tmp_path, 2, "now.1", abandoned)
 
 

@@ -26,6 +26,7 @@ FOUNDATION = {
     "run_dir",
     "schema",
     "supervise",
+    "verbs",
 }
 NUMBERS_AND_DATA = {"planning", "data"}
 WORK = {"model", "training", "checkpoints", "evaluation", "reporting"}

@@ -4,13 +4,13 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from pretraining.errors import UserError
 from pretraining.run_dir import RunDir
 from tests.runs import Run, committed, contents, execute, start_and_kill
+from tests.small_checkpoints import Retention, save
 
 
 def same_curve(run: Run, reference: Run) -> None:
@@ -123,23 +123,12 @@ def saved(tmp_path) -> RunDir:
     """Checkpoints of 4 and 8 steps, committed by the callback with everything kept."""
     run = RunDir(tmp_path)
     for step in (4, 8):
-        save(run, step, keep_last=None)
+        save(run, step)
     return run
 
 
-def save(run: RunDir, step: int, keep_last: int | None) -> None:
-    """What the Trainer and the callback do at a save, with small files."""
-    from pretraining.checkpoints import CommitCallback
-
-    (run.checkpoint(step) / "global_step").mkdir(parents=True)
-    for name in ("trainer_state.json", "global_step/rank_0.pt"):
-        (run.checkpoint(step) / name).write_text("content")
-    state = SimpleNamespace(is_world_process_zero=True, global_step=step)
-    CommitCallback(run, keep_last, {"world_size": 2}).on_save(None, state, None)
-
-
 def cut(folder: Path) -> None:
-    (folder / "global_step" / "rank_0.pt").write_text("cont")
+    (folder / "state" / "rank_0.bin").write_text("cont")
 
 
 def lose(folder: Path) -> None:
@@ -147,7 +136,8 @@ def lose(folder: Path) -> None:
 
 
 def change(folder: Path) -> None:
-    (folder / "global_step" / "rank_0.pt").write_text("CONTENT")
+    path = folder / "state" / "rank_0.bin"
+    path.write_text(path.read_text().upper())
 
 
 def spoil_marker(folder: Path) -> None:
@@ -171,7 +161,8 @@ def test_every_kind_of_damage_is_seen(saved, damage):
 
 def test_the_step_is_the_markers_whatever_the_folder_is_called(saved):
     """A checkpoint that was copied or renamed holds the steps it was saved after."""
-    from pretraining.checkpoints.find import choose_checkpoint, step_of
+    from pretraining.checkpoints.find import choose_checkpoint
+    from pretraining.checkpoints.folders import step_of
 
     for name in ("best", "my-2", "checkpoint-5"):
         copy = shutil.copytree(saved.checkpoint(8), saved.path / "kept" / name)
@@ -193,11 +184,11 @@ def test_an_old_checkpoint_goes_only_after_a_new_one_is_committed(saved, monkeyp
     from pretraining.checkpoints import commit
 
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "write_json", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(commit, "write_marker", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
-            save(saved, 12, keep_last=1)
+            save(saved, 12, Retention(keep_last=1))
     assert committed(saved.path) == ["checkpoint-8", "checkpoint-4"]
-    save(saved, 16, keep_last=1)
+    save(saved, 16, Retention(keep_last=1))
     assert committed(saved.path) == ["checkpoint-16"]
 
 

@@ -1,20 +1,27 @@
-"""Checkpoints (resumable) and exports (`from_pretrained`): commit, find, start, export."""
+"""Checkpoints (resumable) and exports (`from_pretrained`): commit, verify, find, start, retention, export.
 
-from pretraining.checkpoints.commit import CommitCallback
-from pretraining.checkpoints.export import export_model
-from pretraining.checkpoints.find import step_of
-from pretraining.checkpoints.full_disk import disk_errors_told
-from pretraining.checkpoints.lock import sole_run
-from pretraining.checkpoints.model_card import write_model_card
-from pretraining.checkpoints.start import find_start, open_run
+The names below are imported when first used, so that a look at a run folder never waits for torch.
+"""
 
-__all__ = [
-    "CommitCallback",
-    "disk_errors_told",
-    "export_model",
-    "find_start",
-    "open_run",
-    "sole_run",
-    "step_of",
-    "write_model_card",
-]
+import importlib
+
+_HOME = {
+    "CommitCallback": "commit",
+    "Identity": "identity",
+    "Retention": "retention",
+    "demote_checkpoint": "weights",
+    "disk_errors_told": "full_disk",
+    "export_model": "export",
+    "find_start": "start",
+    "open_run": "start",
+    "sole_run": "lock",
+    "write_model_card": "model_card",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -11,7 +11,12 @@ Answer = TypeVar("Answer")
 
 
 def from_rank_0(decide: Callable[[], Answer]) -> Answer:
-    """What `decide` returns on rank 0, on every rank; or its `UserError`, a file it could not use included."""
+    """What `decide` returns on rank 0, on every rank; or its `UserError`, a file it could not use included.
+
+    A process without a group decides for itself.
+    """
+    if not dist.is_initialized():
+        return decide()
     answer: list = [None, None]
     if dist.get_rank() == 0:
         try:

@@ -7,24 +7,18 @@ earlier save of the same step, is never taken for today's.
 import json
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from threading import Event
 
 import xxhash
 
-from pretraining.run_dir import write_json
+from pretraining.checkpoints.receipts import receipt_name
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
 
 
 class SaveAbandoned(Exception):
     """The save this thread works on has failed on another rank."""
-
-
-def receipt_name(rank: int, ranks: int) -> str:
-    """`rank-00000-of-00002.json`."""
-    return f"rank-{rank:05d}-of-{ranks:05d}.json"
 
 
 def write_bytes(path: Path, content: bytes) -> dict:
@@ -34,11 +28,6 @@ def write_bytes(path: Path, content: bytes) -> dict:
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": len(content), "checksum": f"xxh128:{xxhash.xxh128(content).hexdigest()}"}
-
-
-def write_receipt(folder: Path, rank: int, ranks: int, save: str, files: Mapping, own: Mapping) -> None:
-    """Tell, after the files: {"save", "files": {name: {"bytes", "checksum"}}, **own}."""
-    write_json(folder / receipt_name(rank, ranks), {"save": save, "files": files, **own})
 
 
 def wait_for_receipts(folder: Path, ranks: int, save: str, abandoned: Event) -> None:

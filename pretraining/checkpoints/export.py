@@ -6,7 +6,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
-from pretraining.checkpoints.files import follow_umask
+from pretraining.checkpoints.files import files_in, follow_umask, wait_for_disk
+from pretraining.checkpoints.marker import flush_folder
 
 
 def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, model_card: str) -> None:
@@ -17,14 +18,24 @@ def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: P
     state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if not trainer.is_world_process_zero():
         return
+    write_model_folder(trainer.model, state_dict, tokenizer, folder, model_card)
+
+
+def write_model_folder(
+    model: PreTrainedModel, weights: dict, tokenizer: PreTrainedTokenizerBase, folder: Path, model_card: str
+) -> None:
+    """Write weights (of a model that need hold none itself), tokenizer and card; an older `folder` is replaced."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    _save(trainer.model, state_dict, partial)
+    _save(model, weights, partial)
     tokenizer.save_pretrained(partial)
     (partial / "README.md").write_text(model_card, encoding="utf-8")
-    follow_umask(partial)
+    files = files_in(partial)
+    follow_umask(files)
+    wait_for_disk(files)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
+    flush_folder(folder.parent)
 
 
 def _save(model: PreTrainedModel, state_dict: dict, folder: Path) -> None:

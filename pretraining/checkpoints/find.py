@@ -1,106 +1,62 @@
-"""Which checkpoint a run continues from: decided once, on rank 0, among the committed ones that are whole."""
+"""Which checkpoint a run continues from: rank 0 decides, all ranks verify, nothing is loaded before."""
 
-import json
-import re
-import shutil
 from pathlib import Path
 
-from pretraining.checkpoints.files import checksums
+import torch.distributed as dist
+
+from pretraining.checkpoints.agreement import from_rank_0, told_by_all
+from pretraining.checkpoints.folders import committed_checkpoints
+from pretraining.checkpoints.marker import MARKER
+from pretraining.checkpoints.verification import changed_files, quick_damage, share_of
 from pretraining.errors import UserError
 from pretraining.run_dir import RunDir
 
-MARKER = "committed.json"
-
-
-def committed_checkpoints(run: RunDir) -> list[Path]:
-    """Folders that carry the commit marker, newest step first."""
-    return [folder for folder in _checkpoint_folders(run) if (folder / MARKER).exists()]
-
-
-def damage(folder: Path) -> str | None:
-    """What is wrong with a committed checkpoint (a missing, cut or changed file), or None where it is whole."""
-    try:
-        marker = _read_marker(folder)
-        sizes, committed = marker["files"], marker.get("checksums", {})
-        step_of(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{MARKER}: {error}"
-    for name, size in sizes.items():
-        path = folder / name
-        if not path.exists():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} holds {path.stat().st_size} bytes, {size} were committed"
-    found = checksums(folder, committed)
-    return next(
-        (f"{name} has changed since it was committed" for name in found if found[name] != committed[name]),
-        None,
-    )
-
 
 def choose_checkpoint(run: RunDir, resume: str) -> Path | None:
-    """The checkpoint that `--resume auto|never|PATH` means; None starts from the beginning.
+    """The checkpoint that `--resume auto|never|PATH` means, on every rank; None starts from the beginning.
 
-    auto: the newest committed checkpoint that is whole; a damaged one is passed over with an event.
-    Raises `UserError` for a PATH that is not a committed, whole checkpoint.
+    auto: the newest committed checkpoint that is whole; a damaged one is passed over with an event and a line.
+    Raises `UserError` for a PATH that is not a committed, whole checkpoint, and for another version's.
     """
     if resume == "never":
         return None
     if resume != "auto":
         return _checked(Path(resume))
-    for folder in committed_checkpoints(run):
-        reason = damage(folder)
+    for folder in from_rank_0(lambda: committed_checkpoints(run)):
+        reason = damage_seen_by_all(folder, of_run=True)
         if reason is None:
             return folder
-        run.add_event("checkpoint_passed_over", checkpoint=folder.name, reason=reason)
+        from_rank_0(lambda folder=folder, reason=reason: _pass_over(run, folder, reason))
     return None
 
 
-def remove_uncommitted(run: RunDir) -> None:
-    """Delete what a killed save left behind, so that its files cannot mix with the next save's."""
-    for folder in _checkpoint_folders(run):
-        if not (folder / MARKER).exists():
-            shutil.rmtree(folder)  # before the event: the disk may be full of it
-            run.add_event("uncommitted_checkpoint_removed", checkpoint=folder.name)
+def damage_seen_by_all(folder: Path, of_run: bool = False) -> str | None:
+    """`damage` of a checkpoint, each rank reading a share of its bytes; every rank must call this."""
+    reason, files = from_rank_0(lambda: quick_damage(folder, of_run))
+    if reason is not None:
+        return reason
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    found = told_by_all(changed_files(folder, share_of(files, rank, ranks)))
+    return next((reason for changed in found for reason in changed.values()), None)
 
 
-def refuse_other_layout(checkpoint: Path, layout: dict) -> None:
-    """Raise `UserError` where DeepSpeed could not load this checkpoint: saved by other ranks or another stage."""
-    saved = _read_marker(checkpoint)
-    for key, value in layout.items():
-        if saved.get(key) != value:
-            raise UserError(
-                f"{checkpoint} was saved with {key} {saved.get(key)} and this run has {value}; start it as it "
-                "was, or begin a run of its own with --output_dir"
-            )
-
-
-def step_of(checkpoint: Path | None) -> int:
-    """Optimizer steps a checkpoint holds, as its marker says, whatever the folder is called; 0 for none."""
-    return int(_read_marker(checkpoint)["step"]) if checkpoint else 0
+def _pass_over(run: RunDir, folder: Path, reason: str) -> None:
+    run.add_event("checkpoint_passed_over", checkpoint=folder.name, reason=reason)
+    print(f"{folder} is damaged ({reason}): passed over for the one before", flush=True)
 
 
 def _checked(folder: Path) -> Path:
+    from_rank_0(lambda: _refuse_uncommitted(folder))
+    reason = damage_seen_by_all(folder)
+    if reason is not None:
+        raise UserError(f"--resume {folder}: the checkpoint is damaged: {reason}")
+    return folder
+
+
+def _refuse_uncommitted(folder: Path) -> None:
     if not folder.is_dir():
         raise UserError(
             f"--resume {folder}: no such folder; it takes auto, never or the path of a checkpoint"
         )
     if not (folder / MARKER).exists():
         raise UserError(f"--resume {folder}: no committed checkpoint there ({MARKER} is missing)")
-    reason = damage(folder)
-    if reason is not None:
-        raise UserError(f"--resume {folder}: the checkpoint is damaged: {reason}")
-    return folder
-
-
-def _read_marker(folder: Path) -> dict:
-    return json.loads((folder / MARKER).read_text(encoding="utf-8"))
-
-
-def _checkpoint_folders(run: RunDir) -> list[Path]:
-    found = [
-        (int(m[1]), p)
-        for p in run.path.glob("checkpoint-*")
-        if (m := re.fullmatch(r"checkpoint-(\d+)", p.name))
-    ]
-    return [path for _, path in sorted(found, reverse=True)]

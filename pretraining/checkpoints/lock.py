@@ -36,6 +36,16 @@ def sole_run(run: RunDir) -> Iterator[None]:
             _release(lock, run.path)
 
 
+@contextmanager
+def folder_held(folder: Path) -> Iterator[None]:
+    """Hold a run folder that exists against runs, in one process; `UserError` where a run holds it."""
+    lock = lock_folder(folder, patience_seconds=0)
+    try:
+        yield
+    finally:
+        _release(lock, folder)
+
+
 def lock_folder(folder: Path, patience_seconds: float = PATIENCE_SECONDS) -> TextIO:
     """Make the folder and lock it until the file returned is closed. `UserError` names who holds it already."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,20 @@
 """The start of a run: rank 0 opens the run folder, decides where to continue, and tells the others."""
 
-import json
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from pretraining.checkpoints.agreement import from_rank_0
-from pretraining.checkpoints.find import choose_checkpoint, refuse_other_layout, remove_uncommitted
+from pretraining.checkpoints.changes import changes_of_run, changes_since, recorded_changes
+from pretraining.checkpoints.find import choose_checkpoint
+from pretraining.checkpoints.folders import remove_uncommitted, set_aside_after
+from pretraining.checkpoints.identity import Identity, Start
 from pretraining.checkpoints.lock import move_lock
-from pretraining.curve import refuse_other_curve
+from pretraining.checkpoints.marker import read_marker
+from pretraining.checkpoints.weights import describe_model
 from pretraining.data import format_table
 from pretraining.errors import UserError
 from pretraining.planning import RunPlan
@@ -15,48 +22,88 @@ from pretraining.restarts import launch_details, resume_after_restart
 from pretraining.run_dir import RunDir, write_json
 
 
-def find_start(run: RunDir, recipe: dict, plan: RunPlan, resume: str) -> Path | None:
-    """The checkpoint to continue from, or None: rank 0 decides, every rank gets its answer or its `UserError`.
+def find_start(
+    run: RunDir, recipe, manifest: dict, resume: str, allowed: Sequence[str], layout: dict
+) -> Start:
+    """Where to begin or continue, on every rank: rank 0 decides, every rank gets its answer or its `UserError`.
 
-    Writes nothing but the event of a damaged checkpoint that is passed over.
+    allowed: keys of the recipe, or sections, that may differ from what the run was so far. Writes nothing but
+    the event of a damaged checkpoint that is passed over.
     """
-    return from_rank_0(lambda: _find_on_rank_0(run, recipe, plan, resume_after_restart(run, resume)))
-
-
-def _find_on_rank_0(run: RunDir, recipe: dict, plan: RunPlan, resume: str) -> Path | None:
-    if resume != "never" and run.recipe.exists():
-        refuse_other_curve(recipe, _read_recipe(run), run.path)
+    resume = from_rank_0(lambda: resume_after_restart(run, resume))
+    if resume != "never":
+        from_rank_0(lambda: changes_of_run(run, recipe.to_dict(), allowed))
     checkpoint = choose_checkpoint(run, resume)
-    if checkpoint is not None:
-        refuse_other_layout(checkpoint, plan.layout)
-    return checkpoint
+    return from_rank_0(lambda: _start_at(checkpoint, run, recipe, manifest, allowed, layout))
+
+
+def _start_at(checkpoint: Path | None, run: RunDir, recipe, manifest: dict, allowed, layout: dict) -> Start:
+    if checkpoint is None:
+        return Start()
+    refuse_other_layout(checkpoint, layout)
+    changes = changes_since(checkpoint, read_marker(checkpoint), recipe, manifest, run, allowed)
+    start = Start.at(checkpoint)
+    accepted = [
+        {"step": start.step, "key": each.key, "from": each.earlier, "to": each.now} for each in changes
+    ]
+    return replace(start, changes=(*start.changes, *accepted))
+
+
+def refuse_other_layout(checkpoint: Path, layout: dict) -> None:
+    """Raise `UserError` where DeepSpeed could not load this checkpoint: saved by other ranks or another stage."""
+    marker = read_marker(checkpoint)
+    saved = {"world_size": marker["ranks"], "zero_stage": marker["zero_stage"]}
+    for key, value in layout.items():
+        if saved.get(key) != value:
+            raise UserError(
+                f"{checkpoint} was saved with {key} {saved.get(key)} and this run has {value}; start it as it "
+                "was, or begin a run of its own with --output_dir"
+            )
 
 
 def open_run(
     run: RunDir,
-    recipe: dict,
+    identity: Identity,
     plan: RunPlan,
-    environment: dict,
-    checkpoint: Path | None,
     resume: str,
     mixture: dict | None,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Rank 0 writes recipe, plan, environment and the mixture's table into the run folder, after every check."""
+    """Rank 0 writes what the run is into its folder, after every check: recipe, plan, environment, mixture, and
+    the model's config with the tokenizer.
+    """
 
     def write() -> None:
         if resume_after_restart(run, resume) == "never":
             _set_aside(run)
         remove_uncommitted(run)
-        write_json(run.recipe, recipe)
+        start = identity.start
+        set_aside_after(run, start.step, spared=start.checkpoint)
+        _record_changes(run, start)
+        write_json(run.recipe, identity.recipe.to_dict())
         write_json(run.plan, plan.to_dict())
-        write_json(run.environment, environment)
+        write_json(run.environment, identity.environment)
+        describe_model(run, model, tokenizer)
         if mixture is not None:
             write_json(run.mixture, mixture)
             print(format_table(mixture))
-        kind = "resume" if checkpoint else "start"
-        run.add_event(kind, checkpoint=checkpoint and checkpoint.name, **plan.layout, **launch_details())
+        kind = "resume" if start.checkpoint else "start"
+        run.add_event(
+            kind, checkpoint=start.checkpoint and start.checkpoint.name, **plan.layout, **launch_details()
+        )
 
     from_rank_0(write)
+
+
+def _record_changes(run: RunDir, start: Start) -> None:
+    """Before the recipe is: a start killed in between is asked again for what it accepted."""
+    known = recorded_changes(run)
+    for change in start.changes:
+        if change not in known:
+            run.add_event("change_accepted", **change)
+    if start.changes or known:
+        write_json(run.changes, list(start.changes))
 
 
 def _set_aside(run: RunDir) -> None:
@@ -66,12 +113,3 @@ def _set_aside(run: RunDir) -> None:
         run.path.rename(aside)
         move_lock(aside, run.path)
         print(f"the earlier run of {run.path} is kept as {aside}")
-
-
-def _read_recipe(run: RunDir) -> dict:
-    try:
-        return json.loads(run.recipe.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{run.recipe}: cannot be read ({error}); remove it or choose another --output_dir"
-        ) from error

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from pretraining.checkpoints.agreement import host_group, told_by_all
-from pretraining.checkpoints.awaiting import wait_for_receipts, write_bytes, write_receipt
-from pretraining.checkpoints.find import MARKER
+from pretraining.checkpoints.awaiting import wait_for_receipts, write_bytes
+from pretraining.checkpoints.marker import MARKER
 from pretraining.checkpoints.rank_save import RankSave
+from pretraining.checkpoints.receipts import write_receipt
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.snapshot import HostSnapshot, available_bytes, snapshot_bytes
 from pretraining.data.publishing import wait_for_disk
@@ -153,7 +154,7 @@ class CheckpointWriter:
         written = {name: write_rank_file(save.folder / name, tensors)}
         for name, content in save.files.items():
             written[name] = write_bytes(save.folder / name, content)
-        write_receipt(save.folder, self.rank, self.ranks, save.name, written, save.receipt)
+        write_receipt(save.folder, self.rank, self.ranks, written, save=save.name, **save.receipt)
         wait_for_disk(save.folder)
         save.write_seconds = time.perf_counter() - began
 

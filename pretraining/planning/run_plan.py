@@ -1,6 +1,7 @@
 """The RunPlan: what a recipe will take, known before anything is built."""
 
 import json
+import math
 from dataclasses import asdict, dataclass
 
 from pretraining.ds_config import zero_stage
@@ -103,14 +104,19 @@ def is_sixteen_bit(recipe: Recipe, ds_config: dict | None) -> bool:
 
 
 def _checkpoints_kept(recipe: Recipe) -> int:
-    """Checkpoints left at the end: of one every `save_steps` and one after the last step, the newest."""
+    """Checkpoints left at the end at most: of one every `save_steps` and one after the last step, the newest, the
+    best, and those that stay for ever.
+    """
     steps, every = recipe.num_steps, recipe.training.get("save_steps", 500)
     if recipe.training.get("save_strategy", "steps") != "steps":
         return 1
     every = max(1, round(every * steps)) if every < 1 else int(every)
     written = -(-steps // every)
-    keep = recipe.checkpoints["keep_last"]
-    return written if keep is None else min(keep, written)
+    rule = recipe.checkpoints
+    if rule["keep_last"] is None:
+        return written
+    for_ever = steps // math.lcm(every, rule["keep_every"]) if rule["keep_every"] else 0
+    return min(rule["keep_last"] + rule["keep_best"] + for_ever, written)
 
 
 def print_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int | None, as_json: bool) -> None:

@@ -33,13 +33,16 @@ WORKER_KEYS = ("dataloader_persistent_workers", "dataloader_prefetch_factor")
 
 
 def build_arguments(
-    recipe, ds_config: dict | None, output_dir: Path, accumulation_steps: int
+    recipe, ds_config: dict | None, output_dir: Path, accumulation_steps: int, last_step: int | None = None
 ) -> TrainingArguments:
-    """Raises `UserError` where this machine or transformers refuses a value, with its reason."""
+    """last_step: where the run ends if not after the recipe's own number of steps.
+
+    Raises `UserError` where this machine or transformers refuses a value, with its reason.
+    """
     owned = {
         "output_dir": str(output_dir),
         "deepspeed": ds_config,
-        "max_steps": recipe.num_steps,
+        "max_steps": recipe.num_steps if last_step is None else last_step,
         "gradient_accumulation_steps": accumulation_steps,
         "use_cpu": not ON_GPU,
     }

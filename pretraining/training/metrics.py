@@ -11,11 +11,12 @@ class MetricsCallback(TrainerCallback):
     """Adds tokens, epoch, and throughput to the Trainer's logs, and writes them.
 
     Comes first among the callbacks that log, so that metrics.jsonl and the trackers hold the same numbers.
+    `tokens_before`: what earlier, larger or smaller steps have consumed more than as many of these would.
     """
 
-    def __init__(self, run: RunDir, tokens_per_step: int, epochs_per_step: float):
+    def __init__(self, run: RunDir, tokens_per_step: int, epochs_per_step: float, tokens_before: int = 0):
         self.run = run
-        self.tokens_per_step = tokens_per_step
+        self.tokens_per_step, self.tokens_before = tokens_per_step, tokens_before
         self.epochs_per_step = epochs_per_step
         self._reset()
 
@@ -42,7 +43,8 @@ class MetricsCallback(TrainerCallback):
     def on_log(self, args, state, control, logs, **kwargs):
         if "train_runtime" in logs:  # the Trainer's closing summary repeats what the rows say
             return
-        row = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
+        tokens = self.tokens_before + state.global_step * self.tokens_per_step
+        row = {"step": state.global_step, "tokens": tokens}
         if "loss" in logs:
             logs.update(self._throughput())
         logs["tokens"] = row["tokens"]

@@ -1,0 +1,223 @@
+"""Checkpoints under damage, and the speed of verifying them. One JSON line each.
+
+    python benchmarks/checkpoint.py damage --trials 500 --seed 1
+    python benchmarks/checkpoint.py verify --gigabytes 4 --pairs 7
+    python benchmarks/checkpoint.py full_disk
+
+damage: a small run leaves four committed checkpoints; each trial flips a bit, cuts, deletes or swaps files of them at
+random, and asks what the next start would load: the newest checkpoint that is whole, or nothing. Every so many trials
+the run itself is started on the damaged folder. verify: `verify` against plain reading of the same files by as many
+threads, warm, and cold (page cache dropped for these files) where the system lets us. full_disk: the run on a file
+system of its own that holds one checkpoint, under both policies (needs to be root).
+"""
+
+import argparse
+import collections
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from record import REPOSITORY, parser_of, record
+
+from pretraining.checkpoints.files import THREADS, file_entry
+from pretraining.checkpoints.folders import committed_checkpoints
+from pretraining.checkpoints.identity import Start
+from pretraining.checkpoints.marker import write_marker
+from pretraining.checkpoints.verification import damage
+from pretraining.run_dir import RunDir, read_rows
+
+SMALL = {
+    "model.n_layer": 1,
+    "model.n_embd": 32,
+    "budget.tokens": 2048 * 8,
+    "training.save_steps": 2,
+    "training.eval_strategy": "no",
+    "checkpoints.keep_last": None,
+    "evaluation.max_validation_tokens": 4096,
+}
+
+
+def main() -> None:
+    options = parse_arguments()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        values = {"damage": run_damage, "verify": run_verify, "full_disk": run_full_disk}[options.what](
+            options, Path(folder)
+        )
+    record(f"checkpoint_{options.what}", values, options.keep)
+
+
+def start(output: Path, *more: str) -> subprocess.CompletedProcess:
+    """One start of the small run."""
+    settings = [word for key, value in SMALL.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    command = [sys.executable, "train.py", "--recipe", "tiny", "--deepspeed", "null", *settings]
+    command += ["--output_dir", str(output), *more]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def finished(output: Path, *more: str) -> None:
+    """A start that must succeed."""
+    ended = start(output, *more)
+    if ended.returncode:
+        raise SystemExit(ended.stderr[-3000:])
+
+
+def run_damage(options: argparse.Namespace, folder: Path) -> dict:
+    """Counts of the damages by kind, and of those judged wrongly."""
+    from tests.checkpoint_damage import damaged, judged_rightly
+
+    run, chance = RunDir(folder / "run"), random.Random(options.seed)
+    finished(run.path)
+    shutil.rmtree(run.export)
+    folders, kinds, wrong, starts = committed_checkpoints(run), collections.Counter(), 0, 0
+    began = time.perf_counter()
+    for trial in range(options.trials):
+        with damaged(run, chance) as (kind, harmed):
+            kinds[kind] += 1
+            wrong += not judged_rightly(run, harmed, folders)
+            if options.starts and trial % max(1, options.trials // options.starts) == 0:
+                wrong += not continues_from_whole(run, harmed, folder / f"start-{trial}")
+                starts += 1
+    return {
+        "trials": options.trials,
+        "seed": options.seed,
+        "kinds": dict(sorted(kinds.items())),
+        "checkpoints": len(folders),
+        "loaded_damaged_or_wrong_choice": wrong,
+        "real_starts": starts,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def continues_from_whole(run: RunDir, harmed: list[Path], copy: Path) -> bool:
+    """Whether the run, started on a copy of the damaged folder, goes on from the newest whole one to its end."""
+    shutil.copytree(run.path, copy)
+    whole = [folder.name for folder in committed_checkpoints(run) if folder not in harmed]
+    finished(copy)
+    rows = read_rows(RunDir(copy).events)
+    begin = next(row for row in rows if row["event"] in ("start", "resume"))
+    return begin["checkpoint"] == (whole[0] if whole else None) and rows[-1]["event"] == "end"
+
+
+def run_verify(options: argparse.Namespace, folder: Path) -> dict:
+    """Medians over pairs of reading and verifying in turn; the first pair warms up."""
+    checkpoint = big_checkpoint(folder, options.gigabytes, options.files)
+    values = {
+        "gigabytes": options.gigabytes,
+        "files": options.files,
+        "pairs": options.pairs,
+        "threads": THREADS,
+    }
+    for state in ("warm", "cold"):
+        if state == "cold" and not hasattr(os, "posix_fadvise"):
+            continue
+        pairs = []
+        for _ in range(options.pairs + 1):
+            forget(checkpoint, state)
+            reading = timed(lambda: read_all(checkpoint))
+            forget(checkpoint, state)
+            pairs.append((reading, timed(lambda: verified(checkpoint))))
+        reading, verifying = (statistics.median(each) for each in zip(*pairs[1:], strict=True))
+        values |= {
+            f"{state}_read_gb_per_second": round(options.gigabytes / reading, 2),
+            f"{state}_verify_gb_per_second": round(options.gigabytes / verifying, 2),
+            f"{state}_share_of_reading": round(statistics.median(r / v for r, v in pairs[1:]), 3),
+        }
+    return values
+
+
+def big_checkpoint(folder: Path, gigabytes: float, num_files: int) -> Path:
+    """A committed checkpoint of random bytes in files of one size."""
+    checkpoint, chunk = folder / "checkpoint-1", os.urandom(1 << 24)
+    checkpoint.mkdir()
+    entries = {}
+    for number in range(num_files):
+        path = checkpoint / f"rank-{number:05d}-of-{num_files:05d}.safetensors"
+        with path.open("wb") as file:
+            for _ in range(int(gigabytes * 1e9 / num_files / len(chunk))):
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        entries[path.name] = file_entry(path)
+    write_marker(checkpoint, {"step": Start().step + 1, "files": entries})
+    return checkpoint
+
+
+def forget(checkpoint: Path, state: str) -> None:
+    """Cold: drop the files from the page cache."""
+    for path in checkpoint.iterdir() if state == "cold" else ():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def timed(work) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def read_all(checkpoint: Path) -> None:
+    """Read every file into a buffer of the size that verifying uses, by as many threads."""
+
+    def read(path: Path) -> None:
+        buffer = bytearray(4 << 20)
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(read, checkpoint.iterdir()))
+
+
+def verified(checkpoint: Path) -> None:
+    assert damage(checkpoint) is None
+
+
+def run_full_disk(options: argparse.Namespace, folder: Path) -> dict:
+    """What the run says and does on a disk with room for one checkpoint, and whether that one still verifies."""
+    finished(folder / "measured")
+    one = sum(path.stat().st_size for path in (folder / "measured" / "checkpoint-8").rglob("*"))
+    values = {"checkpoint_bytes": one}
+    for policy in ("stop", "continue"):
+        disk = folder / policy
+        disk.mkdir()
+        size = f"size={int(one * 1.7 + (1 << 18))}"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", disk], check=True)
+        try:
+            ended = start(disk / "run", "--set", f"checkpoints.on_full_disk={policy}")
+            left = committed_checkpoints(RunDir(disk / "run"))
+            values[policy] = {
+                "exit_code": ended.returncode,
+                "said": [line for line in ended.stderr.splitlines() if "No space left" in line][:2],
+                "tracebacks": ended.stderr.count("Traceback"),
+                "last_step_trained": max(row["step"] for row in read_rows(RunDir(disk / "run").metrics)),
+                "committed": [each.name for each in left],
+                "all_whole": all(damage(each) is None for each in left),
+            }
+        finally:
+            subprocess.run(["umount", "-l", disk], check=True)
+    return values
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument("what", choices=("damage", "verify", "full_disk"))
+    parser.add_argument("--trials", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--starts", type=int, default=5, help="how many of the trials also start the run")
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--files", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--folder", type=Path, help="where temporary files go")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""What one does with the checkpoints of a run: look at them, verify, reshard, export, make room."""
+
+import sys
+
+from pretraining import verbs as commands
+from pretraining.checkpoints import verbs
+from pretraining.errors import one_line_errors
+
+EPILOG = """examples:
+  python -m pretraining.checkpoints list runs/tiny
+  python -m pretraining.checkpoints verify runs/tiny
+  python -m pretraining.checkpoints export runs/tiny --step 800
+  python -m pretraining.checkpoints prune runs/tiny --keep_last 1 --yes
+
+Every verb has --help, and --json for scripts."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Do one thing; its answer goes to stdout."""
+    modules = commands.verb_modules(verbs)
+    commands.answer_one("python -m pretraining.checkpoints", modules, __doc__, EPILOG, arguments)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])

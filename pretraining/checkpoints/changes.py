@@ -1,0 +1,70 @@
+"""What may not differ between the starts of a run: refused by name, or accepted on request and recorded."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from pretraining.checkpoints.identity import described_data
+from pretraining.curve import DATA_FINGERPRINT, Change, changed_parts, refuse_changes
+from pretraining.errors import UserError
+from pretraining.planning.sizes import model_size
+from pretraining.run_dir import RunDir
+
+
+def changes_of_run(run: RunDir, recipe: dict, allowed: Sequence[str]) -> list[Change]:
+    """How the recipe differs from that of the last start in this folder; `UserError` where that is not allowed."""
+    if not run.recipe.exists():
+        return []
+    changes = changed_parts(recipe, _read_json(run.recipe))
+    refuse_changes(changes, allowed, run.path, "run")
+    return changes
+
+
+def changes_since(
+    checkpoint: Path, marker: dict, recipe, manifest: dict, run: RunDir, allowed
+) -> list[Change]:
+    """How recipe and data differ from the checkpoint's.
+
+    What an earlier start in this folder accepted stays accepted. Raises `UserError` for a change that is not
+    allowed, and for one that no checkpoint can follow: other shapes of the weights.
+    """
+    changes = changed_parts(recipe.to_dict(), marker["recipe"])
+    if any(change.key.startswith("model.") for change in changes):
+        _refuse_other_shape(checkpoint, marker["recipe"]["model"], recipe.model)
+    changes += _data_change(marker["data"], described_data(recipe, manifest), changes)
+    recorded = [(each["key"], each["to"]) for each in recorded_changes(run)]
+    new = [change for change in changes if (change.key, change.now) not in recorded]
+    refuse_changes(new, allowed, checkpoint, "checkpoint")
+    return changes
+
+
+def recorded_changes(run: RunDir) -> list[dict]:
+    """What earlier starts in this folder accepted: {"step", "key", "from", "to"} each."""
+    return _read_json(run.changes) if run.changes.exists() else []
+
+
+def _data_change(earlier: dict, now: dict, changes: list[Change]) -> list[Change]:
+    """Other tokens under the same recipe; where `data` differs by a key, that key stands for them."""
+    if earlier["fingerprint"] == now["fingerprint"] or any(each.key.startswith("data.") for each in changes):
+        return []
+    return [Change(DATA_FINGERPRINT, earlier["fingerprint"], now["fingerprint"])]
+
+
+def _refuse_other_shape(checkpoint: Path, earlier: dict, now: dict) -> None:
+    if earlier["model_type"] != now["model_type"] or model_size(earlier).parts != model_size(now).parts:
+        differing = sorted(key for key in earlier.keys() | now.keys() if earlier.get(key) != now.get(key))
+        key = differing[0]
+        raise UserError(
+            f"{checkpoint} holds weights of other shapes: model.{key} is {earlier.get(key)!r} there and "
+            f"{now.get(key)!r} here; give this model its own folder with --output_dir, or start over with "
+            "--resume never"
+        )
+
+
+def _read_json(path: Path):
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: cannot be read ({error}); remove it or choose another --output_dir"
+        ) from error

@@ -1,0 +1,81 @@
+"""Which checkpoints stay once a newer one is committed: the last, the best, every so many steps; the rest go."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from pretraining.checkpoints.folders import committed_checkpoints, remove_checkpoint, step_in_name
+from pretraining.checkpoints.marker import MarkerDamage, read_marker
+from pretraining.errors import UserError
+from pretraining.run_dir import RunDir
+
+Demote = Callable[[RunDir, Path, Path], bool]
+
+
+class Kept(NamedTuple):
+    """What retention knows of a committed checkpoint."""
+
+    step: int
+    validation_loss: float | None
+    """Measured after that very step, or None."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The rule of a recipe's `checkpoints` section.
+
+    demote(run, checkpoint, weights_folder) makes a `from_pretrained` folder of a checkpoint, whole or not at all, and
+    tells whether the checkpoint may go now; without it nothing of what goes is kept.
+    """
+
+    keep_last: int | None
+    """None keeps all."""
+    keep_best: int = 0
+    """So many of those with the lowest validation loss."""
+    keep_every: int | None = None
+    """For ever: those whose step is a multiple."""
+    demote: Demote | None = None
+
+    @classmethod
+    def of(cls, section: dict, demote: Demote | None = None) -> "Retention":
+        """The rule of a `checkpoints` section; `demote` counts where `demote_to_weights` is on."""
+        rule = {key: section[key] for key in ("keep_last", "keep_best", "keep_every")}
+        return cls(**rule, demote=demote if section["demote_to_weights"] else None)
+
+    def kept_steps(self, committed: Iterable[Kept]) -> set[int]:
+        """The steps whose checkpoints stay."""
+        newest = sorted(committed, reverse=True)
+        if self.keep_last is None:
+            return {each.step for each in newest}
+        # A NaN is no loss to be best by.
+        measured = [each for each in newest if each.validation_loss == each.validation_loss]
+        measured = [each for each in measured if each.validation_loss is not None]
+        best = sorted(measured, key=lambda each: each.validation_loss)[: self.keep_best]
+        every = [each for each in newest if self.keep_every and each.step % self.keep_every == 0]
+        return {each.step for each in (*newest[: self.keep_last], *best, *every)}
+
+    def doomed(self, run: RunDir) -> list[Path]:
+        """The committed checkpoints that go, oldest first."""
+        folders = committed_checkpoints(run)
+        kept = self.kept_steps(Kept(step_in_name(folder), _validation_loss(folder)) for folder in folders)
+        return [folder for folder in reversed(folders) if step_in_name(folder) not in kept]
+
+    def apply(self, run: RunDir) -> list[Path]:
+        """Remove what does not stay, called after a commit; killed at any point, the next call goes on.
+
+        Returns the checkpoints that had to go.
+        """
+        doomed = self.doomed(run)
+        for folder in doomed:
+            weights = run.weights(step_in_name(folder))
+            if self.demote is None or weights.exists() or self.demote(run, folder, weights):
+                remove_checkpoint(folder)
+        return doomed
+
+
+def _validation_loss(folder: Path) -> float | None:
+    try:
+        return read_marker(folder)["metrics"].get("eval_loss")
+    except (OSError, MarkerDamage, UserError):
+        return None
