@@ -14,6 +14,7 @@ from pretraining.errors import one_line_errors
 from pretraining.planning import build_run_plan, print_run_plan
 from pretraining.quiet import quieten_libraries
 from pretraining.recipe import load_recipe
+from pretraining.restarts import leave_again_if_stopped
 from pretraining.run_dir import REPOSITORY, RunDir, describe_environment, report_end
 
 
@@ -27,6 +28,7 @@ def main() -> None:
     cache = CacheSettings.of(options.data_cache, options.data_cache_gb)
     data = open_prepared(recipe, options.data_dir, cache)
     run = RunDir(options.output_dir or REPOSITORY / "runs" / recipe.name)
+    leave_again_if_stopped(run)
     if options.resume == "auto" and run.is_finished(recipe.to_dict()):
         return report_end(run)
     mixture = build_mixture(data, recipe, recipe.num_samples)

@@ -3,11 +3,13 @@
 import os
 import socket
 
-from pretraining.exit_codes import SUPERVISOR
+from pretraining.exit_codes import STOPPED, SUPERVISOR, tell_exit_code
 from pretraining.run_dir import RunDir
 
 RESTART = "PRETRAINING_RESTART"
 """Variable: how often a supervisor has started this run again."""
+STARTED = "PRETRAINING_STARTED"
+"""Variable: Unix time at which the supervisor began; the run's time limit counts from there."""
 _TORCHRUN_RESTART = "TORCHELASTIC_RESTART_COUNT"
 
 
@@ -28,6 +30,14 @@ def resume_after_restart(run: RunDir, resume: str) -> str:
     """`--resume` as typed, or `auto` where this launch has opened the run already and now starts it again."""
     launches = [(run.last_event(kind) or {}).get("launch") for kind in ("start", "resume")]
     return "auto" if _restarts() and launch_details()["launch"] in launches else resume
+
+
+def leave_again_if_stopped(run: RunDir) -> None:
+    """Raise `SystemExit(75)` where this launch was asked to stop: `torchrun --max-restarts` takes that for a crash."""
+    stopped = run.last_event("stopped") or {}
+    if _restarts() and stopped.get("launch") == launch_details()["launch"]:
+        tell_exit_code(STOPPED)
+        raise SystemExit(STOPPED)
 
 
 def _restarts() -> int:

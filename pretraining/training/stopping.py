@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from pretraining.exit_codes import STOPPED, supervisor_file, tell_exit_code
+from pretraining.restarts import STARTED, launch_details
 from pretraining.run_dir import RunDir
 from pretraining.training.agreement import Agreement
 from pretraining.training.ranks import launcher_is_gone
@@ -20,9 +21,6 @@ from pretraining.training.signals import SignalListener
 NOT_ASKED, LAUNCHER_GONE, STOP_FILE, TIME_LIMIT, A_SIGNAL = 0, 1, 2, 3, 64
 """What the ranks agree on, by the largest: a signal is its number above the last."""
 FILES_LOOKED_AT_EVERY_SECONDS = 1.0
-
-STARTED = "PRETRAINING_STARTED"
-"""Variable: Unix time from which a supervisor counts the time limit, over all restarts."""
 
 
 class StopRequests:
@@ -51,13 +49,14 @@ class StopRequests:
             return
         if os.environ.get("RANK", "0") == "0":
             (self.run.stop_file).unlink(missing_ok=True)
-            self.run.add_event("stopped", step=step, reason=self.reason)
+            self.run.add_event("stopped", step=step, reason=self.reason, **launch_details())
             print(
                 f"stopped at step {step}: {self.reason}; the same command continues",
                 file=sys.stderr,
                 flush=True,
             )
-        tell_exit_code(STOPPED)
+        if self._agreed != LAUNCHER_GONE:  # nobody asked: a supervisor starts the run again
+            tell_exit_code(STOPPED)
         raise SystemExit(STOPPED)
 
     @property

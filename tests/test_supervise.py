@@ -1,0 +1,119 @@
+"""A run gets to its end by itself: started again after a crash or a hang, never after what must not be repeated."""
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretraining import supervise
+from pretraining.exit_codes import FINISHED, GAVE_UP, HANG, STOPPED, USER_ERROR
+from tests.runs import Started, execute
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """No pause between two starts; the handlers of the tests' own process stay as they are."""
+    monkeypatch.setattr(supervise, "FIRST_PAUSE_SECONDS", 0.01)
+    before = {number: signal.getsignal(number) for number in supervise.REQUESTS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def scripted(folder: Path, *codes: str) -> list[str]:
+    """A command that ends with one code after the other: `76`, `told 75 as 1`, `kill`."""
+    program = folder / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(Path.cwd())!r})\n"
+        "from pretraining.exit_codes import tell_exit_code\n"
+        f"log = open({str(folder / 'starts')!r}, 'a+')\n"
+        "log.seek(0)\n"
+        "number = len(log.readlines())\n"
+        "print(os.environ['PRETRAINING_RESTART'], file=log, flush=True)\n"
+        f"words = {list(codes)!r}[number].split()\n"
+        "if words[0] == 'kill': os.kill(os.getpid(), 9)\n"
+        "if words[0] == 'told': tell_exit_code(int(words[1]))\n"
+        "os._exit(int(words[-1]))\n"
+    )
+    return ["--", sys.executable, str(program)]
+
+
+@pytest.mark.parametrize(
+    "codes, expected",
+    [
+        (("1", "76", "kill", "0"), FINISHED),  # a crash, a hang and a kill are started again
+        (("75",), STOPPED),
+        (("77",), GAVE_UP),
+        (("2",), USER_ERROR),
+        (("told 2 1",), USER_ERROR),  # torchrun's 1 hides it, the rank has told it
+        (("told 76 1", "told 75 1"), STOPPED),
+        (("1", "1", "76"), HANG),  # two restarts are allowed here
+    ],
+)
+def test_what_is_started_again(tmp_path, codes, expected):
+    """Restarts are counted for the run; the code is what a rank told, else the launcher's."""
+    assert (
+        supervise.main(["--restarts", str(max(2, len(codes) - 1)), *scripted(tmp_path, *codes)]) == expected
+    )
+    assert (tmp_path / "starts").read_text().split() == [str(number) for number in range(len(codes))]
+
+
+def alive(process: str) -> bool:
+    """Not gone, and not a zombie, which has no command line."""
+    path = Path(f"/proc/{process}/cmdline")
+    return path.exists() and path.read_bytes() != b""
+
+
+def test_ranks_that_outlive_their_launcher_end_and_it_is_a_crash(tmp_path, monkeypatch):
+    """`deepspeed` answers 0 when its inner process is killed, and its ranks go on: no second run beside them."""
+    monkeypatch.setattr(supervise, "SECONDS_TO_LEAVE", 0.3)
+    command = f"setsid sleep 60 & echo $! >> {tmp_path / 'ranks'}"
+    assert supervise.main(["--restarts", "1", "--", "sh", "-c", command]) == supervise.CRASH
+    ranks = (tmp_path / "ranks").read_text().split()
+    assert len(ranks) == 2 and not any(alive(rank) for rank in ranks)
+
+
+def test_a_request_goes_past_the_launcher(tmp_path):
+    """SIGTERM to the supervisor: the launcher hears nothing, the ranks find the file, the code is 75."""
+    waiting = (
+        "import os, time; from pretraining.exit_codes import supervisor_file, tell_exit_code\n"
+        "print('up', flush=True)\n"
+        "while not supervisor_file('STOP').exists(): time.sleep(0.01)\n"
+        "tell_exit_code(75)\n"
+        "os._exit(1)"
+    )
+    started = Started([sys.executable, "-m", "pretraining.supervise", "--", sys.executable, "-c", waiting])
+    assert started.process.stdout.readline() == "up\n"
+    started.process.send_signal(signal.SIGTERM)
+    assert started.finish(30).code == STOPPED
+
+
+def test_an_unknown_command_is_one_line(tmp_path):
+    finished = execute([sys.executable, "-m", "pretraining.supervise", "--", "deepsped", "train.py"])
+    assert finished.code == USER_ERROR
+    assert finished.stderr == "error: deepsped: cannot be started: No such file or directory\n"
+
+
+def test_a_restart_continues_what_its_launch_began(tmp_path, monkeypatch):
+    """`--resume never` and PATH count for the first start of a launch alone."""
+    from pretraining.restarts import launch_details, leave_again_if_stopped, resume_after_restart
+    from pretraining.run_dir import RunDir
+
+    run = RunDir(tmp_path)
+    run.add_event("start", launch="another:1")
+    monkeypatch.setenv("PRETRAINING_SUPERVISOR", str(tmp_path))
+    monkeypatch.setenv("PRETRAINING_RESTART", "0")
+    assert resume_after_restart(run, "never") == "never"
+    monkeypatch.setenv("PRETRAINING_RESTART", "1")
+    assert resume_after_restart(run, "never") == "never"  # the first start did not come so far
+    run.add_event("start", **launch_details())
+    assert resume_after_restart(run, "never") == "auto"
+    assert launch_details()["restart"] == 1
+    leave_again_if_stopped(run)
+    run.add_event("stopped", **launch_details())
+    with pytest.raises(SystemExit, match=str(STOPPED)):
+        leave_again_if_stopped(run)  # torchrun restarts what was asked to stop
+    monkeypatch.setenv("PRETRAINING_RESTART", "0")
+    leave_again_if_stopped(run)
