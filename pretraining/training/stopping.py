@@ -47,15 +47,15 @@ class StopRequests:
         """Where the ranks have agreed: rank 0 records it, and all raise `SystemExit(75)`. No collective."""
         if not self._agreed:
             return
+        asked = self._agreed != LAUNCHER_GONE  # else nobody asked: a supervisor starts the run again
         if os.environ.get("RANK", "0") == "0":
-            (self.run.stop_file).unlink(missing_ok=True)
-            self.run.add_event("stopped", step=step, reason=self.reason, **launch_details())
-            print(
-                f"stopped at step {step}: {self.reason}; the same command continues",
-                file=sys.stderr,
-                flush=True,
+            self.run.stop_file.unlink(missing_ok=True)
+            self.run.add_event(
+                "stopped", step=step, reason=self.reason, **(launch_details() if asked else {})
             )
-        if self._agreed != LAUNCHER_GONE:  # nobody asked: a supervisor starts the run again
+            line = f"stopped at step {step}: {self.reason}; the same command continues"
+            print(line, file=sys.stderr, flush=True)
+        if asked:
             tell_exit_code(STOPPED)
         raise SystemExit(STOPPED)
 

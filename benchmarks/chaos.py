@@ -1,0 +1,46 @@
+"""SIGKILLs at random moments, then left to finish: is anything lost?
+
+    python benchmarks/chaos.py --kills 200 --seed 1 --keep
+
+A small recipe in fp32, ZeRO-2 on two ranks, saving every second step. Each kill is drawn from the seed: the moment
+(resuming, training, saving, committing, pruning, evaluating) and who (one rank, all ranks, the launcher, everything);
+a share of the starts goes through the real launchers. The next start is the same command. Stops with an error where a
+committed step is lost, a start does not continue from the newest one, or the final weights, losses or validation
+differ in a bit from the undisturbed run. Prints one JSON line: how often what was killed.
+"""
+
+import tempfile
+import time
+from pathlib import Path
+
+from record import parser_of, record
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--stage", default="zero2", help="a file of ds_configs/, or null")
+    parser.add_argument(
+        "--real_every",
+        type=int,
+        default=20,
+        help="one of so many starts by deepspeed, one by torchrun (0: none)",
+    )
+    options = parser.parse_args()
+    from tests.chaos import Chaos
+    from tests.runs import Workshop
+
+    forked = max(1, options.real_every - 2)
+    launchers = ("forked",) * forked + (("deepspeed", "torchrun") if options.real_every else ())
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="chaos_") as folder:
+        chaos = Chaos(Workshop(Path(folder)), options.seed, options.stage, launchers=launchers)
+        counts = chaos.endure(options.kills)
+    values = {"seed": options.seed, "stage": options.stage, "ranks": 2, "counts": counts}
+    values["identical_runs"], values["lost_steps"] = counts["runs"], 0
+    record("chaos", {**values, "seconds": round(time.monotonic() - began)}, options.keep)
+
+
+if __name__ == "__main__":
+    main()
