@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pretraining.run_dir import RunDir
 from tests.runs import BIN, REPOSITORY, Finished, Workshop, execute
 
 NAMES = ("README.md", "recipes/README.md", "ds_configs/README.md", "pretraining/data/README.md")
@@ -117,6 +118,23 @@ def run_make(workshop: Workshop, words: list[str]) -> None:
         run_scaled(workshop, line)
 
 
+def run_supervised(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.supervise -- COMMAND`: what it would start; tests/test_supervise.py runs it for real."""
+    run_scaled(workshop, shlex.join(words[words.index("--") + 1 :]))
+
+
+def run_stop_file(workshop: Workshop, words: list[str]) -> None:
+    """`touch runs/tiny/STOP`: the file that runs look for; tests/test_stopping.py stops one by it."""
+    path = Path(words[1])
+    assert words[0] == "touch" and path == RunDir(path.parent).stop_file
+
+
+def run_sbatch(workshop: Workshop, words: list[str]) -> None:
+    """`sbatch ... launch/SCRIPT`: a shell can read it."""
+    script = next(word for word in words if word.startswith("launch/"))
+    assert execute(["bash", "-n", script]).code == 0
+
+
 SCALED = {
     r"make (demo|test)$": run_make,
     r"python data_prep\.py ": run_prepare,
@@ -126,6 +144,9 @@ SCALED = {
     r"python -m pretraining\.evaluation runs/tiny": run_evaluation,
     r"python -m pretraining\.data ": run_data,
     r"python -m pretraining\.planning ": run_verb,
+    r"python -m pretraining\.supervise ": run_supervised,
+    r"touch runs/": run_stop_file,
+    r"RUN=\S+ sbatch ": run_sbatch,
 }
 
 
@@ -165,6 +186,7 @@ def test_every_link_leads_somewhere(page):
         "-m pretraining.evaluation",
         "-m pretraining.data",
         "-m pretraining.planning",
+        "-m pretraining.supervise",
     ],
 )
 def test_every_command_has_help_with_an_example(command):

@@ -1,5 +1,6 @@
 """Promise: nothing committed is lost. A run that is asked to stop saves, and says so by its exit code."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -115,3 +116,20 @@ def test_the_time_limit_stops_a_run(workshop, tmp_path):
     assert finished.code == STOPPED, finished.output
     assert Run(output).events[-1]["reason"] == "checkpoints.time_limit_hours"
     assert committed(output) == ["checkpoint-1"]
+
+
+def test_a_launchers_sigterm_to_every_process_spares_the_data_workers(workshop, tmp_path):
+    """`deepspeed` terminates whole trees: the rank saves, and does not die of its worker's death."""
+    output = tmp_path / "run"
+    settings = ("training.dataloader_num_workers=1", "budget.tokens=512000")
+    started, run = Started(workshop.command(output, "null", 1, "plain", settings)), Run(output)
+    try:
+        wait_until(lambda: len(run.training_rows) >= 2 or started.process.poll() is not None)
+        rank_and_worker = started.processes()[1:]
+        assert len(rank_and_worker) > 1
+        for process in reversed(rank_and_worker):
+            os.kill(process, signal.SIGTERM)
+    finally:
+        finished = started.finish()
+    assert finished.code == STOPPED and "Traceback" not in finished.stderr, finished.output
+    assert run.events[-1]["reason"] == "SIGTERM" and len(committed(output)) >= 1

@@ -19,6 +19,25 @@ def _ancestors() -> tuple[int, ...]:
     return _current_ancestors()
 
 
+def sibling_is_gone() -> bool:
+    """Whether the launcher has fewer processes left than it started here: then it is ending what is left of a crash."""
+    started = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+    if not _launched() or launcher_is_gone():
+        return False
+    return len(_living_children(os.getppid())) < started
+
+
+def _living_children(process: int) -> list[int]:
+    """Of all its threads, without those that have ended: a zombie has no command."""
+    children = []
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        try:
+            children += [int(child) for child in path.read_text().split()]
+        except OSError:
+            continue
+    return [child for child in children if _command(child)]
+
+
 def _current_ancestors() -> tuple[int, ...]:
     if not _launched():
         return ()

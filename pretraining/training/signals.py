@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 INSISTING = (signal.SIGTERM, signal.SIGINT)
@@ -16,9 +17,12 @@ class SignalListener:
 
     Python runs handlers between two instructions of the main thread, which may sit in a collective for minutes.
     A thread reads the signals' numbers from a pipe instead.
+
+    in_vain: asked at a SIGTERM; whether no stop can be agreed on, so that the process ends at once.
     """
 
-    def __init__(self):
+    def __init__(self, in_vain: Callable[[], bool] = lambda: False):
+        self.in_vain = in_vain
         self.received: int | None = None
         self._first_heard = 0.0
         self._read_end, write_end = os.pipe()
@@ -36,6 +40,8 @@ class SignalListener:
                     self._hear(number)
 
     def _hear(self, number: int) -> None:
+        if number == signal.SIGTERM and self.in_vain():
+            os._exit(128 + number)
         if self.received is None:
             self.received, self._first_heard = number, time.monotonic()
         elif number in INSISTING and time.monotonic() - self._first_heard > SAME_REQUEST_SECONDS:

@@ -15,7 +15,7 @@ from pretraining.exit_codes import STOPPED, supervisor_file, tell_exit_code
 from pretraining.restarts import STARTED, launch_details
 from pretraining.run_dir import RunDir
 from pretraining.training.agreement import Agreement
-from pretraining.training.ranks import launcher_is_gone
+from pretraining.training.launcher import launcher_is_gone, sibling_is_gone
 from pretraining.training.signals import SignalListener
 
 NOT_ASKED, LAUNCHER_GONE, STOP_FILE, TIME_LIMIT, A_SIGNAL = 0, 1, 2, 3, 64
@@ -31,11 +31,13 @@ class StopRequests:
     """
 
     def __init__(self, run: RunDir, time_limit_hours: float | None):
-        self.run, self.agreement, self.signals = run, Agreement(), SignalListener()
+        self._looked_at, self._seen, self._agreed = 0.0, NOT_ASKED, NOT_ASKED
+        self.run, self.agreement = run, Agreement()
+        # A launcher whose rank has crashed ends the others: they would wait for it in vain, and the launcher for them.
+        self.signals = SignalListener(in_vain=lambda: not self._agreed and sibling_is_gone())
         started = float(os.environ.get(STARTED, time.time()))
         self._until = None if time_limit_hours is None else started + time_limit_hours * 3600
         self._files = self._files_to_look_at()
-        self._looked_at, self._seen, self._agreed = 0.0, NOT_ASKED, NOT_ASKED
 
     def agreed(self) -> bool:
         """Whether all ranks stop now: a collective until they have agreed, the same answer on every rank."""
