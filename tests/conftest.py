@@ -19,6 +19,7 @@ LAUNCHING += [
     "test_streamed_run",
     "test_run_folder",
     "test_stopping",
+    "test_chaos",
 ]
 LAUNCHING += ["test_planning_memory", "test_nothing_lost"]
 
