@@ -1,0 +1,106 @@
+"""What agreeing on a stop costs a step, and how a hang ends.
+
+    python benchmarks/stopping.py --keep
+
+agreement: two ranks over gloo, microseconds of one `Agreement.largest` (median of the rounds' means). hang: a rank of
+the small recipe under `torchrun --max-restarts=1` gets a SIGSTOP; seconds until it is named, against the limit, and
+whether the run then finishes by itself with the losses of the undisturbed one.
+"""
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from record import parser_of, record
+
+ROUNDS, CALLS = 10, 200
+LIMIT_SECONDS = 20.0
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", choices=("agreement", "hang"))
+    parser.add_argument("--as_rank", type=int, help="used by the benchmark itself")
+    options = parser.parse_args()
+    if options.as_rank is not None:
+        return measure_agreement()
+    if options.only != "hang":
+        record("agreement", {"ranks": 2, "calls": ROUNDS * CALLS, **agreement()}, options.keep)
+    if options.only != "agreement":
+        with tempfile.TemporaryDirectory(prefix="hang_") as folder:
+            record("hang", {"ranks": 2, "limit_seconds": LIMIT_SECONDS, **hang(Path(folder))}, options.keep)
+
+
+def agreement() -> dict:
+    """Two processes of this file, as ranks; rank 0 answers."""
+    from tests.runs import environment, free_port
+
+    words = [sys.executable, __file__, "--as_rank"]
+    shared = {**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [*words, str(rank)], env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    return {"microseconds": float(ranks[0].communicate()[0].split()[-1]), "code": ranks[1].wait()}
+
+
+def measure_agreement() -> None:
+    import torch.distributed as dist
+
+    from pretraining.training.agreement import Agreement
+
+    dist.init_process_group("gloo")
+    shared = Agreement()
+    rounds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        for _ in range(CALLS):
+            shared.largest(0)
+        rounds.append((time.perf_counter() - began) / CALLS * 1e6)
+    dist.destroy_process_group()
+    print(round(statistics.median(rounds), 1))
+
+
+def hang(folder: Path) -> dict:
+    """Stop one rank of two, and leave everything else to the launcher."""
+    from tests.chaos import ranks_of
+    from tests.runs import Run, Started, Workshop
+
+    workshop = Workshop(folder)
+    reference = workshop.run("zero2")
+    output = folder / "stopped"
+    settings = (f"monitors.hang_minutes={LIMIT_SECONDS / 60}",)
+    words = workshop.command(output, "zero2", 2, "torchrun", settings)
+    words.insert(words.index("train.py"), "--max-restarts=1")
+    started, run = Started(words), Run(output)
+    while not run.training_rows and started.process.poll() is None:
+        time.sleep(0.01)
+    stopped = ranks_of(started)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    began = time.monotonic()
+    while not _hang_of(run) and started.process.poll() is None:
+        time.sleep(0.01)
+    named_after = round(time.monotonic() - began, 1)
+    finished = started.finish(600)
+    assert finished.code == 0, finished.output
+    return {
+        "named_after_seconds": named_after,
+        "named": [f"process {stopped}," in _hang_of(run)["who"], _hang_of(run)["ranks"]],
+        "finished_after_seconds": round(time.monotonic() - began, 1),
+        "same_losses": run.losses == reference.losses,
+    }
+
+
+def _hang_of(run) -> dict | None:
+    return run.dir.last_event("hang")
+
+
+if __name__ == "__main__":
+    main()
