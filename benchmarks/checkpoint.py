@@ -54,17 +54,17 @@ def main() -> None:
     record(f"checkpoint_{options.what}", values, options.keep)
 
 
-def start(output: Path, *more: str) -> subprocess.CompletedProcess:
+def start(output: Path, data_dir: Path, *more: str) -> subprocess.CompletedProcess:
     """One start of the small run."""
     settings = [word for key, value in SMALL.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     command = [sys.executable, "train.py", "--recipe", "tiny", "--deepspeed", "null", *settings]
-    command += ["--output_dir", str(output), *more]
+    command += ["--output_dir", str(output), "--data_dir", str(data_dir), *more]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
 
 
-def finished(output: Path, *more: str) -> None:
+def finished(output: Path, data_dir: Path, *more: str) -> None:
     """A start that must succeed."""
-    ended = start(output, *more)
+    ended = start(output, data_dir, *more)
     if ended.returncode:
         raise SystemExit(ended.stderr[-3000:])
 
@@ -74,7 +74,7 @@ def run_damage(options: argparse.Namespace, folder: Path) -> dict:
     from tests.checkpoint_damage import damaged, judged_rightly
 
     run, chance = RunDir(folder / "run"), random.Random(options.seed)
-    finished(run.path)
+    finished(run.path, options.data_dir)
     shutil.rmtree(run.export)
     folders, kinds, wrong, starts = committed_checkpoints(run), collections.Counter(), 0, 0
     began = time.perf_counter()
@@ -83,7 +83,7 @@ def run_damage(options: argparse.Namespace, folder: Path) -> dict:
             kinds[kind] += 1
             wrong += not judged_rightly(run, harmed, folders)
             if options.starts and trial % max(1, options.trials // options.starts) == 0:
-                wrong += not continues_from_whole(run, harmed, folder / f"start-{trial}")
+                wrong += not continues_from_whole(run, harmed, folder / f"start-{trial}", options.data_dir)
                 starts += 1
     return {
         "trials": options.trials,
@@ -96,11 +96,11 @@ def run_damage(options: argparse.Namespace, folder: Path) -> dict:
     }
 
 
-def continues_from_whole(run: RunDir, harmed: list[Path], copy: Path) -> bool:
+def continues_from_whole(run: RunDir, harmed: list[Path], copy: Path, data_dir: Path) -> bool:
     """Whether the run, started on a copy of the damaged folder, goes on from the newest whole one to its end."""
     shutil.copytree(run.path, copy)
     whole = [folder.name for folder in committed_checkpoints(run) if folder not in harmed]
-    finished(copy)
+    finished(copy, data_dir)
     rows = read_rows(RunDir(copy).events)
     begin = next(row for row in rows if row["event"] in ("start", "resume"))
     return begin["checkpoint"] == (whole[0] if whole else None) and rows[-1]["event"] == "end"
@@ -182,7 +182,7 @@ def verified(checkpoint: Path) -> None:
 
 def run_full_disk(options: argparse.Namespace, folder: Path) -> dict:
     """What the run says and does on a disk with room for one checkpoint, and whether that one still verifies."""
-    finished(folder / "measured")
+    finished(folder / "measured", options.data_dir)
     one = sum(path.stat().st_size for path in (folder / "measured" / "checkpoint-8").rglob("*"))
     values = {"checkpoint_bytes": one}
     for policy in ("stop", "continue"):
@@ -191,7 +191,7 @@ def run_full_disk(options: argparse.Namespace, folder: Path) -> dict:
         size = f"size={int(one * 1.7 + (1 << 18))}"
         subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", disk], check=True)
         try:
-            ended = start(disk / "run", "--set", f"checkpoints.on_full_disk={policy}")
+            ended = start(disk / "run", options.data_dir, "--set", f"checkpoints.on_full_disk={policy}")
             left = committed_checkpoints(RunDir(disk / "run"))
             values[policy] = {
                 "exit_code": ended.returncode,
@@ -215,6 +215,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--files", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument(
+        "--data_dir", type=Path, default=REPOSITORY / "data", help="where tiny's data are prepared"
+    )
     parser.add_argument("--folder", type=Path, help="where temporary files go")
     return parser.parse_args()
 

@@ -70,6 +70,13 @@ def run_data(workshop: Workshop, words: list[str]) -> None:
     assert finished.code == 0 and re.search("document|files", finished.stdout), finished.output
 
 
+def run_checkpoints(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.checkpoints VERB runs/tiny`: of the small run, which it leaves as it is."""
+    run = workshop.run("zero2", by="deepspeed").folder
+    said = {"list": "committed", "verify": "whole", "prune": "would free"}[words[3]]
+    succeeded(execute([str(run) if word == "runs/tiny" else word for word in words]), said)
+
+
 def run_verb(workshop: Workshop, words: list[str]) -> None:
     """`python -m pretraining.planning VERB`: as it stands."""
     assert execute(words).code == 0
@@ -147,6 +154,7 @@ SCALED = {
     r"python -m pretraining\.supervise ": run_supervised,
     r"touch runs/": run_stop_file,
     r"RUN=\S+ sbatch ": run_sbatch,
+    r"python -m pretraining\.checkpoints ": run_checkpoints,
 }
 
 
@@ -187,6 +195,7 @@ def test_every_link_leads_somewhere(page):
         "-m pretraining.data",
         "-m pretraining.planning",
         "-m pretraining.supervise",
+        "-m pretraining.checkpoints",
     ],
 )
 def test_every_command_has_help_with_an_example(command):

@@ -73,9 +73,10 @@ def _section(run: RunDir, options: argparse.Namespace) -> dict:
     """The recipe's `checkpoints`, with what the command line says over it; everything kept without a recipe."""
     section = {"keep_last": None, "keep_best": 0, "keep_every": None, "demote_to_weights": False}
     if run.recipe.exists():
-        section |= json.loads(run.recipe.read_text(encoding="utf-8"))["checkpoints"]
-    given = {key: getattr(options, key) for key in section if getattr(options, key) not in (None, False)}
-    return section | given
+        recipes = json.loads(run.recipe.read_text(encoding="utf-8"))["checkpoints"]
+        section |= {key: recipes[key] for key in section if key in recipes}
+    given = {key: value for key, value in vars(options).items() if key in section}
+    return section | {key: value for key, value in given.items() if value is not None and value is not False}
 
 
 def _remove(run: RunDir, entry: dict, demote: bool) -> None:
