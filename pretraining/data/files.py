@@ -11,6 +11,9 @@ from pretraining.errors import UserError
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "crc32c", "mtime", "LastModified", "last_modified", "created")
 """What stores call the thing that changes with a file's content, best first."""
 
+BUFFER_BYTES = 1 << 20
+"""Read from a file at once: a line of JSON holds a whole document, many times Python's default of 8 KB."""
+
 
 @dataclass(frozen=True)
 class InputFile:
@@ -27,7 +30,7 @@ class InputFile:
     def open(self) -> BinaryIO:
         """The file's bytes; remote ones are fetched as they are read."""
         if not is_remote(self.address):
-            return Path(self.address).open("rb")
+            return Path(self.address).open("rb", buffering=BUFFER_BYTES)
         return require("fsspec", f"reading {self.address}").open(self.address, "rb").open()
 
 

@@ -1,6 +1,7 @@
 """A batch of texts to one flat array of tokens, with a share of the documents encoded twice and compared."""
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,10 @@ CHECKED_ONE_IN = 500
 
 HASHED_CHARACTERS = 512
 """Of either end of a text, for the draw that decides whether it is checked."""
+
+
+LONG_DOCUMENT = 200
+"""Tokens of the average document from which a copy for each costs less than a mask over all tokens."""
 
 
 class Encoder:
@@ -93,8 +98,12 @@ def close_documents(
     """The ids of `offsets` [texts + 1] with an EOS after each text, and where each then ends."""
     ends = offsets[1:] + np.arange(1, len(offsets))
     tokens = np.empty(len(ids) + len(ends), dtype)
-    ordinary = np.ones(len(tokens), bool)
-    ordinary[ends - 1] = False
     tokens[ends - 1] = eos_token_id
-    tokens[ordinary] = ids
+    if len(ids) < LONG_DOCUMENT * len(ends):
+        ordinary = np.ones(len(tokens), bool)
+        ordinary[ends - 1] = False
+        tokens[ordinary] = ids
+    else:  # a copy for each document, where there are few
+        for number, (first, last) in enumerate(pairwise(offsets.tolist())):
+            tokens[first + number : last + number] = ids[first:last]
     return tokens, ends
