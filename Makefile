@@ -19,8 +19,9 @@ demo: $(VENV)/installed
 	deepspeed --num_gpus=$(NUM_GPUS) train.py --recipe $(RECIPE)
 	python -m pretraining.evaluation runs/$(RECIPE) --prompt "def "
 
+# A file's tests stay together; runs that several files look at are made once for all processes.
 test: $(VENV)/installed-dev lint
-	python -m pytest
+	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-dev
 	ruff check .

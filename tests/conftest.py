@@ -4,10 +4,11 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.runs import BIN, STEPS, Run, Started, Workshop, committed, execute, start_and_kill
+from tests.runs import BIN, STEPS, Run, Started, Workshop, committed, execute, made_once, start_and_kill
 
 # Files that start training processes, cheapest first; every other file runs before them.
 LAUNCHING = ["test_readme", "test_model", "test_curve", "test_launchers"]
@@ -55,9 +56,16 @@ def operators(request) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def workshop(tmp_path_factory) -> Workshop:
+def shared(tmp_path_factory) -> Path:
+    """A folder of this session, the same for all its processes."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def workshop(shared) -> Workshop:
     """The small corpus, prepared, and the runs made of it."""
-    return Workshop(tmp_path_factory.mktemp("workshop"))
+    return made_once(shared / "workshop.prepared", lambda: Workshop(shared / "workshop"))
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +74,10 @@ def resumed(workshop) -> tuple[Run, list[str]]:
 
     With it, the checkpoints that were committed when it was killed, newest first.
     """
+    return made_once(workshop.folder / "killed.run", lambda: _killed_and_resumed(workshop))
+
+
+def _killed_and_resumed(workshop: Workshop) -> tuple[Run, list[str]]:
     step = int(os.environ.get("KILL_AT_STEP") or random.SystemRandom().randrange(1, STEPS))
     print(f"to repeat this kill: KILL_AT_STEP={step}")
     output = workshop.folder / "killed"

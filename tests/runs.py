@@ -1,7 +1,10 @@
 """How a test starts a run through the real command line, and reads what the run left behind."""
 
+import fcntl
+import hashlib
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -13,9 +16,12 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from pretraining.run_dir import RunDir, read_rows
 from tests.forked import ForkedRanks
+
+Made = TypeVar("Made")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -244,13 +250,22 @@ class Run:
         return sorted(path.name for path in self.folder.glob("checkpoint-*"))
 
 
+def made_once(path: Path, make: Callable[[], Made]) -> Made:
+    """What `make` returns: made by whichever of the session's processes asks first, kept at `path` for the others."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.write_bytes(pickle.dumps(make()))
+        return pickle.loads(path.read_bytes())
+
+
 class Workshop:
-    """One small corpus, prepared once, and every distinct run made once."""
+    """One small corpus, prepared once, and every distinct run made once, whichever process of the tests asks."""
 
     def __init__(self, folder: Path):
         self.folder, self.data = folder, folder / "data"
         self.recipe = folder / "small.json"
-        self._made: dict[tuple, Run] = {}
         _write_corpus(folder / "corpus")
         values = {
             **SMALL_RECIPE,
@@ -285,13 +300,15 @@ class Workshop:
 
     def run_typed(self, words: list[str], options: list[str]) -> Run:
         """The finished run of a command; made at the first call, shared by all tests."""
-        key = (*words, *options)
-        if key not in self._made:
-            output = self.folder / "runs" / str(len(self._made))
+        name = hashlib.blake2b(repr((words, options)).encode(), digest_size=8).hexdigest()
+        output = self.folder / "runs" / name
+
+        def make() -> Run:
             finished = execute(self.typed(words, options, output))
             assert finished.code == 0, finished.output
-            self._made[key] = Run(output, finished)
-        return self._made[key]
+            return Run(output, finished)
+
+        return made_once(output.with_suffix(".run"), make)
 
     def plain(self, settings=()) -> Run:
         """One plain process without DeepSpeed: what every other run is compared with."""
@@ -306,7 +323,7 @@ def choices(stage: str, settings=()) -> list[str]:
 
 def _write_corpus(folder: Path) -> None:
     """Forty modules of the standard library, of 3 to 30 KB."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     chosen = [path for path in modules if 3_000 < path.stat().st_size < 30_000][:40]
     for path in chosen:
