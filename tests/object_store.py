@@ -80,7 +80,7 @@ def use_here(monkeypatch, address: str) -> None:
 
 
 class Proxy(ThreadingHTTPServer):
-    """Passes requests on to `target`. `mistreat(number, path)` says what becomes of the n-th GET:
+    """Passes requests on to `target`. `mistreat(number, path)` says what becomes of the n-th GET, PUT, POST or DELETE:
 
     None (passed on), "error" (status 500), "deny" (403), "drop" (closed without an answer), "cut" (half a body),
     "spoil" (one bit).
@@ -93,6 +93,8 @@ class Proxy(ThreadingHTTPServer):
         self.target, self.mistreat = target, mistreat
         self.requests: list[str] = []
         """Paths of the GETs, with the range asked for."""
+        self.changes: list[str] = []
+        """Method, path and treatment of each PUT, POST and DELETE."""
         self.mistreated = 0
         self.lock = threading.Lock()
         self.address = f"http://127.0.0.1:{self.server_port}"
@@ -113,29 +115,40 @@ class _Passing(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         with self.server.lock:
-            number = len(self.server.requests)
-            self.server.requests.append(f"{self.path} {self.headers.get('Range', '')}")
+            number = len(self.server.requests) + len(self.server.changes)
             treatment = self.server.mistreat(number, self.path)
             self.server.mistreated += treatment is not None
+            if self.command == "GET":
+                self.server.requests.append(f"{self.path} {self.headers.get('Range', '')}")
+            else:
+                self.server.changes.append(f"{self.command} {self.path} {treatment or 'passed on'}")
         if treatment == "drop":
             self.close_connection = True
             return self.connection.shutdown(socket.SHUT_RDWR)
         refusals = {"error": 500, "deny": 403}
-        status, headers, body = (refusals[treatment], [], b"") if treatment in refusals else self._ask()
+        status, headers, body = (
+            (refusals[treatment], [], b"") if treatment in refusals else self._ask(content)
+        )
         if treatment == "spoil" and body:
             body = bytes([body[0] ^ 1]) + body[1:]
         self._answer(status, headers, body, len(body) // 2 if treatment == "cut" else len(body))
+
+    do_PUT = do_POST = do_DELETE = do_GET
 
     def do_HEAD(self) -> None:
         status, headers, _ = self._ask()
         self._answer(status, headers, b"", None)
 
-    def _ask(self) -> tuple[int, list, bytes]:
-        request = urllib.request.Request(self.server.target + self.path, method=self.command)
-        for name in ("Range", "Authorization", "x-amz-date", "x-amz-content-sha256"):
-            if self.headers.get(name):
-                request.add_header(name, self.headers[name])
+    def _ask(self, content: bytes = b"") -> tuple[int, list, bytes]:
+        request = urllib.request.Request(self.server.target + self.path, content or None, method=self.command)
+        request.add_header("Content-Type", "application/octet-stream")  # else the server would read a form
+        for name, value in self.headers.items():
+            if name.lower() in ("range", "authorization", "content-type") or name.lower().startswith(
+                "x-amz-"
+            ):
+                request.add_header(name, value)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, answer.getheaders(), answer.read()

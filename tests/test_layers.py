@@ -13,6 +13,7 @@ from tests.runs import REPOSITORY, execute
 
 PACKAGE = REPOSITORY / "pretraining"
 FOUNDATION = {
+    "addresses",
     "command_line",
     "curve",
     "ds_config",

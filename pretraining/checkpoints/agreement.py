@@ -18,7 +18,7 @@ def from_rank_0(decide: Callable[[], Answer]) -> Answer:
     if not dist.is_initialized():
         return decide()
     answer: list = [None, None]
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             answer[0] = decide()
         except UserError as error:
@@ -27,7 +27,8 @@ def from_rank_0(decide: Callable[[], Answer]) -> Answer:
             if (told := file_error(error)) is None:
                 raise
             answer[1] = str(told)
-    dist.broadcast_object_list(answer, src=0)
+    if dist.is_initialized():
+        dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
         raise UserError(answer[1])
     return answer[0]

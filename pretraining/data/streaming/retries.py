@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from pretraining.addresses import masked
 from pretraining.errors import UserError
 
 PATIENCE_VARIABLE = "PRETRAINING_DATA_PATIENCE_SECONDS"
@@ -22,9 +23,15 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Patience:
-    """How long one request to a store is repeated before the run gives up, in seconds."""
+    """How long one request to a store is repeated before the run gives up, in seconds.
+
+    refused(error, what): the `UserError` for an answer that asking again will not change; by default as for reading
+    data. speaker: whose line it is when a store is slow.
+    """
 
     seconds: float = PATIENCE_SECONDS
+    refused: "Callable[[Exception, str], UserError | None] | None" = None
+    speaker: str = "data"
 
     @classmethod
     def here(cls) -> "Patience":
@@ -42,7 +49,7 @@ class Patience:
             except (
                 Exception
             ) as error:  # stores raise errors of many families; `refusal` knows the hopeless ones
-                if refused := refusal(error, what):
+                if refused := (self.refused or refusal)(error, what):
                     raise refused from error
                 waited = time.monotonic() - start
                 if waited + delay > self.seconds:
@@ -52,7 +59,10 @@ class Patience:
                         on_every_rank=False,
                     ) from error
                 if waited > TOLD_AFTER_SECONDS and not told:
-                    tell(f"{what}: slow or failing store ({reason_of(error)}), trying for {waited:.0f} s now")
+                    slow = (
+                        f"{what}: slow or failing store ({reason_of(error)}), trying for {waited:.0f} s now"
+                    )
+                    tell(slow, self.speaker)
                     told = True
             time.sleep(delay * random.uniform(0.5, 1.5))
             delay = min(2 * delay, LONGEST_DELAY_SECONDS)
@@ -70,10 +80,10 @@ def refusal(error: Exception, what: str) -> UserError | None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of an error's message, or its name where it has none."""
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+    """The first line of an error's message, or its name where it has none; no secret is repeated."""
+    return masked(str(error).strip().partition("\n")[0])[:200] or type(error).__name__
 
 
-def tell(message: str) -> None:
+def tell(message: str, speaker: str = "data") -> None:
     """One line in the log of the run."""
-    print(f"data: {message}", file=sys.stderr, flush=True)
+    print(f"{speaker}: {message}", file=sys.stderr, flush=True)

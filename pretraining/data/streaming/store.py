@@ -18,6 +18,9 @@ class ShortAnswer(OSError):
 class Store:
     """One folder at an address. Picklable; each process (a forked one too) makes its own connection."""
 
+    advice = "check --data_dir"
+    """What to do about an address that nobody understands."""
+
     def __init__(self, address: str, patience: Patience | None = None):
         self.address, self.patience = address, patience or Patience.here()
         self._connection = None
@@ -65,4 +68,4 @@ class Store:
                 "pip install -r requirements-remote.txt"
             ) from error
         except ValueError as error:
-            raise UserError(f"{self.address}: {reason_of(error)}; check --data_dir") from error
+            raise UserError(f"{self.address}: {reason_of(error)}; {self.advice}") from error

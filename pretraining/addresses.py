@@ -1,0 +1,35 @@
+"""Addresses of stores (`s3://bucket/runs`): they name a place and never hold a credential, nor do messages."""
+
+import os
+import re
+
+from pretraining.errors import UserError
+
+_PASSWORD = re.compile(r"://[^/@\s:]*:[^@\s]*@")
+_SIGNED = re.compile(
+    r"([?&][^=&\s]*(?:sig|token|key|secret|password|credential)[^=&\s]*=)[^&\s'\")]+", re.IGNORECASE
+)
+_SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION_STRING|SAS")
+_SHORTEST_SECRET = 8
+"""Characters: what is shorter may be an everyday word."""
+
+
+def refuse_credentials(address: str, key: str) -> None:
+    """Raise `UserError`, without repeating it, where an address holds a password or a signature.
+
+    key: who asks, for the message: `checkpoints.upload`, `--resume`.
+    """
+    if _PASSWORD.search(address) or _SIGNED.search(address):
+        raise UserError(
+            f"{key}: {masked(address)} holds a credential, which would reach files and logs; leave it out and set "
+            "the store's own variables (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, HF_TOKEN, ...)"
+        )
+
+
+def masked(text: str) -> str:
+    """`text` with `***` for passwords in addresses, signatures, and the values of variables that hold secrets."""
+    text = _SIGNED.sub(r"\1***", _PASSWORD.sub("://***@", text))
+    for name, value in os.environ.items():
+        if len(value) >= _SHORTEST_SECRET and _SECRET_VARIABLE.search(name.upper()):
+            text = text.replace(value, "***")
+    return text

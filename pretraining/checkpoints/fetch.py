@@ -1,0 +1,203 @@
+"""A committed checkpoint comes from `checkpoints.upload`, or any address, onto this machine: verified, marker last.
+
+Every rank fetches a share of the files, in ranges, side by side. What an interrupted fetch has brought is verified
+and kept. Without its marker the folder counts for nothing.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from pretraining.checkpoints.agreement import from_rank_0, told_by_all
+from pretraining.checkpoints.find import MARKER
+from pretraining.checkpoints.parcel import RUN_FILES
+from pretraining.checkpoints.remote import RemoteRun
+from pretraining.data.publishing import wait_for_disk
+from pretraining.data.shards import checksum_of_file
+from pretraining.errors import UserError
+from pretraining.run_dir import RunDir
+
+_RANGE_BYTES = 16 << 20
+_THREADS = 8
+_ATTEMPTS = 3
+"""A file that comes damaged so often is damaged in the store."""
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+ParseMarker = Callable[[bytes, str], dict]
+"""(content of a marker, where it lies): what it says; `UserError` or `ValueError` for one that does not count."""
+
+
+def fetch_newest(run: RunDir, remote: RemoteRun, newest_here: int | None, parse_marker: ParseMarker) -> None:
+    """Bring the newest committed checkpoint of the store that is whole, if it is newer than the newest here.
+
+    Every rank calls this. newest_here: its step; with one here a store that cannot be reached is an event, without
+    one a `UserError`. A damaged checkpoint is passed over with an event.
+    """
+    above = -1 if newest_here is None else newest_here
+    below = sys.maxsize
+    while name := from_rank_0(partial(_newest_unless_unreachable, run, remote, above, below)):
+        if (reason := fetch_checkpoint(run, remote, name, parse_marker)) is None:
+            return
+        from_rank_0(lambda: _pass_over(run, remote.where(name), reason))
+        below = step_in(name)
+
+
+def fetch_checkpoint(run: RunDir, remote: RemoteRun, name: str, parse_marker: ParseMarker) -> str | None:
+    """Bring one checkpoint into the run folder, all ranks together; None, or what is wrong with it in the store.
+
+    Raises `UserError` on every rank where the store fails, or where another checkpoint of that name is here.
+    """
+    content, files, wrong = from_rank_0(lambda: _read_marker(remote, name, parse_marker))
+    if wrong is None and from_rank_0(lambda: _is_here(run.path / name, content)):
+        return None
+
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    share = dict(sorted(files.items())[rank::ranks])
+    for damage, failure in told_by_all(_fetch_share(remote, name, run.path / name, share)):
+        if failure:
+            raise UserError(failure)
+        wrong = wrong or damage
+    if wrong is None:
+        from_rank_0(lambda: _finish(run, remote, name, content))
+    return wrong
+
+
+def refuse_newer(remote: RemoteRun, step: int, resume: str) -> None:
+    """Raise `UserError` where a run that begins at `step` on request would mix with later checkpoints of the store."""
+    if name := from_rank_0(lambda: newest_committed(remote.at_first_contact(), step)):
+        raise UserError(
+            f"--resume {resume}: {remote.where(name)} is newer, and a later start would go on from there; give this "
+            "run its own --output_dir or another checkpoints.upload, or remove what lies there"
+        )
+
+
+def step_in(name: str) -> int:
+    """Optimizer step that a folder's name says; -1 for what is no checkpoint's name."""
+    found = _CHECKPOINT.fullmatch(name)
+    return int(found[1]) if found else -1
+
+
+def newest_committed(remote: RemoteRun, above: int, below: int = sys.maxsize) -> str | None:
+    """The newest checkpoint of the store with a marker, of those whose step lies between the two."""
+    names = [name for name in remote.folders() if above < step_in(name) < below]
+    found = (name for name in sorted(names, key=step_in, reverse=True))
+    return next((name for name in found if remote.read_if_there(f"{name}/{MARKER}") is not None), None)
+
+
+def _newest_unless_unreachable(run: RunDir, remote: RemoteRun, above: int, below: int) -> str | None:
+    try:
+        return newest_committed(remote.at_first_contact(), above, below)
+    except UserError as error:
+        if above < 0:
+            raise
+        run.add_event("upload_unreachable", reason=str(error))
+        print(
+            f"checkpoints: {error}; going on from checkpoint-{above}, which is here",
+            file=sys.stderr,
+            flush=True,
+        )
+        return None
+
+
+def _pass_over(run: RunDir, where: str, reason: str) -> None:
+    run.add_event("remote_checkpoint_passed_over", checkpoint=where, reason=reason)
+    print(f"checkpoints: {where} is passed over: {reason}", file=sys.stderr, flush=True)
+
+
+def _read_marker(remote: RemoteRun, name: str, parse_marker: ParseMarker) -> tuple[bytes, dict, str | None]:
+    """The marker's bytes, the files it names, and what is wrong with it."""
+    where = f"{name}/{MARKER}"
+    content = remote.read_if_there(where)
+    if content is None:
+        return b"", {}, f"no committed checkpoint there ({MARKER} is missing)"
+    try:
+        files = parse_marker(content, remote.where(where))["files"]
+        if foreign := next((file for file in files if Path(file).name != file), None):
+            return content, {}, f"{MARKER} names a file outside the checkpoint: {foreign}"
+        return content, files, None
+    except (UserError, ValueError, KeyError) as error:
+        return content, {}, f"{MARKER}: {error}"
+
+
+def _is_here(folder: Path, marker: bytes) -> bool:
+    here = folder / MARKER
+    if here.exists() and here.read_bytes() != marker:
+        raise UserError(
+            f"{folder}: another checkpoint of that name is here; move it, or choose another --output_dir"
+        )
+    return here.exists()
+
+
+def _fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> tuple[str | None, str | None]:
+    """(what is damaged in the store, what failed) of this rank's files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(_THREADS) as threads, _bar(remote.where(name), files) as bar:
+            for file, entry in files.items():
+                if damage := _fetch_file(remote, f"{name}/{file}", folder / file, entry, threads, bar.update):
+                    return damage, None
+    except UserError as error:
+        missing = isinstance(error.__cause__, FileNotFoundError)
+        return (str(error), None) if missing else (None, str(error))
+    except OSError as error:
+        return None, f"{folder}: {error.strerror}"
+    return None, None
+
+
+def _fetch_file(
+    remote, where: str, path: Path, entry: dict, threads: ThreadPoolExecutor, progress
+) -> str | None:
+    """One file, verified once it is here; fetched again where it came damaged."""
+    size = entry["bytes"]
+    if path.is_file() and path.stat().st_size == size and checksum_of_file(path) == entry["checksum"]:
+        progress(size)
+        return None
+    for _ in range(_ATTEMPTS):
+        with path.open("wb", buffering=0) as file:
+
+            def fetch(start: int, descriptor: int = file.fileno()) -> None:
+                content = remote.read_range(where, start, min(start + _RANGE_BYTES, size))
+                os.pwrite(descriptor, content, start)
+                progress(len(content))
+
+            list(threads.map(fetch, range(0, size, _RANGE_BYTES)))
+            os.fsync(file.fileno())
+        if path.stat().st_size == size and checksum_of_file(path) == entry["checksum"]:
+            return None
+    return f"{path.name} is not what was committed (fetched {_ATTEMPTS} times)"
+
+
+def _finish(run: RunDir, remote: RemoteRun, name: str, marker: bytes) -> None:
+    """What belongs to the run, where the machine is empty; then the marker."""
+    for each in RUN_FILES:
+        if not (run.path / each).exists() and (content := remote.read_if_there(each)) is not None:
+            _write(run.path / each, content)
+    _write(run.path / name / MARKER, marker)
+    run.add_event("fetch", checkpoint=name, source=remote.where(name))
+
+
+def _write(path: Path, content: bytes) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    wait_for_disk(partial)
+    wait_for_disk(path.parent)  # the names of the files that a marker vouches for
+    partial.replace(path)
+    wait_for_disk(path.parent)
+
+
+def _bar(where: str, files: dict):
+    """Rank 0 shows its share on stderr."""
+    from tqdm import tqdm
+
+    total = sum(entry["bytes"] for entry in files.values())
+    silent = dist.is_initialized() and dist.get_rank() != 0
+    return tqdm(
+        desc=f"fetching {where}", total=total, unit="B", unit_scale=True, disable=silent, mininterval=1.0
+    )

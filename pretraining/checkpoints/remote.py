@@ -1,0 +1,145 @@
+"""One run's checkpoints at an fsspec address (`s3://bucket/runs/<name>`, `hf://...`, a mounted folder)."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from pretraining.checkpoints.find import MARKER
+from pretraining.data.streaming.retries import Patience, reason_of
+from pretraining.data.streaming.store import Store
+from pretraining.errors import UserError
+
+FIRST_CONTACT_SECONDS = 60.0
+"""A store that does not answer at the start is more likely misspelt than down."""
+
+_BLOCK_BYTES = 32 << 20
+"""A rank holds so much of a file while it goes up."""
+_MOST_BLOCKS = 9_000  # S3 takes 10,000 parts a file
+
+
+class RemoteRun(Store):
+    """Reads, writes and lists below `<address>/<name of the run>`, patiently. Credentials come from the environment.
+
+    Every method raises `UserError` for what waiting does not mend, or after `patience`.
+    """
+
+    advice = "check checkpoints.upload"
+
+    def __init__(self, address: str, name: str, patience: Patience | None = None):
+        own = Patience(Patience.here().seconds, refused=_refusal, speaker="checkpoints")
+        super().__init__(f"{address.rstrip('/')}/{name}", patience or own)
+
+    def at_first_contact(self) -> "RemoteRun":
+        """The same place, given up sooner."""
+        address, _, name = self.address.rpartition("/")
+        seconds = min(FIRST_CONTACT_SECONDS, self.patience.seconds)
+        return RemoteRun(address, name, Patience(seconds, _refusal, "checkpoints"))
+
+    def read_if_there(self, path: str) -> bytes | None:
+        """A small file, or None where there is none."""
+
+        def read() -> bytes | None:
+            with contextlib.suppress(FileNotFoundError):
+                return self._filesystem().cat_file(self.where(path))
+            return None
+
+        return self.patience.ask(read, self.where(path))
+
+    def write(self, path: str, open_chunks: Callable[[], Iterable[bytes]], num_bytes: int) -> None:
+        """A file from its chunks; it appears whole or not at all. `open_chunks` is called for each attempt."""
+        self.patience.ask(lambda: self._send(path, open_chunks(), num_bytes), self.where(path))
+
+    def write_bytes(self, path: str, content: bytes) -> None:
+        """A small file."""
+        self.write(path, lambda: [content], len(content))
+
+    def remove(self, path: str) -> None:
+        """One file, if it is there."""
+
+        def remove() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._filesystem().rm_file(self.where(path))
+
+        self.patience.ask(remove, self.where(path))
+
+    def remove_checkpoint(self, name: str) -> None:
+        """A checkpoint, its marker first: killed half-way it counts for nothing."""
+        self.remove(f"{name}/{MARKER}")
+
+        def remove() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._filesystem().rm(self.where(name), recursive=True)
+
+        self.patience.ask(remove, self.where(name))
+
+    def folders(self) -> list[str]:
+        """Names of what lies directly below the run's address; none where nothing does."""
+
+        def listed() -> list[str]:
+            system = self._filesystem()
+            system.invalidate_cache()
+            with contextlib.suppress(FileNotFoundError):
+                return [
+                    str(path).rstrip("/").rpartition("/")[2] for path in system.ls(self.address, detail=False)
+                ]
+            return []
+
+        return self.patience.ask(listed, self.address)
+
+    def check_writable(self) -> None:
+        """Write a file of no bytes' worth and remove it: `UserError` now rather than after the first hour."""
+        self.write_bytes(".writable", b"yes\n")
+        self.remove(".writable")
+
+    def _send(self, path: str, chunks: Iterable[bytes], num_bytes: int) -> None:
+        system = self._filesystem()
+        if "file" in _protocols(system):
+            return _send_to_folder(Path(system._strip_protocol(self.where(path))), chunks)
+        block = max(_BLOCK_BYTES, num_bytes // _MOST_BLOCKS)
+        file = system.open(self.where(path), "wb", block_size=block)
+        try:
+            for chunk in chunks:
+                file.write(chunk)
+            file.close()
+        except BaseException:
+            _forget(file)
+            raise
+
+
+def _send_to_folder(path: Path, chunks: Iterable[bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _forget(file) -> None:
+    """Drop what was sent: closing the file, as its destructor would, completes it with half its bytes."""
+    with contextlib.suppress(Exception):
+        file.discard()
+    with contextlib.suppress(AttributeError):
+        file.closed = True
+
+
+def _protocols(system) -> tuple[str, ...]:
+    return (system.protocol,) if isinstance(system.protocol, str) else tuple(system.protocol)
+
+
+def _refusal(error: Exception, what: str) -> UserError | None:
+    """The `UserError` for an answer that asking again will not change."""
+    told = reason_of(error)
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"{what}: no such bucket or folder ({told}); make it, or check checkpoints.upload")
+    if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
+        return UserError(
+            f"{what}: no permission ({told}); check the rights of the account and the variables that hold its "
+            "credentials"
+        )
+    if isinstance(error, NotImplementedError):
+        return UserError(f"{what}: nothing can be written there; choose another checkpoints.upload")
+    return None

@@ -1,0 +1,276 @@
+"""Committed checkpoints go to a real S3 server behind training, and come from there onto an empty machine."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pretraining.addresses import masked, refuse_credentials
+from pretraining.checkpoints.awaiting import receipt_name, write_bytes, write_receipt
+from pretraining.checkpoints.fetch import fetch_newest, newest_committed, refuse_newer
+from pretraining.checkpoints.find import MARKER
+from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.shard_files import rank_file, write_rank_file
+from pretraining.checkpoints.upload import Uploader
+from pretraining.errors import UserError
+from pretraining.run_dir import RunDir, read_rows, write_json
+from tests.object_store import Proxy, s3_server, use_here
+from tests.runs import contents
+
+NAME = "tiny"
+UPLOAD = "s3://bucket/runs"
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory) -> Iterator[str]:
+    with s3_server(tmp_path_factory.mktemp("s3") / "log") as address:
+        yield address
+
+
+@pytest.fixture
+def upload(request) -> str:
+    """An address of the bucket that no other test uses."""
+    return f"s3://bucket/{request.node.name.replace('[', '-').replace(']', '')}"
+
+
+@pytest.fixture
+def connected(monkeypatch, s3) -> str:
+    use_here(monkeypatch, s3)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the patience that is tested is ours
+    monkeypatch.setenv("PRETRAINING_DATA_PATIENCE_SECONDS", "30")
+    return s3
+
+
+def run_in(folder: Path) -> RunDir:
+    run = RunDir(folder / NAME)
+    write_json(run.recipe, {"name": NAME})
+    return run
+
+
+def commit(run: RunDir, step: int, ranks: int = 2) -> Path:
+    """A committed checkpoint of `ranks` ranks, its numbers those of its step."""
+    folder = run.checkpoint(step)
+    folder.mkdir()
+    files = {}
+    for rank in range(ranks):
+        tensors = {f"master/w@{1000 * rank}": torch.full((1000,), step + rank / 8)}
+        own = {rank_file(rank, ranks): write_rank_file(folder / rank_file(rank, ranks), tensors)}
+        if rank == 0:
+            own["state.json"] = write_bytes(folder / "state.json", b'{"format": 1}')
+        write_receipt(folder, rank, ranks, f"{step}", own, {})
+        receipt = receipt_name(rank, ranks)
+        files |= own | {receipt: write_bytes(folder / receipt, (folder / receipt).read_bytes())}
+    write_json(folder / MARKER, {"step": step, "files": files})
+    return folder
+
+
+def parse(content: bytes, where: str) -> dict:
+    return json.loads(content)
+
+
+def events(run: RunDir) -> list[str]:
+    return [row["event"] for row in read_rows(run.events)]
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {name: content for name, (content, _) in contents(folder).items()}
+
+
+def one_in_five(number: int, path: str) -> str | None:
+    """Every fifth request fails: by an answer, or without one."""
+    return ("error", "drop")[number // 5 % 2] if number % 5 == 4 else None
+
+
+def fetched(folder: Path, upload: str, newest_here: int | None = None) -> RunDir:
+    """The run as a machine that had nothing gets it."""
+    run = RunDir(folder / "empty" / NAME)
+    fetch_newest(run, RemoteRun(upload, NAME), newest_here, parse)
+    return run
+
+
+def test_a_store_that_fails_one_request_in_five_gets_all_and_gives_all(
+    tmp_path, connected, monkeypatch, upload
+):
+    """Two checkpoints up, the newest down again on an empty machine: the same bytes, the marker sent last."""
+    run = run_in(tmp_path)
+    with Proxy(connected, one_in_five) as proxy:
+        use_here(monkeypatch, proxy.address)
+        uploader = Uploader(run, RemoteRun(upload, NAME))
+        for step in (4, 8):
+            uploader.offer(commit(run, step))
+            assert uploader.drain()
+        sent = [line.split()[1] for line in proxy.changes if line.endswith("passed on")]
+        got = fetched(tmp_path, upload)
+        assert proxy.mistreated > 5
+    names = [path.partition("?")[0].rpartition("/")[2] for path in sent if "checkpoint-8" in path]
+    assert names[-1] == MARKER and names.index(receipt_name(1, 2)) > names.index(rank_file(1, 2))
+    assert [path.name for path in got.path.glob("checkpoint-*")] == ["checkpoint-8"]
+    assert bytes_of(got.checkpoint(8)) == bytes_of(run.checkpoint(8))
+    assert json.loads(got.recipe.read_text()) == {"name": NAME}
+    assert events(run) == ["upload", "upload"] and events(got)[-1] == "fetch"
+
+
+def test_an_address_may_be_a_mounted_folder(tmp_path):
+    """What fsspec calls a local path: no half file is ever there under its name."""
+    run = run_in(tmp_path)
+    uploader = Uploader(run, RemoteRun(str(tmp_path / "mounted"), NAME))
+    uploader.offer(commit(run, 4))
+    assert uploader.drain()
+    assert bytes_of(tmp_path / "mounted" / NAME / "checkpoint-4") == bytes_of(run.checkpoint(4))
+    assert bytes_of(fetched(tmp_path, str(tmp_path / "mounted")).checkpoint(4)) == bytes_of(run.checkpoint(4))
+
+
+def test_an_interrupted_upload_goes_on_where_it_stopped(tmp_path, connected, monkeypatch, upload):
+    """No marker before all is there; what a rank has sent is not sent again; the failure is an event, no error."""
+    run = run_in(tmp_path)
+    folder = commit(run, 4)
+    monkeypatch.setenv("PRETRAINING_DATA_PATIENCE_SECONDS", "0.5")
+    with Proxy(connected, lambda number, path: "deny" if rank_file(1, 2) in path else None) as proxy:
+        use_here(monkeypatch, proxy.address)
+        failing = Uploader(run, RemoteRun(upload, NAME))
+        failing.offer(folder)
+        assert failing.drain() and events(run) == ["upload_failed"]
+    use_here(monkeypatch, connected)
+    assert newest_committed(RemoteRun(upload, NAME), -1) is None
+    with Proxy(connected, lambda number, path: None) as proxy:
+        use_here(monkeypatch, proxy.address)
+        again = Uploader(run, RemoteRun(upload, NAME))
+        again.offer(folder)
+        again.drain()
+        sent = [path.split()[1].rpartition("/")[2] for path in proxy.changes]
+    assert rank_file(0, 2) not in sent and rank_file(1, 2) in sent and sent[-1] == MARKER
+    use_here(monkeypatch, connected)
+    assert newest_committed(RemoteRun(upload, NAME), -1) == "checkpoint-4"
+
+
+def test_files_removed_here_still_go_up_and_removals_follow(tmp_path, connected, upload):
+    """Retention does not wait for the network: an open file outlives its removal. What it removed goes there too."""
+    run = run_in(tmp_path)
+    uploader = Uploader(run, RemoteRun(upload, NAME))
+    for step in (1, 2, 3):
+        folder = commit(run, step)
+        uploader.offer(folder)
+        for path in folder.iterdir():
+            path.unlink()
+        assert uploader.drain()
+        uploader.forget(["checkpoint-1"] if step == 2 else [])
+    there = [name for name in RemoteRun(upload, NAME).folders() if name.startswith("checkpoint")]
+    assert sorted(there) == ["checkpoint-2", "checkpoint-3"]
+    same = commit(run_in(tmp_path / "same"), 3)
+    assert bytes_of(fetched(tmp_path, upload).checkpoint(3)) == bytes_of(same)
+
+
+def test_one_damaged_on_disk_is_not_sent_as_whole(tmp_path, connected, upload):
+    """A bit that flipped since the commit is found while it is read."""
+    run = run_in(tmp_path)
+    folder = commit(run, 4)
+    path = folder / rank_file(1, 2)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    uploader = Uploader(run, RemoteRun(upload, NAME))
+    uploader.offer(folder)
+    uploader.drain()
+    (event,) = read_rows(run.events)
+    assert event["event"] == "upload_failed" and "has changed since it was committed" in event["reason"]
+    assert newest_committed(RemoteRun(upload, NAME), -1) is None
+
+
+DAMAGES = {
+    "bit": lambda remote: remote.write_bytes(f"checkpoint-8/{rank_file(1, 2)}", b"x" * 4096),
+    "gone": lambda remote: remote.remove(f"checkpoint-8/{rank_file(1, 2)}"),
+    "marker": lambda remote: remote.write_bytes(f"checkpoint-8/{MARKER}", b"{"),
+    "outside": lambda remote: remote.write_bytes(
+        f"checkpoint-8/{MARKER}", b'{"files": {"../../evil": {"bytes": 1, "checksum": ""}}}'
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_one_in_the_store_is_passed_over(tmp_path, connected, upload, damage):
+    """The next older one is taken, with an event; the damaged one never gets a marker here."""
+    run = run_in(tmp_path)
+    uploader = Uploader(run, RemoteRun(upload, NAME))
+    for step in (4, 8):
+        uploader.offer(commit(run, step))
+        uploader.drain()
+    damage(RemoteRun(upload, NAME))
+    got = fetched(tmp_path, upload)
+    assert bytes_of(got.checkpoint(4)) == bytes_of(run.checkpoint(4))
+    assert not (got.checkpoint(8) / MARKER).exists() and not (tmp_path / "evil").exists()
+    assert "remote_checkpoint_passed_over" in events(got)
+
+
+def test_the_newer_one_wins_and_what_is_here_is_not_fetched(tmp_path, connected, upload):
+    """`--resume auto`: remote newer than local is fetched; older is not; a fetch begun is not begun anew."""
+    run = run_in(tmp_path)
+    uploader = Uploader(run, RemoteRun(upload, NAME))
+    uploader.offer(commit(run, 8))
+    uploader.drain()
+    got = fetched(tmp_path, upload, newest_here=8)
+    assert not got.checkpoint(8).exists()
+    got = fetched(tmp_path, upload, newest_here=4)
+    (got.checkpoint(8) / MARKER).unlink()
+    (got.checkpoint(8) / rank_file(0, 2)).write_bytes(b"cut")
+    whole = got.checkpoint(8) / rank_file(1, 2)
+    before = whole.stat().st_mtime_ns
+    got = fetched(tmp_path, upload, newest_here=4)
+    assert bytes_of(got.checkpoint(8)) == bytes_of(run.checkpoint(8)) and whole.stat().st_mtime_ns == before
+    with pytest.raises(UserError, match="checkpoint-8 is newer"):
+        refuse_newer(RemoteRun(upload, NAME), 4, "never")
+    refuse_newer(RemoteRun(upload, NAME), 8, "runs/tiny/checkpoint-8")
+
+
+def test_a_store_that_cannot_be_reached(tmp_path, monkeypatch):
+    """Nothing here: one line. A checkpoint here: an event, and the run goes on from it."""
+    use_here(monkeypatch, "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setenv("PRETRAINING_DATA_PATIENCE_SECONDS", "0.2")
+    with pytest.raises(UserError, match="the store does not answer"):
+        fetched(tmp_path, UPLOAD)
+    assert not (tmp_path / "empty").exists()
+    run = fetched(tmp_path, UPLOAD, newest_here=4)
+    assert events(run) == ["upload_unreachable"]
+
+
+def test_a_bucket_that_is_not_there_or_not_ours_is_told_at_once(tmp_path, connected, monkeypatch):
+    """A mistake in the recipe shows at the start, not after the first save."""
+    with pytest.raises(UserError, match="no such bucket"):
+        RemoteRun("s3://another/runs", NAME).check_writable()
+    with Proxy(connected, lambda number, path: "deny") as proxy:
+        use_here(monkeypatch, proxy.address)
+        with pytest.raises(UserError, match="no permission"):
+            RemoteRun(UPLOAD, NAME).check_writable()
+    with pytest.raises(UserError, match="nothing can be written there"):
+        RemoteRun("https://127.0.0.1:9/runs", NAME).check_writable()
+
+
+def test_credentials_reach_no_file_no_event_no_message(tmp_path, connected, monkeypatch, capsys):
+    """A secret in the environment, or in an address, is never repeated."""
+    secret = "wJalrXUtnFEMI/K7MDENG"
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", secret[::-1])
+    run = run_in(tmp_path)
+    with Proxy(connected, lambda number, path: "deny") as proxy:
+        use_here(monkeypatch, proxy.address)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+        remote = RemoteRun(UPLOAD, NAME)
+        monkeypatch.setattr(
+            remote, "_send", lambda *_: (_ for _ in ()).throw(PermissionError(f"key {secret} refused"))
+        )
+        uploader = Uploader(run, remote)
+        uploader.offer(commit(run, 4))
+        uploader.drain()
+    assert events(run) == ["upload_failed"]
+    said = "".join(capsys.readouterr())
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert secret not in said and secret.encode() not in written and secret[::-1].encode() not in written
+    for address in (f"s3://me:{secret}@bucket/runs", f"https://store/runs?sig={secret}&x=1"):
+        with pytest.raises(UserError) as refused:
+            refuse_credentials(address, "checkpoints.upload")
+        assert secret not in str(refused.value) and "AWS_SECRET_ACCESS_KEY" in str(refused.value)
+        assert secret not in masked(f"cannot reach {address}")
+    refuse_credentials("hf://datasets/me/runs@main", "checkpoints.upload")
+    refuse_credentials("abfs://container@account.dfs.core.windows.net/runs", "checkpoints.upload")
+    assert os.environ["AWS_SECRET_ACCESS_KEY"] not in masked(f"denied for {secret}")
