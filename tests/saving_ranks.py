@@ -36,7 +36,7 @@ def main(folder: str, fault: str) -> None:
             writer.save(
                 step, {f"master/weight@{rank * 4}": torch.full((4,), float(step))}, marker={"rank": rank}
             )
-            while writer._flight is not None:
+            while writer.in_flight:
                 writer.poll()
             story.append("saved" if writer.last["checkpoint"] == f"checkpoint-{step}" else "not saved")
         except UserError as error:

@@ -114,6 +114,11 @@ class CheckpointWriter:
         elif all(report["done"] for report in reports):
             self._finish(reports)
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save has begun whose end the ranks have not agreed on yet; the same on all."""
+        return self._flight is not None
+
     def drain(self) -> None:
         """Wait until nothing is in flight."""
         while self._flight is not None:
