@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from pretraining.addresses import masked, refuse_credentials
-from pretraining.checkpoints.awaiting import receipt_name, write_bytes, write_receipt
+from pretraining.checkpoints.awaiting import write_bytes
+from pretraining.checkpoints.commit import commit_checkpoint
 from pretraining.checkpoints.fetch import fetch_newest, newest_committed, refuse_newer
-from pretraining.checkpoints.find import MARKER
+from pretraining.checkpoints.marker import MARKER, _sealed
+from pretraining.checkpoints.receipts import receipt_name, write_receipt
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
@@ -54,21 +56,14 @@ def commit(run: RunDir, step: int, ranks: int = 2) -> Path:
     """A committed checkpoint of `ranks` ranks, its numbers those of its step."""
     folder = run.checkpoint(step)
     folder.mkdir()
-    files = {}
     for rank in range(ranks):
         tensors = {f"master/w@{1000 * rank}": torch.full((1000,), step + rank / 8)}
         own = {rank_file(rank, ranks): write_rank_file(folder / rank_file(rank, ranks), tensors)}
         if rank == 0:
             own["state.json"] = write_bytes(folder / "state.json", b'{"format": 1}')
-        write_receipt(folder, rank, ranks, f"{step}", own, {})
-        receipt = receipt_name(rank, ranks)
-        files |= own | {receipt: write_bytes(folder / receipt, (folder / receipt).read_bytes())}
-    write_json(folder / MARKER, {"step": step, "files": files})
+        write_receipt(folder, rank, ranks, own)
+    commit_checkpoint(folder, {"step": step, "ranks": ranks})
     return folder
-
-
-def parse(content: bytes, where: str) -> dict:
-    return json.loads(content)
 
 
 def events(run: RunDir) -> list[str]:
@@ -87,7 +82,7 @@ def one_in_five(number: int, path: str) -> str | None:
 def fetched(folder: Path, upload: str, newest_here: int | None = None) -> RunDir:
     """The run as a machine that had nothing gets it."""
     run = RunDir(folder / "empty" / NAME)
-    fetch_newest(run, RemoteRun(upload, NAME), newest_here, parse)
+    fetch_newest(run, RemoteRun(upload, NAME), newest_here)
     return run
 
 
@@ -182,7 +177,11 @@ DAMAGES = {
     "gone": lambda remote: remote.remove(f"checkpoint-8/{rank_file(1, 2)}"),
     "marker": lambda remote: remote.write_bytes(f"checkpoint-8/{MARKER}", b"{"),
     "outside": lambda remote: remote.write_bytes(
-        f"checkpoint-8/{MARKER}", b'{"files": {"../../evil": {"bytes": 1, "checksum": ""}}}'
+        f"checkpoint-8/{MARKER}",
+        _sealed({"format": 1, "files": {"../../evil": {"bytes": 1, "checksum": ""}}}),
+    ),
+    "edited": lambda remote: remote.write_bytes(
+        f"checkpoint-8/{MARKER}", remote.read(f"checkpoint-8/{MARKER}").replace(b'"step": 8', b'"step": 9')
     ),
 }
 

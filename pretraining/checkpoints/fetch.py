@@ -7,7 +7,6 @@ and kept. Without its marker the folder counts for nothing.
 import os
 import re
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pretraining.checkpoints.agreement import from_rank_0, told_by_all
-from pretraining.checkpoints.find import MARKER
+from pretraining.checkpoints.marker import MARKER, parse_marker
 from pretraining.checkpoints.parcel import RUN_FILES
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.data.publishing import wait_for_disk
@@ -30,34 +29,30 @@ _ATTEMPTS = 3
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
-ParseMarker = Callable[[bytes, str], dict]
-"""(content of a marker, where it lies): what it says; `UserError` or `ValueError` for one that does not count."""
 
-
-def fetch_newest(run: RunDir, remote: RemoteRun, newest_here: int | None, parse_marker: ParseMarker) -> None:
+def fetch_newest(run: RunDir, remote: RemoteRun, newest_here: int | None) -> None:
     """Bring the newest committed checkpoint of the store that is whole, if it is newer than the newest here.
 
     Every rank calls this. newest_here: its step; with one here a store that cannot be reached is an event, without
-    one a `UserError`. A damaged checkpoint is passed over with an event.
+    one a `UserError`, as for a newer version's checkpoint. A damaged one is passed over with an event.
     """
     above = -1 if newest_here is None else newest_here
     below = sys.maxsize
     while name := from_rank_0(partial(_newest_unless_unreachable, run, remote, above, below)):
-        if (reason := fetch_checkpoint(run, remote, name, parse_marker)) is None:
+        if (reason := fetch_checkpoint(run, remote, name)) is None:
             return
         from_rank_0(lambda: _pass_over(run, remote.where(name), reason))
         below = step_in(name)
 
 
-def fetch_checkpoint(run: RunDir, remote: RemoteRun, name: str, parse_marker: ParseMarker) -> str | None:
+def fetch_checkpoint(run: RunDir, remote: RemoteRun, name: str) -> str | None:
     """Bring one checkpoint into the run folder, all ranks together; None, or what is wrong with it in the store.
 
     Raises `UserError` on every rank where the store fails, or where another checkpoint of that name is here.
     """
-    content, files, wrong = from_rank_0(lambda: _read_marker(remote, name, parse_marker))
-    if wrong is None and from_rank_0(lambda: _is_here(run.path / name, content)):
-        return None
-
+    content, files, wrong = from_rank_0(lambda: _read_marker(remote, name))
+    if wrong is not None or from_rank_0(lambda: _is_here(run.path / name, content)):
+        return wrong
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     share = dict(sorted(files.items())[rank::ranks])
     for damage, failure in told_by_all(_fetch_share(remote, name, run.path / name, share)):
@@ -111,19 +106,18 @@ def _pass_over(run: RunDir, where: str, reason: str) -> None:
     print(f"checkpoints: {where} is passed over: {reason}", file=sys.stderr, flush=True)
 
 
-def _read_marker(remote: RemoteRun, name: str, parse_marker: ParseMarker) -> tuple[bytes, dict, str | None]:
+def _read_marker(remote: RemoteRun, name: str) -> tuple[bytes, dict, str | None]:
     """The marker's bytes, the files it names, and what is wrong with it."""
-    where = f"{name}/{MARKER}"
-    content = remote.read_if_there(where)
+    content = remote.read_if_there(f"{name}/{MARKER}")
     if content is None:
         return b"", {}, f"no committed checkpoint there ({MARKER} is missing)"
     try:
-        files = parse_marker(content, remote.where(where))["files"]
+        files = parse_marker(content, remote.where(name))["files"]
         if foreign := next((file for file in files if Path(file).name != file), None):
             return content, {}, f"{MARKER} names a file outside the checkpoint: {foreign}"
         return content, files, None
-    except (UserError, ValueError, KeyError) as error:
-        return content, {}, f"{MARKER}: {error}"
+    except (ValueError, KeyError) as error:
+        return content, {}, str(error)
 
 
 def _is_here(folder: Path, marker: bytes) -> bool:

@@ -43,7 +43,11 @@ def read_marker(folder: Path) -> dict:
         MarkerDamage: it was edited or damaged.
         UserError: a newer version wrote it, or one from before this format.
     """
-    raw = (folder / MARKER).read_bytes()
+    return parse_marker((folder / MARKER).read_bytes(), folder)
+
+
+def parse_marker(raw: bytes, folder: Path | str) -> dict:
+    """As `read_marker`, of a marker's bytes; `folder`, or its address, is for messages."""
     body, found, _ = raw.rpartition(_SEAL)
     if not found or raw != _with_checksum(body):
         _refuse_earlier(raw, folder)
@@ -78,7 +82,7 @@ def _with_checksum(body: bytes) -> bytes:
     return body + _SEAL + f'"xxh128:{xxhash.xxh128(body).hexdigest()}"\n}}\n'.encode()
 
 
-def _refuse_earlier(raw: bytes, folder: Path) -> None:
+def _refuse_earlier(raw: bytes, folder: Path | str) -> None:
     """`UserError` for a marker from before `format`: sizes under `files`, their checksums beside them."""
     try:
         content = json.loads(raw)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import xxhash
 
-from pretraining.checkpoints.awaiting import receipt_name
-from pretraining.checkpoints.find import MARKER
+from pretraining.checkpoints.marker import MARKER
+from pretraining.checkpoints.receipts import receipt_name
 from pretraining.errors import UserError
 
 _CHUNK_BYTES = 8 << 20
 
-RUN_FILES = ("recipe.json", "journal.jsonl", "metrics.jsonl", "events.jsonl", "wandb_id")
+RUN_FILES = ("recipe.json", "changes.json", "journal.jsonl", "flagged_blocks.jsonl", "metrics.jsonl")
+RUN_FILES += ("events.jsonl", "wandb_id")
 """Of the run folder: what a start on an empty machine goes on from, besides the checkpoint."""
 
 

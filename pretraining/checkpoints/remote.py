@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from pretraining.checkpoints.find import MARKER
+from pretraining.checkpoints.marker import MARKER
 from pretraining.data.streaming.retries import Patience, reason_of
 from pretraining.data.streaming.store import Store
 from pretraining.errors import UserError

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pretraining.addresses import masked
 from pretraining.checkpoints.agreement import host_group, told_by_all
-from pretraining.checkpoints.find import MARKER
+from pretraining.checkpoints.marker import MARKER
 from pretraining.checkpoints.parcel import Parcel
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.run_dir import RunDir
