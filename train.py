@@ -11,7 +11,7 @@ from pretraining.data import (
 )
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import one_line_errors
-from pretraining.planning import build_run_plan, print_run_plan
+from pretraining.planning import build_run_plan, judge_plan, measured, print_plan
 from pretraining.quiet import quieten_libraries
 from pretraining.recipe import load_recipe
 from pretraining.restarts import leave_again_if_stopped
@@ -23,7 +23,7 @@ def main() -> None:
     recipe = load_recipe(options.recipe, options.set, options.deepspeed)
     ds_config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
     if options.plan:
-        return print_run_plan(recipe, ds_config, options.world_size, options.json)
+        return print_plan(recipe, ds_config, options.world_size, options.gpu, options.json)
     plan = build_run_plan(recipe, ds_config, world_size_here())
     cache = CacheSettings.of(options.data_cache, options.data_cache_gb)
     data = open_prepared(recipe, options.data_dir, cache)
@@ -52,6 +52,9 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options) -> None:
     start = checkpoints.find_start(
         run, recipe, data.manifest, options.resume, options.allow_change, plan.layout
     )
+    found = training.find_machine(run.path, options.resume != "never", data.train.num_tokens)
+    plan, verdict = judge_plan(plan, recipe, ds_config, found, options.force)
+    memory = training.PeakMemory()
 
     last_step = start.last_step(recipe)
     arguments = training.build_arguments(recipe, ds_config, run.path, plan.accumulation_steps, last_step)
@@ -93,11 +96,13 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options) -> None:
         ],
     )
     checkpoints.open_run(run, identity, plan, options.resume, mixture_table, language_model, tokenizer)
+    verdict.keep(run)
     trainer.train(resume_from_checkpoint=start.checkpoint)
     results = {**trainer.closing_validation(), "unigram_bits_per_byte": data.unigram_bits_per_byte}
 
     card = checkpoints.write_model_card(recipe.to_dict(), data.manifest, results, environment)
     checkpoints.export_model(trainer, tokenizer, run.export, card)
+    results["measured"] = measured(run, recipe, plan.world_size, found.gpu, memory.of_fullest_rank())
     if trainer.is_world_process_zero():
         run.add_end(results)
         report_end(run)

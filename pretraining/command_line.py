@@ -15,7 +15,7 @@ TRAIN_EXAMPLES = """examples:
   deepspeed --num_gpus=2 train.py --recipe tiny --deepspeed zero3 --output_dir runs/tiny-zero3
   torchrun --nproc_per_node=2 train.py --recipe tiny --set training.learning_rate=0.002
   accelerate launch --config_file accelerate_configs/zero2.yaml train.py --recipe tiny
-  python train.py --recipe 7b --plan --world_size 8
+  python train.py --recipe 7b --plan --world_size 8 --gpu H100
 
 The same command continues a run that was stopped or killed; --resume never starts over."""
 
@@ -121,6 +121,10 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
         default=None,
         metavar="N",
         help="with --plan: number of processes",
+    )
+    parser.add_argument("--gpu", metavar="NAME", help="with --plan: the kind of GPU, as H100 or A100-40GB")
+    parser.add_argument(
+        "--force", action="store_true", help="go on where the plan says that the run does not fit"
     )
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

@@ -54,6 +54,10 @@ def one_line_errors() -> Iterator[None]:
             tell_exit_code(FINISHED)
     except UserError as error:
         _leave(error)
+    except BrokenPipeError:
+        # Whoever read the output has seen enough (`| head`); Python's own flush at exit must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except OSError as error:
         told = file_error(error)
         if told is None:

@@ -14,6 +14,7 @@ from tests.runs import BIN, STEPS, Run, Started, Workshop, committed, execute, m
 LAUNCHING = ["test_readme", "test_model", "test_curve", "test_launchers"]
 LAUNCHING += [
     "test_background_saving",
+    "test_gate",
     "test_export",
     "test_bad_input",
     "test_trackers",

@@ -121,7 +121,8 @@ def recipe_of(weights=None, mixture=None, max_epochs=None, shuffle_shards=None) 
         for name in SIZES
     ]
     data = {"sources": sources, "mixture": mixture, "shuffle_shards": shuffle_shards}
-    return SimpleNamespace(data=data, path=Path("mixed.json"), sequence_length=LENGTH, data_seed=3)
+    step = {"samples_per_step": 8, "tokens_per_step": 8 * LENGTH}
+    return SimpleNamespace(data=data, path=Path("mixed.json"), sequence_length=LENGTH, data_seed=3, **step)
 
 
 def open_run(prepared, recipe, num_samples=800, first_sample=0) -> PackedDataset:
@@ -186,7 +187,7 @@ REFUSED = {
     "both": (recipe_of(EVEN, {"temperature": 2}), "not both"),
     "no source": (recipe_of(mixture={"stages": [{"weights": {"wbe": 1}}]}), "did you mean 'web'?"),
     "unread": (recipe_of(mixture={"stages": [{"weights": {"web": 1}}]}), "no stage reads the source 'code'"),
-    "epochs": (recipe_of(EVEN | {"books": 0.5}), "max_epochs to 2.35"),
+    "epochs": (recipe_of(EVEN | {"books": 0.5}), "--set data.sources.1.max_epochs=2.35"),
     "late": (recipe_of(mixture={"stages": [{"until": 9e9}, {}]}), "must lie between"),
     "open": (recipe_of(mixture={"stages": [{}, {}]}), "stages.0.until: is missing"),
     "cap": (recipe_of(max_epochs={"web": 0.5}), "reads the data 0.64 times"),
@@ -205,11 +206,11 @@ def test_a_mixture_that_cannot_be_is_one_line(prepared, case):
 def test_the_advice_for_a_source_that_is_too_small_works(prepared):
     """Each of the changes that the refusal names is accepted, and a little more is not."""
     small = EVEN | {"books": 0.5}
-    with pytest.raises(UserError, match=r"0\.363636 to 0\.155\b.*lower budget\.tokens to 2,728"):
+    with pytest.raises(UserError, match=r"0\.363636 to 0\.155\b.*--set budget\.tokens=2720\b"):
         open_run(prepared, recipe_of(small))
     open_run(prepared, recipe_of(small, max_epochs={"books": 2.35}))
     open_run(prepared, recipe_of({"web": 0.5, "code": 0.345, "books": 0.155}))
-    open_run(prepared, recipe_of(small), num_samples=2728 // LENGTH)
+    open_run(prepared, recipe_of(small), num_samples=2720 // LENGTH)
     for wrong in (
         recipe_of(small, max_epochs={"books": 2.3}),
         recipe_of({"web": 0.5, "code": 0.34, "books": 0.16}),

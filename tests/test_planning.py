@@ -8,8 +8,10 @@ import pytest
 
 from pretraining.ds_config import ds_config_names, load_ds_config
 from pretraining.errors import UserError
+from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory import checkpoint_bytes, model_state
-from pretraining.planning.run_plan import build_run_plan, format_run_plan, format_world_sizes
+from pretraining.planning.run_plan import build_run_plan
+from pretraining.planning.screen import as_text, full_plan, world_sizes
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe, recipe_names
 from pretraining.schema import REPOSITORY
@@ -170,11 +172,48 @@ def test_every_recipe_has_a_plan_on_one_screen(name):
     assert plan.steps * plan.tokens_per_step == plan.tokens
     batch = plan.world_size * plan.micro_batch * plan.sequence_length
     assert plan.accumulation_steps * batch == plan.tokens_per_step
-    text = format_run_plan(plan)
-    assert f"{plan.parameters:,}" in text and f"{plan.steps:,}" in text
-    assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 120
-    assert json.loads(json.dumps(plan.to_dict()))["parameters"] == plan.parameters
-    assert len(format_world_sizes(recipe, config).splitlines()) > 2
+    for gpu in (None, find_gpu("H200")):
+        answer = full_plan(recipe, config, 2, gpu)
+        text = as_text(answer)
+        assert f"{plan.parameters:,}" in text and f"{plan.steps:,}" in text
+        assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 120
+        assert json.loads(json.dumps(answer))["parameters"] == plan.parameters
+        assert len(world_sizes(recipe, config, gpu).splitlines()) > 2
+
+
+def test_the_screen_says_what_it_takes_and_what_is_tight():
+    """Memory by part and in all, time, money, disk, data; without a GPU's name, what needs one is asked for."""
+    recipe, config = load_recipe("30b"), load_ds_config("zero3")
+    answer = full_plan(recipe, config, 8, find_gpu("H200"))
+    text = as_text(answer)
+    assert sum(answer["memory"]["parts"].values()) + answer["memory"]["reserve"] == answer["memory"]["total"]
+    assert all(f"  {part} " in text for part in answer["memory"]["parts"])
+    for label in (
+        "largest",
+        "host memory",
+        "time",
+        "MFU",
+        "step",
+        "money",
+        "energy",
+        "disk",
+        "data",
+        "tight",
+    ):
+        assert any(line.startswith(f"{label} ") for line in text.splitlines()), label
+    hours = answer["forecast"]["cost"]["gpu_hours"]
+    assert hours == pytest.approx(8 * answer["tokens"] / answer["forecast"]["tokens_per_second"] / 3600)
+    bare = as_text(full_plan(recipe, config, 8, None))
+    assert "give --gpu NAME" in bare and "fits H200" in bare and "H100" not in bare
+
+
+def test_the_screen_offers_what_fits():
+    """A plan that does not fit is an answer, not an error: it says what would."""
+    answer = full_plan(load_recipe("30b"), load_ds_config("zero3"), 8, find_gpu("H100"))
+    (refusal,) = answer["refusals"]
+    assert refusal["remedy"].endswith("--set training.per_device_train_batch_size=4")
+    text = as_text(answer)
+    assert "does not fit" in text and refusal["remedy"] in " ".join(text.split())
 
 
 def test_checkpoints_kept_and_their_disk():
@@ -184,6 +223,9 @@ def test_checkpoints_kept_and_their_disk():
     assert plan.checkpoint_disk_bytes == 3 * plan.checkpoint_bytes
     keep_all = ["checkpoints.keep_last=null", "training.save_steps=7", f"budget.tokens={2048 * 20}"]
     assert build_run_plan(load_recipe("tiny", keep_all), None, 1).checkpoints_kept == 3
+    assert (
+        build_run_plan(load_recipe("tiny", ["training.save_strategy=no"]), None, 1).checkpoint_disk_bytes == 0
+    )
 
 
 def test_a_plan_that_does_not_divide_is_refused():
@@ -196,9 +238,9 @@ def test_planning_imports_neither_torch_nor_transformers():
     code = """
 import sys
 from pretraining.ds_config import load_ds_config
-from pretraining.planning.run_plan import build_run_plan, format_run_plan
+from pretraining.planning import print_plan
 from pretraining.recipe import load_recipe
-format_run_plan(build_run_plan(load_recipe("30b"), load_ds_config("zero3"), 8))
+print_plan(load_recipe("30b"), load_ds_config("zero3"), None, "H200", False)
 sys.exit(" ".join({"torch", "transformers", "deepspeed", "numpy", "datasets"} & set(sys.modules)) or 0)
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)

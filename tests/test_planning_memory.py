@@ -145,18 +145,17 @@ def test_a_run_that_cannot_fit_is_refused_with_what_does():
 
 def test_the_nearest_fit_changes_least():
     recipe = load_recipe("1.5b")
-    nearest = nearest_fit(recipe, 8, 40e9)
+    nearest = nearest_fit(recipe, 8, lambda need: need.total <= 40e9)
     fits = [each for each in candidates(recipe, 8) if each.need.total <= 40e9]
     assert len(nearest.changes) == min(len(each.changes) for each in fits) == 1
-    assert nearest_fit(recipe, 8, 1e9) is None
+    assert nearest_fit(recipe, 8, lambda need: need.total <= 1e9) is None
 
 
 REFUSED = {
-    "disk": ({"disk_free_bytes": 50e9}, "checkpoints.keep_last=1"),
-    "no disk": ({"disk_free_bytes": 1e9}, "--output_dir"),
-    "data": ({"data_tokens": 10**9, "repeats_allowed": False}, "budget.tokens=999292928"),
-    "vocabulary": ({"tokenizer_size": 60000}, "model.vocab_size=60032"),
+    "disk": ({"disk_room_bytes": 50e9}, "checkpoints.keep_last=1"),
+    "no disk": ({"disk_room_bytes": 1e9}, "--output_dir"),
     "host": ({"host_memory_bytes": 16e9, "ranks_per_host": 8}, "zero3"),
+    "processor": ({"host_memory_bytes": 64e9, "ranks_per_host": 2, "trains_on_processor": True}, "this fits"),
 }
 
 
@@ -169,12 +168,15 @@ def test_what_cannot_work_is_refused_with_a_remedy(name):
 
 def test_what_fits_is_neither_refused_nor_warned_of():
     """The shipped recipe on the GPUs it is meant for, and unknown machines, meet no complaint."""
-    plenty = {"disk_free_bytes": 1e15, "data_tokens": 10**13, "tokenizer_size": 50257, "has_bf16": True}
+    plenty = {"disk_room_bytes": 1e15, "data_tokens": 10**13, "has_bf16": True}
     verdict = judge("1.5b", 8, gpu_memory_bytes=80e9, host_memory_bytes=1e12, ranks_per_host=8, **plenty)
     assert not verdict.refusals and not verdict.warnings
     assert not judge("1.5b", 8).refusals
-    repeated = judge("1.5b", 8, data_tokens=10**9, repeats_allowed=True)
-    assert not repeated.refusals
+    small = {"host_memory_bytes": 4e9, "ranks_per_host": 2, "trains_on_processor": True}
+    assert not judge("tiny", 2, **small).refusals and not judge("tiny", 2, **small).warnings
+    assert not judge(
+        "1.5b", 8, host_memory_bytes=24e9, ranks_per_host=8
+    ).refusals  # what is assumed refuses nothing
 
 
 WARNED = {
@@ -184,6 +186,7 @@ WARNED = {
     "stage": ([], "zero3", {"gpu_memory_bytes": 141e9}, "--deepspeed zero1"),
     "offload": ([], "zero2_offload", {"gpu_memory_bytes": 141e9}, "--deepspeed zero2"),
     "tight": ([], None, {"gpu_memory_bytes": 66e9}, "activation_checkpointing=true"),
+    "repeats": ([], None, {"data_tokens": 5 * 10**9}, "data.sources.0.max_epochs=6"),
     "needless": (
         ["training.activation_checkpointing=true"],
         None,

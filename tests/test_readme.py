@@ -78,8 +78,9 @@ def run_checkpoints(workshop: Workshop, words: list[str]) -> None:
 
 
 def run_verb(workshop: Workshop, words: list[str]) -> None:
-    """`python -m pretraining.planning VERB`: as it stands."""
-    assert execute(words).code == 0
+    """`python -m pretraining.planning VERB`: as it stands, of the small run where one is named."""
+    small = str(workshop.run("zero2", by="deepspeed").folder) if "runs/tiny" in words else ""
+    assert execute([word.replace("runs/tiny", small) for word in words]).code == 0
 
 
 def run_plan(workshop: Workshop, words: list[str]) -> None:
@@ -175,6 +176,14 @@ def test_the_front_page_shows_the_commands_that_matter():
     """Guards the parser: a page whose blocks it no longer finds would test nothing."""
     shown = {line for page, line in COMMANDS if page == REPOSITORY / "README.md"}
     assert {"make demo", "make test", "deepspeed --num_gpus=8 train.py --recipe 30b"} <= shown
+
+
+def test_the_plan_is_shown_as_it_is_printed():
+    """The block below the command of `--plan` is what that command prints, to the last character."""
+    command = next(line for page, line in COMMANDS if page.parent == REPOSITORY and "--plan" in line)
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    shown = re.search(re.escape(f"{command}\n```\n\n```\n") + r"(.*?)^```", text, re.M | re.S)
+    assert shown and shown[1] == execute(words_of(command)).stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))

@@ -87,11 +87,13 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 
 def test_a_full_disk_costs_no_checkpoint(workshop, small_disk):
-    """One line that says so; with more room the same command goes on from what was committed."""
+    """Foreseen; forced, one line that says so; with more room it goes on from what was committed."""
     output = small_disk / "run"
     command = workshop.command(output, *PLAIN)
-    assert "No space left on device; free some space" in last_line(execute(command))
+    assert "there is room for" in last_line(execute(command)) and not output.exists()
+    assert "No space left on device; free some space" in last_line(execute([*command, "--force"]))
     assert committed(output) == ["checkpoint-4"]
+    assert [event for event in Run(output).events if event["event"] == "forced" and "room" in event["what"]]
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
     finished = execute(command)
     assert finished.code == 0, finished.output

@@ -121,8 +121,8 @@ def check_vocabulary(found: int, vocab_size: int | None) -> None:
     """UserError where a tokenizer of `found` ids has more than the model has embeddings."""
     if vocab_size is not None and found > vocab_size:
         raise UserError(
-            f"data.tokenizer: it has {found:,} ids, the model only {vocab_size:,}: raise model.vocab_size to "
-            f"at least {found:,} (a multiple of 128 is fastest), or choose a smaller tokenizer"
+            f"data.tokenizer: it has {found:,} ids, the model only {vocab_size:,}: "
+            f"--set model.vocab_size={-(-found // 128) * 128} (a multiple of 128), or choose a smaller tokenizer"
         )
 
 

@@ -6,11 +6,14 @@ from pathlib import Path
 
 from pretraining.errors import UserError
 from pretraining.planning.flops import flops_per_token
+from pretraining.planning.forecast import forecast
 from pretraining.planning.gpus import Gpu
-from pretraining.planning.memory.need import checkpointing_of, memory_need
+from pretraining.planning.memory.need import memory_need
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.sizes import model_size
-from pretraining.planning.throughput import model_flops_utilization, predicted_step_seconds
+from pretraining.planning.step_time import precision_of_products
+from pretraining.planning.throughput import model_flops_utilization
+from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.run_dir import RunDir, read_rows
 
@@ -18,36 +21,42 @@ QUANTITIES = ("peak_memory_bytes", "tokens_per_second", "mfu", "step_seconds", "
 
 
 def predicted(
-    recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None
+    recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None, on_processor: bool = False
 ) -> dict[str, float | None]:
     """The quantities of a run before it starts: plan.json's `predicted`.
 
-    What depends on the speed is None where the GPU is not in the table.
+    What depends on the speed is None where the GPU is not in the table, or lacks the recipe's precision.
+
+    Args:
+        on_processor: no GPU: the peak is what a process takes beyond what it had before the model was built.
     """
-    plan = build_run_plan(recipe, ds_config, world_size)
     values: dict[str, float | None] = dict.fromkeys(QUANTITIES)
-    values["peak_memory_bytes"] = memory_need(recipe, ds_config, world_size).allocated
-    values["checkpoint_bytes"] = plan.checkpoint_bytes
-    if gpu is None:
+    need = memory_need(recipe, ds_config, world_size)
+    values["peak_memory_bytes"] = need.on_processor if on_processor else need.allocated
+    values["checkpoint_bytes"] = build_run_plan(recipe, ds_config, world_size).checkpoint_bytes
+    if gpu is None or precision_of_products(recipe) not in gpu.dense_peak_flops:
         return values
-    precision = next((name for name in ("bf16", "fp16", "tf32") if recipe.training.get(name)), "fp32")
-    zero = (ds_config or {}).get("zero_optimization", {})
-    seconds = predicted_step_seconds(
-        model_size(recipe.model),
-        recipe.sequence_length,
-        recipe.tokens_per_step,
-        world_size,
-        gpu,
-        stage=zero.get("stage", 0),
-        accumulation=plan.accumulation_steps,
-        precision=precision,
-        recompute=checkpointing_of(recipe)[0],
-        hpz=zero.get("zero_hpz_partition_size", 1),
-    ).seconds
-    rate = recipe.tokens_per_step / seconds
-    flops = flops_per_token(model_size(recipe.model), recipe.sequence_length).training
-    values |= {"step_seconds": seconds, "tokens_per_second": rate}
-    values["mfu"] = model_flops_utilization(rate, flops, world_size, gpu.peak_flops(precision))
+    speed = forecast(workload_of_recipe(recipe, ds_config), gpu, world_size)
+    seconds = recipe.tokens_per_step / speed.tokens_per_second
+    return values | {
+        "step_seconds": seconds,
+        "tokens_per_second": speed.tokens_per_second,
+        "mfu": speed.mfu,
+    }
+
+
+def measured(
+    run: RunDir, recipe: Recipe, world_size: int, gpu: Gpu | None, peak_memory_bytes: int | None
+) -> dict[str, float]:
+    """The same quantities of a run that has ended, for its end event; what could not be measured is left out."""
+    values = _observed(run)
+    if peak_memory_bytes is not None:
+        values["peak_memory_bytes"] = peak_memory_bytes
+    precision = precision_of_products(recipe)
+    if gpu and precision in gpu.dense_peak_flops and "tokens_per_second" in values:
+        flops = flops_per_token(model_size(recipe.model), recipe.sequence_length).training
+        peak = gpu.peak_flops(precision)
+        values["mfu"] = model_flops_utilization(values["tokens_per_second"], flops, world_size, peak)
     return values
 
 

@@ -18,6 +18,7 @@ class Price:
     dollars_per_gpu_hour: float
     dollars: float
     date: str | None
+    """Of the price; None of one's own."""
     source: str
 
 

@@ -1,16 +1,16 @@
 """How long a run takes and what it costs on so many GPUs of a kind: what follows from its tokens per second."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from pretraining.ds_config import zero_stage
 from pretraining.planning.costs import CheckpointCost, Cost, checkpoint_cost, gpu_hours, run_cost
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.run_plan import RunPlan, build_run_plan, is_sixteen_bit
+from pretraining.planning.step_time import precision_of_products, step_time
 from pretraining.planning.throughput import (
     StepTime,
     Utilization,
     communication,
-    communication_seconds,
     expected_utilization,
     loader_bytes_per_second,
     tokens_per_second,
@@ -51,6 +51,8 @@ class Forecast:
     num_gpus: int
     precision: str
     utilization: Utilization
+    mfu: float
+    """What the run reaches: the utilization less what is recomputed, sent or offloaded."""
     tokens_per_second: float
     cost: Cost
     step: StepForecast | None
@@ -82,8 +84,8 @@ def forecast(
 ) -> Forecast:
     """Time and money of a workload.
 
-    An assumed utilization knows nothing of the ds_config: where the step's messages need longer than its
-    products, they decide. A given or measured one is taken as it is.
+    An assumed utilization knows nothing of the run: recomputed layers, messages that need longer than the products,
+    and offload come on top of it. A given one is taken as it is; of a measured one recomputation alone is taken off.
 
     Args:
         mfu: share of the dense peak; None for what was measured here, else for the assumption of the tables.
@@ -93,18 +95,13 @@ def forecast(
     Raises:
         UserError: the GPU lacks the precision, or the ranks do not divide the recipe's step.
     """
-    used = (
-        Utilization(mfu, "given", assumed=False)
-        if mfu
-        else expected_utilization(gpu, int(workload.parameters))
-    )
+    used = _utilization(workload, gpu, mfu)
     precision = precision or _precision(workload.recipe, gpu)
-    peak = gpu.peak_flops(precision)
-    rate = tokens_per_second(workload.training_flops_per_token, num_gpus, peak, used.mfu)
-    step = _step(workload, gpu, num_gpus, rate) if workload.recipe else None
-    if step and used.assumed:
-        rate = workload.recipe.tokens_per_step / step.time.seconds
-        step = _step(workload, gpu, num_gpus, rate, step.time)
+    at_peak = tokens_per_second(workload.training_flops_per_token, num_gpus, gpu.peak_flops(precision), 1.0)
+    time = _time(workload, gpu, num_gpus, used, precision) if workload.recipe else None
+    rate = at_peak * used.mfu
+    if time:
+        rate = workload.recipe.tokens_per_step / (time.seconds if used.assumed else time.compute_seconds)
     return Forecast(
         name=workload.name,
         parameters=workload.parameters,
@@ -114,21 +111,34 @@ def forecast(
         num_gpus=num_gpus,
         precision=precision,
         utilization=used,
+        mfu=rate / at_peak,
         tokens_per_second=rate,
         cost=run_cost(gpu, gpu_hours(num_gpus, workload.tokens / rate), price),
-        step=step,
+        step=_step(workload, gpu, num_gpus, rate, time) if time else None,
     )
 
 
+def _utilization(workload: Workload, gpu: Gpu, mfu: float | None) -> Utilization:
+    if mfu:
+        return Utilization(mfu, "given", assumed=False)
+    recomputation = workload.hardware_flops_per_token / workload.training_flops_per_token
+    return expected_utilization(gpu, int(workload.parameters), recomputation=recomputation)
+
+
+def _time(workload: Workload, gpu: Gpu, num_gpus: int, used: Utilization, precision: str) -> StepTime:
+    """What products, messages and offload need by themselves; a given utilization is that of whole steps."""
+    time = step_time(workload.recipe, workload.ds_config, num_gpus, gpu, used.mfu, precision)
+    if used.source != "given":
+        return time
+    flops = workload.training_flops_per_token * workload.recipe.tokens_per_step
+    return replace(time, compute_seconds=flops / (num_gpus * gpu.peak_flops(precision) * used.mfu))
+
+
 def _precision(recipe: Recipe | None, gpu: Gpu) -> str:
-    if recipe is None:
-        return gpu.training_precision
-    return next((name for name in ("bf16", "fp16", "tf32") if recipe.training.get(name)), "fp32")
+    return gpu.training_precision if recipe is None else precision_of_products(recipe)
 
 
-def _step(
-    workload: Workload, gpu: Gpu, num_gpus: int, rate: float, time: StepTime | None = None
-) -> StepForecast:
+def _step(workload: Workload, gpu: Gpu, num_gpus: int, rate: float, time: StepTime) -> StepForecast:
     recipe, ds_config = workload.recipe, workload.ds_config
     plan = build_run_plan(recipe, ds_config, num_gpus)
     volume = communication(
@@ -142,7 +152,7 @@ def _step(
     seconds = recipe.tokens_per_step / rate
     return StepForecast(
         seconds=seconds,
-        time=time or StepTime(seconds, communication_seconds(volume, gpu, num_gpus)),
+        time=time,
         sent_bytes_per_gpu=volume.total,
         loader_bytes_per_second=loader_bytes_per_second(rate, recipe.model["vocab_size"]),
         checkpoints=_checkpoints(plan, recipe.training, seconds, num_gpus),

@@ -39,7 +39,8 @@ class Gpu:
     watts: int
     gpus_per_node: int
     source: str
-    from_memory: tuple[str, ...]
+    assumed: tuple[str, ...]
+    """Fields that belong to the machine around it, and are to be set to yours."""
 
     @property
     def network_bytes_per_second(self) -> float:
@@ -88,10 +89,9 @@ def find_gpu(name: str) -> Gpu:
 
 
 def prices_of(gpu: Gpu) -> list[dict]:
-    """Entries of tables/prices.json for this GPU, cheapest first; an assumption only where nothing else is."""
+    """Entries of tables/prices.json for this GPU, cheapest first."""
     found = [entry for entry in table("prices")["prices"] if entry["gpu"] == gpu.name]
-    sourced = [entry for entry in found if entry["provider"] != "assumption"]
-    return sorted(sourced or found, key=lambda entry: entry["dollars_per_gpu_hour"])
+    return sorted(found, key=lambda entry: entry["dollars_per_gpu_hour"])
 
 
 def _plain(name: str) -> str:
@@ -114,6 +114,6 @@ def _checked(name: str, entry: dict) -> Gpu:
         dense_peak_flops={precision: 1e12 * peak for precision, peak in peaks.items()},
         link=entry.get("link", "link"),
         source=entry.get("source", "no source given"),
-        from_memory=tuple(entry.get("from_memory", ())),
+        assumed=tuple(entry.get("assumed", ())),
         **values,
     )

@@ -1,15 +1,12 @@
 """The RunPlan: what a recipe will take, known before anything is built."""
 
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from pretraining.ds_config import zero_stage
-from pretraining.planning.memory import GIB, ModelState, checkpoint_bytes, model_state
+from pretraining.planning.memory import ModelState, checkpoint_bytes, model_state
 from pretraining.planning.sizes import ModelSize, model_size
 from pretraining.recipe import Recipe, accumulation_steps
-
-WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,8 @@ class RunPlan:
     checkpoint_bytes: int
     checkpoints_kept: int
     """Resumable checkpoints on disk once the run is over."""
+    predicted: dict = field(default_factory=dict)
+    """On the machine at hand: what `comparison.predicted` says, once that is known."""
 
     @property
     def layout(self) -> dict:
@@ -55,7 +54,7 @@ class RunPlan:
     @property
     def checkpoint_disk_bytes(self) -> int:
         """Disk that the kept checkpoints take, with room for the one being written before an old one goes."""
-        return self.checkpoint_bytes * (self.checkpoints_kept + 1)
+        return self.checkpoint_bytes * (self.checkpoints_kept + 1) if self.checkpoints_kept else 0
 
     def to_dict(self) -> dict:
         """The plan as plain JSON values, derived ones included."""
@@ -108,8 +107,9 @@ def _checkpoints_kept(recipe: Recipe) -> int:
     best, and those that stay for ever.
     """
     steps, every = recipe.num_steps, recipe.training.get("save_steps", 500)
-    if recipe.training.get("save_strategy", "steps") != "steps":
-        return 1
+    strategy = recipe.training.get("save_strategy", "steps")
+    if strategy != "steps":
+        return 0 if strategy == "no" else 1
     every = max(1, round(every * steps)) if every < 1 else int(every)
     written = -(-steps // every)
     rule = recipe.checkpoints
@@ -117,72 +117,3 @@ def _checkpoints_kept(recipe: Recipe) -> int:
         return written
     for_ever = steps // math.lcm(every, rule["keep_every"]) if rule["keep_every"] else 0
     return min(rule["keep_last"] + rule["keep_best"] + for_ever, written)
-
-
-def print_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int | None, as_json: bool) -> None:
-    """What `--plan` prints: one screen, and a table of world sizes where none is given; or JSON."""
-    plan = build_run_plan(recipe, ds_config, world_size or 1)
-    if as_json:
-        print(json.dumps(plan.to_dict(), indent=2))
-        return
-    print(format_run_plan(plan))
-    if world_size is None:
-        print(f"\n{format_world_sizes(recipe, ds_config)}")
-
-
-def format_run_plan(plan: RunPlan) -> str:
-    """The plan as one screen of text."""
-    size, state = plan.size, plan.model_state
-    rows = [
-        ("parameters", f"{size.total:,} ({size.embedding:,} embedding, {size.non_embedding:,} other)"),
-        *([("active parameters", f"{size.active:,} per token")] if size.active < size.total else []),
-        ("tokens", f"{plan.tokens:,} ({plan.tokens_per_parameter:.1f} per parameter)"),
-        ("steps", f"{plan.steps:,} of {plan.tokens_per_step:,} tokens"),
-        ("each step", _step_words(plan)),
-        ("training FLOPs", f"{plan.training_flops:.3g}"),
-        ("sharding", plan.deepspeed or "none"),
-        ("model state per GPU", f"{gib(state.gpu)} ({_state_words(state)})"),
-        *([("model state off the GPU", f"{gib(state.host)} per rank")] if state.host else []),
-        ("checkpoint", f"{gib(plan.checkpoint_bytes)}; {plan.checkpoints_kept} kept"),
-        ("disk for checkpoints", f"{gib(plan.checkpoint_disk_bytes)} while one more is written"),
-    ]
-    lines = [f"{label:<24}{value}" for label, value in rows]
-    return "\n".join([f"plan of {plan.name} on {_ranks(plan.world_size)}", *lines])
-
-
-def format_world_sizes(recipe: Recipe, ds_config: dict | None) -> str:
-    """A table of the numbers of GPUs that divide the step evenly: accumulation, model state per GPU."""
-    size, at_once = model_size(recipe.model), recipe.micro_batch * recipe.sequence_length
-    lines = [f"{'GPUs':>6}{'accumulation':>15}{'model state per GPU':>22}"]
-    for world_size in WORLD_SIZES:
-        if recipe.tokens_per_step % (world_size * at_once) == 0:
-            state = model_state(size.total, ds_config, world_size, is_sixteen_bit(recipe, ds_config))
-            accumulation = accumulation_steps(recipe, world_size)
-            lines.append(f"{world_size:>6}{accumulation:>15}{gib(state.gpu):>22}")
-    return "\n".join(lines)
-
-
-def gib(num_bytes: float) -> str:
-    """Bytes in GiB, or in MiB below one."""
-    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:,.1f} MiB"
-
-
-def _step_words(plan: RunPlan) -> str:
-    return (
-        f"{_ranks(plan.world_size)} x {plan.micro_batch} sequences x {plan.sequence_length:,} tokens "
-        f"x {plan.accumulation_steps} accumulation"
-    )
-
-
-def _ranks(world_size: int) -> str:
-    return f"{world_size} rank" + ("s" if world_size > 1 else "")
-
-
-def _state_words(state: ModelState) -> str:
-    parts = {
-        "weights": state.parameters,
-        "gradients": state.gradients,
-        "fp32 gradient sums": state.gradient_accumulation,
-        "optimizer": state.master_and_moments,
-    }
-    return ", ".join(f"{name} {gib(value)}" for name, value in parts.items() if value)

@@ -1,16 +1,14 @@
 """The ZeRO stage, offload, micro-batch and activation checkpointing that fit so many GPUs and are predicted fastest."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
+from pretraining.ds_config import load_ds_config, zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import MemoryNeed, checkpointing_of, memory_need
-from pretraining.planning.sizes import model_size
-from pretraining.planning.tables import table
-from pretraining.planning.throughput import predicted_step_seconds
+from pretraining.planning.step_time import step_time
 from pretraining.recipe import Recipe, accumulation_steps
 
 WAYS = ("zero0", "zero1", "zero2", "zero3", "zero3_hpz", "zero2_offload", "zero3_offload", "zero3_nvme")
@@ -18,8 +16,6 @@ WAYS = ("zero0", "zero1", "zero2", "zero3", "zero3_hpz", "zero2_offload", "zero3
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SAME_SPEED = 1.02
 """Step times that differ by no more than this factor count as equal: the model is not finer."""
-ADAM_BYTES = 28
-"""Moved by the CPU optimizer for one element: fp32 gradient, master and moments read, the last three written."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +87,11 @@ def fitting(
     return [replace(each, why=_reason(each, fastest)) for each in sorted(fits, key=_rank(fastest))]
 
 
-def nearest_fit(recipe: Recipe, world_size: int, limit: float, gpu: Gpu | None = None) -> Candidate | None:
-    """The fitting candidate with the fewest changes to the recipe, of those the fastest."""
-    fits = [each for each in candidates(recipe, world_size, gpu) if each.need.total <= limit]
+def nearest_fit(
+    recipe: Recipe, world_size: int, fits_in: Callable[[MemoryNeed], bool], gpu: Gpu | None = None
+) -> Candidate | None:
+    """The candidate that `fits_in` accepts with the fewest changes to the recipe, of those the fastest."""
+    fits = [each for each in candidates(recipe, world_size, gpu) if fits_in(each.need)]
     order = {way: place for place, way in enumerate(WAYS)}
 
     def distance(each: Candidate) -> tuple:
@@ -133,62 +131,17 @@ def _candidate(
     config = _config(variant.deepspeed)
     recomputes = checkpointing_of(variant)[0]
     need = memory_need(variant, config, world_size)
-    accumulation = accumulation_steps(variant, world_size)
-    seconds, offload = None, 0.0
-    if gpu:
-        offload = _offload_seconds(variant, config, world_size, accumulation, gpu)
-        seconds = offload + _device_seconds(variant, config, world_size, accumulation, gpu, mfu)
+    step = step_time(variant, config, world_size, gpu, mfu) if gpu else None
     return Candidate(
         deepspeed=variant.deepspeed,
         micro_batch=variant.micro_batch,
-        accumulation=accumulation,
+        accumulation=accumulation_steps(variant, world_size),
         recomputes=recomputes,
         need=need,
-        step_seconds=seconds,
-        offload_seconds=offload,
+        step_seconds=step.seconds if step else None,
+        offload_seconds=step.offload_seconds if step else 0.0,
         changes=_changes(variant, recipe),
     )
-
-
-def _device_seconds(
-    variant: Recipe, config: dict | None, world_size: int, accumulation: int, gpu: Gpu, mfu: float | None
-) -> float:
-    precision = next((name for name in ("bf16", "fp16", "tf32") if variant.training.get(name)), "fp32")
-    return predicted_step_seconds(
-        model_size(variant.model),
-        variant.sequence_length,
-        variant.tokens_per_step,
-        world_size,
-        gpu,
-        stage=zero_stage(config),
-        accumulation=accumulation,
-        mfu=mfu,
-        precision=precision,
-        recompute=checkpointing_of(variant)[0],
-        hpz=(config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1),
-    ).seconds
-
-
-def _offload_seconds(
-    variant: Recipe, config: dict | None, world_size: int, accumulation: int, gpu: Gpu
-) -> float:
-    """Gradients to the host once a micro-batch, weights back once a step, the CPU's optimizer, NVMe both ways.
-
-    Nothing overlapped; rates are tables/memory.json's and the GPU's PCIe (ZeRO-Offload, Ren et al. 2021, section 4).
-    """
-    rates, share = table("memory"), model_size(variant.model).total / world_size
-    in_node = min(world_size, gpu.gpus_per_node)
-    seconds = 0.0
-    if optimizer_device(config) != "gpu":
-        seconds += 2 * share * (accumulation + 1) / gpu.pcie_bytes_per_second
-        seconds += ADAM_BYTES * share * in_node / rates["host_bandwidth_bytes_per_second"]["value"]
-    if optimizer_device(config) == "nvme":
-        seconds += 2 * 12 * share * in_node / rates["nvme_bytes_per_second"]["value"]
-    if parameter_device(config) == "nvme":
-        seconds += 2 * 2 * share * in_node * accumulation / rates["nvme_bytes_per_second"]["value"]
-    elif parameter_device(config) == "cpu":
-        seconds += 2 * 2 * share * accumulation / gpu.pcie_bytes_per_second
-    return seconds
 
 
 def _changes(variant: Recipe, recipe: Recipe) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ class Utilization:
     """A model FLOPs utilization (share of the dense peak) and where it comes from."""
 
     mfu: float
+    """Where nothing is recomputed."""
     source: str
     assumed: bool
     """Neither given nor measured here: it knows nothing of this run's messages."""
@@ -48,31 +49,45 @@ class StepTime:
     """Seconds of one optimizer step, and what decides them."""
 
     compute_seconds: float
-    """The FLOPs of the step at the utilization."""
+    """The FLOPs of the step at the utilization, recomputed ones included."""
     communication_seconds: float
     """The step's bytes at the peak of the slowest link on their way: a lower bound."""
+    offload_seconds: float = 0.0
+    """Transfers to the host and NVMe, and the host's optimizer, behind the products."""
 
     @property
     def seconds(self) -> float:
-        """The longer of both: a utilization measured on whole runs already holds what could not be hidden."""
-        return max(self.compute_seconds, self.communication_seconds)
+        """Offload after the longer of products and messages: a utilization already holds what could not be hidden."""
+        return max(self.compute_seconds, self.communication_seconds) + self.offload_seconds
 
     @property
     def bound_by(self) -> str:
         """What to improve first."""
-        return "compute" if self.compute_seconds >= self.communication_seconds else "links"
+        parts = {
+            "compute": self.compute_seconds,
+            "links": self.communication_seconds,
+            "offload": self.offload_seconds,
+        }
+        return max(parts, key=parts.get)
 
 
-def expected_utilization(gpu: Gpu, parameters: int, results: Path = RESULTS) -> Utilization:
+def expected_utilization(
+    gpu: Gpu, parameters: int, results: Path = RESULTS, recomputation: float = 1.0
+) -> Utilization:
     """What this repository measured on this GPU at this size, else the assumption of tables/rates.json.
 
     A measurement is a line of benchmarks/results/*.jsonl with `mfu` and `parameters` beside the device's name.
+
+    Args:
+        recomputation: FLOPs with every layer recomputed over those without: what a line that says `recomputes`
+            is raised by.
     """
     found = [row for row in measured_utilizations(results) if _is_like(row, gpu, parameters)]
     if found:
         row = max(found, key=lambda row: row.get("when", ""))
         source = f"measured by benchmarks/{row['benchmark']}.py on {row['environment']['device']}"
-        return Utilization(row["mfu"], f"{source}, {row.get('when', 'undated')}", assumed=False)
+        mfu = row["mfu"] * (recomputation if row.get("recomputes") else 1)
+        return Utilization(mfu, f"{source}, {row.get('when', 'undated')}", assumed=False)
     assumed = table("rates")["mfu"]
     entry = assumed.get(gpu.name, assumed["*"])
     return Utilization(entry["value"], entry["source"], assumed=True)
@@ -161,8 +176,9 @@ def predicted_step_seconds(
         recompute: activation checkpointing of every layer: the kernels run as fast, on more FLOPs.
     """
     precision = precision or gpu.training_precision
-    mfu = mfu or expected_utilization(gpu, size.total).mfu
     counted = flops_per_token(size, sequence_length)
+    ratio = counted.hardware / counted.training
+    mfu = mfu or expected_utilization(gpu, size.total, recomputation=ratio).mfu
     flops = counted.hardware if recompute else counted.training
     rate = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), mfu)
     width = 4 if precision in ("fp32", "tf32") else 2

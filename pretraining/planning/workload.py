@@ -49,7 +49,9 @@ def workload_of(options: argparse.Namespace) -> Workload:
     if bool(options.recipe) == bool(options.parameters):
         raise UserError("give either --recipe NAME or --parameters N (with --tokens D)")
     if options.recipe:
-        return _of_recipe(options)
+        recipe = load_recipe(options.recipe, options.set, options.deepspeed)
+        ds_config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
+        return workload_of_recipe(recipe, ds_config, options.tokens)
     if options.set or options.deepspeed:
         raise UserError("--set and --deepspeed change a recipe: give --recipe NAME instead of --parameters")
     n = options.parameters
@@ -59,19 +61,19 @@ def workload_of(options: argparse.Namespace) -> Workload:
     )
 
 
-def _of_recipe(options: argparse.Namespace) -> Workload:
-    recipe = load_recipe(options.recipe, options.set, options.deepspeed)
+def workload_of_recipe(recipe: Recipe, ds_config: dict | None, tokens: float | None = None) -> Workload:
+    """The workload of a recipe, on its own budget unless `tokens` says otherwise."""
     size, length = model_size(recipe.model), recipe.sequence_length
     counted = flops_per_token(size, length)
     return Workload(
         name=recipe.name,
         parameters=size.total,
         active=size.active,
-        tokens=options.tokens or recipe.budget["tokens"],
+        tokens=tokens or recipe.budget["tokens"],
         training_flops_per_token=counted.training,
         hardware_flops_per_token=counted.hardware,
         recipe=recipe,
-        ds_config=load_ds_config(recipe.deepspeed) if recipe.deepspeed else None,
+        ds_config=ds_config,
         size=size,
         counted=counted,
         sequence_length=length,

@@ -3,7 +3,9 @@
 from pretraining.training.arguments import build_arguments
 from pretraining.training.collate import collate_blocks
 from pretraining.training.hangs import HangCallback
+from pretraining.training.machine import find_machine
 from pretraining.training.metrics import MetricsCallback
+from pretraining.training.peak_memory import PeakMemory
 from pretraining.training.progress import ProgressCallback
 from pretraining.training.ranks import device_name, join_ranks, joined_ranks, leave_ranks
 from pretraining.training.stopping import StopRequests
@@ -13,6 +15,7 @@ from pretraining.training.trainer import PretrainingTrainer
 __all__ = [
     "HangCallback",
     "MetricsCallback",
+    "PeakMemory",
     "PretrainingTrainer",
     "ProgressCallback",
     "StopRequests",
@@ -20,6 +23,7 @@ __all__ = [
     "build_trackers",
     "collate_blocks",
     "device_name",
+    "find_machine",
     "join_ranks",
     "joined_ranks",
     "leave_ranks",

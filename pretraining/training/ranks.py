@@ -60,7 +60,7 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     if backend == "nccl":
         _claim_gpu(int(os.environ["LOCAL_RANK"]))
     else:
-        _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        _share_cores(ranks_here())
     clear_abandoned_locks()
     announce_compiles()
     minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
@@ -68,6 +68,11 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
         dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=minutes)
     )
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def ranks_here() -> int:
+    """Number of this run's processes on this machine, as torchrun and accelerate, or deepspeed, call it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
 
 
 def device_name() -> str:

@@ -23,6 +23,7 @@ def check_epochs(
     names: Sequence[str],
     num_samples: int,
     sequence_length: int,
+    tokens_per_step: int,
     where: str,
 ) -> None:
     """UserError where the run's draws of a source are more than `max_epochs` times its blocks.
@@ -38,9 +39,10 @@ def check_epochs(
             continue
         needed = ceil(max(wish, int(draws[source])) / num_blocks[source] * 100) / 100
         tokens = num_blocks[source] * sequence_length
-        remedies = [f"set data.sources.{source}.max_epochs to {needed:g}", "add text"]
+        remedies = [f"--set data.sources.{source}.max_epochs={needed:g}", "add text"]
         if len(wished) == 1:
-            remedies += _smaller_share_or_run(wished[0].shares[source], allowed, num_samples, sequence_length)
+            share, per_step = wished[0].shares[source], Fraction(tokens_per_step, sequence_length)
+            remedies += _smaller_share_or_run(share, allowed, num_samples, per_step, tokens_per_step)
         what = (
             f"{name!r} has {tokens:,} tokens and {float(wish) * sequence_length:,.0f} are to be read from it, "
             f"{needed:g} epochs where {cap:g} "
@@ -55,11 +57,13 @@ def wished_draws(wished: Sequence[WishedStage], source: int, num_samples: int) -
     return sum((stop - stage.start) * stage.shares[source] for stage, stop in zip(wished, stops, strict=True))
 
 
-def _smaller_share_or_run(share: Fraction, allowed: Fraction, num_samples: int, length: int) -> list[str]:
-    """The largest share, and the largest budget, that fit; the share is rounded down to 6 digits."""
+def _smaller_share_or_run(
+    share: Fraction, allowed: Fraction, num_samples: int, samples_per_step: Fraction, tokens_per_step: int
+) -> list[str]:
+    """The largest share, rounded down to 6 digits, and the largest budget of whole steps, that fit."""
     largest = int(allowed / num_samples * 10**6) / 10**6
-    budget = int(allowed / share) * length
+    steps = int(allowed / share / samples_per_step)
     return [
         *([f"lower its share from {float(share):.6g} to {largest:g}"] if largest else []),
-        f"lower budget.tokens to {budget:,}",
+        *([f"--set budget.tokens={steps * tokens_per_step}"] if steps else []),
     ]

@@ -1,7 +1,7 @@
 """The dataset of a run: its sources, their mixture and the order of their blocks, from the recipe and the data."""
 
-from collections.abc import Sequence
 from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ def build_mixture(data, recipe, num_samples: int) -> Mixture | None:
     section, where = recipe.data, display_path(recipe.path)
     names = source_names(section, where)
     if not is_mixed(section):
-        _check_epochs_of_stream(section, data.train.num_blocks(recipe.sequence_length), num_samples, where)
+        _check_epochs_of_stream(recipe, data.train.num_blocks(recipe.sequence_length), num_samples, where)
         return None
     parts = open_by_source(data.train)
     splits = [_large_enough(parts.get(n), name, recipe) for n, name in enumerate(names)]
@@ -59,7 +59,17 @@ def build_mixture(data, recipe, num_samples: int) -> Mixture | None:
     wished = read_stages(section, names, sizes, num_samples, length, where)
     mixture = Mixture(names, splits, Schedule([Stage.of(*stage) for stage in wished]), length)
     caps = [source.get("max_epochs") for source in section["sources"]]
-    check_epochs(mixture.schedule, wished, mixture.num_blocks, caps, names, num_samples, length, where)
+    check_epochs(
+        mixture.schedule,
+        wished,
+        mixture.num_blocks,
+        caps,
+        names,
+        num_samples,
+        length,
+        recipe.tokens_per_step,
+        where,
+    )
     return mixture
 
 
@@ -126,14 +136,20 @@ def _large_enough(split: TokenSplit | None, name: str, recipe) -> TokenSplit:
     return split
 
 
-def _check_epochs_of_stream(section: dict, num_blocks: int, num_samples: int, where: str) -> None:
+def _check_epochs_of_stream(recipe, num_blocks: int, num_samples: int, where: str) -> None:
     """Without a mixture all sources are read equally often; epochs are limited only where the recipe says so."""
-    caps: Sequence[float] = [
-        source["max_epochs"] for source in section["sources"] if source.get("max_epochs") is not None
-    ]
-    if caps and num_samples > Fraction(repr(min(caps))) * num_blocks:
-        what = (
-            f"is {min(caps):g}, but budget.tokens reads the data {num_samples / num_blocks:.2f} times; raise it, "
-            "add text, or lower budget.tokens"
-        )
-        raise problem(where, "data.sources max_epochs", what)
+    caps: dict[int, float] = {
+        place: source["max_epochs"]
+        for place, source in enumerate(recipe.data["sources"])
+        if source.get("max_epochs") is not None
+    }
+    if not caps or num_samples <= Fraction(repr(min(caps.values()))) * num_blocks:
+        return
+    epochs = ceil(100 * num_samples / num_blocks) / 100
+    raised = " ".join(
+        f"--set data.sources.{place}.max_epochs={epochs:g}" for place in caps if caps[place] < epochs
+    )
+    steps = int(Fraction(repr(min(caps.values()))) * num_blocks / recipe.samples_per_step)
+    fewer = f", or --set budget.tokens={steps * recipe.tokens_per_step}" if steps else ""
+    what = f"is {min(caps.values()):g}, but budget.tokens reads the data {epochs:g} times; {raised}, add text{fewer}"
+    raise problem(where, "data.sources max_epochs", what)

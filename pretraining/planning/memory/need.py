@@ -60,6 +60,21 @@ class MemoryNeed:
         return self.allocated + self.reserve
 
     @property
+    def on_processor(self) -> float:
+        """Bytes that a rank takes where the processor trains, beyond what it had before the model was built.
+
+        Nobody touches the pages of the buckets' flat buffers.
+        """
+        device = max(sum(parts.values()) - parts.get("reduce buckets", 0) for parts in self.phases.values())
+        offloaded = sum(size for name, size in self.host.items() if name.startswith("offloaded"))
+        return device + offloaded + table("memory")["processor_bytes"]["value"]
+
+    @property
+    def host_counted(self) -> float:
+        """Host memory of one rank that is counted: all but what a process is assumed to take."""
+        return self.host_bytes - self.host.get("process", 0)
+
+    @property
     def largest(self) -> str:
         """The part that takes most."""
         return max(self.parts, key=self.parts.get)

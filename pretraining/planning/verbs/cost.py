@@ -49,13 +49,13 @@ def answer(options: argparse.Namespace) -> dict:
 
 def as_text(answer: dict) -> str:
     """One screen: the run, its time, its money, and for a recipe its step."""
-    cost, used = answer["cost"], answer["utilization"]
+    cost = answer["cost"]
     rate, each = answer["tokens_per_second"], answer["tokens_per_second_per_gpu"]
     rows = [
         ("run", _run_words(answer)),
         ("training FLOPs", f"{answer['flops']:.3e}"),
         ("GPUs", f"{answer['num_gpus']:,} x {answer['gpu']}, {answer['precision']}"),
-        ("MFU", f"{used['mfu']:.0%} ({used['source']})"),
+        ("MFU", mfu_words(answer)),
         ("throughput", f"{rate:,.0f} tokens/s, {each:,.0f} a GPU"),
         ("time", duration(answer["seconds"])),
         ("GPU-hours", f"{cost['gpu_hours']:,.0f}"),
@@ -65,6 +65,14 @@ def as_text(answer: dict) -> str:
     if not cost["prices"]:
         rows.append(("dollars", "no price known: give --price, or add one to tables/prices.json"))
     return facts(rows + (_step_rows(answer["step"]) if answer["step"] else []))
+
+
+def mfu_words(answer: dict) -> str:
+    """The MFU of the run, and what it was made of."""
+    used = answer["utilization"]
+    if f"{used['mfu']:.0%}" == f"{answer['mfu']:.0%}":
+        return f"{answer['mfu']:.0%} ({used['source']})"
+    return f"{answer['mfu']:.0%}: {used['mfu']:.0%} ({used['source']}) less what is recomputed, sent or offloaded"
 
 
 def _run_words(answer: dict) -> str:

@@ -48,7 +48,7 @@ def _entry(gpu: Gpu) -> dict:
     return {
         **vars(gpu),
         "aliases": list(gpu.aliases),
-        "from_memory": list(gpu.from_memory),
+        "assumed": list(gpu.assumed),
         "prices": prices_of(gpu),
     }
 
@@ -56,8 +56,7 @@ def _entry(gpu: Gpu) -> dict:
 def _row(gpu: dict) -> list[str]:
     peaks = gpu["dense_peak_flops"]
     prices = [entry["dollars_per_gpu_hour"] for entry in gpu["prices"]]
-    assumed = any(entry["provider"] == "assumption" for entry in gpu["prices"])
-    price = f"{'~' if assumed else ''}{prices[0]:.2f}" if prices else "-"
+    price = f"{prices[0]:.2f}" if prices else "-"
     return [
         gpu["name"],
         *(three_digits(peaks[key] / 1e12) if key in peaks else "-" for key in ("bf16", "fp16", "fp8")),
@@ -73,7 +72,7 @@ def _row(gpu: dict) -> list[str]:
 
 def _in_full(gpu: dict) -> str:
     peaks = ", ".join(f"{key} {three_digits(peak / 1e12)}" for key, peak in gpu["dense_peak_flops"].items())
-    unsure = ", ".join(gpu["from_memory"]) or "nothing"
+    assumed = ", ".join(gpu["assumed"]) or "nothing"
     rows = [
         ("GPU", f"{gpu['name']} ({gpu['architecture']}); also {', '.join(gpu['aliases'])}"),
         ("dense peak, TFLOPS", peaks),
@@ -89,12 +88,12 @@ def _in_full(gpu: dict) -> str:
         ("between nodes", f"{num_bytes(gpu['network_bits_per_second'] / 8)}/s"),
         ("power", f"{gpu['watts']} W"),
         ("source", gpu["source"]),
-        ("not compared with it", unsure),
+        ("assumed of its machine", assumed),
     ]
     rows += [("price", _price_words(entry)) for entry in gpu["prices"]]
     return facts(rows)
 
 
 def _price_words(entry: dict) -> str:
-    where = f"{entry['provider']}, {entry['place']}, {entry['date'] or 'undated'}"
+    where = f"{entry['provider']}, {entry['place']}, {entry['date']}"
     return f"{dollars(entry['dollars_per_gpu_hour'])} an hour: {where} ({entry['source']})"

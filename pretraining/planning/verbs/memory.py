@@ -4,25 +4,13 @@ import argparse
 
 from pretraining.errors import UserError
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.memory.need import PHASES, checkpointing_of, memory_need
+from pretraining.planning.memory.advice import shrink
+from pretraining.planning.memory.need import PHASES, memory_need
 from pretraining.planning.quantities import columns, gpu_count, num_bytes
 from pretraining.planning.workload import add_workload_arguments, workload_of
-from pretraining.recipe import Recipe
 
 EXAMPLES = """  python -m pretraining.planning memory --recipe 30b --world_size 8 --gpu H200
   python -m pretraining.planning memory --recipe 1.5b --world_size 8 --deepspeed zero1 --json"""
-SHRINKS = {
-    "weights": "ZeRO-3 shards them (--deepspeed zero3)",
-    "fp32 masters": "ZeRO-1 and up shard them; offloading moves them (--deepspeed zero3_offload)",
-    "Adam's moments": "ZeRO-1 and up shard them; offloading moves them (--deepspeed zero3_offload)",
-    "gradients": "ZeRO-2 keeps only buckets of them (--deepspeed zero2)",
-    "gradient sums": "ZeRO-2 shards them (--deepspeed zero2); offloading moves them",
-    "reduce buckets": "a smaller reduce_bucket_size in the ds_config",
-    "gathered weights": "a smaller stage3_max_reuse_distance in the ds_config",
-    "copies for the step": "more GPUs",
-    "activations": "--set training.activation_checkpointing=true, or a smaller micro-batch",
-    "logits and loss": "a smaller micro-batch (--set training.per_device_train_batch_size=...)",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,15 +37,9 @@ def answer(options: argparse.Namespace) -> dict:
         "gpu": gpu.name if gpu else None,
         "gpu_memory_bytes": gpu.memory_bytes if gpu else None,
         "fits": need.total <= gpu.memory_bytes if gpu else None,
-        "shrink": _shrink(need.largest, workload.recipe),
+        "shrink": shrink(need, workload.recipe, workload.ds_config),
         **need.to_dict(),
     }
-
-
-def _shrink(part: str, recipe: Recipe) -> str:
-    """What makes the largest part smaller; what is on already is not offered again."""
-    on = part == "activations" and checkpointing_of(recipe)[0]
-    return SHRINKS["logits and loss" if on else part]
 
 
 def as_text(answer: dict) -> str:

@@ -1,0 +1,149 @@
+"""Common mistakes of a recipe on the machine found, each with its reason and its remedy."""
+
+import math
+
+from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
+from pretraining.planning.findings import Case, Finding
+from pretraining.planning.memory.need import checkpointing_of
+from pretraining.planning.quantities import num_bytes
+from pretraining.planning.sizes import model_size
+from pretraining.planning.step_time import step_time
+from pretraining.recipe import accumulation_steps
+
+MANY_EPOCHS = 4
+COMFORT = 0.85
+"""Share of the memory up to which a cheaper setting counts as fitting."""
+TIGHT = 0.95
+HIDDEN = 0.5
+"""Share of the products' time up to which messages at the links' peak are hidden behind them."""
+SMALL_BUCKET = 5_000_000
+"""Elements: below this, messages are bound by latency (DeepSpeed's own default is 500 million)."""
+WARM_UP_TOKENS = 375_000_000
+"""GPT-3 warms up over 375 million tokens at every size (Brown et al. 2020, appendix B)."""
+
+
+def mistakes(case: Case) -> list[Finding]:
+    """Every mistake found."""
+    rules = (_fp16, _warm_up, _clipping, _tiny_batch, _stage, _offload, _buckets, _checkpointing, _repeats)
+    return [finding for finding in (rule(case) for rule in rules) if finding]
+
+
+def _fp16(case: Case) -> Finding | None:
+    if not (case.recipe.training.get("fp16") and case.found.has_bf16):
+        return None
+    what = "fp16 overflows above 65,504 and needs loss scaling, and this GPU has bf16"
+    return Finding(what, "--set training.fp16=false --set training.bf16=true")
+
+
+def _warm_up(case: Case) -> Finding | None:
+    """2 / (1 - beta2) steps (Ma and Yarats 2021, section 5), from a billion parameters on GPT-3's tokens too."""
+    training, steps = case.recipe.training, case.recipe.num_steps
+    given = training.get("warmup_steps", 0)
+    given = given * steps if given < 1 else given
+    needed = round(2 / max(1 - training.get("adam_beta2", 0.999), 1e-9))
+    if model_size(case.recipe.model).total >= 1e9:
+        needed = max(needed, WARM_UP_TOKENS // case.recipe.tokens_per_step)
+    needed = min(needed, max(1, steps // 10))
+    if given >= needed:
+        return None
+    what = f"warm-up of {given:g} steps is short for this size: Adam's second moment is not settled"
+    return Finding(what, f"--set training.warmup_steps={needed}")
+
+
+def _clipping(case: Case) -> Finding | None:
+    if case.recipe.training.get("max_grad_norm", 1.0):
+        return None
+    return Finding(
+        "gradients are not clipped: one bad batch can end the run", "--set training.max_grad_norm=1.0"
+    )
+
+
+def _tiny_batch(case: Case) -> Finding | None:
+    if case.recipe.micro_batch > 1 or accumulation_steps(case.recipe, case.world_size) > 1:
+        return None
+    what = "one sequence a GPU and step, without accumulation: small kernels, and a message after each"
+    return Finding(what, "use fewer GPUs, or a larger budget.tokens_per_step")
+
+
+def _stage(case: Case) -> Finding | None:
+    if (
+        case.limit is None
+        or zero_stage(case.ds_config) != 3
+        or case.world_size == 1
+        or _offloads(case.ds_config)
+    ):
+        return None
+    simple = case.total_with(load_ds_config("zero1"))
+    if _hidden(case):
+        return None
+    if simple > COMFORT * case.limit:
+        return None
+    what = f"ZeRO-3 gathers the weights twice in every pass, and ZeRO-1 would fit ({num_bytes(simple)})"
+    return Finding(what, "--deepspeed zero1")
+
+
+def _offload(case: Case) -> Finding | None:
+    if case.limit is None or not _offloads(case.ds_config):
+        return None
+    name = f"zero{zero_stage(case.ds_config)}"
+    here = case.total_with(load_ds_config(name))
+    if here > COMFORT * case.limit:
+        return None
+    return Finding(
+        f"offloading slows every step, and all of it fits the GPU ({num_bytes(here)})", f"--deepspeed {name}"
+    )
+
+
+def _offloads(config: dict | None) -> bool:
+    return optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
+
+
+def _buckets(case: Case) -> Finding | None:
+    zero = (case.ds_config or {}).get("zero_optimization", {})
+    bucket = zero.get("reduce_bucket_size", 500_000_000)
+    width = case.recipe.model.get("n_embd") or case.recipe.model.get("hidden_size")
+    bucket = width**2 if bucket == "auto" else bucket
+    small = bucket < min(SMALL_BUCKET, model_size(case.recipe.model).total / 4)
+    if case.world_size == 1 or zero_stage(case.ds_config) < 2 or not small:
+        return None
+    what = f"reduce buckets of {bucket:,} elements send many small messages"
+    return Finding(
+        what, f'in a copy of ds_configs/{case.recipe.deepspeed}.json: "reduce_bucket_size": 50000000'
+    )
+
+
+def _checkpointing(case: Case) -> Finding | None:
+    if case.limit is None:
+        return None
+    if not checkpointing_of(case.recipe)[0]:
+        if not TIGHT * case.limit < case.need.total <= case.limit:
+            return None
+        what = f"{num_bytes(case.need.total)} of {num_bytes(case.limit)}: fragmentation can end the run"
+        return Finding(what, "--set training.activation_checkpointing=true")
+    without = case.total_with(case.ds_config, activation_checkpointing=False)
+    if without > COMFORT * case.limit:
+        return None
+    what = f"activation checkpointing costs a third more FLOPs, and it fits without ({num_bytes(without)})"
+    return Finding(what, "--set training.activation_checkpointing=false")
+
+
+def _repeats(case: Case) -> Finding | None:
+    """Up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)."""
+    tokens, there = case.recipe.budget["tokens"], case.found.data_tokens
+    stated = any(source.get("max_epochs") for source in case.recipe.data["sources"])
+    if not there or stated or tokens <= MANY_EPOCHS * there:
+        return None
+    what = f"budget.tokens reads the {there:,} training tokens {tokens / there:.1f} times: after four it teaches little"
+    unit = case.recipe.tokens_per_step
+    fewer = f", or --set budget.tokens={MANY_EPOCHS * there // unit * unit}" if there >= unit else ""
+    return Finding(
+        what, f"add text{fewer}; --set data.sources.0.max_epochs={math.ceil(tokens / there)} states it"
+    )
+
+
+def _hidden(case: Case) -> bool:
+    """Whether the links are known and carry the step's messages well within the time of its products."""
+    if case.found.gpu is None:
+        return False
+    time = step_time(case.recipe, case.ds_config, case.world_size, case.found.gpu)
+    return time.communication_seconds <= HIDDEN * time.compute_seconds

@@ -1,0 +1,208 @@
+"""What `train.py --plan` prints: what will be trained, what it takes, what is tight; on one screen, or as JSON."""
+
+import json
+from dataclasses import asdict
+
+from pretraining.planning.comparison import predicted
+from pretraining.planning.findings import Found
+from pretraining.planning.forecast import Forecast, forecast
+from pretraining.planning.gate import check_plan
+from pretraining.planning.gpus import Gpu, all_gpus, find_gpu
+from pretraining.planning.memory.advice import shrink
+from pretraining.planning.memory.need import PHASES, MemoryNeed, checkpointing_of, memory_need
+from pretraining.planning.quantities import columns, dollars, duration, facts, num_bytes, short, three_digits
+from pretraining.planning.run_plan import RunPlan, build_run_plan
+from pretraining.planning.step_time import precision_of_products
+from pretraining.planning.throughput import loader_bytes_per_second
+from pretraining.planning.verbs.cost import mfu_words
+from pretraining.planning.workload import workload_of_recipe
+from pretraining.recipe import Recipe, model_with_defaults
+
+WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+MOST_PRICES = 3
+
+
+def print_plan(
+    recipe: Recipe, ds_config: dict | None, world_size: int | None, gpu_name: str | None, as_json: bool
+) -> None:
+    """The plan of a recipe; without a number of ranks, that of one and a table of what else divides the step.
+
+    Raises:
+        UserError: an unknown GPU, one without the recipe's precision, or ranks that do not divide the step.
+    """
+    gpu = find_gpu(gpu_name) if gpu_name else None
+    answer = full_plan(recipe, ds_config, world_size or 1, gpu)
+    if as_json:
+        return print(json.dumps(answer, indent=2))
+    print(as_text(answer))
+    if world_size is None:
+        print(f"\n{world_sizes(recipe, ds_config, gpu)}")
+
+
+def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None) -> dict:
+    """Everything that `--plan` knows, as plain JSON values."""
+    plan, need = build_run_plan(recipe, ds_config, world_size), memory_need(recipe, ds_config, world_size)
+    workload = workload_of_recipe(recipe, ds_config)
+    speed = forecast(workload, gpu, world_size) if gpu else None
+    return {
+        **plan.to_dict(),
+        "predicted": predicted(recipe, ds_config, world_size, gpu),
+        "model": _model_words(recipe.model, plan),
+        "precision": precision_of_products(recipe),
+        "recomputes": checkpointing_of(recipe)[0],
+        "gpu": gpu.name if gpu else None,
+        "gpu_memory_bytes": gpu.memory_bytes if gpu else None,
+        "fitting_gpus": [each.name for each in all_gpus().values() if need.total <= each.memory_bytes],
+        "memory": {**need.to_dict(), "shrink": shrink(need, recipe, ds_config)},
+        "forecast": speed.to_dict() if speed else None,
+        "data_bytes": loader_bytes_per_second(plan.tokens, recipe.model["vocab_size"]),
+        **_verdict(recipe, ds_config, world_size, gpu),
+    }
+
+
+def _verdict(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None) -> dict:
+    found = Found(gpu.memory_bytes, gpu, "bf16" in gpu.dense_peak_flops) if gpu else Found()
+    verdict = check_plan(recipe, ds_config, world_size, found)
+    return {
+        "refusals": [asdict(each) for each in verdict.refusals],
+        "warnings": [asdict(each) for each in verdict.warnings],
+    }
+
+
+def _model_words(model: dict, plan: RunPlan) -> str:
+    shape, size = model_with_defaults(model), plan.size
+    gpt2 = model["model_type"] == "gpt2"
+    width = shape["n_embd"] if gpt2 else shape["hidden_size"]
+    active = f", {short(size.active)} of them for each token" if size.active < size.total else ""
+    return f"{size.total:,} parameters{active}: {model['model_type']}, {size.num_layers} layers of width {width:,}"
+
+
+def as_text(answer: dict) -> str:
+    """One screen."""
+    rows = [*_what(answer), ("", ""), *_memory(answer), ("", ""), *_time_and_money(answer), ("", "")]
+    title = f"plan of {answer['name']} on {_gpus(answer['world_size'], answer['gpu'])}"
+    return "\n".join([title, "", *(line.rstrip() for line in facts(rows + _tight(answer)).splitlines())])
+
+
+def _what(answer: dict) -> list[tuple[str, str]]:
+    layers = "every layer recomputed" if answer["recomputes"] else "nothing recomputed"
+    way = f"{answer['deepspeed'] or 'plain data parallel'}, {answer['precision']}, {layers}"
+    step = (
+        f"{_gpus(answer['world_size'])} x {answer['micro_batch']} sequences x {answer['sequence_length']:,} tokens "
+        f"x {answer['accumulation_steps']} accumulation"
+    )
+    tokens = f"{answer['tokens']:,}, {answer['tokens_per_parameter']:.1f} per parameter"
+    return [
+        ("model", answer["model"]),
+        ("tokens", f"{tokens} (about 20 are compute-optimal); {answer['training_flops']:.3g} FLOPs"),
+        ("steps", f"{answer['steps']:,} of {answer['tokens_per_step']:,} tokens: {step}"),
+        ("how", way),
+    ]
+
+
+def _memory(answer: dict) -> list[tuple[str, str]]:
+    need = answer["memory"]
+    parts = sorted(need["parts"].items(), key=lambda part: -part[1])
+    rows = [("memory of each GPU", _fits_words(answer))]
+    rows += [(f"  {name}", f"{num_bytes(size):<9}{size / need['total']:>5.0%}") for name, size in parts]
+    rows.append(
+        ("  CUDA, NCCL, allocator", f"{num_bytes(need['reserve']):<9}{need['reserve'] / need['total']:>5.0%}")
+    )
+    rows.append(("largest", f"{need['largest']}; less of it: {need['shrink']}"))
+    host = ", ".join(f"{name} {num_bytes(size)}" for name, size in need["host"].items())
+    rows.append(("host memory", f"{num_bytes(need['host_bytes'])} for each GPU ({host})"))
+    return rows + ([("NVMe", f"{num_bytes(need['nvme'])} for each GPU")] if need["nvme"] else [])
+
+
+def _fits_words(answer: dict) -> str:
+    need = answer["memory"]
+    peak = f"peak {PHASES[need['peak_phase']].partition(':')[0]}"
+    if answer["gpu"] is None:
+        fitting = ", ".join(answer["fitting_gpus"]) or "none that the table knows"
+        return f"{num_bytes(need['total'])}, {peak}; fits {fitting}"
+    there = answer["gpu_memory_bytes"]
+    verdict = "fits" if need["total"] <= there else "does not fit"
+    return (
+        f"{num_bytes(need['total'])} of {num_bytes(there)} ({need['total'] / there:.0%}): {verdict}; {peak}"
+    )
+
+
+def _time_and_money(answer: dict) -> list[tuple[str, str]]:
+    read = f"{num_bytes(answer['data_bytes'])} of token shards, each token read once"
+    disk = (
+        f"{num_bytes(answer['checkpoint_disk_bytes'])}: {answer['checkpoints_kept']} checkpoints of "
+        f"{num_bytes(answer['checkpoint_bytes'])} kept, one being written"
+    )
+    speed = answer["forecast"]
+    if speed is None:
+        ask = "give --gpu NAME; `python -m pretraining.planning gpus` lists those known"
+        return [("time, money", ask), ("disk", disk), ("data", read)]
+    step, cost = speed["step"], speed["cost"]
+    each = speed["tokens_per_second_per_gpu"]
+    links = f"{num_bytes(step['sent_bytes_per_gpu'])} sent by each GPU"
+    saved = step["checkpoints"]
+    return [
+        (
+            "time",
+            f"{duration(speed['seconds'])} at {speed['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a GPU)",
+        ),
+        ("MFU", mfu_words(speed)),
+        ("step", f"{duration(step['seconds'])}, bound by {step['time']['bound_by']}; {links}"),
+        ("money", _money_words(cost)),
+        ("energy", f"{_energy(cost['energy_kwh'])} at the GPUs' rated power"),
+        ("disk", f"{disk}; one every {duration(saved['every_seconds'])}"),
+        ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
+    ]
+
+
+def _money_words(cost: dict) -> str:
+    hours = f"{cost['gpu_hours']:,.0f} GPU-hours"
+    if not cost["prices"]:
+        return f"{hours}; no price known: add yours to pretraining/planning/tables/prices.json"
+    prices = [
+        f"{dollars(price['dollars'])} at {price['provider']} ({dollars(price['dollars_per_gpu_hour'])} an hour, "
+        f"{price['date']})"
+        for price in cost["prices"][:MOST_PRICES]
+    ]
+    return f"{hours}: {', '.join(prices)}"
+
+
+def _energy(kilowatt_hours: float) -> str:
+    large = kilowatt_hours >= 1000
+    return f"{three_digits(kilowatt_hours / 1000)} MWh" if large else f"{three_digits(kilowatt_hours)} kWh"
+
+
+def _tight(answer: dict) -> list[tuple[str, str]]:
+    words = [("refused", each) for each in answer["refusals"]] + [
+        ("tight", each) for each in answer["warnings"]
+    ]
+    if words:
+        return [(label, f"{each['what']}; {each['remedy']}") for label, each in words]
+    return [
+        ("tight", "nothing" if answer["gpu"] else "nothing in the recipe; memory is judged with --gpu NAME")
+    ]
+
+
+def _gpus(number: int, kind: str | None = None) -> str:
+    if kind:
+        return f"{number:,} x {kind}"
+    return f"{number:,} GPU" + ("s" if number > 1 else "")
+
+
+def world_sizes(recipe: Recipe, ds_config: dict | None, gpu: Gpu | None) -> str:
+    """A table of the numbers of GPUs that divide the step evenly."""
+    at_once = recipe.micro_batch * recipe.sequence_length
+    sizes = [size for size in WORLD_SIZES if recipe.tokens_per_step % (size * at_once) == 0]
+    header = ["GPUs", "accumulation", "memory of each", *(["fits", "time", "GPU-hours"] if gpu else [])]
+    return columns(header, [_world_size(recipe, ds_config, size, gpu) for size in sizes], left=0)
+
+
+def _world_size(recipe: Recipe, ds_config: dict | None, size: int, gpu: Gpu | None) -> list[str]:
+    need: MemoryNeed = memory_need(recipe, ds_config, size)
+    accumulation = build_run_plan(recipe, ds_config, size).accumulation_steps
+    cells = [f"{size:,}", f"{accumulation:,}", num_bytes(need.total)]
+    if gpu is None:
+        return cells
+    speed: Forecast = forecast(workload_of_recipe(recipe, ds_config), gpu, size)
+    fits = "yes" if need.total <= gpu.memory_bytes else "no"
+    return [*cells, fits, duration(speed.seconds), f"{speed.cost.gpu_hours:,.0f}"]

@@ -1,0 +1,52 @@
+"""You know before you pay: a run that cannot fit is refused before anything is built, and predicted meets measured."""
+
+import json
+
+import pytest
+
+from pretraining.errors import UserError
+from pretraining.planning.comparison import compare_run
+from pretraining.planning.findings import Finding, Verdict
+from pretraining.run_dir import RunDir, read_rows
+from tests.runs import execute
+
+PLAIN = ("null", 1, "plain")
+GIANT = ("model.n_embd=65536", "model.n_layer=32")
+"""1.6 trillion parameters: no machine that runs tests has the memory."""
+
+
+def test_a_run_that_cannot_fit_is_refused_before_anything_is_built(workshop, tmp_path):
+    """One line within seconds, and no run folder."""
+    finished = execute(workshop.command(tmp_path / "run", *PLAIN, settings=GIANT))
+    assert finished.code == 2 and finished.stderr.count("error: ") == 1, finished.output
+    line = finished.stderr.splitlines()[-1]
+    assert line.startswith("error: small needs ") and "--force" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_holds_predicted_and_measured(workshop):
+    """plan.json and the end event of a run that has no GPU: what it took, and the checkpoint as predicted."""
+    run = workshop.run("zero2").dir
+    plan, end = json.loads(run.plan.read_text()), run.last_event("end")
+    assert plan["predicted"]["peak_memory_bytes"] > 0 and plan["predicted"]["mfu"] is None
+    measured = end["measured"]
+    assert {"peak_memory_bytes", "tokens_per_second", "step_seconds", "checkpoint_bytes"} == set(measured)
+    assert 0 < measured["peak_memory_bytes"] < 2 * plan["predicted"]["peak_memory_bytes"]
+    row = compare_run(run.path)
+    assert row["finished"] and row["tokens_per_second"]["measured"] == measured["tokens_per_second"]
+    assert row["checkpoint_bytes"]["measured"] >= plan["checkpoint_bytes"]
+
+
+def test_warnings_are_told_once_and_kept(tmp_path, capsys, monkeypatch):
+    """By rank 0 on stderr, and as events; a refusal that was forced among them."""
+    no, careful = Finding("too large", "--set a=1"), Finding("no clipping", "--set b=2")
+    verdict = Verdict([no], [careful])
+    with pytest.raises(UserError, match=r"too large; --set a=1 .*--force"):
+        verdict.enforce()
+    run = RunDir(tmp_path)
+    verdict.enforce(force=True).keep(run)
+    monkeypatch.setenv("RANK", "1")
+    verdict.enforce(force=True).keep(run)
+    assert capsys.readouterr().err == "warning: too large; --set a=1\nwarning: no clipping; --set b=2\n"
+    events = [(row["event"], row["what"], row["remedy"]) for row in read_rows(run.events)]
+    assert events == [("forced", "too large", "--set a=1"), ("warning", "no clipping", "--set b=2")]
