@@ -187,10 +187,13 @@ REFUSED = {
     "both": (recipe_of(EVEN, {"temperature": 2}), "not both"),
     "no source": (recipe_of(mixture={"stages": [{"weights": {"wbe": 1}}]}), "did you mean 'web'?"),
     "unread": (recipe_of(mixture={"stages": [{"weights": {"web": 1}}]}), "no stage reads the source 'code'"),
-    "epochs": (recipe_of(EVEN | {"books": 0.5}), "--set data.sources.1.max_epochs=2.35"),
+    "epochs": (recipe_of(EVEN | {"books": 0.5}), "--set data.sources.2.max_epochs=2.35"),
     "late": (recipe_of(mixture={"stages": [{"until": 9e9}, {}]}), "must lie between"),
     "open": (recipe_of(mixture={"stages": [{}, {}]}), "stages.0.until: is missing"),
-    "cap": (recipe_of(max_epochs={"web": 0.5}), "reads the data 0.64 times"),
+    "cap": (
+        recipe_of(max_epochs={"web": 0.5}),
+        "reads the data 0.65 times; --set data.sources.0.max_epochs=0.65",
+    ),
 }
 
 
@@ -206,11 +209,11 @@ def test_a_mixture_that_cannot_be_is_one_line(prepared, case):
 def test_the_advice_for_a_source_that_is_too_small_works(prepared):
     """Each of the changes that the refusal names is accepted, and a little more is not."""
     small = EVEN | {"books": 0.5}
-    with pytest.raises(UserError, match=r"0\.363636 to 0\.155\b.*--set budget\.tokens=2720\b"):
+    with pytest.raises(UserError, match=r"0\.363636 to 0\.155\b.*--set budget\.tokens=2688\b"):
         open_run(prepared, recipe_of(small))
     open_run(prepared, recipe_of(small, max_epochs={"books": 2.35}))
     open_run(prepared, recipe_of({"web": 0.5, "code": 0.345, "books": 0.155}))
-    open_run(prepared, recipe_of(small), num_samples=2720 // LENGTH)
+    open_run(prepared, recipe_of(small), num_samples=2688 // LENGTH)
     for wrong in (
         recipe_of(small, max_epochs={"books": 2.3}),
         recipe_of({"web": 0.5, "code": 0.34, "books": 0.16}),
