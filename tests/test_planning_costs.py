@@ -7,7 +7,7 @@ import pytest
 
 from pretraining.errors import UserError
 from pretraining.planning import scaling_laws as laws
-from pretraining.planning.costs import checkpoint_cost, run_cost
+from pretraining.planning.costs import checkpoint_cost
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
 from pretraining.planning.hyperparameters import extra_steps, extra_tokens, step_law
