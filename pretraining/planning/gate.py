@@ -99,7 +99,7 @@ def _disk(case: Case) -> Finding | None:
     fewer = _fewer_checkpoints(case, plan.checkpoints_kept, room)
     if fewer:
         return Finding(what, f"keep fewer: --set checkpoints.keep_last={fewer}")
-    return Finding(what, "two do not fit: give --output_dir on a larger disk")
+    return Finding(what, "fewer do not fit either: give --output_dir on a larger disk")
 
 
 def _fewer_checkpoints(case: Case, kept: int, room: float) -> int | None:
