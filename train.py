@@ -7,6 +7,7 @@ from pretraining.data import (
     build_training_dataset,
     open_guard,
     open_prepared,
+    step_origins,
     validation_by_source,
 )
 from pretraining.ds_config import load_ds_config
@@ -42,13 +43,16 @@ def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
 
     ranks = training.joined_ranks(recipe.monitors["hang_minutes"])
     with ranks, checkpoints.sole_run(run), checkpoints.disk_errors_told(run.path):
-        pretrain(recipe, ds_config, plan, data, mixture, run, options)
+        stop = training.StopRequests(run, recipe.checkpoints["time_limit_hours"])
+        hangs = training.HangCallback(run, recipe.monitors["hang_minutes"])
+        while not pretrain(recipe, ds_config, plan, data, mixture, run, options, stop, hangs):
+            options.resume = "auto"  # rolled back: again from an earlier checkpoint, as the journal now says
 
 
-def pretrain(recipe, ds_config, plan, data, mixture, run, options) -> None:
+def pretrain(recipe, ds_config, plan, data, mixture, run, options, stop, hangs) -> bool:
+    """Whether the run came to its end; False after a rollback."""
     from pretraining import checkpoints, evaluation, model, training
 
-    stop = training.StopRequests(run, recipe.checkpoints["time_limit_hours"])
     start = checkpoints.find_start(
         run, recipe, data.manifest, options.resume, options.allow_change, plan.layout
     )
@@ -64,8 +68,12 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options) -> None:
     )
 
     guard = open_guard(run.flagged_blocks, data, recipe)
-    train_dataset = build_training_dataset(data, recipe, mixture, start.samples, recipe.num_samples, guard)
+    train_dataset = build_training_dataset(
+        data, recipe, mixture, start.samples, recipe.num_samples, guard, start.journal.left_out
+    )
     validation = evaluation.Validation.of(validation_by_source(data, recipe), recipe)
+    origins = step_origins(train_dataset, recipe, run, start.step)
+    stability = training.StabilityMonitor(run, recipe.monitors, origins)
     trackers = training.build_trackers(recipe.training.get("report_to", "none"), run, recipe.name)
 
     mixture_table = mixture and mixture.table(recipe.num_samples)
@@ -78,12 +86,14 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options) -> None:
         train_dataset=data.prefetched(train_dataset),
         eval_dataset=validation.dataset,
         data_collator=training.collate_blocks,
-        compute_loss_func=model.build_loss(language_model.config),
+        compute_loss_func=stability.watch.around(model.build_loss(language_model.config)),
         validate=validation.measure,
         recipe_path=recipe.path,
+        journal=start.journal,
         stop=stop,
         callbacks=[
-            training.HangCallback(run, recipe.monitors["hang_minutes"]),
+            hangs,
+            stability,
             training.MetricsCallback(
                 run,
                 recipe.tokens_per_step,
@@ -98,6 +108,10 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options) -> None:
     checkpoints.open_run(run, identity, plan, options.resume, mixture_table, language_model, tokenizer)
     verdict.keep(run)
     trainer.train(resume_from_checkpoint=start.checkpoint)
+    if stability.finding is not None:
+        trainer.release()
+        checkpoints.roll_back(run, start, stability.finding, recipe)
+        return False
     results = {**trainer.closing_validation(), "unigram_bits_per_byte": data.unigram_bits_per_byte}
 
     card = checkpoints.write_model_card(recipe.to_dict(), data.manifest, results, environment)
@@ -106,6 +120,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options) -> None:
     if trainer.is_world_process_zero():
         run.add_end(results)
         report_end(run)
+    return True
 
 
 if __name__ == "__main__":

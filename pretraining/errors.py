@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
-from pretraining.exit_codes import FINISHED, USER_ERROR, tell_exit_code
+from pretraining.exit_codes import FINISHED, GAVE_UP, USER_ERROR, tell_exit_code
 
 # Errors of files that a user can cause and mend; any other is a bug of ours.
 _WRITABLE = "choose a folder that can be written (--output_dir, --data_dir)"
@@ -37,9 +37,17 @@ class UserError(Exception):
     `on_every_rank` tells whether all ranks meet the error alike; then rank 0 alone reports it.
     """
 
+    exit_code = USER_ERROR
+
     def __init__(self, message: str, on_every_rank: bool = True):
         super().__init__(" ".join(message.split()))
         self.on_every_rank = on_every_rank
+
+
+class GaveUp(UserError):
+    """The loss left its course and the recipe's policy allows no further attempt."""
+
+    exit_code = GAVE_UP
 
 
 @contextmanager
@@ -91,13 +99,13 @@ def file_error(error: OSError, folder=None) -> UserError | None:
 
 
 def _leave(error: UserError) -> None:
-    """Tell the error, from one rank where all meet it, and end the process with code 2."""
+    """Tell the error, from one rank where all meet it, and end the process with its exit code."""
     if os.environ.get("RANK", "0") == "0" or not error.on_every_rank:
         print(f"error: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    tell_exit_code(USER_ERROR)
+    tell_exit_code(error.exit_code)
     # The other ranks may wait in a collective that will never complete: do not join them at exit.
-    os._exit(USER_ERROR) if "WORLD_SIZE" in os.environ else sys.exit(USER_ERROR)
+    os._exit(error.exit_code) if "WORLD_SIZE" in os.environ else sys.exit(error.exit_code)
 
 
 def nearest(word: str, candidates) -> str:

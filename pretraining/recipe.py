@@ -35,6 +35,7 @@ class Recipe:
     """Name or path of a ds_config, or None for no DeepSpeed."""
     checkpoints: dict
     monitors: dict
+    """What watches the run, and what it does about what it sees."""
     evaluation: dict
 
     @property
@@ -199,6 +200,8 @@ def _with_defaults(values: dict, path: Path) -> dict:
     schema = recipe_schema()["properties"]
     for section in ("data", "checkpoints", "monitors", "evaluation"):
         values[section] = _filled(values.get(section, {}), schema[section])
+    spikes = schema["monitors"]["properties"]["spikes"]
+    values["monitors"]["spikes"] = _filled(values["monitors"].get("spikes", {}), spikes)
     source = schema["data"]["properties"]["sources"]["items"]
     values["data"]["sources"] = [_filled(entry, source) for entry in values["data"]["sources"]]
     for section in ("dedup", "decontaminate"):

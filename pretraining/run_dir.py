@@ -24,6 +24,7 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.mixture = self.path / "mixture.json"
+        self.journal = self.path / "journal.jsonl"
         self.flagged_blocks = self.path / "flagged_blocks.jsonl"
         self.export = self.path / "export"
         self.stop_file = self.path / "STOP"

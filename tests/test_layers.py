@@ -19,6 +19,7 @@ FOUNDATION = {
     "ds_config",
     "errors",
     "exit_codes",
+    "journal",
     "overrides",
     "owned_keys",
     "quiet",

@@ -14,6 +14,7 @@ _HOME = {
     "export_model": "export",
     "find_start": "start",
     "open_run": "start",
+    "roll_back": "rollback",
     "sole_run": "lock",
     "write_model_card": "model_card",
 }

@@ -6,23 +6,25 @@ import torch.distributed as dist
 
 from pretraining.checkpoints.agreement import from_rank_0, told_by_all
 from pretraining.checkpoints.folders import committed_checkpoints
-from pretraining.checkpoints.marker import MARKER
+from pretraining.checkpoints.marker import MARKER, MarkerDamage, read_marker
 from pretraining.checkpoints.verification import changed_files, quick_damage, share_of
 from pretraining.errors import UserError
+from pretraining.journal import NOTHING_HEALED, Journal
 from pretraining.run_dir import RunDir
 
 
-def choose_checkpoint(run: RunDir, resume: str) -> Path | None:
+def choose_checkpoint(run: RunDir, resume: str, journal: Journal = NOTHING_HEALED) -> Path | None:
     """The checkpoint that `--resume auto|never|PATH` means, on every rank; None starts from the beginning.
 
-    auto: the newest committed checkpoint that is whole; a damaged one is passed over with an event and a line.
+    auto: the newest committed checkpoint that is whole and that no rollback of `journal` has left behind; a damaged
+    one is passed over with an event and a line.
     Raises `UserError` for a PATH that is not a committed, whole checkpoint, and for another version's.
     """
     if resume == "never":
         return None
     if resume != "auto":
         return _checked(Path(resume))
-    for folder in from_rank_0(lambda: committed_checkpoints(run)):
+    for folder in from_rank_0(lambda: _candidates(run, journal)):
         reason = damage_seen_by_all(folder, of_run=True)
         if reason is None:
             return folder
@@ -38,6 +40,19 @@ def damage_seen_by_all(folder: Path, of_run: bool = False) -> str | None:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     found = told_by_all(changed_files(folder, share_of(files, rank, ranks)))
     return next((reason for changed in found for reason in changed.values()), None)
+
+
+def is_overtaken(folder: Path, journal: Journal) -> bool:
+    """Whether a checkpoint lies on a course that a rollback has left since; a damaged marker does not say."""
+    try:
+        marker = read_marker(folder)
+    except (OSError, MarkerDamage, UserError):
+        return False
+    return journal.overtakes(marker["step"], marker.get("rollbacks", 0))
+
+
+def _candidates(run: RunDir, journal: Journal) -> list[Path]:
+    return [folder for folder in committed_checkpoints(run) if not is_overtaken(folder, journal)]
 
 
 def _pass_over(run: RunDir, folder: Path, reason: str) -> None:

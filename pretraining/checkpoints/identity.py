@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pretraining.checkpoints.marker import read_marker
 from pretraining.curve import curve_parts
+from pretraining.journal import NOTHING_HEALED, Journal
 from pretraining.recipe import Recipe
 
 
@@ -22,6 +23,8 @@ class Start:
     tokens: int = 0
     changes: tuple[dict, ...] = ()
     """What was changed on request since the beginning: {"step", "key", "from", "to"} each."""
+    journal: Journal = NOTHING_HEALED
+    """The rollbacks in force."""
 
     @classmethod
     def at(cls, checkpoint: Path | None) -> "Start":
@@ -77,6 +80,7 @@ class Identity:
             "recipe_fingerprint": fingerprint_of(curve_parts(recipe)),
             "data": self.data,
             "changes": list(self.start.changes),
+            "rollbacks": len(self.start.journal.rollbacks),
             "environment": self.environment,
             "recipe": recipe,
         }

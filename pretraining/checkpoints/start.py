@@ -17,6 +17,7 @@ from pretraining.checkpoints.marker import read_marker
 from pretraining.checkpoints.weights import describe_model
 from pretraining.data import format_table
 from pretraining.errors import UserError
+from pretraining.journal import Journal
 from pretraining.planning import RunPlan
 from pretraining.restarts import launch_details, resume_after_restart
 from pretraining.run_dir import RunDir, write_json
@@ -33,8 +34,10 @@ def find_start(
     resume = from_rank_0(lambda: resume_after_restart(run, resume))
     if resume != "never":
         from_rank_0(lambda: changes_of_run(run, recipe.to_dict(), allowed))
-    checkpoint = choose_checkpoint(run, resume)
-    return from_rank_0(lambda: _start_at(checkpoint, run, recipe, manifest, allowed, layout))
+    journal = from_rank_0(lambda: Journal() if resume == "never" else Journal.read(run.journal))
+    checkpoint = choose_checkpoint(run, resume, journal)
+    start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, manifest, allowed, layout))
+    return replace(start, journal=journal)
 
 
 def _start_at(checkpoint: Path | None, run: RunDir, recipe, manifest: dict, allowed, layout: dict) -> Start:

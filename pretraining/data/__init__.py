@@ -20,6 +20,7 @@ _HOME = {
     "build_training_dataset": "mixing.training",
     "validation_by_source": "mixing.training",
     "open_guard": "mixing.training",
+    "step_origins": "origins",
     "format_table": "mixing.table",
 }
 

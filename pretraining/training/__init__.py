@@ -8,6 +8,7 @@ from pretraining.training.metrics import MetricsCallback
 from pretraining.training.peak_memory import PeakMemory
 from pretraining.training.progress import ProgressCallback
 from pretraining.training.ranks import device_name, join_ranks, joined_ranks, leave_ranks
+from pretraining.training.stability import StabilityMonitor
 from pretraining.training.stopping import StopRequests
 from pretraining.training.trackers import build_trackers
 from pretraining.training.trainer import PretrainingTrainer
@@ -18,6 +19,7 @@ __all__ = [
     "PeakMemory",
     "PretrainingTrainer",
     "ProgressCallback",
+    "StabilityMonitor",
     "StopRequests",
     "build_arguments",
     "build_trackers",

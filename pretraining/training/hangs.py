@@ -33,8 +33,8 @@ class HangCallback(TrainerCallback):
         self.run, self.hang_minutes, self.watch = run, hang_minutes, None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if self.hang_minutes is None:
-            return
+        if self.hang_minutes is None or self.watch is not None:
+            return  # no watch, or that of the attempt before a rollback
         if state.is_world_process_zero:
             clear(self.run.heartbeats)
         Agreement().largest(0)  # nobody's file before the folder is clear

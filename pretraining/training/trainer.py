@@ -1,5 +1,6 @@
 """The Trainer, with the two public hooks a pretraining run needs of its own."""
 
+import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,9 @@ import torch
 from transformers import PrinterCallback, Trainer, TrainingArguments, get_scheduler
 from transformers.utils import logging
 
+from pretraining.journal import NOTHING_HEALED, Journal
 from pretraining.training.arguments import training_refusals
+from pretraining.training.schedule import lower_rates
 from pretraining.training.signals import ignore_in_worker
 from pretraining.training.stopping import StoppingCallback, StopRequests
 
@@ -28,9 +31,11 @@ class PretrainingTrainer(Trainer):
         validate: Callable[[torch.nn.Module, Callable[[], bool]], dict | None],
         recipe_path: Path,
         stop: StopRequests | None = None,
+        journal: Journal = NOTHING_HEALED,
         **kwargs,
     ):
         self.validate, self.recipe_path, self.stop = validate, recipe_path, stop
+        self.journal = journal
         with training_refusals(recipe_path):  # before anything of the run is written
             super().__init__(*args, **kwargs)
             _try_optimizer_and_schedule(self.args)
@@ -46,6 +51,23 @@ class PretrainingTrainer(Trainer):
         result = super().train(*args, **kwargs)
         self._leave_if_stopped()
         return result
+
+    def create_scheduler(self, num_training_steps: int, optimizer=None):
+        """The recipe's schedule, lowered where the journal says so."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        lower_rates(scheduler, self.journal)
+        return scheduler
+
+    def release(self) -> None:
+        """Give back the memory of an engine that is not trained any further; the process group stays."""
+        if self.is_deepspeed_enabled:
+            self.model_wrapped.destroy()
+        self.accelerator.free_memory()
+        self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = None
+        self.callback_handler.model = self.callback_handler.optimizer = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict:
         """Validation loss in nats per token, perplexity and bits per byte; every rank takes part."""

@@ -5,6 +5,7 @@ from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
+from pretraining.data.left_out import OrderWithout
 from pretraining.data.mixing.epochs import check_epochs
 from pretraining.data.mixing.grouped import GroupedOrder, blocks_starting
 from pretraining.data.mixing.guard import BlockGuard
@@ -80,18 +81,27 @@ def build_training_dataset(
     first_sample: int,
     num_samples: int,
     guard: BlockGuard | None = None,
+    left_out: Sequence[tuple[int, int]] = (),
 ) -> PackedDataset:
-    """`num_samples` samples of the run from `first_sample` on, in the order that (data, seed, recipe) give."""
+    """`num_samples` samples of the run from `first_sample` on, in the order that (data, seed, recipe) give.
+
+    left_out: windows [first, last) of that order which the run does not read (`Journal.left_out`).
+    """
+    splits = data.train if mixture is None else mixture.splits
+    order = _order_of_run(data, recipe, mixture)
+    order = OrderWithout(order, left_out) if left_out else order
+    return PackedDataset(splits, recipe.sequence_length, order, first_sample, num_samples, guard)
+
+
+def _order_of_run(data, recipe, mixture: Mixture | None) -> Order:
     length, seed, group_size = recipe.sequence_length, recipe.data_seed, recipe.data.get("shuffle_shards")
     if mixture is None:
-        order = _order_of(data.train, length, seed, data.fingerprint, group_size)
-        return PackedDataset(data.train, length, order, first_sample, num_samples, guard)
+        return _order_of(data.train, length, seed, data.fingerprint, group_size)
     orders = [
         _order_of(split, length, seed, f"{data.fingerprint}/{source}", group_size)
         for source, split in enumerate(mixture.splits)
     ]
-    order = MixedOrder(mixture.schedule, orders)
-    return PackedDataset(mixture.splits, length, order, first_sample, num_samples, guard)
+    return MixedOrder(mixture.schedule, orders)
 
 
 def validation_by_source(data, recipe) -> TokenSplit | dict[str, TokenSplit]:

@@ -1,0 +1,75 @@
+"""Back to the last good committed checkpoint, and on without the samples that spoilt the run."""
+
+from dataclasses import asdict
+
+from pretraining.checkpoints.agreement import from_rank_0
+from pretraining.checkpoints.find import is_overtaken
+from pretraining.checkpoints.folders import committed_checkpoints, step_in_name
+from pretraining.checkpoints.identity import Start
+from pretraining.checkpoints.verification import quick_damage
+from pretraining.errors import GaveUp
+from pretraining.journal import Journal, Rollback
+from pretraining.run_dir import RunDir
+
+
+def roll_back(run: RunDir, start: Start, finding, recipe) -> None:
+    """Write a rollback into the journal, which the next `find_start` follows; every rank calls it.
+
+    start: where this attempt began. finding: the `step` whose loss was the reason, and why (`sentence`). Leaves out
+    the samples of `monitors.spikes.skip_steps` steps before it, and of as many from it on. Checkpoints saved since
+    are set aside when the run is opened again.
+
+    Raises:
+        GaveUp: on every rank, where the policy is another one or has no rollback left.
+    """
+    last_words = from_rank_0(lambda: _roll_back_on_rank_0(run, start, finding, recipe))
+    if last_words is not None:
+        raise GaveUp(last_words)
+
+
+def _roll_back_on_rank_0(run: RunDir, start: Start, finding, recipe) -> str | None:
+    """What to say at the end, or None after a rollback."""
+    spikes, done = recipe.monitors["spikes"], len(start.journal.rollbacks)
+    step, why, allowed = finding.step, finding.sentence, spikes["max_rollbacks"]
+    if spikes["policy"] != "rollback" or done >= allowed:
+        run.add_event("gave_up", step=step, why=why, policy=spikes["policy"], rollbacks=done)
+        return _last_words(run, why, spikes["policy"], done)
+    rollback = _planned(run, start, step, spikes, recipe)
+    start.journal.with_rollback(rollback).write(run.journal)
+    run.add_event("rollback", **asdict(rollback), why=why, rollback=done + 1, of=allowed)
+    print(f"rollback {done + 1} of {allowed}: {why}; back to step {rollback.to_step}", flush=True)
+    return None
+
+
+def _planned(run: RunDir, start: Start, step: int, spikes: dict, recipe) -> Rollback:
+    """Steps are counted from 0 here: `step - 1` is the one whose loss was the reason."""
+    first_step = max(0, step - 1 - spikes["skip_steps"])
+    last_step = step - 1 + spikes["skip_steps"]
+    first, last = (
+        start.tokens_at(each, recipe) // recipe.sequence_length for each in (first_step, last_step)
+    )
+    positions = start.journal.position(first), start.journal.position(last - 1) + 1
+    to_step = _good_step(run, start.journal, first_step)
+    return Rollback(step, to_step, positions, spikes["lr_factor"], spikes["lr_steps"])
+
+
+def _good_step(run: RunDir, journal: Journal, most_steps: int) -> int:
+    """Steps of the newest checkpoint with at most `most_steps`; 0, the beginning, where there is none.
+
+    The files' bytes are compared when it is loaded: where they have changed, an earlier one is taken then.
+    """
+    for folder in committed_checkpoints(run):
+        step = step_in_name(folder)
+        if step > most_steps or is_overtaken(folder, journal):
+            continue
+        if quick_damage(folder, of_run=True)[0] is None:
+            return step
+    return 0
+
+
+def _last_words(run: RunDir, why: str, policy: str, rollbacks: int) -> str:
+    done = f" after {rollbacks} rollbacks" if rollbacks else ""
+    return (
+        f"{run.path}: training gave up{done} (monitors.spikes.policy {policy}): {why}; {run.events} says what "
+        "happened and what to try; the committed checkpoints are kept, and the same command continues from the newest"
+    )

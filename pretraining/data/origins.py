@@ -1,0 +1,48 @@
+"""Where the samples of a step came from: positions, sources, shards and documents, for alerts."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from pretraining.data.mixing.training import source_names
+from pretraining.data.packed import PackedDataset
+from pretraining.run_dir import RunDir, read_rows
+from pretraining.schema import display_path
+
+MOST_SAMPLES = 16
+"""Samples whose documents are named."""
+
+
+def step_origins(dataset: PackedDataset, recipe, run: RunDir, steps_before: int) -> Callable[[int], dict]:
+    """`describe_step` as a function of the optimizer step, for a dataset that begins after `steps_before` steps."""
+    names = source_names(recipe.data, display_path(recipe.path))
+    return partial(describe_step, dataset, recipe.samples_per_step, names, run, steps_before)
+
+
+def describe_step(
+    dataset: PackedDataset, samples_per_step: int, names: list[str], run: RunDir, steps_before: int, step: int
+) -> dict:
+    """{"samples", "documents", "flagged"} of optimizer step `step`, counted from 1.
+
+    samples: [first, last) positions of the global order, as `inspect --sample` takes them. documents: the document
+    in which each of the first `MOST_SAMPLES` blocks starts. flagged: what the guard said of blocks of this step.
+    """
+    begin = dataset.first_sample + (step - 1 - steps_before) * samples_per_step
+    numbers = np.arange(begin, begin + samples_per_step)
+    positions = getattr(dataset.order, "positions", lambda samples: samples)(numbers)
+    shown = zip(positions[:MOST_SAMPLES].tolist(), dataset.order.blocks(numbers[:MOST_SAMPLES]), strict=True)
+    first, last = int(numbers[0]), int(numbers[-1])
+    flagged = [row for row in read_rows(run.flagged_blocks) if first <= row["sample"] <= last]
+    return {
+        "samples": [int(positions[0]), int(positions[-1]) + 1],
+        "documents": [{"sample": sample, **_origin(dataset, int(block), names)} for sample, block in shown],
+        "flagged": [{key: row[key] for key in ("source", "shard", "document", "reasons")} for row in flagged],
+    }
+
+
+def _origin(dataset: PackedDataset, block: int, names: list[str]) -> dict:
+    source, start = dataset.place(block)
+    shard, document = dataset.splits[source].document_at(start)
+    name = {"source": names[source]} if source < len(names) and len(dataset.splits) > 1 else {}
+    return {**name, "shard": shard, "document": document}

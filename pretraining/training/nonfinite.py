@@ -1,0 +1,40 @@
+"""A step whose gradients are not finite is not applied, at any stage and without DeepSpeed alike."""
+
+import torch
+
+
+class NonFiniteGuard:
+    """Sees to it, and counts.
+
+    ZeRO's optimizers and fp16's look for themselves: they clear such gradients and leave the weights alone. A plain
+    torch optimizer, which DeepSpeed's stage 0 uses too, would write them into every weight: before it steps, this
+    guard takes the gradients away, which leaves weights and moments as they are. Gradients are the same on every
+    rank by then, and so is what it does.
+    """
+
+    def __init__(self, optimizer):
+        """optimizer: the Trainer's, as accelerate or DeepSpeed wrapped it."""
+        self.optimizer, self._took_away = optimizer, False
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if isinstance(inner, torch.optim.Optimizer) and not hasattr(inner, "overflow"):
+            inner.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._took_away = not _all_finite([parameter.grad for parameter in parameters])
+        if self._took_away:
+            for parameter in parameters:
+                parameter.grad = None
+
+    def refused_last_step(self) -> bool:
+        """Whether the step just made was left out; the same answer on every rank."""
+        took_away, self._took_away = self._took_away, False
+        return took_away or bool(getattr(self.optimizer, "step_was_skipped", False))
+
+
+def _all_finite(gradients: list[torch.Tensor]) -> bool:
+    """One pass over the gradients and one number to the host."""
+    if not gradients:
+        return True
+    norms = torch._foreach_norm(gradients, float("inf"))
+    return bool(torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().all())

@@ -1,0 +1,105 @@
+"""How far a loss lies above its course: a robust score over a window, in numbers that every rank computes alike."""
+
+import math
+from collections import deque
+from itertools import islice
+
+RECENT = 16
+"""Steps whose median is the course; short enough to follow a falling loss."""
+FEWEST = 32
+"""Steps without which nothing is judged."""
+NORMAL_MAD = 1.4826
+"""Standard deviations in a median absolute deviation of normal noise."""
+TAIL_SHARE, NORMAL_TAIL = 1 / 32, 1.86
+"""Of the window's values, so many exceed `NORMAL_TAIL` standard deviations if the noise is normal."""
+SMALLEST_SCALE = 0.012
+"""In log loss: a rise of less than `score` times this is no spike however calm the curve was."""
+
+
+class SpikeScore:
+    """Scores values against the last `window` of them that were no spikes themselves.
+
+    Works on logarithms: spikes are factors. The course is the median of the last `RECENT` values, which lags
+    behind a falling loss: that costs sensitivity and never raises a false alarm. Noise is measured by the
+    median absolute deviation and by the upper tail of the distances to the course, whichever is larger.
+    """
+
+    def __init__(self, window: int, smallest_scale: float = SMALLEST_SCALE):
+        self.window, self.smallest_scale = window, smallest_scale
+        self.values: deque[float] = deque(maxlen=RECENT)
+        self.distances: deque[float] = deque(maxlen=window)
+        self.rejected: list[float] = []
+
+    def score(self, value: float) -> float:
+        """Standard deviations above the course; inf for a value that is not finite, 0 while too little is known."""
+        if not math.isfinite(value):
+            return math.inf
+        if len(self.distances) < FEWEST:
+            return 0.0
+        course, scale = self._course_and_scale()
+        return (_log(value) - course) / scale
+
+    def limit(self, score: float) -> float:
+        """The value at which `score` is reached; inf while too little is known."""
+        if len(self.distances) < FEWEST:
+            return math.inf
+        course, scale = self._course_and_scale()
+        return math.exp(min(course + score * scale, 700.0))
+
+    @property
+    def expected(self) -> float | None:
+        """The median of the last healthy values."""
+        return math.exp(_median(self.values)) if self.values else None
+
+    def add(self, value: float, is_spike: bool) -> None:
+        """Remember a value. Spikes leave the course as it is, until a whole new level shows."""
+        if not math.isfinite(value):
+            return
+        if not is_spike:
+            self.rejected.clear()
+            self._accept(_log(value))
+            return
+        self.rejected.append(_log(value))
+        if len(self.rejected) >= max(FEWEST, self.window // 2):
+            self._begin_at_new_level()
+
+    def _accept(self, value: float) -> None:
+        if len(self.values) == RECENT:
+            self.distances.append(value - _median(self.values))
+        self.values.append(value)
+
+    def _begin_at_new_level(self) -> None:
+        level, self.rejected = self.rejected, []
+        self.values.clear()
+        self.values.extend(level)
+
+    def _course_and_scale(self) -> tuple[float, float]:
+        ordered = sorted(self.distances)
+        centre = _median_of_sorted(ordered)
+        spread = NORMAL_MAD * _median([abs(d - centre) for d in ordered])
+        tail = (ordered[-1 - int(TAIL_SHARE * len(ordered))] - centre) / NORMAL_TAIL
+        return _median(self.values) + max(0.0, centre), max(spread, tail, self.smallest_scale)
+
+    def state(self) -> dict:
+        """What a checkpoint keeps, as JSON values."""
+        return {name: list(getattr(self, name)) for name in ("values", "distances", "rejected")}
+
+    def restore(self, state: dict) -> None:
+        """Continue from what `state` returned."""
+        self.values = deque(state["values"], maxlen=RECENT)
+        kept = islice(state["distances"], max(0, len(state["distances"]) - self.window), None)
+        self.distances = deque(kept, maxlen=self.window)
+        self.rejected = list(state["rejected"])
+
+
+def _log(value: float) -> float:
+    return math.log(max(value, 1e-300))
+
+
+def _median(values) -> float:
+    return _median_of_sorted(sorted(values))
+
+
+def _median_of_sorted(ordered: list[float]) -> float:
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

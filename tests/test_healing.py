@@ -1,0 +1,86 @@
+"""Healing: a spike is judged alike on all ranks and at all stages, and what was done about it is repeated exactly."""
+
+import shutil
+
+import pytest
+
+from pretraining.journal import Journal
+from tests.poisoned import (
+    CLEAN_AGAIN,
+    FIRST_NOISY,
+    SAMPLES_PER_STEP,
+    STEPS,
+    PoisonedWorkshop,
+    events,
+    losses,
+)
+from tests.runs import Run, committed, contents, execute, start_and_kill
+
+WINDOW = (FIRST_NOISY - 4) * SAMPLES_PER_STEP, (FIRST_NOISY + 2) * SAMPLES_PER_STEP
+"""Positions of the steps 50 to 55: three before the first noisy step and three from it on."""
+
+
+@pytest.fixture(scope="session")
+def poisoned(workshop, tmp_path_factory) -> PoisonedWorkshop:
+    return PoisonedWorkshop(tmp_path_factory.mktemp("poisoned"), workshop.folder / "corpus")
+
+
+def test_a_spike_is_rolled_back_and_its_samples_are_left_out(poisoned):
+    """Two ranks, ZeRO-2: back to step 40, on without the noise, and the run still makes all of its steps."""
+    run = poisoned.run()
+    (spike,), (rollback,) = events(run, "spike"), events(run, "rollback")
+    assert spike["step"] == FIRST_NOISY and spike["score"] > 6 and spike["causes"] and spike["try"]
+    assert {document["source"] for document in spike["documents"]} == {"noise"}
+    assert (rollback["step"], rollback["to_step"]) == (FIRST_NOISY, 40)
+    assert Journal.read(run.dir.journal).left_out == [WINDOW] == [tuple(rollback["samples"])]
+    assert max(losses(run)[40:]) < spike["expected"] * 1.1  # no noise was trained on
+    assert run.checkpoints == ["checkpoint-40", "checkpoint-60"]
+
+
+def test_killed_after_the_rollback_and_resumed_repeats_it_exactly(poisoned):
+    """Promise: the journal is part of the run. Every loss equals the undisturbed run's to the last digit."""
+    output = poisoned.folder / "killed"
+    command = poisoned.command(output)
+    after = FIRST_NOISY - 3
+    start_and_kill(
+        command,
+        lambda: (
+            bool(events(Run(output), "rollback")) and any(r["step"] >= after for r in Run(output).rows[40:])
+        ),
+    )
+    assert committed(output)[0] == "checkpoint-40" and not (output / "export").exists()
+    finished = execute(command)
+    assert finished.code == 0, finished.output
+    run = Run(output)
+    assert len(events(run, "rollback")) == 1
+    assert losses(run) == losses(poisoned.run())
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_a_spike_is_skipped_alike_at_every_stage(poisoned, stage):
+    """Promise: the curve belongs to the recipe. Skipped steps leave the weights alone, with and without DeepSpeed."""
+    settings = ("monitors.spikes.policy=skip",)
+    plain, run = poisoned.run("null", 1, "plain", settings), poisoned.run(stage, settings=settings)
+    assert run.training_rows[-1]["refused_steps"] == CLEAN_AGAIN - FIRST_NOISY
+    assert [event["step"] for event in events(run, "spike")] == [FIRST_NOISY]
+    assert losses(run) == pytest.approx(losses(plain), abs=1e-5)
+    assert losses(run)[FIRST_NOISY - 1] > 1.3 * losses(run)[FIRST_NOISY - 2]
+    assert losses(run)[CLEAN_AGAIN - 1] < 1.1 * losses(run)[FIRST_NOISY - 2]
+    rates = [[row["learning_rate"] for row in r.training_rows] for r in (run, plain)]
+    assert rates[0] == rates[1] and len(set(rates[0][10:])) == STEPS - 10  # each step has its own rate
+
+
+def test_no_rollback_left_ends_with_its_own_code_and_one_line(poisoned, tmp_path):
+    """Exit code 77, nothing committed is lost, and the event says what to try."""
+    output = tmp_path / "run"
+    shutil.copytree(poisoned.run().folder, output)
+    Journal().write(output / "journal.jsonl")
+    for name in ("export", "checkpoint-60"):
+        shutil.rmtree(output / name)
+    before = contents(output / "checkpoint-40")
+    command = poisoned.command(output, settings=("monitors.spikes.max_rollbacks=0",))
+    finished = execute(command)
+    assert finished.code == 77, finished.output
+    assert finished.stderr.splitlines()[-1].startswith("error: ") and "gave up" in finished.stderr
+    assert contents(output / "checkpoint-40") == before
+    assert events(Run(output), "gave_up")[0]["step"] == FIRST_NOISY
