@@ -1,5 +1,6 @@
 """The dataset of a run: its sources, their mixture and the order of their blocks, from the recipe and the data."""
 
+from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
