@@ -74,7 +74,7 @@ def test_a_forked_process_does_not_ask_its_parent_to_stop(listening):
     """A data worker that is signalled dies of it alone: its copy of the pipe is the parent's no more."""
     process = listening(
         "child = os.fork()\n"
-        "if child == 0: time.sleep(60)\n"
+        "if child == 0: time.sleep(60), os._exit(0)\n"
         "os.kill(child, 15)\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\n"
         "time.sleep(0.1)\n"

@@ -30,7 +30,7 @@ class SignalListener:
         for number in ASKING:
             signal.signal(number, _wake_the_listener)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=_forget)
+        os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def _listen(self) -> None:
@@ -61,9 +61,19 @@ def _wake_the_listener(number, frame) -> None:
     """Nothing: the pipe has been written to before Python calls this."""
 
 
+def _hold() -> None:
+    """A signal that meets the new process is delivered once `_forget` is done."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+
+
 def _forget() -> None:
     """A forked process must not write into its parent's pipe."""
     if signal.getsignal(signal.SIGTERM) is _wake_the_listener:
         signal.set_wakeup_fd(-1)
         for number in ASKING:
             signal.signal(number, signal.SIG_DFL)
+    _release()
