@@ -2,8 +2,9 @@
 
 import os
 import random
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,20 @@ def _killed_and_resumed(workshop: Workshop) -> tuple[Run, list[str]]:
     run.finished = execute(command)
     assert run.finished.code == 0, run.finished.output
     return run, before
+
+
+@pytest.fixture
+def disk_of(tmp_path) -> Iterator[Callable[[str], Path]]:
+    """A file system of its own, of the size asked for; the test is left out where none may be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def mount(size: str) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", disk]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("may not mount a file system here")
+        return disk
+
+    yield mount
+    if disk.is_mount():
+        subprocess.run(["umount", "-l", disk], check=True)

@@ -462,6 +462,37 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, root):
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
+def test_a_full_disk_keeps_the_finished_work(tmp_path, disk_of):
+    """One line; with more room only what was not finished is made, with the bytes of an undisturbed preparation."""
+    source = write_jsonl(tmp_path / "large.jsonl", make_texts(8000))
+    disk = disk_of("1500k")
+    command = data_prep(recipe_file(tmp_path, source), disk / "data")
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == f"error: {disk / 'data' / 'corpus'}: no space left on the disk"
+    (tokenizer,) = (disk / "data").glob(".corpus.work/tokenizer/*/tokenizer.json")
+    made = tokenizer.stat().st_mtime_ns
+    subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+    subprocess.run(command, check=True, capture_output=True)
+    kept = disk / "data" / "corpus" / "tokenizer" / "tokenizer.json"
+    assert kept.stat().st_mtime_ns == made
+    subprocess.run(data_prep(tmp_path / "small.json", tmp_path / "data"), check=True, capture_output=True)
+    assert bytes_of(disk / "data" / "corpus") == bytes_of(tmp_path / "data" / "corpus")
+
+
+@pytest.mark.parametrize("what", ["input", "output"])
+def test_no_permission_is_one_line(tmp_path, root, corpus, what):
+    """What may not be read or written is named; root is no exception here."""
+    root.mkdir()
+    (corpus if what == "input" else root).chmod(0o500 if what == "output" else 0)
+    like_anyone = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    command = [*like_anyone, *data_prep(recipe_file(tmp_path, corpus), root)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and "permission" in result.stderr.splitlines()[-1].lower()
+    assert str(corpus if what == "input" else root) in result.stderr.splitlines()[-1]
+    assert not any(root.iterdir())
+
+
 def test_prefetch_keeps_order_and_raises_where_it_is_read():
     """The pipeline's threads neither reorder documents nor swallow errors."""
 

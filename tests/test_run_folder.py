@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -75,15 +74,9 @@ def test_the_lock_of_a_killed_run_is_free(tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system of its own that holds one checkpoint of the small recipe, not two."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2800k", "none", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("may not mount a file system here")
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
+def small_disk(disk_of) -> Path:
+    """It holds one checkpoint of the small recipe, not two."""
+    return disk_of("2800k")
 
 
 def test_a_full_disk_costs_no_checkpoint(workshop, small_disk):

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -97,6 +100,24 @@ def test_a_store_is_read_like_a_folder(store, address):
 def test_a_store_s_single_file(store):
     source = open_source({"path": "memory://bucket/en/b.jsonl"})
     assert [document.text for document in source.documents()] == ["three"]
+
+
+def test_a_web_server_is_read_like_a_disk(tmp_path):
+    """A real HTTP server on this machine: plain and compressed files, and one that is not there."""
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    (tmp_path / "b.txt").write_text("three")
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        texts = [
+            [document.text for document in open_source({"path": f"{address}/{name}"}).documents()]
+            for name in ("a.jsonl.gz", "b.txt")
+        ]
+        with pytest.raises(UserError, match=f"{address}/c.txt"):
+            open_source({"path": f"{address}/c.txt"})
+        server.shutdown()
+    assert texts == [["one", "two"], ["three"]]
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,9 @@ def _remote_files(spec: str, suffixes: tuple[str, ...]) -> list[InputFile]:
             f"data.sources: {spec}: cannot be reached ({type(error).__name__}: {reason}); check the address, the "
             "credentials and the network"
         ) from error
-    root = path.rstrip("/") if system.isdir(path) else _fixed_part(path)
+    # Not isdir(): to answer, fsspec's HTTP would fetch a whole file.
+    is_folder = path not in entries and not glob.has_magic(path)
+    root = path.rstrip("/") if is_folder else _fixed_part(path)
     return [_remote_file(system, name, info, root) for name, info in entries.items()]
 
 
@@ -119,14 +121,15 @@ def _remote_entries(system, path: str, suffixes: tuple[str, ...]) -> dict[str, d
 
 
 def _named(name: str, suffixes: tuple[str, ...]) -> str:
-    return str(_readable(PurePosixPath(name), suffixes))
+    _readable(PurePosixPath(name), suffixes)
+    return name
 
 
 def _fixed_part(path: str) -> str:
     """The folder above the first part of `path` that holds a wildcard, or above its file."""
-    parts = PurePosixPath(path).parts
+    parts = path.split("/")  # not PurePosixPath: the path may be a whole URL
     fixed = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
-    return str(PurePosixPath(*parts[:fixed])) if fixed else ""
+    return "/".join(parts[:fixed])
 
 
 def _remote_file(system, path: str, info: dict, root: str) -> InputFile:
