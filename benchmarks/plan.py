@@ -26,6 +26,8 @@ QUESTIONS = {
     "cost": ["cost", "--recipe", "30b", "--world_size", "8", "--gpu", "H200"],
     "cost, 1T on 4,096": ["cost", *TRILLION, "--gpu", "H100"],
     "parallelism, 1T on 4,096": ["parallelism", *TRILLION, "--gpu", "H100"],
+    "fit, 30b": ["fit", "--recipe", "30b", "--world_size", "8", "--gpu", "H200"],
+    "fit, 1T on 4,096": ["fit", *TRILLION, "--gpu", "H100"],
 }
 
 
@@ -34,7 +36,7 @@ def main() -> None:
     from pretraining.recipe import recipe_names
 
     plans = {name: seconds_of("--recipe", name, "--plan") for name in recipe_names()}
-    plans["1T on 4,096"] = seconds_of(*TRILLION, "--plan")
+    plans["1T on 4,096"] = seconds_of(*TRILLION, "--plan", "--gpu", "H100")
     answers = {name: seconds_of(*words, command=PLANNING) for name, words in QUESTIONS.items()}
     errors = {
         "unknown recipe": seconds_of("--recipe", "tinny"),
@@ -57,7 +59,7 @@ def seconds_of(*arguments: str, command: tuple[str, ...] = ("train.py",)) -> flo
 
 
 def imports_torch() -> bool:
-    command = [sys.executable, "-X", "importtime", "train.py", "--recipe", "30b", "--plan"]
+    command = [sys.executable, "-X", "importtime", "train.py", "--recipe", "30b", "--plan", "--gpu", "H200"]
     lines = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).stderr.splitlines()
     return any(line.rpartition("|")[2].strip() in ("torch", "transformers") for line in lines)
 

@@ -1,14 +1,25 @@
 """You know before you pay: a run that cannot fit is refused before anything is built, and predicted meets measured."""
 
 import json
+import sys
+from dataclasses import replace
 
 import pytest
 
+from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
+from pretraining.planning import build_run_plan, throughput
 from pretraining.planning.comparison import compare_run
 from pretraining.planning.findings import Finding, Verdict
-from pretraining.run_dir import RunDir, read_rows
+from pretraining.planning.forecast import forecast
+from pretraining.planning.gpus import find_gpu
+from pretraining.planning.workload import workload_of_recipe
+from pretraining.recipe import load_recipe
+from pretraining.run_dir import RunDir, append_row, read_rows, write_json
+from pretraining.schema import REPOSITORY
 from tests.runs import execute
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 PLAIN = ("null", 1, "plain")
 GIANT = ("model.n_embd=65536", "model.n_layer=32")
@@ -35,6 +46,31 @@ def test_a_finished_run_holds_predicted_and_measured(workshop):
     row = compare_run(run.path)
     assert row["finished"] and row["tokens_per_second"]["measured"] == measured["tokens_per_second"]
     assert row["checkpoint_bytes"]["measured"] >= plan["checkpoint_bytes"]
+
+
+def test_a_measured_run_feeds_later_plans(tmp_path, monkeypatch):
+    """A kept line of benchmarks/measured_run.py takes the place of the assumed MFU, recomputation counted back in."""
+    import measured_run
+
+    run = RunDir(tmp_path / "run")
+    recipe, gpu = load_recipe("7b"), find_gpu("H200")
+    plan = replace(build_run_plan(recipe, load_ds_config("zero3"), 8), predicted={"mfu": 0.3})
+    for path, value in (
+        (run.plan, plan.to_dict()),
+        (run.recipe, recipe.to_dict()),
+        (run.environment, {"device": "NVIDIA H200"}),
+    ):
+        write_json(path, value)
+    with pytest.raises(UserError, match="no measured MFU"):
+        measured_run.line_of(run)
+    run.add_event("end", measured={"mfu": 0.36})
+    append_row(tmp_path / "h200.jsonl", measured_run.line_of(run))
+    monkeypatch.setattr(throughput.expected_utilization, "__defaults__", (tmp_path, 1.0))
+    found = forecast(workload_of_recipe(recipe, load_ds_config("zero3")), gpu, 8)
+    assert "measured" in found.utilization.source and not found.utilization.assumed
+    assert found.mfu == pytest.approx(0.36)
+    plain = replace(recipe, training={**recipe.training, "activation_checkpointing": False})
+    assert forecast(workload_of_recipe(plain, load_ds_config("zero3")), gpu, 8).mfu > 0.4
 
 
 def test_warnings_are_told_once_and_kept(tmp_path, capsys, monkeypatch):
