@@ -13,6 +13,8 @@ system of its own that holds one checkpoint, under both policies (needs to be ro
 
 import argparse
 import collections
+import contextlib
+import io
 import json
 import os
 import random
@@ -81,7 +83,8 @@ def run_damage(options: argparse.Namespace, folder: Path) -> dict:
     for trial in range(options.trials):
         with damaged(run, chance) as (kind, harmed):
             kinds[kind] += 1
-            wrong += not judged_rightly(run, harmed, folders)
+            with contextlib.redirect_stdout(io.StringIO()):  # a line for each checkpoint passed over
+                wrong += not judged_rightly(run, harmed, folders)
             if options.starts and trial % max(1, options.trials // options.starts) == 0:
                 wrong += not continues_from_whole(run, harmed, folder / f"start-{trial}", options.data_dir)
                 starts += 1
