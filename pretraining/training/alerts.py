@@ -32,7 +32,7 @@ ADVICE = {
         ],
         "try": [
             "nothing yet where the loss holds: training.max_grad_norm bounds the step",
-            "a lower training.learning_rate; per-layer norms: touch RUN/GRADIENTS",
+            "a lower training.learning_rate",
         ],
     },
     "plateau": {
