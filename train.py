@@ -53,9 +53,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, stop, hangs) 
     """Whether the run came to its end; False after a rollback."""
     from pretraining import checkpoints, evaluation, model, training
 
-    start = checkpoints.find_start(
-        run, recipe, data.manifest, options.resume, options.allow_change, plan.layout
-    )
+    start = checkpoints.find_start(run, recipe, data.manifest, options.resume, options.allow_change)
     found = training.find_machine(run.path, options.resume != "never", data.train.num_tokens)
     plan, verdict = judge_plan(plan, recipe, ds_config, found, options.force)
     memory = training.PeakMemory()
@@ -88,6 +86,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, stop, hangs) 
         data_collator=training.collate_blocks,
         compute_loss_func=stability.watch.around(model.build_loss(language_model.config)),
         validate=validation.measure,
+        checkpoints=checkpoints.RankFiles(),
         recipe_path=recipe.path,
         journal=start.journal,
         stop=stop,

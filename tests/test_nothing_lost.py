@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pretraining.checkpoints.marker import read_marker, write_marker
 from pretraining.errors import UserError
 from pretraining.run_dir import RunDir
 from tests.runs import Run, committed, contents, execute, start_and_kill
@@ -60,14 +61,14 @@ def test_damaged_and_uncommitted_checkpoints_are_passed_over(workshop, unfinishe
     """The newest is uncommitted, the next one is cut short: the run continues from the one before."""
     shutil.copytree(unfinished / "checkpoint-8", unfinished / "checkpoint-9")
     (unfinished / "checkpoint-9" / "committed.json").unlink()
-    weights = unfinished / "checkpoint-10" / "model.safetensors"
-    os.truncate(weights, weights.stat().st_size - 1)
+    shard = unfinished / "checkpoint-10" / "rank-00001-of-00002.safetensors"
+    os.truncate(shard, shard.stat().st_size - 1)
     finished = execute(workshop.command(unfinished))
     assert finished.code == 0, finished.output
     run = Run(unfinished)
     same_curve(run, workshop.run("zero2"))
     passed_over = next(event for event in run.events if event["event"] == "checkpoint_passed_over")
-    assert passed_over["checkpoint"] == "checkpoint-10" and "model.safetensors" in passed_over["reason"]
+    assert passed_over["checkpoint"] == "checkpoint-10" and shard.name in passed_over["reason"]
     assert next(event for event in run.events if event["event"] == "resume")["checkpoint"] == "checkpoint-8"
     assert (unfinished / "export" / "model.safetensors").exists()
     assert committed(unfinished) == ["checkpoint-10", "checkpoint-8"]
@@ -109,12 +110,17 @@ def test_resume_never_keeps_the_earlier_run_aside(workshop, resumed, tmp_path):
     assert run.dir.wandb_id.read_text() != resumed[0].dir.wandb_id.read_text()
 
 
-def test_a_later_start_of_another_stage_is_refused_in_one_line(workshop, unfinished):
-    """A checkpoint that this layout cannot read is not passed over in silence."""
+def test_a_checkpoint_of_another_format_is_refused_in_one_line(workshop, unfinished):
+    """One that this version cannot read, as DeepSpeed wrote them for one, is not passed over in silence."""
+    folder = unfinished / "checkpoint-10"
+    (folder / "state.json").unlink()
+    marker = read_marker(folder)
+    del marker["files"]["state.json"], marker["checksum"], marker["format"]
+    write_marker(folder, marker)
     before = contents(unfinished)
-    finished = execute(workshop.command(unfinished, "null", 1, "plain"))
+    finished = execute(workshop.command(unfinished))
     assert (finished.code, finished.stderr.count("\n")) == (2, 1), finished.output
-    assert "checkpoint-10 was saved with" in finished.stderr
+    assert "checkpoint-10 is no checkpoint of this version's format" in finished.stderr
     assert contents(unfinished) == before
 
 

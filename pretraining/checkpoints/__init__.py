@@ -8,6 +8,7 @@ import importlib
 _HOME = {
     "CommitCallback": "commit",
     "Identity": "identity",
+    "RankFiles": "rank_files",
     "Retention": "retention",
     "demote_checkpoint": "weights",
     "disk_errors_told": "full_disk",

@@ -30,7 +30,9 @@ class CommitCallback(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         folder = self.run.checkpoint(state.global_step)
-        _vouch_for_a_share(folder)
+        _barrier()
+        if missing_receipts(folder, dist.get_world_size() if dist.is_initialized() else 1):
+            _vouch_for_a_share(folder)
         if state.is_world_process_zero:
             metrics = metrics_at(state.global_step, state.log_history)
             commit_checkpoint(folder, self.identity.marker_at(state.global_step, metrics))
@@ -52,14 +54,13 @@ def commit_checkpoint(folder: Path, content: dict) -> None:
 def _vouch_for_a_share(folder: Path) -> None:
     """Each rank flushes and checksums its share of the files that all have written, and gives its receipt."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    _barrier()
     names = [str(path.relative_to(folder)) for path in files_in(folder)]
     names = [name for name in names if name != MARKER and not is_receipt(name)]
     mine = sorted(names, key=lambda name: (-(folder / name).stat().st_size, name))[rank::ranks]
     paths = [folder / name for name in mine]
     follow_umask(paths)
     wait_for_disk(paths)
-    _barrier()  # every rank has listed the folder before the first receipt appears in it
+    _barrier()  # every rank has looked before the first receipt appears
     write_receipt(folder, rank, ranks, file_entries(folder, mine))
     _barrier()
 

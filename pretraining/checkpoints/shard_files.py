@@ -128,6 +128,9 @@ class CheckpointReader:
         for file in self.files:
             self._index(file)
         self._fragments = {key: _without_nested(found) for key, found in self._fragments.items()}
+        self._states: dict[str, list[str]] = {}
+        for state, parameter in sorted(self._fragments):
+            self._states.setdefault(parameter, []).append(state)
 
     def _index(self, file: str) -> None:
         opened = self._opened(file)
@@ -144,7 +147,7 @@ class CheckpointReader:
 
     def states(self, parameter: str) -> list[str]:
         """Names of the per-element states of a parameter: `master`, `exp_avg`, ..."""
-        return sorted(state for state, name in self._fragments if name == parameter)
+        return self._states.get(parameter, [])
 
     def whole_states(self, parameter: str) -> list[str]:
         """Names of the states that have a shape of their own."""

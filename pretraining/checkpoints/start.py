@@ -14,18 +14,16 @@ from pretraining.checkpoints.folders import remove_uncommitted, set_aside_after
 from pretraining.checkpoints.identity import Identity, Start
 from pretraining.checkpoints.lock import move_lock
 from pretraining.checkpoints.marker import read_marker
+from pretraining.checkpoints.shard_files import read_state
 from pretraining.checkpoints.weights import describe_model
 from pretraining.data import format_table
-from pretraining.errors import UserError
 from pretraining.journal import Journal
 from pretraining.planning import RunPlan
 from pretraining.restarts import launch_details, resume_after_restart
 from pretraining.run_dir import RunDir, write_json
 
 
-def find_start(
-    run: RunDir, recipe, manifest: dict, resume: str, allowed: Sequence[str], layout: dict
-) -> Start:
+def find_start(run: RunDir, recipe, manifest: dict, resume: str, allowed: Sequence[str]) -> Start:
     """Where to begin or continue, on every rank: rank 0 decides, every rank gets its answer or its `UserError`.
 
     allowed: keys of the recipe, or sections, that may differ from what the run was so far. Writes nothing but
@@ -36,32 +34,20 @@ def find_start(
         from_rank_0(lambda: changes_of_run(run, recipe.to_dict(), allowed))
     journal = from_rank_0(lambda: Journal() if resume == "never" else Journal.read(run.journal))
     checkpoint = choose_checkpoint(run, resume, journal)
-    start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, manifest, allowed, layout))
+    start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, manifest, allowed))
     return replace(start, journal=journal)
 
 
-def _start_at(checkpoint: Path | None, run: RunDir, recipe, manifest: dict, allowed, layout: dict) -> Start:
+def _start_at(checkpoint: Path | None, run: RunDir, recipe, manifest: dict, allowed) -> Start:
     if checkpoint is None:
         return Start()
-    refuse_other_layout(checkpoint, layout)
+    read_state(checkpoint)  # refuses another format before anything starts
     changes = changes_since(checkpoint, read_marker(checkpoint), recipe, manifest, run, allowed)
     start = Start.at(checkpoint)
     accepted = [
         {"step": start.step, "key": each.key, "from": each.earlier, "to": each.now} for each in changes
     ]
     return replace(start, changes=(*start.changes, *accepted))
-
-
-def refuse_other_layout(checkpoint: Path, layout: dict) -> None:
-    """Raise `UserError` where DeepSpeed could not load this checkpoint: saved by other ranks or another stage."""
-    marker = read_marker(checkpoint)
-    saved = {"world_size": marker["ranks"], "zero_stage": marker["zero_stage"]}
-    for key, value in layout.items():
-        if saved.get(key) != value:
-            raise UserError(
-                f"{checkpoint} was saved with {key} {saved.get(key)} and this run has {value}; start it as it "
-                "was, or begin a run of its own with --output_dir"
-            )
 
 
 def open_run(

@@ -38,7 +38,7 @@ class RunPlan:
 
     @property
     def layout(self) -> dict:
-        """What DeepSpeed's checkpoint files depend on: they load on the same ranks at the same stage."""
+        """Over what the run is spread; a checkpoint loads at any other, this is for the reader of events."""
         return {"world_size": self.world_size, "zero_stage": self.zero_stage}
 
     @property
@@ -90,7 +90,7 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         accumulation_steps=accumulation_steps(recipe, world_size),
         training_flops=tokens * size.flops_per_token(recipe.sequence_length),
         model_state=model_state(size.total, ds_config, world_size, sixteen_bit),
-        checkpoint_bytes=checkpoint_bytes(size.total, ds_config, sixteen_bit),
+        checkpoint_bytes=checkpoint_bytes(size.total),
         checkpoints_kept=_checkpoints_kept(recipe),
     )
 

@@ -1,12 +1,14 @@
-"""The Trainer, with the two public hooks a pretraining run needs of its own."""
+"""The Trainer, with validation and checkpoints of our own."""
 
 import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from transformers import PrinterCallback, Trainer, TrainingArguments, get_scheduler
+from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from pretraining.journal import NOTHING_HEALED, Journal
@@ -16,8 +18,20 @@ from pretraining.training.signals import ignore_in_worker
 from pretraining.training.stopping import StoppingCallback, StopRequests
 
 
+class Checkpoints(Protocol):
+    """What saves and loads the state of a Trainer; `folder` is one checkpoint's. All ranks call it together."""
+
+    def save(self, trainer: Trainer, folder: Path) -> None: ...
+
+    def load(self, trainer: Trainer, folder: Path) -> None: ...
+
+    def load_random_state(self, folder: Path) -> None: ...
+
+
 class PretrainingTrainer(Trainer):
     """`validate(model, interrupted) -> metrics` replaces the evaluation loop, whose mean is not exact.
+
+    `checkpoints` replaces what the Trainer and DeepSpeed write and load: pickles of one layout.
 
     `stop` is asked after every step and in every round of a validation, which then has no result (None); once
     the checkpoint is saved the process leaves with its exit code. The Trainer's own cadence (`eval_strategy`,
@@ -30,12 +44,13 @@ class PretrainingTrainer(Trainer):
         *args,
         validate: Callable[[torch.nn.Module, Callable[[], bool]], dict | None],
         recipe_path: Path,
+        checkpoints: Checkpoints | None = None,
         stop: StopRequests | None = None,
         journal: Journal = NOTHING_HEALED,
         **kwargs,
     ):
-        self.validate, self.recipe_path, self.stop = validate, recipe_path, stop
-        self.journal = journal
+        self.validate, self.recipe_path, self.journal = validate, recipe_path, journal
+        self.checkpoints, self.stop = checkpoints, stop
         with training_refusals(recipe_path):  # before anything of the run is written
             super().__init__(*args, **kwargs)
             _try_optimizer_and_schedule(self.args)
@@ -109,6 +124,29 @@ class PretrainingTrainer(Trainer):
         if "loss" in logs:
             # The Trainer clears its running loss by subtracting it from itself: one NaN would stay for ever.
             self._tr_loss.zero_()
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """At the cadence of `save_steps`; `on_save` of the callbacks comes next."""
+        self.store_flos()
+        for callback in (*self.callback_handler.callbacks, self.control):
+            if isinstance(callback, ExportableState):
+                self.state.stateful_callbacks[type(callback).__name__] = callback.state()
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        self.checkpoints.save(self, folder)
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        """Prepare as for a fresh start, then set every state in place."""
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        if resume_from_checkpoint is not None:
+            self.checkpoints.load(self, Path(resume_from_checkpoint))
+        return prepared
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        """Without DeepSpeed the Trainer would load the weights before it prepares them: see above."""
+
+    def _load_rng_state(self, checkpoint) -> None:
+        if checkpoint is not None:
+            self.checkpoints.load_random_state(Path(checkpoint))
 
     def closing_validation(self) -> dict:
         """Metrics of the last step, measured now unless the Trainer's cadence has just done so."""

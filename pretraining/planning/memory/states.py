@@ -197,14 +197,6 @@ def _offloaded(
     return replace(state, host=places["cpu"], nvme=places["nvme"])
 
 
-def checkpoint_bytes(parameters: int, config: dict | None, sixteen_bit: bool) -> int:
-    """Bytes of one resumable checkpoint on disk, over all ranks.
-
-    The model for `from_pretrained`, and either the optimizer's fp32 moments, or DeepSpeed's own model file
-    and its fp32 master weights and moments.
-    """
-    if config is None:
-        return parameters * (FP32 + MOMENTS)
-    width = 2 if sixteen_bit else FP32
-    has_master = sixteen_bit or zero_stage(config) > 0
-    return parameters * (2 * width + MOMENTS + (FP32 if has_master else 0))
+def checkpoint_bytes(parameters: int) -> int:
+    """Bytes of one resumable checkpoint on disk, over all ranks: fp32 weights and moments, whatever the stage."""
+    return parameters * (FP32 + MOMENTS)

@@ -1,0 +1,21 @@
+"""What the Trainer is given to save and load with."""
+
+from pathlib import Path
+
+from transformers import Trainer
+
+from pretraining.checkpoints.loading import load_checkpoint, load_random_state
+from pretraining.checkpoints.saving import rank_share, write_share
+
+
+class RankFiles:
+    """Saves before it returns, loads in place; all ranks call each together."""
+
+    def save(self, trainer: Trainer, folder: Path) -> None:
+        write_share(rank_share(trainer), folder)
+
+    def load(self, trainer: Trainer, folder: Path) -> None:
+        load_checkpoint(trainer, folder)
+
+    def load_random_state(self, folder: Path) -> None:
+        load_random_state(folder)
