@@ -43,8 +43,8 @@ def load_random_state(folder: Path) -> None:
     """Set this rank's random generators, where as many ranks saved the checkpoint as run now."""
     reader = CheckpointReader(folder)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if reader.ranks == ranks:
-        set_random_state(reader.own_tensors(rank), read_receipt(folder, rank, ranks)["rng"])
+    if reader.ranks == ranks and (numbers := read_receipt(folder, rank, ranks).get("rng")):
+        set_random_state(reader.own_tensors(rank), numbers)
 
 
 def _refuse_other_shapes(live: LiveState, reader: CheckpointReader) -> None:

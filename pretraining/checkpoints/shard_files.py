@@ -9,7 +9,7 @@ import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -53,15 +53,19 @@ def fragment_key(state: str, parameter: str, start: int | None) -> str:
     return f"{state}/{parameter}@{'whole' if start is None else start}"
 
 
-def write_rank_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict:
+def write_rank_file(
+    path: Path, tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor] | None = None
+) -> dict:
     """Write `tensors` as one safetensors file, a tensor in memory at a time where they come from a device.
+
+    With `read`, `tensors` give types and shapes alone (on torch's `meta` device), and it the data by name.
 
     Returns {"bytes", "checksum": "xxh128:<hex>"} once the disk holds the file (fsync); the checksum is taken
     of the bytes on their way out. The bytes are those that safetensors' own `save_file` would write.
     """
     digest, num_bytes = xxhash.xxh128(), 0
     with path.open("wb", buffering=0) as file:
-        for piece in _pieces(tensors):
+        for piece in _pieces(tensors, read or tensors.__getitem__):
             digest.update(piece)
             written = 0
             while written < len(piece):
@@ -71,7 +75,7 @@ def write_rank_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict:
     return {"bytes": num_bytes, "checksum": f"xxh128:{digest.hexdigest()}"}
 
 
-def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+def _pieces(tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
     """The file's bytes in order: length of the header (u64), header (JSON, padded to 8 bytes), tensors."""
     order = list(_TYPES)
     names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
@@ -85,7 +89,7 @@ def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for name in names:
-        data = memoryview(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        data = memoryview(read(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         yield from (data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES))
 
 
@@ -155,6 +159,12 @@ class CheckpointReader:
 
     def numel(self, parameter: str) -> int:
         return prod(self.parameters[parameter])
+
+    def dtype(self, state: str, parameter: str) -> torch.dtype:
+        """The type in which a per-element state was saved."""
+        fragment = self._fragments[state, parameter][0]
+        kind = self._opened(fragment.file).get_slice(fragment.key).get_dtype()
+        return next(dtype for dtype, name in _TYPES.items() if name == kind)
 
     def read(self, state: str, parameter: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """The elements [start, start + numel) of a state of the flattened parameter, as a new 1-D tensor.

@@ -1,0 +1,72 @@
+"""A committed checkpoint rewritten into another number of files: fewer for a slow store, more for many readers."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers.trainer import TRAINER_STATE_NAME
+
+from pretraining.checkpoints.commit import commit_checkpoint
+from pretraining.checkpoints.files import file_entries
+from pretraining.checkpoints.marker import read_marker
+from pretraining.checkpoints.receipts import write_receipt
+from pretraining.checkpoints.shard_files import (
+    STATE_FILE,
+    CheckpointReader,
+    fragment_key,
+    rank_file,
+    write_rank_file,
+)
+
+_OWN_KEYS = ("format", "checksum", "files", "ranks")
+
+
+def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
+    """Write `folder`, whole and verified, as a checkpoint of `num_files` equal files to `target_folder`.
+
+    No resume needs this: any ranks read any files. Takes memory of one slice of a parameter. The random states of
+    the ranks that saved are left out, as where a run goes on with another number of ranks.
+    """
+    reader, marker = CheckpointReader(folder), read_marker(folder)
+    target_folder.mkdir(parents=True)
+    copied = [name for name in (STATE_FILE, TRAINER_STATE_NAME) if (folder / name).exists()]
+    for name in copied:
+        shutil.copyfile(folder / name, target_folder / name)
+    for index in range(num_files):
+        name = rank_file(index, num_files)
+        files = {name: _write_share(reader, target_folder / name, index, num_files)}
+        files |= file_entries(target_folder, copied) if index == 0 else {}
+        write_receipt(target_folder, index, num_files, files)
+    content = {key: value for key, value in marker.items() if key not in _OWN_KEYS}
+    commit_checkpoint(target_folder, {**content, "ranks": num_files})
+
+
+def _write_share(reader: CheckpointReader, path: Path, index: int, num_files: int) -> dict:
+    slices, shapes = {}, {}
+    for state, name, total in _states(reader):
+        start, end = total * index // num_files, total * (index + 1) // num_files
+        if end > start:
+            key = fragment_key(state, name, start)
+            slices[key] = (state, name, start, end - start)
+            shapes[key] = torch.empty(end - start, dtype=reader.dtype(state, name), device="meta")
+    whole = _whole_states(reader) if index == 0 else {}
+
+    def read(key: str) -> torch.Tensor:
+        return whole[key] if key in whole else reader.read(*slices[key])
+
+    return write_rank_file(path, {**shapes, **whole}, read)
+
+
+def _states(reader: CheckpointReader):
+    """(state, name, elements) of every per-element state and persistent buffer."""
+    for name in reader.parameters:
+        for state in reader.states(name):
+            if state != "buffer":
+                yield state, name, reader.numel(name)
+    for name, entry in reader.state.get("buffers", {}).items():
+        yield "buffer", name, torch.Size(entry["shape"]).numel()
+
+
+def _whole_states(reader: CheckpointReader) -> dict[str, torch.Tensor]:
+    names = [(state, name) for name in reader.parameters for state in reader.whole_states(name)]
+    return {fragment_key(state, name, None): reader.read_whole(state, name) for state, name in names}
