@@ -44,6 +44,16 @@ def test_any_stage_on_any_ranks_goes_on_at_any_other(workshop, tmp_path, stage, 
     assert rates[0] == rates[1]
 
 
+def test_the_command_writes_what_a_run_goes_on_from(workshop, tmp_path):
+    """`reshard` is told once, refuses to overwrite, and its folder is a checkpoint for --resume PATH."""
+    source, target = workshop.run("zero2", 2).folder / "checkpoint-8", tmp_path / "target"
+    verb = ["-m", "pretraining.checkpoints", "reshard", source, "--files", "3", "--to", target]
+    words = ["forked", "0", *verb]
+    assert execute(words).code == 0 and damage(target) is None
+    again = execute(words)
+    assert (again.code, again.stderr.count("\n")) == (2, 1) and "is there already" in again.stderr
+
+
 def test_other_files_hold_the_same_checkpoint(workshop, tmp_path):
     """Rewritten into five files, and those into one: committed, whole, and every state the same bit for bit."""
     source = workshop.run("zero3", 2).folder / "checkpoint-8"
