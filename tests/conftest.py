@@ -17,6 +17,7 @@ LAUNCHING += [
     "test_background_saving",
     "test_gate",
     "test_export",
+    "test_checkpoint_export",
     "test_bad_input",
     "test_trackers",
     "test_streamed_run",
