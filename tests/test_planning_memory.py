@@ -179,6 +179,14 @@ def test_what_fits_is_neither_refused_nor_warned_of():
     ).refusals  # what is assumed refuses nothing
 
 
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name != "tiny"])
+def test_no_shipped_recipe_makes_a_mistake_of_ours(name):
+    """On the eight GPUs of the table's H200 that the largest are sized for: nothing refused, nothing warned of."""
+    gpu = find_gpu("H200")
+    verdict = judge(name, 8, gpu_memory_bytes=gpu.memory_bytes, gpu=gpu, has_bf16=True)
+    assert not verdict.refusals and not verdict.warnings
+
+
 WARNED = {
     "fp16": (["training.bf16=false", "training.fp16=true"], None, {"has_bf16": True}, "training.bf16=true"),
     "warm-up": (["training.warmup_steps=10"], None, {}, "training.warmup_steps=357"),
