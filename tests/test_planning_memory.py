@@ -152,7 +152,7 @@ def test_the_nearest_fit_changes_least():
 
 
 REFUSED = {
-    "disk": ({"disk_room_bytes": 50e9}, "checkpoints.keep_last=1"),
+    "disk": ({"disk_room_bytes": 40e9}, "checkpoints.keep_last=1"),
     "no disk": ({"disk_room_bytes": 1e9}, "--output_dir"),
     "host": ({"host_memory_bytes": 16e9, "ranks_per_host": 8}, "zero3"),
     "processor": ({"host_memory_bytes": 64e9, "ranks_per_host": 2, "trains_on_processor": True}, "this fits"),
