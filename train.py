@@ -53,7 +53,8 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, stop, hangs) 
     """Whether the run came to its end; False after a rollback."""
     from pretraining import checkpoints, evaluation, model, training
 
-    start = checkpoints.find_start(run, recipe, data.manifest, options.resume, options.allow_change)
+    resume = checkpoints.bring_checkpoint(run, recipe.checkpoints["upload"], options.resume)
+    start = checkpoints.find_start(run, recipe, data.manifest, resume, options.allow_change)
     found = training.find_machine(run.path, options.resume != "never", data.train.num_tokens)
     plan, verdict = judge_plan(plan, recipe, ds_config, found, options.force)
     memory = training.PeakMemory()
@@ -78,6 +79,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, stop, hangs) 
     environment = describe_environment(training.device_name(), plan.world_size)
     retention = checkpoints.Retention.of(recipe.checkpoints, checkpoints.demote_checkpoint)
     identity = checkpoints.Identity.of(recipe, plan, data.manifest, environment, start)
+    saves = checkpoints.SavesBehindTraining(run, identity, retention, recipe.checkpoints)
     trainer = training.PretrainingTrainer(
         model=language_model,
         args=arguments,
@@ -86,13 +88,14 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, stop, hangs) 
         data_collator=training.collate_blocks,
         compute_loss_func=stability.watch.around(model.build_loss(language_model.config)),
         validate=validation.measure,
-        checkpoints=checkpoints.RankFiles(),
+        checkpoints=saves,
         recipe_path=recipe.path,
         journal=start.journal,
         stop=stop,
         callbacks=[
             hangs,
             stability,
+            saves,
             training.MetricsCallback(
                 run,
                 recipe.tokens_per_step,
@@ -100,11 +103,10 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, stop, hangs) 
                 start.extra_tokens(recipe),
             ),
             training.ProgressCallback(),
-            checkpoints.CommitCallback(run, identity, retention),
             *trackers,
         ],
     )
-    checkpoints.open_run(run, identity, plan, options.resume, mixture_table, language_model, tokenizer)
+    checkpoints.open_run(run, identity, plan, resume, mixture_table, language_model, tokenizer)
     verdict.keep(run)
     trainer.train(resume_from_checkpoint=start.checkpoint)
     if stability.finding is not None:
@@ -115,6 +117,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, stop, hangs) 
 
     card = checkpoints.write_model_card(recipe.to_dict(), data.manifest, results, environment)
     checkpoints.export_model(trainer, tokenizer, run.export, card)
+    saves.finish()
     results["measured"] = measured(run, recipe, plan.world_size, found.gpu, memory.of_fullest_rank())
     if trainer.is_world_process_zero():
         run.add_end(results)

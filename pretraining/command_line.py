@@ -102,7 +102,7 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
     parser.add_argument(
         "--resume",
         default="auto",
-        metavar="auto|never|PATH",
+        metavar="auto|never|PATH|URL",
         help="continue from the newest committed checkpoint (default), start over, or from this one",
     )
     parser.add_argument(

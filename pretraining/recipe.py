@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
+from pretraining.addresses import refuse_credentials
 from pretraining.errors import UserError, nearest
 from pretraining.overrides import apply_overrides
 from pretraining.owned_keys import TRAINING_KEYS
@@ -110,6 +111,8 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str
     if deepspeed is not None:
         values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed
     values = _with_defaults(values, path)
+    if values["checkpoints"]["upload"] is not None:  # first, since later messages repeat what --set said
+        refuse_credentials(values["checkpoints"]["upload"], f"{where}: checkpoints.upload")
     where += f" with --set {' '.join(overrides)}" if overrides else ""
     _check_folder_name(values["name"], "name", where)
     _check_folder_name(values["data"]["name"], "data.name", where)

@@ -37,7 +37,8 @@ def test_every_launcher_ends_cleanly(run):
     assert not [word for word in COMPLAINTS if word in run.finished.stdout + run.finished.stderr]
     assert run.finished.stdout.count("validation loss") == 1
     assert run.finished.stdout.count(f"export: {run.dir.export}") == 1
-    assert [event["event"] for event in run.events] == ["start", "end"]
+    told = [event["event"] for event in run.events if event["event"] != "save"]
+    assert told == ["start", "end"]
 
 
 def test_accelerate_trains_with_the_ds_config_of_its_file(workshop):

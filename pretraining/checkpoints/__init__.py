@@ -6,10 +6,11 @@ The names below are imported when first used, so that a look at a run folder nev
 import importlib
 
 _HOME = {
-    "CommitCallback": "commit",
     "Identity": "identity",
     "RankFiles": "rank_files",
     "Retention": "retention",
+    "SavesBehindTraining": "behind",
+    "bring_checkpoint": "arrival",
     "demote_checkpoint": "weights",
     "disk_errors_told": "full_disk",
     "export_model": "export",

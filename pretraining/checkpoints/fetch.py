@@ -88,7 +88,10 @@ def newest_committed(remote: RemoteRun, above: int, below: int = sys.maxsize) ->
 
 def _newest_unless_unreachable(run: RunDir, remote: RemoteRun, above: int, below: int) -> str | None:
     try:
-        return newest_committed(remote.at_first_contact(), above, below)
+        first_contact = remote.at_first_contact()
+        if below == sys.maxsize:
+            first_contact.check_writable()
+        return newest_committed(first_contact, above, below)
     except UserError as error:
         if above < 0:
             raise
