@@ -1,10 +1,11 @@
 """Checkpoints of a few small files, committed as a run commits its own."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
-from pretraining.checkpoints.commit import CommitCallback
-from pretraining.checkpoints.identity import Identity, Start
+from pretraining.checkpoints.commit import commit_checkpoint
+from pretraining.checkpoints.files import file_entries
+from pretraining.checkpoints.identity import Identity, Start, metrics_at
+from pretraining.checkpoints.receipts import write_receipt
 from pretraining.checkpoints.retention import Retention
 from pretraining.planning import build_run_plan
 from pretraining.recipe import load_recipe
@@ -27,12 +28,14 @@ def save(
     identity: Identity | None = None,
     **metrics: float,
 ) -> Path:
-    """What the Trainer and the callback do at a save, with small files; the checkpoint's folder."""
+    """What a rank, the marker's writer and retention do at a save, with small files; the checkpoint's folder."""
     folder = run.checkpoint(step)
     (folder / "state").mkdir(parents=True)
-    for name in ("trainer_state.json", "state/rank_0.bin", "state/rank_1.bin"):
+    names = ["trainer_state.json", "state/rank_0.bin", "state/rank_1.bin"]
+    for name in names:
         (folder / name).write_text(f"{name} after {step} steps")
-    state = SimpleNamespace(is_world_process_zero=True, global_step=step)
-    state.log_history = [{"step": step, **metrics}]
-    CommitCallback(run, identity or identity_of(), retention or Retention(None)).on_save(None, state, None)
+    write_receipt(folder, 0, 1, file_entries(folder, names))
+    measured = metrics_at(step, [{"step": step, **metrics}])
+    commit_checkpoint(folder, (identity or identity_of()).marker_at(step, measured))
+    (retention or Retention(None)).apply(run)
     return folder
