@@ -41,6 +41,7 @@ SMALL = {
     "model.n_embd": 32,
     "budget.tokens": 2048 * 8,
     "training.save_steps": 2,
+    "training.logging_steps": 1,
     "training.eval_strategy": "no",
     "checkpoints.keep_last": None,
     "evaluation.max_validation_tokens": 4096,
@@ -194,13 +195,17 @@ def run_full_disk(options: argparse.Namespace, folder: Path) -> dict:
         size = f"size={int(one * 1.7 + (1 << 18))}"
         subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", disk], check=True)
         try:
-            ended = start(disk / "run", options.data_dir, "--set", f"checkpoints.on_full_disk={policy}")
+            # --force: the plan would refuse this disk before the first step.
+            words = ["--force", "--set", f"checkpoints.on_full_disk={policy}"]
+            ended = start(disk / "run", options.data_dir, *words)
             left = committed_checkpoints(RunDir(disk / "run"))
             values[policy] = {
                 "exit_code": ended.returncode,
                 "said": [line for line in ended.stderr.splitlines() if "No space left" in line][:2],
                 "tracebacks": ended.stderr.count("Traceback"),
-                "last_step_trained": max(row["step"] for row in read_rows(RunDir(disk / "run").metrics)),
+                "last_step_trained": max(
+                    (row["step"] for row in read_rows(RunDir(disk / "run").metrics)), default=0
+                ),
                 "committed": [each.name for each in left],
                 "all_whole": all(damage(each) is None for each in left),
             }
