@@ -39,10 +39,11 @@ def main() -> None:
 def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
     # Plan and errors answer at once: the imports below take seconds.
     quieten_libraries()
-    from pretraining import checkpoints, training
+    from pretraining import checkpoints, reporting, training
 
     ranks = training.joined_ranks(recipe.monitors["hang_minutes"])
-    with ranks, checkpoints.sole_run(run), checkpoints.disk_errors_told(run.path):
+    report = reporting.live_report(run, recipe.report["every_seconds"])
+    with ranks, checkpoints.sole_run(run), checkpoints.disk_errors_told(run.path), report:
         stop = training.StopRequests(run, recipe.checkpoints["time_limit_hours"])
         hangs = training.HangCallback(run, recipe.monitors["hang_minutes"])
         while not pretrain(recipe, ds_config, plan, data, mixture, run, options, stop, hangs):
@@ -76,6 +77,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, stop, hangs) 
     trackers = training.build_trackers(recipe.training.get("report_to", "none"), run, recipe.name)
 
     mixture_table = mixture and mixture.table(recipe.num_samples)
+    speed = training.SpeedMeter.of(recipe, plan.world_size, last_step, start.extra_tokens(recipe))
     environment = describe_environment(training.device_name(), plan.world_size)
     retention = checkpoints.Retention.of(recipe.checkpoints, checkpoints.demote_checkpoint)
     identity = checkpoints.Identity.of(recipe, plan, data.manifest, environment, start)
@@ -92,16 +94,12 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, stop, hangs) 
         recipe_path=recipe.path,
         journal=start.journal,
         stop=stop,
+        clock=speed.clock,
         callbacks=[
             hangs,
             stability,
             saves,
-            training.MetricsCallback(
-                run,
-                recipe.tokens_per_step,
-                recipe.samples_per_step / train_dataset.num_blocks,
-                start.extra_tokens(recipe),
-            ),
+            training.MetricsCallback(run, speed, recipe.samples_per_step / train_dataset.num_blocks),
             training.ProgressCallback(),
             *trackers,
         ],

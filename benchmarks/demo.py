@@ -27,7 +27,9 @@ def main() -> None:
         seconds = train(run.path)
         end, rows = run.last_event("end"), read_rows(run.metrics)
         plan = json.loads(run.plan.read_text())
-    logged = [row for row in rows if "loss" in row]
+    logged = [row for row in rows if "train/loss" in row]
+    rate = statistics.median(row["throughput/tokens_per_second"] for row in logged)
+    wait = sum(row["throughput/data_wait_seconds"] for row in logged)
     values = {
         "train_seconds": round(seconds, 1),
         "parameters": plan["parameters"],
@@ -35,8 +37,8 @@ def main() -> None:
         "validation_bits_per_byte": round(end["eval_bits_per_byte"], 4),
         "unigram_bits_per_byte": end["unigram_bits_per_byte"],
         "ratio": round(end["eval_bits_per_byte"] / end["unigram_bits_per_byte"], 4),
-        "tokens_per_second": round(statistics.median(row["tokens_per_second"] for row in logged)),
-        "data_wait_share": round(statistics.median(row["data_wait_share"] for row in logged), 5),
+        "tokens_per_second": round(rate),
+        "data_wait_share": round(wait / sum(row["throughput/step_seconds"] for row in logged), 5),
     }
     record("demo", values, options.keep)
 

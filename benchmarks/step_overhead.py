@@ -83,6 +83,7 @@ def recipe_arguments(options: argparse.Namespace, block_steps: int) -> list[str]
         "training.save_strategy": "no",
         "training.activation_checkpointing": False,
         "training.report_to": "none",
+        "report.every_seconds": None,
         "evaluation.max_validation_tokens": length,
     }
     settings = [part for key, value in values.items() for part in ("--set", f"{key}={json.dumps(value)}")]

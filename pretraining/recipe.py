@@ -38,6 +38,7 @@ class Recipe:
     monitors: dict
     """What watches the run, and what it does about what it sees."""
     evaluation: dict
+    report: dict
 
     @property
     def reference(self) -> str:
@@ -201,7 +202,7 @@ def _with_defaults(values: dict, path: Path) -> dict:
     """Our own sections with their defaults; the libraries' sections stay as they were written."""
     values = {key: value for key, value in values.items() if key != "$schema"}
     schema = recipe_schema()["properties"]
-    for section in ("data", "checkpoints", "monitors", "evaluation"):
+    for section in ("data", "checkpoints", "monitors", "evaluation", "report"):
         values[section] = _filled(values.get(section, {}), schema[section])
     spikes = schema["monitors"]["properties"]["spikes"]
     values["monitors"]["spikes"] = _filled(values["monitors"].get("spikes", {}), spikes)

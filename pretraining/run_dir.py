@@ -23,6 +23,8 @@ class RunDir:
         self.environment = self.path / "environment.json"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
+        self.samples = self.path / "samples.jsonl"
+        self.report = self.path / "report.html"
         self.mixture = self.path / "mixture.json"
         self.journal = self.path / "journal.jsonl"
         self.flagged_blocks = self.path / "flagged_blocks.jsonl"
@@ -100,7 +102,7 @@ def read_rows(path: Path) -> list[dict]:
     """Rows of a JSON-lines file, up to the first line that is no row: a dying run left it half-written."""
     rows = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:
@@ -111,15 +113,16 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-def drop_rows_after(path: Path, step: int) -> None:
-    """Forget the rows of steps that a resumed run is about to repeat."""
+def drop_rows_after(path: Path, step: int) -> list[dict]:
+    """Forget the rows of steps that a resumed run is about to repeat; returns those that stay."""
+    kept = [row for row in read_rows(path) if row.get("step", 0) <= step]
     if path.exists():
-        kept = [row for row in read_rows(path) if row.get("step", 0) <= step]
         partial = path.with_name(path.name + ".partial")
         partial.write_text(
             "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8"
         )
         partial.replace(path)
+    return kept
 
 
 def describe_environment(device: str, world_size: int) -> dict:

@@ -42,8 +42,8 @@ class Folder:
 
     def evaluates(self) -> bool:
         rows = self.run.rows[self.rows :]
-        due = [row["step"] for row in rows if "loss" in row and row["step"] % 3 == 0]
-        return bool(due) and not any(row.get("step") == due[-1] for row in rows if "eval_loss" in row)
+        due = [row["step"] for row in rows if "train/loss" in row and row["step"] % 3 == 0]
+        return bool(due) and not any(row.get("step") == due[-1] for row in rows if "eval/loss" in row)
 
 
 MOMENTS: dict[str, tuple[Callable[[Folder], bool], float]] = {
@@ -136,7 +136,7 @@ class Chaos:
         run, name = Run(output), "model.safetensors"
         assert run.losses == self.reference.losses
         measured = [
-            [(row["step"], row["eval_loss"]) for row in each.validation_rows]
+            [(row["step"], row["eval/loss"]) for row in each.validation_rows]
             for each in (run, self.reference)
         ]
         assert measured[0] == measured[1]

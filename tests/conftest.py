@@ -22,6 +22,7 @@ LAUNCHING += [
     "test_trackers",
     "test_streamed_run",
     "test_run_folder",
+    "test_throughput",
     "test_stopping",
     "test_chaos",
 ]

@@ -50,7 +50,7 @@ def losses(run: Run) -> list[float]:
     """Training loss of every step of a poisoned run, once each and in order."""
     rows = run.training_rows
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    return [row["loss"] for row in rows]
+    return [row["train/loss"] for row in rows]
 
 
 def events(run: Run, kind: str) -> list[dict]:

@@ -68,6 +68,7 @@ SMALL_RECIPE = {
     "deepspeed": "zero2",
     "checkpoints": {"keep_last": 2},
     "evaluation": {"prompt": "def ", "sample_tokens": 8},
+    "report": {"every_seconds": None},
 }
 STEPS = 10
 
@@ -232,18 +233,18 @@ class Run:
 
     @property
     def training_rows(self) -> list[dict]:
-        return [row for row in self.rows if "loss" in row]
+        return [row for row in self.rows if "train/loss" in row]
 
     @property
     def validation_rows(self) -> list[dict]:
-        return [row for row in self.rows if "eval_loss" in row]
+        return [row for row in self.rows if "eval/loss" in row]
 
     @property
     def losses(self) -> list[float]:
         """Training loss of every step, which the rows must hold once each and in order."""
         rows = self.training_rows
         assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-        return [row["loss"] for row in rows]
+        return [row["train/loss"] for row in rows]
 
     @property
     def checkpoints(self) -> list[str]:

@@ -85,7 +85,7 @@ def test_a_mixture_of_experts_has_one_curve_too(workshop):
     assert largest_difference(column(together, "grad_norm"), column(alone, "grad_norm")) <= 1e-3
     guessing = math.log(EXPERTS["vocab_size"])
     assert alone.losses[0] > guessing + 0.9
-    assert alone.validation_rows[0]["eval_loss"] < guessing
+    assert alone.validation_rows[0]["eval/loss"] < guessing
 
 
 def test_tokens_per_step_are_constant(workshop):
@@ -93,7 +93,7 @@ def test_tokens_per_step_are_constant(workshop):
     per_step = SMALL_RECIPE["budget"]["tokens_per_step"]
     for run in (workshop.plain(("training.per_device_train_batch_size=1",)), stage_run(workshop, "zero2")):
         assert column(run, "tokens") == [per_step * step for step in range(1, STEPS + 1)]
-        assert run.validation_rows[-1]["tokens"] == SMALL_RECIPE["budget"]["tokens"]
+        assert run.validation_rows[-1]["train/tokens"] == SMALL_RECIPE["budget"]["tokens"]
 
 
 def test_learning_rate_follows_the_recipe(workshop):
@@ -127,7 +127,7 @@ def test_validation_is_exact_at_any_number_of_ranks(workshop, plain):
             stage_run(workshop, stage).validation_rows, plain.validation_rows, strict=True
         ):
             assert ours["step"] == theirs["step"]
-            for key in ("eval_loss", "eval_bits_per_byte"):
+            for key in ("eval/loss", "eval/bits_per_byte"):
                 assert ours[key] == pytest.approx(theirs[key], abs=1e-5)
 
 

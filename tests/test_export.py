@@ -83,7 +83,7 @@ def test_the_model_card_says_what_it_is(run):
     environment = json.loads(run.dir.environment.read_text())
     for package in ("torch", "transformers", "deepspeed"):
         assert f"{package} {environment['versions'][package]}" in card
-    assert f"{run.validation_rows[-1]['eval_loss']:.4f}" in card
+    assert f"{run.validation_rows[-1]['eval/loss']:.4f}" in card
     assert f"`{recipe['data']['name']}`" in card and "training tokens" in card
 
 
@@ -126,10 +126,10 @@ def test_validation_numbers_are_right(workshop):
     run = workshop.run("zero2", by="deepspeed")
     row = run.validation_rows[-1]
     loss, bits_per_byte = independent_validation(workshop, run)
-    assert row["eval_loss"] == pytest.approx(loss, abs=1e-5)
-    assert row["eval_perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert row["eval/loss"] == pytest.approx(loss, abs=1e-5)
+    assert row["eval/perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
     # The bytes of the one document that the last block cuts are counted by its share of tokens.
-    assert row["eval_bits_per_byte"] == pytest.approx(bits_per_byte, rel=2e-3)
+    assert row["eval/bits_per_byte"] == pytest.approx(bits_per_byte, rel=2e-3)
 
 
 def test_the_evaluation_command_repeats_the_numbers_and_shows_a_sample(workshop):
@@ -140,7 +140,7 @@ def test_the_evaluation_command_repeats_the_numbers_and_shows_a_sample(workshop)
     assert finished.code == 0, finished.output
     found = json.loads(finished.stdout)
     row = run.validation_rows[-1]
-    assert found["loss"] == pytest.approx(row["eval_loss"], abs=1e-5)
-    assert found["bits_per_byte"] == pytest.approx(row["eval_bits_per_byte"], abs=1e-5)
+    assert found["loss"] == pytest.approx(row["eval/loss"], abs=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(row["eval/bits_per_byte"], abs=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-6)
     assert found["sample"].startswith("class A") and len(found["sample"]) > len("class A")

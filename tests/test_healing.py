@@ -61,7 +61,7 @@ def test_a_spike_is_skipped_alike_at_every_stage(poisoned, stage):
     """Promise: the curve belongs to the recipe. Skipped steps leave the weights alone, with and without DeepSpeed."""
     settings = ("monitors.spikes.policy=skip",)
     plain, run = poisoned.run("null", 1, "plain", settings), poisoned.run(stage, settings=settings)
-    assert run.training_rows[-1]["refused_steps"] == CLEAN_AGAIN - FIRST_NOISY
+    assert run.training_rows[-1]["stability/refused_steps"] == CLEAN_AGAIN - FIRST_NOISY
     assert [event["step"] for event in events(run, "spike")] == [FIRST_NOISY]
     assert losses(run) == pytest.approx(losses(plain), abs=1e-5)
     assert losses(run)[FIRST_NOISY - 1] > 1.3 * losses(run)[FIRST_NOISY - 2]

@@ -20,6 +20,7 @@ FOUNDATION = {
     "errors",
     "exit_codes",
     "journal",
+    "metric_names",
     "overrides",
     "owned_keys",
     "quiet",

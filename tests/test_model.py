@@ -167,7 +167,13 @@ def test_the_balancing_loss_is_asked_for_by_the_recipe():
 def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dict]:
     """metrics.jsonl of a Trainer whose loss at step k is made to read losses[k]; gradients stay finite."""
     from pretraining.run_dir import RunDir, read_rows
-    from pretraining.training import MetricsCallback, PretrainingTrainer, build_arguments, collate_blocks
+    from pretraining.training import (
+        MetricsCallback,
+        PretrainingTrainer,
+        SpeedMeter,
+        build_arguments,
+        collate_blocks,
+    )
 
     training = {"logging_steps": logging_steps, "per_device_train_batch_size": 1, "save_strategy": "no"}
     recipe = SimpleNamespace(training=training, num_steps=len(losses), path=tmp_path)
@@ -180,7 +186,7 @@ def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dic
         real = next_token_loss(outputs, labels, num_items_in_batch)
         return real - real.detach() + next(remaining)
 
-    run = RunDir(tmp_path / "run")
+    run, speed = RunDir(tmp_path / "run"), SpeedMeter(tokens_per_step=8, num_steps=len(losses))
     PretrainingTrainer(
         model=model,
         args=arguments,
@@ -189,14 +195,17 @@ def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dic
         compute_loss_func=loss,
         validate=None,
         recipe_path=Path("a.json"),
-        callbacks=[MetricsCallback(run, 8, 0.1)],
+        clock=speed.clock,
+        callbacks=[MetricsCallback(run, speed, 0.1)],
     ).train()
-    return [row for row in read_rows(run.metrics) if "loss" in row]
+    return [row for row in read_rows(run.metrics) if "train/loss" in row]
 
 
 def test_a_nan_is_shown_as_a_nan_and_only_where_it_was(tmp_path):
     """Promise: honest numbers. The NaN stands in its row; the rows after it are numbers again."""
-    shown = [row["loss"] for row in recorded_rows(tmp_path, [5.0, 4.0, math.nan, 3.0, math.inf, 2.0], 1)]
+    shown = [
+        row["train/loss"] for row in recorded_rows(tmp_path, [5.0, 4.0, math.nan, 3.0, math.inf, 2.0], 1)
+    ]
     assert shown[:2] == [5.0, 4.0] and shown[3] == 3.0 and shown[5] == 2.0
     assert math.isnan(shown[2]) and shown[4] == math.inf
 
@@ -205,6 +214,6 @@ def test_a_row_of_several_steps_is_their_mean(tmp_path):
     """`logging_steps` averages over its steps, and a NaN among them shows."""
     rows = recorded_rows(tmp_path, [5.0, 4.0, 3.0, 2.0, math.nan, 1.0, 6.0, 8.0], 2)
     assert [row["step"] for row in rows] == [2, 4, 6, 8]
-    assert [row["tokens"] for row in rows] == [16, 32, 48, 64]
-    shown = [row["loss"] for row in rows]
+    assert [row["train/tokens"] for row in rows] == [16, 32, 48, 64]
+    shown = [row["train/loss"] for row in rows]
     assert shown[:2] == [4.5, 2.5] and math.isnan(shown[2]) and shown[3] == 7.0

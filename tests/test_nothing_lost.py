@@ -17,7 +17,7 @@ from tests.small_checkpoints import Retention, save
 def same_curve(run: Run, reference: Run) -> None:
     """Every loss to the last digit, every step once, and the export's metrics too."""
     assert run.losses == reference.losses
-    measured = ("step", "eval_loss", "eval_bits_per_byte", "eval_perplexity")
+    measured = ("step", "eval/loss", "eval/bits_per_byte", "eval/perplexity")
     rows = [[[row[key] for key in measured] for row in r.validation_rows] for r in (run, reference)]
     assert rows[0] == rows[1]
 

@@ -246,7 +246,7 @@ def test_compare_shows_both_sides(tmp_path, capsys):
     run = RunDir(tmp_path / "run")
     write_json(run.plan, plan)
     for seconds in (9.0, 0.5, 0.5, 0.7):
-        row = {"tokens_per_second": 2048 / seconds, "step_seconds": seconds}
+        row = {"throughput/tokens_per_second": 2048 / seconds, "throughput/step_seconds": seconds}
         run.metrics.open("a").write(json.dumps(row) + "\n")
     run.add_event("end", measured={"peak_memory_bytes": 5_000_000, "mfu": 0.25})
     main(["compare", str(run.path), "--json"])

@@ -113,6 +113,17 @@ def run_evaluation(workshop: Workshop, words: list[str]) -> None:
     )
 
 
+def run_reporting(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.reporting`: of small runs, into the workshop."""
+    small, page = workshop.run("zero2", by="deepspeed").folder, workshop.folder / "both.html"
+    places = {"runs/tiny": small, "runs/tiny-zero1": workshop.plain().folder, "both.html": page}
+    finished = execute([places.get(word, word) for word in words])
+    if "analyze" in words:
+        return succeeded(finished, "Training loss")
+    succeeded(finished, str(page if "both.html" in words else small / "report.html"))
+    assert page.exists() or "both.html" not in words
+
+
 def run_make(workshop: Workshop, words: list[str]) -> None:
     """`make TARGET`: what it would do after setting up is run (demo), or is what runs this (test)."""
     shown = execute(["make", "--dry-run", *words[1:]])
@@ -156,6 +167,7 @@ SCALED = {
     r"touch runs/": run_stop_file,
     r"RUN=\S+ sbatch ": run_sbatch,
     r"python -m pretraining\.checkpoints ": run_checkpoints,
+    r"python -m pretraining\.reporting ": run_reporting,
 }
 
 
@@ -205,6 +217,7 @@ def test_every_link_leads_somewhere(page):
         "-m pretraining.planning",
         "-m pretraining.supervise",
         "-m pretraining.checkpoints",
+        "-m pretraining.reporting",
     ],
 )
 def test_every_command_has_help_with_an_example(command):

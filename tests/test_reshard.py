@@ -40,7 +40,7 @@ def test_any_stage_on_any_ranks_goes_on_at_any_other(workshop, tmp_path, stage, 
     resume = next(event for event in run.events if event["event"] == "resume")
     assert (resume["checkpoint"], resume["world_size"]) == ("checkpoint-8", to_ranks)
     assert run.losses == pytest.approx(whole.losses, abs=1e-5)
-    rates = [[row["learning_rate"] for row in each.training_rows] for each in (run, whole)]
+    rates = [[row["train/learning_rate"] for row in each.training_rows] for each in (run, whole)]
     assert rates[0] == rates[1]
 
 

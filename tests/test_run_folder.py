@@ -30,7 +30,7 @@ def test_a_renamed_checkpoint_continues_where_it_was_saved(workshop, tmp_path):
     command = workshop.command(tmp_path / "run", *PLAIN, more=["--resume", tmp_path / "best"])
     finished = execute(command)
     assert finished.code == 0 and "missing keys" not in finished.output, finished.output
-    assert [row["loss"] for row in Run(tmp_path / "run").training_rows] == reference.losses[8:]
+    assert [row["train/loss"] for row in Run(tmp_path / "run").training_rows] == reference.losses[8:]
 
 
 def test_a_second_run_in_the_folder_is_refused(workshop, tmp_path):

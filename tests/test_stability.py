@@ -168,6 +168,7 @@ class Watched:
         from pretraining.training import (
             MetricsCallback,
             PretrainingTrainer,
+            SpeedMeter,
             StabilityMonitor,
             build_arguments,
             collate_blocks,
@@ -200,7 +201,7 @@ class Watched:
             compute_loss_func=self.monitor.watch.around(loss),
             validate=None,
             recipe_path=Path("a.json"),
-            callbacks=[self.monitor, MetricsCallback(self.run, 8, 0.1)],
+            callbacks=[self.monitor, MetricsCallback(self.run, SpeedMeter(8, len(losses)), 0.1)],
         ).train()
 
     def applied(self) -> list[bool]:
@@ -223,8 +224,8 @@ def test_a_spike_is_told_once_and_skipped_only_where_the_recipe_says_so(tmp_path
     left = [step for step, applied in enumerate(watched.applied()) if not applied]
     assert left == ([60, 61, 62] if policy == "skip" else [])
     rows = read_rows(watched.run.metrics)
-    assert [row["loss"] for row in rows] == pytest.approx(losses)
-    assert rows[-1]["refused_steps"] == len(left)
+    assert [row["train/loss"] for row in rows] == pytest.approx(losses)
+    assert rows[-1]["stability/refused_steps"] == len(left)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -103,7 +103,7 @@ def test_a_stop_file_inside_a_validation(workshop, tmp_path):
     assert finished.code == 0, finished.output
     assert run.losses == reference.losses
     measured = [
-        [(row["step"], row["eval_loss"]) for row in each.validation_rows] for each in (run, reference)
+        [(row["step"], row["eval/loss"]) for row in each.validation_rows] for each in (run, reference)
     ]
     assert measured[0] == measured[1]
 

@@ -15,6 +15,6 @@ def test_a_run_from_s3_has_the_losses_of_a_run_from_disk(workshop, tmp_path):
         finished = execute([*command, *cache], **connect_to(address))
     assert finished.code == 0, finished.output
     assert not finished.strays
-    losses = [[row.get("loss") for row in run.rows] for run in (plain, Run(tmp_path / "run"))]
+    losses = [[row.get("train/loss") for row in run.rows] for run in (plain, Run(tmp_path / "run"))]
     assert losses[0] == losses[1] and len(losses[0]) > 5
     assert list((tmp_path / "cache").glob("*/*.arrow"))

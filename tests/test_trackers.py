@@ -1,7 +1,14 @@
 """Trackers of `report_to`: a killed and resumed run stays one run, and a missing one costs a sentence."""
 
-import pytest
+import json
+import sqlite3
+import sys
+from types import SimpleNamespace
 
+import pytest
+from transformers import TrainerCallback
+
+from pretraining.run_dir import RunDir, read_rows
 from tests.runs import Run, execute, without_packages
 
 
@@ -24,12 +31,14 @@ def test_tensorboard_holds_the_numbers_of_metrics_jsonl(run):
     events = EventAccumulator(str(run.dir.tensorboard))
     events.Reload()
     shown = {event.step: event.value for event in events.Scalars("train/loss")}
-    rows = {row["step"]: row["loss"] for row in run.training_rows}
+    rows = {row["step"]: row["train/loss"] for row in run.training_rows}
     resumed_at = next((e["checkpoint"] for e in run.events if e["event"] == "resume"), "checkpoint-0")
     later = range(int(resumed_at.partition("-")[2]) + 1, max(rows) + 1)
     assert {step: shown[step] for step in later} == pytest.approx({step: rows[step] for step in later})
+    assert not [name for name in events.Tags()["scalars"] if name.startswith("train/throughput")]
+    assert events.Scalars("throughput/step_seconds")
     last = events.Scalars("eval/bits_per_byte")[-1]
-    assert last.value == pytest.approx(run.validation_rows[-1]["eval_bits_per_byte"])
+    assert last.value == pytest.approx(run.validation_rows[-1]["eval/bits_per_byte"])
 
 
 def test_nothing_is_tracked_unless_the_recipe_says_so(workshop):
@@ -56,3 +65,57 @@ def test_an_unknown_tracker_is_one_sentence(workshop):
 
     with pytest.raises(UserError, match=r"wandbb.*tensorboard"):
         build_trackers("wandbb", workshop.plain().dir, "small")
+
+
+class Moody(TrainerCallback):
+    """A tracker that raises while it is `broken`."""
+
+    def __init__(self):
+        self.broken, self.seen = False, []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.broken:
+            raise ConnectionError("no route\nto host")
+        self.seen.append(logs)
+
+
+def test_a_failing_tracker_stops_nothing_and_is_told_once(tmp_path):
+    """Tried again, left alone for longer each time, back when it works: two events, never an exception."""
+    from pretraining.training.trackers import Tracker
+
+    run, moody = RunDir(tmp_path / "run"), Moody()
+    tracker = Tracker("moody", moody, run)
+    state = SimpleNamespace(is_world_process_zero=True, global_step=7)
+    for number in range(40):
+        moody.broken = 5 <= number < 20
+        tracker.on_log(None, state, None, logs={"loss": number})
+    first, second = read_rows(run.events)
+    assert (first["event"], first["tracker"], first["step"]) == ("tracker_failed", "moody", 7)
+    assert first["reason"] == "ConnectionError: no route to host"
+    assert second["event"] == "tracker_recovered"
+    assert [logs["loss"] for logs in moody.seen][:5] == [0, 1, 2, 3, 4] and moody.seen[-1] == {"loss": 39}
+
+
+def test_trackio_holds_the_names_of_metrics_jsonl(tmp_path):
+    """Local, inside the run folder, without an account."""
+    pytest.importorskip("trackio", reason="trackio is not installed (requirements-trackers.txt)")
+    program = (
+        "import sqlite3, sys\n"
+        "from types import SimpleNamespace\n"
+        "from transformers import TrainerState, TrainingArguments\n"
+        "from pretraining.run_dir import RunDir\n"
+        "from pretraining.training import build_trackers\n"
+        "args = TrainingArguments(output_dir=sys.argv[1], use_cpu=True)\n"
+        "state = TrainerState(is_world_process_zero=True, global_step=3)\n"
+        "model = SimpleNamespace(config=None, num_parameters=lambda: 1)\n"
+        "for callback in build_trackers('trackio', RunDir(sys.argv[1]), 'small'):\n"
+        "    callback.on_train_begin(args, state, None, model=model)\n"
+        "    callback.on_log(args, state, None, model=model, logs={'loss': 2.5, 'eval_loss': 3.0})\n"
+        "    callback.on_train_end(args, state, None, model=model)\n"
+    )
+    finished = execute([sys.executable, "-c", program, tmp_path / "run"])
+    assert finished.code == 0, finished.output
+    assert not (tmp_path / "run" / "events.jsonl").exists(), read_rows(tmp_path / "run" / "events.jsonl")
+    (database,) = (tmp_path / "run" / "trackio").glob("*.db")
+    logged = [row[0] for row in sqlite3.connect(database).execute("select metrics from metrics")]
+    assert json.loads(logged[0]) == {"train/loss": 2.5, "eval/loss": 3.0, "train/global_step": 3}

@@ -5,6 +5,7 @@ import statistics
 from pathlib import Path
 
 from pretraining.errors import UserError
+from pretraining.metric_names import grouped_names
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.forecast import forecast
 from pretraining.planning.gpus import Gpu
@@ -91,10 +92,11 @@ def _predicted(plan: dict) -> dict:
 
 def _observed(run: RunDir) -> dict:
     """Medians of the logged rates, the first row left out where there are more; bytes of the newest checkpoint."""
-    rows = [row for row in read_rows(run.metrics) if "tokens_per_second" in row]
+    rows = [grouped_names(row) for row in read_rows(run.metrics)]
+    rows = [row for row in rows if "throughput/tokens_per_second" in row]
     rows = rows[1:] or rows
     observed = {
-        name: statistics.median(row[name] for row in rows)
+        name: statistics.median(row[f"throughput/{name}"] for row in rows)
         for name in ("tokens_per_second", "step_seconds")
         if rows
     }

@@ -8,6 +8,7 @@ from pretraining.training.metrics import MetricsCallback
 from pretraining.training.peak_memory import PeakMemory
 from pretraining.training.progress import ProgressCallback
 from pretraining.training.ranks import device_name, join_ranks, joined_ranks, leave_ranks
+from pretraining.training.speed import SpeedMeter
 from pretraining.training.stability import StabilityMonitor
 from pretraining.training.stopping import StopRequests
 from pretraining.training.trackers import build_trackers
@@ -19,6 +20,7 @@ __all__ = [
     "PeakMemory",
     "PretrainingTrainer",
     "ProgressCallback",
+    "SpeedMeter",
     "StabilityMonitor",
     "StopRequests",
     "build_arguments",

@@ -1,69 +1,84 @@
 """metrics.jsonl: one row per logged step, complete before any tracker sees it."""
 
+import resource
 import time
 
 from transformers import TrainerCallback
 
+from pretraining.metric_names import grouped_names
 from pretraining.run_dir import RunDir, append_row, drop_rows_after
+from pretraining.training.goodput import Goodput
+from pretraining.training.speed import SpeedMeter, device_memory
+from pretraining.training.stragglers import Stragglers
+from pretraining.training.timed_trainer import time_optimizer
 
 
 class MetricsCallback(TrainerCallback):
-    """Adds tokens, epoch, and throughput to the Trainer's logs, and writes them.
+    """Adds tokens, epoch, throughput and memory to the Trainer's logs, and writes them under grouped names.
 
     Comes first among the callbacks that log, so that metrics.jsonl and the trackers hold the same numbers.
-    `tokens_before`: what earlier, larger or smaller steps have consumed more than as many of these would.
     """
 
-    def __init__(self, run: RunDir, tokens_per_step: int, epochs_per_step: float, tokens_before: int = 0):
-        self.run = run
-        self.tokens_per_step, self.tokens_before = tokens_per_step, tokens_before
-        self.epochs_per_step = epochs_per_step
-        self._reset()
+    def __init__(self, run: RunDir, speed: SpeedMeter, epochs_per_step: float):
+        self.run, self.speed, self.epochs_per_step = run, speed, epochs_per_step
 
-    def _reset(self):
-        self.num_steps, self.step_seconds, self.wait_seconds = 0, 0.0, 0.0
-
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
         # On resume the Trainer restores the cadence of the old run: the recipe's is the one that counts.
         state.compute_steps(args, state.max_steps)
         if state.is_world_process_zero:
-            drop_rows_after(self.run.metrics, state.global_step)
-        self._pause_ended = time.perf_counter()
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._step_began = time.perf_counter()
-        self.wait_seconds += self._step_began - self._pause_ended
+            self.goodput = Goodput(self.run, drop_rows_after(self.run.metrics, state.global_step))
+        self.stragglers = Stragglers()
+        self.logged_step = state.global_step
+        time_optimizer(optimizer, self.speed.clock)
+        self.speed.clock.start()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._pause_ended = time.perf_counter()
-        self.step_seconds += self._pause_ended - self._step_began
-        self.num_steps += 1
         state.epoch = state.global_step * self.epochs_per_step
+        self.speed.clock.settle()
+        if not control.should_log:
+            self._enter_pause(control)
 
     def on_log(self, args, state, control, logs, **kwargs):
         if "train_runtime" in logs:  # the Trainer's closing summary repeats what the rows say
             return
-        tokens = self.tokens_before + state.global_step * self.tokens_per_step
-        row = {"step": state.global_step, "tokens": tokens}
+        logs["tokens"] = self.speed.tokens_at(state.global_step)
         if "loss" in logs:
-            logs.update(self._throughput())
-        logs["tokens"] = row["tokens"]
+            logs.update(self._measured(state))
         if state.is_world_process_zero:
-            append_row(self.run.metrics, {**row, **logs})
-        self._pause_ended = time.perf_counter()
+            place = {"step": state.global_step, "time": round(time.time(), 3)}
+            append_row(self.run.metrics, {**place, **grouped_names(logs)})
+        if "loss" in logs:
+            self._enter_pause(control)
 
     def on_evaluate(self, args, state, control, **kwargs):
-        self._pause_ended = time.perf_counter()
+        self.speed.clock.enter("saving" if control.should_save else "other")
 
-    def on_save(self, args, state, control, **kwargs):
-        self._pause_ended = time.perf_counter()
+    def _enter_pause(self, control) -> None:
+        """What the Trainer does next; the wait for the next batch ends it."""
+        if control.should_evaluate or control.should_save:
+            self.speed.clock.enter("evaluation" if control.should_evaluate else "saving")
 
-    def _throughput(self) -> dict:
-        seconds = self.step_seconds + self.wait_seconds
+    def _measured(self, state) -> dict[str, float]:
+        """Metrics of the steps since the last log. Every rank must call it."""
+        steps, self.logged_step = state.global_step - self.logged_step, state.global_step
+        seconds = self.speed.clock.take()
+        rates = self.speed.rates(seconds, steps)
+        step_seconds = rates["throughput/step_seconds"]
+        own = (seconds.get("data_wait", 0.0) + seconds.get("forward", 0.0)) / max(steps, 1)
+        device = device_memory()
+        host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        ranks = self.stragglers.gather([own, host_peak, *device.values()])
+        slowest = dict(zip(device, [max(column) for column in zip(*ranks, strict=True)][2:], strict=True))
         measured = {
-            "tokens_per_second": round(self.num_steps * self.tokens_per_step / max(seconds, 1e-9), 1),
-            "step_seconds": round(seconds / max(self.num_steps, 1), 6),
-            "data_wait_share": round(self.wait_seconds / max(seconds, 1e-9), 6),
+            **rates,
+            **self.speed.progress(state.global_step, step_seconds),
+            "memory/host_peak_bytes": max(row[1] for row in ranks),
+            **slowest,
         }
-        self._reset()
+        if len(ranks) > 1:
+            measured["throughput/slowest_rank_own_seconds"] = round(max(row[0] for row in ranks), 6)
+        if state.is_world_process_zero:
+            measured["throughput/goodput"] = round(self.goodput.add(steps, step_seconds), 6)
+            for slow in self.stragglers.judge([row[0] for row in ranks], step_seconds, steps):
+                self.run.add_event("straggler", step=state.global_step, **slow)
         return measured

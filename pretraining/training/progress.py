@@ -34,12 +34,14 @@ class ProgressCallback(TrainerCallback):
             line = f"validation loss {logs['eval_loss']:.4f}, {logs['eval_bits_per_byte']:.4f} bits per byte"
             self._print(f"step {state.global_step}: {line}")
         elif self.on_terminal:
-            self.bar.set_postfix_str(f"loss {logs['loss']:.4f}, {logs['tokens_per_second']:,.0f} tokens/s")
+            self.bar.set_postfix_str(
+                f"loss {logs['loss']:.4f}, {logs['throughput/tokens_per_second']:,.0f} tokens/s"
+            )
         else:
             self._print(
                 f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  "
-                f"{logs['tokens_per_second']:,.0f} tokens/s  "
-                f"{_clock((state.max_steps - state.global_step) * logs['step_seconds'])} left"
+                f"{logs['throughput/tokens_per_second']:,.0f} tokens/s  "
+                f"{_clock(logs['throughput/seconds_left'])} left"
             )
 
     def on_train_end(self, args, state, control, **kwargs):

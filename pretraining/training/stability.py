@@ -65,7 +65,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
 
     def on_log(self, args, state, control, logs, **kwargs):
         if "loss" in logs:
-            logs["refused_steps"] = self.refused_steps
+            logs["stability/refused_steps"] = self.refused_steps
             self._judge_norm(logs.get("grad_norm"), state)
 
     def _judge(self, loss: float, refused: bool, state) -> None:

@@ -1,25 +1,30 @@
-"""Trackers of `training.report_to`, told where the run folder is so that a resumed run continues its own."""
+"""Trackers of `training.report_to`: the names of metrics.jsonl, one run across resumes, and never in training's way."""
 
 import os
 import uuid
 from pathlib import Path
 
 from transformers import TrainerCallback
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations import get_reporting_integration_callbacks, integration_utils
 
 from pretraining.errors import UserError
+from pretraining.metric_names import grouped_names
 from pretraining.run_dir import RunDir
 
 # tracker -> the package that provides it
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio", "mlflow": "mlflow"}
+
+# transformers 5.23 would put `train/` before every name; its trackers look this function up in its module.
+integration_utils.rewrite_logs = grouped_names
 
 
 def build_trackers(report_to: str | list[str], run: RunDir, run_name: str) -> list[TrainerCallback]:
     """The callbacks of the trackers. Raises `UserError` for one whose package is missing; writes nothing."""
     names = [report_to] if isinstance(report_to, str) else report_to
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run.tensorboard))
-    trackers = [_build_tracker(name) for name in names if name != "none"]
-    return [WandbRunIdentity(run, run_name), *trackers] if "wandb" in names else trackers
+    os.environ.setdefault("TRACKIO_DIR", str(run.path / "trackio"))
+    trackers = [Tracker(name, _build_tracker(name), run) for name in names if name != "none"]
+    return [RunIdentity(run, run_name, "wandb" in names), *trackers] if trackers else []
 
 
 def _build_tracker(name: str) -> TrainerCallback:
@@ -35,17 +40,77 @@ def _build_tracker(name: str) -> TrainerCallback:
         raise UserError(f"training.report_to: {error}") from error
 
 
-class WandbRunIdentity(TrainerCallback):
-    """One wandb run across resumes: its id lives in the run folder. Without an account it is kept offline.
+class Tracker(TrainerCallback):
+    """A tracker's own callback, whose failures stop nothing.
 
-    Comes before wandb's own callback, which reads these variables when training begins.
+    What fails is tried once more; then the tracker is left alone until the next log, for twice as many logs each
+    time, and events.jsonl says so once, and once again when it works.
     """
 
-    def __init__(self, run: RunDir, run_name: str):
-        self.run, self.run_name = run, run_name
+    LONGEST_PAUSE = 1024
+    """Logs."""
+
+    def __init__(self, name: str, callback: TrainerCallback, run: RunDir):
+        self.name, self.callback, self.run = name, callback, run
+        self.failures = self.logs_to_pass = 0
+
+    def call(self, event: str, args, state, control, **kwargs) -> None:
+        """Hand `event` on, unless the tracker is being left alone."""
+        if self.logs_to_pass and event != "on_train_end":
+            self.logs_to_pass -= event == "on_log"
+            return
+        error = self._try(event, args, state, control, **kwargs)
+        error = error and self._try(event, args, state, control, **kwargs)
+        if error is not None:
+            self._failed(event, error, state)
+        elif self.failures and event == "on_log":
+            self.failures = 0
+            self._tell(state, "tracker_recovered")
+
+    def _try(self, event: str, args, state, control, **kwargs) -> Exception | None:
+        try:
+            getattr(self.callback, event)(args, state, control, **kwargs)
+        except Exception as error:  # whatever a tracker raises, training goes on
+            return error
+        return None
+
+    def _failed(self, event: str, error: Exception, state) -> None:
+        self.logs_to_pass = min(2**self.failures, self.LONGEST_PAUSE)
+        self.failures += 1
+        if self.failures == 1:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            self._tell(state, "tracker_failed", during=event.removeprefix("on_"), reason=reason)
+
+    def _tell(self, state, kind: str, **details) -> None:
+        if state.is_world_process_zero:
+            self.run.add_event(kind, step=state.global_step, tracker=self.name, **details)
+
+
+def _handed_on(event: str):
+    def hand_on(self, args, state, control, **kwargs):
+        self.call(event, args, state, control, **kwargs)
+
+    return hand_on
+
+
+for _event in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
+    setattr(Tracker, _event, _handed_on(_event))
+
+
+class RunIdentity(TrainerCallback):
+    """One run of wandb and trackio across resumes, by its name and, for wandb, an id in the run folder.
+
+    Without an account wandb's is kept offline.
+
+    Comes before the trackers' own callbacks, which read these variables when training begins.
+    """
+
+    def __init__(self, run: RunDir, run_name: str, has_wandb: bool):
+        self.run, self.run_name, self.has_wandb = run, run_name, has_wandb
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
+        args.run_name = args.run_name or self.run_name
+        if state.is_world_process_zero and self.has_wandb:
             for key, value in self._variables().items():
                 os.environ.setdefault(key, value)
 

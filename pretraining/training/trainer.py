@@ -15,7 +15,9 @@ from pretraining.journal import NOTHING_HEALED, Journal
 from pretraining.training.arguments import training_refusals
 from pretraining.training.schedule import lower_rates
 from pretraining.training.signals import ignore_in_worker
+from pretraining.training.step_clock import StepClock
 from pretraining.training.stopping import StoppingCallback, StopRequests
+from pretraining.training.timed_trainer import TimedTrainer
 
 
 class Checkpoints(Protocol):
@@ -28,7 +30,7 @@ class Checkpoints(Protocol):
     def load_random_state(self, folder: Path) -> None: ...
 
 
-class PretrainingTrainer(Trainer):
+class PretrainingTrainer(TimedTrainer):
     """`validate(model, interrupted) -> metrics` replaces the evaluation loop, whose mean is not exact.
 
     `checkpoints` replaces what the Trainer and DeepSpeed write and load: pickles of one layout.
@@ -47,10 +49,12 @@ class PretrainingTrainer(Trainer):
         checkpoints: Checkpoints | None = None,
         stop: StopRequests | None = None,
         journal: Journal = NOTHING_HEALED,
+        clock: StepClock | None = None,
         **kwargs,
     ):
         self.validate, self.recipe_path, self.journal = validate, recipe_path, journal
         self.checkpoints, self.stop = checkpoints, stop
+        self.clock = clock or StepClock()
         with training_refusals(recipe_path):  # before anything of the run is written
             super().__init__(*args, **kwargs)
             _try_optimizer_and_schedule(self.args)

@@ -1,0 +1,198 @@
+"""What watching a run costs, and what its report weighs.
+
+    python benchmarks/monitoring.py overhead --deepspeed null --pairs 20
+    python benchmarks/monitoring.py report --rows 1000000
+
+overhead: blocks of steps with all monitoring on (phases, metrics.jsonl, gathering of the ranks, a report written every
+five seconds) alternate with blocks without any of it, in one run; the ratio is the median over neighbouring blocks.
+report: a run folder of that many logged steps with planted spikes, written as a page and, where a Chromium and
+playwright are there, opened: bytes, seconds, and how many of the spikes the page holds.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from record import REPOSITORY, parser_of, record
+from step_overhead import SHAPES, recipe_arguments
+
+
+def main() -> None:
+    options = parse_arguments()
+    measure_overhead(options) if options.what == "overhead" else measure_report(options)
+
+
+def measure_overhead(options: argparse.Namespace) -> None:
+    if "BENCHMARK_WORKER" in os.environ:
+        return run_alternating(options)
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.processes}"]
+    command = [*launcher, __file__, *sys.argv[1:]]
+    subprocess.run(command, env={**os.environ, "BENCHMARK_WORKER": "1"}, check=True)
+
+
+def run_alternating(options: argparse.Namespace) -> None:
+    """Run train.py's own `main` with a callback in the progress bar's place that switches the monitoring."""
+    import train
+    from pretraining import training
+    from pretraining.reporting import live
+
+    _, _, block_steps = SHAPES[options.shape]
+    switch = build_switch(block_steps, live)
+    training.ProgressCallback = lambda: switch
+    words = recipe_arguments(options, 2 * block_steps)
+    monitored = {"training.logging_steps": options.logging_steps, "report.every_seconds": 5}
+    settings = [word for key, value in monitored.items() for word in ("--set", f"{key}={value}")]
+    sys.argv = ["train.py", *words, *settings]
+    train.main()
+    if os.environ["RANK"] == "0":
+        chosen = {key: value for key, value in vars(options).items() if key not in ("keep", "what", "rows")}
+        record("monitoring", {**chosen, **switch.result()}, options.keep)
+
+
+def build_switch(block_steps: int, live):
+    from transformers import TrainerCallback
+
+    from pretraining.training.metrics import MetricsCallback
+    from pretraining.training.step_clock import StepClock
+
+    writers = []
+    start = live._start
+    live._start = lambda *arguments: writers.append(start(*arguments)) or writers[-1]
+    parts = [
+        (StepClock, "enter"),
+        (StepClock, "settle"),
+        (MetricsCallback, "on_log"),
+        (MetricsCallback, "on_step_end"),
+    ]
+    real = {part: getattr(*part) for part in parts}
+
+    def turn(on: bool) -> None:
+        for (owner, name), method in real.items():
+            setattr(owner, name, method if on else lambda *arguments, **keywords: None)
+        for writer in writers:
+            writer.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+
+    class Switch(TrainerCallback):
+        """Blocks of steps, by turns with monitoring and without."""
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.on, self.seconds = True, {True: [], False: []}
+            self.began = time.perf_counter()
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step and state.global_step % block_steps == 0:
+                self.seconds[self.on].append((time.perf_counter() - self.began) / block_steps)
+                self.on = not self.on
+                turn(self.on)
+                self.began = time.perf_counter()
+
+        def on_train_end(self, args, state, control, **kwargs):
+            turn(True)
+
+        def result(self) -> dict:
+            """Medians over the pairs, the first (warming up) left out."""
+            pairs = list(zip(self.seconds[True], self.seconds[False], strict=False))[1:]
+            return {
+                "ratio": round(statistics.median(on / off for on, off in pairs), 4),
+                "step_seconds": round(statistics.median(off for _, off in pairs), 5),
+                "extra_milliseconds_a_step": round(
+                    1000 * statistics.median(on - off for on, off in pairs), 4
+                ),
+            }
+
+    return Switch()
+
+
+def measure_report(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory(prefix="report_") as folder:
+        spikes = write_rows(Path(folder) / "run", options.rows)
+        began = time.perf_counter()
+        command = [sys.executable, "-m", "pretraining.reporting", f"{folder}/run"]
+        subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+        page = Path(folder) / "run" / "report.html"
+        values = {
+            "rows": options.rows,
+            "write_seconds": round(time.perf_counter() - began, 2),
+            "megabytes": round(page.stat().st_size / 1e6, 3),
+            "spikes_shown": f"{spikes_in(page, spikes)} of {len(spikes)}",
+            **opened(page),
+        }
+    record("monitoring_report", values, options.keep)
+
+
+def write_rows(folder: Path, num_rows: int) -> set[int]:
+    """A run of this many logged steps with everything that a GPU run logs; the steps of its planted spikes."""
+    folder.mkdir()
+    draw = random.Random(0)
+    spikes = set(draw.sample(range(1000, num_rows), 50))
+    (folder / "recipe.json").write_text(json.dumps({"name": "long", "budget": {"tokens": 2000 * num_rows}}))
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, num_rows + 1):
+            loss = 2 + 8 * step**-0.25 + draw.gauss(0, 0.02)
+            loss *= draw.uniform(1.3, 5) if step in spikes else 1
+            names = ("tokens_per_second", "mfu", "hfu", "goodput", "step_seconds", "data_wait_seconds")
+            names += ("forward_backward_seconds", "optimizer_seconds", "evaluation_seconds", "saving_seconds")
+            row = {"step": step, "time": 1.8e9 + 0.3 * step, "train/loss": loss, "train/tokens": 2000 * step}
+            row |= {"train/grad_norm": draw.gauss(1, 0.1), "train/learning_rate": 3e-4 * step / num_rows}
+            row |= {f"throughput/{name}": draw.gauss(1, 0.1) for name in names} | {"memory/peak_bytes": 4e10}
+            file.write(json.dumps(row) + "\n")
+    return spikes
+
+
+def spikes_in(page: Path, spikes: set[int]) -> int:
+    """How many of the spikes are among the drawn points of the loss."""
+    text = page.read_text(encoding="utf-8").partition('id="data">')[2].partition("</script>")[0]
+    return len(spikes & set(json.loads(text)["runs"][0]["series"]["train/loss"]["step"]))
+
+
+def opened(page: Path) -> dict:
+    """Median of five openings in headless Chromium, until everything is drawn."""
+    browser_path = shutil.which("chromium") or shutil.which("google-chrome")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ModuleNotFoundError:
+        return {}
+    if browser_path is None:
+        return {}
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        seconds = [open_once(browser, page) for _ in range(5)]
+        version = browser.version
+        browser.close()
+    return {"open_seconds": round(statistics.median(seconds), 2), "chromium": version}
+
+
+def open_once(browser, page: Path) -> float:
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    began = time.perf_counter()
+    tab.goto(page.as_uri())
+    tab.wait_for_selector("html[data-drawn]")
+    seconds = time.perf_counter() - began
+    tab.close()
+    return seconds
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument("what", choices=("overhead", "report"))
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--deepspeed", default="null", help="a ds_config, or null")
+    parser.add_argument("--micro_batch", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--logging_steps", type=int, default=10)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="logged steps of the report")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

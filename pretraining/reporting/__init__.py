@@ -1,0 +1,5 @@
+"""A run folder as one page: live while it trains, complete without a network; and what its curve says, in words."""
+
+from pretraining.reporting.live import live_report
+
+__all__ = ["live_report"]

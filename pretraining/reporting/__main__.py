@@ -1,0 +1,89 @@
+"""Report on finished or running runs.
+
+examples:
+  python -m pretraining.reporting runs/tiny                          writes runs/tiny/report.html
+  python -m pretraining.reporting runs/a runs/b --output both.html   overlays them in one page
+  python -m pretraining.reporting analyze runs/tiny                  says in words what the curve shows
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from pretraining.command_line import positive_number
+from pretraining.errors import UserError, one_line_errors
+from pretraining.reporting.analysis import analyze, track_record_of
+from pretraining.reporting.page_text import page_text, write_page
+from pretraining.reporting.payload import page_payload, run_payload
+from pretraining.reporting.run_record import RunRecord
+from pretraining.reporting.watch import watch
+from pretraining.reporting.words import sentences
+
+
+def main(arguments: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["analyze"]:
+        return print_analysis(arguments[1:])
+    options = parse_report_arguments(arguments)
+    output = options.output or _default_output(options.runs)
+    if options.watch:
+        return watch(options.runs[0], output, options.watch, options.since)
+    print(write_report(options.runs, output))
+
+
+def write_report(folders: list[Path], output: Path) -> Path:
+    """Write the page of these runs, once."""
+    records = [RunRecord(folder) for folder in folders]
+    payloads = [
+        run_payload(
+            record, track_record=track_record_of(record.run.path.resolve().parent, but=record.run.path)
+        )
+        for record in records
+    ]
+    write_page(output, page_text(page_payload(payloads, None), " · ".join(record.name for record in records)))
+    return output
+
+
+def print_analysis(arguments: list[str]) -> None:
+    """One sentence a line for each run, or JSON."""
+    options = parse_analyze_arguments(arguments)
+    record = RunRecord(options.run)
+    if not len(record.metrics):
+        raise UserError(f"{record.run.metrics}: no logged step yet; there is nothing to analyze")
+    found = analyze(record, track_record_of(options.run.resolve().parent, but=options.run))
+    print(json.dumps(asdict(found), indent=2) if options.json else "\n".join(sentences(found)))
+
+
+def _default_output(folders: list[Path]) -> Path:
+    if len(folders) > 1:
+        raise UserError("several runs in one page: say where it goes with --output FILE")
+    return folders[0] / "report.html"
+
+
+def parse_report_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = _parser("python -m pretraining.reporting")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the run folder")
+    parser.add_argument("--watch", type=positive_number, metavar="SECONDS", help=argparse.SUPPRESS)
+    parser.add_argument("--since", type=float, default=0.0, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def parse_analyze_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = _parser("python -m pretraining.reporting analyze")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser.parse_args(arguments)
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

@@ -1,0 +1,68 @@
+"""Events as marks on the curves: any kind that has a place, and the checkpoints on disk."""
+
+import json
+
+from pretraining.reporting.run_record import RunRecord
+
+LEVELS = {
+    "alert": "bad",
+    "spike": "bad",
+    "hang": "bad",
+    "rollback": "bad",
+    "straggler": "warn",
+    "tracker_failed": "warn",
+    "checkpoint_passed_over": "warn",
+    "uncommitted_checkpoint_removed": "warn",
+    "refusal": "warn",
+    "start": "note",
+    "resume": "note",
+    "end": "note",
+}
+"""How an event is shown; a kind that is not here is a note, or as its own `level` says."""
+NEAR = 0.002
+"""Share of the run within which a spike of the curve is the one that an event tells of."""
+MOST_MARKS = 600
+
+
+def marks_of(record: RunRecord, spike_steps: list[int]) -> list[dict]:
+    """{"kind", "level", "label", "step", "tokens", "hours"} of all marks, by step."""
+    marks = [_mark(record, event) for event in record.events if event.get("event")]
+    told = [mark["step"] for mark in marks if mark["kind"] in ("spike", "rollback", "alert")]
+    near = max(2.0, NEAR * (float(record.steps[-1]) if len(record.steps) else 0))
+    for step in spike_steps:
+        if not any(abs(step - other) <= near for other in told):
+            label = f"spike of the loss at step {step:,}"
+            marks.append({"kind": "spike", "level": "bad", "label": label, **record.at_step(step)})
+    marks += [_checkpoint(record, step) for step in checkpoint_steps(record)]
+    return sorted(marks, key=lambda mark: mark["step"])[-MOST_MARKS:]
+
+
+def checkpoint_steps(record: RunRecord) -> list[int]:
+    """Steps of the committed checkpoints that lie in the run folder."""
+    folders = [path.parent.name for path in record.run.path.glob("checkpoint-*/committed.json")]
+    return sorted(int(name.rpartition("-")[2]) for name in folders if name.rpartition("-")[2].isdigit())
+
+
+def _mark(record: RunRecord, event: dict) -> dict:
+    kind, step = str(event["event"]), record.step_of(event)
+    level = LEVELS.get(kind, str(event.get("level", "note")))
+    details = {key: value for key, value in event.items() if key not in ("event", "time", "step", "export")}
+    told = ", ".join(f"{key} {_brief(value)}" for key, value in details.items() if value is not None)
+    label = f"{kind.replace('_', ' ')} at step {step:,.0f}" + (f": {told[:280]}" if told else "")
+    return {
+        "kind": kind,
+        "level": level if level in ("bad", "warn", "note") else "note",
+        "label": label,
+        **record.at_step(step),
+    }
+
+
+def _checkpoint(record: RunRecord, step: int) -> dict:
+    label = f"checkpoint of step {step:,}, on disk"
+    return {"kind": "checkpoint", "level": "good", "label": label, **record.at_step(step)}
+
+
+def _brief(value) -> str:
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,179 @@
+"use strict";
+// Charts: uPlot with marks, tooltips, log axes and one x axis for all of them.
+
+const RUN_COLORS = {
+  light: ["#2563d9", "#d9730d", "#1a8f4d", "#9b3fc4", "#c2255c", "#0b8793", "#7a6a00", "#5c677d"],
+  dark: ["#6ea3ff", "#f5a04c", "#4cc380", "#c98bea", "#f06595", "#46c2cf", "#cdb93a", "#a3b0c2"],
+};
+const theme = () => document.documentElement.dataset.theme;
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const runColor = (index) => RUN_COLORS[theme()][index % 8];
+const faded = (hex, share) => hex + Math.round(255 * share).toString(16).padStart(2, "0");
+
+const X_AXES = {
+  tokens: { label: "tokens", show: (x) => compact(x, 3) },
+  step: { label: "step", show: (x) => (Math.abs(x) < 1e5 ? whole(x) : compact(x, 4)) },
+  hours: { label: "hours", show: (x) => (x < 100 ? trimmed(x, 3) : whole(x)) },
+};
+const xName = () => memory.get("x", "tokens");
+
+// [xs, ys] of a series on the chosen axis: ascending, one point an x, and positive where the axis is logarithmic.
+const points = (series, logY, logX = memory.get("logX", false)) => {
+  const xs = [], ys = [];
+  const column = series[xName()] || [];
+  for (let i = 0; i < column.length; i++) {
+    const x = column[i];
+    let y = series.value[i];
+    if (x === null || (logX && x <= 0)) continue;
+    if (logY && y !== null && y <= 0) y = null;
+    if (xs.length && x <= xs[xs.length - 1]) { if (x === xs[xs.length - 1]) ys[ys.length - 1] = y; continue; }
+    xs.push(x); ys.push(y);
+  }
+  return [xs, ys];
+};
+
+// Exponential mean over rows, not over points: a bucket of many rows moves it as they would. Forwards and backwards, so
+// that it does not lag behind the curve.
+const onePass = (values, counts, halfLife) => {
+  let mean = 0, weight = 0;
+  return values.map((y, i) => {
+    if (y === null) return null;
+    const keep = 0.5 ** (counts[i] / halfLife);
+    mean = keep * mean + (1 - keep) * y;
+    weight = keep * weight + (1 - keep);
+    return mean / weight;
+  });
+};
+
+const smoothed = (series, strength) => {
+  const source = series.mean || series;
+  const counts = source.count || source.value.map(() => 1);
+  const halfLife = Math.max(0.5, strength * counts.reduce((a, b) => a + b, 0));
+  const there = onePass(source.value, counts, halfLife);
+  const back = onePass(source.value.slice().reverse(), counts.slice().reverse(), halfLife).reverse();
+  return { ...source, value: there.map((y, i) => (y === null ? null : (y + back[i]) / 2)) };
+};
+
+const MARK_COLORS = { bad: "bad", warn: "warn", good: "good", note: "note" };
+const shownMarks = (runs) => runs.filter((run) => !run.hidden).flatMap((run) => run.marks).filter((mark) => memory.get(`marks-${mark.level}`, true));
+
+const drawMarks = (u, marks) => {
+  const { ctx, bbox } = u;
+  const ratio = devicePixelRatio;
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(bbox.left, bbox.top - 8 * ratio, bbox.width, bbox.height + 8 * ratio);
+  ctx.clip();
+  for (const mark of marks) {
+    const x = Math.round(u.valToPos(mark[xName()], "x", true)) + 0.5;
+    if (!isFinite(x)) continue;
+    ctx.strokeStyle = ctx.fillStyle = color(MARK_COLORS[mark.level]);
+    ctx.globalAlpha = mark.level === "bad" ? 0.75 : 0.35;
+    ctx.lineWidth = ratio;
+    ctx.setLineDash(mark.level === "bad" ? [] : [3 * ratio, 4 * ratio]);
+    ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
+    ctx.globalAlpha = 1;
+    ctx.beginPath();
+    ctx.moveTo(x - 4 * ratio, bbox.top - 7 * ratio); ctx.lineTo(x + 4 * ratio, bbox.top - 7 * ratio); ctx.lineTo(x, bbox.top);
+    ctx.fill();
+  }
+  ctx.restore();
+};
+
+const nearestValue = (u, s, index) => {
+  const xs = u.data[0], ys = u.data[s];
+  for (let reach = 0; reach < xs.length; reach++) {
+    for (const i of [index - reach, index + reach]) {
+      if (ys[i] === undefined) continue;
+      return Math.abs(u.valToPos(xs[i], "x") - u.cursor.left) < 40 ? ys[i] : undefined;
+    }
+  }
+  return undefined;
+};
+
+const tooltip = (u, tip, lines, marks, unit) => {
+  const { left, idx } = u.cursor;
+  if (left < 0 || idx === null || idx === undefined) { tip.style.display = "none"; return; }
+  tip.replaceChildren(el("div", { class: "soft" }, X_AXES[xName()].label, el("b", {}, X_AXES[xName()].show(u.posToVal(left, "x")))));
+  lines.forEach((line, i) => {
+    if (line.quiet || !u.series[i + 1].show) return;
+    const value = nearestValue(u, i + 1, idx);
+    if (value === undefined) return;
+    tip.append(el("div", {}, el("span", { class: "swatch", style: { background: line.color, alignSelf: "center" } }), line.label,
+      el("b", {}, value === null ? "not finite" : UNITS[unit](value))));
+  });
+  const close = marks.filter((mark) => Math.abs(u.valToPos(mark[xName()], "x") - left) < 6).slice(0, 4);
+  for (const mark of close) tip.append(el("div", {}, el("span", { class: `level ${mark.level}` }), mark.label));
+  tip.style.display = "block";
+  const room = u.over.clientWidth, place = u.over.offsetLeft + left;
+  tip.style.left = left > room / 2 ? "" : `${place + 14}px`;
+  tip.style.right = left > room / 2 ? `${room - left + 14}px` : "";
+  tip.style.top = "8px";
+};
+
+const axis = (show, size) => ({
+  stroke: color("soft"), grid: { stroke: color("line"), width: 1 }, ticks: { show: false }, size, gap: 6, font: "11px system-ui, sans-serif",
+  values: (u, splits) => splits.map((value) => (value === null ? "" : show(value))),
+});
+
+const drawn = new Set();
+
+// The part of a curve that is worth looking at: from the lowest value to the highest after the first steps' fall. What
+// rises above it is cut off; its mark is not.
+const settledRange = (lines) => (u) => {
+  const xs = u.data[0], [from, to] = u.series[0].idxs || [0, xs.length - 1];
+  const first = from === 0 ? xs[0] + 0.04 * (xs[to] - xs[0]) : xs[from];
+  let low = Infinity, high = -Infinity;
+  lines.forEach((line, k) => {
+    if (line.quiet || !u.series[k + 1].show) return;
+    for (let i = from; i <= to; i++) {
+      const y = u.data[k + 1][i];
+      if (xs[i] < first || y === null || y === undefined) continue;
+      low = Math.min(low, y); high = Math.max(high, y);
+    }
+  });
+  if (!(high >= low)) return [0, 1];
+  const room = Math.max(high - low, 1e-3 * Math.abs(high));
+  return [low - 0.12 * room, high + 0.25 * room];
+};
+
+// A noisy series as its points, faint, and a smooth line through them.
+const withSmooth = (line, strength) => !line.series || strength <= 0 || line.series.value.length < 60 ? [line] : [
+  { ...line, label: `${line.label} raw`, belongsTo: line.label, quiet: true, color: faded(line.color, 0.25), width: 1 },
+  { ...line, series: smoothed(line.series, strength) },
+];
+
+// lines: [{label, color, series, width, dash, quiet, dots}]
+const drawChart = (box, lines, { unit = "number", height = 200, logY = false, runs = [], toggles = true, settled = false } = {}) => {
+  const usable = lines.filter((line) => line.series && line.series.value.some((y) => y !== null));
+  if (!usable.length) return null;
+  const logX = memory.get("logX", false), marks = shownMarks(runs);
+  const data = uPlot.join(usable.map((line) => points(line.series, logY)));
+  const tip = el("div", { class: "tip", role: "status" });
+  const holder = el("div", { class: "chart" }, tip);
+  box.append(holder);
+  const chart = new uPlot({
+    width: Math.max(200, holder.clientWidth), height, padding: [10, 10, 0, 0], legend: { show: false },
+    cursor: { sync: { key: `x-${xName()}-${logX}` }, drag: { x: true, y: false }, points: { size: 6 }, y: false, focus: { prox: 24 } },
+    scales: { x: { time: false, distr: logX ? 3 : 1 }, y: { distr: logY ? 3 : 1, ...(settled && !logY ? { range: settledRange(usable) } : {}) } },
+    axes: [axis(X_AXES[xName()].show, 28), axis((y) => (unit === "loss" ? compact(y, 4) : UNITS[unit](y)), unit === "bytes" || unit === "share" ? 62 : 54)],
+    series: [{}, ...usable.map((line) => ({
+      label: line.label, stroke: line.color, width: line.width || 1.5, dash: line.dash, spanGaps: false,
+      points: { show: line.dots && line.series.value.length < 80, size: 5, fill: line.color },
+    }))],
+    hooks: { draw: [(u) => drawMarks(u, marks)], setCursor: [(u) => tooltip(u, tip, usable, marks, unit)] },
+  }, data, holder);
+  drawn.add({ chart, holder });
+  if (toggles && usable.filter((line) => !line.quiet).length > 1) box.append(legendOf(chart, usable));
+  return chart;
+};
+
+const legendOf = (chart, lines) => el("div", { class: "legend" }, lines.map((line, i) => line.quiet ? null :
+  el("button", { type: "button", "aria-pressed": "true", onclick: (event) => {
+    const show = !chart.series[i + 1].show;
+    event.currentTarget.setAttribute("aria-pressed", String(show));
+    lines.forEach((other, k) => { if (k === i || other.belongsTo === line.label) chart.setSeries(k + 1, { show }); });
+  } }, el("span", { class: "swatch", style: { background: line.color } }), line.label)));
+
+const forgetCharts = () => { for (const { chart } of drawn) chart.destroy(); drawn.clear(); };
+const fitCharts = () => { for (const { chart, holder } of drawn) chart.setSize({ width: Math.max(200, holder.clientWidth), height: chart.height }); };

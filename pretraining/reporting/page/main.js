@@ -1,0 +1,154 @@
+"use strict";
+// The page: one run with everything, or several overlaid.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const page = document.getElementById("page");
+const several = data.runs.length > 1;
+
+const applyTheme = () => {
+  const system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  document.documentElement.dataset.theme = memory.get("theme", system);
+};
+
+const lossLines = () => {
+  const strength = memory.get("smooth", 0.01);
+  return data.runs.flatMap((run, i) => {
+    const train = run.series["train/loss"], validation = run.series["eval/loss"];
+    const main = several ? runColor(i) : color("accent"), other = several ? runColor(i) : color("second");
+    const name = several ? run.name : "training";
+    return [
+      train && strength > 0 ? { label: `${name} raw`, belongsTo: name, quiet: true, color: faded(main, 0.28), width: 1, series: train } : null,
+      train ? { label: name, color: main, width: 2, series: strength > 0 ? smoothed(train, strength) : train } : null,
+      validation ? { label: several ? `${run.name} validation` : "validation", color: other, width: 2, dash: several ? [6, 4] : null, dots: true, series: validation } : null,
+      memory.get("forecast", false) ? forecastLine(run, i) : null,
+    ].filter(Boolean);
+  });
+};
+
+const forecastLine = (run, i) => {
+  const made = run.heading, at = run.last_place;
+  if (!made || !at || xName() === "hours" || at.tokens >= made.tokens) return null;
+  const tokens = Array.from({ length: 60 }, (_, k) => at.tokens + (k / 59) * (made.tokens - at.tokens));
+  const series = { tokens, step: tokens.map((x) => (x / at.tokens) * at.step), value: tokens.map((x) => made.floor + made.scale * (x / made.unit) ** -made.exponent) };
+  return { label: several ? `${run.name} heading` : "heading for", color: several ? runColor(i) : color("note"), dash: [2, 4], width: 1.5, series };
+};
+
+const lossCard = () => {
+  const charts = el("div");
+  const redraw = () => draw();
+  const slider = el("input", { type: "range", min: 0, max: 100, value: 100 * Math.sqrt(memory.get("smooth", 0.01) / 0.2), "aria-label": "smoothing",
+    onchange: () => { memory.set("smooth", 0.2 * (slider.value / 100) ** 2); redraw(); } });
+  const box = el("section", { class: "card", id: "loss" },
+    el("div", { class: "head" }, el("h2", {}, "Loss"), el("span", { class: "soft small" }, "nats per token"), el("span", { class: "grow" }),
+      el("div", { class: "tools" }, choice("x", [["tokens", "tokens"], ["step", "steps"], ["hours", "hours"]], "tokens", redraw),
+        tick("logX", "log x", false, redraw), tick("logY", "log y", false, redraw), tick("whole", "from the start", false, redraw),
+        data.runs.some((run) => run.heading) ? tick("forecast", "forecast", false, redraw) : null,
+        el("label", {}, "smoothing", slider))),
+    charts, markFilter());
+  page.append(box);
+  const chart = drawChart(charts, lossLines(), { unit: "loss", height: innerWidth < 560 ? 280 : 380, logY: memory.get("logY", false), settled: !memory.get("whole", false), runs: data.runs });
+  if (!chart) charts.append(el("p", { class: "soft", style: { margin: "12px 0" } }, "No loss has been logged yet."));
+};
+
+const markFilter = () => {
+  const counts = {};
+  for (const run of data.runs) for (const mark of run.marks) counts[mark.level] = (counts[mark.level] || 0) + 1;
+  const labels = { bad: "spikes, alerts, rollbacks", warn: "warnings", note: "starts, resumes, notes", good: "checkpoints" };
+  return el("div", { class: "tools", style: { marginTop: "10px" } }, Object.entries(labels).filter(([level]) => counts[level]).map(([level, label]) => {
+    const box = tick(`marks-${level}`, "", true, draw);
+    box.append(el("span", { class: `level ${level}`, style: { marginRight: 0 } }), `${label} (${counts[level]})`);
+    return box;
+  }), el("span", { class: "grow" }), el("span", { class: "small" }, "drag to zoom, double-click to reset"));
+};
+
+const CHARTS = [
+  ["Learning rate", ["train/learning_rate"]],
+  ["Gradient norm", ["train/grad_norm"], { logY: true }],
+  ["Throughput", ["throughput/tokens_per_second"]],
+  ["Share of the dense peak", ["throughput/mfu", "throughput/hfu"]],
+  ["Where a step's time goes", ["throughput/step_seconds", "throughput/forward_backward_seconds", "throughput/optimizer_seconds", "throughput/data_wait_seconds"]],
+  ["Pauses", ["throughput/evaluation_seconds", "throughput/saving_seconds"]],
+  ["Goodput", ["throughput/goodput"]],
+  ["GPU utilization", ["throughput/gpu_utilization"]],
+  ["Memory", ["memory/peak_bytes", "memory/reserved_bytes", "memory/host_peak_bytes"]],
+  ["Bits per byte", ["eval/bits_per_byte"], { unit: "loss" }],
+];
+const NOT_DRAWN = ["train/loss", "eval/loss", "eval/perplexity", "train/tokens", "train/epoch", "throughput/budget_share", "throughput/seconds_left",
+  "throughput/tokens_per_second_per_device", "throughput/slowest_rank_own_seconds", "throughput/data_wait_share"];
+
+const chartLines = (names) => names.flatMap((name, k) => data.runs.map((run, i) => ({
+  label: [several ? run.name : "", names.length > 1 || !several ? spoken(name).replace(/ seconds$| bytes$/, "") : ""].filter(Boolean).join(" "),
+  color: several ? runColor(i) : runColor(k), dash: several && k ? [6 - k, 3 + k] : null, dots: name.startsWith("eval/"), series: run.series[name],
+}))).flatMap((line, _, all) => all.some((other) => other !== line && same(other.series, line.series) && all.indexOf(other) < all.indexOf(line)) ? [] :
+  NOISY.test(names[0]) ? withSmooth(line, memory.get("smooth", 0.01)) : [line]);
+const NOISY = /^stability|grad_norm|tokens_per_second|mfu|utilization|^throughput.step_seconds/;
+const same = (a, b) => a && b && a.value.length === b.value.length && a.value.every((y, i) => y === b.value[i]);
+
+const planned = (names) => {
+  if (several || !names.includes("memory/peak_bytes")) return [];
+  const pair = data.runs[0].plan.pairs.find(({ quantity }) => quantity === "peak_memory_bytes");
+  const measured = data.runs[0].series["memory/peak_bytes"];
+  if (!pair || typeof pair.predicted !== "number" || !measured) return [];
+  return [{ label: "planned peak", color: color("note"), dash: [6, 4], series: { ...measured, value: measured.value.map(() => pair.predicted) } }];
+};
+
+const chartGrid = () => {
+  const grid = el("section", { class: "grid" });
+  page.append(grid);
+  const known = CHARTS.flatMap(([, names]) => names);
+  const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.series)))].filter((name) => !known.includes(name) && !NOT_DRAWN.includes(name));
+  const hasValues = (name) => data.runs.some((run) => run.series[name] && run.series[name].value.some((y) => y !== null));
+  const wanted = [...CHARTS, ...names.map((name) => [titled(spoken(name)), [name]])].filter(([, metrics]) => metrics.some(hasValues));
+  const boxes = wanted.map(([title]) => el("div", { class: "card" }, el("h3", {}, title)));
+  grid.append(...boxes); // all of them before the first is drawn: their number decides their width
+  wanted.forEach(([, metrics, options], i) => drawChart(boxes[i], [...chartLines(metrics), ...planned(metrics)], { unit: unitOf(metrics[0]), runs: data.runs, ...options }));
+};
+
+const detailed = () => {
+  if (!several) return data.runs[0];
+  const chosen = Math.min(memory.get("run", 0), data.runs.length - 1);
+  page.append(el("div", { class: "head" }, el("h2", {}, "Details of"), choice("run", data.runs.map((run, i) => [i, run.name]), chosen, draw)));
+  return data.runs[chosen];
+};
+
+const draw = () => {
+  const place = scrollY;
+  forgetCharts();
+  page.replaceChildren();
+  if (several) page.append(el("header", { class: "head" }, el("h1", {}, data.runs.map((run) => run.name).join(" · ")), el("span", { class: "grow" }), themeButton()), comparison(data));
+  else page.append(head(data.runs[0], data), tiles(data.runs[0]), words(data.runs[0]));
+  lossCard();
+  chartGrid();
+  const run = detailed();
+  page.append(...[several ? words(run) : null, plan(run), scores(run), samples(run), events(run),
+    folded("Recipe", run.recipe, "recipe"), folded("Environment", run.environment, "environment")].filter(Boolean), footer(run));
+  age();
+  scrollTo(0, place);
+};
+
+const footer = (run) => el("footer", {}, [`written ${clock(data.written)}`, `${whole(run.num_rows)} logged rows`, run.folder,
+  run.broken_lines ? `${run.broken_lines} line(s) of metrics.jsonl could not be read` : ""].filter(Boolean).join(" · "));
+
+// A page whose run is alive loads itself again, unless somebody is reading with hand on it; one that stays old says so.
+const age = () => {
+  const label = document.getElementById("age");
+  if (!label || !data.every_seconds) return;
+  const seconds = Date.now() / 1000 - data.written;
+  label.textContent = seconds < 5 * data.every_seconds + 120 ? `updated ${duration(Math.max(0, Math.round(seconds)))} ago` : `no news for ${duration(seconds)}: the run may have died`;
+};
+
+let lastTouch = 0;
+for (const kind of ["pointermove", "pointerdown", "wheel", "keydown"]) addEventListener(kind, () => { lastTouch = Date.now(); }, { passive: true });
+if (data.every_seconds) {
+  setInterval(age, 1000);
+  setInterval(() => { if (!document.hidden && Date.now() - lastTouch > 5000) { memory.set("scroll", scrollY); location.reload(); } }, 1000 * Math.max(5, data.every_seconds));
+}
+
+applyTheme();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { applyTheme(); draw(); });
+draw();
+scrollTo(0, memory.get("scroll", 0));
+memory.set("scroll", 0);
+let fitting = 0;
+addEventListener("resize", () => { cancelAnimationFrame(fitting); fitting = requestAnimationFrame(fitCharts); });
+document.documentElement.dataset.drawn = "yes";

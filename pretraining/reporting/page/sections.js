@@ -1,0 +1,123 @@
+"use strict";
+// The page's parts that are no charts: head, tiles, tables, samples.
+
+const head = (run, data) => {
+  const silent = el("span", { class: "soft small num", id: "age" });
+  const share = run.last["throughput/budget_share"] || (run.last_place && run.budget.tokens ? run.last_place.tokens / run.budget.tokens : 0);
+  const steps = run.last_place ? `step ${whole(run.last_place.step)}` : "no step yet";
+  const tokens = run.last_place ? `${compact(run.last_place.tokens, 4)} of ${compact(run.budget.tokens, 4)} tokens` : "";
+  return el("header", {},
+    el("div", { class: "head" }, el("h1", {}, run.name), el("span", { class: `pill ${run.state}` }, run.state),
+      el("span", { class: "grow" }), silent, themeButton()),
+    run.description ? el("p", { class: "soft small", style: { margin: "6px 0 10px", maxWidth: "80ch" } }, run.description) : null,
+    el("div", { class: "bar", role: "progressbar", "aria-valuenow": Math.round(100 * (share || 0)), "aria-label": "share of the budget" },
+      el("div", { style: { width: `${100 * Math.min(1, share || 0)}%` } })),
+    el("p", { class: "soft small num", style: { marginTop: "6px" } }, [steps, tokens,
+      run.state === "running" && run.last["throughput/seconds_left"] ? `${duration(run.last["throughput/seconds_left"])} left` : "",
+      run.began ? `begun ${clock(run.began)}` : ""].filter(Boolean).join(" · ")));
+};
+
+const themeButton = () => el("button", { type: "button", class: "plain", "aria-label": "light or dark", onclick: () => {
+  memory.set("theme", theme() === "dark" ? "light" : "dark");
+  applyTheme();
+  draw();
+} }, theme() === "dark" ? "Light" : "Dark");
+
+const tile = (label, value, more) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, more ? `${label} · ${more}` : label));
+
+const tiles = (run) => {
+  const last = run.last, devices = run.plan.facts.world_size;
+  const has = (name) => last[name] !== null && last[name] !== undefined;
+  const memoryName = has("memory/peak_bytes") ? "memory/peak_bytes" : "memory/host_peak_bytes";
+  const troubles = run.marks.filter((mark) => mark.level === "bad").length;
+  return el("section", { class: "tiles", "aria-label": "now" },
+    tile("training loss", fixed(4)(last["train/loss"])),
+    has("eval/loss") ? tile("validation loss", fixed(4)(last["eval/loss"])) : null,
+    has("eval/bits_per_byte") ? tile("bits per byte", fixed(4)(last["eval/bits_per_byte"])) : null,
+    tile("tokens/s", compact(last["throughput/tokens_per_second"]), devices > 1 ? `${compact(last["throughput/tokens_per_second"] / devices)} each of ${devices}` : null),
+    has("throughput/mfu") ? tile("of the dense peak (MFU)", percent(last["throughput/mfu"])) : null,
+    has("throughput/step_seconds") ? tile("a step", duration(last["throughput/step_seconds"])) : null,
+    has("throughput/goodput") ? tile("goodput", percent(last["throughput/goodput"])) : null,
+    has(memoryName) ? tile(memoryName === "memory/peak_bytes" ? "peak GPU memory" : "peak host memory", bytes(last[memoryName])) : null,
+    tile(troubles === 1 ? "alarm" : "alarms", whole(troubles)));
+};
+
+const words = (run) => el("section", { class: "card" }, el("h2", {}, "What the curve says"),
+  el("ul", { class: "words" }, run.sentences.map((sentence) => el("li", {}, sentence))));
+
+const table = (heads, rows, numeric = []) => el("div", { class: "scroll" }, el("table", {},
+  el("thead", {}, el("tr", {}, heads.map((text, i) => el("th", { class: numeric.includes(i) ? "num" : null }, text)))),
+  el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell, i) => el("td", { class: numeric.includes(i) ? "num" : i === cells.length - 1 ? "wide" : null }, cell)))))));
+
+const comparison = (data) => {
+  const columns = [["training loss", "train/loss"], ["validation loss", "eval/loss"], ["bits per byte", "eval/bits_per_byte"],
+    ["tokens/s", "throughput/tokens_per_second"], ["MFU", "throughput/mfu"], ["goodput", "throughput/goodput"]];
+  const shown = columns.filter(([, name]) => data.runs.some((run) => typeof run.last[name] === "number"));
+  const rows = data.runs.map((run, i) => [
+    el("span", {}, el("span", { class: "swatch dot", style: { background: runColor(i), marginRight: "8px" } }), run.name),
+    run.state, run.last_place ? whole(run.last_place.step) : "–", run.last_place ? compact(run.last_place.tokens, 4) : "–",
+    ...shown.map(([, name]) => UNITS[unitOf(name)](run.last[name]))]);
+  return el("section", { class: "card" }, el("h2", {}, `${data.runs.length} runs`),
+    table(["run", "state", "step", "tokens", ...shown.map(([label]) => label)], rows, [2, 3, ...shown.map((_, i) => i + 4)]));
+};
+
+const FACTS = { parameters: compact, tokens: compact, steps: whole, tokens_per_step: whole, sequence_length: whole, world_size: whole,
+  micro_batch: whole, accumulation_steps: whole, training_flops: (n) => n.toExponential(2), tokens_per_parameter: (n) => trimmed(n, 3) };
+
+const plan = (run) => {
+  const { facts, pairs } = run.plan;
+  if (!pairs.length && !Object.keys(facts).length) return null;
+  const rows = pairs.map(({ quantity, unit, predicted, measured }) => [titled(spoken(quantity).replace(" bytes", "").replace("mfu", "MFU")),
+    UNITS[unit](predicted), UNITS[unit](measured),
+    typeof predicted === "number" && typeof measured === "number" && predicted ? `${trimmed(measured / predicted, 3)} ×` : "–"]);
+  return el("section", { class: "card" }, el("h2", {}, "Plan beside measured"),
+    table(["", "planned", "measured", "ratio"], rows, [1, 2, 3]),
+    el("p", { class: "soft small", style: { marginTop: "10px" } }, Object.entries(facts).map(([name, value]) =>
+      `${spoken(name)} ${(FACTS[name] || String)(value)}`).join(" · ")));
+};
+
+const scores = (run) => {
+  const { names, rows } = run.scores;
+  if (!rows.length) return null;
+  const cells = rows.slice().reverse().map(([step, ...values]) => [whole(step), ...values.map((value, i) =>
+    el("span", { style: { fontWeight: names[i] === "eval/loss" && value === run.best_validation ? 700 : 400 } }, fixed(4)(value)))]);
+  const all = names.map((_, i) => i + 1);
+  const box = el("section", { class: "card" }, el("h2", {}, "Evaluation scores"), table(["step", ...names.map(spoken)], cells, [0, ...all]));
+  box.querySelector(".scroll").classList.add("tall");
+  return box;
+};
+
+const samples = (run) => {
+  if (!run.samples.length) return null;
+  const show = (i) => {
+    const sample = run.samples[i];
+    label.textContent = `step ${whole(sample.step)}` + (sample.prompt ? ` · prompt “${sample.prompt}”` : "");
+    text.textContent = typeof sample.text === "string" ? sample.text : JSON.stringify(sample, null, 2);
+  };
+  const label = el("span", { class: "soft small" }), text = el("pre");
+  const slider = el("input", { type: "range", min: 0, max: run.samples.length - 1, value: run.samples.length - 1, "aria-label": "which sample", oninput: () => show(Number(slider.value)) });
+  show(run.samples.length - 1);
+  return el("section", { class: "card", id: "samples" }, el("div", { class: "head" }, el("h2", {}, "Samples"), el("span", { class: "grow" }), slider), label, text);
+};
+
+const events = (run) => {
+  if (!run.events.length) return null;
+  const level = (kind) => (run.marks.find((mark) => mark.kind === kind) || { level: "note" }).level;
+  const rows = run.events.slice().reverse().map((event) => {
+    const { time, event: kind, step, export: files, ...rest } = event;
+    const told = Object.entries(rest).filter(([, value]) => value !== null)
+      .map(([key, value]) => `${spoken(key)} ${typeof value === "number" ? compact(value, 5) : typeof value === "string" ? value : JSON.stringify(value)}`).join(" · ");
+    return [el("span", { class: "num soft" }, time ? clock(Date.parse(time) / 1000) : ""),
+      el("span", {}, el("span", { class: `level ${level(kind)}` }), spoken(String(kind))), step === undefined ? "" : whole(step), told];
+  });
+  const box = el("section", { class: "card" }, el("h2", {}, "Events"), table(["when", "what", "step", "details"], rows, [2]));
+  box.querySelector(".scroll").classList.add("tall");
+  return box;
+};
+
+const folded = (label, value, name) => {
+  if (!value || !Object.keys(value).length) return null;
+  const box = el("details", { class: "card", ontoggle: () => memory.set(`open-${name}`, box.open) }, el("summary", {}, label), el("pre", {}, JSON.stringify(value, null, 2)));
+  box.open = memory.get(`open-${name}`, false);
+  return box;
+};

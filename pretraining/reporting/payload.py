@@ -1,0 +1,155 @@
+"""What the page is given: one run as plain JSON values, small whatever the run's length."""
+
+import math
+import time
+
+import numpy as np
+
+from pretraining.reporting.analysis import Analysis, analyze
+from pretraining.reporting.downsample import bucket_means, kept_points
+from pretraining.reporting.marks import marks_of
+from pretraining.reporting.plan_table import plan_beside_measured
+from pretraining.reporting.run_record import RunRecord
+from pretraining.reporting.words import sentences
+
+POINTS_OF_LOSS, POINTS = 3000, 1000
+NUM_MEANS = 1500
+MOST_EVENTS, MOST_SAMPLES, MOST_SCORES = 400, 60, 60
+LONGEST_TEXT = 6000
+"""Characters of a sample or of an event's detail."""
+
+
+def run_payload(record: RunRecord, live: bool = False, track_record: list[float] = ()) -> dict:
+    """Everything the page shows of one run. `live`: a process of the run writes the page again and again."""
+    found = analyze(record, track_record)
+    metrics = record.metrics
+    return {
+        "name": record.name,
+        "folder": str(record.run.path),
+        "description": str(record.recipe.get("description") or ""),
+        "state": "running" if live and record.state == "stopped" else record.state,
+        "began": _began(record),
+        "num_rows": len(metrics),
+        "broken_lines": metrics.broken_lines,
+        "last": {name: _plain(metrics.last(name)) for name in metrics.names()},
+        "last_place": record.at_step(float(record.steps[-1])) if len(metrics) else None,
+        "budget": record.recipe.get("budget") or {},
+        "phase": found.phase,
+        "sentences": sentences(found),
+        "series": {name: _series(record, name) for name in metrics.names()},
+        "marks": marks_of(record, found.spikes),
+        "heading": _heading(found),
+        "target": found.target,
+        "best_validation": _plain(found.best_validation),
+        "plan": plan_beside_measured(record),
+        "scores": _scores(record),
+        "events": [_short(event) for event in record.events[-MOST_EVENTS:]],
+        "samples": [_short(sample) for sample in _spread(record.samples, MOST_SAMPLES)],
+        "recipe": record.recipe,
+        "environment": record.environment,
+    }
+
+
+def _began(record: RunRecord) -> float | None:
+    """UNIX seconds of the first event or row."""
+    times = [record.event_time(event) for event in record.events[:1]] + list(record.metrics.times[:1])
+    times = [moment for moment in times if math.isfinite(moment)]
+    return min(times) if times else None
+
+
+def _series(record: RunRecord, name: str) -> dict:
+    """Points of a metric, x columns and values; where not all rows are points, also means of buckets, for smoothing."""
+    rows, values = record.metrics.column(name)
+    is_loss = name == "train/loss"
+    budget = POINTS_OF_LOSS if is_loss else POINTS
+    kept = kept_points(values, budget)
+    points = {**_places(record, rows[kept]), "value": _numbers(values[kept])}
+    if len(values) > budget:
+        middle, means, counts = bucket_means(values, NUM_MEANS if is_loss else NUM_MEANS // 5)
+        points["mean"] = {
+            **_places(record, rows[middle]),
+            "value": _numbers(means),
+            "count": counts.tolist(),
+        }
+    return points
+
+
+def _places(record: RunRecord, rows: np.ndarray) -> dict[str, list]:
+    return {
+        "step": _numbers(record.steps[rows], 12),
+        "tokens": _numbers(record.tokens[rows], 12),
+        "hours": _numbers(record.hours[rows]),
+    }
+
+
+def _heading(found: Analysis) -> dict | None:
+    if found.heading is None:
+        return None
+    law = found.heading.law
+    return {
+        "tokens": found.heading_tokens,
+        "loss": found.heading.loss,
+        "low": found.heading.low,
+        "high": found.heading.high,
+        "floor": law.floor,
+        "scale": law.scale,
+        "exponent": law.exponent,
+        "unit": law.unit,
+    }
+
+
+def _scores(record: RunRecord) -> dict:
+    """{"names", "rows": [[step, value, ...], ...]} of every evaluation, spread over the run."""
+    columns = {
+        name: record.metrics.column(name) for name in record.metrics.names() if name.startswith("eval/")
+    }
+    by_step: dict[float, dict] = {}
+    for name, (rows, values) in columns.items():
+        for row, value in zip(rows, values, strict=True):
+            by_step.setdefault(float(record.steps[row]), {})[name] = _plain(float(value))
+    chosen = _spread(sorted(by_step), MOST_SCORES)
+    return {
+        "names": list(columns),
+        "rows": [[step, *(by_step[step].get(name) for name in columns)] for step in chosen],
+    }
+
+
+def _spread(items: list, most: int) -> list:
+    """At most `most` of the items, evenly spaced, first and last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))]
+
+
+def _short(row: dict) -> dict:
+    return {key: _plain(value) for key, value in row.items()}
+
+
+def _plain(value):
+    """A value that JSON can write: no NaN, no endless text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        return value if len(value) <= LONGEST_TEXT else f"{value[:LONGEST_TEXT]} ..."
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value[:1000]]
+    return value
+
+
+def _numbers(values: np.ndarray, digits: int = 6) -> list:
+    """Numbers with few digits; whole ones as integers, what is not finite as null."""
+    plain = []
+    for value in values.tolist():
+        if not math.isfinite(value):
+            plain.append(None)
+        else:
+            short = float(f"{value:.{digits}g}")
+            plain.append(int(short) if short.is_integer() else short)
+    return plain
+
+
+def page_payload(runs: list[dict], every_seconds: float | None) -> dict:
+    """The page's data: its runs, when it was written, how often it is written again (None: this is all)."""
+    return {"runs": runs, "written": round(time.time(), 3), "every_seconds": every_seconds}

@@ -1,0 +1,38 @@
+"""Goodput: the share of the wall time since the first start that went into steps which counted."""
+
+import calendar
+import time
+
+from pretraining.run_dir import RunDir, read_rows
+
+
+class Goodput:
+    """Steps count whose rows stay in metrics.jsonl; all else is lost to the wall: start-up, evaluation, saving,
+    steps done twice after a kill or a rollback, and the time between a stop and the next start."""
+
+    def __init__(self, run: RunDir, kept_rows: list[dict]):
+        """kept_rows: of metrics.jsonl, up to the step that training continues from."""
+        times = [_seconds(row["time"]) for row in read_rows(run.events) if row.get("event") == "start"]
+        self.began = times[-1] if times else time.time()
+        self.good_seconds = good_seconds(kept_rows)
+
+    def add(self, steps: int, step_seconds: float) -> float:
+        """Count `steps` steps; the goodput now."""
+        self.good_seconds += steps * step_seconds
+        wall_seconds = time.time() - self.began
+        return min(1.0, self.good_seconds / wall_seconds) if wall_seconds > 0 else 1.0
+
+
+def good_seconds(rows: list[dict]) -> float:
+    """Seconds of the steps that rows of metrics.jsonl stand for."""
+    total, before = 0.0, 0
+    for row in rows:
+        if "throughput/step_seconds" in row:
+            total += (row["step"] - before) * row["throughput/step_seconds"]
+            before = row["step"]
+    return total
+
+
+def _seconds(when: str) -> float:
+    """UNIX seconds of an event's time."""
+    return calendar.timegm(time.strptime(when, "%Y-%m-%dT%H:%M:%SZ"))

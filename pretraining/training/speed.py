@@ -1,0 +1,112 @@
+"""Throughput of the steps since the last log, against the device's dense peak and the run's budget."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from pretraining.errors import UserError
+from pretraining.planning.flops import flops_per_token
+from pretraining.planning.gpus import find_gpu
+from pretraining.planning.memory.need import checkpointing_of
+from pretraining.planning.sizes import model_size
+from pretraining.recipe import Recipe
+from pretraining.training.step_clock import PAUSES, StepClock
+
+
+@dataclass
+class SpeedMeter:
+    """What a run's tokens cost, and the clock of its steps."""
+
+    tokens_per_step: int
+    num_steps: int
+    """Of the whole run."""
+    world_size: int = 1
+    model_flops_per_token: float = 0.0
+    """Forward and backward, attention and active experts counted, the causal mask not credited."""
+    hardware_flops_per_token: float = 0.0
+    """With what activation checkpointing computes again."""
+    peak_flops: float | None = None
+    """Dense peak of one device in FLOPs per second; None where it is not known, as for a processor."""
+    tokens_before: int = 0
+    """What earlier, larger or smaller steps have consumed more than as many of these would."""
+    clock: StepClock = field(default_factory=StepClock)
+
+    @classmethod
+    def of(cls, recipe: Recipe, world_size: int, last_step: int, tokens_before: int = 0) -> "SpeedMeter":
+        """The meter of a recipe that ends with `last_step`, on this machine's devices."""
+        counted = flops_per_token(model_size(recipe.model), recipe.sequence_length)
+        recomputes, every_n_layers = checkpointing_of(recipe)
+        again = counted.recomputed / every_n_layers if recomputes else 0
+        return cls(
+            recipe.tokens_per_step,
+            last_step,
+            world_size,
+            counted.training,
+            counted.training + again,
+            device_peak_flops(recipe),
+            tokens_before,
+        )
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens that the run has seen after optimizer step `step`."""
+        return self.tokens_before + step * self.tokens_per_step
+
+    def rates(self, seconds: dict[str, float], steps: int) -> dict[str, float]:
+        """Metrics of `steps` steps that took {phase: seconds}: means of a step, sums of the pauses."""
+        step_seconds = sum(value for phase, value in seconds.items() if phase not in PAUSES) / max(steps, 1)
+        tokens_per_second = self.tokens_per_step / max(step_seconds, 1e-9)
+        split = {
+            "data_wait": seconds.get("data_wait", 0.0),
+            "forward_backward": seconds.get("forward", 0.0) + seconds.get("backward", 0.0),
+            "optimizer": seconds.get("optimizer", 0.0),
+        }
+        return {
+            "throughput/tokens_per_second": round(tokens_per_second, 1),
+            "throughput/tokens_per_second_per_device": round(tokens_per_second / self.world_size, 1),
+            "throughput/step_seconds": round(step_seconds, 6),
+            **{f"throughput/{name}_seconds": round(s / max(steps, 1), 6) for name, s in split.items()},
+            **{f"throughput/{name}_seconds": round(seconds.get(name, 0.0), 6) for name in PAUSES},
+            **self._utilization(tokens_per_second),
+        }
+
+    def progress(self, step: int, step_seconds: float) -> dict[str, float]:
+        """Share of the budget that is spent, and the time left at this speed, pauses not foreseen."""
+        return {
+            "throughput/budget_share": round(self.tokens_at(step) / self.tokens_at(self.num_steps), 6),
+            "throughput/seconds_left": round((self.num_steps - step) * step_seconds, 1),
+        }
+
+    def _utilization(self, tokens_per_second: float) -> dict[str, float]:
+        """MFU and HFU: shares of the dense peak (PaLM, appendix B)."""
+        if self.peak_flops is None:
+            return {}
+        share = tokens_per_second / (self.world_size * self.peak_flops)
+        return {
+            "throughput/mfu": round(share * self.model_flops_per_token, 6),
+            "throughput/hfu": round(share * self.hardware_flops_per_token, 6),
+        }
+
+
+def device_peak_flops(recipe: Recipe) -> float | None:
+    """Dense peak of this rank's GPU at the recipe's precision, from the planner's table; None where unknown."""
+    if not torch.cuda.is_available():
+        return None
+    precision = next((name for name in ("bf16", "fp16", "tf32") if recipe.training.get(name)), "fp32")
+    try:
+        return find_gpu(torch.cuda.get_device_name()).peak_flops(precision)
+    except UserError:
+        return None
+
+
+def device_memory() -> dict[str, float]:
+    """{metric: bytes or share} of this rank's device; empty without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    measured = {
+        "memory/peak_bytes": torch.cuda.max_memory_allocated(),
+        "memory/reserved_bytes": torch.cuda.max_memory_reserved(),
+    }
+    try:
+        return {**measured, "throughput/gpu_utilization": torch.cuda.utilization() / 100}
+    except (ModuleNotFoundError, RuntimeError):  # nvidia-ml-py is not installed, or the driver does not say
+        return measured

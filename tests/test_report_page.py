@@ -1,0 +1,106 @@
+"""The report in a real browser: drawn without an error at desk and phone width, text shown as text, fresh by itself.
+
+Needs playwright (requirements-dev.txt) and a Chromium on the PATH (apt-get install chromium); skips itself without.
+"""
+
+import shutil
+
+import pytest
+
+from pretraining.reporting.page_text import page_text, write_page
+from pretraining.reporting.payload import page_payload, run_payload
+from pretraining.reporting.run_record import RunRecord
+from pretraining.run_dir import append_row
+from tests.test_reporting import SCRIPT, made_run, noisy_law
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+DRAWN = "html[data-drawn]"
+INK = """() => [...document.querySelectorAll("canvas")].map((canvas) =>
+  canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some((byte) => byte > 0))"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip("no Chromium on the PATH: apt-get install chromium")
+    with playwright.sync_playwright() as running:
+        yield running.chromium.launch(executable_path=path, args=["--no-sandbox"])
+
+
+@pytest.fixture
+def record(tmp_path) -> RunRecord:
+    """A run with everything that a page can show, markup in all its texts."""
+    losses = noisy_law(3000)
+    losses[2000] = 20.0
+    run = made_run(tmp_path / "run", losses, events=[{"event": SCRIPT, "step": 9}], description=SCRIPT)
+    append_row(run.samples, {"step": 1500, "prompt": SCRIPT, "text": SCRIPT})
+    append_row(run.metrics, {"step": 3000, "time": 0, "eval/loss": 5.0, "eval/bits_per_byte": 1.5})
+    return RunRecord(run.path)
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """`opened(payload, width, **options)` -> (page, its console errors)."""
+    pages = []
+
+    def opened(payload: dict, width: int = 1280, **options):
+        write_page(tmp_path / "report.html", page_text(payload, SCRIPT))
+        page = browser.new_page(viewport={"width": width, "height": 900}, offline=True, **options)
+        pages.append(page)
+        errors = []
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("dialog", lambda dialog: errors.append("a dialog opened"))
+        page.goto((tmp_path / "report.html").as_uri())
+        page.wait_for_selector(DRAWN)
+        return page, errors
+
+    yield opened
+    for page in pages:
+        page.close()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_the_page_is_drawn_and_fits(opened, record, width, scheme):
+    """No error, no request, ink on every canvas, nothing wider than the screen, markup shown as text."""
+    page, errors = opened(page_payload([run_payload(record)], None), width, color_scheme=scheme)
+    assert errors == []
+    ink = page.evaluate(INK)
+    assert len(ink) >= 4 and all(ink)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+    assert page.locator("#samples pre").inner_text() == SCRIPT and page.title() == SCRIPT
+    assert page.locator("main script").count() == 0
+
+
+def test_axes_and_overlaid_runs(opened, record):
+    """Every axis and switch redraws without an error; several runs share the charts."""
+    other = {**run_payload(record), "name": "other"}
+    page, errors = opened(page_payload([run_payload(record), other], None))
+    for name in ("steps", "hours", "tokens"):
+        page.get_by_role("button", name=name, exact=True).click()
+    for name in ("log x", "log y", "forecast"):
+        page.get_by_label(name).check()
+    page.get_by_role("button", name="other", exact=True).first.click()
+    page.locator("#loss .u-over").hover(position={"x": 400, "y": 150})
+    assert errors == [] and all(page.evaluate(INK))
+    assert "other" in page.locator("#loss .legend").inner_text()
+
+
+def test_an_open_page_refreshes_itself_and_keeps_what_was_chosen(opened, record, tmp_path):
+    """While its run is alive; the axis that the reader chose stays."""
+    payload = run_payload(record, live=True)
+    page, errors = opened(page_payload([payload], 30.0))
+    page.clock.install()
+    page.reload()
+    page.get_by_role("button", name="steps", exact=True).click()
+    write_page(
+        tmp_path / "report.html", page_text(page_payload([{**payload, "name": "fresh"}], None), "fresh")
+    )
+    page.clock.fast_forward(31_000)
+    page.wait_for_function("document.title === 'fresh'")
+    page.wait_for_selector(DRAWN)
+    assert page.get_by_role("button", name="steps", exact=True).get_attribute("aria-pressed") == "true"
+    assert errors == []

@@ -1,0 +1,247 @@
+"""The report: every spike kept, every text escaped, bad files told, words that hold on curves whose answer is known."""
+
+import json
+import math
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from pretraining.reporting.__main__ import main
+from pretraining.reporting.analysis import analyze, half_fit_error, track_record_of
+from pretraining.reporting.curve_fit import forecast
+from pretraining.reporting.downsample import bucket_means, kept_points
+from pretraining.reporting.live import live_report
+from pretraining.reporting.page_text import page_text
+from pretraining.reporting.payload import page_payload, run_payload
+from pretraining.reporting.run_record import RunRecord
+from pretraining.reporting.spikes import spike_rows
+from pretraining.reporting.words import sentences
+from pretraining.run_dir import RunDir, append_row, write_json
+from tests.runs import REPOSITORY, execute
+
+SCRIPT = "<script>alert(1)</script></script><!-- \u2028 &amp; \"'"
+
+
+def power_law(tokens, floor=2.0, scale=3.0, exponent=0.4):
+    return floor + scale * (tokens / 1e6) ** -exponent
+
+
+def made_run(folder, losses, finished=False, events=(), budget=None, **more) -> RunDir:
+    """A run folder of these logged losses, 1,000 tokens and a tenth of a second a step."""
+    run = RunDir(folder)
+    folder.mkdir(parents=True)
+    recipe = {
+        "name": folder.name,
+        "budget": {"tokens": budget or 1000 * len(losses), "tokens_per_step": 1000},
+    }
+    write_json(run.recipe, {**recipe, **more})
+    run.add_event("start", checkpoint=None)
+    rows = [
+        {"step": k, "time": time.time() + k / 10, "train/loss": loss, "train/tokens": 1000 * k}
+        | {"train/learning_rate": min(k, 20) / 20, "throughput/step_seconds": 0.1}
+        for k, loss in enumerate(losses, 1)
+    ]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for event in events:
+        append_row(run.events, event)
+    if finished:
+        run.add_event("end", eval_loss=losses[-1])
+    return run
+
+
+def noisy_law(num_rows=2000, seed=0, **law):
+    tokens = 1000.0 * np.arange(1, num_rows + 1)
+    return power_law(tokens, **law) + np.random.default_rng(seed).normal(0, 0.02, num_rows)
+
+
+def embedded(page: str) -> dict:
+    """The data that the page's script reads."""
+    return json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+
+
+@pytest.mark.parametrize("num_rows", [10, 3_000, 200_000])
+def test_no_spike_is_lost_by_drawing_fewer_points(num_rows):
+    """Single rows, high, low or not finite, first and last: all of them among the points that are kept."""
+    values = np.random.default_rng(1).normal(3.0, 0.01, num_rows)
+    odd = {num_rows // 3: 9.0, num_rows // 2: 0.1, num_rows * 4 // 5: math.nan}
+    for row, value in odd.items():
+        values[row] = value
+    kept = kept_points(values, 1000)
+    assert {0, num_rows - 1, *odd} <= set(kept.tolist())
+    assert len(kept) <= max(1100, num_rows if num_rows <= 1000 else 0)
+    _, means, counts = bucket_means(values, 500)
+    assert counts.sum() == num_rows - 1
+    assert np.average(means, weights=counts) == pytest.approx(np.nanmean(values))
+
+
+def test_a_page_shows_text_as_text(tmp_path):
+    """Names, descriptions, samples and events that hold markup leave the page's structure alone."""
+    run = made_run(
+        tmp_path / "run",
+        noisy_law(50),
+        description=SCRIPT,
+        events=[{"event": SCRIPT, "step": 3, "x": SCRIPT}],
+    )
+    append_row(run.samples, {"step": 40, "prompt": SCRIPT, "text": SCRIPT})
+    page = page_text(page_payload([run_payload(RunRecord(run.path))], None), SCRIPT)
+    plain = page_text(page_payload([], None), "x")
+    assert page.count("<script") == plain.count("<script") and page.count("</script") == plain.count(
+        "</script"
+    )
+    (shown,) = embedded(page)["runs"]
+    assert (
+        shown["samples"][0]["text"] == SCRIPT == shown["description"]
+        and shown["events"][1]["event"] == SCRIPT
+    )
+    assert "innerHTML" not in page and "http-equiv" in page and "default-src 'none'" in page
+
+
+def test_marks_stand_where_the_events_happened(tmp_path):
+    """By their step, their checkpoint or their time; a spike that nobody told of is found in the curve."""
+    losses = noisy_law(400)
+    losses[250] = 9.0
+    events = [
+        {"event": "resume", "checkpoint": "checkpoint-120"},
+        {"event": "rollback", "step": 300, "to": 280},
+        {"event": "brand_new_kind", "step": 310, "level": "warn"},
+    ]
+    run = made_run(tmp_path / "run", losses, events=events)
+    (run.checkpoint(380)).mkdir()
+    write_json(run.checkpoint(380) / "committed.json", {})
+    payload = run_payload(RunRecord(run.path))
+    found = {(mark["kind"], mark["level"]): mark["step"] for mark in payload["marks"]}
+    assert found[("resume", "note")] == 120 and found[("rollback", "bad")] == 300
+    assert found[("brand_new_kind", "warn")] == 310 and found[("checkpoint", "good")] == 380
+    assert found[("spike", "bad")] == 251
+    assert next(mark["tokens"] for mark in payload["marks"] if mark["step"] == 300) == 300_000
+
+
+def test_half_written_and_broken_lines_are_passed_over(tmp_path):
+    """The last run died in the middle of a line: read up to it; what another start appends counts again."""
+    run = made_run(tmp_path / "run", [5.0, 4.0, math.nan])
+    with run.metrics.open("a") as file:
+        file.write('{"step": 4, "train/lo')
+    record = RunRecord(run.path)
+    assert len(record.metrics) == 3 and math.isnan(record.metrics.last("train/loss"))
+    with run.metrics.open("a") as file:
+        file.write('\n[1]\n{"step": 5, "train/loss": 3.0, "eval_loss": 3.5}\n')
+    record.refresh()
+    assert (len(record.metrics), record.metrics.broken_lines) == (4, 2)
+    assert record.metrics.last("eval/loss") == 3.5, "rows from before the groups are read too"
+    run.metrics.with_suffix(".new").write_text('{"step": 1, "train/loss": 7.0}\n')
+    run.metrics.with_suffix(".new").replace(run.metrics)
+    assert len(record.refresh().metrics) == 1, "a resumed run writes the file anew"
+    assert run_payload(record)["num_rows"] == 1
+
+
+@pytest.mark.parametrize("words", [["{}/nowhere"], ["{}/empty"], ["analyze", "{}/empty"], ["{}/a", "{}/b"]])
+def test_bad_folders_cost_one_line(tmp_path, words):
+    """No such folder, no metrics, nowhere to write two runs to."""
+    for name in ("empty", "a", "b"):
+        (tmp_path / name).mkdir()
+    finished = execute([sys.executable, "-m", "pretraining.reporting", *(w.format(tmp_path) for w in words)])
+    assert (finished.code, finished.stderr.count("\n")) == (2, 1), finished.output
+    assert not list(tmp_path.rglob("*.html"))
+
+
+def test_a_power_law_is_found_again():
+    """Planted floor, scale and exponent; the planted end lies in the interval, which is no wider than it must be."""
+    tokens = np.linspace(1e4, 1e6, 1500)
+    inside = 0
+    for seed in range(10):
+        losses = power_law(tokens) + np.random.default_rng(seed).normal(0, 0.03, len(tokens))
+        losses[700] = 50.0  # a spike decides nothing
+        made, truth = forecast(tokens, losses, 4e6), power_law(4e6)
+        assert abs(made.loss - truth) < 0.1 and made.high - made.low < 0.5
+        inside += made.low <= truth <= made.high
+    assert inside >= 8
+    assert forecast(tokens[:5], losses[:5], 4e6) is None
+
+
+def test_spikes_are_found_and_noise_is_none():
+    """Planted rises of 1.3 x to 5 x at known rows; none on the same curve without them."""
+    losses = noisy_law(4000)
+    assert spike_rows(losses) == []
+    planted = {300: 1.3, 1111: 2.0, 2500: 5.0, 3990: 1.5}
+    for row, factor in planted.items():
+        losses[row] *= factor
+    assert spike_rows(losses) == list(planted)
+
+
+CURVES = {
+    "learning": (noisy_law(300), "The run is learning"),
+    "warming up": (noisy_law(15), "still warming up"),
+    "plateau": (np.concatenate([noisy_law(300), np.full(700, 6.0)]), "plateau"),
+    "diverging": (np.concatenate([noisy_law(300), np.linspace(7, 12, 300)]), "rising"),
+    "broken": (np.concatenate([noisy_law(100), [math.nan] * 5]), "not a number"),
+}
+
+
+@pytest.mark.parametrize("phase", CURVES)
+def test_the_phase_is_said_in_words(tmp_path, phase):
+    """One curve of each kind."""
+    losses, told = CURVES[phase]
+    found = analyze(RunRecord(made_run(tmp_path / "run", losses, budget=10_000_000).path))
+    assert told in sentences(found)[0], sentences(found)
+
+
+def test_forecasts_are_judged_by_the_finished_runs_beside_them(tmp_path, capsys):
+    """A law fitted to the first half meets the end of a curve that keeps it, and says how it missed another."""
+    made_run(tmp_path / "kept", noisy_law(400), finished=True)
+    cut = noisy_law(400)
+    cut[250:] *= 0.8
+    made_run(tmp_path / "fell", cut, finished=True)
+    run = made_run(tmp_path / "now", noisy_law(200), budget=400_000, report={"target_loss": 1.0})
+    assert abs(half_fit_error(RunRecord(tmp_path / "kept"))) < 0.02
+    assert 0.2 < half_fit_error(RunRecord(tmp_path / "fell")) < 0.35
+    assert len(track_record_of(tmp_path, but=run.path)) == 2
+    main(["analyze", str(run.path)])
+    told = capsys.readouterr().out
+    assert "power law" in told and "2 finished runs" in told and "heading above it" in told
+    main(["analyze", str(run.path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert abs(found["heading"]["loss"] - power_law(400_000)) < 0.1 and found["target_is_met"] is False
+
+
+def test_the_report_is_written_while_training_and_once_more_at_its_end(workshop, tmp_path):
+    """By a process of its own that ends with the run: nothing is left behind, and the page says finished."""
+    output = tmp_path / "run"
+    settings = ("report.every_seconds=0.2", "training.eval_strategy=no")
+    finished = execute(workshop.command(output, "null", 1, "plain", settings))
+    assert finished.code == 0 and not finished.strays, finished.output
+    data = embedded((output / "report.html").read_text(encoding="utf-8"))
+    (shown,) = data["runs"]
+    assert (shown["state"], shown["num_rows"], data["every_seconds"]) == ("finished", 11, None)
+    assert not list(output.glob("*.partial"))
+
+
+def test_the_writer_ends_with_a_run_that_is_killed(tmp_path):
+    """Its standard input ends with the process that started it."""
+    run = made_run(tmp_path / "run", noisy_law(30))
+    program = (
+        "import os, sys, time\n"
+        "from pretraining.reporting import live_report\n"
+        "from pretraining.run_dir import RunDir\n"
+        "run = RunDir(sys.argv[1])\n"
+        "with live_report(run, 0.1):\n"
+        "    run.add_event('alert')\n"
+        "    while not run.report.exists(): time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    execute([sys.executable, "-c", program, run.path], REPOSITORY)
+    page, waited = run.report, time.monotonic()
+    while embedded(page.read_text(encoding="utf-8"))["every_seconds"] is not None:
+        assert time.monotonic() - waited < 30, "the writer still believes that the run is alive"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("every_seconds", [None, 0.1])
+def test_no_report_is_written_where_the_recipe_says_so_or_nothing_happened(tmp_path, every_seconds):
+    """`report.every_seconds` null starts nothing; a run that is refused leaves the folder as it was."""
+    run = made_run(tmp_path / "run", noisy_law(30))
+    time.sleep(0.1)
+    with live_report(run, every_seconds):
+        pass
+    assert not run.report.exists()

@@ -1,0 +1,130 @@
+"""Honest numbers: where a step's time goes, what counts as good, which rank is slow, on runs and on known inputs."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pretraining.metric_names import GROUPS, PLACE, grouped
+from pretraining.planning.flops import flops_per_token
+from pretraining.planning.sizes import model_size
+from pretraining.recipe import load_recipe
+from pretraining.run_dir import RunDir, append_row
+from pretraining.training.goodput import Goodput
+from pretraining.training.speed import SpeedMeter
+from pretraining.training.step_clock import StepClock
+from pretraining.training.stragglers import STEPS, Stragglers
+from pretraining.training.timed_trainer import time_optimizer
+
+PHASES = ("data_wait", "forward_backward", "optimizer")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("loss", "train/loss"),
+        ("eval_bits_per_byte", "eval/bits_per_byte"),
+        ("tokens_per_second", "throughput/tokens_per_second"),
+        ("stability/spike_score", "stability/spike_score"),
+        ("step", "step"),
+    ],
+)
+def test_every_metric_has_a_group_once(name, told):
+    """One rule for files and trackers; naming twice changes nothing."""
+    assert grouped(name) == told == grouped(told)
+
+
+@pytest.mark.parametrize("stage", ["zero2", "null"])
+def test_the_rows_of_a_run_say_where_its_time_went(workshop, stage):
+    """Grouped names alone; phases within the step; the optimizer is seen inside DeepSpeed's engine as outside it."""
+    run = workshop.run("zero2") if stage == "zero2" else workshop.plain()
+    for row in run.rows:
+        assert {name.partition("/")[0] for name in row if name not in PLACE} <= set(GROUPS)
+    for row in run.training_rows:
+        parts = {name: row[f"throughput/{name}_seconds"] for name in PHASES}
+        assert all(seconds > 0 for seconds in parts.values())
+        assert sum(parts.values()) <= row["throughput/step_seconds"] * 1.001
+        assert 0 < row["throughput/goodput"] <= 1
+        assert "throughput/mfu" not in row or torch.cuda.is_available()
+    last = run.training_rows[-1]
+    assert (last["throughput/budget_share"], last["throughput/seconds_left"]) == (1.0, 0.0)
+    after_validation = next(row for row in run.training_rows if row["step"] == 6)
+    assert after_validation["throughput/evaluation_seconds"] > 0
+    after_checkpoint = next(row for row in run.training_rows if row["step"] == 5)
+    assert after_checkpoint["throughput/saving_seconds"] > 0
+
+
+def test_the_phases_add_up_to_the_time():
+    """Exactly one phase runs at any moment, nested ones included."""
+    clock = StepClock(on_gpu=False)
+    clock.start()
+    began = time.perf_counter()
+    clock.enter("forward")
+    time.sleep(0.02)
+    with clock.during("optimizer"):
+        time.sleep(0.01)
+    seconds = clock.take()
+    assert sum(seconds.values()) == pytest.approx(time.perf_counter() - began, abs=2e-3)
+    assert clock.phase == "forward" and seconds["forward"] >= 0.02 and 0.01 <= seconds["optimizer"] < 0.02
+    assert not any(value > 5e-3 for value in clock.take().values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_device_times_its_own_phases():
+    """Work that the host has only queued counts for the phase that queued it."""
+    clock, matrix = StepClock(), torch.randn(4096, 4096, device="cuda")
+    clock.start()
+    clock.enter("forward")
+    for _ in range(50):
+        matrix = matrix @ matrix
+    clock.enter("other")
+    assert clock.take()["forward"] > 1e-3
+
+
+def test_an_optimizer_that_is_none_of_torchs_is_timed_too():
+    """DeepSpeed's is one: its step is wrapped, and still returns what it did."""
+    clock = StepClock(on_gpu=False)
+    clock.start()
+    inner = SimpleNamespace(step=lambda: time.sleep(0.01) or "stepped")
+    time_optimizer(SimpleNamespace(optimizer=inner), clock)
+    assert inner.step() == "stepped" and clock.take()["optimizer"] >= 0.01
+
+
+def test_utilization_is_the_planners_flops_over_the_dense_peak():
+    """By hand: 2,048 tokens in 0.5 s on two devices of 1e12 FLOP/s; recomputed layers count for HFU alone."""
+    recipe = load_recipe("tiny", ["training.activation_checkpointing=true"])
+    speed = SpeedMeter.of(recipe, 2, recipe.num_steps)
+    speed.peak_flops = 1e12
+    counted = flops_per_token(model_size(recipe.model), recipe.sequence_length)
+    rates = speed.rates({"forward": 2.0, "backward": 2.5, "data_wait": 0.5, "evaluation": 60.0}, steps=10)
+    assert rates["throughput/step_seconds"] == 0.5
+    assert rates["throughput/tokens_per_second_per_device"] == 2048
+    assert rates["throughput/mfu"] == pytest.approx(2048 * counted.training / 1e12, rel=1e-4)
+    assert rates["throughput/hfu"] == pytest.approx(2048 * counted.hardware / 1e12, rel=1e-4)
+
+
+def test_goodput_charges_what_was_done_twice_and_the_time_between(tmp_path):
+    """An hour since the start, 1,200 s of it in steps whose rows stayed."""
+    run = RunDir(tmp_path / "run")
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 3600))
+    append_row(run.events, {"time": when, "event": "start"})
+    run.add_event("resume", checkpoint="checkpoint-100")
+    kept = [{"step": step, "throughput/step_seconds": 10.0} for step in (20, 60, 100)]
+    kept.insert(1, {"step": 50, "eval/loss": 3.0})
+    assert Goodput(run, kept).add(20, 10.0) == pytest.approx(1 / 3, rel=1e-2)
+
+
+def test_a_slow_rank_is_named_once_with_its_host_and_again_only_after_it_recovered():
+    """Only a lasting and notable difference; the fast ranks are never named."""
+    stragglers = Stragglers()
+    stragglers.hosts, stragglers.slow_steps = ["a", "b", "c"], [0, 0, 0]
+    slow, fast = [0.5, 0.9, 0.5], [0.5, 0.5, 0.5]
+    assert not stragglers.judge(slow, 1.0, STEPS // 2)
+    (named,) = stragglers.judge(slow, 1.0, STEPS // 2)
+    assert (named["rank"], named["host"], named["steps"]) == (1, "b", STEPS)
+    assert not stragglers.judge(slow, 1.0, STEPS)
+    assert not stragglers.judge(fast, 1.0, STEPS)
+    assert stragglers.judge(slow, 1.0, STEPS)[0]["rank"] == 1
+    assert not stragglers.judge([0.5, 0.6, 0.5], 10.0, 10 * STEPS), "a hundredth of a step is no matter"
