@@ -66,7 +66,7 @@ def test_a_spike_is_skipped_alike_at_every_stage(poisoned, stage):
     assert losses(run) == pytest.approx(losses(plain), abs=1e-5)
     assert losses(run)[FIRST_NOISY - 1] > 1.3 * losses(run)[FIRST_NOISY - 2]
     assert losses(run)[CLEAN_AGAIN - 1] < 1.1 * losses(run)[FIRST_NOISY - 2]
-    rates = [[row["learning_rate"] for row in r.training_rows] for r in (run, plain)]
+    rates = [[row["train/learning_rate"] for row in r.training_rows] for r in (run, plain)]
     assert rates[0] == rates[1] and len(set(rates[0][10:])) == STEPS - 10  # each step has its own rate
 
 

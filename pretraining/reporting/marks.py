@@ -7,8 +7,11 @@ from pretraining.reporting.run_record import RunRecord
 LEVELS = {
     "alert": "bad",
     "spike": "bad",
+    "non_finite": "bad",
+    "gradient_explosion": "bad",
     "hang": "bad",
     "rollback": "bad",
+    "plateau": "warn",
     "straggler": "warn",
     "tracker_failed": "warn",
     "checkpoint_passed_over": "warn",
