@@ -15,7 +15,13 @@ import time
 from functools import cache
 from pathlib import Path
 
-IMPORTS = "from pretraining import checkpoints, data, evaluation, model, training"
+IMPORTS = """
+import cpuinfo
+from pretraining import checkpoints, data, evaluation, model, training
+from pretraining.training.operators import ask_the_processor_once
+ask_the_processor_once()
+cpuinfo.get_cpu_info()
+"""
 
 
 @cache

@@ -48,6 +48,22 @@ def test_killed_inside_a_save_continues_from_the_checkpoint_before(workshop):
     assert ("resume", "checkpoint-4") in found
 
 
+def test_a_row_over_a_resume_is_the_row_of_an_unbroken_run(workshop, tmp_path):
+    """Logged every three steps, saved at step 4: the row of step 6 holds the mean of all three losses."""
+    settings = ("training.logging_steps=3", "training.logging_first_step=false")
+    whole = workshop.run("zero2", settings=settings)
+    shutil.copytree(whole.folder, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "export")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-8")
+    finished = execute(workshop.command(tmp_path / "run", "zero2", settings=settings))
+    assert finished.code == 0, finished.output
+    rows = [
+        [(row["step"], row["train/loss"]) for row in run.training_rows]
+        for run in (whole, Run(tmp_path / "run"))
+    ]
+    assert [step for step, _ in rows[0]] == [3, 6, 9] and rows[0] == rows[1]
+
+
 @pytest.fixture
 def unfinished(workshop, tmp_path) -> Path:
     """A copy of the two-rank ZeRO-2 run as a kill before its export would have left it."""

@@ -47,6 +47,16 @@ def load_random_state(folder: Path) -> None:
         set_random_state(reader.own_tensors(rank), numbers)
 
 
+def load_running_loss(trainer: Trainer, folder: Path) -> None:
+    """Go on with the losses since the last logged step: the next row is then that of a run without a break."""
+    reader = CheckpointReader(folder)
+    saved = [read_receipt(folder, rank, reader.ranks).get("running_loss") for rank in range(reader.ranks)]
+    if reader.ranks == dist.get_world_size():
+        saved = [saved[dist.get_rank()]]
+    trainer._tr_loss.fill_(sum(loss["sum"] for loss in saved) / len(saved))
+    trainer._globalstep_last_logged = trainer.state.global_step - saved[0]["steps"]
+
+
 def _refuse_other_shapes(live: LiveState, reader: CheckpointReader) -> None:
     ours = {name: tuple(getattr(p, "ds_shape", p.shape)) for p, name in live.names.items()}
     changed = [

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import Trainer
 
-from pretraining.checkpoints.loading import load_checkpoint, load_random_state
+from pretraining.checkpoints.loading import load_checkpoint, load_random_state, load_running_loss
 from pretraining.checkpoints.saving import rank_share, write_share
 
 
@@ -17,5 +17,6 @@ class RankFiles:
     def load(self, trainer: Trainer, folder: Path) -> None:
         load_checkpoint(trainer, folder)
 
-    def load_random_state(self, folder: Path) -> None:
+    def load_position(self, trainer: Trainer, folder: Path) -> None:
         load_random_state(folder)
+        load_running_loss(trainer, folder)

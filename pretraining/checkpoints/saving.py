@@ -34,7 +34,14 @@ def rank_share(trainer: Trainer) -> RankShare:
     if dist.get_rank() == 0:
         files[STATE_FILE] = _json(replicated_state(trainer, live))
         files[TRAINER_STATE_NAME] = _json(asdict(trainer.state), sort_keys=True)
-    return RankShare(dict(rank_tensors(live)), files, {"rng": random_numbers()})
+    receipt = {"rng": random_numbers(), "running_loss": running_loss(trainer)}
+    return RankShare(dict(rank_tensors(live)), files, receipt)
+
+
+def running_loss(trainer: Trainer) -> dict:
+    """The sum of this rank's losses since the last logged step, in nats per token, and how many steps that is."""
+    steps = trainer.state.global_step - trainer._globalstep_last_logged
+    return {"sum": trainer._tr_loss.item(), "steps": steps}
 
 
 def write_share(share: RankShare, folder: Path) -> None:

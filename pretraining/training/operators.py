@@ -8,13 +8,20 @@ import fcntl
 import os
 import time
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 
+import cpuinfo
 import torch.utils.cpp_extension as cpp_extension
 
 # Where a lock may belong to a process of another machine, which cannot be seen from here.
 _NETWORK_FILESYSTEMS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "ceph", "fuse.", "9p", "virtiofs")
+
+
+def ask_the_processor_once() -> None:
+    """DeepSpeed asks py-cpuinfo for the processor's features for every operator, a second of starting processes each."""
+    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
 
 
 def announce_compiles() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from pretraining.errors import UserError
 from pretraining.training.launcher import launcher_is_gone
-from pretraining.training.operators import announce_compiles, clear_abandoned_locks
+from pretraining.training.operators import announce_compiles, ask_the_processor_once, clear_abandoned_locks
 
 # What a launcher sets; a plain `python train.py` is a world of one.
 _SINGLE_PROCESS = {
@@ -62,6 +62,7 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     else:
         _share_cores(ranks_here())
     clear_abandoned_locks()
+    ask_the_processor_once()
     announce_compiles()
     minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
     deepspeed.init_distributed(

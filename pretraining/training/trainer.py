@@ -27,7 +27,7 @@ class Checkpoints(Protocol):
 
     def load(self, trainer: Trainer, folder: Path) -> None: ...
 
-    def load_random_state(self, folder: Path) -> None: ...
+    def load_position(self, trainer: Trainer, folder: Path) -> None: ...
 
 
 class PretrainingTrainer(TimedTrainer):
@@ -149,8 +149,9 @@ class PretrainingTrainer(TimedTrainer):
         """Without DeepSpeed the Trainer would load the weights before it prepares them: see above."""
 
     def _load_rng_state(self, checkpoint) -> None:
+        """Called once the loop's own counters are at their start: random generators, and the running loss."""
         if checkpoint is not None:
-            self.checkpoints.load_random_state(Path(checkpoint))
+            self.checkpoints.load_position(self, Path(checkpoint))
 
     def closing_validation(self) -> dict:
         """Metrics of the last step, measured now unless the Trainer's cadence has just done so."""
