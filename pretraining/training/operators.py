@@ -19,7 +19,7 @@ _NETWORK_FILESYSTEMS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "ceph
 
 
 def ask_the_processor_once() -> None:
-    """DeepSpeed asks py-cpuinfo for the processor's features for every operator, a second of starting processes each."""
+    """DeepSpeed asks py-cpuinfo for the processor's features for every operator, a second each."""
     if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
         cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
 
