@@ -41,8 +41,6 @@ def main() -> None:
         write_recipe(Path(folder))
         whole = {layout: start_group(Path(folder), layout, [None])[0] for layout in layouts}
         pairs = [row for layout in layouts for row in compare(Path(folder), layout, whole)]
-    for pair in pairs:
-        print(json.dumps(pair))
     worst = max(pairs, key=lambda pair: pair["max_abs_loss_difference"])
     values = {
         "stages": stages,
@@ -68,6 +66,7 @@ def compare(folder: Path, layout: tuple, whole: dict) -> list[dict]:
         pairs = zip(losses, whole[saved][SAVED_AFTER:], strict=True)
         difference = max(abs(ours - theirs) for ours, theirs in pairs)
         rows.append({"saved": saved, "resumed": layout, "max_abs_loss_difference": difference})
+        print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
