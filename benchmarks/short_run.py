@@ -30,7 +30,7 @@ def short_trainer(
         model=built,
         args=arguments,
         train_dataset=[{"input_ids": block, "labels": block}] * (recipe.samples_per_step * steps),
-        compute_loss_func=room.build_loss(built.config),
+        compute_loss_func=room.build_loss(built, recipe.loss),
         validate=lambda model: {},
         recipe_path=recipe.path,
         callbacks=[callback],

@@ -68,6 +68,8 @@ def curve_parts(recipe: dict) -> dict:
         for key, value in recipe[section].items():
             if section != "training" or key not in NEUTRAL_TRAINING_KEYS:
                 parts[f"{section}.{key}"] = value
+    parts["loss.z_loss"] = recipe.get("loss", {}).get("z_loss", 0.0)
+    parts |= {f"optimizer.{key}": value for key, value in recipe.get("optimizer", {}).items()}
     return parts
 
 

@@ -32,6 +32,10 @@ class Recipe:
     budget: dict
     training: dict
     """TrainingArguments' keyword arguments."""
+    loss: dict
+    """How the loss is computed."""
+    optimizer: dict
+    """Muon, and rates by kind of parameter."""
     deepspeed: str | None
     """Name or path of a ds_config, or None for no DeepSpeed."""
     checkpoints: dict
@@ -202,7 +206,8 @@ def _with_defaults(values: dict, path: Path) -> dict:
     """Our own sections with their defaults; the libraries' sections stay as they were written."""
     values = {key: value for key, value in values.items() if key != "$schema"}
     schema = recipe_schema()["properties"]
-    for section in ("data", "checkpoints", "monitors", "evaluation", "report"):
+    sections = ("data", "loss", "optimizer", "checkpoints", "monitors", "evaluation", "report")
+    for section in sections:
         values[section] = _filled(values.get(section, {}), schema[section])
     spikes = schema["monitors"]["properties"]["spikes"]
     values["monitors"]["spikes"] = _filled(values["monitors"].get("spikes", {}), spikes)

@@ -15,6 +15,8 @@ from pretraining.recipe import Recipe
 
 IGNORED = -100
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments
+CHUNK_TOKENS = 1024
+"""Tokens whose logits are held in fp32 at once."""
 
 
 class Part(NamedTuple):
@@ -128,11 +130,17 @@ class Validation:
         )
         if not indices:
             labels.fill_(IGNORED)
-        logits = model(input_ids=input_ids).logits
-        nats = F.cross_entropy(
-            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        return torch.stack([nats.double(), (labels != IGNORED).sum().double()])
+        nats = _summed_nats(model(input_ids=input_ids).logits.flatten(0, 1), labels.flatten())
+        return torch.stack([nats, (labels != IGNORED).sum().double()])
+
+
+def _summed_nats(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of [tokens, vocabulary], in fp32 for a few tokens at a time, summed in fp64."""
+    parts = zip(logits.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True)
+    return sum(
+        F.cross_entropy(rows.float(), targets, ignore_index=IGNORED, reduction="sum").double()
+        for rows, targets in parts
+    )
 
 
 def _first_blocks(name: str | None, split: TokenSplit, length: int, num_blocks: int) -> Part:

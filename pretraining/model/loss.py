@@ -1,31 +1,74 @@
-"""The training loss: cross-entropy of the next token, plus the router balance of a mixture of experts."""
+"""The training loss: cross-entropy of the next token, plus the router balance of a mixture of experts.
+
+`loss.kind` of the recipe says how, never what: `plain` keeps all logits in fp32, `chunked` as the model made them,
+`fused` none of them.
+"""
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 
-IGNORED = -100
+from pretraining.errors import UserError
+from pretraining.model.cross_entropy import IGNORED, chunked_nats
+from pretraining.model.loss_head import LossHead, can_fuse, install_loss_head
+
+PLAIN = {"kind": "plain", "chunk_tokens": None, "z_loss": 0.0}
 
 
-def token_nats(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Summed cross-entropy in nats, computed in fp32.
+def token_nats(logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0) -> torch.Tensor:
+    """Summed cross-entropy in nats, computed in fp32 (fp64 for fp64 logits).
 
     logits: [batch, length, vocabulary]; labels: [batch, length], already the next tokens (-100 is skipped).
     """
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    precision = torch.promote_types(logits.dtype, torch.float32)
+    rows, targets = logits.flatten(0, 1).to(precision), labels.flatten()
+    nats = F.cross_entropy(rows, targets, ignore_index=IGNORED, reduction="sum")
+    if z_loss:
+        nats = nats + z_loss * (rows.logsumexp(-1).square() * (targets != IGNORED)).sum()
+    return nats
 
 
-def build_loss(model_config) -> Callable:
-    """The Trainer's `compute_loss_func` for this model."""
-    balances = getattr(model_config, "output_router_logits", False)
-    return partial(next_token_loss, router_coefficient=model_config.router_aux_loss_coef if balances else 0.0)
+def build_loss(model: PreTrainedModel, settings: dict = PLAIN) -> Callable:
+    """The Trainer's `compute_loss_func` for this model and the recipe's `loss` section.
+
+    A fused loss changes the model's head (`LossHead`). Raises `UserError` where the model's head cannot be fused.
+    """
+    balances = getattr(model.config, "output_router_logits", False)
+    coefficient = model.config.router_aux_loss_coef if balances else 0.0
+    return partial(next_token_loss, router_coefficient=coefficient, nats=_nats_of(model, settings))
 
 
-def next_token_loss(outputs, labels, num_items_in_batch=None, router_coefficient: float = 0.0):
+def _nats_of(model: PreTrainedModel, settings: dict) -> Callable:
+    """(what the model returned as logits, labels) -> summed nats."""
+    kind, z_loss, chunk_tokens = (settings[key] for key in ("kind", "z_loss", "chunk_tokens"))
+    if kind == "fused" and not can_fuse(model):
+        raise UserError(
+            f"loss.kind: fused needs an output projection without bias, which {type(model).__name__} does not have; "
+            "use chunked"
+        )
+    if kind == "auto":
+        kind = "fused" if can_fuse(model) else "chunked"
+    if kind == "fused":
+        return partial(_fused, install_loss_head(model), z_loss=z_loss, chunk_tokens=chunk_tokens)
+    if kind == "chunked":
+        return partial(_chunked, z_loss=z_loss, chunk_tokens=chunk_tokens)
+    return partial(token_nats, z_loss=z_loss)
+
+
+def _fused(head: LossHead, hidden, labels, z_loss: float, chunk_tokens: int | None) -> torch.Tensor:
+    return head(hidden, labels, z_loss, chunk_tokens)
+
+
+def _chunked(logits, labels, z_loss: float, chunk_tokens: int | None) -> torch.Tensor:
+    return chunked_nats(logits.flatten(0, 1), labels.flatten(), z_loss, chunk_tokens)
+
+
+def next_token_loss(
+    outputs, labels, num_items_in_batch=None, router_coefficient: float = 0.0, nats: Callable = token_nats
+):
     """Share of one micro-batch in the mean loss of this rank's optimizer step, in nats per token.
 
     `num_items_in_batch` is the number of targets in all micro-batches of the step on this rank, so that
@@ -34,7 +77,7 @@ def next_token_loss(outputs, labels, num_items_in_batch=None, router_coefficient
     any accumulation and world size (transformers multiplies it by both, huggingface/transformers#48690).
     """
     num_items = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-    loss = token_nats(outputs.logits, labels) / num_items
+    loss = nats(outputs.logits, labels) / num_items
     if router_coefficient:
         share = (labels != IGNORED).sum() / num_items
         loss = loss + share * router_coefficient * outputs.aux_loss

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +14,7 @@ from transformers.utils import logging
 
 from pretraining.journal import NOTHING_HEALED, Journal
 from pretraining.training.arguments import training_refusals
+from pretraining.training.optimizers import BindPartitions, Muon, describe_groups
 from pretraining.training.schedule import lower_rates
 from pretraining.training.signals import ignore_in_worker
 from pretraining.training.step_clock import StepClock
@@ -87,6 +89,15 @@ class PretrainingTrainer(TimedTrainer):
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """The recipe's optimizer; rank 0 says which parameters are in which group."""
+        optimizer = super().create_optimizer(model)
+        if isinstance(optimizer, Muon):
+            self.add_callback(BindPartitions(optimizer))
+        if self.is_world_process_zero():
+            print("\n".join(describe_groups(optimizer)), file=sys.stderr, flush=True)
+        return optimizer
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict:
         """Validation loss in nats per token, perplexity and bits per byte; every rank takes part."""

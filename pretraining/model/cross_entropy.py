@@ -1,0 +1,132 @@
+"""Summed cross-entropy without a copy of the logits in fp32: in chunks of tokens, or fused with the head's product.
+
+Both find the gradient while they find the loss, chunk by chunk, so that nothing of the size tokens x vocabulary is
+kept for the backward pass. The z-loss, `weight * log(Z)^2` for each token, keeps the softmax's normaliser Z near 1
+(PaLM: Chowdhery et al. 2022, section 5).
+"""
+
+import torch
+
+IGNORED = -100
+CHUNK_BYTES = 128 * 2**20
+"""Log-probabilities of one chunk where the recipe does not say how many tokens it has."""
+
+
+def chunked_nats(
+    logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0, chunk_tokens: int | None = None
+) -> torch.Tensor:
+    """Summed nats of the labels, in fp32 (fp64 for fp64 logits).
+
+    Where a gradient is wanted it is written over the logits themselves: nobody may read them afterwards.
+
+    Args:
+        logits: [tokens, vocabulary], contiguous.
+        labels: [tokens], -100 where there is no target.
+    """
+    return _ChunkedNats.apply(logits, labels, z_loss, chunk_tokens or default_chunk(logits.shape[1]))
+
+
+def fused_nats(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    z_loss: float = 0.0,
+    chunk_tokens: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Summed nats of the labels under the logits `hidden @ weight.T`, of which one chunk exists at a time.
+
+    Args:
+        hidden: [tokens, width].
+        weight: [vocabulary, width].
+        labels: [tokens], -100 where there is no target.
+        dtype: of the product (autocast's); the gradient of `weight` is summed over the chunks in fp32.
+    """
+    chunk_tokens = chunk_tokens or default_chunk(weight.shape[0])
+    return _FusedNats.apply(hidden, weight, labels, z_loss, chunk_tokens, dtype or hidden.dtype)
+
+
+def default_chunk(vocab_size: int) -> int:
+    """Tokens whose log-probabilities take CHUNK_BYTES in fp32, a multiple of 128."""
+    return max(128, CHUNK_BYTES // (4 * vocab_size) // 128 * 128)
+
+
+def _nats_and_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, z_loss: float, wants_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(summed nats, G, scale): the logits' gradient is `scale[:, None] * G`, both in fp32."""
+    precision = torch.promote_types(logits.dtype, torch.float32)
+    logs = torch.log_softmax(logits, -1, dtype=precision)
+    counted = labels != IGNORED
+    targets = labels.clamp_min(0)[:, None]
+    picked = logs.gather(1, targets).squeeze(1)
+    nats, scale = -picked, counted.to(precision)
+    if z_loss:
+        log_z = logits.gather(1, targets).squeeze(1).to(precision) - picked
+        nats = nats + z_loss * log_z.square()
+        weight = 1 + 2 * z_loss * log_z
+        scale = scale * weight
+    if wants_gradient:
+        share = torch.full_like(picked, -1.0) if not z_loss else -1 / weight
+        logs.exp_().scatter_add_(1, targets, share[:, None])
+    return torch.where(counted, nats, 0).sum(), logs, scale
+
+
+class _ChunkedNats(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, z_loss, chunk_tokens):
+        wants_gradient = ctx.needs_input_grad[0]
+        total = 0.0
+        for rows, targets in zip(logits.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
+            nats, gradient, scale = _nats_and_gradient(rows, targets, z_loss, wants_gradient)
+            total = total + nats
+            if wants_gradient:
+                rows.copy_(gradient.mul_(scale[:, None]))
+        ctx.gradient = logits.detach() if wants_gradient else None
+        return total
+
+    @staticmethod
+    def backward(ctx, upstream):
+        gradient, ctx.gradient = ctx.gradient, None
+        assert gradient is not None, "the logits' gradient has been handed on already"
+        return gradient.mul_(upstream), None, None, None
+
+
+class _FusedNats(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, z_loss, chunk_tokens, dtype):
+        wants_gradient = any(ctx.needs_input_grad[:2])
+        inputs, matrix = hidden.detach().to(dtype), weight.detach().to(dtype)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        if wants_gradient:
+            input_gradient = torch.empty_like(inputs)
+            sums = torch.zeros_like(matrix, dtype=torch.promote_types(dtype, torch.float32))
+        total = 0.0
+        for start in range(0, len(inputs), chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            logits = inputs[rows] @ matrix.t()
+            nats, gradient, scale = _nats_and_gradient(logits, labels[rows], z_loss, wants_gradient)
+            total = total + nats
+            if wants_gradient:
+                logits.copy_(gradient)  # into the product's dtype; where they differ, the fp32 chunk can go
+                del gradient
+                torch.mm(logits, matrix, out=input_gradient[rows])
+                input_gradient[rows].mul_(scale[:, None])
+                _add_product(sums, logits.t(), (inputs[rows] * scale[:, None]).to(dtype))
+        ctx.gradients = (input_gradient, sums) if wants_gradient else None
+        return total
+
+    @staticmethod
+    def backward(ctx, upstream):
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "the gradients have been handed on already"
+        scaled = [g.mul_(upstream).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        return *scaled, None, None, None, None
+
+
+def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """`sums += left @ right`, added in the precision of `sums`."""
+    if sums.dtype == left.dtype:
+        sums.addmm_(left, right)
+    else:
+        sums.add_(left @ right)

@@ -1,0 +1,8 @@
+"""Optimizers: which parameters belong together, Muon for the hidden matrices, and what each stage allows."""
+
+from pretraining.training.optimizers.choose import choose_optimizer
+from pretraining.training.optimizers.groups import describe_groups
+from pretraining.training.optimizers.muon import Muon
+from pretraining.training.optimizers.partitions import BindPartitions
+
+__all__ = ["BindPartitions", "Muon", "choose_optimizer", "describe_groups"]

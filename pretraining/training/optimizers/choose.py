@@ -1,0 +1,113 @@
+"""The recipe's optimizer as the Trainer takes it, and which ones a ZeRO stage allows."""
+
+from collections.abc import Callable
+
+from transformers import PreTrainedModel
+
+from pretraining.ds_config import optimizer_device, zero_stage
+from pretraining.schema import display_path, problem
+from pretraining.training.optimizers.groups import split_parameters
+from pretraining.training.optimizers.matrices import hidden_matrices
+from pretraining.training.optimizers.muon import Muon
+
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+ELEMENTWISE = (*ADAMW, "sgd", "adagrad", "rmsprop", "lion_32bit", "adamw_bnb_32bit")
+"""Names of `training.optim` whose update of a weight looks at no other weight: ZeRO may cut their state anywhere."""
+DEFAULT = "adamw_torch_fused"
+
+
+def choose_optimizer(recipe, ds_config: dict | None) -> tuple[Callable, dict] | None:
+    """The Trainer's `optimizer_cls_and_kwargs`; None where `training.optim` alone says which.
+
+    Raises:
+        UserError: an optimizer that this ds_config's sharding would change or replace, by name.
+    """
+    settings, where = recipe.optimizer, display_path(recipe.path)
+    own_groups = settings["name"] == "muon" or any(
+        settings[key] is not None for key in settings if key.startswith(("matrix_", "embedding_"))
+    )
+    _refuse_other_rule(recipe, ds_config, where)
+    if not own_groups:
+        return None
+    _refuse_own_groups(recipe, ds_config, where)
+    training = recipe.training
+    keywords = {
+        "settings": settings,
+        "learning_rate": training["learning_rate"],
+        "weight_decay": training.get("weight_decay", 0.0),
+        "betas": (training.get("adam_beta1", 0.9), training.get("adam_beta2", 0.999)),
+        "eps": training.get("adam_epsilon", 1e-8),
+    }
+    return (lambda: build_optimizer), keywords
+
+
+def build_optimizer(
+    model: PreTrainedModel,
+    settings: dict,
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple,
+    eps: float,
+) -> Muon:
+    """Three groups: hidden matrices; embeddings, head and routers; norms and biases, which are not decayed."""
+    matrices, tables, vectors = split_parameters(model)
+
+    def chosen(key: str, otherwise: float) -> float:
+        return otherwise if settings[key] is None else settings[key]
+
+    adamw = {"algorithm": "adamw", "betas": betas, "eps": eps}
+    is_muon = settings["name"] == "muon"
+    keys = ("momentum", "nesterov", "newton_schulz_steps", "scale")
+    matrix_rule = {"algorithm": "muon", **{key: settings[key] for key in keys}} if is_muon else adamw
+    groups = [
+        {
+            "name": "embeddings and head",
+            "params": list(tables.values()),
+            "lr": chosen("embedding_learning_rate", learning_rate),
+            "weight_decay": chosen("embedding_weight_decay", weight_decay),
+            **adamw,
+        },
+        {
+            "name": "norms and biases",
+            "params": list(vectors.values()),
+            "lr": learning_rate,
+            "weight_decay": 0.0,
+            **adamw,
+        },
+        {
+            "name": "hidden matrices",
+            "params": list(matrices.values()),
+            "lr": chosen("matrix_learning_rate", learning_rate),
+            "weight_decay": chosen("matrix_weight_decay", weight_decay),
+            **matrix_rule,
+        },
+    ]
+    layouts = hidden_matrices(model)
+    return Muon(groups, {parameter: layouts[name] for name, parameter in matrices.items()})
+
+
+def _refuse_other_rule(recipe, ds_config: dict | None, where: str) -> None:
+    optim, stage = recipe.training.get("optim", DEFAULT), zero_stage(ds_config)
+    if optim not in ADAMW and optimizer_device(ds_config) != "gpu":
+        what = f"is {optim}, but offloading the optimizer replaces it by DeepSpeed's CPU Adam"
+        raise problem(
+            where, "training.optim", f"{what}; use {DEFAULT}, or a ds_config without offload_optimizer"
+        )
+    if stage and optim not in ELEMENTWISE:
+        what = f"is {optim}, whose update looks at whole parameters, and ZeRO-{stage} gives it slices"
+        raise problem(
+            where, "training.optim", f"{what}; use --deepspeed null or zero0, or one of {', '.join(ADAMW)}"
+        )
+
+
+def _refuse_own_groups(recipe, ds_config: dict | None, where: str) -> None:
+    training, key = recipe.training, "optimizer.name"
+    if training.get("optim", DEFAULT) not in ADAMW:
+        what = f"groups of their own exclude training.optim {training['optim']}; leave that out"
+        raise problem(where, key, what)
+    if optimizer_device(ds_config) != "gpu":
+        what = "runs where its weights are; offload_optimizer would replace it by DeepSpeed's CPU Adam"
+        raise problem(where, key, f"{recipe.optimizer['name']} {what}; use zero1, zero2 or zero3")
+    if training.get("fp16") and ds_config and not zero_stage(ds_config):
+        what = "does not run in fp16 at stage 0, where DeepSpeed keeps copies of its own"
+        raise problem(where, key, f"{recipe.optimizer['name']} {what}; use training.bf16, or zero1")

@@ -1,0 +1,277 @@
+"""Muon: equal to the method as its papers write it, and the same curve wherever ZeRO cuts the matrices."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pretraining.errors import UserError
+from pretraining.recipe import load_recipe
+from pretraining.training.optimizers import choose_optimizer, describe_groups
+from pretraining.training.optimizers.choose import build_optimizer
+from pretraining.training.optimizers.exchange import Fragment, plan_rounds, work_on_whole
+from pretraining.training.optimizers.groups import split_parameters
+from pretraining.training.optimizers.matrices import hidden_matrices
+from pretraining.training.optimizers.newton_schulz import orthogonalize, orthogonalize_all
+from tests.runs import MODELS
+
+MUON = ("optimizer.name=muon",)
+DEFAULTS = load_recipe("tiny").optimizer
+
+
+def built(name: str, **more) -> torch.nn.Module:
+    special = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**{**MODELS[name], **special, **more})
+    ).double()
+
+
+def newton_schulz_of_the_paper(gradient: torch.Tensor) -> torch.Tensor:
+    """Jordan 2024, the listing, in fp64 and for one matrix."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = gradient / gradient.norm()
+    if len(x) > len(x[0]):
+        x = x.T
+    for _ in range(5):
+        power = x @ x.T
+        x = a * x + (b * power + c * power @ power) @ x
+    return x.T if len(gradient) > len(gradient[0]) else x
+
+
+def test_newton_schulz_is_the_paper_s():
+    """Wide, tall and square matrices, batched together or not."""
+    torch.manual_seed(0)
+    shapes = [(3, 8, 5), (1, 5, 8), (2, 6, 6), (1, 8, 5)]
+    batches = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    for batch, found in zip(batches, orthogonalize_all(batches), strict=True):
+        for matrix, result in zip(batch, found, strict=True):
+            torch.testing.assert_close(result, newton_schulz_of_the_paper(matrix), rtol=1e-10, atol=1e-12)
+
+
+def test_singular_values_come_near_one():
+    """What the iteration is for: the singular vectors stay, the values lie between 0.6 and 1.3."""
+    torch.manual_seed(0)
+    matrix = torch.randn(1, 40, 64, dtype=torch.float64)
+    values = torch.linalg.svdvals(orthogonalize(matrix)[0])
+    assert values.min() > 0.6 and values.max() < 1.3
+    assert not torch.isnan(orthogonalize(torch.zeros(1, 4, 4))).any()
+
+
+def matrices_of(name: str, parameter: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
+    """(a view, outputs, inputs) of each matrix that a parameter holds, by its name."""
+    if name.endswith("c_attn.weight"):
+        return [(part, part.shape[1], part.shape[0]) for part in parameter.chunk(3, dim=1)]
+    if ".h." in name:
+        return [(parameter, parameter.shape[1], parameter.shape[0])]
+    if name.endswith("gate_up_proj"):
+        halves = [half for expert in parameter for half in expert.chunk(2, dim=0)]
+        return [(half, *half.shape) for half in halves]
+    experts = list(parameter) if parameter.ndim == 3 else [parameter]
+    return [(expert, *expert.shape) for expert in experts]
+
+
+@torch.no_grad()
+def step_of_the_papers(model, momenta: dict, rate: float, decay: float, scale: str) -> None:
+    """Muon of Jordan 2024 with Nesterov momentum, decayed and scaled as in Liu et al. 2025, matrix by matrix."""
+    for name, parameter in split_parameters(model)[0].items():
+        gradient = parameter.grad
+        momenta[name] = 0.95 * momenta.get(name, torch.zeros_like(gradient)) + gradient
+        ahead = gradient + 0.95 * momenta[name]
+        parameter.mul_(1 - rate * decay)
+        for (matrix, outputs, inputs), (direction, _, _) in zip(
+            matrices_of(name, parameter), matrices_of(name, ahead), strict=True
+        ):
+            size = 0.2 * math.sqrt(max(outputs, inputs)) if scale == "match_adamw" else 1.0
+            if scale == "spectral":
+                size = math.sqrt(max(1, outputs / inputs))
+            matrix.sub_(rate * size * newton_schulz_of_the_paper(direction))
+
+
+@pytest.mark.parametrize("scale", ["match_adamw", "spectral"])
+@pytest.mark.parametrize("name", MODELS)
+def test_three_steps_are_those_of_the_papers(name, scale):
+    """fp64: GPT-2's transposed projections with queries, keys and values apart, every expert's halves apart; the rest
+    by torch's own AdamW with its own rates."""
+    ours, theirs = built(name), built(name)
+    settings = {**DEFAULTS, "name": "muon", "scale": scale, "matrix_learning_rate": 0.02}
+    settings |= {"matrix_weight_decay": 0.3, "embedding_learning_rate": 0.005, "embedding_weight_decay": 0.0}
+    optimizer = build_optimizer(ours, settings, 0.01, 0.1, (0.9, 0.95), 1e-8)
+    _, tables, vectors = split_parameters(theirs)
+    groups = [{"params": [*tables.values()], "lr": 0.005}, {"params": [*vectors.values()], "lr": 0.01}]
+    adamw, momenta = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0), {}
+    for step in range(3):
+        for model in (ours, theirs):
+            torch.manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        adamw.step()
+        step_of_the_papers(theirs, momenta, 0.02, 0.3, scale)
+    for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_hidden_matrices_are_the_layers_projections(name, tied):
+    """Not the token table, GPT-2's positions, the head, a router, a norm or a bias (deepspeed tags wte and wpe)."""
+    model = built(name, tie_word_embeddings=tied)
+    matrices, tables, vectors = split_parameters(model)
+    assert sum(map(len, (matrices, tables, vectors))) == len(list(model.parameters()))
+    assert all(".h." in key or ".layers." in key for key in matrices)
+    expected = {"gpt2": 2, "llama": 1, "qwen3_moe": 3}[name] + (not tied)
+    assert len(tables) == expected, list(tables)
+    assert all(parameter.ndim < 2 for parameter in vectors.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_matrices_go_apart_and_come_back(name):
+    for matrices in hidden_matrices(built(name)).values():
+        flat = torch.arange(matrices.numel)
+        assert torch.equal(matrices.put(matrices.of(flat)), flat)
+
+
+def test_groups_are_told_with_their_counts():
+    """Every parameter is in one group, and the line names its rule, rate and decay."""
+    model = built("gpt2")
+    optimizer = build_optimizer(model, {**DEFAULTS, "name": "muon"}, 0.01, 0.1, (0.9, 0.95), 1e-8)
+    lines = describe_groups(optimizer)
+    assert lines[2] == (
+        "hidden matrices: muon, 8 tensors, 98,304 parameters, learning rate 0.01, weight decay 0.1"
+    )
+    total = sum(int(line.split("tensors, ")[1].split(" ")[0].replace(",", "")) for line in lines)
+    assert total == sum(p.numel() for p in model.parameters())
+
+
+CUTS = {
+    "whole parameters everywhere": lambda rank, numels: [(p, 0, n) for p, n in enumerate(numels)],
+    "a slice of each": lambda rank, numels: [
+        (p, min(n, rank * -(-n // 3)), max(0, min(-(-n // 3), n - rank * -(-n // 3))))
+        for p, n in enumerate(numels)
+    ],
+    "one slice of all": lambda rank, numels: contiguous(rank, numels),
+}
+
+
+def contiguous(rank: int, numels: list[int]) -> list[tuple[int, int, int]]:
+    size, begin, found = -(-sum(numels) // 3), 0, []
+    for parameter, numel in enumerate(numels):
+        first, last = max(begin, rank * size), min(begin + numel, (rank + 1) * size)
+        if first < last:
+            found.append((parameter, first - begin, last - first))
+        begin += numel
+    return found
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_matrix_comes_together_on_one_rank_and_goes_back(monkeypatch, cut):
+    """Three ranks simulated step by step: what is worked on is the whole parameter, once, and each element returns."""
+    from pretraining.training.optimizers import exchange
+
+    numels, world_size = [12, 35, 6, 30, 20, 1], 3
+    whole = [torch.randn(n, dtype=torch.float64) for n in numels]
+    local, tensors = [], []
+    for rank in range(world_size):
+        fragments, offset = [], 0
+        for parameter, start, numel in CUTS[cut](rank, numels):
+            fragments.append(Fragment(parameter, start, 0, offset, numel))
+            offset += numel
+        fragments = [fragment for fragment in fragments if fragment.numel]
+        local.append(fragments)
+        tensors.append([torch.cat([whole[f.parameter][f.start : f.start + f.numel] for f in fragments])])
+
+    place = SimpleNamespace(rank=0)
+    monkeypatch.setattr(exchange, "rank_and_world_size", lambda: (place.rank, world_size))
+    monkeypatch.setattr(
+        exchange.dist,
+        "all_gather_object",
+        lambda out, _: out.__setitem__(slice(None), [list(map(tuple, f)) for f in local]),
+    )
+    rounds = []
+    for place.rank in range(world_size):
+        rounds.append(plan_rounds(local[place.rank], dict(enumerate(numels)), round_numel=40))
+    worked_on = [p for each in rounds for one in each for p in one.owned]
+    assert sorted(worked_on) == list(range(len(numels)))
+    assert len({len(each) for each in rounds}) == 1 and len(rounds[0]) > 1
+    for one in zip(*rounds, strict=True):
+        for sender in range(world_size):
+            for receiver in range(world_size):
+                assert one[sender].given[receiver] == one[receiver].taken[sender]
+                assert one[sender].handed_back[receiver] == one[receiver].received_back[sender]
+        for rank, each in enumerate(one):
+            for parameter, numel in each.owned.items():
+                assert numel == numels[parameter]
+                got = sorted((f.start, f.numel) for fs in each.taken for f in fs if f.parameter == parameter)
+                assert [start for start, _ in got] == [sum(n for _, n in got[:i]) for i in range(len(got))]
+                assert sum(n for _, n in got) == numel
+    returned = [f for each in rounds for one in each for fs in one.received_back for f in fs]
+    assert sorted(returned) == sorted(f for fragments in local for f in fragments)
+    if cut != "one slice of all":
+        assert all(any(one.owned for one in each) for each in rounds), "the work is shared"
+
+
+def test_one_rank_works_in_place():
+    """Without other ranks nothing travels; the same function, the same result."""
+    tensors = [torch.arange(10.0), torch.arange(4.0)]
+    rounds = plan_rounds([Fragment(0, 0, 0, 2, 6), Fragment(1, 0, 1, 0, 4)], {0: 1, 1: 1})
+    work_on_whole(
+        rounds, tensors, lambda whole: {p: -t for p, t in whole.items()}, torch.float32, torch.device("cpu")
+    )
+    assert tensors[0].tolist() == [0, 1, -2, -3, -4, -5, -6, -7, 8, 9] and tensors[1].tolist() == [
+        0,
+        -1,
+        -2,
+        -3,
+    ]
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_the_stage_does_not_change_muon_s_curve(workshop, stage):
+    """fp32, two ranks, matrices cut by ZeRO: the losses of a single plain process within 1e-4."""
+    plain, ours = workshop.plain(MUON).losses, workshop.run(stage, settings=MUON).losses
+    assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) <= 1e-4
+    assert max(abs(a - b) for a, b in zip(plain, workshop.plain().losses, strict=True)) > 1e-2
+
+
+def test_stage_1_in_bf16_too(workshop):
+    """There DeepSpeed has another optimizer of flat partitions; a plain bf16 process within 5e-3."""
+    settings = (*MUON, "training.bf16=true")
+    ours, plain = workshop.run("zero1", settings=settings).losses, workshop.plain(settings).losses
+    assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) <= 5e-3
+
+
+REFUSED = {
+    "muon offloaded": (
+        ["optimizer.name=muon"],
+        "zero2_offload",
+        "optimizer.name: muon runs where its weights are",
+    ),
+    "muon and lion": (["optimizer.name=muon", "training.optim=sgd"], "zero2", "exclude training.optim sgd"),
+    "adafactor sliced": (["training.optim=adafactor"], "zero2", "use --deepspeed null or zero0"),
+    "schedule-free sliced": (["training.optim=schedule_free_adamw"], "zero3", "ZeRO-3 gives it slices"),
+    "sgd offloaded": (["training.optim=sgd"], "zero3_offload", "replaces it by DeepSpeed's CPU Adam"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_stage_would_change_is_refused_by_name(name):
+    """Bad input: one line that names the key, and what to write."""
+    from pretraining.ds_config import load_ds_config
+
+    settings, stage, words = REFUSED[name]
+    with pytest.raises(UserError, match="recipes/tiny.json") as error:
+        choose_optimizer(load_recipe("tiny", settings, stage), load_ds_config(stage))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_trainer_s_own_optimizer_stays_the_default():
+    """AdamW with decayed and undecayed parameters, unless the recipe gives kinds of parameters their own rates."""
+    assert choose_optimizer(load_recipe("tiny"), None) is None
+    assert choose_optimizer(load_recipe("tiny", ["training.optim=adafactor"]), None) is None
+    factory, keywords = choose_optimizer(load_recipe("tiny", ["optimizer.embedding_learning_rate=0.1"]), None)
+    optimizer = factory()(built("llama"), **keywords)
+    assert [group["algorithm"] for group in optimizer.param_groups] == ["adamw"] * 3
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.005, 0.005]
