@@ -201,7 +201,7 @@ def test_every_matrix_comes_together_on_one_rank_and_goes_back(monkeypatch, cut)
             for receiver in range(world_size):
                 assert one[sender].given[receiver] == one[receiver].taken[sender]
                 assert one[sender].handed_back[receiver] == one[receiver].received_back[sender]
-        for rank, each in enumerate(one):
+        for each in one:
             for parameter, numel in each.owned.items():
                 assert numel == numels[parameter]
                 got = sorted((f.start, f.numel) for fs in each.taken for f in fs if f.parameter == parameter)
@@ -262,7 +262,7 @@ def test_what_a_stage_would_change_is_refused_by_name(name):
     from pretraining.ds_config import load_ds_config
 
     settings, stage, words = REFUSED[name]
-    with pytest.raises(UserError, match="recipes/tiny.json") as error:
+    with pytest.raises(UserError, match=r"recipes/tiny\.json") as error:
         choose_optimizer(load_recipe("tiny", settings, stage), load_ds_config(stage))
     assert words in str(error.value) and "\n" not in str(error.value)
 
