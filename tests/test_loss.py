@@ -10,9 +10,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pretraining.errors import UserError
-from pretraining.model.cross_entropy import IGNORED, chunked_nats, default_chunk, fused_nats
+from pretraining.model.cross_entropy import IGNORED, chunked_nats, fused_nats
 from pretraining.model.loss import build_loss, next_token_loss, token_nats
 from pretraining.model.loss_head import LossHead
+from pretraining.planning.memory.loss import default_chunk
 from tests.runs import EXPERTS, LLAMA, MODELS
 
 MIXTRAL = {key: value for key, value in LLAMA.items() if key != "mlp_bias"}

@@ -193,7 +193,7 @@ WARNED = {
     "clipping": (["training.max_grad_norm=0"], None, {}, "training.max_grad_norm=1.0"),
     "stage": ([], "zero3", {"gpu_memory_bytes": 141e9}, "--deepspeed zero1"),
     "offload": ([], "zero2_offload", {"gpu_memory_bytes": 141e9}, "--deepspeed zero2"),
-    "tight": ([], None, {"gpu_memory_bytes": 66e9}, "activation_checkpointing=true"),
+    "tight": ([], None, {"gpu_memory_bytes": 56e9}, "activation_checkpointing=true"),
     "repeats": ([], None, {"data_tokens": 5 * 10**9}, "data.sources.0.max_epochs=6"),
     "needless": (
         ["training.activation_checkpointing=true"],

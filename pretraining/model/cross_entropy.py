@@ -7,9 +7,9 @@ kept for the backward pass. The z-loss, `weight * log(Z)^2` for each token, keep
 
 import torch
 
+from pretraining.planning.memory.loss import default_chunk
+
 IGNORED = -100
-CHUNK_BYTES = 128 * 2**20
-"""Log-probabilities of one chunk where the recipe does not say how many tokens it has."""
 
 
 def chunked_nats(
@@ -44,11 +44,6 @@ def fused_nats(
     """
     chunk_tokens = chunk_tokens or default_chunk(weight.shape[0])
     return _FusedNats.apply(hidden, weight, labels, z_loss, chunk_tokens, dtype or hidden.dtype)
-
-
-def default_chunk(vocab_size: int) -> int:
-    """Tokens whose log-probabilities take CHUNK_BYTES in fp32, a multiple of 128."""
-    return max(128, CHUNK_BYTES // (4 * vocab_size) // 128 * 128)
 
 
 def _nats_and_gradient(

@@ -6,6 +6,7 @@ them; benchmarks/memory.py compares the counts with torch's memory tracker.
 
 from dataclasses import dataclass
 
+from pretraining.planning.memory.loss import PLAIN, loss_bytes
 from pretraining.planning.memory.precision import FP32, SIXTEEN_BIT, Precision
 from pretraining.planning.memory.tensors import is_mixture, num_experts
 from pretraining.planning.sizes import model_size
@@ -33,7 +34,7 @@ class Activations:
     outside: float
     """Final norm, input of the head, ids and labels; under autocast also the weights' 16-bit copies."""
     logits: float
-    """Loss at its peak: the fp32 log-probabilities, their gradient and the logits' gradient (`model/loss.py`)."""
+    """Loss at its peak (`memory/loss.py`)."""
     backward: float
     """Gradients of a layer's own activations while its backward pass runs."""
 
@@ -65,12 +66,14 @@ def activations(
     precision: Precision,
     checkpointing: bool,
     every_n_layers: int = 1,
+    loss: dict = PLAIN,
 ) -> Activations:
     """Activations of one micro-batch.
 
     Args:
         checkpointing: whether layers are recomputed (`training.activation_checkpointing`); then each keeps its input.
         every_n_layers: of how many layers one is recomputed.
+        loss: the recipe's section.
     """
     shape = model_with_defaults(model)
     layers = shape["n_layer"] if shape["model_type"] == "gpt2" else shape["num_hidden_layers"]
@@ -90,7 +93,7 @@ def activations(
         layers=tokens * kept,
         recomputed=tokens * (largest - boundary) if checkpointing else 0.0,
         outside=tokens * outside + (_cast_weights(model, checkpointing) if precision.is_autocast else 0),
-        logits=tokens * 3 * FP32 * shape["vocab_size"],
+        logits=loss_bytes(tokens, shape["vocab_size"], block.width, precision, loss),
         backward=tokens * _backward(shape, block, sequence_length, precision),
     )
 

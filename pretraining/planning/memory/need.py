@@ -111,7 +111,13 @@ def memory_need(recipe: Recipe, ds_config: dict | None, world_size: int) -> Memo
     state = model_state(size.total, ds_config, world_size, precision.weights == 2, accumulation, tensors)
     recomputes, every = checkpointing_of(recipe)
     held = activations(
-        recipe.model, recipe.micro_batch, recipe.sequence_length, precision, recomputes, every_n_layers=every
+        recipe.model,
+        recipe.micro_batch,
+        recipe.sequence_length,
+        precision,
+        recomputes,
+        every_n_layers=every,
+        loss=recipe.loss,
     )
     width = recipe.model.get("n_embd") or recipe.model.get("hidden_size")
     extra = buffers(ds_config, tensors, width, world_size, precision, accumulation)
