@@ -1,5 +1,6 @@
 """From the recipe's `model` section to an `AutoModelForCausalLM`, born sharded under ZeRO-3."""
 
+import sys
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from pretraining.errors import UserError
+from pretraining.model.attention import choose_attention, describe_attention, missing_kernel
 from pretraining.model.initialise import initialise_weights
 
 
@@ -40,12 +42,17 @@ def build_model(
     `arguments` name the ds_config: transformers finds ZeRO-3 through them while they are alive.
     `draw_weights=False` leaves the weights to a checkpoint.
     """
-    config = build_config(model, tokenizer)
+    attention = choose_attention(model, arguments)
+    config = build_config({**model, "attn_implementation": attention}, tokenizer)
     try:
         with no_init_weights():
             built = AutoModelForCausalLM.from_config(config, dtype=_parameter_dtype(arguments))
-    except ImportError as error:
-        raise UserError(f"model: {error}; pip install -r requirements-gpu.txt, or leave it out") from error
+    except (ImportError, ValueError) as error:
+        if isinstance(error, ValueError) and "attn_implementation" not in str(error):
+            raise UserError(f"model: {' '.join(str(error).split())}") from error
+        raise missing_kernel(attention, error) from error
+    if arguments.process_index == 0:
+        print(describe_attention(attention), file=sys.stderr, flush=True)
     built.tie_weights()
     if draw_weights:
         initialise_weights(built, arguments.seed)

@@ -1,0 +1,81 @@
+"""The attention kernel: chosen by itself, said, the same numbers, and refused in one line where it is missing."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from pretraining.errors import UserError
+from pretraining.model import attention, build_model
+from tests.runs import MODELS
+
+TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, seed=7)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_chosen_kernel_is_causal_attention(name, arguments):
+    """The same logits as transformers' own eager attention, with its mask."""
+    ids = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(0))
+    chosen = build_model(MODELS[name], TOKENIZER, arguments).eval()
+    eager = build_model({**MODELS[name], "attn_implementation": "eager"}, TOKENIZER, arguments).eval()
+    assert chosen.config._attn_implementation == attention.SDPA_CAUSAL
+    assert eager.config._attn_implementation == "eager"
+    with torch.no_grad():
+        torch.testing.assert_close(chosen(input_ids=ids).logits, eager(input_ids=ids).logits)
+
+
+def test_no_mask_is_built_under_compile(arguments):
+    """With transformers' own sdpa it is, since torch 2.13 (huggingface/transformers#48925)."""
+    model, seen = build_model(MODELS["gpt2"], TOKENIZER, arguments).eval(), []
+    forward = torch.nn.functional.scaled_dot_product_attention
+
+    def backend(graph, _inputs):
+        calls = [node for node in graph.graph.nodes if node.target is forward]
+        seen.extend((node.kwargs.get("attn_mask"), node.kwargs.get("is_causal")) for node in calls)
+        return graph.forward
+
+    ids = torch.randint(512, (2, 64))
+    with torch.no_grad():
+        torch.compile(model, backend=backend, fullgraph=True)(input_ids=ids)
+    assert seen == [(None, True)] * 2
+
+
+def test_an_export_does_not_name_the_kernel(arguments, tmp_path):
+    """It must load where this repository is not."""
+    model = build_model(MODELS["llama"], TOKENIZER, arguments)
+    model.save_pretrained(tmp_path / "export")
+    assert attention.SDPA_CAUSAL not in (tmp_path / "export" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "no_such_attention"])
+def test_a_missing_kernel_is_one_line(arguments, name):
+    """Bad input: how to install it, and what there is without it."""
+    with pytest.raises(UserError) as error:
+        build_model({**MODELS["llama"], "attn_implementation": name}, TOKENIZER, arguments)
+    message = str(error.value)
+    assert name in message and "leave it out" in message and "\n" not in message
+
+
+def test_the_log_says_which(arguments, capsys):
+    build_model(MODELS["llama"], TOKENIZER, arguments)
+    assert "attention: sdpa_causal" in capsys.readouterr().err
+
+
+def test_flash_kernels_come_first_where_there_are_any(monkeypatch):
+    """On a GPU in 16 bit; version 3 on Hopper. What is installed is stood in for: there is no GPU here."""
+    monkeypatch.setattr(attention.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention.torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(attention, "is_flash_attn_3_available", lambda: True)
+    bf16, fp32 = SimpleNamespace(bf16=True, fp16=False), SimpleNamespace(bf16=False, fp16=False)
+    assert attention.choose_attention({}, bf16) == "flash_attention_3"
+    assert attention.choose_attention({}, fp32) == attention.SDPA_CAUSAL
+    assert attention.choose_attention({"attn_implementation": "eager"}, bf16) == "eager"
+    monkeypatch.setattr(attention.torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert attention.choose_attention({}, bf16) == "flash_attention_2"
