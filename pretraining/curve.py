@@ -68,7 +68,7 @@ def curve_parts(recipe: dict) -> dict:
         for key, value in recipe[section].items():
             if section != "training" or key not in NEUTRAL_TRAINING_KEYS:
                 parts[f"{section}.{key}"] = value
-    parts["loss.z_loss"] = recipe.get("loss", {}).get("z_loss", 0.0)
+    parts |= {f"loss.{key}": recipe.get("loss", {}).get(key, 0.0) for key in ("z_loss", "router_z_loss")}
     parts |= {f"optimizer.{key}": value for key, value in recipe.get("optimizer", {}).items()}
     return parts
 

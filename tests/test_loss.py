@@ -27,7 +27,7 @@ WAYS = ("plain", "chunked", "fused")
 
 
 def settings(kind: str, chunk_tokens: int | None = 50, z_loss: float = 0.0) -> dict:
-    return {"kind": kind, "chunk_tokens": chunk_tokens, "z_loss": z_loss}
+    return {"kind": kind, "chunk_tokens": chunk_tokens, "z_loss": z_loss, "router_z_loss": 0.0}
 
 
 def built(model: dict, tied: bool) -> nn.Module:
@@ -150,6 +150,31 @@ def test_under_autocast_the_product_is_in_bf16(tokens):
     assert found["fused"][0] == pytest.approx(found["plain"][0], rel=1e-6)
     ours, theirs = found["fused"][1], found["plain"][1]
     assert (ours - theirs).norm() < 2**-7 * theirs.norm()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_the_router_z_loss_is_the_paper_s(name, tokens):
+    """Zoph et al. 2022, equation 5, over the routers' raw logits, weighted by the micro-batch's share of the step."""
+    model, (ids, labels) = built({**FAMILIES[name], "output_router_logits": True}, False), tokens
+    expected, routers = [], [m for m in model.modules() if type(m).__name__.endswith("Router")]
+    for router in routers:
+        router.register_forward_hook(
+            lambda module, inputs, _: expected.append(inputs[0].reshape(-1, 64) @ module.weight.T)
+        )
+    values = {}
+    for coefficient in (0.0, 0.5):
+        way = {**settings("plain"), "router_z_loss": coefficient}
+        values[coefficient] = build_loss(model, way)(model(input_ids=ids), labels, torch.tensor(400)).item()
+    squares = [torch.log(torch.exp(row).sum()) ** 2 for layer in expected[:2] for row in layer]
+    share = (labels != IGNORED).sum().item() / 400
+    assert values[0.5] - values[0.0] == pytest.approx(
+        0.5 * share * sum(squares).item() / len(squares), rel=1e-5
+    )
+
+
+def test_a_router_z_loss_without_a_router_is_refused():
+    with pytest.raises(UserError, match="output_router_logits"):
+        build_loss(built(MODELS["llama"], False), {**settings("plain"), "router_z_loss": 0.1})
 
 
 def test_auto_fuses_what_can_be_fused():

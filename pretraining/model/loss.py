@@ -15,7 +15,7 @@ from pretraining.errors import UserError
 from pretraining.model.cross_entropy import IGNORED, chunked_nats
 from pretraining.model.loss_head import LossHead, can_fuse, install_loss_head
 
-PLAIN = {"kind": "plain", "chunk_tokens": None, "z_loss": 0.0}
+PLAIN = {"kind": "plain", "chunk_tokens": None, "z_loss": 0.0, "router_z_loss": 0.0}
 
 
 def token_nats(logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0) -> torch.Tensor:
@@ -34,11 +34,21 @@ def token_nats(logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0) 
 def build_loss(model: PreTrainedModel, settings: dict = PLAIN) -> Callable:
     """The Trainer's `compute_loss_func` for this model and the recipe's `loss` section.
 
-    A fused loss changes the model's head (`LossHead`). Raises `UserError` where the model's head cannot be fused.
+    A fused loss changes the model's head (`LossHead`). Raises `UserError` where the model has no head that can be
+    fused, or no router.
     """
     balances = getattr(model.config, "output_router_logits", False)
-    coefficient = model.config.router_aux_loss_coef if balances else 0.0
-    return partial(next_token_loss, router_coefficient=coefficient, nats=_nats_of(model, settings))
+    if settings["router_z_loss"] and not balances:
+        raise UserError(
+            "loss.router_z_loss: needs a mixture of experts with model.output_router_logits true; set it, or leave "
+            "router_z_loss out"
+        )
+    return partial(
+        next_token_loss,
+        router_coefficient=model.config.router_aux_loss_coef if balances else 0.0,
+        router_z_coefficient=settings["router_z_loss"],
+        nats=_nats_of(model, settings),
+    )
 
 
 def _nats_of(model: PreTrainedModel, settings: dict) -> Callable:
@@ -67,7 +77,12 @@ def _chunked(logits, labels, z_loss: float, chunk_tokens: int | None) -> torch.T
 
 
 def next_token_loss(
-    outputs, labels, num_items_in_batch=None, router_coefficient: float = 0.0, nats: Callable = token_nats
+    outputs,
+    labels,
+    num_items_in_batch=None,
+    router_coefficient: float = 0.0,
+    router_z_coefficient: float = 0.0,
+    nats: Callable = token_nats,
 ):
     """Share of one micro-batch in the mean loss of this rank's optimizer step, in nats per token.
 
@@ -78,7 +93,18 @@ def next_token_loss(
     """
     num_items = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
     loss = nats(outputs.logits, labels) / num_items
+    share = (labels != IGNORED).sum() / num_items
     if router_coefficient:
-        share = (labels != IGNORED).sum() / num_items
         loss = loss + share * router_coefficient * outputs.aux_loss
+    if router_z_coefficient:
+        loss = loss + share * router_z_coefficient * router_z_loss(outputs.router_logits)
     return loss
+
+
+def router_z_loss(router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Mean over tokens and layers of the squared log of the routers' normaliser (Zoph et al. 2022, equation 5).
+
+    router_logits: [tokens, experts] of every mixture layer.
+    """
+    squares = [torch.logsumexp(logits.float(), -1).square().mean() for logits in router_logits]
+    return torch.stack(squares).mean()
