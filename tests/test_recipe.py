@@ -51,12 +51,17 @@ def test_every_shipped_recipe_loads_and_divides(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_shipped_recipe_follows_the_common_practice(name):
-    """Betas, decay, clipping, cosine to a tenth, dropout 0 and a padded vocabulary, at every size."""
+    """Betas, decay, clipping, dropout 0 and a padded vocabulary, at every size; cosine to a tenth, or a fifth of the
+    run for the decay after a stable rate."""
     recipe = load_recipe(name)
     training, model = recipe.training, recipe.model
     assert (training["adam_beta1"], training["adam_beta2"]) == (0.9, 0.95)
     assert (training["weight_decay"], training["max_grad_norm"]) == (0.1, 1.0)
-    assert training["lr_scheduler_kwargs"] == {"min_lr_rate": 0.1}
+    schedule = training["lr_scheduler_kwargs"]
+    if training["lr_scheduler_type"] == "warmup_stable_decay":
+        assert schedule["num_decay_steps"] == round(recipe.num_steps / 5)
+    else:
+        assert schedule == {"min_lr_rate": 0.1}
     assert 0 < training["warmup_steps"] < recipe.num_steps / 5
     assert model["vocab_size"] % 128 == 0
     assert model["use_cache"] is False
