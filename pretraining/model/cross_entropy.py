@@ -47,33 +47,38 @@ def fused_nats(
 
 
 def _nats_and_gradient(
-    logits: torch.Tensor, labels: torch.Tensor, z_loss: float, wants_gradient: bool
+    logits: torch.Tensor, labels: torch.Tensor, z_loss: float, space: torch.Tensor, wants_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(summed nats, G, scale): the logits' gradient is `scale[:, None] * G`, both in fp32."""
-    precision = torch.promote_types(logits.dtype, torch.float32)
-    logs = torch.log_softmax(logits, -1, dtype=precision)
+    """(summed nats, G, scale): the logits' gradient is `scale[:, None] * G`, both in fp32, G in `space`."""
+    logs = torch.log_softmax(logits, -1, dtype=space.dtype, out=space[: len(logits)])
     counted = labels != IGNORED
     targets = labels.clamp_min(0)[:, None]
     picked = logs.gather(1, targets).squeeze(1)
-    nats, scale = -picked, counted.to(precision)
+    nats, scale = -picked, counted.to(space.dtype)
+    weight = torch.ones_like(picked)
     if z_loss:
-        log_z = logits.gather(1, targets).squeeze(1).to(precision) - picked
+        log_z = logits.gather(1, targets).squeeze(1).to(space.dtype) - picked
         nats = nats + z_loss * log_z.square()
         weight = 1 + 2 * z_loss * log_z
         scale = scale * weight
     if wants_gradient:
-        share = torch.full_like(picked, -1.0) if not z_loss else -1 / weight
-        logs.exp_().scatter_add_(1, targets, share[:, None])
+        logs.exp_().scatter_add_(1, targets, (-1 / weight)[:, None])
     return torch.where(counted, nats, 0).sum(), logs, scale
+
+
+def _fp32_space(num_tokens: int, vocab_size: int, like: torch.Tensor) -> torch.Tensor:
+    """One chunk's log-probabilities; the same memory serves every chunk."""
+    precision = torch.promote_types(like.dtype, torch.float32)
+    return torch.empty(num_tokens, vocab_size, dtype=precision, device=like.device)
 
 
 class _ChunkedNats(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, z_loss, chunk_tokens):
         wants_gradient = ctx.needs_input_grad[0]
-        total = 0.0
+        space, total = _fp32_space(min(chunk_tokens, len(logits)), logits.shape[1], logits), 0.0
         for rows, targets in zip(logits.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
-            nats, gradient, scale = _nats_and_gradient(rows, targets, z_loss, wants_gradient)
+            nats, gradient, scale = _nats_and_gradient(rows, targets, z_loss, space, wants_gradient)
             total = total + nats
             if wants_gradient:
                 rows.copy_(gradient.mul_(scale[:, None]))
@@ -96,18 +101,19 @@ class _FusedNats(torch.autograd.Function):
         if wants_gradient:
             input_gradient = torch.empty_like(inputs)
             sums = torch.zeros_like(matrix, dtype=torch.promote_types(dtype, torch.float32))
-        total = 0.0
-        for start in range(0, len(inputs), chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
-            logits = inputs[rows] @ matrix.t()
-            nats, gradient, scale = _nats_and_gradient(logits, labels[rows], z_loss, wants_gradient)
+        chunk, vocab_size = min(chunk_tokens, len(inputs)), len(matrix)
+        logits = torch.empty(chunk, vocab_size, dtype=dtype, device=inputs.device)
+        space, total = _fp32_space(chunk, vocab_size, logits), 0.0
+        for start in range(0, len(inputs), chunk):
+            rows = slice(start, start + chunk)
+            here = torch.mm(inputs[rows], matrix.t(), out=logits[: len(inputs[rows])])
+            nats, gradient, scale = _nats_and_gradient(here, labels[rows], z_loss, space, wants_gradient)
             total = total + nats
             if wants_gradient:
-                logits.copy_(gradient)  # into the product's dtype; where they differ, the fp32 chunk can go
-                del gradient
-                torch.mm(logits, matrix, out=input_gradient[rows])
+                gradient = gradient if gradient.dtype == dtype else here.copy_(gradient)
+                torch.mm(gradient, matrix, out=input_gradient[rows])
                 input_gradient[rows].mul_(scale[:, None])
-                _add_product(sums, logits.t(), (inputs[rows] * scale[:, None]).to(dtype))
+                _add_product(sums, gradient.t(), (inputs[rows] * scale[:, None]).to(dtype))
         ctx.gradients = (input_gradient, sums) if wants_gradient else None
         return total
 

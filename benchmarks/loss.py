@@ -1,0 +1,122 @@
+"""Time and peak memory of the loss: plain, in chunks, fused with the head; forward and backward, paired.
+
+    python benchmarks/loss.py --keep
+    python benchmarks/loss.py --dtype bf16
+    python benchmarks/loss.py --tokens 16384 --width 2048 --dtype bf16        (needs a GPU)
+
+The head's product is part of it: from hidden states [tokens, width] and a head [vocabulary, width] to the loss and the
+gradients of both. The ways take turns in every round. Time is the median; `peak_bytes` is the most that lay there above
+what did before, on a CPU by torch's own count of allocations. `time_ratio` (from neighbouring runs) and `memory_ratio`
+are against plain. One JSON line a way.
+"""
+
+import statistics
+import time
+
+from record import parser_of, record
+
+WAYS = ("plain", "chunked", "fused")
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--vocab_size", type=int, default=50304)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--chunk_tokens", type=int, help="default: the recipe's")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    values = {key: value for key, value in vars(options).items() if key != "keep"}
+    for row in measure(options):
+        record("loss", {**values, **row}, options.keep)
+
+
+def measure(options) -> list[dict]:
+    """One row a way."""
+    steps = {way: prepared(way, options) for way in WAYS}
+    peaks = {way: peak_bytes(step) for way, step in steps.items()}  # the first run of each warms up
+    seconds = {way: [] for way in WAYS}
+    for number in range(options.rounds):
+        for way in WAYS if number % 2 else reversed(WAYS):
+            seconds[way].append(timed(steps[way]))
+    return [
+        {
+            "way": way,
+            "seconds": round(statistics.median(seconds[way]), 5),
+            "peak_bytes": peaks[way],
+            "time_ratio": round(
+                statistics.median(a / b for a, b in zip(seconds[way], seconds["plain"], strict=True)), 4
+            ),
+            "memory_ratio": round(peaks["plain"] / peaks[way], 2),
+        }
+        for way in WAYS
+    ]
+
+
+def prepared(way: str, options):
+    """A function that computes the loss and both gradients once, as a training step does."""
+    import torch
+    from torch import nn
+
+    from pretraining.model.cross_entropy import chunked_nats
+    from pretraining.model.loss import token_nats
+    from pretraining.model.loss_head import LossHead
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
+    torch.manual_seed(0)
+    head = nn.Linear(options.width, options.vocab_size, bias=False, device=device, dtype=dtype)
+    hidden = torch.randn(1, options.tokens, options.width, device=device, dtype=dtype, requires_grad=True)
+    labels = torch.randint(options.vocab_size, (1, options.tokens), device=device)
+    if way == "fused":
+        head.__class__ = LossHead
+
+    def step() -> None:
+        outputs = head(hidden)
+        if way == "fused":
+            nats = head(outputs, labels, 0.0, options.chunk_tokens)
+        elif way == "chunked":
+            nats = chunked_nats(outputs.flatten(0, 1), labels.flatten(), 0.0, options.chunk_tokens)
+        else:
+            nats = token_nats(outputs, labels)
+        (nats / options.tokens).backward()
+        head.weight.grad = hidden.grad = None
+
+    return step
+
+
+def timed(step) -> float:
+    """Seconds of one call."""
+    import torch
+
+    began = time.perf_counter()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def peak_bytes(step) -> int:
+    """The most bytes that one call has allocated at any moment, what it found there not counted."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=False) as profiler:
+        step()
+    lies = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            lies += event.nbytes()
+            peak = max(peak, lies)
+    return peak
+
+
+if __name__ == "__main__":
+    main()
