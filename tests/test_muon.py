@@ -15,7 +15,8 @@ from pretraining.training.optimizers.exchange import Fragment, plan_rounds, work
 from pretraining.training.optimizers.groups import split_parameters
 from pretraining.training.optimizers.matrices import hidden_matrices
 from pretraining.training.optimizers.newton_schulz import orthogonalize, orthogonalize_all
-from tests.runs import MODELS
+from tests.runs import MODELS, Run, execute
+from tests.test_reshard import unfinished
 
 MUON = ("optimizer.name=muon",)
 DEFAULTS = load_recipe("tiny").optimizer
@@ -241,6 +242,29 @@ def test_stage_1_in_bf16_too(workshop):
     settings = (*MUON, "training.bf16=true")
     ours, plain = workshop.run("zero1", settings=settings).losses, workshop.plain(settings).losses
     assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) <= 5e-3
+
+
+def test_a_checkpoint_of_muon_goes_on_at_another_stage(workshop, tmp_path):
+    """Promise: nothing committed is lost. Momenta saved by two ranks at stage 3 continue in one plain process."""
+    whole = workshop.run("zero3", settings=MUON)
+    folder = unfinished(whole, tmp_path / "run")
+    finished = execute(workshop.command(folder, "null", 1, "plain", MUON))
+    assert finished.code == 0, finished.output
+    assert Run(folder).losses == pytest.approx(whole.losses, abs=1e-5)
+
+
+def test_partitions_nobody_told_of_are_not_passed_over():
+    """A matrix must never go without its update in silence; a probe of zeros may."""
+    model = built("llama")
+    optimizer = build_optimizer(model, {**DEFAULTS, "name": "muon"}, 0.01, 0.1, (0.9, 0.95), 1e-8)
+    stranger = torch.nn.Parameter(torch.zeros(8))
+    optimizer.param_groups[2]["params"] = [stranger]
+    stranger.grad = torch.zeros(8)
+    optimizer.step()
+    assert set(optimizer.state[stranger]) == {"momentum_buffer"}
+    stranger.grad = torch.ones(8)
+    with pytest.raises(AssertionError, match="not told"):
+        optimizer.step()
 
 
 REFUSED = {

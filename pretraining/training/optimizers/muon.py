@@ -36,7 +36,7 @@ class Muon(torch.optim.Optimizer):
             scale, one of "adamw" lr, weight_decay, betas and eps.
         matrices: {parameter: its matrices} of every parameter in a group of "muon".
 
-    DeepSpeed replaces a group's parameters by flat fp32 partitions: `locate` then says what lies in them.
+    DeepSpeed replaces a group's parameters by flat fp32 partitions: `bind` then says what lies in them.
     """
 
     def __init__(self, groups: list[dict], matrices: dict[torch.Tensor, Matrices]):
@@ -44,8 +44,13 @@ class Muon(torch.optim.Optimizer):
         self.matrices = list(matrices.values())
         self._numbers = {id(parameter): number for number, parameter in enumerate(matrices)}
         self._costs = {number: each.cost for number, each in enumerate(self.matrices)}
-        self._plans: dict[tuple[int, ...], list] = {}
-        self.locate: Callable[[Sequence[torch.Tensor]], list[Fragment]] = self._whole_parameters
+        self.bind(list(matrices), self._whole_parameters)
+
+    def bind(
+        self, tensors: Sequence[torch.Tensor], locate: Callable[[Sequence[torch.Tensor]], list[Fragment]]
+    ) -> None:
+        """Say which tensors hold the matrices from now on; `locate` finds this rank's fragments in some of them."""
+        self._tensors, self._locate, self._plans = {id(tensor): tensor for tensor in tensors}, locate, {}
 
     def number_of(self, parameter: torch.Tensor) -> int | None:
         """How fragments name a parameter of the model; None for one that AdamW updates."""
@@ -63,6 +68,12 @@ class Muon(torch.optim.Optimizer):
     def _step_muon(self, group: dict) -> None:
         parameters = group["params"]
         updates = [self._momentum_update(parameter, group) for parameter in parameters]
+        if any(id(parameter) not in self._tensors for parameter in parameters):
+            # No tensor of the model's: loading a checkpoint asks, with zeros, which states one would have.
+            assert not any(update.any() for update in updates), (
+                "Muon was not told what lies in its partitions"
+            )
+            return
         device = _compute_device(updates[0])
         dtype = torch.bfloat16 if device.type == "cuda" else updates[0].dtype
         work_on_whole(self._plan(parameters), updates, self._orthogonalized_by(group), dtype, device)
@@ -84,7 +95,7 @@ class Muon(torch.optim.Optimizer):
     def _plan(self, parameters: list[torch.Tensor]) -> list:
         key = tuple(map(id, parameters))
         if key not in self._plans:
-            self._plans[key] = plan_rounds(self.locate(parameters), self._costs)
+            self._plans[key] = plan_rounds(self._locate(parameters), self._costs)
         return self._plans[key]
 
     def _orthogonalized_by(self, group: dict) -> Callable:

@@ -1,6 +1,6 @@
 """What lies in the flat fp32 partitions that ZeRO gives to an optimizer in place of the model's parameters."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import TrainerCallback
@@ -18,16 +18,20 @@ class BindPartitions(TrainerCallback):
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
         zero = getattr(optimizer, "optimizer", optimizer)
         if args.deepspeed and zero is not self.muon:
-            self.muon.locate = locate_partitions(self.muon, model, zero)
+            bind_partitions(self.muon, model, zero)
 
 
-def locate_partitions(muon: Muon, model: torch.nn.Module, zero) -> Callable:
-    """`Muon.locate` for a DeepSpeed optimizer of stage 1, 2 or 3 (deepspeed 0.19.8).
+def bind_partitions(muon: Muon, model: torch.nn.Module, zero) -> None:
+    """`Muon.bind` for a DeepSpeed optimizer of stage 1, 2 or 3 (deepspeed 0.19.8).
 
     Stages 1 and 2 lay a group's parameters end to end and cut them into a slice a rank (`_hp_mapping` of each
     parameter); stage 3 cuts every parameter by itself and lays this rank's slices end to end (`grad_position`).
     """
-    places = _sliced_parameters(muon, zero) if hasattr(zero, "grad_position") else _slices(muon, model, zero)
+    if hasattr(zero, "grad_position"):
+        tensors, places = zero.fp32_partitioned_groups_flat, _sliced_parameters(muon, zero)
+    else:
+        tensors = [tensor for group in muon.param_groups for tensor in group["params"]]
+        places = _slices(muon, model)
     by_tensor: dict[int, list[Fragment]] = {}
     for tensor, fragment in places:
         by_tensor.setdefault(id(tensor), []).append(fragment)
@@ -39,16 +43,16 @@ def locate_partitions(muon: Muon, model: torch.nn.Module, zero) -> Callable:
             for fragment in by_tensor.get(id(tensor), [])
         ]
 
-    return locate
+    muon.bind(tensors, locate)
 
 
-def _slices(muon: Muon, model, zero) -> Iterator[tuple[torch.Tensor, Fragment]]:
+def _slices(muon: Muon, model) -> Iterator[tuple[torch.Tensor, Fragment]]:
     """Stages 1 and 2, the optimizer of bf16 weights included."""
     for parameter in model.parameters():
         number, mapping = muon.number_of(parameter), getattr(parameter, "_hp_mapping", None)
         if number is not None and mapping is not None:
             here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-            (tensor,) = zero.optimizer.param_groups[mapping.param_group_index]["params"]
+            (tensor,) = muon.param_groups[mapping.param_group_index]["params"]
             yield tensor, Fragment(number, here.start, 0, there.start, here.numel)
 
 
