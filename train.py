@@ -90,6 +90,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, stop, hangs) 
         data_collator=training.collate_blocks,
         compute_loss_func=stability.watch.around(model.build_loss(language_model, recipe.loss)),
         optimizer_cls_and_kwargs=training.choose_optimizer(recipe, ds_config),
+        clipping=training.choose_clipping(recipe, ds_config),
         validate=validation.measure,
         checkpoints=saves,
         recipe_path=recipe.path,

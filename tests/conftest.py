@@ -12,7 +12,15 @@ import pytest
 from tests.runs import BIN, STEPS, Run, Started, Workshop, committed, execute, made_once, start_and_kill
 
 # Files that start training processes, cheapest first; every other file runs before them.
-LAUNCHING = ["test_readme", "test_model", "test_curve", "test_launchers"]
+LAUNCHING = [
+    "test_readme",
+    "test_model",
+    "test_curve",
+    "test_loss",
+    "test_muon",
+    "test_clipping",
+    "test_launchers",
+]
 LAUNCHING += [
     "test_background_saving",
     "test_gate",

@@ -5,7 +5,7 @@ from pretraining.training.collate import collate_blocks
 from pretraining.training.hangs import HangCallback
 from pretraining.training.machine import find_machine
 from pretraining.training.metrics import MetricsCallback
-from pretraining.training.optimizers import choose_optimizer
+from pretraining.training.optimizers import choose_clipping, choose_optimizer
 from pretraining.training.peak_memory import PeakMemory
 from pretraining.training.progress import ProgressCallback
 from pretraining.training.ranks import device_name, join_ranks, joined_ranks, leave_ranks
@@ -26,6 +26,7 @@ __all__ = [
     "StopRequests",
     "build_arguments",
     "build_trackers",
+    "choose_clipping",
     "choose_optimizer",
     "collate_blocks",
     "device_name",

@@ -52,11 +52,12 @@ class PretrainingTrainer(TimedTrainer):
         stop: StopRequests | None = None,
         journal: Journal = NOTHING_HEALED,
         clock: StepClock | None = None,
+        clipping: Callable[[torch.nn.Module, torch.optim.Optimizer], None] | None = None,
         **kwargs,
     ):
         self.validate, self.recipe_path, self.journal = validate, recipe_path, journal
         self.checkpoints, self.stop = checkpoints, stop
-        self.clock = clock or StepClock()
+        self.clock, self.clipping = clock or StepClock(), clipping
         with training_refusals(recipe_path):  # before anything of the run is written
             super().__init__(*args, **kwargs)
             _try_optimizer_and_schedule(self.args)
@@ -95,6 +96,8 @@ class PretrainingTrainer(TimedTrainer):
         optimizer = super().create_optimizer(model)
         if isinstance(optimizer, Muon):
             self.add_callback(BindPartitions(optimizer))
+        if self.clipping is not None:
+            self.clipping(self.model, optimizer)
         if self.is_world_process_zero():
             print("\n".join(describe_groups(optimizer)), file=sys.stderr, flush=True)
         return optimizer

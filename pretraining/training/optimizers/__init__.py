@@ -1,8 +1,9 @@
 """Optimizers: which parameters belong together, Muon for the hidden matrices, and what each stage allows."""
 
 from pretraining.training.optimizers.choose import choose_optimizer
+from pretraining.training.optimizers.clipping import choose_clipping
 from pretraining.training.optimizers.groups import describe_groups
 from pretraining.training.optimizers.muon import Muon
 from pretraining.training.optimizers.partitions import BindPartitions
 
-__all__ = ["BindPartitions", "Muon", "choose_optimizer", "describe_groups"]
+__all__ = ["BindPartitions", "Muon", "choose_clipping", "choose_optimizer", "describe_groups"]
