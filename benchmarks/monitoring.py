@@ -133,7 +133,7 @@ def write_rows(folder: Path, num_rows: int) -> set[int]:
     """A run of this many logged steps with everything that a GPU run logs; the steps of its planted spikes."""
     folder.mkdir()
     draw = random.Random(0)
-    spikes = set(draw.sample(range(1000, num_rows), 50))
+    spikes = set(draw.sample(range(1000, num_rows, num_rows // 200), 50))
     (folder / "recipe.json").write_text(json.dumps({"name": "long", "budget": {"tokens": 2000 * num_rows}}))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, num_rows + 1):

@@ -14,6 +14,9 @@ from pretraining.run_dir import RunDir
 # tracker -> the package that provides it
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio", "mlflow": "mlflow"}
 
+# tracker -> the variable that says where it keeps its files; they belong to the run's folder
+FOLDERS = {"tensorboard": "TENSORBOARD_LOGGING_DIR", "trackio": "TRACKIO_DIR"}
+
 # transformers 5.23 would put `train/` before every name; its trackers look this function up in its module.
 integration_utils.rewrite_logs = grouped_names
 
@@ -21,8 +24,8 @@ integration_utils.rewrite_logs = grouped_names
 def build_trackers(report_to: str | list[str], run: RunDir, run_name: str) -> list[TrainerCallback]:
     """The callbacks of the trackers. Raises `UserError` for one whose package is missing; writes nothing."""
     names = [report_to] if isinstance(report_to, str) else report_to
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run.tensorboard))
-    os.environ.setdefault("TRACKIO_DIR", str(run.path / "trackio"))
+    for name in FOLDERS.keys() & set(names):
+        os.environ.setdefault(FOLDERS[name], str(run.path / name))
     trackers = [Tracker(name, _build_tracker(name), run) for name in names if name != "none"]
     return [RunIdentity(run, run_name, "wandb" in names), *trackers] if trackers else []
 
