@@ -39,88 +39,72 @@ def main() -> None:
 def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
     # Plan and errors answer at once: the imports below take seconds.
     quieten_libraries()
-    from pretraining import checkpoints, reporting, training
+    from pretraining import checkpoints, training
 
     ranks = training.joined_ranks(recipe.monitors["hang_minutes"])
-    report = reporting.live_report(run, recipe.report["every_seconds"])
-    with ranks, checkpoints.sole_run(run), checkpoints.disk_errors_told(run.path), report:
-        stop = training.StopRequests(run, recipe.checkpoints["time_limit_hours"])
-        hangs = training.HangCallback(run, recipe.monitors["hang_minutes"])
-        while not pretrain(recipe, ds_config, plan, data, mixture, run, options, stop, hangs):
+    with ranks, checkpoints.sole_run(run), checkpoints.disk_errors_told(run.path):
+        watch = training.Watch(run, recipe)
+        while not pretrain(recipe, ds_config, plan, data, mixture, run, options, watch):
             options.resume = "auto"  # rolled back: again from an earlier checkpoint, as the journal now says
 
 
-def pretrain(recipe, ds_config, plan, data, mixture, run, options, stop, hangs) -> bool:
+def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> bool:
     """Whether the run came to its end; False after a rollback."""
     from pretraining import checkpoints, evaluation, model, training
 
     resume = checkpoints.bring_checkpoint(run, recipe.checkpoints["upload"], options.resume)
     start = checkpoints.find_start(run, recipe, data.manifest, resume, options.allow_change)
-    found = training.find_machine(run.path, options.resume != "never", data.train.num_tokens)
-    plan, verdict = judge_plan(plan, recipe, ds_config, found, options.force)
-    memory = training.PeakMemory()
+    machine = training.find_machine(run.path, options.resume != "never", data.train.num_tokens)
+    plan, verdict = judge_plan(plan, recipe, ds_config, machine, options.force)
 
     last_step = start.last_step(recipe)
     arguments = training.build_arguments(recipe, ds_config, run.path, plan.accumulation_steps, last_step)
     tokenizer = model.load_tokenizer(data.tokenizer_path)
-    language_model = model.build_model(
-        recipe.model, tokenizer, arguments, draw_weights=start.checkpoint is None
-    )
+    draws_weights = start.checkpoint is None
+    language_model = model.build_model(recipe.model, tokenizer, arguments, draws_weights)
 
-    guard = open_guard(run.flagged_blocks, data, recipe)
+    guard, left_out = open_guard(run.flagged_blocks, data, recipe), start.journal.left_out
     train_dataset = build_training_dataset(
-        data, recipe, mixture, start.samples, recipe.num_samples, guard, start.journal.left_out
+        data, recipe, mixture, start.samples, recipe.num_samples, guard, left_out
     )
     validation = evaluation.Validation.of(validation_by_source(data, recipe), recipe)
-    origins = step_origins(train_dataset, recipe, run, start.step)
-    stability = training.StabilityMonitor(run, recipe.monitors, origins)
-    trackers = training.build_trackers(recipe.training.get("report_to", "none"), run, recipe.name)
 
-    mixture_table = mixture and mixture.table(recipe.num_samples)
-    speed = training.SpeedMeter.of(recipe, plan.world_size, last_step, start.extra_tokens(recipe))
+    watch.begin(step_origins(train_dataset, recipe, run, start.step), plan, start, train_dataset.num_blocks)
     environment = describe_environment(training.device_name(), plan.world_size)
-    retention = checkpoints.Retention.of(recipe.checkpoints, checkpoints.demote_checkpoint)
     identity = checkpoints.Identity.of(recipe, plan, data.manifest, environment, start)
-    saves = checkpoints.SavesBehindTraining(run, identity, retention, recipe.checkpoints)
+    saves = checkpoints.SavesBehindTraining(run, identity, recipe.checkpoints)
     trainer = training.PretrainingTrainer(
         model=language_model,
         args=arguments,
         train_dataset=data.prefetched(train_dataset),
         eval_dataset=validation.dataset,
         data_collator=training.collate_blocks,
-        compute_loss_func=stability.watch.around(model.build_loss(language_model, recipe.loss)),
+        compute_loss_func=watch.loss(model.build_loss(language_model, recipe.loss)),
         optimizer_cls_and_kwargs=training.choose_optimizer(recipe, ds_config),
         clipping=training.choose_clipping(recipe, ds_config),
         validate=validation.measure,
         checkpoints=saves,
         recipe_path=recipe.path,
         journal=start.journal,
-        stop=stop,
-        clock=speed.clock,
-        callbacks=[
-            hangs,
-            stability,
-            saves,
-            training.MetricsCallback(run, speed, recipe.samples_per_step / train_dataset.num_blocks),
-            training.ProgressCallback(),
-            *trackers,
-        ],
+        stop=watch.stop,
+        clock=watch.speed.clock,
+        callbacks=watch.callbacks(saves),
     )
-    checkpoints.open_run(run, identity, plan, resume, mixture_table, language_model, tokenizer)
+    checkpoints.open_run(run, identity, plan, resume, mixture, language_model, tokenizer)
     verdict.keep(run)
     trainer.train(resume_from_checkpoint=start.checkpoint)
-    if stability.finding is not None:
+    if watch.finding is not None:
         trainer.release()
-        checkpoints.roll_back(run, start, stability.finding, recipe)
+        checkpoints.roll_back(run, start, watch.finding, recipe)
         return False
-    results = {**trainer.closing_validation(), "unigram_bits_per_byte": data.unigram_bits_per_byte}
 
+    results = {**trainer.closing_validation(), "unigram_bits_per_byte": data.unigram_bits_per_byte}
     card = checkpoints.write_model_card(recipe.to_dict(), data.manifest, results, environment)
     checkpoints.export_model(trainer, tokenizer, run.export, card)
     saves.finish()
-    results["measured"] = measured(run, recipe, plan.world_size, found.gpu, memory.of_fullest_rank())
+    peak_bytes = watch.memory.of_fullest_rank()
     if trainer.is_world_process_zero():
-        run.add_end(results)
+        run.add_end({**results, "measured": measured(run, recipe, plan.world_size, machine.gpu, peak_bytes)})
         report_end(run)
     return True
 

@@ -47,7 +47,7 @@ def run_alternating(options: argparse.Namespace) -> None:
 
     _, _, block_steps = SHAPES[options.shape]
     switch = build_switch(block_steps, live)
-    training.ProgressCallback = lambda: switch
+    training.watch.ProgressCallback = lambda: switch
     words = recipe_arguments(options, 2 * block_steps)
     monitored = {"training.logging_steps": options.logging_steps, "report.every_seconds": 5}
     settings = [word for key, value in monitored.items() for word in ("--set", f"{key}={value}")]

@@ -50,7 +50,7 @@ def run_paired(options: argparse.Namespace) -> None:
 
     _, _, block_steps = SHAPES[options.shape]
     paired = build_paired_callback(block_steps, options.pairs)
-    training.ProgressCallback = lambda: paired
+    training.watch.ProgressCallback = lambda: paired
     sys.argv = ["train.py", *recipe_arguments(options, block_steps)]
     train.main()
     if os.environ["RANK"] == "0":

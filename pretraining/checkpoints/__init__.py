@@ -8,10 +8,8 @@ import importlib
 _HOME = {
     "Identity": "identity",
     "RankFiles": "rank_files",
-    "Retention": "retention",
     "SavesBehindTraining": "behind",
     "bring_checkpoint": "arrival",
-    "demote_checkpoint": "weights",
     "disk_errors_told": "full_disk",
     "export_model": "export",
     "find_start": "start",

@@ -11,6 +11,7 @@ from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.retention import Retention
 from pretraining.checkpoints.saving import rank_share
 from pretraining.checkpoints.upload import Uploader
+from pretraining.checkpoints.weights import demote_checkpoint
 from pretraining.checkpoints.writer import CheckpointWriter
 from pretraining.run_dir import RunDir
 
@@ -22,8 +23,9 @@ class SavesBehindTraining(RankFiles, TrainerCallback):
     recipe's `checkpoints`.
     """
 
-    def __init__(self, run: RunDir, identity: Identity, retention: Retention, section: dict):
-        self.run, self.identity, self.retention = run, identity, retention
+    def __init__(self, run: RunDir, identity: Identity, section: dict):
+        self.run, self.identity = run, identity
+        self.retention = Retention.of(section, demote_checkpoint)
         address = section["upload"]
         remote = address and RemoteRun(address, run.path.name)
         self.uploader = Uploader(run, remote, section["upload_mirror"]) if remote else None

@@ -17,6 +17,7 @@ from pretraining.checkpoints.marker import read_marker
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.checkpoints.weights import describe_model
 from pretraining.data import format_table
+from pretraining.data.mixing.training import Mixture
 from pretraining.journal import Journal
 from pretraining.planning import RunPlan
 from pretraining.restarts import launch_details, resume_after_restart
@@ -55,7 +56,7 @@ def open_run(
     identity: Identity,
     plan: RunPlan,
     resume: str,
-    mixture: dict | None,
+    mixture: Mixture | None,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
@@ -75,8 +76,9 @@ def open_run(
         write_json(run.environment, identity.environment)
         describe_model(run, model, tokenizer)
         if mixture is not None:
-            write_json(run.mixture, mixture)
-            print(format_table(mixture))
+            table = mixture.table(identity.recipe.num_samples)
+            write_json(run.mixture, table)
+            print(format_table(table))
         kind = "resume" if start.checkpoint else "start"
         run.add_event(
             kind, checkpoint=start.checkpoint and start.checkpoint.name, **plan.layout, **launch_details()

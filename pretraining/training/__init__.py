@@ -2,30 +2,16 @@
 
 from pretraining.training.arguments import build_arguments
 from pretraining.training.collate import collate_blocks
-from pretraining.training.hangs import HangCallback
 from pretraining.training.machine import find_machine
-from pretraining.training.metrics import MetricsCallback
 from pretraining.training.optimizers import choose_clipping, choose_optimizer
-from pretraining.training.peak_memory import PeakMemory
-from pretraining.training.progress import ProgressCallback
 from pretraining.training.ranks import device_name, join_ranks, joined_ranks, leave_ranks
-from pretraining.training.speed import SpeedMeter
-from pretraining.training.stability import StabilityMonitor
-from pretraining.training.stopping import StopRequests
-from pretraining.training.trackers import build_trackers
 from pretraining.training.trainer import PretrainingTrainer
+from pretraining.training.watch import Watch
 
 __all__ = [
-    "HangCallback",
-    "MetricsCallback",
-    "PeakMemory",
     "PretrainingTrainer",
-    "ProgressCallback",
-    "SpeedMeter",
-    "StabilityMonitor",
-    "StopRequests",
+    "Watch",
     "build_arguments",
-    "build_trackers",
     "choose_clipping",
     "choose_optimizer",
     "collate_blocks",

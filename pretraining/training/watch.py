@@ -1,0 +1,53 @@
+"""Everything that looks on while a run trains, put together from the recipe: stop requests, hangs, spikes, metrics."""
+
+from collections.abc import Callable
+
+from transformers import TrainerCallback
+
+from pretraining.planning import RunPlan
+from pretraining.recipe import Recipe
+from pretraining.run_dir import RunDir
+from pretraining.training.hangs import HangCallback
+from pretraining.training.metrics import MetricsCallback
+from pretraining.training.peak_memory import PeakMemory
+from pretraining.training.progress import ProgressCallback
+from pretraining.training.speed import SpeedMeter
+from pretraining.training.stability import Finding, StabilityMonitor
+from pretraining.training.stopping import StopRequests
+from pretraining.training.trackers import build_trackers
+
+
+class Watch:
+    """One for a run; `begin` starts an attempt, of which a run has several where it rolls back."""
+
+    def __init__(self, run: RunDir, recipe: Recipe):
+        self.run, self.recipe = run, recipe
+        self.stop = StopRequests(run, recipe.checkpoints["time_limit_hours"])
+        self.hangs = HangCallback(run, recipe.monitors["hang_minutes"])
+
+    def begin(self, origins, plan: RunPlan, start, num_blocks: int) -> None:
+        """Watch an attempt.
+
+        origins: where the samples of a step are from, for events. start: where it begins. num_blocks: an epoch of
+        the training data.
+        """
+        run, recipe = self.run, self.recipe
+        last_step, extra_tokens = start.last_step(recipe), start.extra_tokens(recipe)
+        self.memory = PeakMemory()
+        self.stability = StabilityMonitor(run, recipe.monitors, origins)
+        self.speed = SpeedMeter.of(recipe, plan.world_size, last_step, extra_tokens)
+        self.metrics = MetricsCallback(run, self.speed, recipe.samples_per_step / num_blocks)
+        self.trackers = build_trackers(recipe.training.get("report_to", "none"), run, recipe.name)
+
+    def loss(self, loss: Callable) -> Callable:
+        """The loss, looked at before the backward pass."""
+        return self.stability.watch.around(loss)
+
+    def callbacks(self, saves: TrainerCallback) -> list[TrainerCallback]:
+        """In the order in which they must hear of things: a row of metrics tells of the save before it."""
+        return [self.hangs, self.stability, saves, self.metrics, ProgressCallback(), *self.trackers]
+
+    @property
+    def finding(self) -> Finding | None:
+        """Why the attempt was broken off, where it was."""
+        return self.stability.finding
