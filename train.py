@@ -39,10 +39,11 @@ def main() -> None:
 def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
     # Plan and errors answer at once: the imports below take seconds.
     quieten_libraries()
-    from pretraining import checkpoints, training
+    from pretraining import checkpoints, reporting, training
 
     ranks = training.joined_ranks(recipe.monitors["hang_minutes"])
-    with ranks, checkpoints.sole_run(run), checkpoints.disk_errors_told(run.path):
+    report = reporting.live_report(run, recipe.report["every_seconds"])
+    with ranks, checkpoints.sole_run(run), checkpoints.disk_errors_told(run.path), report:
         watch = training.Watch(run, recipe)
         while not pretrain(recipe, ds_config, plan, data, mixture, run, options, watch):
             options.resume = "auto"  # rolled back: again from an earlier checkpoint, as the journal now says
