@@ -275,7 +275,12 @@ REFUSED = {
     ),
     "muon and lion": (["optimizer.name=muon", "training.optim=sgd"], "zero2", "exclude training.optim sgd"),
     "adafactor sliced": (["training.optim=adafactor"], "zero2", "use --deepspeed null or zero0"),
-    "schedule-free sliced": (["training.optim=schedule_free_adamw"], "zero3", "ZeRO-3 gives it slices"),
+    "8-bit sliced": (["training.optim=adamw_8bit"], "zero3", "ZeRO-3 gives it slices"),
+    "schedule-free": (
+        ["training.optim=schedule_free_adamw"],
+        "zero0",
+        "use adamw_torch_fused and lr_scheduler_type",
+    ),
     "sgd offloaded": (["training.optim=sgd"], "zero3_offload", "replaces it by DeepSpeed's CPU Adam"),
 }
 

@@ -88,6 +88,11 @@ def build_optimizer(
 
 def _refuse_other_rule(recipe, ds_config: dict | None, where: str) -> None:
     optim, stage = recipe.training.get("optim", DEFAULT), zero_stage(ds_config)
+    if optim.startswith("schedule_free"):
+        what = f"is {optim}, which trains other weights than it means to be measured and exported"
+        raise problem(
+            where, "training.optim", f"{what}; use {DEFAULT} and lr_scheduler_type warmup_stable_decay"
+        )
     if optim not in ADAMW and optimizer_device(ds_config) != "gpu":
         what = f"is {optim}, but offloading the optimizer replaces it by DeepSpeed's CPU Adam"
         raise problem(
