@@ -30,7 +30,7 @@ def real_texts() -> list[str]:
     library, site = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
     paths = sorted(library.glob("*.py"))[::8] + sorted(site.glob("*.dist-info/METADATA"))
     paths += sorted(site.glob("*.dist-info/**/LICENSE*"))[::3]
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()]
     return [text for text in texts if 0 < len(text) <= 20_000]
 
 

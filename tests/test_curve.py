@@ -67,13 +67,13 @@ def test_ranks_micro_batch_and_accumulation_do_not_change_the_curve(workshop, pl
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_gradient_norms_are_the_same_at_every_stage(workshop, plain, stage):
     """What clipping sees; stage 0 reports none under DeepSpeed (deepspeedai/DeepSpeed#7255)."""
-    ours = column(stage_run(workshop, stage), "grad_norm")
-    assert largest_difference(ours, column(plain, "grad_norm")) <= 1e-3
+    ours = column(stage_run(workshop, stage), "train/grad_norm")
+    assert largest_difference(ours, column(plain, "train/grad_norm")) <= 1e-3
 
 
 def test_clipping_is_the_recipe_s(workshop, plain):
     """`max_grad_norm` is at work in every run above, so DeepSpeed clips at the recipe's value, not at its own."""
-    assert min(column(plain, "grad_norm")) > 1.5 * SMALL_RECIPE["training"]["max_grad_norm"]
+    assert min(column(plain, "train/grad_norm")) > 1.5 * SMALL_RECIPE["training"]["max_grad_norm"]
     assert largest_difference(workshop.plain(("training.max_grad_norm=1.0",)).losses, plain.losses) > 1e-2
 
 
@@ -82,7 +82,7 @@ def test_a_mixture_of_experts_has_one_curve_too(workshop):
     settings = (f"model={json.dumps(BALANCED)}",)
     alone, together = workshop.plain(settings), workshop.run("zero2", settings=settings)
     assert largest_difference(together.losses, alone.losses) <= FP32
-    assert largest_difference(column(together, "grad_norm"), column(alone, "grad_norm")) <= 1e-3
+    assert largest_difference(column(together, "train/grad_norm"), column(alone, "train/grad_norm")) <= 1e-3
     guessing = math.log(EXPERTS["vocab_size"])
     assert alone.losses[0] > guessing + 0.9
     assert alone.validation_rows[0]["eval/loss"] < guessing
@@ -92,7 +92,7 @@ def test_tokens_per_step_are_constant(workshop):
     """The tokens column counts every rank, micro-batch and accumulation step."""
     per_step = SMALL_RECIPE["budget"]["tokens_per_step"]
     for run in (workshop.plain(("training.per_device_train_batch_size=1",)), stage_run(workshop, "zero2")):
-        assert column(run, "tokens") == [per_step * step for step in range(1, STEPS + 1)]
+        assert column(run, "train/tokens") == [per_step * step for step in range(1, STEPS + 1)]
         assert run.validation_rows[-1]["train/tokens"] == SMALL_RECIPE["budget"]["tokens"]
 
 
@@ -108,7 +108,7 @@ def test_learning_rate_follows_the_recipe(workshop):
         return peak * (0.9 * cosine + 0.1)
 
     for stage in ("zero2", "zero3"):
-        found = column(stage_run(workshop, stage), "learning_rate")
+        found = column(stage_run(workshop, stage), "train/learning_rate")
         assert found == pytest.approx([expected(step) for step in range(STEPS)], rel=1e-6)
 
 

@@ -172,13 +172,9 @@ def test_the_balancing_loss_is_asked_for_by_the_recipe():
 def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dict]:
     """metrics.jsonl of a Trainer whose loss at step k is made to read losses[k]; gradients stay finite."""
     from pretraining.run_dir import RunDir, read_rows
-    from pretraining.training import (
-        MetricsCallback,
-        PretrainingTrainer,
-        SpeedMeter,
-        build_arguments,
-        collate_blocks,
-    )
+    from pretraining.training import PretrainingTrainer, build_arguments, collate_blocks
+    from pretraining.training.metrics import MetricsCallback
+    from pretraining.training.speed import SpeedMeter
 
     training = {"logging_steps": logging_steps, "per_device_train_batch_size": 1, "save_strategy": "no"}
     recipe = SimpleNamespace(training=training, num_steps=len(losses), path=tmp_path)

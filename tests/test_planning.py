@@ -204,14 +204,15 @@ def test_the_screen_says_what_it_takes_and_what_is_tight():
     hours = answer["forecast"]["cost"]["gpu_hours"]
     assert hours == pytest.approx(8 * answer["tokens"] / answer["forecast"]["tokens_per_second"] / 3600)
     bare = as_text(full_plan(recipe, config, 8, None))
-    assert "give --gpu NAME" in bare and "fits H200" in bare and "H100" not in bare
+    assert "give --gpu NAME" in bare and "H200" in bare and "A100-40GB" not in bare
 
 
 def test_the_screen_offers_what_fits():
     """A plan that does not fit is an answer, not an error: it says what would."""
-    answer = full_plan(load_recipe("30b"), load_ds_config("zero3"), 8, find_gpu("H100"))
+    recipe = load_recipe("30b", ["training.per_device_train_batch_size=16"])
+    answer = full_plan(recipe, load_ds_config("zero3"), 8, find_gpu("H100"))
     (refusal,) = answer["refusals"]
-    assert refusal["remedy"].endswith("--set training.per_device_train_batch_size=4")
+    assert refusal["remedy"].endswith("--set training.per_device_train_batch_size=8")
     text = as_text(answer)
     assert "does not fit" in text and refusal["remedy"] in " ".join(text.split())
 

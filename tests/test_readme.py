@@ -130,7 +130,11 @@ def run_make(workshop: Workshop, words: list[str]) -> None:
     assert shown.code == 0, shown.output
     recipe = [line for line in shown.stdout.splitlines() if line and not MAKE_SETUP.search(line)]
     if words[1] == "test":
-        assert recipe[-3:] == ["ruff check .", "ruff format --check .", "python -m pytest"]
+        assert recipe[-3:] == [
+            "ruff check .",
+            "ruff format --check .",
+            "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder",
+        ]
         return
     assert [line.split()[0] for line in recipe] == ["python", "deepspeed", "python"]
     for line in recipe:

@@ -165,14 +165,10 @@ class Watched:
     ):
         from pretraining.model.build import build_model
         from pretraining.model.loss import next_token_loss
-        from pretraining.training import (
-            MetricsCallback,
-            PretrainingTrainer,
-            SpeedMeter,
-            StabilityMonitor,
-            build_arguments,
-            collate_blocks,
-        )
+        from pretraining.training import PretrainingTrainer, build_arguments, collate_blocks
+        from pretraining.training.metrics import MetricsCallback
+        from pretraining.training.speed import SpeedMeter
+        from pretraining.training.stability import StabilityMonitor
 
         training = {"logging_steps": 1, "per_device_train_batch_size": 1, "save_strategy": "no"}
         recipe = SimpleNamespace(training=training, num_steps=len(losses), path=tmp_path)

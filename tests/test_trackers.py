@@ -61,7 +61,7 @@ def test_a_missing_tracker_is_one_line(workshop, tmp_path, package):
 def test_an_unknown_tracker_is_one_sentence(workshop):
     """Which one, and which there are."""
     from pretraining.errors import UserError
-    from pretraining.training import build_trackers
+    from pretraining.training.trackers import build_trackers
 
     with pytest.raises(UserError, match=r"wandbb.*tensorboard"):
         build_trackers("wandbb", workshop.plain().dir, "small")
@@ -104,7 +104,7 @@ def test_trackio_holds_the_names_of_metrics_jsonl(tmp_path):
         "from types import SimpleNamespace\n"
         "from transformers import TrainerState, TrainingArguments\n"
         "from pretraining.run_dir import RunDir\n"
-        "from pretraining.training import build_trackers\n"
+        "from pretraining.training.trackers import build_trackers\n"
         "args = TrainingArguments(output_dir=sys.argv[1], use_cpu=True)\n"
         "state = TrainerState(is_world_process_zero=True, global_step=3)\n"
         "model = SimpleNamespace(config=None, num_parameters=lambda: 1)\n"

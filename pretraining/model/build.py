@@ -1,6 +1,5 @@
 """From the recipe's `model` section to an `AutoModelForCausalLM`, born sharded under ZeRO-3."""
 
-import sys
 from pathlib import Path
 
 import torch
@@ -52,7 +51,7 @@ def build_model(
             raise UserError(f"model: {' '.join(str(error).split())}") from error
         raise missing_kernel(attention, error) from error
     if arguments.process_index == 0:
-        print(describe_attention(attention), file=sys.stderr, flush=True)
+        print(describe_attention(attention), flush=True)
     built.tie_weights()
     if draw_weights:
         initialise_weights(built, arguments.seed)

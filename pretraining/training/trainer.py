@@ -2,7 +2,6 @@
 
 import gc
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -99,7 +98,7 @@ class PretrainingTrainer(TimedTrainer):
         if self.clipping is not None:
             self.clipping(self.model, optimizer)
         if self.is_world_process_zero():
-            print("\n".join(describe_groups(optimizer)), file=sys.stderr, flush=True)
+            print("\n".join(describe_groups(optimizer)), flush=True)
         return optimizer
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict:
