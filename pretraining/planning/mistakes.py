@@ -1,6 +1,7 @@
 """Common mistakes of a recipe on the machine found, each with its reason and its remedy."""
 
 import math
+from pathlib import Path
 
 from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.planning.findings import Case, Finding
@@ -104,12 +105,12 @@ def _buckets(case: Case) -> Finding | None:
     width = case.recipe.model.get("n_embd") or case.recipe.model.get("hidden_size")
     bucket = width**2 if bucket == "auto" else bucket
     small = bucket < min(SMALL_BUCKET, model_size(case.recipe.model).total / 4)
-    if case.world_size == 1 or zero_stage(case.ds_config) < 2 or not small:
+    on_gpus = case.limit is not None and case.world_size > 1
+    if not on_gpus or zero_stage(case.ds_config) < 2 or not small:
         return None
     what = f"reduce buckets of {bucket:,} elements send many small messages"
-    return Finding(
-        what, f'in a copy of ds_configs/{case.recipe.deepspeed}.json: "reduce_bucket_size": 50000000'
-    )
+    file = Path(case.recipe.deepspeed).name.removesuffix(".json")
+    return Finding(what, f'in a copy of ds_configs/{file}.json: "reduce_bucket_size": 50000000')
 
 
 def _checkpointing(case: Case) -> Finding | None:
