@@ -97,6 +97,7 @@ class Supervisor:
 
     def _end_what_is_left(self) -> bool:
         """Whether ranks outlived their launcher: they save and leave once they notice, or are killed."""
+        time.sleep(0.1)  # a process that is just being started shows no environment yet
         until = time.monotonic() + SECONDS_TO_LEAVE
         outlived = bool(started_here(self.folder))
         while started_here(self.folder) and time.monotonic() < until:
