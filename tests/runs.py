@@ -1,5 +1,6 @@
 """How a test starts a run through the real command line, and reads what the run left behind."""
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -156,11 +157,7 @@ class Started:
     def kill(self) -> None:
         """SIGKILL all of them at once, as a machine that fails does."""
         while processes := self.processes():
-            for process_id in processes:
-                try:
-                    os.kill(process_id, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+            send_kill(processes)
             self.process.poll()
             time.sleep(0.01)
         self.process.kill()
@@ -337,14 +334,24 @@ def _awkward_batch(num_blocks: int) -> int:
 
 
 def start_and_kill(command: list[str], reached: Callable[[], bool]) -> None:
-    """Start a run and SIGKILL all its processes as soon as `reached()`."""
-    started = Started(command)
+    """Start a run and SIGKILL all its processes as soon as `reached()`: within a millisecond those known by then."""
+    started, known, looked_at = Started(command), [], 0.0
     try:
         while started.process.poll() is None and not reached():
+            if time.monotonic() - looked_at > 2:
+                known, looked_at = started.processes(), time.monotonic()
             time.sleep(0.001)
         assert started.process.poll() is None, "the run ended before it could be killed"
+        send_kill(known)
     finally:
         started.kill()
+
+
+def send_kill(processes: list[int]) -> None:
+    """SIGKILL to each that is still there."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def committed(folder: Path) -> list[str]:
