@@ -135,6 +135,11 @@ def world_size_here() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def ranks_here() -> int:
+    """Number of this run's processes on this machine, as torchrun and accelerate, or deepspeed, call it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+
+
 def _part_of_the_curve(text: str) -> str:
     try:
         return check_allowed(text)

@@ -1,14 +1,18 @@
 """The run folder: every path of a run spelled once, and the only ways to write there."""
 
+import calendar
 import json
 import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pretraining.schema import REPOSITORY
+
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "numpy", "pyarrow")
 
@@ -75,8 +79,17 @@ class RunDir:
 
     def add_event(self, kind: str, **details) -> None:
         """Append one row to events.jsonl: what happened, when (UTC), and its details."""
-        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        append_row(self.events, {"time": when, "event": kind, **details})
+        append_row(self.events, {"time": utc_now(), "event": kind, **details})
+
+
+def utc_now() -> str:
+    """This second as events and markers spell it, `2026-01-31T12:00:00Z`."""
+    return time.strftime(_TIME_FORMAT, time.gmtime())
+
+
+def unix_seconds(when: str) -> int:
+    """The second that `utc_now` has spelled."""
+    return calendar.timegm(time.strptime(when, _TIME_FORMAT))
 
 
 def write_json(path: Path, value) -> None:
@@ -113,9 +126,9 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-def drop_rows_after(path: Path, step: int) -> list[dict]:
-    """Forget the rows of steps that a resumed run is about to repeat; returns those that stay."""
-    kept = [row for row in read_rows(path) if row.get("step", 0) <= step]
+def keep_rows(path: Path, stays: Callable[[dict], bool]) -> list[dict]:
+    """Forget the rows of what a resumed run is about to repeat; returns those that stay."""
+    kept = [row for row in read_rows(path) if stays(row)]
     if path.exists():
         partial = path.with_name(path.name + ".partial")
         partial.write_text(

@@ -139,7 +139,7 @@ class Chaos:
             [(row["step"], row["eval/loss"]) for row in each.validation_rows]
             for each in (run, self.reference)
         ]
-        assert measured[0] == measured[1]
+        assert measured[0] == measured[1], (output, measured)
         assert (run.dir.export / name).read_bytes() == (self.reference.dir.export / name).read_bytes()
 
     def _command(self, output: Path, by: str) -> list[str]:

@@ -20,6 +20,7 @@ FOUNDATION = {
     "errors",
     "exit_codes",
     "journal",
+    "lazy",
     "metric_names",
     "overrides",
     "owned_keys",

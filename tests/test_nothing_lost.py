@@ -49,19 +49,27 @@ def test_killed_inside_a_save_continues_from_the_checkpoint_before(workshop):
 
 
 def test_a_row_over_a_resume_is_the_row_of_an_unbroken_run(workshop, tmp_path):
-    """Logged every three steps, saved at step 4: the row of step 6 holds the mean of all three losses."""
-    settings = ("training.logging_steps=3", "training.logging_first_step=false")
+    """Logged every three steps, saved at step 8: the row of step 9 holds the mean of all three losses.
+
+    Killed after its closing validation, the run measures that again, and has one row of it.
+    """
+    settings = ("training.logging_steps=3", "training.logging_first_step=false", "training.eval_steps=3")
     whole = workshop.run("zero2", settings=settings)
-    shutil.copytree(whole.folder, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "export")
-    shutil.rmtree(tmp_path / "run" / "checkpoint-8")
-    finished = execute(workshop.command(tmp_path / "run", "zero2", settings=settings))
-    assert finished.code == 0, finished.output
-    rows = [
-        [(row["step"], row["train/loss"]) for row in run.training_rows]
-        for run in (whole, Run(tmp_path / "run"))
-    ]
-    assert [step for step, _ in rows[0]] == [3, 6, 9] and rows[0] == rows[1]
+    expected = _losses_by_step(whole)
+    assert list(expected[0]) == [3, 6, 9] and [step for step, _ in expected[1]] == [3, 6, 9, 10]
+    output = tmp_path / "run"
+    shutil.copytree(whole.folder, output)
+    for lost in (("export",), ("export", "checkpoint-10")):
+        for name in lost:
+            shutil.rmtree(output / name)
+        finished = execute(workshop.command(output, "zero2", settings=settings))
+        assert finished.code == 0, finished.output
+        assert _losses_by_step(Run(output)) == expected
+
+
+def _losses_by_step(run: Run) -> tuple[dict, list]:
+    training = {row["step"]: row["train/loss"] for row in run.training_rows}
+    return training, [(row["step"], row["eval/loss"]) for row in run.validation_rows]
 
 
 @pytest.fixture
@@ -217,14 +225,14 @@ def test_an_old_checkpoint_goes_only_after_a_new_one_is_committed(saved, monkeyp
 
 def test_rows_of_repeated_steps_are_dropped(tmp_path):
     """A line that a dying run left half-written ends what is kept; later steps are written again."""
-    from pretraining.run_dir import append_row, drop_rows_after, read_rows
+    from pretraining.run_dir import append_row, keep_rows, read_rows
 
     path = tmp_path / "metrics.jsonl"
     for step in range(1, 7):
         append_row(path, {"step": step, "loss": float(step)})
     with path.open("a") as file:
         file.write('{"step": 7, "lo')
-    drop_rows_after(path, 4)
+    keep_rows(path, lambda row: row["step"] <= 4)
     append_row(path, {"step": 5, "loss": 0.5})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
     assert read_rows(path)[-1] == {"step": 5, "loss": 0.5}

@@ -3,7 +3,7 @@
 The names below are imported when first used, so that a look at a run folder never waits for torch.
 """
 
-import importlib
+from pretraining.lazy import imported_at_first_use
 
 _HOME = {
     "Identity": "identity",
@@ -21,8 +21,4 @@ _HOME = {
 
 __all__ = list(_HOME)
 
-
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = imported_at_first_use(__name__, _HOME)

@@ -10,6 +10,11 @@ from pretraining.errors import UserError, file_error
 Answer = TypeVar("Answer")
 
 
+def this_rank() -> tuple[int, int]:
+    """(rank, number of ranks); (0, 1) for a process without a group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def from_rank_0(decide: Callable[[], Answer]) -> Answer:
     """What `decide` returns on rank 0, on every rank; or its `UserError`, a file it could not use included.
 
@@ -18,7 +23,7 @@ def from_rank_0(decide: Callable[[], Answer]) -> Answer:
     if not dist.is_initialized():
         return decide()
     answer: list = [None, None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if dist.get_rank() == 0:
         try:
             answer[0] = decide()
         except UserError as error:
@@ -27,8 +32,7 @@ def from_rank_0(decide: Callable[[], Answer]) -> Answer:
             if (told := file_error(error)) is None:
                 raise
             answer[1] = str(told)
-    if dist.is_initialized():
-        dist.broadcast_object_list(answer, src=0)
+    dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
         raise UserError(answer[1])
     return answer[0]

@@ -1,15 +1,14 @@
 """Every checkpoint of a run with its state, told from markers and sizes: no byte of the large files is read."""
 
 import time
-from calendar import timegm
 from pathlib import Path
 
 from pretraining.checkpoints.files import files_in
 from pretraining.checkpoints.folders import checkpoint_folders, step_in_name, weights_folders
-from pretraining.checkpoints.marker import MARKER, MarkerDamage, read_marker
+from pretraining.checkpoints.marker import MARKER, marker_or_nothing
 from pretraining.checkpoints.verification import quick_damage
 from pretraining.errors import UserError
-from pretraining.run_dir import RunDir
+from pretraining.run_dir import RunDir, unix_seconds
 
 FROM_MARKER = ("saved", "ranks", "zero_stage", "tokens")
 
@@ -43,10 +42,10 @@ def _set_aside(folder: Path, run: RunDir) -> dict:
 
 
 def _entry(folder: Path, step: int, state: str, reason: str | None = None) -> dict:
-    marker = _marker(folder)
+    marker = marker_or_nothing(folder)
     metrics = marker.get("metrics", {})
     saved = marker.get("saved")
-    when = timegm(time.strptime(saved, "%Y-%m-%dT%H:%M:%SZ")) if saved else folder.stat().st_mtime
+    when = unix_seconds(saved) if saved else folder.stat().st_mtime
     return {
         "folder": folder.name,
         "step": step,
@@ -58,10 +57,3 @@ def _entry(folder: Path, step: int, state: str, reason: str | None = None) -> di
         "loss": metrics.get("loss"),
         "eval_loss": metrics.get("eval_loss"),
     }
-
-
-def _marker(folder: Path) -> dict:
-    try:
-        return read_marker(folder)
-    except (OSError, MarkerDamage, UserError):
-        return {}

@@ -11,14 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
-
-from pretraining.checkpoints.agreement import from_rank_0, told_by_all
+from pretraining.checkpoints.agreement import from_rank_0, this_rank, told_by_all
+from pretraining.checkpoints.files import file_entry
 from pretraining.checkpoints.marker import MARKER, parse_marker
 from pretraining.checkpoints.parcel import RUN_FILES
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.data.publishing import wait_for_disk
-from pretraining.data.shards import checksum_of_file
 from pretraining.errors import UserError
 from pretraining.run_dir import RunDir
 
@@ -53,7 +51,7 @@ def fetch_checkpoint(run: RunDir, remote: RemoteRun, name: str) -> str | None:
     content, files, wrong = from_rank_0(lambda: _read_marker(remote, name))
     if wrong is not None or from_rank_0(lambda: _is_here(run.path / name, content)):
         return wrong
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, ranks = this_rank()
     share = dict(sorted(files.items())[rank::ranks])
     for damage, failure in told_by_all(_fetch_share(remote, name, run.path / name, share)):
         if failure:
@@ -153,7 +151,7 @@ def _fetch_file(
 ) -> str | None:
     """One file, verified once it is here; fetched again where it came damaged."""
     size = entry["bytes"]
-    if path.is_file() and path.stat().st_size == size and checksum_of_file(path) == entry["checksum"]:
+    if _is_whole(path, entry):
         progress(size)
         return None
     for _ in range(_ATTEMPTS):
@@ -166,9 +164,13 @@ def _fetch_file(
 
             list(threads.map(fetch, range(0, size, _RANGE_BYTES)))
             os.fsync(file.fileno())
-        if path.stat().st_size == size and checksum_of_file(path) == entry["checksum"]:
+        if _is_whole(path, entry):
             return None
     return f"{path.name} is not what was committed (fetched {_ATTEMPTS} times)"
+
+
+def _is_whole(path: Path, entry: dict) -> bool:
+    return path.is_file() and path.stat().st_size == entry["bytes"] and file_entry(path) == entry
 
 
 def _finish(run: RunDir, remote: RemoteRun, name: str, marker: bytes) -> None:
@@ -194,7 +196,11 @@ def _bar(where: str, files: dict):
     from tqdm import tqdm
 
     total = sum(entry["bytes"] for entry in files.values())
-    silent = dist.is_initialized() and dist.get_rank() != 0
     return tqdm(
-        desc=f"fetching {where}", total=total, unit="B", unit_scale=True, disable=silent, mininterval=1.0
+        desc=f"fetching {where}",
+        total=total,
+        unit="B",
+        unit_scale=True,
+        disable=this_rank()[0] != 0,
+        mininterval=1.0,
     )

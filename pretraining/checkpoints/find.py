@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import torch.distributed as dist
-
-from pretraining.checkpoints.agreement import from_rank_0, told_by_all
+from pretraining.checkpoints.agreement import from_rank_0, this_rank, told_by_all
 from pretraining.checkpoints.folders import committed_checkpoints
-from pretraining.checkpoints.marker import MARKER, MarkerDamage, read_marker
+from pretraining.checkpoints.marker import MARKER, marker_or_nothing
 from pretraining.checkpoints.verification import changed_files, quick_damage, share_of
 from pretraining.errors import UserError
 from pretraining.journal import NOTHING_HEALED, Journal
@@ -37,18 +35,15 @@ def damage_seen_by_all(folder: Path, of_run: bool = False) -> str | None:
     reason, files = from_rank_0(lambda: quick_damage(folder, of_run))
     if reason is not None:
         return reason
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, ranks = this_rank()
     found = told_by_all(changed_files(folder, share_of(files, rank, ranks)))
     return next((reason for changed in found for reason in changed.values()), None)
 
 
 def is_overtaken(folder: Path, journal: Journal) -> bool:
     """Whether a checkpoint lies on a course that a rollback has left since; a damaged marker does not say."""
-    try:
-        marker = read_marker(folder)
-    except (OSError, MarkerDamage, UserError):
-        return False
-    return journal.overtakes(marker["step"], marker.get("rollbacks", 0))
+    marker = marker_or_nothing(folder)
+    return bool(marker) and journal.overtakes(marker["step"], marker.get("rollbacks", 0))
 
 
 def _candidates(run: RunDir, journal: Journal) -> list[Path]:

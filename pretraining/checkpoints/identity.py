@@ -1,7 +1,6 @@
 """Where a run stands and what it is: what the marker of each of its checkpoints says."""
 
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from pretraining.checkpoints.marker import read_marker
 from pretraining.curve import curve_parts
 from pretraining.journal import NOTHING_HEALED, Journal
 from pretraining.recipe import Recipe
+from pretraining.run_dir import utc_now
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Identity:
             "samples": self.start.tokens_at(step, self.recipe) // self.recipe.sequence_length,
             "ranks": self.layout["world_size"],
             "zero_stage": self.layout["zero_stage"],
-            "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "saved": utc_now(),
             "metrics": metrics,
             "recipe_fingerprint": fingerprint_of(curve_parts(recipe)),
             "data": self.data,

@@ -46,6 +46,14 @@ def read_marker(folder: Path) -> dict:
     return parse_marker((folder / MARKER).read_bytes(), folder)
 
 
+def marker_or_nothing(folder: Path) -> dict:
+    """The marker, or an empty one where it is missing, damaged or of another version: for what can do without."""
+    try:
+        return read_marker(folder)
+    except (OSError, MarkerDamage, UserError):
+        return {}
+
+
 def parse_marker(raw: bytes, folder: Path | str) -> dict:
     """As `read_marker`, of a marker's bytes; `folder`, or its address, is for messages."""
     body, found, _ = raw.rpartition(_SEAL)

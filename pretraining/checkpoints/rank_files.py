@@ -4,15 +4,18 @@ from pathlib import Path
 
 from transformers import Trainer
 
+from pretraining.checkpoints.agreement import this_rank
 from pretraining.checkpoints.loading import load_checkpoint, load_random_state, load_running_loss
-from pretraining.checkpoints.saving import rank_share, write_share
+from pretraining.checkpoints.rank_share import write_share
+from pretraining.checkpoints.saving import rank_share
 
 
 class RankFiles:
     """Saves before it returns, loads in place; all ranks call each together."""
 
     def save(self, trainer: Trainer, folder: Path) -> None:
-        write_share(rank_share(trainer), folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_share(rank_share(trainer), folder, *this_rank())
 
     def load(self, trainer: Trainer, folder: Path) -> None:
         load_checkpoint(trainer, folder)

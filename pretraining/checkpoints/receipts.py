@@ -1,22 +1,14 @@
 """What each rank vouches for: the files it wrote, their bytes and checksums, told once the disk holds them."""
 
 import json
-import re
 from pathlib import Path
 
 from pretraining.run_dir import write_json
-
-_NAME = re.compile(r"rank-\d{5}-of-\d{5}\.json")
 
 
 def receipt_name(rank: int, ranks: int) -> str:
     """`rank-00000-of-00002.json`."""
     return f"rank-{rank:05d}-of-{ranks:05d}.json"
-
-
-def is_receipt(name: str) -> bool:
-    """Whether a file of a checkpoint is a rank's receipt."""
-    return bool(_NAME.fullmatch(name))
 
 
 def write_receipt(folder: Path, rank: int, ranks: int, files: dict[str, dict], **more) -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.checkpoints.folders import committed_checkpoints, remove_checkpoint, step_in_name
-from pretraining.checkpoints.marker import MarkerDamage, read_marker
-from pretraining.errors import UserError
+from pretraining.checkpoints.marker import marker_or_nothing
 from pretraining.run_dir import RunDir
 
 Demote = Callable[[RunDir, Path, Path], bool]
@@ -75,7 +74,4 @@ class Retention:
 
 
 def _validation_loss(folder: Path) -> float | None:
-    try:
-        return read_marker(folder)["metrics"].get("eval_loss")
-    except (OSError, MarkerDamage, UserError):
-        return None
+    return marker_or_nothing(folder).get("metrics", {}).get("eval_loss")

@@ -3,28 +3,17 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
-from pretraining.checkpoints.awaiting import write_bytes
 from pretraining.checkpoints.fragments import LiveState, live_state
 from pretraining.checkpoints.random_state import random_numbers, random_tensors
-from pretraining.checkpoints.receipts import write_receipt
+from pretraining.checkpoints.rank_share import RankShare
 from pretraining.checkpoints.schedule import scaler_state, schedule_state
-from pretraining.checkpoints.shard_files import FORMAT, STATE_FILE, fragment_key, rank_file, write_rank_file
-
-
-class RankShare(NamedTuple):
-    """What one rank saves: tensors by key (live views: they change at the next step), small files, receipt."""
-
-    tensors: dict[str, torch.Tensor]
-    files: dict[str, bytes]
-    receipt: dict
+from pretraining.checkpoints.shard_files import FORMAT, STATE_FILE, fragment_key
 
 
 def rank_share(trainer: Trainer) -> RankShare:
@@ -42,16 +31,6 @@ def running_loss(trainer: Trainer) -> dict:
     """The sum of this rank's losses since the last logged step, in nats per token, and how many steps that is."""
     steps = trainer.state.global_step - trainer._globalstep_last_logged
     return {"sum": trainer._tr_loss.item(), "steps": steps}
-
-
-def write_share(share: RankShare, folder: Path) -> None:
-    """Write it to `folder` now; the checkpoint counts once a marker is written after all ranks' receipts."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    name = rank_file(rank, ranks)
-    written = {name: write_rank_file(folder / name, share.tensors)}
-    written |= {name: write_bytes(folder / name, content) for name, content in share.files.items()}
-    write_receipt(folder, rank, ranks, written, **share.receipt)
 
 
 def rank_tensors(live: LiveState) -> Iterator[tuple[str, torch.Tensor]]:

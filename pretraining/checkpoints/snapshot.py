@@ -1,10 +1,11 @@
 """What a save needs of the live tensors, copied into host memory that is allocated once and kept."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+
+from pretraining.command_line import ranks_here
 
 _ALIGNMENT = 64  # bytes; any type of torch may begin there
 _MEMINFO = Path("/proc/meminfo")
@@ -57,5 +58,4 @@ def available_bytes() -> int | None:
     except OSError:
         return None
     kibibytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return None if kibibytes is None else int(kibibytes) * 1024 // ranks_here
+    return None if kibibytes is None else int(kibibytes) * 1024 // ranks_here()

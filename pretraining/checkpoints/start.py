@@ -20,17 +20,16 @@ from pretraining.data import format_table
 from pretraining.data.mixing.training import Mixture
 from pretraining.journal import Journal
 from pretraining.planning import RunPlan
-from pretraining.restarts import launch_details, resume_after_restart
+from pretraining.restarts import launch_details
 from pretraining.run_dir import RunDir, write_json
 
 
 def find_start(run: RunDir, recipe, manifest: dict, resume: str, allowed: Sequence[str]) -> Start:
     """Where to begin or continue, on every rank: rank 0 decides, every rank gets its answer or its `UserError`.
 
-    allowed: keys of the recipe, or sections, that may differ from what the run was so far. Writes nothing but
-    the event of a damaged checkpoint that is passed over.
+    resume: as `bring_checkpoint` resolved it. allowed: keys of the recipe, or sections, that may differ from what the
+    run was so far. Writes nothing but the event of a damaged checkpoint that is passed over.
     """
-    resume = from_rank_0(lambda: resume_after_restart(run, resume))
     if resume != "never":
         from_rank_0(lambda: changes_of_run(run, recipe.to_dict(), allowed))
     journal = from_rank_0(lambda: Journal() if resume == "never" else Journal.read(run.journal))
@@ -65,7 +64,7 @@ def open_run(
     """
 
     def write() -> None:
-        if resume_after_restart(run, resume) == "never":
+        if resume == "never":
             _set_aside(run)
         remove_uncommitted(run)
         start = identity.start

@@ -11,10 +11,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
-
 from pretraining.addresses import masked
-from pretraining.checkpoints.agreement import host_group, told_by_all
+from pretraining.checkpoints.agreement import host_group, this_rank, told_by_all
 from pretraining.checkpoints.marker import MARKER
 from pretraining.checkpoints.parcel import Parcel
 from pretraining.checkpoints.remote import RemoteRun
@@ -36,9 +34,7 @@ class Uploader:
 
     def __init__(self, run: RunDir, remote: RemoteRun, mirror: bool = True):
         self.run, self.remote, self.mirror = run, remote, mirror
-        distributed = dist.is_initialized()
-        self.rank = dist.get_rank() if distributed else 0
-        self.ranks = dist.get_world_size() if distributed else 1
+        self.rank, self.ranks = this_rank()
         self._group = host_group()
         self._waiting: Parcel | None = None
         self._thread: threading.Thread | None = None

@@ -17,7 +17,7 @@ from pretraining.checkpoints.export import write_model_folder
 from pretraining.checkpoints.full_disk import disk_errors_told
 from pretraining.checkpoints.marker import read_marker
 from pretraining.checkpoints.model_card import write_model_card
-from pretraining.checkpoints.shard_files import CheckpointReader, assemble
+from pretraining.checkpoints.shard_files import CheckpointReader, assemble, read_state
 from pretraining.checkpoints.verification import damage
 from pretraining.errors import UserError
 from pretraining.run_dir import RunDir
@@ -83,7 +83,7 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def _empty_model(checkpoint: Path, description: Path) -> PreTrainedModel:
     """The model's class and config, without memory for weights."""
-    entries = CheckpointReader(checkpoint).state["parameters"].values()
+    entries = read_state(checkpoint)["parameters"].values()
     dtype = getattr(torch, next(iter(entries))["dtype"])
     with torch.device("meta"), no_init_weights():
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(description), dtype=dtype)

@@ -16,14 +16,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from pretraining.checkpoints.agreement import host_group, told_by_all
-from pretraining.checkpoints.awaiting import wait_for_receipts, write_bytes
+from pretraining.checkpoints.agreement import host_group, this_rank, told_by_all
+from pretraining.checkpoints.awaiting import wait_for_receipts
 from pretraining.checkpoints.marker import MARKER
 from pretraining.checkpoints.rank_save import RankSave
-from pretraining.checkpoints.receipts import write_receipt
-from pretraining.checkpoints.shard_files import rank_file, write_rank_file
+from pretraining.checkpoints.rank_share import RankShare, write_share
 from pretraining.checkpoints.snapshot import HostSnapshot, available_bytes, snapshot_bytes
 from pretraining.data.publishing import wait_for_disk
 from pretraining.errors import UserError
@@ -55,9 +53,7 @@ class CheckpointWriter:
     ):
         self.run, self.commit, self.after_commit, self.on_committed = run, commit, after_commit, on_committed
         self.background, self.on_full_disk = background, on_full_disk
-        distributed = dist.is_initialized()
-        self.rank = dist.get_rank() if distributed else 0
-        self.ranks = dist.get_world_size() if distributed else 1
+        self.rank, self.ranks = this_rank()
         self.snapshot = HostSnapshot()
         self.last: dict | None = None
         """The newest finished save, as its event tells it."""
@@ -155,19 +151,14 @@ class CheckpointWriter:
 
     def _write(self, save: RankSave, tensors: Mapping[str, torch.Tensor]) -> None:
         began = time.perf_counter()
-        name = rank_file(self.rank, self.ranks)
-        written = {name: write_rank_file(save.folder / name, tensors)}
-        for name, content in save.files.items():
-            written[name] = write_bytes(save.folder / name, content)
-        write_receipt(save.folder, self.rank, self.ranks, written, save=save.name, **save.receipt)
+        share = RankShare(tensors, save.files, {"save": save.name, **save.receipt})
+        write_share(share, save.folder, self.rank, self.ranks)
         wait_for_disk(save.folder)
         save.write_seconds = time.perf_counter() - began
 
     def _commit(self, save: RankSave) -> None:
         wait_for_receipts(save.folder, self.ranks, save.name, save.abandoned)
         self.commit(save.folder, save.marker)
-        wait_for_disk(save.folder)
-        wait_for_disk(save.folder.parent)
         self.after_commit()
 
     def _finish(self, reports: list[dict]) -> None:

@@ -1,6 +1,5 @@
 """A run folder as the report reads it: every file optional but the metrics, none trusted to be whole."""
 
-import calendar
 import json
 import time
 from pathlib import Path
@@ -9,7 +8,7 @@ import numpy as np
 
 from pretraining.errors import UserError
 from pretraining.reporting.metrics_file import MetricsFile
-from pretraining.run_dir import RunDir, read_rows
+from pretraining.run_dir import RunDir, read_rows, unix_seconds
 
 SILENT_SECONDS = 600
 """A run without an end whose files are older than this is called stopped."""
@@ -94,7 +93,7 @@ class RunRecord:
     def event_time(event: dict) -> float:
         """UNIX seconds of an event; infinity where it does not say."""
         try:
-            return float(calendar.timegm(time.strptime(event["time"], "%Y-%m-%dT%H:%M:%SZ")))
+            return float(unix_seconds(event["time"]))
         except (KeyError, TypeError, ValueError):
             return float("inf")
 

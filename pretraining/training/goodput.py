@@ -1,9 +1,8 @@
 """Goodput: the share of the wall time since the first start that went into steps which counted."""
 
-import calendar
 import time
 
-from pretraining.run_dir import RunDir, read_rows
+from pretraining.run_dir import RunDir, read_rows, unix_seconds
 
 
 class Goodput:
@@ -12,7 +11,7 @@ class Goodput:
 
     def __init__(self, run: RunDir, kept_rows: list[dict]):
         """kept_rows: of metrics.jsonl, up to the step that training continues from."""
-        times = [_seconds(row["time"]) for row in read_rows(run.events) if row.get("event") == "start"]
+        times = [unix_seconds(row["time"]) for row in read_rows(run.events) if row.get("event") == "start"]
         self.began = times[-1] if times else time.time()
         self.good_seconds = good_seconds(kept_rows)
 
@@ -31,8 +30,3 @@ def good_seconds(rows: list[dict]) -> float:
             total += (row["step"] - before) * row["throughput/step_seconds"]
             before = row["step"]
     return total
-
-
-def _seconds(when: str) -> float:
-    """UNIX seconds of an event's time."""
-    return calendar.timegm(time.strptime(when, "%Y-%m-%dT%H:%M:%SZ"))

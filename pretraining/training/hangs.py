@@ -14,7 +14,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from pretraining.exit_codes import HANG, tell_exit_code
-from pretraining.run_dir import RunDir
+from pretraining.run_dir import RunDir, utc_now
 from pretraining.training.agreement import Agreement
 from pretraining.training.heartbeat import Heartbeat, Place, read_place
 from pretraining.training.ranks import at_leaving
@@ -174,8 +174,7 @@ def dump_stacks(folder: Path, place: Place) -> None:
     """This rank's Python stacks, of all threads, into a file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"rank-{place.rank:05}.txt").open("w") as file:
-        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        file.write(f"{when} {described(place.rank, place, silent=False)}\n\n")
+        file.write(f"{utc_now()} {described(place.rank, place, silent=False)}\n\n")
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
 

@@ -4,6 +4,8 @@ import os
 from functools import cache
 from pathlib import Path
 
+from pretraining.command_line import ranks_here
+
 # The inner process of the `deepspeed` command, which has no handler for SIGTERM: killed, it leaves this one behind.
 _DEEPSPEED_INNER = b"deepspeed.launcher.launch"
 
@@ -21,10 +23,9 @@ def _ancestors() -> tuple[int, ...]:
 
 def sibling_is_gone() -> bool:
     """Whether the launcher has fewer processes left than it started here: then it is ending what is left of a crash."""
-    started = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
     if not _launched() or launcher_is_gone():
         return False
-    return len(_living_children(os.getppid())) < started
+    return len(_living_children(os.getppid())) < ranks_here()
 
 
 def _living_children(process: int) -> list[int]:

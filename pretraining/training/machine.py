@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
 from pretraining.planning.findings import Found
 from pretraining.planning.gpus import Gpu, find_gpu
-from pretraining.training.ranks import device_name, ranks_here
+from pretraining.training.ranks import device_name
 
 NO_LIMIT = 1 << 60
 """A container without a limit reports a number near the largest there is (cgroup v1) or the word max (v2)."""

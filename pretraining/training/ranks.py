@@ -10,6 +10,7 @@ from datetime import timedelta
 import deepspeed
 import torch
 
+from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
 from pretraining.training.launcher import launcher_is_gone
 from pretraining.training.operators import announce_compiles, ask_the_processor_once, clear_abandoned_locks
@@ -69,11 +70,6 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
         dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=minutes)
     )
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-
-def ranks_here() -> int:
-    """Number of this run's processes on this machine, as torchrun and accelerate, or deepspeed, call it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
 
 
 def device_name() -> str:

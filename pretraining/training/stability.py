@@ -54,9 +54,8 @@ class StabilityMonitor(TrainerCallback, ExportableState):
 
     def on_step_end(self, args, state, control, optimizer, lr_scheduler, **kwargs):
         if getattr(optimizer, "step_was_skipped", False):
-            step_schedule(
-                lr_scheduler
-            )  # by ZeRO or fp16: the Trainer has not, but the rate belongs to the step
+            # By ZeRO or fp16: the Trainer has not moved it on, but the rate belongs to the step.
+            step_schedule(lr_scheduler)
         self._judge(self.watch.last_loss(), self.guard.refused_last_step(), state)
         self._set_limit()
         if self.finding is not None:

@@ -4,7 +4,7 @@ Pure functions over arrays and files, one for each numbered task; their results 
 workers ran them nor on how many slices the work was cut into. The names below are imported when first used.
 """
 
-import importlib
+from pretraining.lazy import imported_at_first_use
 
 _HOME = {
     "MinHashSpec": "spec",
@@ -28,8 +28,4 @@ _HOME = {
 
 __all__ = list(_HOME)
 
-
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = imported_at_first_use(__name__, _HOME)

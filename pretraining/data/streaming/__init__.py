@@ -1,6 +1,6 @@
 """Shards from any fsspec address: fetched on demand and ahead of need, checked, kept in a bounded local cache."""
 
-import importlib
+from pretraining.lazy import imported_at_first_use
 
 _HOME = {
     "CacheSettings": "settings",
@@ -14,8 +14,4 @@ _HOME = {
 
 __all__ = list(_HOME)
 
-
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = imported_at_first_use(__name__, _HOME)
