@@ -19,6 +19,7 @@ LAUNCHING = [
     "test_loss",
     "test_muon",
     "test_clipping",
+    "test_gradient_monitors",
     "test_launchers",
 ]
 LAUNCHING += [

@@ -67,6 +67,7 @@ SMALL_RECIPE = {
         "seed": 7,
     },
     "deepspeed": "zero2",
+    "monitors": {"noise_scale_steps": 2, "layer_norms_steps": 5},
     "checkpoints": {"keep_last": 2},
     "evaluation": {"prompt": "def ", "sample_tokens": 8},
     "report": {"every_seconds": None},

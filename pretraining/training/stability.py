@@ -43,6 +43,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.in_spike = self.norm_in_spike = False
         self.non_finite_streak = self.refused_steps = 0
         self.finding: Finding | None = None
+        self.alerted_step: int | None = None
 
     def on_train_begin(self, args, state, control, optimizer, lr_scheduler, **kwargs):
         self.guard = NonFiniteGuard(optimizer)
@@ -110,6 +111,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             self.finding = Finding(state.global_step, f"step {state.global_step}: {why}")
 
     def _tell(self, kind: str, state, score: float | None = None, **facts) -> None:
+        self.alerted_step = state.global_step
         if state.is_world_process_zero:
             score = {} if score is None else {"score": round(score, 2)}
             facts |= {"policy": self.policy, **self.origins(state.global_step), **advice(kind)}

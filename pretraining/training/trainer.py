@@ -4,7 +4,7 @@ import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from transformers import PrinterCallback, Trainer, TrainingArguments, get_scheduler
@@ -16,6 +16,7 @@ from pretraining.training.arguments import training_refusals
 from pretraining.training.optimizers import BindPartitions, Muon, describe_groups
 from pretraining.training.schedule import lower_rates
 from pretraining.training.signals import ignore_in_worker
+from pretraining.training.stage_0_norm import tell_norm_at_stage_0
 from pretraining.training.step_clock import StepClock
 from pretraining.training.stopping import StoppingCallback, StopRequests
 from pretraining.training.timed_trainer import TimedTrainer
@@ -29,6 +30,13 @@ class Checkpoints(Protocol):
     def load(self, trainer: Trainer, folder: Path) -> None: ...
 
     def load_position(self, trainer: Trainer, folder: Path) -> None: ...
+
+
+@runtime_checkable
+class HearsGradientNorm(Protocol):
+    """A callback that wants the global gradient norm of each step: a number, or None where nobody knows it."""
+
+    def hear_gradient_norm(self, norm) -> None: ...
 
 
 class PretrainingTrainer(TimedTrainer):
@@ -78,6 +86,14 @@ class PretrainingTrainer(TimedTrainer):
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         lower_rates(scheduler, self.journal)
         return scheduler
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        """Of every step, before clipping; told to the callbacks that listen."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, HearsGradientNorm):
+                callback.hear_gradient_norm(norm)
+        return norm
 
     def release(self) -> None:
         """Give back the memory of an engine that is not trained any further; the process group stays."""
@@ -154,6 +170,8 @@ class PretrainingTrainer(TimedTrainer):
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         """Prepare as for a fresh start, then set every state in place."""
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        if self.is_deepspeed_enabled:
+            tell_norm_at_stage_0(self.model_wrapped)
         if resume_from_checkpoint is not None:
             self.checkpoints.load(self, Path(resume_from_checkpoint))
         return prepared

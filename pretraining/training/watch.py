@@ -8,7 +8,9 @@ from pretraining.planning import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.run_dir import RunDir
 from pretraining.training.hangs import HangCallback
+from pretraining.training.layer_norms import LayerNormsCallback
 from pretraining.training.metrics import MetricsCallback
+from pretraining.training.noise_scale import NoiseScaleCallback
 from pretraining.training.peak_memory import PeakMemory
 from pretraining.training.progress import ProgressCallback
 from pretraining.training.speed import SpeedMeter
@@ -35,9 +37,17 @@ class Watch:
         last_step, extra_tokens = start.last_step(recipe), start.extra_tokens(recipe)
         self.memory = PeakMemory()
         self.stability = StabilityMonitor(run, recipe.monitors, origins)
+        self.gradients = self._gradient_monitors()
         self.speed = SpeedMeter.of(recipe, plan.world_size, last_step, extra_tokens)
         self.metrics = MetricsCallback(run, self.speed, recipe.samples_per_step / num_blocks)
         self.trackers = build_trackers(recipe.training.get("report_to", "none"), run, recipe.name)
+
+    def _gradient_monitors(self) -> list[TrainerCallback]:
+        """What measures gradients on some steps."""
+        every = self.recipe.monitors["noise_scale_steps"]
+        noise = [] if every is None else [NoiseScaleCallback(every, self.recipe.sequence_length)]
+        layers_every, alerted = self.recipe.monitors["layer_norms_steps"], self.stability
+        return [*noise, LayerNormsCallback(self.run, layers_every, lambda: alerted.alerted_step)]
 
     def loss(self, loss: Callable) -> Callable:
         """The loss, looked at before the backward pass."""
@@ -45,7 +55,8 @@ class Watch:
 
     def callbacks(self, saves: TrainerCallback) -> list[TrainerCallback]:
         """In the order in which they must hear of things: a row of metrics tells of the save before it."""
-        return [self.hangs, self.stability, saves, self.metrics, ProgressCallback(), *self.trackers]
+        told = [self.metrics, ProgressCallback(), *self.trackers]
+        return [self.hangs, self.stability, *self.gradients, saves, *told]
 
     @property
     def finding(self) -> Finding | None:

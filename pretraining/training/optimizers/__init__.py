@@ -4,6 +4,13 @@ from pretraining.training.optimizers.choose import choose_optimizer
 from pretraining.training.optimizers.clipping import choose_clipping
 from pretraining.training.optimizers.groups import describe_groups
 from pretraining.training.optimizers.muon import Muon
-from pretraining.training.optimizers.partitions import BindPartitions
+from pretraining.training.optimizers.partitions import BindPartitions, partition_fragments
 
-__all__ = ["BindPartitions", "Muon", "choose_clipping", "choose_optimizer", "describe_groups"]
+__all__ = [
+    "BindPartitions",
+    "Muon",
+    "choose_clipping",
+    "choose_optimizer",
+    "describe_groups",
+    "partition_fragments",
+]
