@@ -62,7 +62,8 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
     arguments = training.build_arguments(recipe, ds_config, run.path, plan.accumulation_steps, last_step)
     tokenizer = model.load_tokenizer(data.tokenizer_path)
     draws_weights = start.checkpoint is None
-    language_model = model.build_model(recipe.model, tokenizer, arguments, draws_weights)
+    masks_documents = recipe.data["document_masking"]
+    language_model = model.build_model(recipe.model, tokenizer, arguments, draws_weights, masks_documents)
 
     guard, left_out = open_guard(run.flagged_blocks, data, recipe), start.journal.left_out
     train_dataset = build_training_dataset(

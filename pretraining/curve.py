@@ -43,6 +43,9 @@ NEUTRAL_TRAINING_KEYS = frozenset(
 )
 
 
+# Keys that came later, with the value that means what was done before there were any.
+LATER_KEYS = {"data.document_masking": False}
+
 SECTIONS = ("model", "data", "budget", "training")
 DATA_FINGERPRINT = "data.fingerprint"
 """Not a key of the recipe: the identity of the prepared tokens, which `--allow_change` may name like one."""
@@ -70,7 +73,7 @@ def curve_parts(recipe: dict) -> dict:
                 parts[f"{section}.{key}"] = value
     parts |= {f"loss.{key}": recipe.get("loss", {}).get(key, 0.0) for key in ("z_loss", "router_z_loss")}
     parts |= {f"optimizer.{key}": value for key, value in recipe.get("optimizer", {}).items()}
-    return parts
+    return LATER_KEYS | parts
 
 
 def changed_parts(recipe: dict, earlier: dict) -> list[Change]:

@@ -20,6 +20,7 @@ LAUNCHING = [
     "test_muon",
     "test_clipping",
     "test_gradient_monitors",
+    "test_document_masking",
     "test_launchers",
 ]
 LAUNCHING += [

@@ -184,9 +184,10 @@ def test_a_store_that_fails_one_request_in_five_loses_nothing(
         use_here(patch, proxy.address)
         split = open_split(prepared.address, cache, 10**9)
         order = GlobalOrder(split.num_blocks(LENGTH), 1, "order")
-        theirs, ours = (PackedDataset(part, LENGTH, order) for part in (prepared.local.train, split))
+        splits = (prepared.local.train, split)
+        theirs, ours = (PackedDataset(part, LENGTH, order, masks_documents=True) for part in splits)
         for index in range(len(ours)):
-            assert (ours[index]["labels"] == theirs[index]["labels"]).all()
+            assert all((ours[index][key] == theirs[index][key]).all() for key in ("labels", "position_ids"))
     assert proxy.mistreated >= 2
 
 

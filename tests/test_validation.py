@@ -26,7 +26,7 @@ class Bigrams(torch.nn.Module):
         generator = torch.Generator().manual_seed(2)
         self.table = torch.nn.Parameter(torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator))
 
-    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+    def forward(self, input_ids: torch.Tensor, **borders) -> SimpleNamespace:
         return SimpleNamespace(logits=self.table[input_ids])
 
 
@@ -52,9 +52,10 @@ def by_source(entry: dict) -> dict[str, TokenSplit]:
     return {name: parts[number] for number, name in enumerate(("web", "code", "books"))}
 
 
-def recipe_of(max_tokens: int | None = None, batch_size: int = 4) -> SimpleNamespace:
+def recipe_of(max_tokens: int | None = None, batch_size: int = 4, masks: bool = False) -> SimpleNamespace:
     return SimpleNamespace(
         sequence_length=LENGTH,
+        data={"document_masking": masks},
         evaluation={"max_validation_tokens": max_tokens},
         training={"per_device_eval_batch_size": batch_size},
     )
@@ -88,6 +89,18 @@ def test_one_source_is_measured_as_one_split(entry):
     one, other = (Validation.of(given, recipe_of()).measure(Bigrams()) for given in (split, {"web": split}))
     assert one == other and set(one) == {"loss", "perplexity", "bits_per_byte"}
     assert isinstance(Validation.of(split, recipe_of()).dataset, PackedDataset)
+
+
+def test_masked_documents_count_without_their_first_tokens(entry):
+    """Documents of ten tokens and thirty bytes: nine targets each, and the text of those."""
+    split, model = by_source(entry)["web"], Bigrams()
+    measured = Validation.of(split, recipe_of(masks=True)).measure(model)
+    stream = torch.tensor(split.read(0, 300).astype(np.int64))[: split.num_blocks(LENGTH) * LENGTH + 1]
+    nats = -torch.log_softmax(model.table.double(), -1)[stream[:-1], stream[1:]]
+    targets = nats[[(place + 1) % 10 > 0 for place in range(len(nats))]]
+    assert measured["loss"] == pytest.approx(targets.mean().item(), abs=1e-5)
+    bits = targets.sum().item() / math.log(2)
+    assert measured["bits_per_byte"] == pytest.approx(bits / (3 * len(targets)), rel=0.01)
 
 
 def test_a_limit_is_shared_out_by_size(entry):

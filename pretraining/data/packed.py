@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pretraining.data.document_masking import masked_block
 from pretraining.data.mixing.grouped import blocks_starting
 from pretraining.data.mixing.guard import BlockGuard
 from pretraining.data.mixing.shards import ShardNeeds
@@ -24,7 +25,8 @@ class PackedDataset:
     Without an `order` the blocks come in sequence and end with the last split (validation). With one, epochs
     follow each other without end: `num_samples` bounds them (default: what is left of the first epoch).
     Resuming is a matter of `first_sample`: nothing that was consumed is read again. A `guard` looks at every
-    block that is read.
+    block that is read. With `masks_documents` a sample also has position_ids, and its labels are those of
+    `masked_block`.
     """
 
     def __init__(
@@ -35,9 +37,11 @@ class PackedDataset:
         first_sample: int = 0,
         num_samples: int | None = None,
         guard: BlockGuard | None = None,
+        masks_documents: bool = False,
     ):
         self.splits = (splits,) if isinstance(splits, TokenSplit) else tuple(splits)
         self.sequence_length, self.order, self.guard = sequence_length, order, guard
+        self.masks_documents = masks_documents
         counts = [split.num_blocks(sequence_length) for split in self.splits]
         self.num_blocks = sum(counts)
         self._first_blocks = [sum(counts[:number]) for number in range(len(counts))]
@@ -83,15 +87,18 @@ class PackedDataset:
         return source, (block - self._first_blocks[source]) * self.sequence_length
 
     def read_block(self, block: int, sample: int | None = None) -> dict[str, np.ndarray]:
-        """Inputs and labels of one block, int64 [L] each: two views of one array of L + 1 tokens.
+        """Inputs and labels of one block, int64 [L] each: unmasked, two views of one array of L + 1 tokens.
 
         `sample`, its position in the run, has the guard look at it.
         """
         source, start = self.place(block)
-        stored = self.splits[source].read(start, start + self.sequence_length + 1)
+        split, length = self.splits[source], self.sequence_length
+        stored = split.read(start, start + length + 1)
         if self.guard is not None and sample is not None:
-            self.guard.look(stored, sample, block, source, start, self.splits[source])
+            self.guard.look(stored, sample, block, source, start, split)
         tokens = stored.astype(np.int64)
+        if self.masks_documents:
+            return masked_block(tokens, split.document_ends(start, start + length) - start)
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:

@@ -151,6 +151,11 @@ def split_entry(folder: Path, shards: list[dict], dtype: str) -> dict:
     return {**totals, "dtype": dtype, "checksum": checksum, "shards": shards}
 
 
+def between(ends: np.ndarray, low: int, high: int) -> np.ndarray:
+    """Those of the ordered `ends` with low < end <= high."""
+    return ends[slice(*np.searchsorted(ends, (low, high), side="right"))]
+
+
 def open_shard(path: Path, entry: dict, dtype: np.dtype) -> Shard:
     """Map the shard at `path`; UserError where it is not the one of its manifest entry."""
     with path.open("rb") as file:
@@ -281,10 +286,13 @@ class TokenSplit:
         first, last = self._locate(start)[0], self._locate(stop - 1)[0]
         pieces = []
         for number in range(first, last + 1):
-            ends, base = self._shard(number).ends, self._token_starts[number]
-            low, high = np.searchsorted(ends, (start - base, stop - base), side="right")
-            pieces.append(ends[low:high] + base)
+            base = self._token_starts[number]
+            pieces.append(self._ends_between(number, start - base, stop - base) + base)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _ends_between(self, number: int, low: int, high: int) -> np.ndarray:
+        """Ends p of documents in shard `number`, low < p <= high, in tokens of the shard."""
+        return between(self._shard(number).ends, low, high)
 
     def bytes_before(self, token: int) -> float:
         """UTF-8 bytes of text in the first `token` tokens of the stream.

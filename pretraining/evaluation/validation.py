@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch.utils.data import ConcatDataset
 
 from pretraining.data import PackedDataset, TokenSplit
+from pretraining.data.document_masking import IGNORED, document_borders
 from pretraining.recipe import Recipe
 
-IGNORED = -100
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments
 CHUNK_TOKENS = 1024
 """Tokens whose logits are held in fp32 at once."""
@@ -47,6 +47,7 @@ class Validation:
         shared out in proportion to the sources' sizes, a block at least to each that has one.
         """
         length, max_tokens = recipe.sequence_length, recipe.evaluation["max_validation_tokens"]
+        masks_documents = recipe.data.get("document_masking", False)
         batch_size = recipe.training.get("per_device_eval_batch_size", DEFAULT_BATCH_SIZE)
         named = {None: splits} if isinstance(splits, TokenSplit) else splits
         named = {name: split for name, split in named.items() if split.num_blocks(length)} or named
@@ -55,7 +56,9 @@ class Validation:
         wanted = total if max_tokens is None else min(total, max(1, max_tokens // length))
         return cls(
             [
-                _first_blocks(name, split, length, max(1, counts[name] * wanted // max(1, total)))
+                _first_blocks(
+                    name, split, length, max(1, counts[name] * wanted // max(1, total)), masks_documents
+                )
                 for name, split in named.items()
             ],
             batch_size,
@@ -123,15 +126,20 @@ class Validation:
 
     def _nats_and_tokens(self, model, part: int, indices: range, device) -> torch.Tensor:
         dataset = self.parts[part].dataset
-        blocks = [dataset[i] for i in indices] or [dataset[0]]
-        input_ids, labels = (
-            torch.from_numpy(np.stack([block[key] for block in blocks])).to(device)
-            for key in ("input_ids", "labels")
-        )
+        inputs = _batch([dataset[i] for i in indices] or [dataset[0]], device)
+        labels = inputs.pop("labels")
         if not indices:
             labels.fill_(IGNORED)
-        nats = _summed_nats(model(input_ids=input_ids).logits.flatten(0, 1), labels.flatten())
+        nats = _summed_nats(model(**inputs).logits.flatten(0, 1), labels.flatten())
         return torch.stack([nats, (labels != IGNORED).sum().double()])
+
+
+def _batch(blocks: list[dict[str, np.ndarray]], device) -> dict[str, torch.Tensor | int]:
+    """[batch, length] of each column on the device, and the borders of documents where they are masked."""
+    columns = {key: np.stack([block[key] for block in blocks]) for key in blocks[0]}
+    if "position_ids" in columns:
+        columns |= document_borders(columns["position_ids"])
+    return {k: torch.from_numpy(x).to(device) if isinstance(x, np.ndarray) else x for k, x in columns.items()}
 
 
 def _summed_nats(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -143,6 +151,12 @@ def _summed_nats(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _first_blocks(name: str | None, split: TokenSplit, length: int, num_blocks: int) -> Part:
-    dataset = PackedDataset(split, length, num_samples=min(num_blocks, split.num_blocks(length)))
-    return Part(name, dataset, split.bytes_before(len(dataset) * length + 1))
+def _first_blocks(
+    name: str | None, split: TokenSplit, length: int, num_blocks: int, masks_documents: bool
+) -> Part:
+    num_blocks = min(num_blocks, split.num_blocks(length))
+    dataset = PackedDataset(split, length, num_samples=num_blocks, masks_documents=masks_documents)
+    num_bytes = split.bytes_before(num_blocks * length + 1)
+    if masks_documents:  # first tokens of documents are no targets: their text, a mean share, does not count
+        num_bytes *= 1 - len(split.document_ends(0, num_blocks * length)) / (num_blocks * length)
+    return Part(name, dataset, num_bytes)

@@ -6,6 +6,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from pretraining.errors import UserError
+from pretraining.model.varlen_attention import TORCH_VARLEN, register_varlen_attention
 
 SDPA_CAUSAL = "sdpa_causal"
 """torch's kernels told that the mask is causal. transformers' own `sdpa` looks for packed documents in every forward
@@ -15,25 +16,43 @@ INSTALL = {
     "flash_attention_3": "pip install flash-attn-3, for Hopper GPUs",
 }
 HOPPER = (9, 0)
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+KEEPS_DOCUMENTS_APART = (TORCH_VARLEN, *FLASH, "flex_attention", "sdpa", "eager")
 
 
-def choose_attention(model: dict, arguments: TrainingArguments) -> str:
+def choose_attention(model: dict, arguments: TrainingArguments, masks_documents: bool = False) -> str:
     """The name that transformers takes: the recipe's `model.attn_implementation`, else the fastest at hand.
 
     FlashAttention takes 16-bit numbers only; where there is none, torch's scaled_dot_product_attention has kernels
-    of the same kind.
+    of the same kind. Documents are kept apart by kernels for sequences of different lengths, which torch has for
+    16-bit numbers on GPUs, and by a mask elsewhere.
+
+    Raises:
+        UserError: the recipe masks documents and names a kernel that cannot.
     """
     AttentionInterface.register(
         SDPA_CAUSAL, sdpa_attention_forward
     )  # without a mask function: the mask is None
     asked_for = model.get("attn_implementation")
+    register_varlen_attention()
     if asked_for:
-        return asked_for
+        return _able(asked_for) if masks_documents else asked_for
     if not (torch.cuda.is_available() and (arguments.bf16 or arguments.fp16)) or model.get("attn_pdrop"):
-        return SDPA_CAUSAL
+        return "sdpa" if masks_documents else SDPA_CAUSAL
     if is_flash_attn_3_available() and torch.cuda.get_device_capability() == HOPPER:
         return "flash_attention_3"
-    return "flash_attention_2" if is_flash_attn_2_available() else SDPA_CAUSAL
+    if is_flash_attn_2_available():
+        return "flash_attention_2"
+    return TORCH_VARLEN if masks_documents else SDPA_CAUSAL
+
+
+def _able(asked_for: str) -> str:
+    if asked_for not in KEEPS_DOCUMENTS_APART:
+        raise UserError(
+            f"model.attn_implementation: {asked_for} cannot keep documents apart, as data.document_masking wants; "
+            f"leave it out, or choose one of {', '.join(KEEPS_DOCUMENTS_APART)}"
+        )
+    return asked_for
 
 
 def missing_kernel(name: str, error: Exception) -> UserError:
@@ -46,6 +65,7 @@ def missing_kernel(name: str, error: Exception) -> UserError:
     )
 
 
-def describe_attention(name: str) -> str:
+def describe_attention(name: str, masks_documents: bool = False) -> str:
     """What the log says."""
-    return f"attention: {name}" + (" (torch's kernels, no mask)" if name == SDPA_CAUSAL else "")
+    notes = ["torch's kernels, no mask"] * (name == SDPA_CAUSAL) + ["documents apart"] * masks_documents
+    return f"attention: {name}" + (f" ({', '.join(notes)})" if notes else "")

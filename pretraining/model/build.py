@@ -34,14 +34,18 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def build_model(
-    model: dict, tokenizer: PreTrainedTokenizerBase, arguments: TrainingArguments, draw_weights: bool = True
+    model: dict,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: TrainingArguments,
+    draw_weights: bool = True,
+    masks_documents: bool = False,
 ) -> PreTrainedModel:
     """Build the model with its initial weights; the same weights at every ZeRO stage and world size.
 
     `arguments` name the ds_config: transformers finds ZeRO-3 through them while they are alive.
-    `draw_weights=False` leaves the weights to a checkpoint.
+    `draw_weights=False` leaves the weights to a checkpoint; `masks_documents` takes an attention that can.
     """
-    attention = choose_attention(model, arguments)
+    attention = choose_attention(model, arguments, masks_documents)
     config = build_config({**model, "attn_implementation": attention}, tokenizer)
     try:
         with no_init_weights():
@@ -51,7 +55,7 @@ def build_model(
             raise UserError(f"model: {' '.join(str(error).split())}") from error
         raise missing_kernel(attention, error) from error
     if arguments.process_index == 0:
-        print(describe_attention(attention), flush=True)
+        print(describe_attention(attention, masks_documents), flush=True)
     built.tie_weights()
     if draw_weights:
         initialise_weights(built, arguments.seed)

@@ -19,7 +19,7 @@ FIXED = {
     "dataloader_drop_last": True,
     "ignore_data_skip": True,  # a resumed dataset starts at the consumed position
     "accelerator_config": {"dispatch_batches": False, "split_batches": False, "non_blocking": ON_GPU},
-    "average_tokens_across_devices": False,  # packed blocks: every rank holds the same number of targets
+    "average_tokens_across_devices": False,  # PretrainingTrainer counts them where ranks differ
     "ddp_find_unused_parameters": False,
     "prediction_loss_only": True,
     "remove_unused_columns": False,

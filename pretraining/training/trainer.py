@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from transformers import PrinterCallback, Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
@@ -151,6 +152,18 @@ class PretrainingTrainer(TimedTrainer):
             batches = loader.base_dataloader
             batches.worker_init_fn = _InWorker(batches.worker_init_fn)
         return loader
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
+        """Targets of the step on this rank; of masked documents, of which ranks hold different numbers, the mean.
+
+        Each rank's loss is a sum over this count, and the step's loss the mean over the ranks.
+        """
+        items = super()._get_num_items_in_batch(batch_samples, device)
+        if not batch_samples or "position_ids" not in batch_samples[0] or self.args.world_size == 1:
+            return items
+        items = items.to(device)
+        dist.all_reduce(items)
+        return items / self.args.world_size
 
     def log(self, logs: dict, start_time: float | None = None) -> None:
         super().log(logs, start_time)

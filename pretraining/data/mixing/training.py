@@ -91,7 +91,8 @@ def build_training_dataset(
     splits = data.train if mixture is None else mixture.splits
     order = _order_of_run(data, recipe, mixture)
     order = OrderWithout(order, left_out) if left_out else order
-    return PackedDataset(splits, recipe.sequence_length, order, first_sample, num_samples, guard)
+    masks = recipe.data.get("document_masking", False)
+    return PackedDataset(splits, recipe.sequence_length, order, first_sample, num_samples, guard, masks)
 
 
 def _order_of_run(data, recipe, mixture: Mixture | None) -> Order:

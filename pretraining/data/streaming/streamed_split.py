@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 
 from pretraining.data.mapped_shard import Shard, map_shard
-from pretraining.data.shards import TokenSplit
+from pretraining.data.shards import TokenSplit, between
 from pretraining.data.streaming.cache import CacheFull
 from pretraining.data.streaming.remote_data import RemoteData
 from pretraining.data.streaming.retries import tell
@@ -110,11 +110,29 @@ class StreamedSplit(TokenSplit):
         return shard.view(offset, count)
 
     def _next_piece(self, number: int, count: int) -> np.ndarray:
-        entry = self._entry["shards"][number]
-        near = number in self._open or self.remote.cache.holds(self.remote.cached(entry))
-        if near or count > LARGEST_DIRECT_SHARE * entry["tokens"]:
+        if self._is_near(number) or count > LARGEST_DIRECT_SHARE * self._entry["shards"][number]["tokens"]:
             return self._first_piece(number, 0, count)
         return self._direct(number, 0, count)
+
+    def _is_near(self, number: int) -> bool:
+        """Whether the shard is mapped, or in the cache."""
+        cached = self.remote.cached(self._entry["shards"][number])
+        return number in self._open or self.remote.cache.holds(cached)
+
+    def _ends_between(self, number: int, low: int, high: int) -> np.ndarray:
+        if low >= 0 or self._is_near(number):
+            try:
+                return between(super()._shard(number).ends, low, high)
+            except CacheFull:
+                self._tell_of_the_full_cache()
+        return between(self._direct_ends(number, high), low, high)
+
+    def _direct_ends(self, number: int, high: int) -> np.ndarray:
+        """The ends of a shard's documents up to `high`, straight from the store; a document has a token at least."""
+        entry = self._entry["shards"][number]
+        first = entry["buffers"]["offsets"] + 8  # behind the zero that they begin with
+        stop = first + 8 * min(entry["documents"], high + 1)
+        return np.frombuffer(self.remote.store.read_range(f"{self.name}/{entry['file']}", first, stop), "<i8")
 
     def _direct(self, number: int, offset: int, count: int) -> np.ndarray:
         """Up to `count` tokens of a shard, straight from the store; their number is checked, their sum cannot be."""

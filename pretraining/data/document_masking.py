@@ -1,0 +1,38 @@
+"""Documents of one block kept apart: positions that begin anew with each, no target across a border."""
+
+import numpy as np
+
+IGNORED = -100
+"""Label of a token that is no target, as torch's cross-entropy has it."""
+
+
+def masked_block(tokens: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
+    """Inputs, labels and positions of one block, int64 [L] each.
+
+    The first token of a document is no target: nothing that the model may look at comes before it. A document that
+    began before the block goes on at position 0.
+
+    Args:
+        tokens: int64 [L + 1].
+        ends: places in the block, from 1 to L, at which a document has just ended.
+    """
+    labels = tokens[1:].copy()
+    labels[ends - 1] = IGNORED
+    begins = np.zeros(len(labels), np.int64)
+    inside = ends[ends < len(labels)]
+    begins[inside] = inside
+    positions = np.arange(len(labels)) - np.maximum.accumulate(begins)
+    return {"input_ids": tokens[:-1], "labels": labels, "position_ids": positions}
+
+
+def document_borders(position_ids: np.ndarray) -> dict[str, np.ndarray | int]:
+    """What kernels for sequences of different lengths take, under transformers' names, of positions [batch, L].
+
+    `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [documents + 1], are the borders in the batch written as one row;
+    `max_length_q` and `max_length_k` bound a document's length: L, the same for every batch, which compiles once.
+    """
+    begins = np.flatnonzero(position_ids.reshape(-1) == 0)
+    borders = np.append(begins, position_ids.size).astype(np.int32)
+    length = position_ids.shape[1]
+    lengths = {"max_length_q": length, "max_length_k": length}
+    return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, **lengths}
