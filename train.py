@@ -90,7 +90,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
         journal=start.journal,
         stop=watch.stop,
         clock=watch.speed.clock,
-        callbacks=watch.callbacks(saves),
+        callbacks=[evaluation.LiveSamples(run, recipe, tokenizer), *watch.callbacks(saves)],
     )
     checkpoints.open_run(run, identity, plan, resume, mixture, language_model, tokenizer)
     verdict.keep(run)

@@ -247,6 +247,7 @@ def _check_numbers(values: dict, where: str) -> None:
         raise problem(where, "training.fp16", "and training.bf16 are both true; choose one")
     _check_tokenizer(data["tokenizer"], model["vocab_size"], where)
     _check_validated_saves(values["checkpoints"]["keep_best"], training, where)
+    _check_patience(values["evaluation"]["patience"], training, where)
 
 
 def _check_validated_saves(keep_best: int, training: dict, where: str) -> None:
@@ -260,6 +261,12 @@ def _check_validated_saves(keep_best: int, training: dict, where: str) -> None:
             f"training.save_steps (now {save}) to a multiple of training.eval_steps (now {evaluate})"
         )
         raise problem(where, "checkpoints.keep_best", what)
+
+
+def _check_patience(patience: int | None, training: dict, where: str) -> None:
+    if patience is not None and training.get("eval_strategy", "no") == "no":
+        what = f"is {patience}, but nothing is validated while training: set training.eval_strategy to steps"
+        raise problem(where, "evaluation.patience", what)
 
 
 def _check_heads(model: dict, where: str) -> None:

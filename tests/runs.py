@@ -230,6 +230,10 @@ class Run:
         return read_rows(self.dir.events)
 
     @property
+    def samples(self) -> list[dict]:
+        return read_rows(self.dir.samples)
+
+    @property
     def training_rows(self) -> list[dict]:
         return [row for row in self.rows if "train/loss" in row]
 

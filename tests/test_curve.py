@@ -131,5 +131,14 @@ def test_validation_is_exact_at_any_number_of_ranks(workshop, plain):
                 assert ours[key] == pytest.approx(theirs[key], abs=1e-5)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_stage_does_not_change_the_samples(workshop, plain, stage):
+    """After each validation, on every rank: the text that one plain process writes."""
+    samples = stage_run(workshop, stage).samples
+    assert [row["step"] for row in samples] == [5, 10]
+    assert all(row["text"].startswith(row["prompt"]) and row["text"] != row["prompt"] for row in samples)
+    assert samples == plain.samples
+
+
 def plain_batch(workshop) -> int:
     return load_recipe(str(workshop.recipe)).training["per_device_eval_batch_size"]

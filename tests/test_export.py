@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runs import SMALL_RECIPE, execute
+from tests.runs import MODELS, SMALL_RECIPE, STEPS, execute
 from tests.test_curve import STAGES, stage_run
 
 LENGTH = SMALL_RECIPE["model"]["n_positions"]
@@ -144,3 +144,36 @@ def test_the_evaluation_command_repeats_the_numbers_and_shows_a_sample(workshop)
     assert found["bits_per_byte"] == pytest.approx(row["eval/bits_per_byte"], abs=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-6)
     assert found["sample"].startswith("class A") and len(found["sample"]) > len("class A")
+
+
+def test_the_last_sample_of_a_run_is_that_of_its_export(workshop):
+    """The live model under ZeRO-3 writes what the exported one writes, drawn with the same seed."""
+    from transformers import AutoTokenizer
+
+    from pretraining.evaluation.sample import sample_text
+
+    run = workshop.run("zero3")
+    last = run.samples[-1]
+    tokenizer, num_tokens = (
+        AutoTokenizer.from_pretrained(run.dir.export),
+        SMALL_RECIPE["evaluation"]["sample_tokens"],
+    )
+    assert last["step"] == STEPS
+    assert last["text"] == sample_text(loaded(run), tokenizer, last["prompt"], num_tokens)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_sample_leaves_no_trace(workshop, name):
+    """Random generators, training mode and config are as they were, so that the curve does not see it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from pretraining.evaluation.sample import sample_text
+
+    settings = {key: value for key, value in MODELS[name].items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings)).train()
+    tokenizer = AutoTokenizer.from_pretrained(workshop.data / "corpus/tokenizer")
+    config, state = model.config.to_dict(), torch.random.get_rng_state()
+    texts = [sample_text(model, tokenizer, "def ", 8) for _ in range(2)]
+    assert texts[0] == texts[1] != "def "
+    assert model.training and all(module.training for module in model.modules())
+    assert model.config.to_dict() == config and torch.equal(torch.random.get_rng_state(), state)

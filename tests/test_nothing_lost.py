@@ -15,8 +15,9 @@ from tests.small_checkpoints import Retention, save
 
 
 def same_curve(run: Run, reference: Run) -> None:
-    """Every loss to the last digit, every step once, and the export's metrics too."""
+    """Every loss to the last digit, every step once, the export's metrics and the samples too."""
     assert run.losses == reference.losses
+    assert run.samples == reference.samples
     measured = ("step", "eval/loss", "eval/bits_per_byte", "eval/perplexity")
     rows = [[[row[key] for key in measured] for row in r.validation_rows] for r in (run, reference)]
     assert rows[0] == rows[1]
@@ -65,6 +66,7 @@ def test_a_row_over_a_resume_is_the_row_of_an_unbroken_run(workshop, tmp_path):
         finished = execute(workshop.command(output, "zero2", settings=settings))
         assert finished.code == 0, finished.output
         assert _losses_by_step(Run(output)) == expected
+        assert Run(output).samples == whole.samples
 
 
 def _losses_by_step(run: Run) -> tuple[dict, list]:

@@ -25,7 +25,7 @@ class SavesBehindTraining(RankFiles, TrainerCallback):
 
     def __init__(self, run: RunDir, identity: Identity, section: dict):
         self.run, self.identity = run, identity
-        self.retention = Retention.of(section, demote_checkpoint)
+        self.retention = Retention.of(section, demote_checkpoint, identity.recipe.evaluation["metric"])
         address = section["upload"]
         remote = address and RemoteRun(address, run.path.name)
         self.uploader = Uploader(run, remote, section["upload_mirror"]) if remote else None

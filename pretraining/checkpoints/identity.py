@@ -104,6 +104,6 @@ def fingerprint_of(values: dict) -> str:
 
 
 def metrics_at(step: int, log_history: list[dict]) -> dict:
-    """{"loss", "eval_loss"} that were logged at `step` itself, of the Trainer's rows."""
+    """The loss and the validation's metrics (`eval_...`) that were logged at `step` itself, of the Trainer's rows."""
     rows = [row for row in log_history if row.get("step") == step]
-    return {key: row[key] for key in ("loss", "eval_loss") for row in rows if key in row}
+    return {key: row[key] for row in rows for key in row if key == "loss" or key.startswith("eval_")}

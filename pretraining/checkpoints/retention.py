@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pretraining.checkpoints.folders import committed_checkpoints, remove_checkpoint, step_in_name
 from pretraining.checkpoints.marker import marker_or_nothing
+from pretraining.metric_names import lower_is_better
 from pretraining.run_dir import RunDir
 
 Demote = Callable[[RunDir, Path, Path], bool]
@@ -16,8 +17,8 @@ class Kept(NamedTuple):
     """What retention knows of a committed checkpoint."""
 
     step: int
-    validation_loss: float | None
-    """Measured after that very step, or None."""
+    measured: float | None
+    """The metric that the best are told by, of the validation after that very step, or None."""
 
 
 @dataclass(frozen=True)
@@ -31,33 +32,39 @@ class Retention:
     keep_last: int | None
     """None keeps all."""
     keep_best: int = 0
-    """So many of those with the lowest validation loss."""
+    """So many of those with the best validation."""
     keep_every: int | None = None
     """For ever: those whose step is a multiple."""
     demote: Demote | None = None
+    metric: str = "loss"
+    """Of the validation: what the best are told by."""
 
     @classmethod
-    def of(cls, section: dict, demote: Demote | None = None) -> "Retention":
-        """The rule of a `checkpoints` section; `demote` counts where `demote_to_weights` is on."""
+    def of(cls, section: dict, demote: Demote | None = None, metric: str = "loss") -> "Retention":
+        """The rule of a `checkpoints` section; `demote` counts where `demote_to_weights` is on.
+
+        metric: the recipe's `evaluation.metric`.
+        """
         rule = {key: section[key] for key in ("keep_last", "keep_best", "keep_every")}
-        return cls(**rule, demote=demote if section["demote_to_weights"] else None)
+        return cls(**rule, demote=demote if section["demote_to_weights"] else None, metric=metric)
 
     def kept_steps(self, committed: Iterable[Kept]) -> set[int]:
         """The steps whose checkpoints stay."""
         newest = sorted(committed, reverse=True)
         if self.keep_last is None:
             return {each.step for each in newest}
-        # A NaN is no loss to be best by.
-        measured = [each for each in newest if each.validation_loss == each.validation_loss]
-        measured = [each for each in measured if each.validation_loss is not None]
-        best = sorted(measured, key=lambda each: each.validation_loss)[: self.keep_best]
+        # A NaN is nothing to be best by.
+        measured = [each for each in newest if each.measured == each.measured]
+        measured = [each for each in measured if each.measured is not None]
+        sign = 1 if lower_is_better(self.metric) else -1
+        best = sorted(measured, key=lambda each: sign * each.measured)[: self.keep_best]
         every = [each for each in newest if self.keep_every and each.step % self.keep_every == 0]
         return {each.step for each in (*newest[: self.keep_last], *best, *every)}
 
     def doomed(self, run: RunDir) -> list[Path]:
         """The committed checkpoints that go, oldest first."""
         folders = committed_checkpoints(run)
-        kept = self.kept_steps(Kept(step_in_name(folder), _validation_loss(folder)) for folder in folders)
+        kept = self.kept_steps(Kept(step_in_name(each), measured_at(each, self.metric)) for each in folders)
         return [folder for folder in reversed(folders) if step_in_name(folder) not in kept]
 
     def apply(self, run: RunDir) -> list[Path]:
@@ -73,5 +80,6 @@ class Retention:
         return doomed
 
 
-def _validation_loss(folder: Path) -> float | None:
-    return marker_or_nothing(folder).get("metrics", {}).get("eval_loss")
+def measured_at(folder: Path, metric: str) -> float | None:
+    """A metric of the validation after a checkpoint's step, where it was measured."""
+    return marker_or_nothing(folder).get("metrics", {}).get(f"eval_{metric}")

@@ -1,5 +1,15 @@
-"""How good the model is: validation loss, perplexity, bits per byte, samples."""
+"""How good the model is: validation loss, perplexity, bits per byte, samples, HellaSwag, tasks of lm-eval.
 
-from pretraining.evaluation.validation import Validation
+The names below are imported when first used, so that a question is answered without waiting for torch.
+"""
 
-__all__ = ["Validation"]
+from pretraining.lazy import imported_at_first_use
+
+_HOME = {
+    "LiveSamples": "live_samples",
+    "Validation": "validation",
+}
+
+__all__ = list(_HOME)
+
+__getattr__ = imported_at_first_use(__name__, _HOME)

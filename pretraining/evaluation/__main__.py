@@ -39,6 +39,7 @@ def evaluate(export: Path, data, recipe, options: argparse.Namespace) -> dict:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
+    from pretraining.evaluation.live_samples import prompts_of
     from pretraining.evaluation.sample import sample_text
     from pretraining.evaluation.validation import Validation
 
@@ -54,7 +55,7 @@ def evaluate(export: Path, data, recipe, options: argparse.Namespace) -> dict:
     results = Validation.of(validation_by_source(data, recipe), recipe).measure(model)
     results["unigram_bits_per_byte"] = data.manifest["splits"]["validation"]["unigram_bits_per_byte"]
     if options.sample:
-        prompt = recipe.evaluation["prompt"] if options.prompt is None else options.prompt
+        prompt = [*prompts_of(recipe), ""][0] if options.prompt is None else options.prompt
         num_tokens = recipe.evaluation["sample_tokens"] if options.tokens is None else options.tokens
         results["sample"] = sample_text(
             model, tokenizer, prompt, num_tokens, options.temperature, options.top_k, options.seed
@@ -82,7 +83,7 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, such as runs/tiny")
     add_data_source(parser)
-    parser.add_argument("--prompt", help="text to continue (default: the recipe's evaluation.prompt)")
+    parser.add_argument("--prompt", help="text to continue (default: the recipe's first evaluation.prompt)")
     parser.add_argument(
         "--tokens", type=not_negative_integer, help="length of the sample (default: evaluation.sample_tokens)"
     )

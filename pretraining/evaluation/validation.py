@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset
 
 from pretraining.data import PackedDataset, TokenSplit
 from pretraining.data.document_masking import IGNORED, document_borders
+from pretraining.evaluation.sample import evaluation_mode
 from pretraining.recipe import Recipe
 
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments
@@ -77,10 +78,8 @@ class Validation:
         of several evaluation sets. Rank r takes every world_size-th batch. Ranks that run out repeat the first
         block with weight zero, because under ZeRO-3 a forward pass is a collective.
         """
-        was_training = model.training
-        model.eval()
-        totals = self._totals(model, interrupted)
-        model.train(was_training)
+        with evaluation_mode(model):
+            totals = self._totals(model, interrupted)
         if totals is None:
             return None
         if dist.is_initialized() and dist.get_world_size() > 1:

@@ -189,6 +189,11 @@ class PretrainingTrainer(TimedTrainer):
             self.checkpoints.load(self, Path(resume_from_checkpoint))
         return prepared
 
+    def _run_epoch(self, *args, **kwargs) -> None:
+        """Not where training is over already: it was resumed from a checkpoint that early stopping had left."""
+        if not self.control.should_training_stop:
+            super()._run_epoch(*args, **kwargs)
+
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         """Without DeepSpeed the Trainer would load the weights before it prepares them: see above."""
 

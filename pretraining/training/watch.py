@@ -7,6 +7,7 @@ from transformers import TrainerCallback
 from pretraining.planning import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.run_dir import RunDir
+from pretraining.training.early_stopping import early_stopping
 from pretraining.training.hangs import HangCallback
 from pretraining.training.layer_norms import LayerNormsCallback
 from pretraining.training.metrics import MetricsCallback
@@ -55,8 +56,9 @@ class Watch:
 
     def callbacks(self, saves: TrainerCallback) -> list[TrainerCallback]:
         """In the order in which they must hear of things: a row of metrics tells of the save before it."""
+        judging = [self.stability, *early_stopping(self.run, self.recipe.evaluation)]
         told = [self.metrics, ProgressCallback(), *self.trackers]
-        return [self.hangs, self.stability, *self.gradients, saves, *told]
+        return [self.hangs, *judging, *self.gradients, saves, *told]
 
     @property
     def finding(self) -> Finding | None:

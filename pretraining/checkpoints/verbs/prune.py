@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pretraining.checkpoints.catalogue import catalogue
 from pretraining.checkpoints.folders import remove_checkpoint
-from pretraining.checkpoints.retention import Kept, Retention
+from pretraining.checkpoints.retention import Kept, Retention, measured_at
 from pretraining.checkpoints.selection import add_run, run_of
 from pretraining.command_line import not_negative_integer, positive_integer
 from pretraining.planning.quantities import columns, num_bytes
@@ -56,7 +56,9 @@ def _plan(run: RunDir, options: argparse.Namespace) -> dict:
     section = _section(run, options)
     entries = catalogue(run)
     committed = [each for each in entries if each["state"] == "committed"]
-    kept = Retention.of(section).kept_steps(Kept(each["step"], each["eval_loss"]) for each in committed)
+    kept = Retention.of(section, metric=section["metric"]).kept_steps(
+        Kept(each["step"], measured_at(run.path / each["folder"], section["metric"])) for each in committed
+    )
     going = [each for each in entries if each["state"] in USELESS]
     going += [each for each in committed if each["step"] not in kept]
     return {
@@ -72,9 +74,11 @@ def _plan(run: RunDir, options: argparse.Namespace) -> dict:
 def _section(run: RunDir, options: argparse.Namespace) -> dict:
     """The recipe's `checkpoints`, with what the command line says over it; everything kept without a recipe."""
     section = {"keep_last": None, "keep_best": 0, "keep_every": None, "demote_to_weights": False}
+    section["metric"] = "loss"
     if run.recipe.exists():
-        recipes = json.loads(run.recipe.read_text(encoding="utf-8"))["checkpoints"]
-        section |= {key: recipes[key] for key in section if key in recipes}
+        recipe = json.loads(run.recipe.read_text(encoding="utf-8"))
+        written = {**recipe["checkpoints"], **recipe.get("evaluation", {})}
+        section |= {key: written[key] for key in section if key in written}
     given = {key: value for key, value in vars(options).items() if key in section}
     return section | {key: value for key, value in given.items() if value is not None and value is not False}
 
