@@ -17,7 +17,7 @@ help:
 demo: $(VENV)/installed
 	python data_prep.py --recipe $(RECIPE)
 	deepspeed --num_gpus=$(NUM_GPUS) train.py --recipe $(RECIPE)
-	python -m pretraining.evaluation runs/$(RECIPE) --prompt "def "
+	python -m pretraining.evaluation runs/$(RECIPE) --prompt "def " --tokens 128
 
 # A file's tests stay together; runs that several files look at are made once for all processes.
 test: $(VENV)/installed-dev lint

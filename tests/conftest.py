@@ -32,6 +32,7 @@ LAUNCHING += [
     "test_trackers",
     "test_streamed_run",
     "test_run_folder",
+    "test_early_stopping",
     "test_throughput",
     "test_stopping",
     "test_chaos",

@@ -106,6 +106,7 @@ RULES = {
     "all": (Retention(None), {2, 4, 6, 8, 10}),
     "the best by validation loss": (Retention(1, keep_best=2), {4, 10}),
     "the best are more": (Retention(1, keep_best=3), {2, 4, 10}),
+    "the best by a score": (Retention(1, keep_best=1, metric="hellaswag/acc_norm"), {2, 10}),
     "every fourth step": (Retention(1, keep_every=4), {4, 8, 10}),
 }
 
