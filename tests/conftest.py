@@ -21,6 +21,7 @@ LAUNCHING = [
     "test_clipping",
     "test_gradient_monitors",
     "test_document_masking",
+    "test_expert_load",
     "test_launchers",
 ]
 LAUNCHING += [

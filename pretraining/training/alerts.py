@@ -35,6 +35,16 @@ ADVICE = {
             "a lower training.learning_rate",
         ],
     },
+    "starved_experts": {
+        "causes": [
+            "the balancing loss weighs too little beside the cross-entropy",
+            "the routers settled while the learning rate was high",
+        ],
+        "try": [
+            "a higher model.router_aux_loss_coef (0.01 is common)",
+            "loss.router_z_loss (0.001), a longer training.warmup_steps",
+        ],
+    },
     "plateau": {
         "causes": [
             "the learning rate has decayed, or is too high to settle",

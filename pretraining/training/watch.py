@@ -8,6 +8,7 @@ from pretraining.planning import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.run_dir import RunDir
 from pretraining.training.early_stopping import early_stopping
+from pretraining.training.expert_load import ExpertLoad, experts_per_token
 from pretraining.training.hangs import HangCallback
 from pretraining.training.layer_norms import LayerNormsCallback
 from pretraining.training.metrics import MetricsCallback
@@ -38,7 +39,7 @@ class Watch:
         last_step, extra_tokens = start.last_step(recipe), start.extra_tokens(recipe)
         self.memory = PeakMemory()
         self.stability = StabilityMonitor(run, recipe.monitors, origins)
-        self.gradients = self._gradient_monitors()
+        self.gradients, self.experts = self._gradient_monitors(), self._expert_monitors()
         self.speed = SpeedMeter.of(recipe, plan.world_size, last_step, extra_tokens)
         self.metrics = MetricsCallback(run, self.speed, recipe.samples_per_step / num_blocks)
         self.trackers = build_trackers(recipe.training.get("report_to", "none"), run, recipe.name)
@@ -50,15 +51,22 @@ class Watch:
         layers_every, alerted = self.recipe.monitors["layer_norms_steps"], self.stability
         return [*noise, LayerNormsCallback(self.run, layers_every, lambda: alerted.alerted_step)]
 
+    def _expert_monitors(self) -> list[ExpertLoad]:
+        """What counts the load of experts, where there are some."""
+        chosen = experts_per_token(self.recipe) if self.recipe.monitors["expert_load"] else None
+        return [] if chosen is None else [ExpertLoad(self.run, chosen)]
+
     def loss(self, loss: Callable) -> Callable:
         """The loss, looked at before the backward pass."""
-        return self.stability.watch.around(loss)
+        for monitor in (*self.experts, self.stability.watch):
+            loss = monitor.around(loss)
+        return loss
 
     def callbacks(self, saves: TrainerCallback) -> list[TrainerCallback]:
         """In the order in which they must hear of things: a row of metrics tells of the save before it."""
         judging = [self.stability, *early_stopping(self.run, self.recipe.evaluation)]
         told = [self.metrics, ProgressCallback(), *self.trackers]
-        return [self.hangs, *judging, *self.gradients, saves, *told]
+        return [self.hangs, *judging, *self.gradients, *self.experts, saves, *told]
 
     @property
     def finding(self) -> Finding | None:
