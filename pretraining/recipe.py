@@ -211,6 +211,9 @@ def _with_defaults(values: dict, path: Path) -> dict:
         values[section] = _filled(values.get(section, {}), schema[section])
     spikes = schema["monitors"]["properties"]["spikes"]
     values["monitors"]["spikes"] = _filled(values["monitors"].get("spikes", {}), spikes)
+    if values["monitors"]["profile"] is not None:
+        profile = schema["monitors"]["properties"]["profile"]
+        values["monitors"]["profile"] = _filled(values["monitors"]["profile"], profile)
     source = schema["data"]["properties"]["sources"]["items"]
     values["data"]["sources"] = [_filled(entry, source) for entry in values["data"]["sources"]]
     for section in ("dedup", "decontaminate"):
@@ -248,6 +251,20 @@ def _check_numbers(values: dict, where: str) -> None:
     _check_tokenizer(data["tokenizer"], model["vocab_size"], where)
     _check_validated_saves(values["checkpoints"]["keep_best"], training, where)
     _check_patience(values["evaluation"]["patience"], training, where)
+    if values["monitors"]["profile"] is not None:
+        _check_profile(values["monitors"]["profile"].get("steps"), budget["tokens"] // steps, where)
+
+
+def _check_profile(steps: int | list[int] | None, num_steps: int, where: str) -> None:
+    """One step, or the first and the last, of those that the run has."""
+    key = "monitors.profile.steps"
+    if steps is None:
+        raise problem(where, key, "is missing; write one step, or the first and the last: [10, 12]")
+    chosen = steps if isinstance(steps, list) else [steps]
+    if len(chosen) > 2 or chosen[0] > chosen[-1]:
+        raise problem(where, key, f"is {steps}; write the first and the last step: [10, 12]")
+    if chosen[-1] > num_steps:
+        raise problem(where, key, f"is {steps}, but the run has {num_steps} steps")
 
 
 def _check_validated_saves(keep_best: int, training: dict, where: str) -> None:

@@ -36,6 +36,7 @@ class RunDir:
         self.stop_file = self.path / "STOP"
         self.heartbeats = self.path / "heartbeats"
         self.stacks = self.path / "stacks"
+        self.profile = self.path / "profile"
         self.model = self.path / "model"
         self.changes = self.path / "changes.json"
         self.aside = self.path / "aside"

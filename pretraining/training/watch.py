@@ -14,6 +14,7 @@ from pretraining.training.layer_norms import LayerNormsCallback
 from pretraining.training.metrics import MetricsCallback
 from pretraining.training.noise_scale import NoiseScaleCallback
 from pretraining.training.peak_memory import PeakMemory
+from pretraining.training.profile import ProfileCallback
 from pretraining.training.progress import ProgressCallback
 from pretraining.training.speed import SpeedMeter
 from pretraining.training.stability import Finding, StabilityMonitor
@@ -40,6 +41,8 @@ class Watch:
         self.memory = PeakMemory()
         self.stability = StabilityMonitor(run, recipe.monitors, origins)
         self.gradients, self.experts = self._gradient_monitors(), self._expert_monitors()
+        settings = recipe.monitors["profile"]
+        self.profile = [] if settings is None else [ProfileCallback(run, settings)]
         self.speed = SpeedMeter.of(recipe, plan.world_size, last_step, extra_tokens)
         self.metrics = MetricsCallback(run, self.speed, recipe.samples_per_step / num_blocks)
         self.trackers = build_trackers(recipe.training.get("report_to", "none"), run, recipe.name)
@@ -66,7 +69,7 @@ class Watch:
         """In the order in which they must hear of things: a row of metrics tells of the save before it."""
         judging = [self.stability, *early_stopping(self.run, self.recipe.evaluation)]
         told = [self.metrics, ProgressCallback(), *self.trackers]
-        return [self.hangs, *judging, *self.gradients, *self.experts, saves, *told]
+        return [self.hangs, *judging, *self.gradients, *self.experts, saves, *told, *self.profile]
 
     @property
     def finding(self) -> Finding | None:

@@ -1,0 +1,109 @@
+"""`monitors.profile`: a trace of the steps asked for, and a table that says in words what they cost."""
+
+import gzip
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pretraining.errors import UserError
+from pretraining.recipe import load_recipe
+from pretraining.run_dir import RunDir, read_rows
+from pretraining.training.profile import ProfileCallback
+from pretraining.training.profile_table import Operation, cost_table, kind_of
+
+SETTINGS = {"memory": True, "every_rank": False}
+
+
+def profiled(tmp_path, steps, last_step: int, rank: int = 0, **settings) -> RunDir:
+    """A run of matrix products, one of another size a step, stopped after `last_step`."""
+    run, state = RunDir(tmp_path), SimpleNamespace(global_step=0)
+    callback = ProfileCallback(run, {**SETTINGS, "steps": steps, **settings})
+    args = SimpleNamespace(process_index=rank, world_size=2)
+    for step in range(1, last_step + 1):
+        callback.on_step_begin(args, state, None)
+        with torch.profiler.record_function(f"work of step {step}"):
+            torch.ones(64, 64) @ torch.ones(64, 64)
+        state.global_step = step
+        callback.on_step_end(args, state, None)
+    callback.on_train_end(args, state, None)
+    return run
+
+
+def test_the_trace_holds_the_chosen_steps_and_no_others(tmp_path):
+    """As Chrome's trace viewer reads it, compressed; the table stands beside it and in the events."""
+    run = profiled(tmp_path, [2, 3], 5)
+    names = [path.name for path in sorted(run.profile.iterdir())]
+    assert names[:2] == ["step-2-3-rank-00000.json.gz", "step-2-3-rank-00000.txt"]
+    trace = json.loads(gzip.decompress((run.profile / names[0]).read_bytes()))
+    seen = {event.get("name") for event in trace["traceEvents"]}
+    assert {step for step in range(1, 6) if f"work of step {step}" in seen} == {2, 3}
+    table = (run.profile / names[1]).read_text()
+    assert "step 2-3, rank 0 of 2" in table and "matrix products" in table
+    (event,) = read_rows(run.events)
+    assert event["event"] == "profile" and event["files"] == names
+
+
+def test_a_run_that_stops_on_the_way_keeps_what_was_traced(tmp_path):
+    """And one that starts behind the steps traces nothing."""
+    run = profiled(tmp_path, [4, 9], 5)
+    assert (run.profile / "step-4-5-rank-00000.txt").exists()
+    assert not profiled(tmp_path / "later", [8, 9], 5).profile.exists()
+
+
+def test_rank_0_alone_unless_every_rank_is_asked_for(tmp_path):
+    """One step is given as a number; other ranks write a file of their own and no event."""
+    assert not profiled(tmp_path, 2, 3, rank=1).profile.exists()
+    run = profiled(tmp_path, 2, 3, rank=1, every_rank=True)
+    assert (run.profile / "step-2-rank-00001.json.gz").exists() and not read_rows(run.events)
+
+
+def test_the_table_adds_up_by_kind():
+    """By hand: 6 ms of 10 in products over two steps; the device's time counts where there is any."""
+    host = [Operation("aten::addmm", 4, 0.006, 0.0), Operation("aten::_fused_adamw_", 2, 0.002, 0.0)]
+    host.append(Operation("gloo:all_reduce", 2, 0.002, 0.0))
+    lines = cost_table(host, "step 1-2", 2, 0.02).splitlines()
+    assert lines[0].endswith("10.0 ms a step") and "50%" in lines[1]
+    assert [line.split()[-3:] for line in lines[4:7]] == [
+        ["3.000", "60.0%", "2.0"],
+        ["1.000", "20.0%", "1.0"],
+        ["1.000", "20.0%", "1.0"],
+    ]
+    device = [*host, Operation("sm90_xmma_gemm_bf16", 2, 0.0, 0.004)]
+    assert "GPU computed 20%" in cost_table(device, "step 1-2", 2, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::addmm", "matrix products"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16", "messages between ranks"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("aten::native_layer_norm_backward", "normalization"),
+        ("Optimizer.step#AdamW.step", "optimizer"),
+        ("aten::_local_scalar_dense", "waiting"),
+        ("aten::mul", "arithmetic on elements"),
+        ("cudaLaunchKernel", "everything else"),
+    ],
+)
+def test_operations_have_a_kind_in_plain_words(name, kind):
+    assert kind_of(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("steps=[5,2]", r"monitors\.profile\.steps: is \[5, 2\]; write the first and the last step"),
+        ("steps=[1,2,3]", "write the first and the last step"),
+        ("steps=5000", "is 5000, but the run has 1000 steps"),
+        ("steps=0", "at least 1"),
+        ("memory=true", r"monitors\.profile\.steps: is missing"),
+        ("step=3", "did you mean 'steps'"),
+    ],
+)
+def test_bad_steps_are_refused_by_name(setting, words):
+    """One line, what to write instead; a good value is filled up with the defaults."""
+    with pytest.raises(UserError, match=words):
+        load_recipe("tiny", [f"monitors.profile.{setting}"])
+    assert load_recipe("tiny", ["monitors.profile.steps=7"]).monitors["profile"] == {"steps": 7, **SETTINGS}
