@@ -166,6 +166,7 @@ class Watched:
         from pretraining.model.build import build_model
         from pretraining.model.loss import next_token_loss
         from pretraining.training import PretrainingTrainer, build_arguments, collate_blocks
+        from pretraining.training.layer_norms import LayerNormsCallback
         from pretraining.training.metrics import MetricsCallback
         from pretraining.training.speed import SpeedMeter
         from pretraining.training.stability import StabilityMonitor
@@ -189,6 +190,7 @@ class Watched:
                 real.register_hook(lambda gradient: gradient * math.inf)
             return real - real.detach() + value
 
+        layers = LayerNormsCallback(self.run, None, lambda: self.monitor.alerted_step)
         PretrainingTrainer(
             model=self.model,
             args=arguments,
@@ -197,7 +199,7 @@ class Watched:
             compute_loss_func=self.monitor.watch.around(loss),
             validate=None,
             recipe_path=Path("a.json"),
-            callbacks=[self.monitor, MetricsCallback(self.run, SpeedMeter(8, len(losses)), 0.1)],
+            callbacks=[self.monitor, layers, MetricsCallback(self.run, SpeedMeter(8, len(losses)), 0.1)],
         ).train()
 
     def applied(self) -> list[bool]:
@@ -216,7 +218,8 @@ def test_a_spike_is_told_once_and_skipped_only_where_the_recipe_says_so(tmp_path
     losses = falling(70)
     losses[60:63] = [loss * 2 for loss in losses[60:63]]
     watched = Watched(tmp_path, losses, policy)
-    assert watched.told() == [("spike", 61)]
+    after = [("layer_norms", 62)] if policy == "log" else []  # a step that is left out has no gradients
+    assert watched.told() == [("spike", 61), *after]
     left = [step for step, applied in enumerate(watched.applied()) if not applied]
     assert left == ([60, 61, 62] if policy == "skip" else [])
     rows = read_rows(watched.run.metrics)
@@ -231,7 +234,10 @@ def test_gradients_that_are_not_finite_are_never_applied(tmp_path):
     losses[8] = math.nan
     watched = Watched(tmp_path, losses, "log", bad_gradients=(4,))
     assert watched.applied()[4] is False and all(watched.applied()[5:8])
-    assert watched.told() == [("non_finite", 5), ("non_finite", 9)] and watched.monitor.finding is None
+    told = [("non_finite", 5), ("layer_norms", 6), ("non_finite", 9), ("layer_norms", 10)]
+    assert watched.told() == told and watched.monitor.finding is None
+    norms = read_rows(watched.run.events)[1]["gradient_norms"]
+    assert norms["transformer.h.1"] > 0 and "transformer.wte" in norms
     stopped = Watched(tmp_path / "stopped", falling(12), "stop", bad_gradients=(5, 6, 7, 8))
     assert stopped.monitor.finding.step == 8 and len(stopped.weights) == 8
 

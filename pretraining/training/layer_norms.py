@@ -119,7 +119,7 @@ class LayerNormsCallback(TrainerCallback):
         found = {layer: round(norm, 8) for layer, norm in self.norms.close(whole).items()}
         if self.is_due:
             self.latest = found
-        if self.follows_alert and state.is_world_process_zero:
+        if self.follows_alert and found and state.is_world_process_zero:
             self.run.add_event("layer_norms", step=state.global_step, gradient_norms=found)
 
     def on_log(self, args, state, control, logs, **kwargs):

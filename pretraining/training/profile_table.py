@@ -18,6 +18,8 @@ KINDS = {
     "look-ups": r"embedding|index|gather|scatter|topk|sort",
     "copies and casts": r"copy|memcpy|memset|\bto\b|\bcat\b|clone|contiguous|zero_|fill_|zeros|empty",
     "waiting": r"synchronize|\bitem\b|_local_scalar_dense|wait|dataloader",
+    "views (nothing is copied)": r"view|slice|narrow|as_strided|detach|select|expand|reshape|transpose|\bt\b|split",
+    "autograd itself": r"autograd",
     "arithmetic on elements": (
         r"aten::_?(foreach_)?(add|sub|mul|div|pow|sqrt|rsqrt|exp|log|tanh|sigmoid|gelu|silu|relu|neg|abs|clamp|where|"
         r"sum|mean|square|lerp)|elementwise|reduce_kernel"
