@@ -67,7 +67,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
 
     guard, left_out = open_guard(run.flagged_blocks, data, recipe), start.journal.left_out
     train_dataset = build_training_dataset(
-        data, recipe, mixture, start.samples, recipe.num_samples, guard, left_out
+        data, recipe, mixture, start.samples, recipe.most_samples, guard, left_out
     )
     validation = evaluation.Validation.of(validation_by_source(data, recipe), recipe)
 
@@ -88,6 +88,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
         checkpoints=saves,
         recipe_path=recipe.path,
         journal=start.journal,
+        step_sizes=recipe.step_sizes,
         stop=watch.stop,
         clock=watch.speed.clock,
         callbacks=[evaluation.LiveSamples(run, recipe, tokenizer), *watch.callbacks(saves)],

@@ -44,7 +44,7 @@ NEUTRAL_TRAINING_KEYS = frozenset(
 
 
 # Keys that came later, with the value that means what was done before there were any.
-LATER_KEYS = {"data.document_masking": False}
+LATER_KEYS = {"data.document_masking": False, "budget.ramp": None}
 
 SECTIONS = ("model", "data", "budget", "training")
 DATA_FINGERPRINT = "data.fingerprint"

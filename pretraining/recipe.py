@@ -1,10 +1,11 @@
 """The recipe: what to train, read strictly, with nothing stated twice and everything derivable derived."""
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from pretraining.addresses import refuse_credentials
@@ -12,6 +13,7 @@ from pretraining.errors import UserError, nearest
 from pretraining.overrides import apply_overrides
 from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.schema import REPOSITORY, check, display_path, problem, read_json
+from pretraining.step_sizes import StepSizes, increment_of
 
 RECIPES = REPOSITORY / "recipes"
 NO_DEEPSPEED = ("null", "none")
@@ -54,15 +56,25 @@ class Recipe:
         """Tokens per sample: data.sequence_length where it is given, else the model's positions."""
         return self.data["sequence_length"] or model_positions(self.model)
 
+    @cached_property
+    def step_sizes(self) -> StepSizes:
+        """Tokens of each optimizer step."""
+        return StepSizes.of(self.budget)
+
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per optimizer step, over all ranks and micro-batches."""
+        """Tokens per optimizer step, over all ranks and micro-batches; less while `budget.ramp` rises."""
         return self.budget["tokens_per_step"]
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.budget["tokens"] // self.budget["tokens_per_step"]
+        return self.step_sizes.steps_within(self.budget["tokens"])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of those steps: the budget's, but for less than a step that a ramp may leave over."""
+        return self.step_sizes.tokens_at(self.num_steps)
 
     @property
     def micro_batch(self) -> int:
@@ -71,12 +83,17 @@ class Recipe:
 
     @property
     def samples_per_step(self) -> int:
-        """Sequences per optimizer step, over all ranks and micro-batches."""
+        """Sequences per full optimizer step, over all ranks and micro-batches."""
         return self.tokens_per_step // self.sequence_length
 
     @property
     def num_samples(self) -> int:
         """Sequences of the whole run."""
+        return self.num_tokens // self.sequence_length
+
+    @property
+    def most_samples(self) -> int:
+        """Sequences of as many steps, all of them full: what the Trainer's loop counts with during a ramp too."""
         return self.num_steps * self.samples_per_step
 
     @property
@@ -149,10 +166,11 @@ def model_positions(model: dict) -> int:
 
 
 def accumulation_steps(recipe: Recipe, world_size: int) -> int:
-    """Micro-batches per optimizer step and rank, so that every step holds exactly `tokens_per_step` tokens.
+    """Micro-batches per full optimizer step and rank, so that it holds exactly `tokens_per_step` tokens.
 
     Raises:
-        UserError: ranks x micro-batch x length does not divide it; the nearest values that it does divide.
+        UserError: ranks x micro-batch x length does not divide it, or a smaller step of the ramp; the nearest values
+            that it does divide.
     """
     ranks, micro_batch, length = world_size, recipe.micro_batch, recipe.sequence_length
     tokens_at_once = ranks * micro_batch * length
@@ -173,7 +191,26 @@ def accumulation_steps(recipe: Recipe, world_size: int) -> int:
             f"is {micro_batch}; {product} do not divide budget.tokens_per_step {recipe.tokens_per_step}; "
             f"{fitting} does (or for tokens_per_step, {multiples})",
         )
+    _check_ramp_divides(recipe, ranks)
     return steps
+
+
+def _check_ramp_divides(recipe: Recipe, ranks: int) -> None:
+    at_once, length = ranks * recipe.micro_batch, recipe.sequence_length
+    size = next((size for size in recipe.step_sizes.all if size % (at_once * length)), None)
+    if size is None:
+        return
+    what = (
+        f"a step of {size // length} sequences is not a multiple of {at_once} = {ranks} ranks x {recipe.micro_batch} "
+        "per_device_train_batch_size; "
+    )
+    shared, rest = divmod(math.gcd(*recipe.step_sizes.all) // length, ranks)
+    if rest:
+        what += f"make from_tokens_per_step and increment multiples of {ranks * length}, or take fewer ranks"
+    else:
+        fitting = next(micro for micro in range(recipe.micro_batch, 0, -1) if shared % micro == 0)
+        what += f"training.per_device_train_batch_size={fitting} divides every step"
+    raise problem(display_path(recipe.path), "budget.ramp", what)
 
 
 def _find(name_or_path: str) -> Path:
@@ -206,7 +243,7 @@ def _with_defaults(values: dict, path: Path) -> dict:
     """Our own sections with their defaults; the libraries' sections stay as they were written."""
     values = {key: value for key, value in values.items() if key != "$schema"}
     schema = recipe_schema()["properties"]
-    sections = ("data", "loss", "optimizer", "checkpoints", "monitors", "evaluation", "report")
+    sections = ("data", "budget", "loss", "optimizer", "checkpoints", "monitors", "evaluation", "report")
     for section in sections:
         values[section] = _filled(values.get(section, {}), schema[section])
     spikes = schema["monitors"]["properties"]["spikes"]
@@ -220,6 +257,9 @@ def _with_defaults(values: dict, path: Path) -> dict:
         if values["data"][section] is not None:
             nested = schema["data"]["properties"][section]
             values["data"][section] = _filled(values["data"][section], nested)
+    if values["budget"]["ramp"] is not None:
+        ramp = schema["budget"]["properties"]["ramp"]
+        values["budget"]["ramp"] = _filled(values["budget"]["ramp"], ramp)
     return {"name": path.stem, "deepspeed": None, **values}
 
 
@@ -246,6 +286,7 @@ def _check_numbers(values: dict, where: str) -> None:
     _check_multiple(budget, "tokens_per_step", length, f"the sequence length {length}", where)
     steps = budget["tokens_per_step"]
     _check_multiple(budget, "tokens", steps, f"budget.tokens_per_step {steps}", where)
+    _check_ramp(budget, length, where)
     if training.get("bf16") and training.get("fp16"):
         raise problem(where, "training.fp16", "and training.bf16 are both true; choose one")
     _check_tokenizer(data["tokenizer"], model["vocab_size"], where)
@@ -306,6 +347,28 @@ def _check_multiple(budget: dict, key: str, unit: int, unit_words: str, where: s
     if budget[key] % unit:
         what = f"{budget[key]} is not a multiple of {unit_words}; {_nearest_multiples(budget[key], unit)}"
         raise problem(where, f"budget.{key}", what)
+
+
+def _check_ramp(budget: dict, length: int, where: str) -> None:
+    ramp, full, words = budget["ramp"], budget["tokens_per_step"], f"the sequence length {length}"
+    if ramp is None:
+        return
+    first, increment = ramp["from_tokens_per_step"], increment_of(ramp)
+    flat = {"ramp.from_tokens_per_step": first, "ramp.increment": increment}
+    if first >= full:
+        what = f"is {first}, not below budget.tokens_per_step {full}; leave the ramp out, or begin lower"
+        raise problem(where, "budget.ramp.from_tokens_per_step", what)
+    for key in flat:
+        _check_multiple(flat, key, length, words, where)
+    if (full - first) % increment:
+        units = (full - first) // length
+        stairs = (unit * length for unit in range(1, units + 1) if units % unit == 0)
+        near = min(stairs, key=lambda stair: abs(stair - increment))
+        what = f"{increment} does not lead from {first} to {full} in whole stairs; the nearest that does is {near}"
+        raise problem(where, "budget.ramp.increment", what)
+    if ramp["over_tokens"] > budget["tokens"]:
+        what = f"is {ramp['over_tokens']}, more than budget.tokens {budget['tokens']}"
+        raise problem(where, "budget.ramp.over_tokens", what)
 
 
 def _nearest_multiples(value: int, unit: int) -> str:

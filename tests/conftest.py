@@ -22,6 +22,7 @@ LAUNCHING = [
     "test_gradient_monitors",
     "test_document_masking",
     "test_expert_load",
+    "test_batch_ramp",
     "test_launchers",
 ]
 LAUNCHING += [

@@ -29,6 +29,7 @@ FOUNDATION = {
     "restarts",
     "run_dir",
     "schema",
+    "step_sizes",
     "supervise",
     "verbs",
 }

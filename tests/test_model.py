@@ -172,6 +172,7 @@ def test_the_balancing_loss_is_asked_for_by_the_recipe():
 def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dict]:
     """metrics.jsonl of a Trainer whose loss at step k is made to read losses[k]; gradients stay finite."""
     from pretraining.run_dir import RunDir, read_rows
+    from pretraining.step_sizes import StepSizes
     from pretraining.training import PretrainingTrainer, build_arguments, collate_blocks
     from pretraining.training.metrics import MetricsCallback
     from pretraining.training.speed import SpeedMeter
@@ -187,7 +188,7 @@ def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dic
         real = next_token_loss(outputs, labels, num_items_in_batch)
         return real - real.detach() + next(remaining)
 
-    run, speed = RunDir(tmp_path / "run"), SpeedMeter(tokens_per_step=8, num_steps=len(losses))
+    run, speed = RunDir(tmp_path / "run"), SpeedMeter(StepSizes.of({"tokens_per_step": 8}), len(losses))
     PretrainingTrainer(
         model=model,
         args=arguments,
@@ -197,7 +198,7 @@ def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dic
         validate=None,
         recipe_path=Path("a.json"),
         clock=speed.clock,
-        callbacks=[MetricsCallback(run, speed, 0.1)],
+        callbacks=[MetricsCallback(run, speed, 80)],
     ).train()
     return [row for row in read_rows(run.metrics) if "train/loss" in row]
 

@@ -15,6 +15,7 @@ from pretraining.data.order import GlobalOrder
 from pretraining.errors import UserError
 from pretraining.journal import Journal, Rollback
 from pretraining.run_dir import RunDir, read_rows
+from pretraining.step_sizes import StepSizes
 from pretraining.training.plateau import Plateau
 from pretraining.training.schedule import apply_schedule_now, lower_rates
 from pretraining.training.spikes import SpikeScore
@@ -180,7 +181,10 @@ class Watched:
         self.run, self.weights = RunDir(tmp_path / "run"), []
         monitors = {"spikes": {**SPIKES, "policy": policy}, "plateau_steps": plateau_steps}
         self.monitor = StabilityMonitor(self.run, monitors, lambda step: {"samples": [step - 1, step]})
-        remaining = iter(enumerate(losses))
+        remaining, speed = (
+            iter(enumerate(losses)),
+            SpeedMeter(StepSizes.of({"tokens_per_step": 8}), len(losses)),
+        )
 
         def loss(outputs, labels, num_items_in_batch=None):
             self.weights.append(self.model.get_parameter(WEIGHT).detach().clone())
@@ -199,7 +203,7 @@ class Watched:
             compute_loss_func=self.monitor.watch.around(loss),
             validate=None,
             recipe_path=Path("a.json"),
-            callbacks=[self.monitor, layers, MetricsCallback(self.run, SpeedMeter(8, len(losses)), 0.1)],
+            callbacks=[self.monitor, layers, MetricsCallback(self.run, speed, 80)],
         ).train()
 
     def applied(self) -> list[bool]:

@@ -98,7 +98,7 @@ def test_utilization_is_the_planners_flops_over_the_dense_peak():
     speed = SpeedMeter.of(recipe, 2, recipe.num_steps)
     speed.peak_flops = 1e12
     counted = flops_per_token(model_size(recipe.model), recipe.sequence_length)
-    rates = speed.rates({"forward": 2.0, "backward": 2.5, "data_wait": 0.5, "evaluation": 60.0}, steps=10)
+    rates = speed.rates({"forward": 2.0, "backward": 2.5, "data_wait": 0.5, "evaluation": 60.0}, 20, 30)
     assert rates["throughput/step_seconds"] == 0.5
     assert rates["throughput/tokens_per_second_per_device"] == 2048
     assert rates["throughput/mfu"] == pytest.approx(2048 * counted.training / 1e12, rel=1e-4)

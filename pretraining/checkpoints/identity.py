@@ -37,16 +37,16 @@ class Start:
 
     def last_step(self, recipe: Recipe) -> int:
         """The optimizer step at which the recipe's tokens are used up: its `num_steps`, unless these changed."""
-        left = max(0, recipe.budget["tokens"] - self.tokens)
-        return self.step + left // recipe.tokens_per_step
+        within = recipe.budget["tokens"] - self.extra_tokens(recipe)
+        return max(self.step, recipe.step_sizes.steps_within(within))
 
     def extra_tokens(self, recipe: Recipe) -> int:
-        """Tokens consumed beyond `step` steps of the recipe: 0 unless tokens_per_step was changed on the way."""
-        return self.tokens - self.step * recipe.tokens_per_step
+        """Tokens consumed beyond `step` steps of the recipe: 0 unless their sizes were changed on the way."""
+        return self.tokens - recipe.step_sizes.tokens_at(self.step)
 
     def tokens_at(self, step: int, recipe: Recipe) -> int:
         """Tokens consumed after `step` of the run that goes on from here."""
-        return self.extra_tokens(recipe) + step * recipe.tokens_per_step
+        return self.extra_tokens(recipe) + recipe.step_sizes.tokens_at(step)
 
 
 @dataclass(frozen=True)

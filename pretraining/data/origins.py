@@ -17,19 +17,23 @@ MOST_SAMPLES = 16
 def step_origins(dataset: PackedDataset, recipe, run: RunDir, steps_before: int) -> Callable[[int], dict]:
     """`describe_step` as a function of the optimizer step, for a dataset that begins after `steps_before` steps."""
     names = source_names(recipe.data, display_path(recipe.path))
-    return partial(describe_step, dataset, recipe.samples_per_step, names, run, steps_before)
+    tokens_before, length = recipe.step_sizes.tokens_at(steps_before), recipe.sequence_length
+
+    def first_sample(step: int) -> int:
+        return dataset.first_sample + (recipe.step_sizes.tokens_at(step - 1) - tokens_before) // length
+
+    return partial(describe_step, dataset, first_sample, names, run)
 
 
 def describe_step(
-    dataset: PackedDataset, samples_per_step: int, names: list[str], run: RunDir, steps_before: int, step: int
+    dataset: PackedDataset, first_sample: Callable[[int], int], names: list[str], run: RunDir, step: int
 ) -> dict:
     """{"samples", "documents", "flagged"} of optimizer step `step`, counted from 1.
 
     samples: [first, last) positions of the global order, as `inspect --sample` takes them. documents: the document
     in which each of the first `MOST_SAMPLES` blocks starts. flagged: what the guard said of blocks of this step.
     """
-    begin = dataset.first_sample + (step - 1 - steps_before) * samples_per_step
-    numbers = np.arange(begin, begin + samples_per_step)
+    numbers = np.arange(first_sample(step), first_sample(step + 1))
     positions = getattr(dataset.order, "positions", lambda samples: samples)(numbers)
     shown = zip(positions[:MOST_SAMPLES].tolist(), dataset.order.blocks(numbers[:MOST_SAMPLES]), strict=True)
     first, last = int(numbers[0]), int(numbers[-1])

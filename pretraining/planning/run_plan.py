@@ -21,6 +21,8 @@ class RunPlan:
     tokens: int
     tokens_per_step: int
     steps: int
+    ramp_steps: int
+    """The first ones, with fewer tokens."""
     sequence_length: int
     world_size: int
     micro_batch: int
@@ -75,7 +77,7 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
     """
     size = model_size(recipe.model)
     sixteen_bit = is_sixteen_bit(recipe, ds_config)
-    tokens = recipe.budget["tokens"]
+    tokens = recipe.num_tokens
     return RunPlan(
         name=recipe.name,
         deepspeed=recipe.deepspeed,
@@ -84,6 +86,7 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         tokens=tokens,
         tokens_per_step=recipe.tokens_per_step,
         steps=recipe.num_steps,
+        ramp_steps=recipe.step_sizes.ramp_steps,
         sequence_length=recipe.sequence_length,
         world_size=world_size,
         micro_batch=recipe.micro_batch,

@@ -91,6 +91,8 @@ def _what(answer: dict) -> list[tuple[str, str]]:
         f"{_gpus(answer['world_size'])} x {answer['micro_batch']} sequences x {answer['sequence_length']:,} tokens "
         f"x {answer['accumulation_steps']} accumulation"
     )
+    if answer["ramp_steps"]:
+        step += f"; the first {answer['ramp_steps']:,} are smaller"
     tokens = f"{answer['tokens']:,}, {answer['tokens_per_parameter']:.1f} per parameter"
     return [
         ("model", answer["model"]),
@@ -192,7 +194,8 @@ def _gpus(number: int, kind: str | None = None) -> str:
 def world_sizes(recipe: Recipe, ds_config: dict | None, gpu: Gpu | None) -> str:
     """A table of the numbers of GPUs that divide the step evenly."""
     at_once = recipe.micro_batch * recipe.sequence_length
-    sizes = [size for size in WORLD_SIZES if recipe.tokens_per_step % (size * at_once) == 0]
+    steps = recipe.step_sizes.all
+    sizes = [size for size in WORLD_SIZES if not any(tokens % (size * at_once) for tokens in steps)]
     header = ["GPUs", "accumulation", "memory of each", *(["fits", "time", "GPU-hours"] if gpu else [])]
     return columns(header, [_world_size(recipe, ds_config, size, gpu) for size in sizes], left=0)
 

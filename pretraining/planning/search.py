@@ -60,7 +60,8 @@ def candidates(
     """
     for way in _ways(recipe, world_size, gpu):
         for micro_batch in sorted({*MICRO_BATCHES, recipe.micro_batch}):
-            if recipe.tokens_per_step % (world_size * micro_batch * recipe.sequence_length):
+            at_once = world_size * micro_batch * recipe.sequence_length
+            if any(size % at_once for size in recipe.step_sizes.all):
                 continue
             for recomputes in (False, True):
                 yield _candidate(_variant(recipe, way, micro_batch, recomputes), recipe, world_size, gpu, mfu)

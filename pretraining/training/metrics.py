@@ -20,8 +20,8 @@ class MetricsCallback(TrainerCallback):
     Comes first among the callbacks that log, so that metrics.jsonl and the trackers hold the same numbers.
     """
 
-    def __init__(self, run: RunDir, speed: SpeedMeter, epochs_per_step: float):
-        self.run, self.speed, self.epochs_per_step = run, speed, epochs_per_step
+    def __init__(self, run: RunDir, speed: SpeedMeter, tokens_per_epoch: float):
+        self.run, self.speed, self.tokens_per_epoch = run, speed, tokens_per_epoch
 
     def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
         # On resume the Trainer restores the cadence of the old run: the recipe's is the one that counts.
@@ -34,7 +34,7 @@ class MetricsCallback(TrainerCallback):
         self.speed.clock.start()
 
     def on_step_end(self, args, state, control, **kwargs):
-        state.epoch = state.global_step * self.epochs_per_step
+        state.epoch = self.speed.tokens_at(state.global_step) / self.tokens_per_epoch
         self.speed.clock.settle()
         if not control.should_log:
             self._enter_pause(control)
@@ -61,9 +61,9 @@ class MetricsCallback(TrainerCallback):
 
     def _measured(self, state) -> dict[str, float]:
         """Metrics of the steps since the last log. Every rank must call it."""
-        steps, self.logged_step = state.global_step - self.logged_step, state.global_step
-        seconds = self.speed.clock.take()
-        rates = self.speed.rates(seconds, steps)
+        before, self.logged_step = self.logged_step, state.global_step
+        steps, seconds = state.global_step - before, self.speed.clock.take()
+        rates = self.speed.rates(seconds, before, state.global_step)
         step_seconds = rates["throughput/step_seconds"]
         own = (seconds.get("data_wait", 0.0) + seconds.get("forward", 0.0)) / max(steps, 1)
         device = device_memory()

@@ -54,11 +54,11 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
     """Measures on every `every_steps`-th step; logs `stability/gradient_noise_scale` in tokens.
 
     The small batch is a micro-batch (the mean over all of them, on all ranks), the big one the whole step, whose norm
-    before clipping the Trainer tells. On all other steps nothing is done.
+    before clipping the Trainer tells. On all other steps nothing is done, nor in the `ramp_steps`, whose sizes vary.
     """
 
-    def __init__(self, every_steps: int, sequence_length: int):
-        self.every_steps, self.sequence_length = every_steps, sequence_length
+    def __init__(self, every_steps: int, sequence_length: int, ramp_steps: int = 0):
+        self.every_steps, self.sequence_length, self.ramp_steps = every_steps, sequence_length, ramp_steps
         self.norms: MicroBatchNorms | None = None
         self.scale: NoiseScale | None = None
         self.measures, self.is_new, self.gradient_norm = False, False, None
@@ -83,7 +83,8 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
         state.stateful_callbacks[name] = self.state()
 
     def on_step_begin(self, args, state, control, optimizer, **kwargs):
-        self.measures = self.norms is not None and (state.global_step + 1) % self.every_steps == 0
+        is_due = state.global_step >= self.ramp_steps and (state.global_step + 1) % self.every_steps == 0
+        self.measures = self.norms is not None and is_due
         if self.measures:
             self.loss_scale = loss_scale(optimizer)
             self.norms.open()

@@ -6,6 +6,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pretraining.errors import UserError
 from pretraining.journal import Journal
+from pretraining.step_sizes import StepSizes
 
 
 def lower_rates(scheduler: LRScheduler, journal: Journal) -> None:
@@ -16,19 +17,33 @@ def lower_rates(scheduler: LRScheduler, journal: Journal) -> None:
     """
     if all(row.lr_factor == 1.0 or row.lr_steps == 0 for row in journal.rollbacks):
         return
+    _multiply(scheduler, journal.lr_factor, "monitors.spikes.lr_factor", "set it to 1")
+
+
+def follow_step_sizes(scheduler: LRScheduler, step_sizes: StepSizes) -> None:
+    """Multiply the schedule with what `budget.ramp.lr_scaling` makes of each step's size.
+
+    Raises:
+        UserError: the rate is to go with the size, and the schedule is no function of the step's number.
+    """
+    if step_sizes.lr_scaling != "none":
+        _multiply(scheduler, step_sizes.lr_factor, "budget.ramp.lr_scaling", "set it to none")
+
+
+def _multiply(scheduler: LRScheduler, factor: Callable[[int], float], key: str, remedy: str) -> None:
     if not isinstance(scheduler, LambdaLR):
         raise UserError(
-            f"monitors.spikes.lr_factor: cannot lower the rate of {type(scheduler).__name__}; set it to 1, or choose "
-            "another training.lr_scheduler_type"
+            f"{key}: cannot change the rate of {type(scheduler).__name__}; {remedy}, or choose another "
+            "training.lr_scheduler_type"
         )
-    scheduler.lr_lambdas = [_lowered(rate, journal) for rate in scheduler.lr_lambdas]
+    scheduler.lr_lambdas = [_times(rate, factor) for rate in scheduler.lr_lambdas]
 
 
-def _lowered(rate: Callable[[int], float], journal: Journal) -> Callable[[int], float]:
-    def lowered(finished_steps: int) -> float:
-        return rate(finished_steps) * journal.lr_factor(finished_steps)
+def _times(rate: Callable[[int], float], factor: Callable[[int], float]) -> Callable[[int], float]:
+    def scaled(finished_steps: int) -> float:
+        return rate(finished_steps) * factor(finished_steps)
 
-    return lowered
+    return scaled
 
 
 def apply_schedule_now(scheduler: LRScheduler) -> None:

@@ -10,6 +10,7 @@ from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.need import checkpointing_of
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
+from pretraining.step_sizes import StepSizes
 from pretraining.training.step_clock import PAUSES, StepClock
 
 
@@ -17,7 +18,7 @@ from pretraining.training.step_clock import PAUSES, StepClock
 class SpeedMeter:
     """What a run's tokens cost, and the clock of its steps."""
 
-    tokens_per_step: int
+    step_sizes: StepSizes
     num_steps: int
     """Of the whole run."""
     world_size: int = 1
@@ -38,7 +39,7 @@ class SpeedMeter:
         recomputes, every_n_layers = checkpointing_of(recipe)
         again = counted.recomputed / every_n_layers if recomputes else 0
         return cls(
-            recipe.tokens_per_step,
+            recipe.step_sizes,
             last_step,
             world_size,
             counted.training,
@@ -49,12 +50,16 @@ class SpeedMeter:
 
     def tokens_at(self, step: int) -> int:
         """Tokens that the run has seen after optimizer step `step`."""
-        return self.tokens_before + step * self.tokens_per_step
+        return self.tokens_before + self.step_sizes.tokens_at(step)
 
-    def rates(self, seconds: dict[str, float], steps: int) -> dict[str, float]:
-        """Metrics of `steps` steps that took {phase: seconds}: means of a step, sums of the pauses."""
-        step_seconds = sum(value for phase, value in seconds.items() if phase not in PAUSES) / max(steps, 1)
-        tokens_per_second = self.tokens_per_step / max(step_seconds, 1e-9)
+    def rates(self, seconds: dict[str, float], before: int, step: int) -> dict[str, float]:
+        """Metrics of the steps after `before`, up to `step`, that took {phase: seconds}: means of a step, sums of the
+        pauses.
+        """
+        steps = step - before
+        in_steps = sum(value for phase, value in seconds.items() if phase not in PAUSES)
+        step_seconds = in_steps / max(steps, 1)
+        tokens_per_second = (self.tokens_at(step) - self.tokens_at(before)) / max(in_steps, 1e-9)
         split = {
             "data_wait": seconds.get("data_wait", 0.0),
             "forward_backward": seconds.get("forward", 0.0) + seconds.get("backward", 0.0),
@@ -71,9 +76,11 @@ class SpeedMeter:
 
     def progress(self, step: int, step_seconds: float) -> dict[str, float]:
         """Share of the budget that is spent, and the time left at this speed, pauses not foreseen."""
+        done, budget = self.tokens_at(step), self.tokens_at(self.num_steps)
+        token_seconds = step_seconds / self.step_sizes.at(max(0, step - 1))
         return {
-            "throughput/budget_share": round(self.tokens_at(step) / self.tokens_at(self.num_steps), 6),
-            "throughput/seconds_left": round((self.num_steps - step) * step_seconds, 1),
+            "throughput/budget_share": round(done / budget, 6),
+            "throughput/seconds_left": round((budget - done) * token_seconds, 1),
         }
 
     def _utilization(self, tokens_per_second: float) -> dict[str, float]:

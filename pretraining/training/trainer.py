@@ -13,14 +13,18 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from pretraining.journal import NOTHING_HEALED, Journal
+from pretraining.step_sizes import StepSizes
 from pretraining.training.arguments import training_refusals
 from pretraining.training.optimizers import BindPartitions, Muon, describe_groups
-from pretraining.training.schedule import lower_rates
+from pretraining.training.schedule import follow_step_sizes, lower_rates
 from pretraining.training.signals import ignore_in_worker
 from pretraining.training.stage_0_norm import tell_norm_at_stage_0
 from pretraining.training.step_clock import StepClock
 from pretraining.training.stopping import StoppingCallback, StopRequests
 from pretraining.training.timed_trainer import TimedTrainer
+
+ABSENT: dict = {}
+"""A micro-batch that a smaller step does not have."""
 
 
 class Checkpoints(Protocol):
@@ -59,12 +63,13 @@ class PretrainingTrainer(TimedTrainer):
         checkpoints: Checkpoints | None = None,
         stop: StopRequests | None = None,
         journal: Journal = NOTHING_HEALED,
+        step_sizes: StepSizes | None = None,
         clock: StepClock | None = None,
         clipping: Callable[[torch.nn.Module, torch.optim.Optimizer], None] | None = None,
         **kwargs,
     ):
         self.validate, self.recipe_path, self.journal = validate, recipe_path, journal
-        self.checkpoints, self.stop = checkpoints, stop
+        self.checkpoints, self.stop, self.step_sizes = checkpoints, stop, step_sizes
         self.clock, self.clipping = clock or StepClock(), clipping
         with training_refusals(recipe_path):  # before anything of the run is written
             super().__init__(*args, **kwargs)
@@ -83,8 +88,10 @@ class PretrainingTrainer(TimedTrainer):
         return result
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
-        """The recipe's schedule, lowered where the journal says so."""
+        """The recipe's schedule, scaled with the steps' sizes and lowered where recipe and journal say so."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if self.step_sizes is not None:
+            follow_step_sizes(scheduler, self.step_sizes)
         lower_rates(scheduler, self.journal)
         return scheduler
 
@@ -152,6 +159,27 @@ class PretrainingTrainer(TimedTrainer):
             batches = loader.base_dataloader
             batches.worker_init_fn = _InWorker(batches.worker_init_fn)
         return loader
+
+    def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
+        """The step's micro-batches. A ramp's smaller step has fewer: the others are absent and come first.
+
+        The Trainer's loop counts micro-batches by a fixed accumulation; only the last of a step closes it.
+        """
+        sizes, wanted = self.step_sizes, num_batches
+        if sizes is not None:
+            wanted = num_batches * sizes.at(self.state.global_step) // sizes.full
+        batches, num_items = super().get_batch_samples(epoch_iterator, wanted, device)
+        return [ABSENT] * (num_batches - wanted) + batches, num_items
+
+    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+        """Forward and backward; nothing for an absent micro-batch."""
+        if inputs is ABSENT:
+            return self._tr_loss.new_zeros(())
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def floating_point_ops(self, inputs) -> int:
+        """The Trainer's estimate of a forward and backward pass."""
+        return 0 if inputs is ABSENT else super().floating_point_ops(inputs)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
         """Targets of the step on this rank; of masked documents, of which ranks hold different numbers, the mean.

@@ -44,13 +44,14 @@ class Watch:
         settings = recipe.monitors["profile"]
         self.profile = [] if settings is None else [ProfileCallback(run, settings)]
         self.speed = SpeedMeter.of(recipe, plan.world_size, last_step, extra_tokens)
-        self.metrics = MetricsCallback(run, self.speed, recipe.samples_per_step / num_blocks)
+        self.metrics = MetricsCallback(run, self.speed, num_blocks * recipe.sequence_length)
         self.trackers = build_trackers(recipe.training.get("report_to", "none"), run, recipe.name)
 
     def _gradient_monitors(self) -> list[TrainerCallback]:
         """What measures gradients on some steps."""
         every = self.recipe.monitors["noise_scale_steps"]
-        noise = [] if every is None else [NoiseScaleCallback(every, self.recipe.sequence_length)]
+        length, ramp_steps = self.recipe.sequence_length, self.recipe.step_sizes.ramp_steps
+        noise = [] if every is None else [NoiseScaleCallback(every, length, ramp_steps)]
         layers_every, alerted = self.recipe.monitors["layer_norms_steps"], self.stability
         return [*noise, LayerNormsCallback(self.run, layers_every, lambda: alerted.alerted_step)]
 

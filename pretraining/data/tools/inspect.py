@@ -97,7 +97,7 @@ class Inspection:
         start += sum(split.num_tokens for split in dataset.splits[:source])
         where = {
             "sample": number,
-            "step": number // recipe.samples_per_step + 1,
+            "step": recipe.step_sizes.steps_within(number * length) + 1,
             "epoch": number // dataset.num_blocks,
             "recipe": recipe.name,
         }

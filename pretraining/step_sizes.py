@@ -1,0 +1,89 @@
+"""Tokens of every optimizer step: the same throughout, or rising in stairs while a run is young (`budget.ramp`)."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+LR_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+"""The learning rate goes as this power of a step's size over the full size."""
+
+
+class Stair(NamedTuple):
+    """Steps of one size."""
+
+    first_step: int
+    """Steps before it."""
+    tokens_before: int
+    tokens_per_step: int
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """A function of the recipe's budget alone, whatever runs it; steps are counted from 0."""
+
+    stairs: tuple[Stair, ...]
+    """In order; the last one has no end."""
+    lr_scaling: str = "none"
+
+    @classmethod
+    def of(cls, budget: dict) -> "StepSizes":
+        """Sizes rise from `from_tokens_per_step` by `increment` over `over_tokens`, each for an equal share of them.
+
+        A stair ends with the first step that completes its share, as in Megatron-LM's --rampup-batch-size; one that
+        the step before has used up is left out.
+        """
+        full, ramp = budget["tokens_per_step"], budget.get("ramp")
+        if ramp is None:
+            return cls((Stair(0, 0, full),))
+        stairs, steps, tokens = [], 0, 0
+        sizes = range(ramp["from_tokens_per_step"], full, increment_of(ramp))
+        for number, size in enumerate(sizes, start=1):
+            left = Fraction(number * ramp["over_tokens"], len(sizes)) - tokens
+            count = max(0, -(-left // size))
+            stairs += [Stair(steps, tokens, size)] * (count > 0)
+            steps, tokens = steps + count, tokens + count * size
+        return cls((*stairs, Stair(steps, tokens, full)), ramp["lr_scaling"])
+
+    @property
+    def full(self) -> int:
+        """Tokens of a step after the ramp: the largest."""
+        return self.stairs[-1].tokens_per_step
+
+    @property
+    def all(self) -> list[int]:
+        """Every size there is, rising."""
+        return [stair.tokens_per_step for stair in self.stairs]
+
+    @property
+    def ramp_steps(self) -> int:
+        """Steps before the size is full."""
+        return self.stairs[-1].first_step
+
+    def at(self, step: int) -> int:
+        """Tokens of the step after `step` steps."""
+        return self._stair(step).tokens_per_step
+
+    def tokens_at(self, steps: int) -> int:
+        """Tokens of the first `steps` steps together."""
+        stair = self._stair(steps)
+        return stair.tokens_before + (steps - stair.first_step) * stair.tokens_per_step
+
+    def steps_within(self, tokens: int) -> int:
+        """Whole steps from the beginning that so many tokens pay for."""
+        place = bisect_right(self.stairs, tokens, key=lambda stair: stair.tokens_before) - 1
+        stair = self.stairs[max(0, place)]
+        return stair.first_step + (tokens - stair.tokens_before) // stair.tokens_per_step
+
+    def lr_factor(self, finished_steps: int) -> float:
+        """What the schedule's learning rate is multiplied with in the step after `finished_steps` steps."""
+        return (self.at(finished_steps) / self.full) ** LR_POWERS[self.lr_scaling]
+
+    def _stair(self, step: int) -> Stair:
+        place = bisect_right(self.stairs, step, key=lambda stair: stair.first_step) - 1
+        return self.stairs[max(0, place)]
+
+
+def increment_of(ramp: dict) -> int:
+    """By how much a stair is higher than the one before: the first one's size where the recipe does not say."""
+    return ramp["increment"] or ramp["from_tokens_per_step"]
