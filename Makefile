@@ -44,6 +44,6 @@ $(VENV)/installed: requirements.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-$(VENV)/installed-dev: requirements-dev.txt requirements-remote.txt requirements-data.txt requirements-trackers.txt $(VENV)/installed
+$(VENV)/installed-dev: requirements-dev.txt requirements-remote.txt requirements-data.txt requirements-trackers.txt requirements-eval.txt $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@

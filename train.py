@@ -61,6 +61,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
     last_step = start.last_step(recipe)
     arguments = training.build_arguments(recipe, ds_config, run.path, plan.accumulation_steps, last_step)
     tokenizer = model.load_tokenizer(data.tokenizer_path)
+    measures = evaluation.Measures.of(validation_by_source(data, recipe), recipe, tokenizer, last_step)
     draws_weights = start.checkpoint is None
     masks_documents = recipe.data["document_masking"]
     language_model = model.build_model(recipe.model, tokenizer, arguments, draws_weights, masks_documents)
@@ -69,7 +70,6 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
     train_dataset = build_training_dataset(
         data, recipe, mixture, start.samples, recipe.most_samples, guard, left_out
     )
-    validation = evaluation.Validation.of(validation_by_source(data, recipe), recipe)
 
     watch.begin(step_origins(train_dataset, recipe, run, start.step), plan, start, train_dataset.num_blocks)
     environment = describe_environment(training.device_name(), plan.world_size)
@@ -79,12 +79,12 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
         model=language_model,
         args=arguments,
         train_dataset=data.prefetched(train_dataset),
-        eval_dataset=validation.dataset,
+        eval_dataset=measures.dataset,
         data_collator=training.collate_blocks,
         compute_loss_func=watch.loss(model.build_loss(language_model, recipe.loss)),
         optimizer_cls_and_kwargs=training.choose_optimizer(recipe, ds_config),
         clipping=training.choose_clipping(recipe, ds_config),
-        validate=validation.measure,
+        validate=measures.measure,
         checkpoints=saves,
         recipe_path=recipe.path,
         journal=start.journal,

@@ -154,7 +154,7 @@ def build_trainer(options: argparse.Namespace, folder: Path, resume: Path | None
         train_dataset=blocks(recipe)[first:],
         data_collator=training.collate_blocks,
         compute_loss_func=room.build_loss(model.config),
-        validate=lambda model, interrupted: {},
+        validate=lambda model, step, interrupted: {},
         recipe_path=recipe.path,
     )
 

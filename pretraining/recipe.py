@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pretraining.addresses import refuse_credentials
 from pretraining.errors import UserError, nearest
+from pretraining.evaluation_keys import check_evaluation
 from pretraining.overrides import apply_overrides
 from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.schema import REPOSITORY, check, display_path, problem, read_json
@@ -290,8 +291,7 @@ def _check_numbers(values: dict, where: str) -> None:
     if training.get("bf16") and training.get("fp16"):
         raise problem(where, "training.fp16", "and training.bf16 are both true; choose one")
     _check_tokenizer(data["tokenizer"], model["vocab_size"], where)
-    _check_validated_saves(values["checkpoints"]["keep_best"], training, where)
-    _check_patience(values["evaluation"]["patience"], training, where)
+    check_evaluation(values["evaluation"], values["checkpoints"]["keep_best"], training, where)
     if values["monitors"]["profile"] is not None:
         _check_profile(values["monitors"]["profile"].get("steps"), budget["tokens"] // steps, where)
 
@@ -306,25 +306,6 @@ def _check_profile(steps: int | list[int] | None, num_steps: int, where: str) ->
         raise problem(where, key, f"is {steps}; write the first and the last step: [10, 12]")
     if chosen[-1] > num_steps:
         raise problem(where, key, f"is {steps}, but the run has {num_steps} steps")
-
-
-def _check_validated_saves(keep_best: int, training: dict, where: str) -> None:
-    """The best are told by the validation loss after their own step: each save needs one."""
-    strategies = {training.get("save_strategy", "steps"), training.get("eval_strategy", "no")}
-    save = training.get("save_steps", 500)
-    evaluate = training.get("eval_steps") or training.get("logging_steps", 500)
-    if keep_best and (strategies != {"steps"} or save % evaluate):
-        what = (
-            f"is {keep_best}, but not every save is validated: set eval_strategy and save_strategy to steps, and "
-            f"training.save_steps (now {save}) to a multiple of training.eval_steps (now {evaluate})"
-        )
-        raise problem(where, "checkpoints.keep_best", what)
-
-
-def _check_patience(patience: int | None, training: dict, where: str) -> None:
-    if patience is not None and training.get("eval_strategy", "no") == "no":
-        what = f"is {patience}, but nothing is validated while training: set training.eval_strategy to steps"
-        raise problem(where, "evaluation.patience", what)
 
 
 def _check_heads(model: dict, where: str) -> None:

@@ -18,6 +18,7 @@ FOUNDATION = {
     "curve",
     "ds_config",
     "errors",
+    "evaluation_keys",
     "exit_codes",
     "journal",
     "lazy",

@@ -7,6 +7,7 @@ from pretraining.lazy import imported_at_first_use
 
 _HOME = {
     "LiveSamples": "live_samples",
+    "Measures": "measures",
     "Validation": "validation",
 }
 

@@ -76,7 +76,7 @@ def _score_batch(model, pairs: Sequence[Pair], max_length: int) -> torch.Tensor:
     """
     device = next(model.parameters()).device
     texts = [(pair.context + pair.continuation)[-(max_length + 1) :] for pair in pairs]
-    inputs = torch.zeros(len(texts), max(map(len, texts)) - 1, dtype=torch.long, device=device)
+    inputs = torch.zeros(len(texts), max(2, *map(len, texts)) - 1, dtype=torch.long, device=device)
     for row, text in zip(inputs, texts, strict=True):
         row[: len(text) - 1] = torch.tensor(text[:-1], device=device)
     logits = model(input_ids=inputs).logits

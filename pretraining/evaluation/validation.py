@@ -65,6 +65,18 @@ class Validation:
             batch_size,
         )
 
+    @property
+    def names(self) -> list[str]:
+        """Of the metrics that `measure` returns."""
+        sources = [part.name for part in self.parts] if len(self.parts) > 1 else []
+        ours = ("loss", "bits_per_byte")
+        return [
+            "loss",
+            "perplexity",
+            "bits_per_byte",
+            *(f"{each}_{name}" for each in sources for name in ours),
+        ]
+
     @torch.no_grad()
     def measure(
         self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False

@@ -45,7 +45,7 @@ class HearsGradientNorm(Protocol):
 
 
 class PretrainingTrainer(TimedTrainer):
-    """`validate(model, interrupted) -> metrics` replaces the evaluation loop, whose mean is not exact.
+    """`validate(model, step, interrupted) -> metrics` replaces the evaluation loop, whose mean is not exact.
 
     `checkpoints` replaces what the Trainer and DeepSpeed write and load: pickles of one layout.
 
@@ -58,7 +58,7 @@ class PretrainingTrainer(TimedTrainer):
     def __init__(
         self,
         *args,
-        validate: Callable[[torch.nn.Module, Callable[[], bool]], dict | None],
+        validate: Callable[[torch.nn.Module, int, Callable[[], bool]], dict | None],
         recipe_path: Path,
         checkpoints: Checkpoints | None = None,
         stop: StopRequests | None = None,
@@ -127,7 +127,7 @@ class PretrainingTrainer(TimedTrainer):
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict:
         """Validation loss in nats per token, perplexity and bits per byte; every rank takes part."""
-        measured = self.validate(self.model_wrapped, self._interrupted)
+        measured = self.validate(self.model_wrapped, self.state.global_step, self._interrupted)
         if measured is None:
             return self._evaluation_cut_short()
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}

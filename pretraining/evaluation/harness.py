@@ -1,0 +1,138 @@
+"""Tasks of lm-eval, by name or from local YAML files, on a model in training or exported."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from pretraining.data.packages import require
+from pretraining.errors import UserError, nearest
+from pretraining.evaluation.sample import seeded
+
+SEED = 1234
+"""lm-eval's own, for few-shot examples."""
+SUFFIXES = (".yaml", ".yml")
+
+
+class Harness:
+    """The tasks, loaded with their data, before any model is needed.
+
+    names: of tasks, tags or groups of lm-eval, YAML files, or folders of them. limit: items of each task.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        batch_size: int,
+        limit: int | None = None,
+    ):
+        self.loaded = load_tasks(names)
+        self.tokenizer, self.max_length = tokenizer, max_length
+        self.batch_size, self.limit = batch_size, limit
+
+    def measure(
+        self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
+        """{"<task>/<metric>": score}, the same on every rank; all ranks must call it. Raises `Interrupted`.
+
+        Every rank builds all requests, and they share the forward passes.
+        """
+        from lm_eval.evaluator import evaluate
+
+        from pretraining.evaluation.harness_model import HarnessModel
+
+        answering = HarnessModel(model, self.tokenizer, self.max_length, self.batch_size, interrupted)
+        with _own_randomness(answering.device), _no_bars():
+            results = evaluate(answering, self.loaded, limit=self.limit, bootstrap_iters=0, log_samples=False)
+        return scores_of(results["results"])
+
+
+def load_tasks(names: Sequence[str]) -> dict:
+    """What `lm_eval.evaluator.evaluate` takes; few-shot examples as each task says.
+
+    Raises `UserError` where lm-eval is missing, knows no such task, or cannot read its data.
+    """
+    managers = require("lm_eval.tasks", f"evaluation.tasks ({', '.join(names)})")
+    folders = [name for name in names if Path(name).is_dir()]
+    shipped = [name for name in names if name not in folders and not name.endswith(SUFFIXES)]
+    # Indexing the tasks that lm-eval ships takes half a minute; files need none of them.
+    manager = managers.TaskManager(include_path=folders or None, include_defaults=bool(shipped))
+    wanted = [name for name in names if name not in folders]
+    for folder in folders:
+        wanted += _tasks_in(folder, managers)
+    for name in wanted:
+        if name not in manager.all_tasks and not Path(name).is_file():
+            known = nearest(name, manager.all_tasks) or "; `lm-eval ls tasks` lists them"
+            raise UserError(f"evaluation.tasks: lm-eval knows no task {name!r}{known}")
+    loaded = _load(manager, wanted)
+    for task in loaded["tasks"].values():
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=SEED)
+    return loaded
+
+
+def _tasks_in(folder: str, managers) -> list[str]:
+    found = managers.TaskManager(include_path=folder, include_defaults=False).all_tasks
+    if not found:
+        raise UserError(f"evaluation.tasks: {folder} holds no task of lm-eval; give a folder of YAML files")
+    return found
+
+
+def _load(manager, names: list[str]) -> dict:
+    try:
+        return manager.load(names)
+    except UserError:
+        raise
+    except Exception as error:  # of a task's own code, its YAML, its data set, the network
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise UserError(
+            f"evaluation.tasks: {', '.join(names)} cannot be loaded ({reason}); check the names and the network"
+        ) from error
+
+
+def scores_of(results: dict[str, dict]) -> dict[str, float]:
+    """{"arc_easy/acc": 0.4} of lm-eval's {"arc_easy": {"acc,none": 0.4, "acc_stderr,none": ...}}.
+
+    A filter of its own stays in the name: "gsm8k/exact_match.strict-match".
+    """
+    scores = {}
+    for task, values in results.items():
+        for key, value in values.items():
+            metric, _, kind = key.partition(",")
+            if isinstance(value, int | float) and kind and not metric.endswith("_stderr"):
+                name = metric if kind == "none" else f"{metric}.{kind}"
+                scores[f"{task}/{name}"] = float(value)
+    return scores
+
+
+@contextmanager
+def _own_randomness(device: torch.device) -> Iterator[None]:
+    """Tasks that draw at random draw the same each time, and training does not see it."""
+    states = random.getstate(), np.random.get_state()
+    random.seed(SEED)
+    np.random.seed(SEED)
+    try:
+        with seeded(SEED, device):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """lm-eval 0.4.13 shows a bar of its own on every rank while it builds requests."""
+    from lm_eval.api import task
+
+    shown, task.tqdm = task.tqdm, lambda items, **_: items
+    try:
+        yield
+    finally:
+        task.tqdm = shown

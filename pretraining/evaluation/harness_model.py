@@ -1,0 +1,115 @@
+"""A causal language model as lm-eval asks it; imported only where lm-eval is installed."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from transformers import PreTrainedTokenizerBase
+
+from pretraining.evaluation.likelihood import Interrupted, Pair, score
+from pretraining.evaluation.sample import evaluation_mode
+from pretraining.evaluation.tokens import encode
+
+PASSED_ON = ("do_sample", "top_k", "top_p")
+"""What of a task's generation arguments `generate` takes as it is."""
+
+
+class HarnessModel(TemplateLM):
+    """Every rank gets all requests, and the ranks share the forward passes: to lm-eval it is one process.
+
+    model: as trained (an engine, DDP) or bare. max_length: tokens that it reads at once.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        batch_size: int,
+        interrupted: Callable[[], bool] = lambda: False,
+    ):
+        super().__init__()
+        self.model, self.tokenizer = model, tokenizer
+        self.max_length, self.batch_size, self.interrupted = max_length, batch_size, interrupted
+        self._device = next(model.parameters()).device
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token before every document."""
+        return self.tokenizer.eos_token_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+        """Without special tokens, as in training."""
+        return encode(self.tokenizer, string)
+
+    def loglikelihood(self, requests, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """As lm-eval's, without its progress bar."""
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(self, requests, **kwargs) -> list[tuple[float, bool]]:
+        """requests: ((context, continuation), their tokens, their tokens)."""
+        return [tuple(each) for each in self._scored([Pair(*tokens) for _, *tokens in requests])]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:
+        """Log-probability of whole texts: each token once, with as much before it as a window holds."""
+        windows = [self._windows(*request.args) for request in requests]
+        scores = iter(self._scored([window for text in windows for window in text]))
+        return [sum(next(scores).log_probability for _ in text) for text in windows]
+
+    def _scored(self, pairs: list[Pair]):
+        return score(self.model, pairs, self.max_length, self.batch_size, self.interrupted)
+
+    def _windows(self, text: str) -> list[Pair]:
+        settings = {"prefix_token": self.prefix_token_id, "max_seq_len": self.max_length, "context_len": 1}
+        windows = get_rolling_token_windows(token_list=self.tok_encode(text), **settings)
+        return [Pair(*make_disjoint_window(window)) for window in windows]
+
+    def generate_until(self, requests, disable_tqdm: bool = True) -> list[str]:
+        """Continuations up to a stop string, greedy unless the task says otherwise; a request a rank and round.
+
+        Ranks that run out repeat the last request unheard.
+        """
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        texts: list[str | None] = [None] * len(requests)
+        most_tokens = max(self._new_tokens(request) for request in requests)
+        for round_start in range(0, len(requests), world_size):
+            if self.interrupted():
+                raise Interrupted
+            number = min(round_start + rank, len(requests) - 1)
+            texts[number] = self._continued(*requests[number].args, most_tokens)
+        if world_size == 1:
+            return texts
+        shares: list = [None] * world_size
+        dist.all_gather_object(shares, texts)
+        return [next(text for text in column if text is not None) for column in zip(*shares, strict=True)]
+
+    def _new_tokens(self, request) -> int:
+        """At most half of the model's positions, so that there is room for the question."""
+        return min(normalize_gen_kwargs(request.args[1])["max_gen_toks"], self.max_length // 2)
+
+    @torch.no_grad()
+    def _continued(self, context: str, arguments: dict, most_tokens: int) -> str:
+        """most_tokens: of any request; under ZeRO-3 a rank that is done goes on with the longest of a round."""
+        settings = normalize_gen_kwargs(arguments)
+        ids = encode(self.tokenizer, context)[-(self.max_length - most_tokens) :] or [self.eot_token_id]
+        prompt = torch.tensor([ids], device=self._device)
+        sampling = {key: settings[key] for key in PASSED_ON if key in settings}
+        if settings["do_sample"]:
+            sampling["temperature"] = settings["temperature"]
+        stops = [stop for stop in settings["until"] if stop]
+        model = getattr(self.model, "module", self.model)
+        with evaluation_mode(model):
+            output = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=min(settings["max_gen_toks"], most_tokens),
+                pad_token_id=self.eot_token_id,
+                use_cache=True,
+                **({"stop_strings": stops, "tokenizer": self.tokenizer} if stops else {}),
+                **sampling,
+            )
+        text = self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+        return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
