@@ -123,6 +123,12 @@ def test_the_error_is_told_by_one_rank(train):
     assert (finished.code, finished.stderr) == (2, "")
 
 
+def test_a_task_that_there_is_not(train):
+    """Before the model is built, and before anything is written."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed (requirements-eval.txt)")
+    refused(train("--set", 'evaluation.tasks=["nowhere.yaml"]'), "evaluation.tasks", "'nowhere.yaml'")
+
+
 def test_two_ranks_under_a_launcher_tell_it_once(workshop, output):
     """torchrun adds its own report of the failed ranks; ours is one line among it."""
     finished = execute(workshop.command(output, settings=["model.n_head=5"]))

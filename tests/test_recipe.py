@@ -244,6 +244,29 @@ def test_what_would_fail_later_is_refused_at_once(override, message):
     assert message in failing(overrides=[override])
 
 
+EVALUATION = {
+    ("evaluation.metric=los",): "did you mean 'loss'",
+    ("evaluation.metric=arc/acc",): "evaluation.metric: is 'arc/acc', but nothing scores it",
+    (
+        "evaluation.patience=2",
+        "training.eval_strategy=no",
+    ): "evaluation.patience: is 2, but nothing is validated",
+    ("evaluation.task_steps=300",): "evaluation.task_steps: is 300, no multiple of training.eval_steps 250",
+    (
+        'evaluation.tasks=["arc"]',
+        "evaluation.metric=arc/acc",
+        "evaluation.task_steps=500",
+    ): "arc/acc is wanted at each validation",
+    ("evaluation.prompt=3",): 'write "3" with quotes',
+}
+
+
+@pytest.mark.parametrize("overrides, message", EVALUATION.items(), ids=map(" ".join, EVALUATION))
+def test_what_is_judged_is_measured_when_it_is_judged(overrides, message):
+    """Early stopping and the best checkpoints need their metric at every validation."""
+    assert message in failing(overrides=list(overrides))
+
+
 def test_names_of_any_language_are_names():
     assert load_recipe("tiny", ["name=essai déjà 2.1", "data.name=данные"]).name == "essai déjà 2.1"
 
