@@ -1,6 +1,7 @@
 """Ranks that start at once: forked from a process that has imported the libraries already.
 
-Importing torch, transformers and DeepSpeed takes eight seconds a process, more than most runs of the tests.
+Importing torch, transformers and DeepSpeed takes eight seconds a process, more than most runs of the tests; what
+DeepSpeed imports once an optimizer of ZeRO is made, torch's compiler, takes three more.
 A forked rank runs the same `train.py` with the same arguments and variables as a launcher's rank does; what
 the real launchers do is tested with the real launchers.
 """
@@ -16,11 +17,25 @@ from functools import cache
 from pathlib import Path
 
 IMPORTS = """
+import gc
 import cpuinfo
+import deepspeed.module_inject.auto_ep_layer
+import deepspeed.ops.op_builder.all_ops
+import deepspeed.runtime.superoffload
+import deepspeed.runtime.zero.muon.muon_optimizer
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama
+import transformers.models.qwen3_moe.modeling_qwen3_moe
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from pretraining import checkpoints, data, evaluation, model, training
+from pretraining.checkpoints import SavesBehindTraining, bring_checkpoint
+from pretraining.data import build_mixture, build_training_dataset, open_prepared
 from pretraining.training.operators import ask_the_processor_once
 ask_the_processor_once()
 cpuinfo.get_cpu_info()
+get_checkpoint_conversion_mapping("gpt2")
+gc.collect()
+gc.freeze()  # a rank that collects would copy every page of what is imported here
 """
 
 

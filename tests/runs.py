@@ -325,17 +325,17 @@ def choices(stage: str, settings=()) -> list[str]:
 
 
 def _write_corpus(folder: Path) -> None:
-    """Forty modules of the standard library, of 3 to 30 KB."""
+    """Forty modules of the standard library, of 2 to 8 KB."""
     folder.mkdir(parents=True)
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    chosen = [path for path in modules if 3_000 < path.stat().st_size < 30_000][:40]
+    chosen = [path for path in modules if 2_000 < path.stat().st_size < 8_000][:40]
     for path in chosen:
         (folder / f"{path.stem}.txt").write_bytes(path.read_bytes())
 
 
 def _awkward_batch(num_blocks: int) -> int:
     """A batch size that leaves the last batch short and two ranks with unequal numbers of batches."""
-    return next(size for size in range(4, 40) if num_blocks % size and -(-num_blocks // size) % 2)
+    return next(size for size in range(16, 80) if num_blocks % size and -(-num_blocks // size) % 2)
 
 
 def start_and_kill(command: list[str], reached: Callable[[], bool]) -> None:

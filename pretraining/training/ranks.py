@@ -62,6 +62,8 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
         _claim_gpu(int(os.environ["LOCAL_RANK"]))
     else:
         _share_cores(ranks_here())
+        # Only its own launcher tells DeepSpeed; else ZeRO-3 starts `numactl` at every reduction to count devices.
+        os.environ.setdefault("LOCAL_SIZE", str(ranks_here()))
     clear_abandoned_locks()
     ask_the_processor_once()
     announce_compiles()
