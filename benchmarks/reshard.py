@@ -153,7 +153,7 @@ def build_trainer(options: argparse.Namespace, folder: Path, resume: Path | None
         args=arguments,
         train_dataset=blocks(recipe)[first:],
         data_collator=training.collate_blocks,
-        compute_loss_func=room.build_loss(model.config),
+        compute_loss_func=room.build_loss(model, recipe.loss),
         validate=lambda model, step, interrupted: {},
         recipe_path=recipe.path,
     )
