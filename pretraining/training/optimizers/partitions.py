@@ -52,7 +52,9 @@ def partition_fragments(
     Stages 1 and 2 lay a group's parameters end to end and cut them into a slice a rank (`_hp_mapping` of each
     parameter); stage 3 cuts every parameter by itself and lays this rank's slices end to end (`grad_position`).
     """
-    return (_sliced_parameters if hasattr(zero, "fp32_partitioned_groups_flat") else _slices)(model, zero, number_of)
+    return (_sliced_parameters if hasattr(zero, "fp32_partitioned_groups_flat") else _slices)(
+        model, zero, number_of
+    )
 
 
 def _slices(model, zero, number_of) -> Iterator[tuple[torch.Tensor, Fragment]]:
