@@ -3,8 +3,9 @@
     python benchmarks/monitoring.py overhead --deepspeed null --pairs 20
     python benchmarks/monitoring.py report --rows 1000000
 
-overhead: blocks of steps with all monitoring on (phases, metrics.jsonl, gathering of the ranks, a report written every
-five seconds) alternate with blocks without any of it, in one run; the ratio is the median over neighbouring blocks.
+overhead: blocks of steps with all monitoring on (phases, metrics.jsonl, gathering of the ranks, the judging of every
+loss, heartbeats, a report written every five seconds and, once a block, noise scale and norms by layer) alternate with
+blocks without any of it, in one run; the ratio is the median over neighbouring blocks.
 report: a run folder of that many logged steps with planted spikes, written as a page and, where a Chromium and
 playwright are there, opened: bytes, seconds, and how many of the spikes the page holds.
 """
@@ -20,64 +21,88 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from record import REPOSITORY, parser_of, record
-from step_overhead import SHAPES, recipe_arguments
+from step_overhead import SHAPES, recipe_arguments, start_ranks, train_with
+
+FEWEST_STEPS = 10
+"""Of a block: in shorter ones gradients are not measured, for they would be at every step."""
 
 
 def main() -> None:
     options = parse_arguments()
-    measure_overhead(options) if options.what == "overhead" else measure_report(options)
-
-
-def measure_overhead(options: argparse.Namespace) -> None:
-    if "BENCHMARK_WORKER" in os.environ:
-        return run_alternating(options)
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.processes}"]
-    command = [*launcher, __file__, *sys.argv[1:]]
-    subprocess.run(command, env={**os.environ, "BENCHMARK_WORKER": "1"}, check=True)
+    if options.what == "overhead":
+        return start_ranks(__file__, run_alternating, options)
+    measure_report(options)
 
 
 def run_alternating(options: argparse.Namespace) -> None:
-    """Run train.py's own `main` with a callback in the progress bar's place that switches the monitoring."""
-    import train
-    from pretraining import training
-    from pretraining.reporting import live
-
+    """Run train.py's own `main` with a callback that switches the monitoring."""
     _, _, block_steps = SHAPES[options.shape]
-    switch = build_switch(block_steps, live)
-    training.watch.ProgressCallback = lambda: switch
+    switch = build_switch(block_steps)
     words = recipe_arguments(options, 2 * block_steps)
+    every = block_steps if block_steps >= FEWEST_STEPS else None
     monitored = {"training.logging_steps": options.logging_steps, "report.every_seconds": 5}
-    settings = [word for key, value in monitored.items() for word in ("--set", f"{key}={value}")]
-    sys.argv = ["train.py", *words, *settings]
-    train.main()
+    monitored |= {"monitors.noise_scale_steps": every, "monitors.layer_norms_steps": every}
+    # Two micro-batches a step, or the noise scale would have nothing to compare.
+    monitored["training.per_device_train_batch_size"] = options.micro_batch // 2
+    for key, value in monitored.items():
+        words += ["--set", f"{key}={json.dumps(value)}"]
+    train_with(switch, words)
     if os.environ["RANK"] == "0":
         chosen = {key: value for key, value in vars(options).items() if key not in ("keep", "what", "rows")}
+        chosen["gradients_measured_every_steps"] = every
         record("monitoring", {**chosen, **switch.result()}, options.keep)
 
 
-def build_switch(block_steps: int, live):
+def monitoring_methods() -> dict[tuple[type, str], Callable]:
+    """{(class, method): what stands in for it while nothing is monitored}."""
+    from pretraining.training.hangs import HangCallback
+    from pretraining.training.layer_norms import LayerNormsCallback
+    from pretraining.training.loss_watch import LossWatch
+    from pretraining.training.metrics import MetricsCallback
+    from pretraining.training.noise_scale import NoiseScaleCallback
+    from pretraining.training.stability import StabilityMonitor
+    from pretraining.training.step_clock import StepClock
+
+    names = {
+        StepClock: ("enter", "settle"),
+        MetricsCallback: ("on_log", "on_step_end"),
+        StabilityMonitor: ("on_log", "on_step_end"),
+        HangCallback: ("_arrive",),
+        NoiseScaleCallback: (
+            "on_step_begin",
+            "on_substep_end",
+            "on_step_end",
+            "hear_gradient_norm",
+            "on_log",
+        ),
+        LayerNormsCallback: ("on_step_begin", "on_step_end", "hear_gradient_norm", "on_log"),
+    }
+    nothing = {(owner, name): lambda *_, **__: None for owner, each in names.items() for name in each}
+
+    def forget(watch: LossWatch, loss) -> None:
+        watch._sum = None
+
+    return {**nothing, (LossWatch, "_close_step"): forget}
+
+
+def build_switch(block_steps: int):
     from transformers import TrainerCallback
 
-    from pretraining.training.metrics import MetricsCallback
-    from pretraining.training.step_clock import StepClock
+    from pretraining.reporting import live
 
     writers = []
     start = live._start
     live._start = lambda *arguments: writers.append(start(*arguments)) or writers[-1]
-    parts = [
-        (StepClock, "enter"),
-        (StepClock, "settle"),
-        (MetricsCallback, "on_log"),
-        (MetricsCallback, "on_step_end"),
-    ]
-    real = {part: getattr(*part) for part in parts}
+    off = monitoring_methods()
+    real = {place: getattr(*place) for place in off}
 
     def turn(on: bool) -> None:
-        for (owner, name), method in real.items():
-            setattr(owner, name, method if on else lambda *arguments, **keywords: None)
+        for (owner, name), method in (real if on else off).items():
+            setattr(owner, name, method)
         for writer in writers:
             writer.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
 
@@ -187,7 +212,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--deepspeed", default="null", help="a ds_config, or null")
-    parser.add_argument("--micro_batch", type=int, default=4)
+    parser.add_argument(
+        "--micro_batch", type=int, default=4, help="sequences of a rank's step, in two halves"
+    )
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--logging_steps", type=int, default=10)
     parser.add_argument("--rows", type=int, default=1_000_000, help="logged steps of the report")

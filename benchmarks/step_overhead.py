@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from record import REPOSITORY, parser_of, record
@@ -35,27 +36,42 @@ SHAPES = {
 
 
 def main() -> None:
-    options = parse_arguments()
+    start_ranks(__file__, run_paired, parse_arguments())
+
+
+def start_ranks(script: str, run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> None:
+    """`run(options)` on each of `options.processes` ranks: torchrun starts this script again."""
     if "BENCHMARK_WORKER" in os.environ:
-        return run_paired(options)
+        return run(options)
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.processes}"]
-    command = [*launcher, __file__, *sys.argv[1:]]
+    command = [*launcher, script, *sys.argv[1:]]
     subprocess.run(command, env={**os.environ, "BENCHMARK_WORKER": "1"}, check=True)
 
 
 def run_paired(options: argparse.Namespace) -> None:
-    """Run train.py's own `main` with a callback in the progress bar's place that interleaves the bare loop."""
-    import train
-    from pretraining import training
-
+    """Run train.py's own `main` with a callback that interleaves the bare loop."""
     _, _, block_steps = SHAPES[options.shape]
     paired = build_paired_callback(block_steps, options.pairs)
-    training.watch.ProgressCallback = lambda: paired
-    sys.argv = ["train.py", *recipe_arguments(options, block_steps)]
-    train.main()
+    train_with(paired, recipe_arguments(options, block_steps))
     if os.environ["RANK"] == "0":
         values = {key: value for key, value in vars(options).items() if key != "keep"}
         record("step_overhead", {**values, **paired.result()}, options.keep)
+
+
+def train_with(callback, words: list[str]) -> None:
+    """train.py's own `main` with these words, `callback` before all others and no progress bar."""
+    import train
+    from pretraining.training.progress import ProgressCallback
+    from pretraining.training.watch import Watch
+
+    callbacks = Watch.callbacks
+
+    def with_ours(watch: Watch, saves) -> list:
+        return [callback, *(c for c in callbacks(watch, saves) if not isinstance(c, ProgressCallback))]
+
+    Watch.callbacks = with_ours
+    sys.argv = ["train.py", *words]
+    train.main()
 
 
 def recipe_arguments(options: argparse.Namespace, block_steps: int) -> list[str]:
