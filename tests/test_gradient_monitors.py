@@ -51,12 +51,13 @@ def test_the_noise_scale_is_the_analytic_one(samples):
 
 def test_the_estimator_is_exact_on_exact_norms():
     """E|G_B|^2 = |G|^2 + tr(Sigma) / B at both sizes gives back tr(Sigma) / |G|^2; what is not finite is left out."""
-    scale = NoiseScale(small=512, big=4096)
+    scale = NoiseScale(512)
     assert scale.value is None
-    scale.add(2.0 + 300 / 512, 2.0 + 300 / 4096)
-    scale.add(math.nan, 1.0)
+    scale.add(2.0 + 300 / 512, 2.0 + 300 / 4096, 4096)
+    scale.add(2.0 + 300 / 512, 2.0 + 300 / 1024, 1024)  # a ramp's smaller step
+    scale.add(math.nan, 1.0, 4096)
     assert scale.value == pytest.approx(150)
-    resumed = NoiseScale(512, 4096)
+    resumed = NoiseScale(512)
     resumed.restore(scale.state())
     assert resumed.value == scale.value
 
@@ -71,7 +72,7 @@ def test_nothing_is_left_on_the_model_between_measurements():
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     square = sum(parameter.grad.square().sum().item() for parameter in model.parameters())
-    assert micro_batches.close() == pytest.approx(square)
+    assert micro_batches.close() == (pytest.approx(square), 1)
     assert math.hypot(*layers.close(None).values()) == pytest.approx(math.sqrt(square))
     assert not any(parameter._backward_hooks for parameter in model.parameters())
     assert not optimizer._optimizer_step_pre_hooks

@@ -15,6 +15,7 @@ class MicroBatchNorms:
         self._norms: list[torch.Tensor] = []
         self._sum: torch.Tensor | None = None
         self._hooks: list = []
+        self._passes = 0
 
     def open(self) -> None:
         """Look at every backward pass from here on."""
@@ -29,11 +30,13 @@ class MicroBatchNorms:
             square = torch.stack(self._norms).double().square().sum()
             self._sum = square if self._sum is None else self._sum + square
             self._norms.clear()
+            self._passes += 1
 
-    def close(self) -> float:
-        """Sum of the squared norms of the micro-batches since `open`; waits for the device."""
+    def close(self) -> tuple[float, int]:
+        """(sum of the squared norms of the micro-batches since `open`, their number); waits for the device."""
         self.fold()
         for hook in self._hooks:
             hook.remove()
-        total, self._sum, self._hooks = self._sum, None, []
-        return 0.0 if total is None else total.item()
+        total, passes = self._sum, self._passes
+        self._sum, self._passes, self._hooks = None, 0, []
+        return 0.0 if total is None else total.item(), passes

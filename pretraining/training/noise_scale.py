@@ -23,16 +23,17 @@ class NoiseScale:
     batch sizes.
     """
 
-    def __init__(self, small: float, big: float, memory: float = MEMORY):
-        self.small, self.big, self.memory = small, big, memory
+    def __init__(self, small: float, memory: float = MEMORY):
+        """small: the smaller batch."""
+        self.small, self.memory = small, memory
         self.signal = self.noise = 0.0
 
-    def add(self, small_square: float, big_square: float) -> None:
-        """One measurement: mean squared norm of gradients of `small`, squared norm of one of `big`."""
+    def add(self, small_square: float, big_square: float, big: float) -> None:
+        """One measurement: mean squared norm of gradients of the smaller batch, squared norm of one of `big`."""
         if not (math.isfinite(small_square) and math.isfinite(big_square)):
             return
-        signal = (self.big * big_square - self.small * small_square) / (self.big - self.small)
-        noise = (small_square - big_square) / (1 / self.small - 1 / self.big)
+        signal = (big * big_square - self.small * small_square) / (big - self.small)
+        noise = (small_square - big_square) / (1 / self.small - 1 / big)
         self.signal = self.memory * self.signal + (1 - self.memory) * signal
         self.noise = self.memory * self.noise + (1 - self.memory) * noise
 
@@ -54,19 +55,17 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
     """Measures on every `every_steps`-th step; logs `stability/gradient_noise_scale` in tokens.
 
     The small batch is a micro-batch (the mean over all of them, on all ranks), the big one the whole step, whose norm
-    before clipping the Trainer tells. On all other steps nothing is done, nor in the `ramp_steps`, whose sizes vary.
+    before clipping the Trainer tells. On all other steps nothing is done.
     """
 
-    def __init__(self, every_steps: int, sequence_length: int, ramp_steps: int = 0):
-        self.every_steps, self.sequence_length, self.ramp_steps = every_steps, sequence_length, ramp_steps
+    def __init__(self, every_steps: int, sequence_length: int):
+        self.every_steps, self.sequence_length = every_steps, sequence_length
         self.norms: MicroBatchNorms | None = None
         self.scale: NoiseScale | None = None
         self.measures, self.is_new, self.gradient_norm = False, False, None
 
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
-        self.accumulation = args.gradient_accumulation_steps
-        self.num_micro_batches = self.accumulation * args.world_size
-        if self.num_micro_batches == 1:
+        if args.gradient_accumulation_steps * args.world_size == 1:
             print(
                 "monitors.noise_scale_steps: a step is one micro-batch here, so there is nothing to compare it with; "
                 "a smaller training.per_device_train_batch_size gives two sizes",
@@ -74,8 +73,7 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
             )
             return
         self.norms = MicroBatchNorms(model)
-        small = args.per_device_train_batch_size * self.sequence_length
-        self.scale = NoiseScale(small, small * self.num_micro_batches)
+        self.scale = NoiseScale(args.per_device_train_batch_size * self.sequence_length)
         name = type(self).__name__
         saved = state.stateful_callbacks.get(name)
         if saved and saved["attributes"]:
@@ -83,8 +81,7 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
         state.stateful_callbacks[name] = self.state()
 
     def on_step_begin(self, args, state, control, optimizer, **kwargs):
-        is_due = state.global_step >= self.ramp_steps and (state.global_step + 1) % self.every_steps == 0
-        self.measures = self.norms is not None and is_due
+        self.measures = self.norms is not None and (state.global_step + 1) % self.every_steps == 0
         if self.measures:
             self.loss_scale = loss_scale(optimizer)
             self.norms.open()
@@ -100,12 +97,13 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
     def on_step_end(self, args, state, control, **kwargs):
         if not self.measures:
             return
-        (total,) = sum_over_ranks([self.norms.close()])
-        if self.gradient_norm is None:
+        total, own_passes = self.norms.close()
+        total, passes = sum_over_ranks([total, own_passes])
+        if self.gradient_norm is None or passes < 2:
             return
         # A micro-batch's backward pass carries its share of the step's mean loss.
-        factor = self.accumulation / self.loss_scale
-        self.scale.add(total / self.num_micro_batches * factor**2, float(self.gradient_norm) ** 2)
+        small_square = total / passes * (own_passes / self.loss_scale) ** 2
+        self.scale.add(small_square, float(self.gradient_norm) ** 2, passes * self.scale.small)
         self.is_new = True
 
     def on_log(self, args, state, control, logs, **kwargs):

@@ -50,8 +50,7 @@ class Watch:
     def _gradient_monitors(self) -> list[TrainerCallback]:
         """What measures gradients on some steps."""
         every = self.recipe.monitors["noise_scale_steps"]
-        length, ramp_steps = self.recipe.sequence_length, self.recipe.step_sizes.ramp_steps
-        noise = [] if every is None else [NoiseScaleCallback(every, length, ramp_steps)]
+        noise = [] if every is None else [NoiseScaleCallback(every, self.recipe.sequence_length)]
         layers_every, alerted = self.recipe.monitors["layer_norms_steps"], self.stability
         return [*noise, LayerNormsCallback(self.run, layers_every, lambda: alerted.alerted_step)]
 
