@@ -1,7 +1,6 @@
 """The recipe: what to train, read strictly, with nothing stated twice and everything derivable derived."""
 
 import json
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -14,7 +13,7 @@ from pretraining.evaluation_keys import check_evaluation
 from pretraining.overrides import apply_overrides
 from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.schema import REPOSITORY, check, display_path, problem, read_json
-from pretraining.step_sizes import StepSizes, increment_of
+from pretraining.step_sizes import StepSizes, check_division, check_multiple, check_ramp, nearest_multiples
 
 RECIPES = REPOSITORY / "recipes"
 NO_DEEPSPEED = ("null", "none")
@@ -180,7 +179,7 @@ def accumulation_steps(recipe: Recipe, world_size: int) -> int:
         product = (
             f"{tokens_at_once} = {ranks} ranks x {micro_batch} per_device_train_batch_size x {length} tokens"
         )
-        multiples = _nearest_multiples(recipe.tokens_per_step, tokens_at_once)
+        multiples = nearest_multiples(recipe.tokens_per_step, tokens_at_once)
         where, per_rank = display_path(recipe.path), recipe.samples_per_step // ranks
         if recipe.samples_per_step % ranks:
             what = f"{recipe.tokens_per_step} is not a multiple of {product}; {multiples}"
@@ -192,26 +191,8 @@ def accumulation_steps(recipe: Recipe, world_size: int) -> int:
             f"is {micro_batch}; {product} do not divide budget.tokens_per_step {recipe.tokens_per_step}; "
             f"{fitting} does (or for tokens_per_step, {multiples})",
         )
-    _check_ramp_divides(recipe, ranks)
+    check_division(recipe.step_sizes, recipe.sequence_length, ranks, micro_batch, display_path(recipe.path))
     return steps
-
-
-def _check_ramp_divides(recipe: Recipe, ranks: int) -> None:
-    at_once, length = ranks * recipe.micro_batch, recipe.sequence_length
-    size = next((size for size in recipe.step_sizes.all if size % (at_once * length)), None)
-    if size is None:
-        return
-    what = (
-        f"a step of {size // length} sequences is not a multiple of {at_once} = {ranks} ranks x {recipe.micro_batch} "
-        "per_device_train_batch_size; "
-    )
-    shared, rest = divmod(math.gcd(*recipe.step_sizes.all) // length, ranks)
-    if rest:
-        what += f"make from_tokens_per_step and increment multiples of {ranks * length}, or take fewer ranks"
-    else:
-        fitting = next(micro for micro in range(recipe.micro_batch, 0, -1) if shared % micro == 0)
-        what += f"training.per_device_train_batch_size={fitting} divides every step"
-    raise problem(display_path(recipe.path), "budget.ramp", what)
 
 
 def _find(name_or_path: str) -> Path:
@@ -284,10 +265,10 @@ def _check_numbers(values: dict, where: str) -> None:
     length = data["sequence_length"] or positions
     if length > positions:
         raise problem(where, "data.sequence_length", f"is {length}, but the model has {positions} positions")
-    _check_multiple(budget, "tokens_per_step", length, f"the sequence length {length}", where)
+    check_multiple(budget, "tokens_per_step", length, f"the sequence length {length}", where)
     steps = budget["tokens_per_step"]
-    _check_multiple(budget, "tokens", steps, f"budget.tokens_per_step {steps}", where)
-    _check_ramp(budget, length, where)
+    check_multiple(budget, "tokens", steps, f"budget.tokens_per_step {steps}", where)
+    check_ramp(budget, length, where)
     if training.get("bf16") and training.get("fp16"):
         raise problem(where, "training.fp16", "and training.bf16 are both true; choose one")
     _check_tokenizer(data["tokenizer"], model["vocab_size"], where)
@@ -322,39 +303,6 @@ def _check_heads(model: dict, where: str) -> None:
     if heads % key_value_heads:
         what = f"is {key_value_heads}, which does not divide model.{heads_key} {heads}"
         raise problem(where, "model.num_key_value_heads", what)
-
-
-def _check_multiple(budget: dict, key: str, unit: int, unit_words: str, where: str) -> None:
-    if budget[key] % unit:
-        what = f"{budget[key]} is not a multiple of {unit_words}; {_nearest_multiples(budget[key], unit)}"
-        raise problem(where, f"budget.{key}", what)
-
-
-def _check_ramp(budget: dict, length: int, where: str) -> None:
-    ramp, full, words = budget["ramp"], budget["tokens_per_step"], f"the sequence length {length}"
-    if ramp is None:
-        return
-    first, increment = ramp["from_tokens_per_step"], increment_of(ramp)
-    flat = {"ramp.from_tokens_per_step": first, "ramp.increment": increment}
-    if first >= full:
-        what = f"is {first}, not below budget.tokens_per_step {full}; leave the ramp out, or begin lower"
-        raise problem(where, "budget.ramp.from_tokens_per_step", what)
-    for key in flat:
-        _check_multiple(flat, key, length, words, where)
-    if (full - first) % increment:
-        units = (full - first) // length
-        stairs = (unit * length for unit in range(1, units + 1) if units % unit == 0)
-        near = min(stairs, key=lambda stair: abs(stair - increment))
-        what = f"{increment} does not lead from {first} to {full} in whole stairs; the nearest that does is {near}"
-        raise problem(where, "budget.ramp.increment", what)
-    if ramp["over_tokens"] > budget["tokens"]:
-        what = f"is {ramp['over_tokens']}, more than budget.tokens {budget['tokens']}"
-        raise problem(where, "budget.ramp.over_tokens", what)
-
-
-def _nearest_multiples(value: int, unit: int) -> str:
-    below = value // unit * unit
-    return f"the nearest are {below} and {below + unit}" if below else f"the nearest is {unit}"
 
 
 def _check_tokenizer(tokenizer: str | dict, vocab_size: int, where: str) -> None:

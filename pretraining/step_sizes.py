@@ -1,9 +1,12 @@
 """Tokens of every optimizer step: the same throughout, or rising in stairs while a run is young (`budget.ramp`)."""
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
+
+from pretraining.schema import problem
 
 LR_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 """The learning rate goes as this power of a step's size over the full size."""
@@ -87,3 +90,58 @@ class StepSizes:
 def increment_of(ramp: dict) -> int:
     """By how much a stair is higher than the one before: the first one's size where the recipe does not say."""
     return ramp["increment"] or ramp["from_tokens_per_step"]
+
+
+def check_ramp(budget: dict, length: int, where: str) -> None:
+    """`UserError` where the stairs do not lead to `tokens_per_step` in whole sequences within the budget."""
+    ramp, full = budget["ramp"], budget["tokens_per_step"]
+    if ramp is None:
+        return
+    first, increment = ramp["from_tokens_per_step"], increment_of(ramp)
+    if first >= full:
+        what = f"is {first}, not below budget.tokens_per_step {full}; leave the ramp out, or begin lower"
+        raise problem(where, "budget.ramp.from_tokens_per_step", what)
+    stairs = {"ramp.from_tokens_per_step": first, "ramp.increment": increment}
+    for key in stairs:
+        check_multiple(stairs, key, length, f"the sequence length {length}", where)
+    if (full - first) % increment:
+        units = (full - first) // length
+        dividing = (unit * length for unit in range(1, units + 1) if units % unit == 0)
+        near = min(dividing, key=lambda each: abs(each - increment))
+        what = f"{increment} does not lead from {first} to {full} in whole stairs; the nearest that does is {near}"
+        raise problem(where, "budget.ramp.increment", what)
+    if ramp["over_tokens"] > budget["tokens"]:
+        what = f"is {ramp['over_tokens']}, more than budget.tokens {budget['tokens']}"
+        raise problem(where, "budget.ramp.over_tokens", what)
+
+
+def check_division(sizes: StepSizes, length: int, ranks: int, micro_batch: int, where: str) -> None:
+    """`UserError` where ranks x micro-batch x length does not divide every step, with what would."""
+    at_once = ranks * micro_batch
+    size = next((size for size in sizes.all if size % (at_once * length)), None)
+    if size is None:
+        return
+    what = (
+        f"a step of {size // length} sequences is not a multiple of {at_once} = {ranks} ranks x {micro_batch} "
+        "per_device_train_batch_size; "
+    )
+    shared, rest = divmod(math.gcd(*sizes.all) // length, ranks)
+    if rest:
+        what += f"make from_tokens_per_step and increment multiples of {ranks * length}, or take fewer ranks"
+    else:
+        fitting = next(micro for micro in range(micro_batch, 0, -1) if shared % micro == 0)
+        what += f"training.per_device_train_batch_size={fitting} divides every step"
+    raise problem(where, "budget.ramp", what)
+
+
+def check_multiple(budget: dict, key: str, unit: int, unit_words: str, where: str) -> None:
+    """`UserError` with the nearest that are, where `budget[key]` is not a multiple of `unit`."""
+    if budget[key] % unit:
+        what = f"{budget[key]} is not a multiple of {unit_words}; {nearest_multiples(budget[key], unit)}"
+        raise problem(where, f"budget.{key}", what)
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """What a message says of the multiples next to a value."""
+    below = value // unit * unit
+    return f"the nearest are {below} and {below + unit}" if below else f"the nearest is {unit}"

@@ -23,6 +23,7 @@ LAUNCHING = [
     "test_document_masking",
     "test_expert_load",
     "test_batch_ramp",
+    "test_branch",
     "test_launchers",
 ]
 LAUNCHING += [

@@ -22,6 +22,8 @@ RAMPED = (
     "budget.tokens=3072",
     "training.per_device_train_batch_size=1",
     "checkpoints.keep_last=5",
+    "training.lr_scheduler_type=constant_with_warmup",
+    "training.lr_scheduler_kwargs={}",
 )
 
 
@@ -139,18 +141,15 @@ def test_each_step_holds_its_samples(ramped):
     assert column(ramped, "train/tokens") == list(accumulate(SIZES))
     marker = read_marker(ramped.dir.checkpoint(4))
     assert (marker["tokens"], marker["samples"]) == (512, 8)
-    halved = column(ramped, "train/learning_rate")[1:5]
-    full = [0.005, *(0.01 * (0.9 * cosine + 0.1) for cosine in (1.0, 0.9619398, 0.8535534))]
-    factors = [0.5, 0.5, 0.5, 0.5**0.5]
-    assert halved == pytest.approx(
-        [rate * factor for rate, factor in zip(full, factors, strict=True)], rel=1e-5
-    )
+    warmed_up = [0, 0.005, *[0.01] * 8]
+    rates = [rate * (size / FULL) ** 0.5 for rate, size in zip(warmed_up, SIZES, strict=True)]
+    assert column(ramped, "train/learning_rate") == pytest.approx(rates)
 
 
 def test_a_small_step_is_a_step_of_that_size(workshop, ramped):
     """The first stair is the beginning of a run whose steps all have its size, at its rate."""
-    settings = ("budget.tokens_per_step=128", "budget.tokens=1280", "training.learning_rate=0.005")
-    small = workshop.plain(settings)
+    budget = ("budget.tokens_per_step=128", "budget.tokens=1280", "training.learning_rate=0.005")
+    small = workshop.plain((*budget, *RAMPED[-2:]))
     for key in ("train/loss", "train/grad_norm"):
         assert largest_difference(column(ramped, key)[:4], column(small, key)[:4]) <= 1e-5
 

@@ -9,6 +9,7 @@ import pytest
 from pretraining.run_dir import RunDir
 from tests.runs import BIN, REPOSITORY, Finished, Workshop, execute
 from tests.scored_tasks import write_items, write_tasks
+from tests.test_batch_ramp import RAMPED
 
 NAMES = ("README.md", "recipes/README.md", "ds_configs/README.md", "pretraining/data/README.md")
 PAGES = [p for p in (REPOSITORY / name for name in NAMES) if p.exists()]
@@ -73,9 +74,19 @@ def run_data(workshop: Workshop, words: list[str]) -> None:
 
 def run_checkpoints(workshop: Workshop, words: list[str]) -> None:
     """`python -m pretraining.checkpoints VERB runs/tiny`: of the small run, which it leaves as it is."""
+    if words[3] == "branch":
+        return run_branch(workshop, words)
     run = workshop.run("zero2", by="deepspeed").folder
     said = {"list": "committed", "verify": "whole", "prune": "would free"}[words[3]]
     succeeded(execute([str(run) if word == "runs/tiny" else word for word in words]), said)
+
+
+def run_branch(workshop: Workshop, words: list[str]) -> None:
+    """`... branch runs/qk-norm`: of a small run with a stable rate, whose folder nothing is written to."""
+    places = {"runs/qk-norm": workshop.run("zero3", settings=RAMPED).folder, "8000": "8", "2000": "4"}
+    output = workshop.folder / "branch"
+    succeeded(execute([*(places.get(word, word) for word in words), "--output", output]), "train it")
+    assert (output / "checkpoint-8").is_dir()
 
 
 def run_verb(workshop: Workshop, words: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What one does with the checkpoints of a run: look at them, verify, reshard, export, make room."""
+"""What one does with the checkpoints of a run: look at them, verify, branch a decay off, reshard, export, make room."""
 
 import sys
 
@@ -10,6 +10,7 @@ EPILOG = """examples:
   python -m pretraining.checkpoints list runs/tiny
   python -m pretraining.checkpoints verify runs/tiny
   python -m pretraining.checkpoints export runs/tiny --step 800
+  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay 1-sqrt --steps 2000
   python -m pretraining.checkpoints prune runs/tiny --keep_last 1 --yes
 
 Every verb has --help, and --json for scripts."""

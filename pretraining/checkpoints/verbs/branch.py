@@ -1,0 +1,62 @@
+"""Start a decay of the learning rate from a stable checkpoint, as a run of its own.
+
+The new run's folder holds the checkpoint (linked, not copied, where the disk can) and a recipe whose rate decays over
+--steps and which ends there; the run it is from stays as it is and can go on. Needs a schedule that is stable at that
+step: constant, constant_with_warmup or warmup_stable_decay. `train.py` continues it.
+"""
+
+import argparse
+import shlex
+from pathlib import Path
+
+from pretraining.checkpoints.folders import step_of
+from pretraining.checkpoints.selection import add_run, chosen_checkpoints
+from pretraining.checkpoints.verification import damage
+from pretraining.command_line import not_negative_integer, not_negative_number, positive_integer
+from pretraining.errors import UserError
+from pretraining.run_dir import RunDir
+
+EXAMPLES = """  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay 1-sqrt --steps 2000
+  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay linear --steps 500 --output runs/short"""
+SHAPES = ("linear", "cosine", "1-sqrt")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The run, the step, and the decay."""
+    add_run(parser, or_checkpoint=True)
+    parser.add_argument("--at", type=not_negative_integer, metavar="STEP", help="default: the newest")
+    parser.add_argument("--decay", choices=SHAPES, required=True, help="its shape")
+    parser.add_argument("--steps", type=positive_integer, required=True, metavar="N", help="its length")
+    parser.add_argument(
+        "--min_lr_ratio", type=not_negative_number, default=0.0, metavar="R", help="of the stable rate (0)"
+    )
+    what = "the new run's folder (default: beside RUN, named after the decay)"
+    parser.add_argument("--output", type=Path, metavar="DIR", help=what)
+
+
+def answer(options: argparse.Namespace) -> dict:
+    """{"checkpoint", "step", "run": the new folder, "last_step", "command": what trains it}."""
+    checkpoint = chosen_checkpoints(options.run, options.at)[0]
+    if options.min_lr_ratio > 1:
+        raise UserError(f"--min_lr_ratio {options.min_lr_ratio:g}: the rate is to fall; give 1 at most")
+    if reason := damage(checkpoint):
+        raise UserError(f"{checkpoint}: the checkpoint is damaged: {reason}; choose another with --at")
+    step, run = step_of(checkpoint), checkpoint.absolute().parent
+    name = f"{run.name}-{options.decay}-{step}-{step + options.steps}"
+    output = options.output or checkpoint.parent.with_name(name)
+    if output.exists():
+        raise UserError(f"{output}: is there already; remove it, or choose another with --output")
+    from pretraining.checkpoints.branch import Decay, branch
+
+    branch(checkpoint, Decay(options.decay, options.steps, options.min_lr_ratio), output)
+    words = ["train.py", "--recipe", str(RunDir(output).recipe), "--output_dir", str(output)]
+    told = {"checkpoint": str(checkpoint), "step": step, "run": str(output)}
+    return {**told, "last_step": step + options.steps, "command": shlex.join(words)}
+
+
+def as_text(answer: dict) -> str:
+    """Where it is, and how it goes on."""
+    return (
+        f"{answer['run']}: {answer['checkpoint']}, from where the rate decays until step {answer['last_step']:,}\n"
+        f"train it, by the launcher of your choice: {answer['command']}"
+    )

@@ -1,0 +1,163 @@
+"""`python -m pretraining.checkpoints branch`: a decay from a stable checkpoint is a run of its own."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from pretraining.checkpoints.__main__ import main
+from pretraining.checkpoints.identity import Start
+from pretraining.errors import UserError
+from pretraining.recipe import load_recipe
+from pretraining.run_dir import RunDir
+from tests.runs import Run, contents, execute, launcher, on_own_port
+from tests.small_checkpoints import identity_of, save
+from tests.test_batch_ramp import RAMPED
+from tests.test_curve import column
+
+STABLE = ("training.lr_scheduler_type=constant_with_warmup", "training.lr_scheduler_kwargs={}")
+SHAPES = {
+    "linear": lambda x: 1 - x,
+    "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
+    "1-sqrt": lambda x: 1 - x**0.5,
+}
+
+
+def branched(run: Path, *words, capsys) -> dict:
+    """What the command answers."""
+    main(["branch", str(run), *map(str, words), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def checkpoint_of(tmp_path, step: int, *settings: str) -> Path:
+    """A small checkpoint of recipe `tiny` after `step` steps; the folder of its run."""
+    run, identity = RunDir(tmp_path / "base"), identity_of(*settings)
+    run.recipe.parent.mkdir()
+    run.recipe.write_text(json.dumps(identity.recipe.to_dict()))
+    save(run, step, identity=identity)
+    return run.path
+
+
+def test_the_branch_decays_and_the_run_it_is_from_goes_on(workshop, tmp_path, capsys):
+    """Two ranks: the same weights and samples at the branch point, rates by hand, the run before it untouched."""
+    base = workshop.run("zero3", settings=RAMPED)
+    before, folder = contents(base.folder), tmp_path / "decay"
+    told = branched(
+        base.folder, "--at", 8, "--decay", "linear", "--steps", 4, "--output", folder, capsys=capsys
+    )
+    assert (told["step"], told["last_step"]) == (8, 12)
+    checkpoint = base.dir.checkpoint(8)
+    assert {name: data for name, (data, _) in contents(folder / "checkpoint-8").items()} == {
+        name: data for name, (data, _) in contents(checkpoint).items()
+    }
+    recipe = ["--recipe", str(folder / "recipe.json"), "--output_dir", str(folder)]
+    words = [*on_own_port(launcher("forked", 2)), "train.py", *recipe, "--deepspeed", "zero3"]
+    finished = execute([*words, "--data_dir", str(workshop.data)])
+    assert finished.code == 0, finished.output
+    run = Run(folder)
+    assert [row["step"] for row in run.training_rows] == [9, 10, 11, 12]
+    assert column(run, "train/learning_rate") == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+    # The first rate is still the stable one: two losses are those of the run that went on.
+    assert column(run, "train/loss")[:2] == column(base, "train/loss")[8:]
+    assert contents(base.folder) == before
+    kinds = [event["event"] for event in run.events]
+    assert (
+        kinds[0] == "branch" and "resume" in kinds and kinds[-1] == "end" and "change_accepted" not in kinds
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["constant", "constant_with_warmup", "warmup_stable_decay"])
+def test_rates_are_those_of_the_shape(tmp_path, capsys, kind, shape):
+    """Of the schedule that transformers builds from the new recipe: stable until the branch, then the shape."""
+    kwargs = '{"num_decay_steps": 100}' if kind == "warmup_stable_decay" else "{}"
+    settings = (f"training.lr_scheduler_type={kind}", f"training.lr_scheduler_kwargs={kwargs}")
+    run = checkpoint_of(tmp_path, 800, *settings, "training.warmup_steps=0.02")
+    told = branched(run, "--decay", shape, "--steps", 200, "--min_lr_ratio", "0.1", capsys=capsys)
+    assert Path(told["run"]) == tmp_path / f"base-{shape}-800-1000"
+    recipe = load_recipe(str(Path(told["run"]) / "recipe.json"))
+    assert recipe.num_steps == 1000 and recipe.name == Path(told["run"]).name
+    training = recipe.training
+    scheduler = get_scheduler(
+        training["lr_scheduler_type"],
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0),
+        training["warmup_steps"],
+        recipe.num_steps,
+        training["lr_scheduler_kwargs"],
+    )
+    (rate,) = scheduler.lr_lambdas
+    assert [rate(step) for step in (100, 799, 800)] == [1.0, 1.0, 1.0]
+    for done in (1, 50, 199, 200):
+        assert rate(800 + done) == pytest.approx(0.1 + 0.9 * SHAPES[shape](done / 200))
+
+
+def test_what_differs_counts_as_accepted(tmp_path, capsys):
+    """changes.json names each key; earlier changes stay in it."""
+    earlier = {"step": 3, "key": "training.seed", "from": 1, "to": 2}
+    run, identity = RunDir(tmp_path / "base"), identity_of(*STABLE, start=Start(changes=(earlier,)))
+    run.recipe.parent.mkdir()
+    run.recipe.write_text(json.dumps(identity.recipe.to_dict()))
+    save(run, 800, identity=identity)
+    told = branched(run.path, "--at", 800, "--decay", "cosine", "--steps", 10, capsys=capsys)
+    changes = json.loads((Path(told["run"]) / "changes.json").read_text())
+    assert changes[0] == earlier
+    keys = {change["key"] for change in changes[1:]}
+    assert keys == {"budget.tokens", "training.lr_scheduler_type", "training.lr_scheduler_kwargs"}
+
+
+def test_stages_of_a_mixture_stay_where_they_were(tmp_path, capsys):
+    """A share of the run is turned into tokens: the run has another length now."""
+    sources = '[{"builtin": "python_stdlib", "name": "a"}, {"path": "b.txt", "name": "b"}]'
+    stages = [
+        {"until": 0.25, "weights": {"a": 1}},
+        {"until": 0.75, "weights": {"b": 1}},
+        {"weights": {"a": 1}},
+    ]
+    settings = (f"data.sources={sources}", f"data.mixture={json.dumps({'stages': stages})}")
+    run = checkpoint_of(tmp_path, 500, *STABLE, *settings)
+    told = branched(run, "--decay", "linear", "--steps", 10, capsys=capsys)
+    before, after = (load_recipe(str(Path(folder) / "recipe.json")) for folder in (run, told["run"]))
+    quarter = round(before.num_samples / 4) * before.sequence_length
+    found = [stage.get("until") for stage in after.data["mixture"]["stages"]]
+    assert found == [quarter, None] and quarter < after.num_tokens < 3 * quarter
+
+
+NEVER = "its rate is never stable"
+REFUSED = {
+    "cosine": (800, (), NEVER),
+    "in the warm-up": (5, (*STABLE, "training.warmup_steps=10"), "stable from step 10 to 1,000"),
+    "decaying already": (
+        800,
+        (
+            "training.lr_scheduler_type=warmup_stable_decay",
+            'training.lr_scheduler_kwargs={"num_decay_steps": 500}',
+        ),
+        "to 500; choose --at there",
+    ),
+    "in the ramp": (
+        8,
+        (*STABLE, 'budget.ramp={"from_tokens_per_step": 1024, "over_tokens": 102400}'),
+        "the size of a step still rises, for 100 steps",
+    ),
+}
+
+
+@pytest.mark.parametrize("step, settings, message", REFUSED.values(), ids=REFUSED)
+def test_where_no_decay_can_begin(tmp_path, step, settings, message):
+    """One line; nothing is left behind."""
+    run = checkpoint_of(tmp_path, step, *settings)
+    with pytest.raises(UserError) as error:
+        main(["branch", str(run), "--decay", "linear", "--steps", "10"])
+    assert message in str(error.value) and "checkpoint-" in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_a_step_without_a_checkpoint_and_a_folder_that_is_there(tmp_path):
+    run = checkpoint_of(tmp_path, 800, *STABLE)
+    with pytest.raises(UserError, match="no committed checkpoint of step 700; there are those of 800"):
+        main(["branch", str(run), "--at", "700", "--decay", "linear", "--steps", "10"])
+    with pytest.raises(UserError, match="is there already"):
+        main(["branch", str(run), "--decay", "linear", "--steps", "10", "--output", str(run)])
