@@ -66,6 +66,10 @@ def test_a_spike_is_skipped_alike_at_every_stage(poisoned, stage):
     assert losses(run) == pytest.approx(losses(plain), abs=1e-5)
     assert losses(run)[FIRST_NOISY - 1] > 1.3 * losses(run)[FIRST_NOISY - 2]
     assert losses(run)[CLEAN_AGAIN - 1] < 1.1 * losses(run)[FIRST_NOISY - 2]
+    for row in [*run.training_rows, *plain.training_rows]:  # each step of this mixture reads one source
+        read, other = ("noise", "text") if FIRST_NOISY <= row["step"] < CLEAN_AGAIN else ("text", "noise")
+        assert row[f"train/{read}_loss"] == pytest.approx(row["train/loss"], abs=1e-5)
+        assert f"train/{other}_loss" not in row
     rates = [[row["train/learning_rate"] for row in r.training_rows] for r in (run, plain)]
     assert rates[0] == rates[1] and len(set(rates[0][10:])) == STEPS - 10  # each step has its own rate
 

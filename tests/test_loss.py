@@ -172,6 +172,24 @@ def test_the_router_z_loss_is_the_paper_s(name, tokens):
     )
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_every_way_tells_each_token_s_nats(tokens, z_loss):
+    """By hand from the model's own logits; they sum to the loss, and asking for them leaves the gradients alone."""
+    model, (ids, labels) = built(MODELS["llama"], False), tokens
+    logits = model(input_ids=ids).logits.detach()
+    expected = -logits.log_softmax(-1).gather(2, labels.clamp_min(0)[..., None]).squeeze(2)
+    expected = (expected + z_loss * logits.logsumexp(-1).square()) * (labels != IGNORED)
+    for way in WAYS:
+        asked, each = copy.deepcopy(model), torch.zeros(labels.numel())
+        loss = build_loss(asked, settings(way, z_loss=z_loss))
+        value = loss(asked(input_ids=ids), labels, torch.tensor(400), each=each)
+        value.backward()
+        torch.testing.assert_close(each.view_as(labels), expected.float(), rtol=1e-5, atol=1e-5)
+        assert each.sum().item() / 400 == pytest.approx(value.item(), rel=1e-5)
+        unasked = loss_and_gradients(model, tokens, settings(way, z_loss=z_loss))[1]
+        assert all(torch.equal(p.grad, unasked[name]) for name, p in asked.named_parameters())
+
+
 def test_a_router_z_loss_without_a_router_is_refused():
     with pytest.raises(UserError, match="output_router_logits"):
         build_loss(built(MODELS["llama"], False), {**settings("plain"), "router_z_loss": 0.1})

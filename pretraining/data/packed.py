@@ -26,7 +26,7 @@ class PackedDataset:
     follow each other without end: `num_samples` bounds them (default: what is left of the first epoch).
     Resuming is a matter of `first_sample`: nothing that was consumed is read again. A `guard` looks at every
     block that is read. With `masks_documents` a sample also has position_ids, and its labels are those of
-    `masked_block`.
+    `masked_block`. With several splits it has the number of its own as `source`, int64.
     """
 
     def __init__(
@@ -98,8 +98,10 @@ class PackedDataset:
             self.guard.look(stored, sample, block, source, start, split)
         tokens = stored.astype(np.int64)
         if self.masks_documents:
-            return masked_block(tokens, split.document_ends(start, start + length) - start)
-        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+            block = masked_block(tokens, split.document_ends(start, start + length) - start)
+        else:
+            block = {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        return block if len(self.splits) == 1 else {**block, "source": np.array(source)}
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         return self.__getitems__([index])[0]

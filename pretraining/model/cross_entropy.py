@@ -13,7 +13,11 @@ IGNORED = -100
 
 
 def chunked_nats(
-    logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0, chunk_tokens: int | None = None
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    z_loss: float = 0.0,
+    chunk_tokens: int | None = None,
+    each: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Summed nats of the labels, in fp32 (fp64 for fp64 logits).
 
@@ -22,8 +26,10 @@ def chunked_nats(
     Args:
         logits: [tokens, vocabulary], contiguous.
         labels: [tokens], -100 where there is no target.
+        each: [tokens], is given every token's own nats.
     """
-    return _ChunkedNats.apply(logits, labels, z_loss, chunk_tokens or default_chunk(logits.shape[1]))
+    chunk_tokens = chunk_tokens or default_chunk(logits.shape[1])
+    return _ChunkedNats.apply(logits, labels, z_loss, chunk_tokens, each)
 
 
 def fused_nats(
@@ -33,6 +39,7 @@ def fused_nats(
     z_loss: float = 0.0,
     chunk_tokens: int | None = None,
     dtype: torch.dtype | None = None,
+    each: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Summed nats of the labels under the logits `hidden @ weight.T`, of which one chunk exists at a time.
 
@@ -41,13 +48,19 @@ def fused_nats(
         weight: [vocabulary, width].
         labels: [tokens], -100 where there is no target.
         dtype: of the product (autocast's); the gradient of `weight` is summed over the chunks in fp32.
+        each: [tokens], is given every token's own nats.
     """
     chunk_tokens = chunk_tokens or default_chunk(weight.shape[0])
-    return _FusedNats.apply(hidden, weight, labels, z_loss, chunk_tokens, dtype or hidden.dtype)
+    return _FusedNats.apply(hidden, weight, labels, z_loss, chunk_tokens, dtype or hidden.dtype, each)
 
 
 def _nats_and_gradient(
-    logits: torch.Tensor, labels: torch.Tensor, z_loss: float, space: torch.Tensor, wants_gradient: bool
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    z_loss: float,
+    space: torch.Tensor,
+    wants_gradient: bool,
+    each: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(summed nats, G, scale): the logits' gradient is `scale[:, None] * G`, both in fp32, G in `space`."""
     logs = torch.log_softmax(logits, -1, dtype=space.dtype, out=space[: len(logits)])
@@ -63,7 +76,10 @@ def _nats_and_gradient(
         scale = scale * weight
     if wants_gradient:
         logs.exp_().scatter_add_(1, targets, (-1 / weight)[:, None])
-    return torch.where(counted, nats, 0).sum(), logs, scale
+    nats = torch.where(counted, nats, 0)
+    if each is not None:
+        each.copy_(nats)
+    return nats.sum(), logs, scale
 
 
 def _fp32_space(num_tokens: int, vocab_size: int, like: torch.Tensor) -> torch.Tensor:
@@ -74,11 +90,15 @@ def _fp32_space(num_tokens: int, vocab_size: int, like: torch.Tensor) -> torch.T
 
 class _ChunkedNats(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, z_loss, chunk_tokens):
+    def forward(ctx, logits, labels, z_loss, chunk_tokens, each):
         wants_gradient = ctx.needs_input_grad[0]
         space, total = _fp32_space(min(chunk_tokens, len(logits)), logits.shape[1], logits), 0.0
-        for rows, targets in zip(logits.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
-            nats, gradient, scale = _nats_and_gradient(rows, targets, z_loss, space, wants_gradient)
+        for start in range(0, len(logits), chunk_tokens):
+            place = slice(start, start + chunk_tokens)
+            rows, own = logits[place], None if each is None else each[place]
+            nats, gradient, scale = _nats_and_gradient(
+                rows, labels[place], z_loss, space, wants_gradient, own
+            )
             total = total + nats
             if wants_gradient:
                 rows.copy_(gradient.mul_(scale[:, None]))
@@ -89,12 +109,12 @@ class _ChunkedNats(torch.autograd.Function):
     def backward(ctx, upstream):
         gradient, ctx.gradient = ctx.gradient, None
         assert gradient is not None, "the logits' gradient has been handed on already"
-        return gradient.mul_(upstream), None, None, None
+        return gradient.mul_(upstream), None, None, None, None
 
 
 class _FusedNats(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, z_loss, chunk_tokens, dtype):
+    def forward(ctx, hidden, weight, labels, z_loss, chunk_tokens, dtype, each):
         wants_gradient = any(ctx.needs_input_grad[:2])
         inputs, matrix = hidden.detach().to(dtype), weight.detach().to(dtype)
         ctx.dtypes = hidden.dtype, weight.dtype
@@ -107,7 +127,8 @@ class _FusedNats(torch.autograd.Function):
         for start in range(0, len(inputs), chunk):
             rows = slice(start, start + chunk)
             here = torch.mm(inputs[rows], matrix.t(), out=logits[: len(inputs[rows])])
-            nats, gradient, scale = _nats_and_gradient(here, labels[rows], z_loss, space, wants_gradient)
+            own = None if each is None else each[rows]
+            nats, gradient, scale = _nats_and_gradient(here, labels[rows], z_loss, space, wants_gradient, own)
             total = total + nats
             if wants_gradient:
                 gradient = gradient if gradient.dtype == dtype else here.copy_(gradient)
@@ -122,7 +143,7 @@ class _FusedNats(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "the gradients have been handed on already"
         scaled = [g.mul_(upstream).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
 
 
 def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

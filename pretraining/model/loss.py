@@ -18,17 +18,28 @@ from pretraining.model.loss_head import LossHead, can_fuse, install_loss_head
 PLAIN = {"kind": "plain", "chunk_tokens": None, "z_loss": 0.0, "router_z_loss": 0.0}
 
 
-def token_nats(logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0) -> torch.Tensor:
+def token_nats(
+    logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0, each: torch.Tensor | None = None
+) -> torch.Tensor:
     """Summed cross-entropy in nats, computed in fp32 (fp64 for fp64 logits).
 
     logits: [batch, length, vocabulary]; labels: [batch, length], already the next tokens (-100 is skipped).
+    each: [batch * length], is given every token's own.
     """
     precision = torch.promote_types(logits.dtype, torch.float32)
     rows, targets = logits.flatten(0, 1).to(precision), labels.flatten()
     nats = F.cross_entropy(rows, targets, ignore_index=IGNORED, reduction="sum")
     if z_loss:
         nats = nats + z_loss * (rows.logsumexp(-1).square() * (targets != IGNORED)).sum()
+    if each is not None:
+        _note_each(rows.detach(), targets, z_loss, each)
     return nats
+
+
+def _note_each(rows: torch.Tensor, targets: torch.Tensor, z_loss: float, each: torch.Tensor) -> None:
+    each.copy_(F.cross_entropy(rows, targets, ignore_index=IGNORED, reduction="none"))
+    if z_loss:
+        each.add_(z_loss * rows.logsumexp(-1).square() * (targets != IGNORED))
 
 
 def build_loss(model: PreTrainedModel, settings: dict = PLAIN) -> Callable:
@@ -68,12 +79,14 @@ def _nats_of(model: PreTrainedModel, settings: dict) -> Callable:
     return partial(token_nats, z_loss=z_loss)
 
 
-def _fused(head: LossHead, hidden, labels, z_loss: float, chunk_tokens: int | None) -> torch.Tensor:
-    return head(hidden, labels, z_loss, chunk_tokens)
+def _fused(
+    head: LossHead, hidden, labels, z_loss: float, chunk_tokens: int | None, each=None
+) -> torch.Tensor:
+    return head(hidden, labels, z_loss, chunk_tokens, each)
 
 
-def _chunked(logits, labels, z_loss: float, chunk_tokens: int | None) -> torch.Tensor:
-    return chunked_nats(logits.flatten(0, 1), labels.flatten(), z_loss, chunk_tokens)
+def _chunked(logits, labels, z_loss: float, chunk_tokens: int | None, each=None) -> torch.Tensor:
+    return chunked_nats(logits.flatten(0, 1), labels.flatten(), z_loss, chunk_tokens, each)
 
 
 def next_token_loss(
@@ -83,6 +96,7 @@ def next_token_loss(
     router_coefficient: float = 0.0,
     router_z_coefficient: float = 0.0,
     nats: Callable = token_nats,
+    each: torch.Tensor | None = None,
 ):
     """Share of one micro-batch in the mean loss of this rank's optimizer step, in nats per token.
 
@@ -90,9 +104,10 @@ def next_token_loss(
     micro-batches add up to a mean, and DeepSpeed's average over ranks is the mean of the whole step. The
     balancing loss of a mixture of experts is weighted by the same share: its coefficient means the same at
     any accumulation and world size (transformers multiplies it by both, huggingface/transformers#48690).
+    `each`, [batch * length] in fp32, is given every token's own nats, 0 where there is no target.
     """
     num_items = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-    loss = nats(outputs.logits, labels) / num_items
+    loss = nats(outputs.logits, labels, each=each) / num_items
     share = (labels != IGNORED).sum() / num_items
     if router_coefficient:
         loss = loss + share * router_coefficient * outputs.aux_loss

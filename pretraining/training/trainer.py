@@ -44,6 +44,13 @@ class HearsGradientNorm(Protocol):
     def hear_gradient_norm(self, norm) -> None: ...
 
 
+@runtime_checkable
+class HearsSources(Protocol):
+    """A callback that wants to know which sources of a mixture a micro-batch is from, before its forward pass."""
+
+    def hear_sources(self, sources: torch.Tensor) -> None: ...
+
+
 class PretrainingTrainer(TimedTrainer):
     """`validate(model, step, interrupted) -> metrics` replaces the evaluation loop, whose mean is not exact.
 
@@ -176,6 +183,15 @@ class PretrainingTrainer(TimedTrainer):
         if inputs is ABSENT:
             return self._tr_loss.new_zeros(())
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        """Forward pass and loss; the samples' sources are for the callbacks that listen, not for the model."""
+        sources = inputs.pop("source", None)
+        if sources is not None:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, HearsSources):
+                    callback.hear_sources(sources)
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def floating_point_ops(self, inputs) -> int:
         """The Trainer's estimate of a forward and backward pass."""

@@ -16,6 +16,7 @@ from pretraining.training.noise_scale import NoiseScaleCallback
 from pretraining.training.peak_memory import PeakMemory
 from pretraining.training.profile import ProfileCallback
 from pretraining.training.progress import ProgressCallback
+from pretraining.training.source_loss import source_losses
 from pretraining.training.speed import SpeedMeter
 from pretraining.training.stability import Finding, StabilityMonitor
 from pretraining.training.stopping import StopRequests
@@ -41,6 +42,7 @@ class Watch:
         self.memory = PeakMemory()
         self.stability = StabilityMonitor(run, recipe.monitors, origins)
         self.gradients, self.experts = self._gradient_monitors(), self._expert_monitors()
+        self.sources = source_losses(recipe)
         settings = recipe.monitors["profile"]
         self.profile = [] if settings is None else [ProfileCallback(run, settings)]
         self.speed = SpeedMeter.of(recipe, plan.world_size, last_step, extra_tokens)
@@ -61,7 +63,7 @@ class Watch:
 
     def loss(self, loss: Callable) -> Callable:
         """The loss, looked at before the backward pass."""
-        for monitor in (*self.experts, self.stability.watch):
+        for monitor in (*self.sources, *self.experts, self.stability.watch):
             loss = monitor.around(loss)
         return loss
 
@@ -69,7 +71,8 @@ class Watch:
         """In the order in which they must hear of things: a row of metrics tells of the save before it."""
         judging = [self.stability, *early_stopping(self.run, self.recipe.evaluation)]
         told = [self.metrics, ProgressCallback(), *self.trackers]
-        return [self.hangs, *judging, *self.gradients, *self.experts, saves, *told, *self.profile]
+        counting = [*self.gradients, *self.sources, *self.experts]
+        return [self.hangs, *judging, *counting, saves, *told, *self.profile]
 
     @property
     def finding(self) -> Finding | None:
