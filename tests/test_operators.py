@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pretraining.training import operators
 from pretraining.training.operators import _announced, clear_abandoned_locks
 
 
@@ -27,6 +28,18 @@ def test_the_lock_of_a_running_compile_stays(lock):
     descriptor = os.open(lock, os.O_RDONLY)
     assert clear_abandoned_locks() == [] and lock.exists()
     os.close(descriptor)
+
+
+def test_a_lock_made_while_others_are_looked_at_stays(lock, monkeypatch):
+    """Another rank ends its compile and the next begins between the two looks: its lock is not the abandoned one."""
+
+    def links_meanwhile(name: str) -> set[str]:
+        lock.unlink()
+        lock.touch()
+        return set()
+
+    monkeypatch.setattr(operators, "_links", links_meanwhile)
+    assert clear_abandoned_locks() == [] and lock.exists()
 
 
 def test_the_compiler_that_a_killed_run_left_at_work_is_waited_for(lock, capsys):

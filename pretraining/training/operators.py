@@ -65,12 +65,26 @@ def clear_abandoned_locks() -> list[Path]:
         return []
     with (root / ".clearing").open("w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
+        seen = {lock: _identity(lock) for lock in root.glob("**/lock")}
         opened = _links("fd/*")
-        abandoned = [lock for lock in root.glob("**/lock") if str(lock.resolve()) not in opened]
+        # One that was there all the while and that nobody had open; not one made since by another compile.
+        abandoned = [
+            lock
+            for lock, identity in seen.items()
+            if identity and str(lock.resolve()) not in opened and _identity(lock) == identity
+        ]
         for lock in abandoned:
             _wait_for_compiler(lock.parent)
             lock.unlink(missing_ok=True)
     return abandoned
+
+
+def _identity(lock: Path) -> tuple[int, int] | None:
+    try:
+        status = lock.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_ctime_ns
 
 
 def _wait_for_compiler(folder: Path) -> None:
