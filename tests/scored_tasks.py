@@ -76,9 +76,9 @@ def hellaswag_items(number: int = 20) -> list[dict]:
     ]
 
 
-def write_items(path: Path) -> Path:
+def write_items(path: Path, number: int = 20) -> Path:
     """A .jsonl file of these items."""
-    path.write_text("".join(json.dumps(item, ensure_ascii=False) + "\n" for item in hellaswag_items()))
+    path.write_text("".join(json.dumps(item, ensure_ascii=False) + "\n" for item in hellaswag_items(number)))
     return path
 
 
