@@ -68,7 +68,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
 
     guard, left_out = open_guard(run.flagged_blocks, data, recipe), start.journal.left_out
     train_dataset = build_training_dataset(
-        data, recipe, mixture, start.samples, recipe.most_samples, guard, left_out
+        data, recipe, mixture, start.first_sample(recipe), recipe.most_samples, guard, left_out
     )
 
     watch.begin(step_origins(train_dataset, recipe, run, start.step), plan, start, train_dataset.num_blocks)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ from transformers import get_scheduler
 
 from pretraining.checkpoints.__main__ import main
 from pretraining.checkpoints.identity import Start
+from pretraining.checkpoints.marker import read_marker
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.run_dir import RunDir
-from tests.runs import Run, contents, execute, launcher, on_own_port
+from tests.runs import LLAMA, Run, contents, execute, launcher, on_own_port
 from tests.small_checkpoints import identity_of, save
 from tests.test_batch_ramp import RAMPED
 from tests.test_curve import column
@@ -67,6 +69,39 @@ def test_the_branch_decays_and_the_run_it_is_from_goes_on(workshop, tmp_path, ca
     assert (
         kinds[0] == "branch" and "resume" in kinds and kinds[-1] == "end" and "change_accepted" not in kinds
     )
+
+
+def test_a_stage_goes_on_at_a_longer_context(workshop, tmp_path, capsys):
+    """Twice the length with RoPE scaled for it, at the stable rate: weights, rate and position go on; so again."""
+    short = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    base = workshop.plain(
+        (f"model={json.dumps(short)}", "data.sequence_length=32", "budget.tokens=2048", *STABLE)
+    )
+    folder = tmp_path / "longer"
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    settings = [
+        f"model.rope_parameters={json.dumps(rope)}",
+        "data.sequence_length=64",
+        "training.save_steps=2",
+    ]
+    words = [word for setting in settings for word in ("--set", setting)]
+    branched(base.folder, "--at", 4, "--steps", 4, "--output", folder, *words, capsys=capsys)
+    recipe = ["--recipe", str(folder / "recipe.json"), "--output_dir", str(folder), "--deepspeed", "null"]
+    command = [*launcher("plain", 1), "train.py", *recipe, "--data_dir", str(workshop.data)]
+    finished = execute(command)
+    assert finished.code == 0, finished.output
+    run = Run(folder)
+    assert column(run, "train/learning_rate") == [0.01] * 4
+    assert column(run, "train/tokens") == [2048 + 512 * step for step in (1, 2, 3, 4)]
+    assert read_marker(run.dir.checkpoint(6))["samples"] == (2048 + 2 * 512) // 64
+    config = json.loads((run.dir.export / "config.json").read_text())
+    assert config["rope_parameters"]["factor"] == 2.0
+    first, losses = column(base, "train/loss"), column(run, "train/loss")
+    assert losses[0] < first[0] - 0.2, "the weights are those of the checkpoint"
+    for name in ("checkpoint-8", "export"):
+        shutil.rmtree(folder / name)
+    assert execute(command).code == 0
+    assert column(run, "train/loss") == losses
 
 
 @pytest.mark.parametrize("shape", SHAPES)

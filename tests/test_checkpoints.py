@@ -223,7 +223,7 @@ def test_changed_tokens_per_step_keep_the_budget_and_the_position(run):
     """12 steps of 2,048 tokens, then steps of 4,096: no sample twice, and the run ends with its budget."""
     recipe = identity_of("budget.tokens_per_step=4096").recipe
     start = Start.at(run.checkpoint(12))
-    assert start.tokens == 12 * 2048 and start.samples * 128 == start.tokens
+    assert start.tokens == 12 * 2048 and start.first_sample(recipe) * 128 == start.tokens
     last = start.last_step(recipe)
     assert start.tokens_at(last, recipe) == recipe.budget["tokens"] and last == 12 + (1000 - 12) // 2
     again = save(run, 20, identity=replace(identity_of("budget.tokens_per_step=4096"), start=start))

@@ -219,3 +219,25 @@ def test_a_row_of_several_steps_is_their_mean(tmp_path):
     assert [row["train/tokens"] for row in rows] == [16, 32, 48, 64]
     shown = [row["train/loss"] for row in rows]
     assert shown[:2] == [4.5, 2.5] and math.isnan(shown[2]) and shown[3] == 7.0
+
+
+@pytest.mark.parametrize(
+    "rope, message",
+    [
+        (
+            {"rope_type": "yarn_2", "factor": 2.0, "rope_theta": 1e4},
+            "model.rope_parameters: transformers has no rope_type",
+        ),
+        ({"rope_type": "linear", "rope_theta": 1e4}, "factor"),
+    ],
+)
+def test_a_scaling_of_positions_that_is_not_there_is_one_line(tmp_path, rope, message):
+    """Bad input: neither an unknown type nor a missing key is a traceback."""
+    from transformers import TrainingArguments
+
+    from pretraining.errors import UserError
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=0)
+    with pytest.raises(UserError, match=message):
+        build_model({**MODELS["llama"], "rope_parameters": rope}, tokenizer, arguments)

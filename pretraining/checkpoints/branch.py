@@ -1,4 +1,6 @@
-"""A decay that starts from a stable checkpoint of a run, as a run of its own (Hu et al. 2024; Hägele et al. 2024)."""
+"""A stage that starts from a stable checkpoint, as a run of its own: a decay of the rate (Hu et al. 2024; Hägele et al.
+2024), a longer context, other data, or several of these.
+"""
 
 import math
 import os
@@ -18,41 +20,44 @@ from pretraining.run_dir import RunDir, append_row, read_rows, write_json
 STABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
 
 
-class Decay(NamedTuple):
-    """How the rate goes from its stable value to `min_lr_ratio` of it."""
+class Stage(NamedTuple):
+    """What follows the checkpoint."""
 
-    shape: str
-    """linear, cosine or 1-sqrt."""
     steps: int
+    decay: str | None = None
+    """How the rate goes from its stable value to `min_lr_ratio` of it: linear, cosine or 1-sqrt; None: it stays."""
     min_lr_ratio: float = 0.0
+    settings: tuple[str, ...] = ()
+    """`section.key=value` of the recipe, as `--set` takes them."""
 
 
-def branch(checkpoint: Path, decay: Decay, output: Path) -> dict:
-    """Make `output` a run that goes on from `checkpoint`, whole and verified, with a decay; returns its recipe.
+def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
+    """Make `output` a run that goes on from `checkpoint`, whole and verified, for a stage; returns its recipe.
 
     The checkpoint's files are linked, or copied where the disk cannot: the run they are from is only read. The new
-    recipe is the checkpoint's own but for name, schedule and budget, whose change counts as accepted. `output`
-    appears with all in it or not at all.
+    recipe is the checkpoint's own but for name, schedule, budget and the stage's settings, whose change counts as
+    accepted. `output` appears with all in it or not at all.
 
     Raises:
-        UserError: the rate is not stable at that step, or the step's size still rises.
+        UserError: the rate is not stable at that step, the step's size still rises, or a setting is wrong.
     """
     marker, folder = read_marker(checkpoint), output.absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=folder) as unfinished:
         run = RunDir(Path(unfinished) / output.name)
         write_json(run.recipe, {**marker["recipe"], "name": output.name})
-        recipe = decaying_recipe(load_recipe(str(run.recipe)), marker, decay, checkpoint)
+        earlier, changed = load_recipe(str(run.recipe)), load_recipe(str(run.recipe), stage.settings)
+        recipe = staged_recipe(earlier, changed, marker, stage, checkpoint)
         write_json(run.recipe, recipe)
         load_recipe(str(run.recipe))  # what is written can be read
-        _record(run, recipe, marker, decay, checkpoint)
+        _record(run, recipe, marker, stage, checkpoint)
         link_checkpoint(checkpoint, run.checkpoint(marker["step"]))
         run.path.rename(output)
     flush_folder(folder)
     return recipe
 
 
-def _record(run: RunDir, recipe: dict, marker: dict, decay: Decay, checkpoint: Path) -> None:
+def _record(run: RunDir, recipe: dict, marker: dict, stage: Stage, checkpoint: Path) -> None:
     """Where it comes from, what differs, and the rollbacks that led to the checkpoint."""
     step = marker["step"]
     changes = [
@@ -62,7 +67,7 @@ def _record(run: RunDir, recipe: dict, marker: dict, decay: Decay, checkpoint: P
     write_json(run.changes, [*marker["changes"], *changes])
     for row in read_rows(RunDir(checkpoint.parent).journal)[: marker["rollbacks"]]:
         append_row(run.journal, row)
-    run.add_event("branch", step=step, parent=str(checkpoint), **decay._asdict())
+    run.add_event("branch", step=step, parent=str(checkpoint), **stage._asdict())
 
 
 def link_checkpoint(folder: Path, target: Path) -> None:
@@ -78,25 +83,29 @@ def link_checkpoint(folder: Path, target: Path) -> None:
     flush_folder(target)
 
 
-def decaying_recipe(recipe: Recipe, marker: dict, decay: Decay, checkpoint: Path) -> dict:
-    """The recipe of a checkpoint's run, whose rate decays in the `decay.steps` steps after it and ends there."""
-    start = Start(checkpoint, marker["step"], marker["samples"], marker["tokens"])
-    sizes, values, total = recipe.step_sizes, recipe.to_dict(), start.last_step(recipe)
+def staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage, checkpoint: Path) -> dict:
+    """The recipe of the `stage.steps` steps after a checkpoint of recipe `earlier`, from the one with its settings."""
+    start = Start(checkpoint, marker["step"], marker["tokens"])
+    sizes, values = changed.step_sizes, changed.to_dict()
     if start.step < sizes.ramp_steps:
         raise UserError(
             f"{checkpoint}: the size of a step still rises, for {sizes.ramp_steps:,} steps (budget.ramp); choose a "
             "later --at"
         )
-    warmup = _stable_since(recipe.training, start.step, total, checkpoint)
-    earlier = recipe.training.get("lr_scheduler_kwargs") or {}
-    kwargs = {key: earlier[key] for key in ("warmup_type",) if key in earlier}
-    kwargs |= {"num_decay_steps": decay.steps, "decay_type": decay.shape, "min_lr_ratio": decay.min_lr_ratio}
-    schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": kwargs}
+    warmup = _stable_since(earlier.training, start.step, start.last_step(earlier), checkpoint)
+    schedule = {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {}}
+    if stage.decay:
+        kwargs = {
+            "num_decay_steps": stage.steps,
+            "decay_type": stage.decay,
+            "min_lr_ratio": stage.min_lr_ratio,
+        }
+        schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": kwargs}
     values["training"] |= {**schedule, "warmup_steps": warmup}
-    tokens = start.tokens + decay.steps * sizes.full
+    tokens = start.tokens + stage.steps * sizes.full
     values["budget"]["tokens"] = -(-tokens // sizes.full) * sizes.full
-    if (values["data"]["mixture"] or {}).get("stages"):
-        values["data"]["mixture"]["stages"] = _stages_until(tokens, recipe)
+    if changed.data["mixture"] == earlier.data["mixture"] and (earlier.data["mixture"] or {}).get("stages"):
+        values["data"]["mixture"]["stages"] = _stages_until(tokens, earlier)
     return values
 
 

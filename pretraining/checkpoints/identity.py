@@ -18,9 +18,8 @@ class Start:
     checkpoint: Path | None = None
     """None: at the beginning."""
     step: int = 0
-    samples: int = 0
-    """Position in the global order: samples consumed."""
     tokens: int = 0
+    """Consumed."""
     changes: tuple[dict, ...] = ()
     """What was changed on request since the beginning: {"step", "key", "from", "to"} each."""
     journal: Journal = NOTHING_HEALED
@@ -33,7 +32,11 @@ class Start:
             return cls()
         marker = read_marker(checkpoint)
         changes = tuple(marker["changes"])
-        return cls(checkpoint, marker["step"], marker["samples"], marker["tokens"], changes)
+        return cls(checkpoint, marker["step"], marker["tokens"], changes)
+
+    def first_sample(self, recipe: Recipe) -> int:
+        """Position in the global order: so many samples of this recipe's length as the consumed tokens make."""
+        return self.tokens // recipe.sequence_length
 
     def last_step(self, recipe: Recipe) -> int:
         """The optimizer step at which the recipe's tokens are used up: its `num_steps`, unless these changed."""

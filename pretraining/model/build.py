@@ -24,7 +24,7 @@ def build_config(model: dict, tokenizer: PreTrainedTokenizerBase):
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     try:
         return AutoConfig.for_model(model["model_type"], **{"use_cache": False, **special, **keywords})
-    except (TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:  # KeyError: rope_parameters of a type lack one
         raise UserError(f"model: transformers refuses this {model['model_type']} config: {error}") from error
 
 
@@ -50,6 +50,8 @@ def build_model(
     try:
         with no_init_weights():
             built = AutoModelForCausalLM.from_config(config, dtype=_parameter_dtype(arguments))
+    except KeyError as error:
+        raise UserError(f"model.rope_parameters: transformers has no rope_type {error}") from error
     except (ImportError, ValueError) as error:
         if isinstance(error, ValueError) and "attn_implementation" not in str(error):
             raise UserError(f"model: {' '.join(str(error).split())}") from error

@@ -1,8 +1,9 @@
-"""Start a decay of the learning rate from a stable checkpoint, as a run of its own.
+"""Start a decay of the learning rate, or another stage, from a stable checkpoint, as a run of its own.
 
-The new run's folder holds the checkpoint (linked, not copied, where the disk can) and a recipe whose rate decays over
---steps and which ends there; the run it is from stays as it is and can go on. Needs a schedule that is stable at that
-step: constant, constant_with_warmup or warmup_stable_decay. `train.py` continues it.
+The new run's folder holds the checkpoint (linked, not copied, where the disk can) and a recipe which ends after --steps
+more; the run it is from stays as it is and can go on. --decay lets the rate fall meanwhile, --set changes the recipe:
+a longer context, another mixture. Needs a schedule that is stable at that step: constant, constant_with_warmup or
+warmup_stable_decay. `train.py` continues it.
 """
 
 import argparse
@@ -17,7 +18,10 @@ from pretraining.errors import UserError
 from pretraining.run_dir import RunDir
 
 EXAMPLES = """  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay 1-sqrt --steps 2000
-  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay linear --steps 500 --output runs/short"""
+  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay linear --steps 500 --output runs/short
+  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --steps 1000 \\
+      --set model.max_position_embeddings=8192 --set training.per_device_train_batch_size=1 \\
+      --set 'model.rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1000000.0}'"""
 SHAPES = ("linear", "cosine", "1-sqrt")
 
 
@@ -25,12 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run, the step, and the decay."""
     add_run(parser, or_checkpoint=True)
     parser.add_argument("--at", type=not_negative_integer, metavar="STEP", help="default: the newest")
-    parser.add_argument("--decay", choices=SHAPES, required=True, help="its shape")
-    parser.add_argument("--steps", type=positive_integer, required=True, metavar="N", help="its length")
+    parser.add_argument("--steps", type=positive_integer, required=True, metavar="N", help="how many more")
+    parser.add_argument("--decay", choices=SHAPES, help="the rate falls over them (default: it stays)")
     parser.add_argument(
         "--min_lr_ratio", type=not_negative_number, default=0.0, metavar="R", help="of the stable rate (0)"
     )
-    what = "the new run's folder (default: beside RUN, named after the decay)"
+    what = "change a value of the recipe (repeatable)"
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=what)
+    what = "the new run's folder (default: beside RUN, named after the stage)"
     parser.add_argument("--output", type=Path, metavar="DIR", help=what)
 
 
@@ -42,13 +48,14 @@ def answer(options: argparse.Namespace) -> dict:
     if reason := damage(checkpoint):
         raise UserError(f"{checkpoint}: the checkpoint is damaged: {reason}; choose another with --at")
     step, run = step_of(checkpoint), checkpoint.absolute().parent
-    name = f"{run.name}-{options.decay}-{step}-{step + options.steps}"
+    name = f"{run.name}-{options.decay or 'stage'}-{step}-{step + options.steps}"
     output = options.output or checkpoint.parent.with_name(name)
     if output.exists():
         raise UserError(f"{output}: is there already; remove it, or choose another with --output")
-    from pretraining.checkpoints.branch import Decay, branch
+    from pretraining.checkpoints.branch import Stage, branch
 
-    branch(checkpoint, Decay(options.decay, options.steps, options.min_lr_ratio), output)
+    stage = Stage(options.steps, options.decay, options.min_lr_ratio, tuple(options.set))
+    branch(checkpoint, stage, output)
     words = ["train.py", "--recipe", str(RunDir(output).recipe), "--output_dir", str(output)]
     told = {"checkpoint": str(checkpoint), "step": step, "run": str(output)}
     return {**told, "last_step": step + options.steps, "command": shlex.join(words)}
@@ -57,6 +64,6 @@ def answer(options: argparse.Namespace) -> dict:
 def as_text(answer: dict) -> str:
     """Where it is, and how it goes on."""
     return (
-        f"{answer['run']}: {answer['checkpoint']}, from where the rate decays until step {answer['last_step']:,}\n"
+        f"{answer['run']}: goes on from {answer['checkpoint']} until step {answer['last_step']:,}\n"
         f"train it, by the launcher of your choice: {answer['command']}"
     )
