@@ -37,6 +37,9 @@ def record(tmp_path) -> RunRecord:
     run = made_run(tmp_path / "run", losses, events=[{"event": SCRIPT, "step": 9}], description=SCRIPT)
     append_row(run.samples, {"step": 1500, "prompt": SCRIPT, "text": SCRIPT})
     append_row(run.metrics, {"step": 3000, "time": 0, "eval/loss": 5.0, "eval/bits_per_byte": 1.5})
+    for step in (3000, 3001):
+        norms = {f"stability/gradient_norm/h.{layer}": layer + step / 1e4 for layer in range(3)}
+        append_row(run.metrics, {"step": step, "time": 0, **norms})
     return RunRecord(run.path)
 
 
@@ -87,6 +90,14 @@ def test_axes_and_overlaid_runs(opened, record):
     page.locator("#loss .u-over").hover(position={"x": 400, "y": 150})
     assert errors == [] and all(page.evaluate(INK))
     assert "other" in page.locator("#loss .legend").inner_text()
+
+
+def test_the_parts_of_a_metric_share_a_chart(opened, record):
+    """One chart for all layers, whose lines have the layers' names."""
+    page, errors = opened(page_payload([run_payload(record)], None))
+    chart = page.locator(".card", has=page.get_by_role("heading", name="Gradient norm, by part", exact=True))
+    assert chart.count() == 1 and errors == []
+    assert all(f"h.{layer}" in chart.locator(".legend").inner_text() for layer in range(3))
 
 
 def test_an_open_page_refreshes_itself_and_keeps_what_was_chosen(opened, record, tmp_path):

@@ -12,6 +12,7 @@ LEVELS = {
     "hang": "bad",
     "rollback": "bad",
     "plateau": "warn",
+    "starved_experts": "warn",
     "straggler": "warn",
     "tracker_failed": "warn",
     "checkpoint_passed_over": "warn",

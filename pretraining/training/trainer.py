@@ -4,7 +4,7 @@ import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from transformers.utils import logging
 from pretraining.journal import NOTHING_HEALED, Journal
 from pretraining.step_sizes import StepSizes
 from pretraining.training.arguments import training_refusals
+from pretraining.training.hearing import tell_gradient_norm, tell_sources
 from pretraining.training.optimizers import BindPartitions, Muon, describe_groups
 from pretraining.training.schedule import follow_step_sizes, lower_rates
 from pretraining.training.signals import ignore_in_worker
@@ -35,20 +36,6 @@ class Checkpoints(Protocol):
     def load(self, trainer: Trainer, folder: Path) -> None: ...
 
     def load_position(self, trainer: Trainer, folder: Path) -> None: ...
-
-
-@runtime_checkable
-class HearsGradientNorm(Protocol):
-    """A callback that wants the global gradient norm of each step: a number, or None where nobody knows it."""
-
-    def hear_gradient_norm(self, norm) -> None: ...
-
-
-@runtime_checkable
-class HearsSources(Protocol):
-    """A callback that wants to know which sources of a mixture a micro-batch is from, before its forward pass."""
-
-    def hear_sources(self, sources: torch.Tensor) -> None: ...
 
 
 class PretrainingTrainer(TimedTrainer):
@@ -105,9 +92,7 @@ class PretrainingTrainer(TimedTrainer):
     def _get_grad_norm(self, model, grad_norm=None):
         """Of every step, before clipping; told to the callbacks that listen."""
         norm = super()._get_grad_norm(model, grad_norm)
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, HearsGradientNorm):
-                callback.hear_gradient_norm(norm)
+        tell_gradient_norm(self.callback_handler.callbacks, norm)
         return norm
 
     def release(self) -> None:
@@ -188,9 +173,7 @@ class PretrainingTrainer(TimedTrainer):
         """Forward pass and loss; the samples' sources are for the callbacks that listen, not for the model."""
         sources = inputs.pop("source", None)
         if sources is not None:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, HearsSources):
-                    callback.hear_sources(sources)
+            tell_sources(self.callback_handler.callbacks, sources)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def floating_point_ops(self, inputs) -> int:

@@ -77,7 +77,7 @@ const NOT_DRAWN = ["train/loss", "eval/loss", "eval/perplexity", "train/tokens",
   "throughput/tokens_per_second_per_device", "throughput/slowest_rank_own_seconds", "throughput/data_wait_share"];
 
 const chartLines = (names) => names.flatMap((name, k) => data.runs.map((run, i) => ({
-  label: [several ? run.name : "", names.length > 1 || !several ? spoken(name).replace(/ seconds$| bytes$/, "") : ""].filter(Boolean).join(" "),
+  label: [several ? run.name : "", names.length > 1 || !several ? partOf(name).replace(/ seconds$| bytes$/, "") : ""].filter(Boolean).join(" "),
   color: several ? runColor(i) : runColor(k), dash: several && k ? [6 - k, 3 + k] : null, dots: name.startsWith("eval/"), series: run.series[name],
 }))).flatMap((line, _, all) => all.some((other) => other !== line && same(other.series, line.series) && all.indexOf(other) < all.indexOf(line)) ? [] :
   NOISY.test(names[0]) ? withSmooth(line, memory.get("smooth", 0.01)) : [line]);
@@ -92,13 +92,20 @@ const planned = (names) => {
   return [{ label: "planned peak", color: color("note"), dash: [6, 4], series: { ...measured, value: measured.value.map(() => pair.predicted) } }];
 };
 
+// `group/metric/part`: the parts of one metric, such as the layers of the gradient norm, are lines of one chart.
+const isPart = (name) => name.split("/").length > 2;
+const chartOf = (name) => isPart(name) ? name.slice(0, name.lastIndexOf("/") + 1) : name;
+const partOf = (name) => spoken(isPart(name) ? name.slice(name.lastIndexOf("/") + 1) : name);
+const titleOf = (name) => titled(spoken(chartOf(name)).replaceAll("/", " ").trim()) + (isPart(name) ? ", by part" : "");
+
 const chartGrid = () => {
   const grid = el("section", { class: "grid" });
   page.append(grid);
   const known = CHARTS.flatMap(([, names]) => names);
   const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.series)))].filter((name) => !known.includes(name) && !NOT_DRAWN.includes(name));
   const hasValues = (name) => data.runs.some((run) => run.series[name] && run.series[name].value.some((y) => y !== null));
-  const wanted = [...CHARTS, ...names.map((name) => [titled(spoken(name)), [name]])].filter(([, metrics]) => metrics.some(hasValues));
+  const others = [...new Set(names.map(chartOf))].map((chart) => names.filter((name) => chartOf(name) === chart));
+  const wanted = [...CHARTS, ...others.map((together) => [titleOf(together[0]), together])].filter(([, metrics]) => metrics.some(hasValues));
   const boxes = wanted.map(([title]) => el("div", { class: "card" }, el("h3", {}, title)));
   grid.append(...boxes); // all of them before the first is drawn: their number decides their width
   wanted.forEach(([, metrics, options], i) => drawChart(boxes[i], [...chartLines(metrics), ...planned(metrics)], { unit: unitOf(metrics[0]), runs: data.runs, ...options }));
