@@ -40,7 +40,7 @@ LAUNCHING += [
     "test_stopping",
     "test_chaos",
 ]
-LAUNCHING += ["test_planning_memory", "test_reshard", "test_healing", "test_nothing_lost"]
+LAUNCHING += ["test_elastic", "test_planning_memory", "test_reshard", "test_healing", "test_nothing_lost"]
 
 os.environ["PATH"] = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
 

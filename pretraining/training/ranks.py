@@ -14,6 +14,7 @@ from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
 from pretraining.training.launcher import launcher_is_gone
 from pretraining.training.operators import announce_compiles, ask_the_processor_once, clear_abandoned_locks
+from pretraining.training.shared_memory import forget_shared_buffer
 
 # What a launcher sets; a plain `python train.py` is a world of one.
 _SINGLE_PROCESS = {
@@ -71,6 +72,8 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     deepspeed.init_distributed(
         dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=minutes)
     )
+    if backend == "gloo":
+        forget_shared_buffer()
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 

@@ -1,0 +1,42 @@
+"""Promise: nothing committed is lost. A run that loses a machine goes on by itself on those that are left."""
+
+import time
+from collections.abc import Callable
+
+from tests.runs import Run, Started, Workshop, committed, free_port, send_kill
+
+QUICK = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+"""torchrun's own patience with nodes that come late, or are silent: seconds, for two that are this machine."""
+
+
+def test_a_lost_node_leaves_a_run_that_goes_on_with_one_rank(workshop: Workshop, tmp_path):
+    """`torchrun --nnodes=1:2`: one node is killed; the other resumes on its own, and the curve stays the same."""
+    output, reference = tmp_path / "run", workshop.run("zero2")
+    rendezvous = (
+        f"--rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{free_port()} --rdzv_id=run --rdzv_conf={QUICK}"
+    )
+    words = ["torchrun", "--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=3", *rendezvous.split()]
+    command = workshop.typed(words, ["--set", "training.save_steps=2"], output)
+    command.remove("--standalone")
+    survivor = Started(command)
+    time.sleep(0.5)  # the first one holds the meeting point
+    lost = Started(command)
+    run = Run(output)
+    wait_until(survivor, lambda: run.dir.events.exists())
+    node = lost.processes()
+    wait_until(survivor, lambda: "checkpoint-4" in committed(output))
+    send_kill(node)
+    lost.kill()
+    finished = survivor.finish()
+    assert finished.code == 0, finished.output
+    starts = [event for event in run.events if event["event"] in ("start", "resume")]
+    assert [(event["event"], event["world_size"]) for event in starts] == [("start", 2), ("resume", 1)]
+    assert run.losses[:4] == reference.losses[:4]
+    assert max(abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True)) <= 1e-4
+
+
+def wait_until(started: Started, reached: Callable[[], bool]) -> None:
+    """Look again and again; an error where the run ends first."""
+    while not reached():
+        assert started.process.poll() is None, started.finish().output
+        time.sleep(0.002)
