@@ -30,7 +30,8 @@ def main() -> None:
         plain = Workshop(Path(folder) / "plain")
         (Path(folder) / "poisoned").mkdir()
         poisoned = PoisonedWorkshop(Path(folder) / "poisoned", plain.folder / "corpus")
-        clean_data = f"data.mixture.stages={json.dumps([{'weights': {'text': 1}}])}"
+        # Every source needs a stage: a share of noise too small for one block of the run.
+        clean_data = f"data.mixture.stages={json.dumps([{'weights': {'text': 100_000, 'noise': 1}}])}"
         for seed in options.seeds:
             seeded = f"training.seed={seed}"
             clean = final_loss(poisoned.run(settings=(seeded, clean_data)))

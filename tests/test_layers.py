@@ -27,6 +27,7 @@ FOUNDATION = {
     "owned_keys",
     "quiet",
     "recipe",
+    "recipe_checks",
     "restarts",
     "run_dir",
     "schema",

@@ -1,0 +1,72 @@
+"""What a recipe's sections ask of each other; each function raises `UserError` for the first key that does not fit."""
+
+import json
+import re
+
+from pretraining.evaluation_keys import check_evaluation
+from pretraining.schema import problem
+from pretraining.step_sizes import check_multiple, check_ramp
+
+
+def check_folder_name(name: str, key: str, where: str) -> None:
+    """It names a folder below runs/ or data/: one that leads out of there would take over another."""
+    if not re.fullmatch(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*", name) or name != name.strip():
+        what = f"is {json.dumps(name, ensure_ascii=False)}; it must be the name of one folder: no slash, no dot first"
+        raise problem(where, key, what)
+
+
+def check_fit(values: dict, model: dict, positions: int, where: str) -> None:
+    """What no single key can tell: values that must fit each other.
+
+    model: the section with its class's defaults. positions: the longest sequence it is built for.
+    """
+    data, budget, training = (values[key] for key in ("data", "budget", "training"))
+    _check_heads(model, where)
+    length = data["sequence_length"] or positions
+    if length > positions:
+        raise problem(where, "data.sequence_length", f"is {length}, but the model has {positions} positions")
+    check_multiple(budget, "tokens_per_step", length, f"the sequence length {length}", where)
+    steps = budget["tokens_per_step"]
+    check_multiple(budget, "tokens", steps, f"budget.tokens_per_step {steps}", where)
+    check_ramp(budget, length, where)
+    if training.get("bf16") and training.get("fp16"):
+        raise problem(where, "training.fp16", "and training.bf16 are both true; choose one")
+    _check_tokenizer(data["tokenizer"], model["vocab_size"], where)
+    check_evaluation(values["evaluation"], values["checkpoints"]["keep_best"], training, where)
+    if values["monitors"]["profile"] is not None:
+        _check_profile(values["monitors"]["profile"].get("steps"), budget["tokens"] // steps, where)
+
+
+def _check_profile(steps: int | list[int] | None, num_steps: int, where: str) -> None:
+    """One step, or the first and the last, of those that the run has."""
+    key = "monitors.profile.steps"
+    if steps is None:
+        raise problem(where, key, "is missing; write one step, or the first and the last: [10, 12]")
+    chosen = steps if isinstance(steps, list) else [steps]
+    if len(chosen) > 2 or chosen[0] > chosen[-1]:
+        raise problem(where, key, f"is {steps}; write the first and the last step: [10, 12]")
+    if chosen[-1] > num_steps:
+        raise problem(where, key, f"is {steps}, but the run has {num_steps} steps")
+
+
+def _check_heads(model: dict, where: str) -> None:
+    gpt2 = model["model_type"] == "gpt2"
+    width_key, heads_key = ("n_embd", "n_head") if gpt2 else ("hidden_size", "num_attention_heads")
+    width, heads = model[width_key], model[heads_key]
+    # Only the Qwen and Mixtral classes take a head_dim that the width does not follow from.
+    must_divide = model["model_type"] in ("gpt2", "llama") or model["head_dim"] is None
+    if must_divide and width % heads:
+        raise problem(
+            where, f"model.{heads_key}", f"is {heads}, which does not divide model.{width_key} {width}"
+        )
+    key_value_heads = heads if gpt2 else model["num_key_value_heads"] or heads
+    if heads % key_value_heads:
+        what = f"is {key_value_heads}, which does not divide model.{heads_key} {heads}"
+        raise problem(where, "model.num_key_value_heads", what)
+
+
+def _check_tokenizer(tokenizer: str | dict, vocab_size: int, where: str) -> None:
+    trained = tokenizer["train_vocab_size"] if isinstance(tokenizer, dict) else 0
+    if trained > vocab_size:
+        what = f"is {trained}, more than model.vocab_size {vocab_size}"
+        raise problem(where, "data.tokenizer.train_vocab_size", what)
