@@ -135,7 +135,15 @@ def test_validation_numbers_are_right(workshop):
 def test_the_evaluation_command_repeats_the_numbers_and_shows_a_sample(workshop):
     """`python -m pretraining.evaluation RUN --json`: the run's last validation, and text from the prompt."""
     run = workshop.run("zero3")
-    command = [sys.executable, "-m", "pretraining.evaluation", run.folder, "--data_dir", workshop.data]
+    command = [
+        "forked",
+        "0",
+        "-m",
+        "pretraining.evaluation",
+        str(run.folder),
+        "--data_dir",
+        str(workshop.data),
+    ]
     finished = execute([*command, "--json", "--prompt", "class A"])
     assert finished.code == 0, finished.output
     found = json.loads(finished.stdout)

@@ -16,6 +16,7 @@ from pretraining.training.optimizers.groups import split_parameters
 from pretraining.training.optimizers.matrices import hidden_matrices
 from pretraining.training.optimizers.newton_schulz import orthogonalize, orthogonalize_all
 from tests.runs import MODELS, Run, execute
+from tests.test_curve import IN_BF16
 from tests.test_reshard import unfinished
 
 MUON = ("optimizer.name=muon",)
@@ -239,7 +240,7 @@ def test_the_stage_does_not_change_muon_s_curve(workshop, stage):
 
 def test_stage_1_in_bf16_too(workshop):
     """There DeepSpeed has another optimizer of flat partitions; a plain bf16 process within 5e-3."""
-    settings = (*MUON, "training.bf16=true")
+    settings = (*MUON, *IN_BF16)
     ours, plain = workshop.run("zero1", settings=settings).losses, workshop.plain(settings).losses
     assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) <= 5e-3
 

@@ -61,6 +61,16 @@ def test_a_compile_and_a_wait_for_one_are_announced(lock, capsys):
     assert load("deepspeed_ccl_comm") == "deepspeed_ccl_comm" and not capsys.readouterr().out
 
 
+def test_what_is_compiled_is_found_where_torch_keeps_it(tmp_path, monkeypatch, capsys):
+    """Without TORCH_EXTENSIONS_DIR torch has a folder for each Python and device."""
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setattr(operators.cpp_extension, "get_default_build_root", lambda: str(tmp_path))
+    folder = Path(operators.cpp_extension._get_build_directory("deepspeed_ccl_comm", False))
+    assert folder.is_relative_to(tmp_path)
+    (folder / "deepspeed_ccl_comm.so").touch()
+    assert _announced(lambda name: name)("deepspeed_ccl_comm") and not capsys.readouterr().out
+
+
 def test_without_locks_nothing_is_done(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none yet"))
     assert clear_abandoned_locks() == []

@@ -1,5 +1,6 @@
 """Shards from a real S3 server: the same samples as from disk, a bounded cache, and a store that fails."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -18,6 +19,7 @@ import pytest
 from pretraining.data import CacheSettings, GlobalOrder, PackedDataset, open_prepared
 from pretraining.data.streaming import Prefetcher, RemoteData, ShardCache, StreamedSplit
 from pretraining.data.streaming.cache import CacheFull
+from pretraining.data.streaming.locks import alone
 from pretraining.data.streaming.window import Window
 from pretraining.errors import UserError
 from tests.object_store import CREDENTIALS, Proxy, connect_to, s3_server, shared_memory, upload, use_here
@@ -54,14 +56,14 @@ def in_sequence(split) -> SimpleNamespace:
 
 
 def held_bytes(cache: Path) -> int:
-    """Bytes the cache's shards take, those being fetched included."""
-    total = 0
-    for path in cache.glob("*/*"):
-        try:
-            total += path.stat().st_size if path.suffix in (".arrow", ".part") else 0
-        except FileNotFoundError:
-            continue
-    return total
+    """Of shards and parts, at one moment: nothing is evicted meanwhile, and a part that becomes a shard counts once."""
+    files: dict[int, int] = {}
+    with alone(cache / ".lock") if cache.exists() else contextlib.nullcontext():
+        for path in (*cache.glob("*/*.part"), *cache.glob("*/*.arrow")):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                files[status.st_ino] = status.st_size
+    return sum(files.values())
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ def announce_compiles() -> None:
 def _announced(load: Callable) -> Callable:
     @wraps(load)
     def announced(name: str, *args, **kwargs):
-        folder = _root() / name
+        folder = Path(cpp_extension._get_build_directory(name, False))
         if (folder / "lock").exists():
             _say(f"waiting for another process that compiles in {folder}")
         elif not (folder / f"{name}.so").exists():
