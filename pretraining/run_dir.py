@@ -148,7 +148,8 @@ def describe_environment(device: str, world_size: int) -> dict:
         "world_size": world_size,
         "versions": {name: _version(name) for name in PACKAGES},
         "git_commit": _git("rev-parse", "HEAD"),
-        "git_modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        # Kept measurements are no part of what runs.
+        "git_modified": bool(_git("status", "--porcelain", "--untracked-files=no", ":!benchmarks/results")),
     }
 
 
