@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.runs import MODELS, SMALL_RECIPE, STEPS, execute
-from tests.test_curve import STAGES, stage_run
+from tests.test_curve import IN_BF16, STAGES, stage_run
 
 LENGTH = SMALL_RECIPE["model"]["n_positions"]
 
@@ -52,7 +52,7 @@ def test_a_bf16_run_exports_bf16_weights(workshop):
     from safetensors.torch import load_file
 
     for stage in ("zero2", "zero3"):
-        run = workshop.run(stage, settings=("training.bf16=true",))
+        run = workshop.run(stage, settings=IN_BF16)
         weights = load_file(run.dir.export / "model.safetensors")
         assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
         assert json.loads((run.dir.export / "config.json").read_text())["dtype"] == "bfloat16"
