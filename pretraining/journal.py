@@ -37,7 +37,11 @@ class Journal:
     @classmethod
     def read(cls, path: Path) -> "Journal":
         """What the file holds; a line that a dying run left half-written was never in force."""
-        rows = [dict(row) for row in read_rows(path)]
+        return cls.of(read_rows(path))
+
+    @classmethod
+    def of(cls, rows: Sequence[dict]) -> "Journal":
+        """The journal of such rows."""
         return cls(tuple(Rollback(**{**row, "samples": tuple(row["samples"])}) for row in rows))
 
     def with_rollback(self, rollback: Rollback) -> "Journal":

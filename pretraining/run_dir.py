@@ -114,16 +114,20 @@ def append_row(path: Path, row: dict) -> None:
 
 def read_rows(path: Path) -> list[dict]:
     """Rows of a JSON-lines file, up to the first line that is no row: a dying run left it half-written."""
+    return rows_of(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else []
+
+
+def rows_of(text: str) -> list[dict]:
+    """The same of a file's content."""
     rows = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            if not isinstance(row, dict):
-                break
-            rows.append(row)
+    for line in text.split("\n"):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if not isinstance(row, dict):
+            break
+        rows.append(row)
     return rows
 
 

@@ -197,7 +197,7 @@ def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(made, tmp_path)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_conversion_leaves_nothing(made, tmp_path, number):
     """Stopped in the middle: one line, exit code 2, no folder."""
-    count = 400_000
+    count = 4_000_000
     np.tile(np.array([5, 6, 7, 0], "<u2"), count).tofile(tmp_path / "theirs.ds")
     np.arange(4, 4 * count + 1, 4, dtype="<u8").tofile(tmp_path / "theirs.ds.index")
     words = ["convert", tmp_path / "ours", "--from", "datatrove", tmp_path / "theirs.ds"]

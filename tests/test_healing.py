@@ -4,6 +4,8 @@ import shutil
 
 import pytest
 
+from pretraining.checkpoints.start import _refuse_lost_rollbacks
+from pretraining.errors import UserError
 from pretraining.journal import Journal
 from tests.poisoned import (
     CLEAN_AGAIN,
@@ -72,6 +74,17 @@ def test_a_spike_is_skipped_alike_at_every_stage(poisoned, stage):
         assert f"train/{other}_loss" not in row
     rates = [[row["train/learning_rate"] for row in r.training_rows] for r in (run, plain)]
     assert rates[0] == rates[1] and len(set(rates[0][10:])) == STEPS - 10  # each step has its own rate
+
+
+def test_a_checkpoint_whose_rollbacks_are_not_known_is_refused(poisoned, tmp_path):
+    """Promise: samples are the recipe's and the journal's. Without its rows the wrong samples would be left out."""
+    run = poisoned.run().dir
+    _refuse_lost_rollbacks(run.checkpoint(60), run, Journal.read(run.journal))
+    _refuse_lost_rollbacks(run.checkpoint(40), run, Journal())
+    with pytest.raises(
+        UserError, match="checkpoint-60 was trained after 1 rollbacks and this journal holds 0"
+    ):
+        _refuse_lost_rollbacks(run.checkpoint(60), run, Journal())
 
 
 def test_no_rollback_left_ends_with_its_own_code_and_one_line(poisoned, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
 from pretraining.errors import UserError
+from pretraining.journal import Journal, Rollback
 from pretraining.run_dir import RunDir, read_rows, write_json
 from tests.object_store import Proxy, s3_server, use_here
 from tests.runs import contents
@@ -52,7 +54,7 @@ def run_in(folder: Path) -> RunDir:
     return run
 
 
-def commit(run: RunDir, step: int, ranks: int = 2) -> Path:
+def commit(run: RunDir, step: int, ranks: int = 2, rollbacks: int = 0) -> Path:
     """A committed checkpoint of `ranks` ranks, its numbers those of its step."""
     folder = run.checkpoint(step)
     folder.mkdir()
@@ -62,7 +64,7 @@ def commit(run: RunDir, step: int, ranks: int = 2) -> Path:
         if rank == 0:
             own["state.json"] = write_bytes(folder / "state.json", b'{"format": 1}')
         write_receipt(folder, rank, ranks, own)
-    commit_checkpoint(folder, {"step": step, "ranks": ranks})
+    commit_checkpoint(folder, {"step": step, "ranks": ranks, "rollbacks": rollbacks})
     return folder
 
 
@@ -139,6 +141,33 @@ def test_an_interrupted_upload_goes_on_where_it_stopped(tmp_path, connected, mon
     assert rank_file(0, 2) not in sent and rank_file(1, 2) in sent and sent[-1] == MARKER
     use_here(monkeypatch, connected)
     assert newest_committed(RemoteRun(upload, NAME), -1) == "checkpoint-4"
+
+
+def test_what_a_rollback_left_behind_is_not_fetched(tmp_path):
+    """Steps 4 and 8 went up, then a rollback to step 4: the store alone, or the newer journal, knows it at once."""
+    run, mounted = run_in(tmp_path), str(tmp_path / "mounted")
+    folders = [commit(run, step) for step in (4, 8)]
+    for folder in folders:
+        send(run, mounted, folder)
+    assert [path.name for path in fetched(tmp_path / "before", mounted).path.glob("checkpoint-*")] == [
+        "checkpoint-8"
+    ]
+    journal = Journal((Rollback(7, 4, (30, 60)),))
+    journal.write(run.journal)
+    send(run, mounted, folders[0])  # as the start after a rollback offers it
+    got = fetched(tmp_path / "empty", mounted)
+    assert [path.name for path in got.path.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert Journal.read(got.journal) == journal
+    shutil.rmtree(folders[1])
+    send(run, mounted, commit(run, 6, rollbacks=1))
+    late = fetched(tmp_path / "before", mounted, newest_here=4)  # its own journal is older
+    assert late.checkpoint(6).exists() and Journal.read(late.journal) == journal
+
+
+def send(run: RunDir, address: str, folder: Path) -> None:
+    uploader = Uploader(run, RemoteRun(address, NAME))
+    uploader.offer(folder)
+    assert uploader.drain()
 
 
 def test_files_removed_here_still_go_up_and_removals_follow(tmp_path, connected, upload):

@@ -18,7 +18,8 @@ from pretraining.checkpoints.parcel import RUN_FILES
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.data.publishing import wait_for_disk
 from pretraining.errors import UserError
-from pretraining.run_dir import RunDir
+from pretraining.journal import NOTHING_HEALED, Journal
+from pretraining.run_dir import RunDir, rows_of
 
 _RANGE_BYTES = 16 << 20
 _THREADS = 8
@@ -77,11 +78,33 @@ def step_in(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-def newest_committed(remote: RemoteRun, above: int, below: int = sys.maxsize) -> str | None:
-    """The newest checkpoint of the store with a marker, of those whose step lies between the two."""
+def newest_committed(
+    remote: RemoteRun, above: int, below: int = sys.maxsize, journal: Journal = NOTHING_HEALED
+) -> str | None:
+    """The newest checkpoint of the store with a marker, of those whose step lies between the two.
+
+    Not one that a rollback of `journal` has left behind.
+    """
     names = [name for name in remote.folders() if above < step_in(name) < below]
     found = (name for name in sorted(names, key=step_in, reverse=True))
-    return next((name for name in found if remote.read_if_there(f"{name}/{MARKER}") is not None), None)
+    return next((name for name in found if _is_in_force(remote, name, journal)), None)
+
+
+def _is_in_force(remote: RemoteRun, name: str, journal: Journal) -> bool:
+    content = remote.read_if_there(f"{name}/{MARKER}")
+    if content is None:
+        return False
+    try:
+        marker = parse_marker(content, remote.where(name))
+    except ValueError:
+        return True  # damaged: whoever fetches it says so
+    return not journal.overtakes(step_in(name), marker.get("rollbacks", 0))
+
+
+def _journal(run: RunDir, remote: RemoteRun) -> Journal:
+    """This machine's or the store's: the one that knows more rollbacks."""
+    there = Journal.of(rows_of((remote.read_if_there(run.journal.name) or b"").decode(errors="replace")))
+    return max(Journal.read(run.journal), there, key=lambda journal: len(journal.rollbacks))
 
 
 def _newest_unless_unreachable(run: RunDir, remote: RemoteRun, above: int, below: int) -> str | None:
@@ -89,7 +112,7 @@ def _newest_unless_unreachable(run: RunDir, remote: RemoteRun, above: int, below
         first_contact = remote.at_first_contact()
         if below == sys.maxsize:
             first_contact.check_writable()
-        return newest_committed(first_contact, above, below)
+        return newest_committed(first_contact, above, below, _journal(run, first_contact))
     except UserError as error:
         if above < 0:
             raise
@@ -174,7 +197,9 @@ def _is_whole(path: Path, entry: dict) -> bool:
 
 
 def _finish(run: RunDir, remote: RemoteRun, name: str, marker: bytes) -> None:
-    """What belongs to the run, where the machine is empty; then the marker."""
+    """What belongs to the run, where the machine is empty or knows fewer rollbacks; then the marker."""
+    if (journal := _journal(run, remote)) != NOTHING_HEALED:
+        journal.write(run.journal)
     for each in RUN_FILES:
         if not (run.path / each).exists() and (content := remote.read_if_there(each)) is not None:
             _write(run.path / each, content)

@@ -18,6 +18,7 @@ from pretraining.checkpoints.shard_files import read_state
 from pretraining.checkpoints.weights import describe_model
 from pretraining.data import format_table
 from pretraining.data.mixing.training import Mixture
+from pretraining.errors import UserError
 from pretraining.journal import Journal
 from pretraining.planning import RunPlan
 from pretraining.restarts import launch_details
@@ -35,7 +36,18 @@ def find_start(run: RunDir, recipe, manifest: dict, resume: str, allowed: Sequen
     journal = from_rank_0(lambda: Journal() if resume == "never" else Journal.read(run.journal))
     checkpoint = choose_checkpoint(run, resume, journal)
     start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, manifest, allowed))
+    from_rank_0(lambda: _refuse_lost_rollbacks(checkpoint, run, journal))
     return replace(start, journal=journal)
+
+
+def _refuse_lost_rollbacks(checkpoint: Path | None, run: RunDir, journal: Journal) -> None:
+    known = read_marker(checkpoint).get("rollbacks", 0) if checkpoint else 0
+    if known > len(journal.rollbacks):
+        raise UserError(
+            f"{run.journal}: {checkpoint} was trained after {known} rollbacks and this journal holds "
+            f"{len(journal.rollbacks)}: the samples they left out are not known; bring back the journal of its run, "
+            "or begin a run of its own from it: python -m pretraining.checkpoints branch"
+        )
 
 
 def _start_at(checkpoint: Path | None, run: RunDir, recipe, manifest: dict, allowed) -> Start:

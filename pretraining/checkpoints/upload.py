@@ -114,20 +114,23 @@ class Uploader:
         began, marker = time.perf_counter(), f"{parcel.name}/{MARKER}"
         found = self.remote.read_if_there(marker)
         if found == parcel.marker:
-            return
+            return self._send_run_files(parcel)  # a rollback since then counts there too
         if found is not None and self.rank == 0:
             self.remote.remove(marker)
         for receipt in parcel.own_receipts:
             self._send_files(parcel, receipt)
         if self.rank == 0:
             self._await_receipts(parcel)
-            for name, content in parcel.run_files.items():
-                self.remote.write_bytes(name, content)
+            self._send_run_files(parcel)
             self.remote.write_bytes(marker, parcel.marker)
             seconds = round(time.perf_counter() - began, 3)
             to = self.remote.where(parcel.name)
             self._sent = {"checkpoint": parcel.name, "to": to, "bytes": parcel.num_bytes, "seconds": seconds}
             self._mirror_removals()
+
+    def _send_run_files(self, parcel: Parcel) -> None:
+        for name, content in parcel.run_files.items():
+            self.remote.write_bytes(name, content)
 
     def _send_files(self, parcel: Parcel, receipt: str) -> None:
         """One saving rank's files, then its receipt."""
