@@ -100,5 +100,5 @@ def as_text(summary: dict, manifest: dict) -> str:
 
 
 if __name__ == "__main__":
-    with one_line_errors():
+    with one_line_errors("what is finished is kept, and the same command goes on"):
         main()

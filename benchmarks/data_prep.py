@@ -12,20 +12,15 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import sysconfig
 import tempfile
-import threading
-import time
 from pathlib import Path
 
-from record import REPOSITORY, parser_of, record
+from machine_text import write_corpus
+from record import parser_of, record
+from watched_process import run_watched
 
 ENGINES = Path(__file__).with_name("data_prep_engines.py")
-SUFFIXES = (".py", ".md", ".txt", ".rst")
-SPECIAL = "<|endoftext|>"
-POLL_SECONDS = 0.05
 
 
 def main() -> None:
@@ -59,75 +54,10 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def write_corpus(root: Path, wanted_bytes: int, num_files: int) -> int:
-    """One corpus-<n>.jsonl a core, filled in turn; the bytes of text in them."""
-    files = [(root / f"corpus-{number}.jsonl").open("w", encoding="utf-8") for number in range(num_files)]
-    num_bytes = 0
-    for number, text in enumerate(machine_texts()):
-        files[number % num_files].write(json.dumps({"text": text}) + "\n")
-        num_bytes += len(text.encode())
-        if num_bytes >= wanted_bytes:
-            break
-    for file in files:
-        file.close()
-    return num_bytes
-
-
-def machine_texts():
-    """Every different text of the standard library, the installed packages and /usr/share/doc."""
-    roots = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share/doc"]
-    seen = set()
-    for path in (path for root in roots for path in sorted(Path(root).rglob("*"))):
-        if path.suffix not in SUFFIXES or not path.is_file():
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):
-            continue
-        if text and SPECIAL not in text and hash(text) not in seen:
-            seen.add(hash(text))
-            yield text
-
-
 def execute(engine: str, root: Path, vocab_size: int) -> dict:
     """Run one engine in its own process; what it printed, and the peak memory of it and its children."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, str(ENGINES), engine, str(root), str(vocab_size)]
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
-        peak, stopped = [0], threading.Event()
-        watcher = threading.Thread(target=watch_memory, args=(process.pid, peak, stopped))
-        watcher.start()
-        output = process.communicate()[0]
-        stopped.set()
-        watcher.join()
-        errors.seek(0)
-        if process.returncode:
-            sys.exit(f"{engine} failed: {errors.read()[-2000:]}")
-    return {**json.loads(output.splitlines()[-1]), "peak_bytes": peak[0]}
-
-
-def watch_memory(pid: int, peak: list[int], stopped: threading.Event) -> None:
-    """Keep in `peak` the most bytes that `pid` and its descendants held at once (proportional set size)."""
-    while not stopped.is_set():
-        peak[0] = max(peak[0], sum(map(memory_of, descendants(pid))))
-        time.sleep(POLL_SECONDS)
-
-
-def descendants(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [pid, *(found for child in children for found in descendants(int(child)))]
-
-
-def memory_of(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+    output, peak_bytes = run_watched([sys.executable, str(ENGINES), engine, str(root), str(vocab_size)])
+    return {**json.loads(output.splitlines()[-1]), "peak_bytes": peak_bytes}
 
 
 def check_equal_tokens(results: dict) -> None:

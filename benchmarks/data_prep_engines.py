@@ -3,13 +3,12 @@
 The clock starts with the first text and ends with the last file; imports and opening an encoder are outside of it.
 """
 
-import hashlib
 import json
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Iterator
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,19 +26,18 @@ def main() -> None:
     shutil.rmtree(output, ignore_errors=True)
     arguments = (root, output, backend) if backend else (root, output)
     engines = {"shards": shards, "bare": bare, "datasets": by_datasets, "datatrove": by_datatrove}
-    run, counts_of = engines[kind](*arguments)
+    run, documents_of = engines[kind](*arguments)
     seconds, cpu_seconds, result = timed(run)
     size = sum(
         path.stat().st_size
         for path in output.rglob("*")
         if path.is_file() and path.parent.name != "tokenizer"
     )
-    counts = counts_of(result)
-    tokens = int(counts.sum())
+    tokens, fingerprint = count_and_hash(documents_of(result))
     row = {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
     if backend:
         row["tokens_per_cpu_second"] = tokens / cpu_seconds
-    print(json.dumps({**row, "bytes_per_token": size / tokens, "tokens_fingerprint": fingerprint_of(counts)}))
+    print(json.dumps({**row, "bytes_per_token": size / tokens, "tokens_fingerprint": fingerprint}))
 
 
 def timed(run: Callable) -> tuple[float, float, object]:
@@ -49,10 +47,20 @@ def timed(run: Callable) -> tuple[float, float, object]:
     return time.perf_counter() - start, time.process_time() - start_cpu, result
 
 
-def fingerprint_of(counts: np.ndarray) -> str:
-    """Of how often each id occurs, EOS (id 0) left out: it does not depend on the order of the documents."""
-    counts = np.trim_zeros(counts[1:], "b").astype(np.int64)
-    return hashlib.blake2b(counts.tobytes(), digest_size=8).hexdigest()
+def count_and_hash(documents: Iterator[np.ndarray]) -> tuple[int, str]:
+    """Tokens with an EOS for each document, and a digest of all documents' ids that no order of them changes."""
+    from xxhash import xxh3_64_intdigest
+
+    num_tokens = total = 0
+    for ids in documents:
+        num_tokens += len(ids) + 1
+        total += xxh3_64_intdigest(ids.astype("<u4").tobytes())
+    return num_tokens, f"{total % (1 << 64):016x}"
+
+
+def cut(tokens: np.ndarray, ends: np.ndarray, closing: int) -> Iterator[np.ndarray]:
+    """The ids of each document that ends at `ends`, without the `closing` ones at its end."""
+    return (tokens[start : end - closing] for start, end in pairwise([0, *ends.tolist()]))
 
 
 def corpus_files(root: Path) -> list[str]:
@@ -92,12 +100,13 @@ def shards(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
     encoder = open_encoder(root, backend)
     encoding.Encoder.open = lambda *_, **__: encoder
 
-    def counts_of(folder: Path) -> np.ndarray:
-        entries = read_manifest(folder)["splits"]
-        parts = [TokenSplit(folder / split, entry) for split, entry in entries.items()]
-        return sum(np.bincount(part.read(0, part.num_tokens), minlength=vocab_size) for part in parts)
+    def documents_of(folder: Path) -> Iterator[np.ndarray]:
+        for split, entry in read_manifest(folder)["splits"].items():
+            part = TokenSplit(folder / split, entry)
+            count = part.num_tokens
+            yield from cut(part.read(0, count), part.document_ends(0, count), closing=1)
 
-    return lambda: prepare_data(recipe, output, show_progress=False), counts_of
+    return lambda: prepare_data(recipe, output, show_progress=False), documents_of
 
 
 def open_encoder(root: Path, backend: str):
@@ -124,12 +133,11 @@ def bare(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
             batches.append([])
             size = 0
 
-    def counts_of(results: list) -> np.ndarray:
-        counts = np.bincount(np.concatenate([ids for ids, _ in results]))
-        counts[0] = sum(len(offsets) - 1 for _, offsets in results)
-        return counts
+    def documents_of(results: list) -> Iterator[np.ndarray]:
+        for ids, offsets in results:
+            yield from cut(ids, offsets[1:], closing=0)
 
-    return lambda: [encoder.backend.encode_flat(batch) for batch in batches if batch], counts_of
+    return lambda: [encoder.backend.encode_flat(batch) for batch in batches if batch], documents_of
 
 
 def by_datasets(root: Path, output: Path) -> tuple[Callable, Callable]:
@@ -155,13 +163,12 @@ def by_datasets(root: Path, output: Path) -> tuple[Callable, Callable]:
         tokenized.map(group, batched=True, num_proc=len(files))
         return tokenized
 
-    def counts_of(tokenized) -> np.ndarray:
-        chunks = tokenized.data.column("input_ids").chunks
-        counts = sum(np.bincount(chunk.flatten().to_numpy(), minlength=1 << 16) for chunk in chunks)
-        counts[0] = 0
-        return counts
+    def documents_of(tokenized) -> Iterator[np.ndarray]:
+        for chunk in tokenized.data.column("input_ids").chunks:
+            ends = np.cumsum(chunk.value_lengths().to_numpy())
+            yield from cut(chunk.flatten().to_numpy(), ends, closing=0)
 
-    return run, counts_of
+    return run, documents_of
 
 
 def by_datatrove(root: Path, output: Path) -> tuple[Callable, Callable]:
@@ -179,11 +186,13 @@ def by_datatrove(root: Path, output: Path) -> tuple[Callable, Callable]:
     ]
     executor = LocalPipelineExecutor(steps, tasks=count, workers=count, logging_dir=str(output / "logs"))
 
-    def counts_of(_) -> np.ndarray:
-        files = sorted((output / "tokens").glob("*.ds"))
-        return sum(np.bincount(np.fromfile(file, np.uint16), minlength=1 << 16) for file in files)
+    def documents_of(_) -> Iterator[np.ndarray]:
+        for file in sorted((output / "tokens").glob("*.ds")):
+            yield from cut(
+                np.fromfile(file, np.uint16), np.fromfile(f"{file}.index", "<u8").astype(np.int64), closing=1
+            )
 
-    return executor.run, counts_of
+    return executor.run, documents_of
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
-from pretraining.exit_codes import FINISHED, GAVE_UP, USER_ERROR, tell_exit_code
+from pretraining.exit_codes import FINISHED, GAVE_UP, INTERRUPTED, USER_ERROR, tell_exit_code
 
 # Errors of files that a user can cause and mend; any other is a bug of ours.
 _WRITABLE = "choose a folder that can be written (--output_dir, --data_dir)"
@@ -44,6 +44,12 @@ class UserError(Exception):
         self.on_every_rank = on_every_rank
 
 
+class Interrupted(UserError):
+    """Ctrl-C."""
+
+    exit_code = INTERRUPTED
+
+
 class GaveUp(UserError):
     """The loss left its course and the recipe's policy allows no further attempt."""
 
@@ -51,8 +57,11 @@ class GaveUp(UserError):
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn a `UserError`, or a file that cannot be used, into one line on stderr and exit code 2."""
+def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
+    """Turn a `UserError`, or a file that cannot be used, into one line on stderr and exit code 2; Ctrl-C into 130.
+
+    after_interrupt: what becomes of the work that Ctrl-C ends.
+    """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a sample or a name that this terminal cannot show
     try:
@@ -62,6 +71,11 @@ def one_line_errors() -> Iterator[None]:
             tell_exit_code(FINISHED)
     except UserError as error:
         _leave(error)
+    except KeyboardInterrupt:
+        exec(
+            ""
+        )  # CPython 3.11 ends by SIGINT if the interrupt once passed through an exec(), until the next one
+        _leave(Interrupted("interrupted" + (f"; {after_interrupt}" if after_interrupt else "")))
     except BrokenPipeError:
         # Whoever read the output has seen enough (`| head`); Python's own flush at exit must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

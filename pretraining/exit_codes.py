@@ -14,6 +14,8 @@ STOPPED = 75
 """Stopped on request with a committed checkpoint (EX_TEMPFAIL): start again to continue."""
 HANG = 76
 """No step was completed within `monitors.hang_minutes`: start again to continue."""
+INTERRUPTED = 130
+"""Ctrl-C, as a shell has it."""
 GAVE_UP = 77
 """The run could not heal itself: look before starting again."""
 

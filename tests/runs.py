@@ -155,6 +155,10 @@ class Started:
                 continue
         return found
 
+    def interrupt(self) -> None:
+        """Ctrl-C, as a terminal sends it: to every process of the command's group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
     def kill(self) -> None:
         """SIGKILL all of them at once, as a machine that fails does."""
         while processes := self.processes():

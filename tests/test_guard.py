@@ -152,3 +152,19 @@ def test_the_guard_needs_no_torch():
 
     program = "import sys, pretraining.data.mixing.guard; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_the_quick_look_misses_nothing(token_bytes):
+    """Blocks around every threshold: flagged exactly as by counting."""
+    guard, draw = BlockGuard("unused", None), np.random.default_rng(0)
+    limits = guard.thresholds
+    for _ in range(400):
+        tokens = draw.integers(1, draw.integers(2, 60), LENGTH + 1).astype(np.uint16)
+        tokens[draw.random(LENGTH + 1) < draw.uniform(0.4, 0.8)] = 0
+        counts = np.bincount(np.sort(tokens) if draw.random() < 0.5 else tokens)
+        expected = set()
+        if counts.max() >= int(limits.dominant_share * len(tokens)):
+            expected.add("dominant")
+        if np.count_nonzero(counts) < max(3, limits.distinct_share * len(tokens)):
+            expected.add("few_tokens")
+        assert guard.reasons(tokens).keys() - {"repeated"} == expected

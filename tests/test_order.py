@@ -147,6 +147,21 @@ def test_samples_of_a_step_do_not_depend_on_the_layout(split):
     assert all(len(set(step)) == 8 for step in steps[LAYOUTS[0]][:15])
 
 
+@pytest.mark.parametrize("ranks, micro_batch", [(1, 1), (3, 5), (8, 4), (64, 2), (512, 1), (512, 3)])
+def test_the_ranks_of_an_epoch_read_every_block_once(ranks, micro_batch):
+    """1 to 512 ranks and any micro-batch: what accelerate deals to them is the epoch, each step the run's samples."""
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler
+
+    step = ranks * micro_batch
+    order = GlobalOrder(step * -(-1500 // step), seed=1, fingerprint="data")
+    batches = BatchSampler(range(order.num_blocks), micro_batch, drop_last=False)
+    dealt = [list(BatchSamplerShard(batches, ranks, rank)) for rank in range(ranks)]
+    samples = np.array(dealt).transpose(1, 0, 2).reshape(-1, step)
+    assert (np.sort(samples, axis=1).reshape(-1) == np.arange(order.num_blocks)).all()
+    assert (np.sort(order.blocks(samples.reshape(-1))) == np.arange(order.num_blocks)).all()
+
+
 def _samples_by_step(dataset: PackedDataset, ranks: int, micro_batch: int, accumulation: int) -> list:
     """First tokens of the samples of each optimizer step, over all ranks, sorted."""
     from accelerate.data_loader import BatchSamplerShard

@@ -172,6 +172,63 @@ def test_an_error_in_a_worker_is_one_line(corpus, tmp_path):
     assert f"error: {bad}:line 1: not valid JSON" in finished.stderr and "Traceback" not in finished.stderr
 
 
+KILLER = """
+import os, pathlib
+def keep(text, folder, times):
+    deaths = len(os.listdir(folder))
+    if deaths < times:
+        pathlib.Path(folder, str(deaths)).touch()
+        os.kill(os.getpid(), 9)
+    return True
+"""
+
+
+@pytest.mark.parametrize("times", [1, 99])
+def test_a_worker_that_is_killed_costs_its_own_task_alone(corpus, tmp_path, times):
+    """As by the kernel where memory runs out: run again by itself; a task that kills again and again is named."""
+    (tmp_path / "killer.py").write_text(KILLER)
+    (tmp_path / "deaths").mkdir()
+    rule = {"rule": "callable", "import": str(tmp_path / "killer.py") + ":keep"}
+    rule["arguments"] = {"folder": str(tmp_path / "deaths"), "times": times}
+    recipe = recipe_of(corpus, tmp_path, filters=[rule])
+    finished = execute(command(recipe, tmp_path / "data", "--executor", "local", "--workers", "2", "--json"))
+    assert "was ended (signal 9): the task is run again" in finished.stderr and not finished.strays
+    assert finished.code == (0 if times == 1 else 2), finished.output
+    said = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == (times != 1) and all("of the stage 'clean'" in line for line in said)
+
+
+@pytest.mark.parametrize("executor", ["inline", "local"])
+def test_ctrl_c_is_one_line_and_keeps_what_is_finished(reference, tmp_path, executor):
+    """Exit code 130; no worker is left, and the same command goes on."""
+    started = Started(command(reference[0], tmp_path / "data", "--executor", executor, "--workers", "2"))
+    while not (kept := tasks_done(tmp_path / "data")):
+        time.sleep(0.002)
+    started.interrupt()
+    finished = started.finish()
+    assert finished.code == 130 and not finished.strays, finished.output
+    assert finished.stderr.splitlines()[-1].startswith("error: interrupted; what is finished is kept")
+    assert "Traceback" not in finished.stderr and kept.items() <= tasks_done(tmp_path / "data").items()
+
+
+def test_a_file_that_changes_meanwhile_is_named(corpus, tmp_path):
+    """Its tokens are not taken for those of the file that the manifest would name."""
+    own = tmp_path / "texts"
+    shutil.copytree(corpus, own)
+    victim = sorted(own.iterdir())[-1]
+    (tmp_path / "writer.py").write_text(
+        "def keep(text, path):\n    open(path, 'a').write('\\n')\n    return True\n"
+    )
+    rule = {
+        "rule": "callable",
+        "import": str(tmp_path / "writer.py") + ":keep",
+        "arguments": {"path": str(victim)},
+    }
+    finished = execute(command(recipe_of(own, tmp_path, filters=[rule]), tmp_path / "data"))
+    assert finished.code == 2 and not (tmp_path / "data" / "corpus").exists()
+    assert f"error: {victim}: changed or removed while it was being prepared" in finished.stderr
+
+
 @pytest.mark.parametrize(
     "words, said",
     [

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from pretraining.data.tools.arguments import parse_arguments
-from pretraining.errors import UserError, one_line_errors
+from pretraining.errors import Interrupted, UserError, one_line_errors
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -19,10 +19,9 @@ def main(arguments: list[str] | None = None) -> None:
         answer, text = run(options)
         print(json.dumps(answer, ensure_ascii=False) if options.json else text, flush=True)
     except KeyboardInterrupt:
-        exec(
-            ""
-        )  # CPython 3.11 ends by SIGINT if the interrupt once passed through an exec(), until the next one
-        raise UserError(f"{options.verb} {options.folder}: interrupted; {options.after_interrupt}") from None
+        exec("")  # as `one_line_errors` does
+        interrupted = f"{options.verb} {options.folder}: interrupted; {options.after_interrupt}"
+        raise Interrupted(interrupted) from None
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

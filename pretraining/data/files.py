@@ -1,7 +1,7 @@
 """Files to read text from, on this machine or at any fsspec address (`s3://`, `hf://`, `gs://`, `https://`)."""
 
 import glob
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -32,6 +32,17 @@ class InputFile:
         if not is_remote(self.address):
             return Path(self.address).open("rb", buffering=BUFFER_BYTES)
         return require("fsspec", f"reading {self.address}").open(self.address, "rb").open()
+
+    def check_unchanged(self) -> None:
+        """UserError where this machine's file is no longer what it was when the files were listed."""
+        if is_remote(self.address):
+            return
+        path = Path(self.address)
+        if not path.is_file() or replace(local_file(path, path.parent), name=self.name) != self:
+            raise UserError(
+                f"{self.address}: changed or removed while it was being prepared; run the same command again once "
+                "nobody writes there"
+            )
 
 
 def is_remote(address: str) -> bool:

@@ -105,12 +105,16 @@ def finish_prepared(preparation) -> None:
 def _finish(preparation) -> None:
     from pretraining.data.engine.finish import finish
 
+    for source in preparation.sources:
+        source.check_unchanged()
     finish(preparation, _key(preparation.data, preparation.fingerprints))
 
 
 def _keep_finished_tasks(preparation) -> None:
-    """After an error only text that is tokenized already is worth keeping, and only where more is to come."""
-    stage = preparation.tokenize_stage
-    num_pending = len(stage.pending(preparation.work))
-    if num_pending in (0, len(stage.keys)):
+    """After an error only the finished ones of many tasks are worth keeping."""
+    if not any(_is_under_way(stage, preparation.work) for stage in preparation.stages()):
         shutil.rmtree(work_folder(preparation.folder), ignore_errors=True)
+
+
+def _is_under_way(stage, work: Path) -> bool:
+    return len(stage.pending(work)) < len(stage.keys) > 1

@@ -46,6 +46,11 @@ class FileSource:
         """Changes when what the extents hold does."""
         return digest_of([(*self._identity(self.files[extent.file]), *extent[1:]) for extent in extents])
 
+    def check_unchanged(self) -> None:
+        """UserError for a file of this machine that changed since the source was opened."""
+        for file in self.files:
+            file.check_unchanged()
+
     @staticmethod
     def _identity(file: InputFile) -> tuple:
         return file.name, file.num_bytes, file.version
@@ -95,6 +100,9 @@ class HubSource:
     def digest_of(self, extents: Iterable[Extent]) -> str:
         """Changes when what the extents hold does."""
         return digest_of([self.fingerprint(), [list(extent) for extent in extents]])
+
+    def check_unchanged(self) -> None:
+        """Nothing: the hub keeps its commits."""
 
     def _stream(self):
         datasets = require("datasets", f"the dataset {self.dataset!r}")

@@ -49,9 +49,9 @@ def _executor(name: str) -> type:
         from datatrove.executor.ray import RayPipelineExecutor
 
         return RayPipelineExecutor
-    from datatrove.executor.local import LocalPipelineExecutor
+    from pretraining.data.engine.worker_processes import WorkerProcesses
 
-    return LocalPipelineExecutor
+    return WorkerProcesses
 
 
 def submit_to_slurm(preparation: Preparation, execution: Execution) -> list[str]:
