@@ -19,7 +19,7 @@ from pretraining.step_sizes import StepSizes
 from pretraining.training.plateau import Plateau
 from pretraining.training.schedule import apply_schedule_now, lower_rates
 from pretraining.training.spikes import SpikeScore
-from tests.runs import SMALL_RECIPE
+from tests.runs import SMALL_RECIPE, Started
 
 SPIKES = {"policy": "log", "score": 6.0, "window": 128, "non_finite_streak": 3}
 WEIGHT = "transformer.h.0.mlp.c_fc.weight"
@@ -254,3 +254,12 @@ def test_rollback_and_stop_leave_training_at_the_spike(tmp_path):
     watched = Watched(tmp_path, losses, "rollback", plateau_steps=5)
     assert watched.monitor.finding.step == 61 and "deviations" in watched.monitor.finding.sentence
     assert len(watched.weights) == 61
+
+
+def test_one_refused_step_does_not_refuse_the_next(tmp_path):
+    """A step that is not finite costs itself alone, at every stage: bf16 weights, fp32 sums of gradients."""
+    finished = Started(["forked", "1", "-m", "tests.refusing_rank", tmp_path / "story"]).finish()
+    assert finished.code == 0, finished.output
+    story = json.loads((tmp_path / "story").read_text())
+    assert len(story) == 5
+    assert all(refused == [False, True, False, True, False] for refused in story.values()), story

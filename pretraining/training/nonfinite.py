@@ -29,7 +29,20 @@ class NonFiniteGuard:
     def refused_last_step(self) -> bool:
         """Whether the step just made was left out; the same answer on every rank."""
         took_away, self._took_away = self._took_away, False
-        return took_away or bool(getattr(self.optimizer, "step_was_skipped", False))
+        refused = took_away or bool(getattr(self.optimizer, "step_was_skipped", False))
+        if refused:
+            _forget_sums(getattr(self.optimizer, "optimizer", None))
+        return refused
+
+
+def _forget_sums(zero) -> None:
+    """Stages 1 and 2 with offload keep a refused step's sums of gradients, and every later step would be refused.
+
+    deepspeed 0.19.8 (`DeepSpeedZeroOptimizer.step`) drops them only without offload; it matters where they are fp32
+    and the weights are not.
+    """
+    if getattr(zero, "cpu_offload", False) and hasattr(zero, "averaged_gradients"):
+        zero.averaged_gradients.update(dict.fromkeys(zero.averaged_gradients))
 
 
 def _all_finite(gradients: list[torch.Tensor]) -> bool:
