@@ -63,8 +63,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
     tokenizer = model.load_tokenizer(data.tokenizer_path)
     measures = evaluation.Measures.of(validation_by_source(data, recipe), recipe, tokenizer, last_step)
     draws_weights = start.checkpoint is None
-    masks_documents = recipe.data["document_masking"]
-    language_model = model.build_model(recipe.model, tokenizer, arguments, draws_weights, masks_documents)
+    language_model = model.build_from_recipe(recipe, tokenizer, arguments, draws_weights)
 
     guard, left_out = open_guard(run.flagged_blocks, data, recipe), start.journal.left_out
     train_dataset = build_training_dataset(

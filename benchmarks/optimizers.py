@@ -9,15 +9,11 @@ highest minus lowest). On two CPU cores the tiny recipe takes some minutes a run
 shortens the budget (`budget.tokens`).
 """
 
-import json
-import shlex
 import statistics
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-from record import REPOSITORY, parser_of, record
+from record import parser_of, record
+from whole_run import final_loss, prepare
 
 RATES = {"adamw": (0.0025, 0.005, 0.01), "muon": (0.0025, 0.005, 0.01)}
 """Peak learning rates to choose from. Muon's are of the hidden matrices too: its updates are scaled to AdamW's size."""
@@ -32,7 +28,7 @@ def main() -> None:
     parser.add_argument("--launcher", default=sys.executable, help="what starts train.py")
     parser.add_argument("--deepspeed", default="null")
     options = parser.parse_args()
-    subprocess.run([sys.executable, "data_prep.py", "--recipe", options.recipe], cwd=REPOSITORY, check=True)
+    prepare(options.recipe)
     found = {name: tuned(name, options) for name in RATES}
     margin = found["adamw"]["mean"] - found["muon"]["mean"]
     spread = max(result["spread"] for result in found.values())
@@ -44,9 +40,9 @@ def main() -> None:
 def tuned(name: str, options) -> dict:
     """Losses of every rate with the first seed, and of the best one with all seeds."""
     first, *others = options.seeds
-    by_rate = {rate: final_loss(name, rate, first, options) for rate in options.rates or RATES[name]}
+    by_rate = {rate: loss_after(name, rate, first, options) for rate in options.rates or RATES[name]}
     best = min(by_rate, key=by_rate.get)
-    losses = [by_rate[best], *(final_loss(name, best, seed, options) for seed in others)]
+    losses = [by_rate[best], *(loss_after(name, best, seed, options) for seed in others)]
     return {
         "by_rate": {str(rate): round(loss, 5) for rate, loss in by_rate.items()},
         "rate": best,
@@ -56,20 +52,11 @@ def tuned(name: str, options) -> dict:
     }
 
 
-def final_loss(name: str, rate: float, seed: int, options) -> float:
+def loss_after(name: str, rate: float, seed: int, options) -> float:
     """Validation loss of one whole run, in nats per token."""
-    from pretraining.run_dir import RunDir
-
-    with tempfile.TemporaryDirectory(prefix="optimizers_") as folder:
-        output = Path(folder) / "run"
-        settings = {"optimizer.name": name, "training.learning_rate": rate, "training.seed": seed}
-        settings |= {"training.report_to": "none", "training.save_strategy": "no"}
-        settings |= {"budget.tokens": options.tokens} if options.tokens else {}
-        words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-        command = [*shlex.split(options.launcher), "train.py", "--recipe", options.recipe]
-        command += ["--deepspeed", options.deepspeed, "--output_dir", str(output), *words]
-        subprocess.run(command, cwd=REPOSITORY, check=True, stdout=sys.stderr)
-        return RunDir(output).last_event("end")["eval_loss"]
+    settings = {"optimizer.name": name, "training.learning_rate": rate, "training.seed": seed}
+    settings |= {"budget.tokens": options.tokens} if options.tokens else {}
+    return final_loss(options.recipe, settings, options.launcher, options.deepspeed)
 
 
 if __name__ == "__main__":

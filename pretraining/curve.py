@@ -35,9 +35,6 @@ NEUTRAL_TRAINING_KEYS = frozenset(
         "save_steps",
         "save_strategy",
         "skip_memory_metrics",
-        "torch_compile",
-        "torch_compile_backend",
-        "torch_compile_mode",
         "torch_empty_cache_steps",
     }
 )
@@ -45,6 +42,7 @@ NEUTRAL_TRAINING_KEYS = frozenset(
 
 # Keys that came later, with the value that means what was done before there were any.
 LATER_KEYS = {"data.document_masking": False, "budget.ramp": None}
+LATER_KEYS |= dict.fromkeys(("mup.base_width", "mup.base_layers", "mup.base_head_size"))
 
 SECTIONS = ("model", "data", "budget", "training")
 DATA_FINGERPRINT = "data.fingerprint"
@@ -72,7 +70,8 @@ def curve_parts(recipe: dict) -> dict:
             if section != "training" or key not in NEUTRAL_TRAINING_KEYS:
                 parts[f"{section}.{key}"] = value
     parts |= {f"loss.{key}": recipe.get("loss", {}).get(key, 0.0) for key in ("z_loss", "router_z_loss")}
-    parts |= {f"optimizer.{key}": value for key, value in recipe.get("optimizer", {}).items()}
+    for section in ("optimizer", "mup"):
+        parts |= {f"{section}.{key}": value for key, value in recipe.get(section, {}).items()}
     return LATER_KEYS | parts
 
 

@@ -6,6 +6,7 @@ _CHECKPOINTS = "every checkpoint is complete and can be resumed"
 _HUB = "publishing is a step of its own: upload runs/<name>/export after the run"
 _LAUNCHER = "the launcher sets it (deepspeed, torchrun, accelerate launch)"
 _VERB = "train.py always trains and evaluates; leave it out"
+_COMPILE = "the recipe's speed section compiles (compile, compile_backend, compile_mode)"
 _FSDP = "FSDP is chosen in accelerate_configs/"
 
 TRAINING_KEYS = {
@@ -54,6 +55,9 @@ TRAINING_KEYS = {
     "gradient_checkpointing": "its name is activation_checkpointing now",
     "gradient_checkpointing_kwargs": "its name is activation_checkpointing_kwargs now",
     "use_cache": "set by model.use_cache",
+    "torch_compile": _COMPILE,
+    "torch_compile_backend": _COMPILE,
+    "torch_compile_mode": _COMPILE,
     "push_to_hub": _HUB,
     "hub_token": _HUB,
     "hub_private_repo": _HUB,
@@ -79,5 +83,6 @@ DS_CONFIG_KEYS = {
     "data_efficiency": "the recipe's data section owns the order of the samples",
     "dataloader_drop_last": "the recipe's data section owns the order of the samples",
     "gradient_allreduce_op": "gradients are means over the tokens of a step",
+    "compile": "the recipe's speed.compile does it; DeepSpeed's own passes (DeepCompile) are not started here",
     "steps_per_print": "the recipe's training.logging_steps sets the cadence",
 }

@@ -11,6 +11,7 @@ from pretraining.errors import UserError, nearest
 from pretraining.overrides import apply_overrides
 from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.recipe_checks import check_fit, check_folder_name
+from pretraining.recipe_defaults import with_defaults
 from pretraining.schema import REPOSITORY, check, display_path, problem, read_json
 from pretraining.step_sizes import StepSizes, check_division, nearest_multiples
 
@@ -37,6 +38,10 @@ class Recipe:
     """How the loss is computed."""
     optimizer: dict
     """Muon, and rates by kind of parameter."""
+    mup: dict
+    """The base model whose rates are used."""
+    speed: dict
+    """What makes a step faster: compilation."""
     deepspeed: str | None
     """Name or path of a ds_config, or None for no DeepSpeed."""
     checkpoints: dict
@@ -131,7 +136,7 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str
     values = apply_overrides(check(values, schema, where), overrides, schema)
     if deepspeed is not None:
         values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed
-    values = _with_defaults(values, path)
+    values = with_defaults(values, schema, path.stem)
     if values["checkpoints"]["upload"] is not None:  # first, since later messages repeat what --set said
         refuse_credentials(values["checkpoints"]["upload"], f"{where}: checkpoints.upload")
     where += f" with --set {' '.join(overrides)}" if overrides else ""
@@ -218,32 +223,3 @@ def _as_nested(override: str) -> dict:
     """The first two parts of an override's key as a recipe would write them."""
     section, _, rest = override.partition("=")[0].partition(".")
     return {section: {rest.partition(".")[0]: None}}
-
-
-def _with_defaults(values: dict, path: Path) -> dict:
-    """Our own sections with their defaults; the libraries' sections stay as they were written."""
-    values = {key: value for key, value in values.items() if key != "$schema"}
-    schema = recipe_schema()["properties"]
-    sections = ("data", "budget", "loss", "optimizer", "checkpoints", "monitors", "evaluation", "report")
-    for section in sections:
-        values[section] = _filled(values.get(section, {}), schema[section])
-    spikes = schema["monitors"]["properties"]["spikes"]
-    values["monitors"]["spikes"] = _filled(values["monitors"].get("spikes", {}), spikes)
-    if values["monitors"]["profile"] is not None:
-        profile = schema["monitors"]["properties"]["profile"]
-        values["monitors"]["profile"] = _filled(values["monitors"]["profile"], profile)
-    source = schema["data"]["properties"]["sources"]["items"]
-    values["data"]["sources"] = [_filled(entry, source) for entry in values["data"]["sources"]]
-    for section in ("dedup", "decontaminate"):
-        if values["data"][section] is not None:
-            nested = schema["data"]["properties"][section]
-            values["data"][section] = _filled(values["data"][section], nested)
-    if values["budget"]["ramp"] is not None:
-        ramp = schema["budget"]["properties"]["ramp"]
-        values["budget"]["ramp"] = _filled(values["budget"]["ramp"], ramp)
-    return {"name": path.stem, "deepspeed": None, **values}
-
-
-def _filled(values: dict, schema: dict) -> dict:
-    properties = schema["properties"].items()
-    return {**{key: value["default"] for key, value in properties if "default" in value}, **values}

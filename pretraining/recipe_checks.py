@@ -4,6 +4,7 @@ import json
 import re
 
 from pretraining.evaluation_keys import check_evaluation
+from pretraining.mup import check_mup
 from pretraining.schema import problem
 from pretraining.step_sizes import check_multiple, check_ramp
 
@@ -31,6 +32,7 @@ def check_fit(values: dict, model: dict, positions: int, where: str) -> None:
     check_ramp(budget, length, where)
     if training.get("bf16") and training.get("fp16"):
         raise problem(where, "training.fp16", "and training.bf16 are both true; choose one")
+    check_mup(values["mup"], model, where)
     _check_tokenizer(data["tokenizer"], model["vocab_size"], where)
     check_evaluation(values["evaluation"], values["checkpoints"]["keep_best"], training, where)
     if values["monitors"]["profile"] is not None:

@@ -18,6 +18,8 @@ LAUNCHING = [
     "test_curve",
     "test_loss",
     "test_muon",
+    "test_compiling",
+    "test_mup",
     "test_clipping",
     "test_gradient_monitors",
     "test_document_masking",

@@ -15,7 +15,13 @@ from transformers.initialization import no_init_weights
 
 from pretraining.errors import UserError
 from pretraining.model.attention import choose_attention, describe_attention, missing_kernel
+from pretraining.model.compiling import check_compiling, compile_model
 from pretraining.model.initialise import initialise_weights
+from pretraining.mup import NO_BASE, scales_by_name
+from pretraining.recipe import model_with_defaults
+
+PLAIN = {"compile": "none"}
+"""A `speed` section that asks for nothing."""
 
 
 def build_config(model: dict, tokenizer: PreTrainedTokenizerBase):
@@ -33,18 +39,31 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder)
 
 
+def build_from_recipe(
+    recipe, tokenizer: PreTrainedTokenizerBase, arguments: TrainingArguments, draw_weights: bool
+) -> PreTrainedModel:
+    """`build_model` with all that the recipe says of it."""
+    masks_documents = recipe.data["document_masking"]
+    sections = {"speed": recipe.speed, "mup": recipe.mup}
+    return build_model(recipe.model, tokenizer, arguments, draw_weights, masks_documents, **sections)
+
+
 def build_model(
     model: dict,
     tokenizer: PreTrainedTokenizerBase,
     arguments: TrainingArguments,
     draw_weights: bool = True,
     masks_documents: bool = False,
+    speed: dict = PLAIN,
+    mup: dict = NO_BASE,
 ) -> PreTrainedModel:
     """Build the model with its initial weights; the same weights at every ZeRO stage and world size.
 
     `arguments` name the ds_config: transformers finds ZeRO-3 through them while they are alive.
-    `draw_weights=False` leaves the weights to a checkpoint; `masks_documents` takes an attention that can.
+    `draw_weights=False` leaves the weights to a checkpoint; `masks_documents` takes an attention that can; `speed`
+    and `mup` are the recipe's sections.
     """
+    check_compiling(speed, arguments.deepspeed)
     attention = choose_attention(model, arguments, masks_documents)
     config = build_config({**model, "attn_implementation": attention}, tokenizer)
     try:
@@ -60,9 +79,13 @@ def build_model(
         print(describe_attention(attention, masks_documents), flush=True)
     built.tie_weights()
     if draw_weights:
-        initialise_weights(built, arguments.seed)
+        names = [name for name, _ in built.named_parameters()]
+        scales = scales_by_name(names, model_with_defaults(model), mup)
+        factors = {name: each.initial for name, each in scales.items()}
+        initialise_weights(built, arguments.seed, factors)
     # The dataset's labels are already the next tokens: the Trainer must not count them as unshifted ones.
     built.loss_type = None
+    compile_model(built, speed)
     return built
 
 

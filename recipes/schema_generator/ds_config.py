@@ -100,7 +100,6 @@ def precision_schema(model_class: type) -> dict:
 def ds_config_blocks() -> dict:
     """The blocks of a DeepSpeed configuration that make sense below the Trainer."""
     from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.compile.config import CompileConfig
     from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
@@ -118,7 +117,6 @@ def ds_config_blocks() -> dict:
         "activation_checkpointing": block_schema(ACT_CHKPT_DEFAULT, number_checkpoints="integer"),
         "aio": block_schema(AIO_DEFAULT_DICT),
         "comms_logger": pydantic_schema(CommsLoggerConfig),
-        "compile": pydantic_schema(CompileConfig),
         "torch_autocast": autocast,
         "flops_profiler": flops_profiler_schema(),
         "checkpoint": checkpoint_schema(),

@@ -1,12 +1,15 @@
 """The recipe's optimizer as the Trainer takes it, and which ones a ZeRO stage allows."""
 
 from collections.abc import Callable
+from functools import partial
 
 from transformers import PreTrainedModel
 
 from pretraining.ds_config import optimizer_device, zero_stage
+from pretraining.mup import Scales, scales_by_name
+from pretraining.recipe import model_with_defaults
 from pretraining.schema import display_path, problem
-from pretraining.training.optimizers.groups import split_parameters
+from pretraining.training.optimizers.groups import by_scales, split_parameters
 from pretraining.training.optimizers.matrices import hidden_matrices
 from pretraining.training.optimizers.muon import Muon
 
@@ -23,9 +26,9 @@ def choose_optimizer(recipe, ds_config: dict | None) -> tuple[Callable, dict] | 
         UserError: an optimizer that this ds_config's sharding would change or replace, by name.
     """
     settings, where = recipe.optimizer, display_path(recipe.path)
-    own_groups = settings["name"] == "muon" or any(
-        settings[key] is not None for key in settings if key.startswith(("matrix_", "embedding_"))
-    )
+    has_base = recipe.mup["base_width"] is not None
+    own_rates = [key for key in settings if key.startswith(("matrix_", "embedding_"))]
+    own_groups = has_base or settings["name"] == "muon" or any(settings[key] is not None for key in own_rates)
     _refuse_other_rule(recipe, ds_config, where)
     if not own_groups:
         return None
@@ -37,6 +40,7 @@ def choose_optimizer(recipe, ds_config: dict | None) -> tuple[Callable, dict] | 
         "weight_decay": training.get("weight_decay", 0.0),
         "betas": (training.get("adam_beta1", 0.9), training.get("adam_beta2", 0.999)),
         "eps": training.get("adam_epsilon", 1e-8),
+        "scales_of": partial(scales_by_name, model=model_with_defaults(recipe.model), mup=recipe.mup),
     }
     return (lambda: build_optimizer), keywords
 
@@ -48,8 +52,12 @@ def build_optimizer(
     weight_decay: float,
     betas: tuple,
     eps: float,
+    scales_of: Callable[..., dict[str, Scales]] = lambda names, **_: {},
 ) -> Muon:
-    """Three groups: hidden matrices; embeddings, head and routers; norms and biases, which are not decayed."""
+    """Embeddings, head and routers; norms and biases, which are not decayed; hidden matrices.
+
+    One group of each, or one for each of the factors that `scales_of` finds for their names.
+    """
     matrices, tables, vectors = split_parameters(model)
 
     def chosen(key: str, otherwise: float) -> float:
@@ -59,31 +67,34 @@ def build_optimizer(
     is_muon = settings["name"] == "muon"
     keys = ("momentum", "nesterov", "newton_schulz_steps", "scale")
     matrix_rule = {"algorithm": "muon", **{key: settings[key] for key in keys}} if is_muon else adamw
+    rule = settings["scale"] if is_muon else "adamw"
+    scales = scales_of([*tables, *vectors, *matrices], rule=rule)
     groups = [
         {
             "name": "embeddings and head",
-            "params": list(tables.values()),
+            "params": tables,
             "lr": chosen("embedding_learning_rate", learning_rate),
             "weight_decay": chosen("embedding_weight_decay", weight_decay),
             **adamw,
         },
         {
             "name": "norms and biases",
-            "params": list(vectors.values()),
+            "params": vectors,
             "lr": learning_rate,
             "weight_decay": 0.0,
             **adamw,
         },
         {
             "name": "hidden matrices",
-            "params": list(matrices.values()),
+            "params": matrices,
             "lr": chosen("matrix_learning_rate", learning_rate),
             "weight_decay": chosen("matrix_weight_decay", weight_decay),
             **matrix_rule,
         },
     ]
     layouts = hidden_matrices(model)
-    return Muon(groups, {parameter: layouts[name] for name, parameter in matrices.items()})
+    scaled = [each for group in groups for each in by_scales(group, scales)]
+    return Muon(scaled, {parameter: layouts[name] for name, parameter in matrices.items()})
 
 
 def _refuse_other_rule(recipe, ds_config: dict | None, where: str) -> None:
@@ -106,13 +117,15 @@ def _refuse_other_rule(recipe, ds_config: dict | None, where: str) -> None:
 
 
 def _refuse_own_groups(recipe, ds_config: dict | None, where: str) -> None:
-    training, key = recipe.training, "optimizer.name"
+    training, key, name = recipe.training, "optimizer.name", recipe.optimizer["name"]
+    if recipe.mup["base_width"] is not None:
+        key, name = "mup.base_width", "muP"
     if training.get("optim", DEFAULT) not in ADAMW:
         what = f"groups of their own exclude training.optim {training['optim']}; leave that out"
         raise problem(where, key, what)
     if optimizer_device(ds_config) != "gpu":
         what = "runs where its weights are; offload_optimizer would replace it by DeepSpeed's CPU Adam"
-        raise problem(where, key, f"{recipe.optimizer['name']} {what}; use zero1, zero2 or zero3")
+        raise problem(where, key, f"{name} {what}; use zero1, zero2 or zero3")
     if training.get("fp16") and ds_config and not zero_stage(ds_config):
         what = "does not run in fp16 at stage 0, where DeepSpeed keeps copies of its own"
-        raise problem(where, key, f"{recipe.optimizer['name']} {what}; use training.bf16, or zero1")
+        raise problem(where, key, f"{name} {what}; use training.bf16, or zero1")

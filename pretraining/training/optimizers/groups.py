@@ -1,9 +1,12 @@
 """Parameter groups by what the parameters are: hidden matrices, embeddings and head, norms and biases."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from pretraining.mup import Scales
 from pretraining.training.optimizers.matrices import hidden_matrices
 
 Named = dict[str, nn.Parameter]
@@ -18,6 +21,22 @@ def split_parameters(model: PreTrainedModel) -> tuple[Named, Named, Named]:
         home = matrices if name in hidden else tables if dimensions >= 2 else vectors
         home[name] = parameter
     return matrices, tables, vectors
+
+
+def by_scales(group: dict, scales: Mapping[str, Scales]) -> list[dict]:
+    """The group, whose `params` have names, cut into one for each of the factors of rate, decay and epsilon."""
+    found: dict[tuple, list] = {}
+    for name, parameter in group["params"].items():
+        each = scales.get(name, Scales())
+        found.setdefault((each.rate, each.decay, each.epsilon), []).append(parameter)
+    return [
+        {**group, "params": parameters, **_scaled(group, *factors)} for factors, parameters in found.items()
+    ]
+
+
+def _scaled(group: dict, rate: float, decay: float, epsilon: float) -> dict:
+    values = {"lr": group["lr"] * rate, "weight_decay": group["weight_decay"] * decay}
+    return {**values, "eps": group["eps"] * epsilon} if "eps" in group else values
 
 
 def describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
