@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.errors import UserError, nearest
+from pretraining.model_types import other_model_types
 from pretraining.recipe import recipe_schema
 
 # `training` keys that change where the work happens or what is recorded, not the curve.
@@ -99,7 +100,8 @@ def check_allowed(key: str) -> str:
     """`key` if `--allow_change` can mean it: a key of the curve, or a section; else `UserError` with the nearest."""
     properties = recipe_schema()["properties"]
     names = {f"{section}.{name}" for section in SECTIONS for name in properties[section]["properties"]}
-    names |= {f"model.{name}" for model in recipe_schema()["$defs"].values() for name in model["properties"]}
+    models = [*recipe_schema()["$defs"].values(), *other_model_types()["types"].values()]
+    names |= {f"model.{name}" for model in models for name in model["properties"]}
     names -= {f"training.{name}" for name in NEUTRAL_TRAINING_KEYS}
     names |= {*SECTIONS, DATA_FINGERPRINT}
     if key not in names:

@@ -124,5 +124,12 @@ def _leave(error: UserError) -> None:
 
 def nearest(word: str, candidates) -> str:
     """`; did you mean 'x'?` for the candidate closest to `word`, or an empty string."""
-    matches = get_close_matches(word, list(candidates), n=1, cutoff=0.6)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    return nearest_names(word, candidates, 1)
+
+
+def nearest_names(word: str, candidates, most: int = 3) -> str:
+    """`; did you mean 'x', 'y' or 'z'?` for the candidates closest to `word`, or an empty string."""
+    matches = [repr(match) for match in get_close_matches(word, list(candidates), n=most, cutoff=0.6)]
+    if not matches:
+        return ""
+    return f"; did you mean {' or '.join(filter(None, [', '.join(matches[:-1]), matches[-1]]))}?"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pretraining.addresses import refuse_credentials
 from pretraining.errors import UserError, nearest
+from pretraining.model_types import checked_model, is_exact, other_properties, value_of
 from pretraining.overrides import apply_overrides
 from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.recipe_checks import check_fit, check_folder_name
@@ -140,6 +141,7 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str
     if values["checkpoints"]["upload"] is not None:  # first, since later messages repeat what --set said
         refuse_credentials(values["checkpoints"]["upload"], f"{where}: checkpoints.upload")
     where += f" with --set {' '.join(overrides)}" if overrides else ""
+    values["model"] = checked_model(values, where)
     check_folder_name(values["name"], "name", where)
     check_folder_name(values["data"]["name"], "data.name", where)
     check_fit(values, model_with_defaults(values["model"]), model_positions(values["model"]), where)
@@ -159,14 +161,15 @@ def recipe_names() -> list[str]:
 
 def model_with_defaults(model: dict) -> dict:
     """A recipe's model section over its configuration class's own defaults (as the schema records them)."""
-    properties = recipe_schema()["$defs"][model["model_type"]]["properties"]
+    exact = recipe_schema()["$defs"]
+    properties = exact[model["model_type"]]["properties"] if is_exact(model) else other_properties(model)
     defaults = {key: value["default"] for key, value in properties.items() if "default" in value}
     return {**defaults, **model}
 
 
 def model_positions(model: dict) -> int:
     """The longest sequence the model is built for."""
-    return model["n_positions"] if model["model_type"] == "gpt2" else model["max_position_embeddings"]
+    return value_of(model, "max_position_embeddings")
 
 
 def accumulation_steps(recipe: Recipe, world_size: int) -> int:

@@ -4,6 +4,7 @@ import json
 import re
 
 from pretraining.evaluation_keys import check_evaluation
+from pretraining.model_types import own_key, value_of
 from pretraining.mup import check_mup
 from pretraining.schema import problem
 from pretraining.step_sizes import check_multiple, check_ramp
@@ -52,19 +53,18 @@ def _check_profile(steps: int | list[int] | None, num_steps: int, where: str) ->
 
 
 def _check_heads(model: dict, where: str) -> None:
-    gpt2 = model["model_type"] == "gpt2"
-    width_key, heads_key = ("n_embd", "n_head") if gpt2 else ("hidden_size", "num_attention_heads")
+    width_key, heads_key = own_key(model, "hidden_size"), own_key(model, "num_attention_heads")
     width, heads = model[width_key], model[heads_key]
-    # Only the Qwen and Mixtral classes take a head_dim that the width does not follow from.
-    must_divide = model["model_type"] in ("gpt2", "llama") or model["head_dim"] is None
+    # Only some classes take a head_dim that the width does not follow from.
+    must_divide = model["model_type"] in ("gpt2", "llama") or model.get("head_dim") is None
     if must_divide and width % heads:
         raise problem(
             where, f"model.{heads_key}", f"is {heads}, which does not divide model.{width_key} {width}"
         )
-    key_value_heads = heads if gpt2 else model["num_key_value_heads"] or heads
+    key_value_heads = value_of(model, "num_key_value_heads") or heads
     if heads % key_value_heads:
         what = f"is {key_value_heads}, which does not divide model.{heads_key} {heads}"
-        raise problem(where, "model.num_key_value_heads", what)
+        raise problem(where, f"model.{own_key(model, 'num_key_value_heads')}", what)
 
 
 def _check_tokenizer(tokenizer: str | dict, vocab_size: int, where: str) -> None:

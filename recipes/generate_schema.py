@@ -1,9 +1,9 @@
-"""Write recipes/schema.json and ds_configs/schema.json from the installed transformers and DeepSpeed.
+"""Write recipes/schema.json, pretraining/model_types.json and ds_configs/schema.json from the installed libraries.
 
 Editors complete and check a recipe by them ("$schema": "schema.json" is its first line); load_recipe and
 load_ds_config check by the same files, without importing either library.
 
-    python recipes/generate_schema.py            write both files
+    python recipes/generate_schema.py            write the files
     python recipes/generate_schema.py --check    exit 1 if a file on disk is stale
 """
 
@@ -19,6 +19,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "recipes")]
 
 from schema_generator.ds_config import ds_config_schema  # noqa: E402
 from schema_generator.from_types import described, first_sentence, type_schema  # noqa: E402
+from schema_generator.model_types import other_model_types  # noqa: E402
 
 from pretraining.data.quality import filters_schema  # noqa: E402
 from pretraining.owned_keys import TRAINING_KEYS  # noqa: E402
@@ -157,11 +158,12 @@ def recipe_schema() -> dict:
     """The recipe's schema: our sections from sections.json, the libraries' from their classes."""
     schema = json.loads(SECTIONS.read_text())
     schema["properties"]["data"]["properties"]["filters"] = filters_schema()
-    model_types = list(SHAPE_KEYS)
+    model_types, others = list(SHAPE_KEYS), other_model_types(list(SHAPE_KEYS))["types"]
     schema["properties"]["model"] = {
         "type": "object",
         "description": "model_type, then that configuration class's keyword arguments, verbatim.",
-        "properties": {"model_type": {"enum": model_types}},
+        # Any other string is told by model_types.py what is wrong with it.
+        "properties": {"model_type": {"anyOf": [{"enum": [*model_types, *others]}, {"type": "string"}]}},
         "required": ["model_type"],
         "allOf": [
             {
@@ -176,15 +178,25 @@ def recipe_schema() -> dict:
     return schema
 
 
+def one_line_each(sections: dict[str, dict]) -> str:
+    """JSON of two levels, an entry a line: what changes with an upgrade of transformers shows type by type."""
+    blocks = []
+    for name, entries in sections.items():
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items()]
+        blocks.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(blocks) + "\n}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is stale")
     check = parser.parse_args().check
     schemas = {"recipes/schema.json": recipe_schema(), "ds_configs/schema.json": ds_config_schema()}
+    texts = {name: json.dumps({"$schema": DRAFT, **schema}, indent=1) for name, schema in schemas.items()}
+    texts["pretraining/model_types.json"] = one_line_each(other_model_types(list(SHAPE_KEYS)))
     stale = []
-    for name, schema in schemas.items():
-        text = json.dumps({"$schema": DRAFT, **schema}, indent=1) + "\n"
-        path = REPOSITORY / name
+    for name, text in texts.items():
+        path, text = REPOSITORY / name, text + "\n"
         if not path.is_file() or path.read_text() != text:
             stale.append(name)
             if not check:

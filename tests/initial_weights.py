@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pretraining.ds_config import load_ds_config
 from pretraining.model import build_model
 from pretraining.training import build_arguments, join_ranks, leave_ranks
-from tests.runs import MODELS, SMALL_RECIPE
+from tests.runs import MODELS, OTHER_MODELS, SMALL_RECIPE
 
 STAGES = ("null", "zero2", "zero3")
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
@@ -35,7 +35,7 @@ def main() -> None:
     join_ranks()
     found = {
         (name, stage, bf16): initial_weights(model, stage, bf16)
-        for name, model in MODELS.items()
+        for name, model in (MODELS | OTHER_MODELS).items()
         for stage in STAGES
         for bf16 in (False, True)
     }

@@ -95,6 +95,20 @@ EXPERTS = {
     "router_aux_loss_coef": 0.01,
 }
 MODELS = {"gpt2": SMALL_RECIPE["model"], "llama": LLAMA, "qwen3_moe": EXPERTS}
+OTHER_MODELS = {
+    "olmo2": {**LLAMA, "model_type": "olmo2"},
+    "gemma": {**LLAMA, "model_type": "gemma", "head_dim": 16},
+    "gpt_neox": {**{k: v for k, v in LLAMA.items() if "key_value" not in k}, "model_type": "gpt_neox"},
+    "qwen2_moe": {
+        **LLAMA,
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 96,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+}
+"""Types that no formula describes."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +191,7 @@ def environment() -> dict[str, str]:
     path = os.pathsep.join([str(BIN), kept.get("PATH", os.defpath)])
     # Passive threads: on a busy machine spinning ones would wait for each other's time slices.
     own = {"PATH": path, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_WAIT_POLICY": "PASSIVE"}
+    own["PRETRAINING_MODEL_CACHE"] = str(Path(tempfile.gettempdir()) / "pretraining-tests-models")
     return {**kept, **own}
 
 

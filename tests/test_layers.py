@@ -23,6 +23,7 @@ FOUNDATION = {
     "journal",
     "lazy",
     "metric_names",
+    "model_types",
     "mup",
     "overrides",
     "owned_keys",

@@ -9,7 +9,7 @@ import torch
 
 from pretraining.model import build_loss, build_model
 from pretraining.model.loss import IGNORED, next_token_loss, token_nats
-from tests.runs import MODELS, SMALL_RECIPE, execute, launcher
+from tests.runs import MODELS, OTHER_MODELS, SMALL_RECIPE, execute, launcher
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def differing(ours: dict, theirs: dict) -> list[str]:
     return [name for name in ours if not torch.equal(ours[name], theirs[name])]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_initial_weights_are_the_same_at_every_stage_and_world_size(weights, name, ranks, stage):
@@ -39,7 +39,7 @@ def test_initial_weights_are_the_same_at_every_stage_and_world_size(weights, nam
     assert not differing(weights[ranks][name, stage, False], weights[1][name, "null", False])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS])
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_bf16_starts_from_the_fp32_weights_rounded(weights, name, stage):
     """No other draw: what is rounded is the same fp32 numbers, on one rank and on two."""
@@ -72,7 +72,7 @@ def test_other_architectures_keep_theirs(weights, name):
             assert tensor.std().item() == pytest.approx(0.02, rel=6 / math.sqrt(tensor.numel())), key
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS])
 def test_no_two_matrices_start_alike(weights, name):
     """Each parameter draws from a stream of its own: layers do not repeat each other."""
     flat = [t.flatten()[:64] for t in weights[2][name, "zero3", False].values() if t.ndim > 1]

@@ -7,6 +7,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from pretraining.errors import UserError
 from pretraining.model.varlen_attention import TORCH_VARLEN, register_varlen_attention
+from pretraining.model_types import is_exact
 
 SDPA_CAUSAL = "sdpa_causal"
 """torch's kernels told that the mask is causal. transformers' own `sdpa` looks for packed documents in every forward
@@ -20,8 +21,11 @@ FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 KEEPS_DOCUMENTS_APART = (TORCH_VARLEN, *FLASH, "flex_attention", "sdpa", "eager")
 
 
-def choose_attention(model: dict, arguments: TrainingArguments, masks_documents: bool = False) -> str:
+def choose_attention(model: dict, arguments: TrainingArguments, masks_documents: bool = False) -> str | None:
     """The name that transformers takes: the recipe's `model.attn_implementation`, else the fastest at hand.
+
+    None leaves the choice to a class of transformers that is not among the known ones: its layers may need a mask of
+    their own, for windows or biases.
 
     FlashAttention takes 16-bit numbers only; where there is none, torch's scaled_dot_product_attention has kernels
     of the same kind. Documents are kept apart by kernels for sequences of different lengths, which torch has for
@@ -35,6 +39,8 @@ def choose_attention(model: dict, arguments: TrainingArguments, masks_documents:
     )  # without a mask function: the mask is None
     asked_for = model.get("attn_implementation")
     register_varlen_attention()
+    if not is_exact(model):
+        return asked_for
     if asked_for:
         return _able(asked_for) if masks_documents else asked_for
     if not (torch.cuda.is_available() and (arguments.bf16 or arguments.fp16)) or model.get("attn_pdrop"):

@@ -76,7 +76,7 @@ def build_model(
             raise UserError(f"model: {' '.join(str(error).split())}") from error
         raise missing_kernel(attention, error) from error
     if arguments.process_index == 0:
-        print(describe_attention(attention, masks_documents), flush=True)
+        print(describe_attention(built.config._attn_implementation, masks_documents), flush=True)
     built.tie_weights()
     if draw_weights:
         names = [name for name, _ in built.named_parameters()]

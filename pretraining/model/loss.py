@@ -15,6 +15,7 @@ from pretraining.errors import UserError
 from pretraining.model.cross_entropy import IGNORED, chunked_nats
 from pretraining.model.loss_head import LossHead, can_fuse, install_loss_head
 
+ROUTER_COEFFICIENT = "router_aux_loss_coef"
 PLAIN = {"kind": "plain", "chunk_tokens": None, "z_loss": 0.0, "router_z_loss": 0.0}
 
 
@@ -48,7 +49,9 @@ def build_loss(model: PreTrainedModel, settings: dict = PLAIN) -> Callable:
     A fused loss changes the model's head (`LossHead`). Raises `UserError` where the model has no head that can be
     fused, or no router.
     """
-    balances = getattr(model.config, "output_router_logits", False)
+    balances = getattr(model.config, "output_router_logits", False) and hasattr(
+        model.config, ROUTER_COEFFICIENT
+    )
     if settings["router_z_loss"] and not balances:
         raise UserError(
             "loss.router_z_loss: needs a mixture of experts with model.output_router_logits true; set it, or leave "
@@ -56,7 +59,7 @@ def build_loss(model: PreTrainedModel, settings: dict = PLAIN) -> Callable:
         )
     return partial(
         next_token_loss,
-        router_coefficient=model.config.router_aux_loss_coef if balances else 0.0,
+        router_coefficient=getattr(model.config, ROUTER_COEFFICIENT) if balances else 0.0,
         router_z_coefficient=settings["router_z_loss"],
         nats=_nats_of(model, settings),
     )
@@ -67,8 +70,8 @@ def _nats_of(model: PreTrainedModel, settings: dict) -> Callable:
     kind, z_loss, chunk_tokens = (settings[key] for key in ("kind", "z_loss", "chunk_tokens"))
     if kind == "fused" and not can_fuse(model):
         raise UserError(
-            f"loss.kind: fused needs an output projection without bias, which {type(model).__name__} does not have; "
-            "use chunked"
+            f"loss.kind: fused needs an output projection without bias that nothing scales, which "
+            f"{type(model).__name__} is not known to have; use chunked"
         )
     if kind == "auto":
         kind = "fused" if can_fuse(model) else "chunked"

@@ -5,6 +5,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pretraining.model.cross_entropy import fused_nats
+from pretraining.model_types import EXACT
 
 
 class LossHead(nn.Linear):
@@ -39,9 +40,9 @@ class LossHead(nn.Linear):
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
-    """Whether the model's logits are nothing but a linear layer without bias."""
+    """Whether the model's logits are nothing but a linear layer without bias; other classes may scale or cap them."""
     head = model.get_output_embeddings()
-    return type(head) in (nn.Linear, LossHead) and head.bias is None
+    return model.config.model_type in EXACT and type(head) in (nn.Linear, LossHead) and head.bias is None
 
 
 def install_loss_head(model: PreTrainedModel) -> LossHead:

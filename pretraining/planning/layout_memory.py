@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass
 
 from pretraining.planning.sizes import ModelSize
+from pretraining.planning.stand_in import shape_of
 from pretraining.planning.tables import table
-from pretraining.recipe import model_with_defaults
 
 BF16, FP32 = 2, 4
 RESERVES = ("fragmentation", "cuda_context_bytes", "nccl_bytes")
@@ -53,7 +53,7 @@ class LayoutMemory:
 
 def layer_shape(model: dict) -> LayerShape:
     """The shape of a recipe's model section."""
-    shape = model_with_defaults(model)
+    shape = shape_of(model)
     if shape["model_type"] == "gpt2":
         width, heads = shape["n_embd"], shape["n_head"]
         inner, layers = shape["n_inner"] or 4 * width, shape["n_layer"]

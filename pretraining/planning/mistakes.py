@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
+from pretraining.model_types import value_of
 from pretraining.planning.findings import Case, Finding
 from pretraining.planning.memory.need import checkpointing_of
 from pretraining.planning.quantities import num_bytes
@@ -102,7 +103,7 @@ def _offloads(config: dict | None) -> bool:
 def _buckets(case: Case) -> Finding | None:
     zero = (case.ds_config or {}).get("zero_optimization", {})
     bucket = zero.get("reduce_bucket_size", 500_000_000)
-    width = case.recipe.model.get("n_embd") or case.recipe.model.get("hidden_size")
+    width = value_of(case.recipe.model, "hidden_size")
     bucket = width**2 if bucket == "auto" else bucket
     small = bucket < min(SMALL_BUCKET, model_size(case.recipe.model).total / 4)
     on_gpus = case.limit is not None and case.world_size > 1

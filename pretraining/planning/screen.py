@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 
+from pretraining.model_types import value_of
 from pretraining.planning.comparison import predicted
 from pretraining.planning.findings import Found
 from pretraining.planning.forecast import Forecast, forecast
@@ -12,11 +13,12 @@ from pretraining.planning.memory.advice import shrink
 from pretraining.planning.memory.need import PHASES, MemoryNeed, checkpointing_of, memory_need
 from pretraining.planning.quantities import columns, dollars, duration, facts, num_bytes, short, three_digits
 from pretraining.planning.run_plan import RunPlan, build_run_plan
+from pretraining.planning.stand_in import family_of
 from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.throughput import loader_bytes_per_second
 from pretraining.planning.verbs.cost import mfu_words
 from pretraining.planning.workload import workload_of_recipe
-from pretraining.recipe import Recipe, model_with_defaults
+from pretraining.recipe import Recipe
 
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_PRICES = 3
@@ -70,18 +72,33 @@ def _verdict(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu |
 
 
 def _model_words(model: dict, plan: RunPlan) -> str:
-    shape, size = model_with_defaults(model), plan.size
-    gpt2 = model["model_type"] == "gpt2"
-    width = shape["n_embd"] if gpt2 else shape["hidden_size"]
+    size, width = plan.size, value_of(model, "hidden_size")
     active = f", {short(size.active)} of them for each token" if size.active < size.total else ""
-    return f"{size.total:,} parameters{active}: {model['model_type']}, {size.num_layers} layers of width {width:,}"
+    words = f"{size.total:,} parameters{active}: {model['model_type']}, {size.num_layers} layers of width {width:,}"
+    if size.counted is None:
+        return words
+    return f"{words}; {size.counted}, activations as those of a {family_of(model)} of these widths"
 
 
 def as_text(answer: dict) -> str:
     """One screen."""
-    rows = [*_what(answer), ("", ""), *_memory(answer), ("", ""), *_time_and_money(answer), ("", "")]
+    rows = [("in short", _in_short(answer)), ("", ""), *_what(answer), ("", ""), *_memory(answer), ("", "")]
+    rows += [*_time_and_money(answer), ("", "")]
     title = f"plan of {answer['name']} on {_gpus(answer['world_size'], answer['gpu'])}"
     return "\n".join([title, "", *(line.rstrip() for line in facts(rows + _tight(answer)).splitlines())])
+
+
+def _in_short(answer: dict) -> str:
+    """Whether it fits, how long it takes, what it costs."""
+    speed, need = answer["forecast"], answer["memory"]["total"]
+    if speed is None:
+        return f"{num_bytes(need)} of memory on each GPU; how long it takes and what it costs depends on --gpu NAME"
+    fits = "fits" if need <= answer["gpu_memory_bytes"] else "does not fit"
+    prices = [price["dollars"] for price in speed["cost"]["prices"]]
+    costs = f"{dollars(min(prices))} or more" if prices else "no price known"
+    return (
+        f"{fits}; {duration(speed['seconds'])}; {costs}; {num_bytes(answer['checkpoint_disk_bytes'])} of disk"
+    )
 
 
 def _what(answer: dict) -> list[tuple[str, str]]:

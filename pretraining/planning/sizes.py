@@ -1,7 +1,9 @@
-"""Exact parameter counts of the supported architectures, part by part, from the recipe alone."""
+"""Exact parameter counts, part by part: by formula for the known architectures, by building for all others."""
 
 from dataclasses import dataclass, fields
 
+from pretraining.model_types import is_exact
+from pretraining.planning.counted import HOW, CountedModel, count_model
 from pretraining.recipe import model_with_defaults
 
 
@@ -49,6 +51,8 @@ class ModelSize:
     tied: bool
     """Whether the head is the token table."""
     parts: PartSizes
+    counted: str | None = None
+    """How, where not by formula."""
 
     @property
     def non_embedding(self) -> int:
@@ -81,6 +85,8 @@ class _Counted:
 
 def model_size(model: dict) -> ModelSize:
     """Sizes of a recipe's model section, exactly as the class of the installed transformers builds it."""
+    if not is_exact(model):
+        return _of_counted(count_model(model))
     shape = model_with_defaults(model)
     counted = _gpt2(shape) if shape["model_type"] == "gpt2" else _llama_like(shape)
     parts = counted.parts
@@ -95,6 +101,31 @@ def model_size(model: dict) -> ModelSize:
         attention_width=counted.attention_width,
         tied=bool(shape["tie_word_embeddings"]),
         parts=parts,
+    )
+
+
+def _of_counted(facts: CountedModel) -> ModelSize:
+    """Sizes of a model that was built on the meta device."""
+    attention_biases, mlp_biases = facts.of_part("attention bias"), facts.of_part("mlp bias")
+    named = {field.name: facts.of_part(field.name) for field in fields(PartSizes)}
+    named["attention"] += attention_biases
+    named["mlp"] += mlp_biases
+    parts = PartSizes(**named)
+    idle = (
+        parts.experts * (facts.experts - facts.chosen_experts) // facts.experts if facts.chosen_experts else 0
+    )
+    matmul = parts.total - parts.embedding - parts.head - idle + facts.head
+    return ModelSize(
+        total=parts.total,
+        embedding=parts.embedding,
+        active=parts.total - idle,
+        matmul=matmul,
+        matmul_weights=matmul - attention_biases - mlp_biases - parts.norms,
+        num_layers=facts.layers,
+        attention_width=facts.attention_width,
+        tied=facts.tied,
+        parts=parts,
+        counted=HOW,
     )
 
 

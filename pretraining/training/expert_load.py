@@ -7,6 +7,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from pretraining.model_types import is_exact
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.run_dir import RunDir
 from pretraining.training.alerts import advice
@@ -22,9 +23,10 @@ FEWEST = 100
 
 
 def experts_per_token(recipe: Recipe) -> int | None:
-    """To how many experts a token is sent; None where the model's outputs do not tell of any."""
+    """To how many experts a token is sent; None where the model's outputs do not tell of any, as is known of them."""
     model = model_with_defaults(recipe.model)
-    return model["num_experts_per_tok"] if model.get("output_router_logits") else None
+    tells = is_exact(model) and model.get("output_router_logits")
+    return model["num_experts_per_tok"] if tells else None
 
 
 class ExpertLoad(TrainerCallback, ExportableState):

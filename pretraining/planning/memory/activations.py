@@ -10,7 +10,7 @@ from pretraining.planning.memory.loss import PLAIN, loss_bytes
 from pretraining.planning.memory.precision import FP32, SIXTEEN_BIT, Precision
 from pretraining.planning.memory.tensors import is_mixture, num_experts
 from pretraining.planning.sizes import model_size
-from pretraining.recipe import model_with_defaults
+from pretraining.planning.stand_in import shape_of
 
 ELEMENTWISE_SAVED = {"gelu_new": 4, "relu": 0}
 """Inner activations an activation function saves beside its result; most save one, their input (activations.py).
@@ -75,7 +75,7 @@ def activations(
         every_n_layers: of how many layers one is recomputed.
         loss: the recipe's section.
     """
-    shape = model_with_defaults(model)
+    shape = shape_of(model)
     layers = shape["n_layer"] if shape["model_type"] == "gpt2" else shape["num_hidden_layers"]
     tokens, block = micro_batch * sequence_length, _block(shape)
     by_layer = [_layer(shape, block, index, sequence_length, precision) for index in range(layers)]

@@ -17,7 +17,7 @@ def loss_bytes(tokens: int, vocab_size: int, width: int, precision: Precision, l
 
     plain: the fp32 log-probabilities, their gradient and the logits' gradient. chunked: the logits, which their
     gradient overwrites, and a chunk's log-probabilities. fused: a chunk of both, the sum of the head's gradient in
-    fp32, the gradient of the head's input. "auto" fuses: every supported architecture has a head without bias.
+    fp32, the gradient of the head's input.
     """
     if loss["kind"] == "plain":
         return 3 * FP32 * tokens * vocab_size

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
+from pretraining.model_types import is_exact, value_of
 from pretraining.planning.memory.activations import Activations, activations
 from pretraining.planning.memory.buffers import Buffers, buffers
 from pretraining.planning.memory.precision import Precision, precision_of
@@ -117,9 +118,9 @@ def memory_need(recipe: Recipe, ds_config: dict | None, world_size: int) -> Memo
         precision,
         recomputes,
         every_n_layers=every,
-        loss=recipe.loss,
+        loss=loss_of(recipe),
     )
-    width = recipe.model.get("n_embd") or recipe.model.get("hidden_size")
+    width = value_of(recipe.model, "hidden_size")
     extra = buffers(ds_config, tensors, width, world_size, precision, accumulation)
     return MemoryNeed(
         phases=_phases(state, held, extra, zero_stage(ds_config), accumulation),
@@ -128,6 +129,14 @@ def memory_need(recipe: Recipe, ds_config: dict | None, world_size: int) -> Memo
         nvme=state.nvme,
         state=state,
     )
+
+
+def loss_of(recipe: Recipe) -> dict:
+    """The recipe's section with what `kind: auto` becomes: fused where the head is known (`model/loss.py`)."""
+    kind = recipe.loss["kind"]
+    if kind != "auto":
+        return recipe.loss
+    return {**recipe.loss, "kind": "fused" if is_exact(recipe.model) else "chunked"}
 
 
 def checkpointing_of(recipe: Recipe) -> tuple[bool, int]:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pretraining.model_types import is_exact
+from pretraining.planning.counted import count_model
 from pretraining.recipe import model_with_defaults
 
 
@@ -17,6 +19,8 @@ class Tensor:
 
 def parameter_tensors(model: dict) -> list[Tensor]:
     """Every parameter of a recipe's model section, as transformers 5.23 orders them (modeling_<type>.py)."""
+    if not is_exact(model):
+        return [Tensor(numel, is_matrix, layer) for _, numel, is_matrix, layer in count_model(model).tensors]
     shape = model_with_defaults(model)
     return _gpt2(shape) if shape["model_type"] == "gpt2" else _llama_like(shape)
 

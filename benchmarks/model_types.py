@@ -1,0 +1,127 @@
+"""Every causal language model type of transformers, tried small: built, counted, causal, trained one step.
+
+    python benchmarks/model_types.py --keep
+    python benchmarks/model_types.py --types qwen2 gemma bloom
+
+What fails here is refused by name in recipes (recipes/schema_generator/model_types.py). A type passes if its logits do
+not depend on later tokens, every parameter gets a finite gradient, and its weights can be drawn module by module.
+"""
+
+import io
+import sys
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+
+from record import REPOSITORY, parser_of, record
+
+sys.path.insert(0, str(REPOSITORY / "recipes"))
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "intermediate_size": 48,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+OTHERS = {"head_dim": 8, "rotary_dim": 8, "pad_token_id": 0}
+LATENT = {
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+}
+LATENT |= {"num_key_value_heads": 4, "pad_token_id": 0, "n_group": 1, "topk_group": 1}
+OWN = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "zaya": {"num_experts_per_tok": 1},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "dots3_note_text": {"num_key_value_heads": 4},
+}
+"""Keys that must fit the shape and have no common name."""
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--types", nargs="+", help="instead of all")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    verdicts = {name: verdict(name, entry) for name, entry in types(options.types).items()}
+    passed = sorted(name for name, words in verdicts.items() if words == "trains")
+    failed = {name: words for name, words in verdicts.items() if words != "trains"}
+    record("model_types", {"tried": len(verdicts), "passed": passed, "failed": failed}, options.keep)
+
+
+def types(chosen: list[str] | None) -> dict:
+    """Type -> its names and keys, those that recipes refuse among them."""
+    from schema_generator import model_types
+
+    model_types.REFUSED.clear()
+    found = model_types.other_model_types(exact=["gpt2", "llama", "mixtral", "qwen3", "qwen3_moe"])["types"]
+    return {name: entry for name, entry in found.items() if not chosen or name in chosen}
+
+
+def small(name: str, entry: dict) -> dict:
+    """A model section of this type, two layers of width 32."""
+    keys = {key: entry["names"].get(key, key) for key in SMALL}
+    shape = {keys[key]: value for key, value in SMALL.items() if keys[key] in entry["properties"]}
+    fitting = LATENT if "qk_rope_head_dim" in entry["properties"] else OTHERS
+    shape |= {key: value for key, value in fitting.items() if key in entry["properties"]}
+    return {"model_type": name, **shape, **OWN.get(name, {})}
+
+
+def verdict(name: str, entry: dict) -> str:
+    """`trains`, or what failed."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        try:
+            return trial(small(name, entry))
+        except Exception as error:
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def trial(model: dict) -> str:
+    """One small model, on the CPU in fp32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from pretraining.model.loss import next_token_loss
+    from pretraining.model.meta_count import describe
+
+    facts = describe(model)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{"use_cache": False, "bos_token_id": 0, "eos_token_id": 0, **model})
+    network = AutoModelForCausalLM.from_config(config)
+    numel = sum(parameter.numel() for parameter in network.parameters())
+    if numel != sum(tensor[1] for tensor in facts["tensors"]):
+        return "counted otherwise than built"
+    if facts["faults"]:
+        return f"initial weights: {facts['faults'][0]}"
+    ids = torch.randint(1, model["vocab_size"], (2, 16))
+    other = ids.clone()
+    other[:, 8:] = torch.randint(1, model["vocab_size"], (2, 8))
+    with torch.no_grad():
+        network.eval()
+        first, second = network(input_ids=ids).logits, network(input_ids=other).logits
+    if not torch.allclose(first[:, :8], second[:, :8], atol=1e-5):
+        return "logits depend on later tokens"
+    if torch.allclose(first[:, 8:], second[:, 8:]):
+        return "logits do not depend on the tokens"
+    network.train()
+    next_token_loss(network(input_ids=ids), ids, ids.numel()).backward()
+    missing = [key for key, parameter in network.named_parameters() if parameter.grad is None]
+    if missing:
+        return f"no gradient: {missing[0]}"
+    return "trains"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""A model counted by building it on the meta device, where it takes no memory: for types that no formula describes.
+
+A program of its own, which planning/counted.py starts: it reads a recipe's `model` section on stdin and prints one
+JSON object, the facts or {"error": one line}.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+
+
+def main() -> None:
+    model = json.load(sys.stdin)
+    try:
+        found = describe(model)
+    except Exception as error:  # whatever a class of transformers raises for a shape it cannot take
+        found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    print(json.dumps(found))
+
+
+def describe(model: dict) -> dict:
+    """What planning needs of a model section: every parameter by part, widths, experts, and how weights are drawn."""
+    built, config = build_on_meta(model)
+    tensors, head = list(parameters_by_part(built)), _head(built)
+    experts = any(part == "experts" for part, *_ in tensors)
+    return {
+        "tensors": tensors,
+        "layers": config.num_hidden_layers,
+        "attention_width": _attention_width(config),
+        "tied": head is built.get_input_embeddings().weight,
+        "head": 0 if head is None else head.numel(),
+        "normed_heads": any(
+            re.search(r"[._][qk]_(layer)?norm", name) for name, _ in built.named_parameters()
+        ),
+        "experts": _first(config, EXPERTS) if experts else 0,
+        "chosen_experts": _first(config, CHOSEN) if experts else 0,
+        "faults": drawing_faults(built),
+    }
+
+
+def build_on_meta(model: dict) -> tuple[PreTrainedModel, object]:
+    """The model without storage, and its config."""
+    config = AutoConfig.for_model(**{"use_cache": False, **model})
+    with torch.device("meta"), no_init_weights():
+        built = AutoModelForCausalLM.from_config(config)
+    built.tie_weights()
+    return built, built.config.get_text_config()
+
+
+def parameters_by_part(built: PreTrainedModel) -> Iterator[tuple[str, int, bool, int | None]]:
+    """(part, elements, whether it is a matrix, layer or None) of every parameter once, in the order of the modules."""
+    head, seen = _head(built), set()
+    has_experts = any(".experts." in f"{name}." for name, _ in built.named_parameters())
+    for module_name, module in built.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                is_head = parameter is head and not isinstance(module, nn.Embedding)
+                part = "head" if is_head else _part(module_name, name, module, has_experts)
+                layer = re.search(r"\.(\d+)(\.|$)", module_name)
+                place = int(layer[1]) if layer else None
+                yield part, parameter.numel(), parameter.ndim >= 2, place
+
+
+def _part(module_name: str, name: str, module: nn.Module, has_experts: bool) -> str:
+    """One of sizes.PartSizes; biases of linear layers are marked, since no token is multiplied with them."""
+    kind, path = type(module).__name__.lower(), f"{module_name}.{name}".lower()
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if "norm" in kind or re.search(r"(^|[._])(ln|norm)(_|\.|\d|$)", path):
+        return "norms"
+    if ".experts." in path:
+        return "experts"
+    last = module_name.rpartition(".")[2]
+    if has_experts and last in ("gate", "router", "classifier"):
+        return "router"
+    part = "attention" if "attn" in path or "attention" in path else "mlp"
+    return f"{part} bias" if name.endswith("bias") else part
+
+
+def _head(built: PreTrainedModel) -> torch.Tensor | None:
+    module = built.get_output_embeddings()
+    return getattr(module, "weight", None)
+
+
+def _first(config, names: tuple[str, ...]) -> int:
+    """The first of these keys that is a number; 0 where there is none."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value), 0)
+
+
+def _attention_width(config) -> int:
+    """Heads times the mean of the sizes of a head's keys and values."""
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    return heads * sum(parts) // 2 if all(parts) else heads * size
+
+
+@torch.no_grad()
+def drawing_faults(built: PreTrainedModel) -> list[str]:
+    """Parameters that a draw module by module (model/initialise.py) would not reach, or would reach too late.
+
+    Each module's `_init_weights` may write to its own parameters and its children's: under ZeRO-3 no others are
+    gathered while it runs. A matrix that no module draws would keep whatever memory held.
+    """
+    faults, drawn = [], set()
+    for parameter in built.parameters():
+        parameter._is_hf_initialized = False
+    for name, module, owner in _children_first("", built, built):
+        inside = dict(module.named_parameters(prefix=name))
+        before = {key: parameter._version for key, parameter in inside.items()}
+        owner._init_weights(module)
+        written = {key for key, parameter in inside.items() if parameter._version != before[key]}
+        drawn |= {id(inside[key]) for key in written}
+        near = {id(p) for each in (module, *module.children()) for p in each.parameters(recurse=False)}
+        far = [key for key in written if id(inside[key]) not in near]
+        faults += [f"{key} is drawn from two levels above it, by {type(module).__name__}" for key in far]
+    matrices = ((key, parameter) for key, parameter in built.named_parameters() if parameter.ndim >= 2)
+    return faults + [
+        f"{key} is drawn by no module" for key, parameter in matrices if id(parameter) not in drawn
+    ]
+
+
+def _children_first(name: str, module: nn.Module, owner: PreTrainedModel):
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for child_name, child in module.named_children():
+        yield from _children_first(f"{name}.{child_name}" if name else child_name, child, owner)
+    yield name, module, owner
+
+
+if __name__ == "__main__":
+    main()

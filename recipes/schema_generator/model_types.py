@@ -1,0 +1,101 @@
+"""Model types beyond those that planning counts by formula: the causal language models of transformers that train here.
+
+pretraining/model_types.json keeps what `load_recipe` checks them by: keys with types and defaults, and which key stands
+for which property of the shape. benchmarks/model_types.py tries each of them; what failed there is named below.
+"""
+
+import dataclasses
+
+from schema_generator.from_types import described, type_schema
+
+SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+"""What a recipe has to state, under these names or those that the class's `attribute_map` gives them."""
+OPTIONAL = {
+    "intermediate_size": ("ffn_dim", "n_inner", "ffn_hidden_size"),
+    "num_key_value_heads": ("num_kv_heads",),
+    "head_dim": (),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "moe_k"),
+    "moe_intermediate_size": (),
+}
+IGNORED = ("add_cross_attention", "pretraining_tp", "is_encoder_decoder", "transformers_version")
+FOUND = {
+    "its logits depend on later tokens": (
+        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
+        "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xmod"
+    ),
+    "some of its parameters get no gradient from text alone": (
+        "afmoe axk2 deepseek_v32 deepseek_v4 ernie4_5_moe git glm_moe_dsa hrm_text hy_v4 laguna phi4_multimodal trocr"
+    ),
+    "no module of transformers draws its initial weights": "openai-gpt",
+    "a small one could not be built and tried": (
+        "cohere_compass_text dbrx dots1 dots3_note_text gemma3n_text gemma4_text gemma4_unified_text lfm2_moe "
+        "modernbert-decoder zamba zamba2"
+    ),
+}
+"""Why some types do not train here, as benchmarks/model_types.py found with transformers 5.23."""
+REFUSED = {model_type: reason for reason, names in FOUND.items() for model_type in names.split()}
+
+
+def other_model_types(exact: list[str]) -> dict:
+    """{"types": {model type: {"names", "required", "properties"}}, "refused": {model type: reason}}."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    types, refused = {}, {}
+    for model_type in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(exact)):
+        entry = _entry(model_type)
+        reason = REFUSED.get(model_type) or (entry if isinstance(entry, str) else None)
+        if reason:
+            refused[model_type] = reason
+        else:
+            types[model_type] = entry
+    return {"types": types, "refused": refused}
+
+
+def _entry(model_type: str) -> dict | str:
+    """Keys and names of a type, or why it cannot be stated as a recipe states models."""
+    from transformers.configuration_utils import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[model_type]
+    inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    fields = {
+        field.name: field
+        for field in dataclasses.fields(config_class)
+        if field.name not in inherited and field.name not in IGNORED
+    }
+    names = _names(fields, config_class.attribute_map)
+    missing = [name for name in SHAPE if name not in names]
+    if "text_config" in fields and missing:
+        return "it is made of several models; its language model alone may have a type of its own, as gemma3_text"
+    if getattr(config_class, "is_encoder_decoder", False):
+        return "it is the decoder of an encoder-decoder model"
+    if missing or names["vocab_size"] != "vocab_size":
+        return f"its configuration has no {' and no '.join(missing or ['vocab_size'])} of its own"
+    properties = {
+        "model_type": {"const": model_type},
+        **{key: _property(field) for key, field in fields.items()},
+    }
+    for name in SHAPE:
+        properties[names[name]]["minimum"] = 1
+    properties["attn_implementation"] = {"type": ["string", "null"], "default": None}
+    other_names = {name: key for name, key in names.items() if name != key}
+    return {"names": other_names, "required": [names[name] for name in SHAPE], "properties": properties}
+
+
+def _names(fields: dict, attribute_map: dict[str, str]) -> dict[str, str]:
+    """Common name -> the class's own key, where it has one."""
+    found = {}
+    for name, others in {**dict.fromkeys(SHAPE, ()), **OPTIONAL}.items():
+        candidates = (name, attribute_map.get(name), *others)
+        key = next((each for each in candidates if each in fields), None)
+        if key:
+            found[name] = key
+    return found
+
+
+def _property(field: dataclasses.Field) -> dict:
+    schema = type_schema(field.type)
+    if field.type is float:
+        schema["format"] = "float"
+    return described(schema, None, field.default)
