@@ -13,6 +13,7 @@ from pretraining.planning.comparison import compare_run
 from pretraining.planning.findings import Finding, Verdict
 from pretraining.planning.forecast import forecast
 from pretraining.planning.gpus import find_gpu
+from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import load_recipe
 from pretraining.run_dir import RunDir, append_row, read_rows, write_json
@@ -69,6 +70,10 @@ def test_a_measured_run_feeds_later_plans(tmp_path, monkeypatch):
     found = forecast(workload_of_recipe(recipe, load_ds_config("zero3")), gpu, 8)
     assert "measured" in found.utilization.source and not found.utilization.assumed
     assert found.mfu == pytest.approx(0.36)
+    screen = as_text(full_plan(recipe, load_ds_config("zero3"), 8, gpu))
+    assert "MFU" in screen and "measured by benchmarks/measured_run.py on NVIDIA H200" in " ".join(
+        screen.split()
+    )
     plain = replace(recipe, training={**recipe.training, "activation_checkpointing": False})
     assert forecast(workload_of_recipe(plain, load_ds_config("zero3")), gpu, 8).mfu > 0.4
 

@@ -49,17 +49,23 @@ def test_peaks_are_dense(gpu):
 
 
 def test_every_constant_has_a_source():
-    """A user can follow each number to a document, or sees that it is an assumption."""
-    for gpu in all_gpus().values():
-        assert len(gpu.source) > 20
+    """A user can follow each number to a document, or sees that it is an assumption; with the day it is of."""
+    day = re.compile(r"20\d\d-\d\d-\d\d")
+    for name, gpu in all_gpus().items():
+        assert len(gpu.source) > 20 and day.fullmatch(table("gpus")["gpus"][name]["looked_up"])
         assert set(gpu.assumed) <= {"network_bits_per_second", "pcie_bytes_per_second"}  # never the GPU's own
     for entry in table("prices")["prices"]:
         assert find_gpu(entry["gpu"]).name == entry["gpu"]
         assert entry["dollars_per_gpu_hour"] > 0 and entry["source"] and entry["place"]
-        assert re.fullmatch(r"20\d\d-\d\d-\d\d", entry["date"])
-    rates = {key: value for key, value in table("rates").items() if key not in ("about", "mfu")}
-    for entry in [*rates.values(), *table("rates")["mfu"].values()]:
-        assert entry["value"] > 0 and entry["source"]
+        assert day.fullmatch(entry["date"])
+    rates = {**table("rates"), **table("memory")}
+    rates = [entry for name, entry in rates.items() if name not in ("about", "mfu")]
+    for entry in [*rates, *table("rates")["mfu"].values()]:
+        assert entry["value"] > 0 and day.fullmatch(entry["looked_up"])
+        assert re.search(r"assumption|measured|github|docs\.|20\d\d|H100", entry["source"]), entry
+    for name, law in table("scaling_laws").items():
+        laws = law.values() if name in ("parametric", "frontiers") else [law] if name != "about" else []
+        assert all(re.search(r"20\d\d", each["source"]) for each in laws)
     assert set(table("rates")["mfu"]) - {"*"} <= set(all_gpus())
 
 

@@ -10,7 +10,7 @@ from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import Gpu, find_gpu
 from pretraining.planning.sizes import ModelSize
 from pretraining.planning.tables import table
-from pretraining.schema import REPOSITORY
+from pretraining.schema import REPOSITORY, display_path
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 SAME_SIZE = 1.25
@@ -95,10 +95,21 @@ def expected_utilization(
 
 @cache
 def measured_utilizations(results: Path) -> tuple[dict, ...]:
-    """The kept results that tell a utilization."""
-    lines = [line for path in sorted(results.glob("*.jsonl")) for line in path.read_text().splitlines()]
-    rows = [json.loads(line) for line in lines if '"mfu"' in line]
+    """The kept results that tell a utilization.
+
+    Raises:
+        UserError: a line that is not JSON.
+    """
+    files = {path: path.read_text(encoding="utf-8").splitlines() for path in sorted(results.glob("*.jsonl"))}
+    rows = [_row(path, n, line) for path in files for n, line in enumerate(files[path], 1) if '"mfu"' in line]
     return tuple(row for row in rows if row.get("mfu") and row.get("parameters"))
+
+
+def _row(path: Path, number: int, line: str) -> dict:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{display_path(path)}: line {number}: not JSON ({error}); remove it") from None
 
 
 def _is_like(row: dict, gpu: Gpu, parameters: int) -> bool:
