@@ -43,7 +43,9 @@ NEUTRAL_TRAINING_KEYS = frozenset(
 
 # Keys that came later, with the value that means what was done before there were any.
 LATER_KEYS = {"data.document_masking": False, "budget.ramp": None}
-LATER_KEYS |= dict.fromkeys(("mup.base_width", "mup.base_layers", "mup.base_head_size"))
+LATER_KEYS |= {"speed.fp8": "none"} | dict.fromkeys(
+    ("mup.base_width", "mup.base_layers", "mup.base_head_size")
+)
 
 SECTIONS = ("model", "data", "budget", "training")
 DATA_FINGERPRINT = "data.fingerprint"
@@ -71,6 +73,7 @@ def curve_parts(recipe: dict) -> dict:
             if section != "training" or key not in NEUTRAL_TRAINING_KEYS:
                 parts[f"{section}.{key}"] = value
     parts |= {f"loss.{key}": recipe.get("loss", {}).get(key, 0.0) for key in ("z_loss", "router_z_loss")}
+    parts |= {"speed.fp8": recipe.get("speed", {}).get("fp8", "none")}
     for section in ("optimizer", "mup"):
         parts |= {f"{section}.{key}": value for key, value in recipe.get(section, {}).items()}
     return LATER_KEYS | parts

@@ -8,6 +8,9 @@ BENIGN = {
     "DeepSpeed": "Setting accelerator to CPU",
     # accelerate compares its own, unused accumulation count with DeepSpeed's.
     "accelerate.accelerator": "Gradient accumulation steps mismatch",
+    # transformers imports torchao wherever it is installed; its kernels are for some GPUs and one Python.
+    "torchao": "Failed to load",
+    "torch.utils._pytree": "is an Enum subclass",
     # A tied lm_head is stored once, as the embedding it is. An untied one is: its checksum is checked.
     "transformers.trainer": "missing keys in the checkpoint model loaded: ['lm_head.weight'].",
 }

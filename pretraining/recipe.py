@@ -42,7 +42,7 @@ class Recipe:
     mup: dict
     """The base model whose rates are used."""
     speed: dict
-    """What makes a step faster: compilation."""
+    """What makes a step faster: compilation, fp8."""
     deepspeed: str | None
     """Name or path of a ds_config, or None for no DeepSpeed."""
     checkpoints: dict

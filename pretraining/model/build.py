@@ -16,11 +16,12 @@ from transformers.initialization import no_init_weights
 from pretraining.errors import UserError
 from pretraining.model.attention import choose_attention, describe_attention, missing_kernel
 from pretraining.model.compiling import check_compiling, compile_model
+from pretraining.model.fp8 import check_fp8, convert_products
 from pretraining.model.initialise import initialise_weights
 from pretraining.mup import NO_BASE, scales_by_name
 from pretraining.recipe import model_with_defaults
 
-PLAIN = {"compile": "none"}
+PLAIN = {"compile": "none", "fp8": "none"}
 """A `speed` section that asks for nothing."""
 
 
@@ -64,6 +65,7 @@ def build_model(
     and `mup` are the recipe's sections.
     """
     check_compiling(speed, arguments.deepspeed)
+    check_fp8(speed, model, arguments)
     attention = choose_attention(model, arguments, masks_documents)
     config = build_config({**model, "attn_implementation": attention}, tokenizer)
     try:
@@ -85,6 +87,8 @@ def build_model(
         initialise_weights(built, arguments.seed, factors)
     # The dataset's labels are already the next tokens: the Trainer must not count them as unshifted ones.
     built.loss_type = None
+    if speed["fp8"] != "none":
+        convert_products(built, speed["fp8"])
     compile_model(built, speed)
     return built
 

@@ -1,0 +1,73 @@
+"""fp8 products in the blocks' linear layers, by torchao: of families that have such layers, on Hopper and later.
+
+Weights, optimizer and everything between the products stay what they are. Each product's inputs are scaled to fp8
+when they are multiplied; torchao's recipes differ in what shares a scale: `tensorwise` all of a tensor, `rowwise` a
+row of it; `rowwise_with_gw_hp` is that with the weights' gradients in bf16. Only in the last does no scale depend on
+which samples share a micro-batch.
+"""
+
+import dataclasses
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, TrainingArguments
+
+from pretraining.data.packages import require
+from pretraining.ds_config import zero_stage
+from pretraining.errors import UserError
+from pretraining.model.compiling import blocks_of
+
+HOPPER = (9, 0)
+MULTIPLE = 16
+"""Of what both sides of a matrix must be for the kernels."""
+
+
+def check_fp8(speed: dict, model: dict, arguments: TrainingArguments) -> None:
+    """Before a model is built.
+
+    Raises:
+        UserError: no such hardware, no bf16, ZeRO-3, or a family without linear layers.
+    """
+    if speed["fp8"] == "none":
+        return
+    key = f"speed.fp8: {speed['fp8']}"
+    if model["model_type"] == "gpt2":
+        raise UserError(
+            f"{key} is for linear layers, and gpt2 has convolutions in their place; set it to none, or take model_type "
+            "llama"
+        )
+    if zero_stage(arguments.deepspeed) == 3:
+        raise UserError(
+            f"{key} keeps every weight it multiplied for the backward pass, and ZeRO-3 could not let go of any; use "
+            "--deepspeed zero1 or zero2, or set it to none"
+        )
+    if not arguments.bf16:
+        raise UserError(f"{key} goes with training.bf16; set that to true, or speed.fp8 to none")
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if capability is None or capability < HOPPER:
+        has = "there is no GPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
+        raise UserError(
+            f"{key} needs a GPU of compute capability 9.0 (Hopper) or later, and {has} here; set it to none"
+        )
+
+
+def convert_products(model: PreTrainedModel, recipe_name: str, emulate: bool = False) -> int:
+    """Let the linear layers of the blocks multiply in fp8; how many there are.
+
+    Parameters and names stay. emulate: compute what the kernels would, slowly, where there are none.
+    """
+    float8 = require("torchao.float8", "speed.fp8")
+    config = float8.Float8LinearConfig.from_recipe_name(recipe_name)
+    config = dataclasses.replace(config, emulate=emulate)
+    chosen = {id(layer) for block in blocks_of(model) for layer in block.modules() if _fits(layer)}
+    float8.convert_to_float8_training(
+        model, module_filter_fn=lambda module, _: id(module) in chosen, config=config
+    )
+    return len(chosen)
+
+
+def _fits(layer: nn.Module) -> bool:
+    """A linear layer whose sides the kernels take; a gathered one has its own shape under ZeRO-3 too."""
+    if type(layer) is not nn.Linear:
+        return False
+    return layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0

@@ -1,0 +1,66 @@
+"""fp8 products: the blocks' linear layers and nothing else, close to them; refused where they cannot be."""
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pretraining.errors import UserError
+from pretraining.model import build_model
+from pretraining.model.fp8 import check_fp8, convert_products
+from tests.runs import LLAMA, MODELS
+from tests.test_compiling import IDS, TOKENIZER, arguments  # noqa: F401
+
+IN_BF16 = SimpleNamespace(bf16=True, deepspeed=None)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_a_converted_model_is_the_model_within_fp8_s_rounding(arguments, name):  # noqa: F811
+    """Emulated: the same parameters under the same names, logits and gradients a few percent off, the head exact."""
+    pytest.importorskip("torchao")
+    whole = build_model(LLAMA, TOKENIZER, arguments).bfloat16()
+    fp8 = build_model(LLAMA, TOKENIZER, arguments).bfloat16()
+    assert convert_products(fp8, name, emulate=True) == 2 * 7
+    assert [n for n, _ in fp8.named_parameters()] == [n for n, _ in whole.named_parameters()]
+    assert type(fp8.lm_head) is torch.nn.Linear
+    gradients = []
+    for model in (whole, fp8):
+        logits = model(input_ids=IDS).logits.float()
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), IDS.flatten()).backward()
+        gradients.append(torch.cat([p.grad.float().flatten() for p in model.parameters()]))
+    ours, theirs = gradients[1], gradients[0]
+    assert 0 < (ours - theirs).norm() / theirs.norm() < 0.1
+
+
+def refusal(speed: str, model: dict, training=IN_BF16) -> str:
+    with pytest.raises(UserError) as error:
+        check_fp8({"fp8": speed}, model, training)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_hardware_without_it_is_one_line(monkeypatch):
+    """Bad input: no GPU, or one from before Hopper."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "9.0 (Hopper) or later, and there is no GPU here" in refusal("rowwise", LLAMA)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    assert "this one has 8.0" in refusal("rowwise", LLAMA)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    check_fp8({"fp8": "rowwise"}, LLAMA, IN_BF16)
+
+
+def test_what_it_does_not_go_with_is_one_line():
+    assert "gpt2 has convolutions" in refusal("tensorwise", MODELS["gpt2"])
+    assert "goes with training.bf16" in refusal(
+        "tensorwise", LLAMA, SimpleNamespace(bf16=False, deepspeed=None)
+    )
+    sharded = SimpleNamespace(bf16=True, deepspeed={"zero_optimization": {"stage": 3}})
+    assert "use --deepspeed zero1 or zero2" in refusal("tensorwise", LLAMA, sharded)
+
+
+@pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")
+def test_a_missing_package_is_one_line(arguments):  # noqa: F811
+    with pytest.raises(UserError, match=r"speed\.fp8 needs the package 'torchao', .*pip install torchao"):
+        convert_products(build_model(LLAMA, TOKENIZER, arguments), "rowwise")
