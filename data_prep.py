@@ -3,11 +3,12 @@
 import argparse
 import json
 
-from pretraining.command_line import add_recipe_arguments
+from pretraining.command_line import add_recipe_arguments, not_negative_integer, positive_integer
 from pretraining.data import prepare_data
 from pretraining.data.encoding.counting import count_as_text, count_data
 from pretraining.data.execution import EXECUTORS, Execution, read_slurm_options
 from pretraining.data.manifest import read_manifest, report_text, summary_of
+from pretraining.data.mixing.stages import check_mixture
 from pretraining.errors import one_line_errors
 from pretraining.recipe import load_recipe
 
@@ -24,6 +25,7 @@ A second run with the same sources returns at once; an interrupted one goes on w
 def main() -> None:
     options = parse_arguments()
     recipe = load_recipe(options.recipe, options.set)
+    check_mixture(recipe)
     if options.count:
         counts = count_data(recipe, options.count_documents, show_progress=not options.json)
         return print(json.dumps(counts) if options.json else count_as_text(counts))
@@ -49,7 +51,11 @@ def parse_arguments() -> argparse.Namespace:
         "auto takes inline for small corpora, else local",
     )
     parser.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="tasks at once (default: every core)"
+        "--workers",
+        type=not_negative_integer,
+        default=0,
+        metavar="N",
+        help="tasks at once (default: every core)",
     )
     parser.add_argument(
         "--slurm",
@@ -64,17 +70,11 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--count_documents",
-        type=positive,
+        type=positive_integer,
         metavar="N",
         help="with --count: the first N documents of each source",
     )
     return parser.parse_args()
-
-
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError(text)
-    return int(text)
 
 
 def as_submitted(jobs: list[str], as_json: bool) -> str:

@@ -21,7 +21,7 @@ from record import REPOSITORY, parser_of, record
 from watched_process import run_watched
 
 CLEANED = {
-    "filters": [{"rule": "length", "min_words": 5}, {"rule": "gopher_quality"}],
+    "filters": [{"rule": "length", "min_words": 5}, {"rule": "pii"}],
     "dedup": {"exact": True, "minhash": {}},
 }
 PLAN = """

@@ -14,6 +14,9 @@ SPLIT_SEED = 0x73706C6974
 BATCH_BYTES = 1 << 20
 """Text handed to the tokenizer at once: enough to keep every core busy, little enough to hold a few of."""
 
+CLEANING_KEYS = ("filters", "dedup", "decontaminate")
+"""Of the data section: what stands between reading a text and encoding it."""
+
 TRAINING_BYTES = 256 << 20
 """Text the tokenizer is trained on at most, shared by the sources' weights: BPE gains little beyond it."""
 
@@ -78,10 +81,14 @@ def _leave_out(where: str, undecodable: bool, skipped: dict, skip_undecodable: b
 
 
 def empty_corpus(data: dict, skipped: dict) -> UserError:
-    """The sentence for sources without a single text."""
+    """The sentence for sources without a single text, or of which nothing is left."""
+    places = [spec.get("path") or spec.get("dataset") or spec["builtin"] for spec in data["sources"]]
+    left_out = [f"{count:,} {reason}" for reason, count in skipped.items() if count]
+    if any(data.get(key) for key in CLEANING_KEYS):
+        left_out.append(f"what {', '.join(key for key in CLEANING_KEYS if data.get(key))} took out")
     return UserError(
-        f"data {data['name']!r}: the corpus is empty: {data['sources']} holds no text (left out: {skipped}); "
-        "add text or change data.sources"
+        f"data {data['name']!r}: the corpus is empty: no text of {', '.join(places)} is left (left out: "
+        f"{', '.join(left_out) or 'nothing'}); add text or change the recipe's data section"
     )
 
 

@@ -55,6 +55,8 @@ def list_files(spec: str, suffixes: tuple[str, ...]) -> list[InputFile]:
 
     In a folder only those with one of `suffixes` count; a file or glob that names others is refused.
     """
+    if not spec.strip():
+        raise UserError("data.sources: path is empty; name a file, a folder or a glob")
     found = _remote_files(spec, suffixes) if is_remote(spec) else _local_files(spec, suffixes)
     if not found:
         raise UserError(f"data.sources: {spec}: no readable file there ({', '.join(suffixes)})")

@@ -1,6 +1,7 @@
 """From the data section of a recipe to data/<name>/: at once if it is there, else built and published."""
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def prepare_data(
     `recipe.sequence_length`. `execution` says where the tasks run. Raises UserError for what the section, the
     sources or the disk have wrong; finished tasks are kept.
     """
-    data, folder = recipe.data, Path(data_root) / recipe.data["name"]
+    data, folder = recipe.data, _place(Path(data_root) / recipe.data["name"])
     sources = [open_source(spec) for spec in data["sources"]]
     fingerprints = _fingerprints(sources, data, read_manifest(folder))
     key = _key(data, fingerprints)
@@ -48,6 +49,17 @@ def prepare_data(
     manifest = read_manifest(folder)
     check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model["vocab_size"])
     check_blocks(manifest["splits"], data, recipe.sequence_length)
+    return folder
+
+
+def _place(folder: Path) -> Path:
+    """Where a link leads, else the folder; UserError where somebody keeps something else there."""
+    folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
+    if folder.is_dir() and any(folder.iterdir()) and read_manifest(folder) is None:
+        raise UserError(
+            f"{folder}: holds files that are no prepared data (there is no manifest.json); choose another data.name, "
+            "or move them"
+        )
     return folder
 
 

@@ -142,12 +142,17 @@ def _json_document(raw: bytes, where: str, text_column: str) -> Document:
     line = decode(raw, where).text
     if line is None:
         return Document(None, where)
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where}: not valid JSON ({error.msg} at column {error.colno}); mend or remove the line"
-        ) from error
+    row = _parse(line.removeprefix("\ufeff"), where)
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected a JSON object with the key {text_column!r}, found {line[:40]!r}")
     return Document(text_of(row, text_column, where), where)
+
+
+def _parse(line: str, where: str):
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} at column {error.colno}"
+    except (RecursionError, ValueError) as error:  # brackets a thousand deep, a number of thousands of digits
+        reason = str(error).partition(";")[0]
+    raise UserError(f"{where}: not valid JSON ({reason}); mend or remove the line")

@@ -141,7 +141,7 @@ _DESCRIBED: dict[tuple[str, str | None], TokenizerInfo] = {}
 
 
 def _describe(folder: Path, name: str, fingerprint: str, eos_token: str | None) -> TokenizerInfo:
-    vocab = _load(folder).get_vocab(with_added_tokens=True)
+    vocab = _load(folder, name).get_vocab(with_added_tokens=True)
     eos_token = eos_token or next((token for token in KNOWN_EOS if token in vocab), None)
     if eos_token not in vocab:
         raise UserError(
@@ -154,11 +154,21 @@ def _describe(folder: Path, name: str, fingerprint: str, eos_token: str | None) 
 def _configured_eos(folder: Path) -> str | None:
     """The eos_token that tokenizer_config.json names, as a string or as an added-token object."""
     path = folder / "tokenizer_config.json"
-    eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token") if path.is_file() else None
+    try:
+        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token") if path.is_file() else None
+    except (ValueError, AttributeError) as error:
+        raise UserError(
+            f"data.tokenizer: tokenizer_config.json is no JSON object ({error}); mend it"
+        ) from error
     return eos.get("content") if isinstance(eos, dict) else eos
 
 
-def _load(folder: Path) -> "tokenizers.Tokenizer":
+def _load(folder: Path, name: str) -> "tokenizers.Tokenizer":
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # of no class of its own
+        raise UserError(
+            f"data.tokenizer: {name}: its tokenizer.json cannot be read ({error}); save the tokenizer again"
+        ) from error

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretraining.data.corpus import Batch, prefetch, read_batches
+from pretraining.data.corpus import CLEANING_KEYS, Batch, prefetch, read_batches
 from pretraining.data.names import source_name
 from pretraining.data.progress import Progress
 from pretraining.data.sources import open_source
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 def count_data(recipe, num_documents: int | None = None, show_progress: bool = True) -> dict:
     """Documents, bytes of text and tokens (EOS included) of each source in `recipe.data`; no shard is written.
+
+    The texts are counted as they are read: nothing is filtered, deduplicated or decontaminated.
 
     With `num_documents`, the first so many of each source. Returns `sources` and their `total`; beside the
     counts, `bytes_per_token` and `compression`, bytes of text for each byte on disk. A tokenizer that is to
@@ -45,6 +47,7 @@ def count_data(recipe, num_documents: int | None = None, show_progress: bool = T
         "name": recipe.data["name"],
         "encoder": encoder.backend.name,
         "documents_of_each_source": num_documents,
+        "before_cleaning": any(recipe.data.get(key) for key in CLEANING_KEYS),
         "sources": counts,
         "total": _with_ratios(total, encoder.dtype.itemsize),
         "skipped": {key: sum(row["skipped"][key] for row in rows) for key in rows[0]["skipped"]},
@@ -60,7 +63,7 @@ def _open_encoder(recipe, sources: list, folder: Path, progress: Progress) -> "E
     from pretraining.data.shards import token_dtype
 
     preparation = Preparation.of(recipe, sources, folder / "data", [])
-    preparation.progress = progress
+    preparation.progress, preparation.data = progress, {**recipe.data, **dict.fromkeys(CLEANING_KEYS)}
     make_tokenizer(preparation, folder / "tokenizer")
     info = describe_tokenizer(folder / "tokenizer", str(recipe.data["tokenizer"]))
     sample = [text for text, _ in islice(sources[0].documents(), 20) if text]
@@ -109,4 +112,7 @@ def count_as_text(counts: dict) -> str:
             f"{row['bytes_per_token']:>13.2f}{row['compression']:>12.2f}x"
         )
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in counts["skipped"].items())
-    return "\n".join([*lines, f"  documents left out: {left_out}"])
+    lines.append(f"  documents left out: {left_out}")
+    if counts["before_cleaning"]:
+        lines.append("  counted as read: before filters, deduplication and decontamination")
+    return "\n".join(lines)

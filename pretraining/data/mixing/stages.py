@@ -4,8 +4,9 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from pretraining.data.mixing.shares import exact_shares, shares_of_sizes
+from pretraining.data.names import source_name
 from pretraining.errors import UserError, nearest
-from pretraining.schema import problem
+from pretraining.schema import display_path, problem
 
 
 class WishedStage(NamedTuple):
@@ -21,6 +22,25 @@ def is_mixed(data: dict) -> bool:
     """Whether the data section asks for a mixture; without one, all text is one stream in one order."""
     weighted = any(source.get("weight") is not None for source in data["sources"])
     return weighted or data.get("mixture") is not None
+
+
+def source_names(section: dict, where: str) -> list[str]:
+    """What the recipe calls its sources: the name, else the last part of the path or data set's name."""
+    names = [source_name(source) for source in section["sources"]]
+    for number, name in enumerate(names):
+        if name in names[:number] and is_mixed(section):
+            what = f"is {name!r} like that of source {names.index(name)}; give each a name of its own"
+            raise problem(where, f"data.sources.{number}.name", what)
+    return names
+
+
+def check_mixture(recipe) -> None:
+    """Refuse (`UserError`) what can be refused of a mixture before hours are spent on preparing its data."""
+    where = display_path(recipe.path)
+    names, section = source_names(recipe.data, where), recipe.data
+    if is_mixed(section):
+        length = recipe.sequence_length
+        read_stages(section, names, [1] * len(names), recipe.num_samples, length, where)
 
 
 def read_stages(

@@ -13,10 +13,9 @@ from pretraining.data.mixing.guard import BlockGuard
 from pretraining.data.mixing.mixed import MixedOrder
 from pretraining.data.mixing.schedule import Schedule, Stage
 from pretraining.data.mixing.sources import open_by_source
-from pretraining.data.mixing.stages import is_mixed, read_stages
+from pretraining.data.mixing.stages import is_mixed, read_stages, source_names
 from pretraining.data.mixing.table import mixture_table
 from pretraining.data.mixing.token_bytes import tokens_of_file
-from pretraining.data.names import source_name
 from pretraining.data.order import GlobalOrder, Order
 from pretraining.data.packed import PackedDataset
 from pretraining.data.shards import TokenSplit
@@ -126,16 +125,6 @@ def _order_of(split: TokenSplit, length: int, seed: int, fingerprint: str, group
         return GlobalOrder(num_blocks, seed, fingerprint)
     first_blocks = blocks_starting(split.token_starts, length, num_blocks)
     return GroupedOrder(first_blocks, group_size, seed, fingerprint)
-
-
-def source_names(section: dict, where: str) -> list[str]:
-    """What the recipe calls its sources: the name, else the last part of the path or data set's name."""
-    names = [source_name(source) for source in section["sources"]]
-    for number, name in enumerate(names):
-        if name in names[:number] and is_mixed(section):
-            what = f"is {name!r} like that of source {names.index(name)}; give each a name of its own"
-            raise problem(where, f"data.sources.{number}.name", what)
-    return names
 
 
 def _large_enough(split: TokenSplit | None, name: str, recipe) -> TokenSplit:

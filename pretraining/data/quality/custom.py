@@ -48,7 +48,7 @@ class Custom(Rule):
         """What the function says; UserError where it says anything but a bool, a text or None."""
         try:
             answer = self._function(view.text, **self.arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             what = f"{type(error).__name__}: {error}"
             raise UserError(f"{self.import_} failed ({what}); mend the function or the document") from error
         if isinstance(answer, str) and answer:
