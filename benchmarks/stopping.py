@@ -1,10 +1,11 @@
-"""What agreeing on a stop costs a step, and how a hang ends.
+"""What agreeing on a stop costs a step, how a hang ends, and how every launcher ends a run that is asked to stop.
 
     python benchmarks/stopping.py --keep
 
 agreement: two ranks over gloo, microseconds of one `Agreement.largest` (median of the rounds' means). hang: a rank of
 the small recipe under `torchrun --max-restarts=1` gets a SIGSTOP; seconds until it is named, against the limit, and
-whether the run then finishes by itself with the losses of the undisturbed one.
+whether the run then finishes by itself with the losses of the undisturbed one. request: for each real launcher and way
+of asking, the exit code that is left, the step it stopped at, whether that step was committed, and the processes left.
 """
 
 import os
@@ -20,20 +21,29 @@ from record import parser_of, record
 
 ROUNDS, CALLS = 10, 200
 LIMIT_SECONDS = 20.0
+LAUNCHERS = {
+    "python": ("python",),
+    "deepspeed": ("deepspeed", "--num_gpus=2"),
+    "torchrun": ("torchrun", "--nproc_per_node=2"),
+    "accelerate": ("accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml"),
+}
+WAYS = ("stop file", "SIGTERM", "Ctrl-C")
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--only", choices=("agreement", "hang"))
+    parser.add_argument("--only", choices=("agreement", "hang", "request"))
     parser.add_argument("--as_rank", type=int, help="used by the benchmark itself")
     options = parser.parse_args()
     if options.as_rank is not None:
         return measure_agreement()
-    if options.only != "hang":
+    if options.only in (None, "agreement"):
         record("agreement", {"ranks": 2, "calls": ROUNDS * CALLS, **agreement()}, options.keep)
-    if options.only != "agreement":
-        with tempfile.TemporaryDirectory(prefix="hang_") as folder:
+    with tempfile.TemporaryDirectory(prefix="stopping_") as folder:
+        if options.only in (None, "hang"):
             record("hang", {"ranks": 2, "limit_seconds": LIMIT_SECONDS, **hang(Path(folder))}, options.keep)
+        if options.only in (None, "request"):
+            record("request", {"ranks": 2, "stage": "zero2", **requests(Path(folder))}, options.keep)
 
 
 def agreement() -> dict:
@@ -95,6 +105,49 @@ def hang(folder: Path) -> dict:
         "named": [f"process {stopped}," in _hang_of(run)["who"], _hang_of(run)["ranks"]],
         "finished_after_seconds": round(time.monotonic() - began, 1),
         "same_losses": run.losses == reference.losses,
+    }
+
+
+def requests(folder: Path) -> dict:
+    """{launcher: {way of asking: what was left}}; `supervise` is around the deepspeed launcher."""
+    from tests.runs import Workshop
+
+    workshop, found = Workshop(folder / "requests"), {}
+    supervise = ("python", "-m", "pretraining.supervise", "--")
+    for name, words in (*LAUNCHERS.items(), ("supervise", LAUNCHERS["deepspeed"])):
+        for way in WAYS:
+            output = folder / f"{name}-{way}"
+            stage = ["--deepspeed", "null"] if name == "python" else []
+            longer = ["--set", "budget.tokens=512000"]
+            command = workshop.typed(list(words), [*stage, *longer], output)
+            command = [*(supervise if name == "supervise" else ()), *command]
+            found.setdefault(name, {})[way] = asked(command, output, way)
+    return found
+
+
+def asked(command: list, output: Path, way: str) -> dict:
+    """Ask a run that trains to stop, and wait for the end of everything it started."""
+    from tests.runs import Run, Started, committed
+
+    started, run = Started(command), Run(output)
+    while len(run.training_rows) < 3 and started.process.poll() is None:
+        time.sleep(0.05)
+    began = time.monotonic()
+    if way == "stop file":
+        run.dir.stop_file.touch()
+    elif way == "SIGTERM":
+        os.kill(started.process.pid, signal.SIGTERM)
+    else:
+        os.killpg(started.process.pid, signal.SIGINT)  # as a terminal does
+    finished = started.finish()
+    seconds = time.monotonic() - began
+    stopped = run.dir.last_event("stopped") or {}
+    return {
+        "code": finished.code,
+        "reason": stopped.get("reason"),
+        "committed": committed(output)[:1] == [f"checkpoint-{stopped.get('step')}"],
+        "seconds": round(seconds, 1),
+        "strays": len(finished.strays),
     }
 
 
