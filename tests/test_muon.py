@@ -277,6 +277,11 @@ REFUSED = {
     "muon and lion": (["optimizer.name=muon", "training.optim=sgd"], "zero2", "exclude training.optim sgd"),
     "adafactor sliced": (["training.optim=adafactor"], "zero2", "use --deepspeed null or zero0"),
     "8-bit sliced": (["training.optim=adamw_8bit"], "zero3", "ZeRO-3 gives it slices"),
+    "torchao's 8-bit": (
+        ["training.optim=adamw_torch_8bit"],
+        "zero0",
+        "states as tensors that checkpoints cannot hold (adamw_bnb_8bit keeps plain ones)",
+    ),
     "schedule-free": (
         ["training.optim=schedule_free_adamw"],
         "zero0",

@@ -33,10 +33,13 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
+SHAPES = {"weight": (6, 5)}
+
+
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(6, 5))
+        self.weight = torch.nn.Parameter(torch.randn(SHAPES["weight"]))
         self.bias = torch.nn.Parameter(torch.randn(6))
         self.scale = torch.nn.Parameter(torch.tensor(1.5))
 
@@ -84,6 +87,16 @@ def test_any_optimizer_goes_on_bit_for_bit(tmp_path, name, steps_before_load):
         step(other, fresh, seed)
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_8_bit_states_go_on_bit_for_bit(tmp_path, monkeypatch):
+    """bitsandbytes quantises from 4,096 elements on: bytes, scales and tables come back as they were."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    monkeypatch.setitem(
+        OPTIMIZERS, "8-bit AdamW", lambda groups: bitsandbytes.optim.AdamW8bit(groups, lr=0.01)
+    )
+    monkeypatch.setitem(SHAPES, "weight", (128, 64))
+    test_any_optimizer_goes_on_bit_for_bit(tmp_path, "8-bit AdamW", 0)
 
 
 def test_states_of_another_optimizer_are_refused(tmp_path):

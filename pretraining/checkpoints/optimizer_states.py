@@ -81,12 +81,14 @@ def _as(value: float, example: object) -> object:
 def states_after_a_step(block: Block, step: int) -> tuple[torch.Tensor, dict]:
     """A tensor of two elements a dimension, and what the block's optimizer keeps for it after stepping it.
 
-    Which states, of which types and devices, differs between optimizers and their versions; a step shows it.
+    Which states, of which types and devices, differs between optimizers and their versions; a step shows it. One
+    that quantises does so to large tensors only: for it the tensor has the block's own size.
     DeepSpeed's CPU Adam multiplies its bias corrections up from step to step: it is taken through all `step` of
     them, so that the next one finds the value it would have had.
     """
     optimizer, like = block.optimizer, block.tensor
-    probe = torch.nn.Parameter(torch.zeros((2,) * like.dim(), dtype=like.dtype, device=like.device))
+    shape = like.shape if _quantises(optimizer) else (2,) * like.dim()
+    probe = torch.nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
     probe.grad = torch.zeros_like(probe)
     own = optimizer.state, optimizer.param_groups
     optimizer.state = defaultdict(dict)
@@ -97,3 +99,8 @@ def states_after_a_step(block: Block, step: int) -> tuple[torch.Tensor, dict]:
         return probe, dict(optimizer.state[probe])
     finally:
         optimizer.state, optimizer.param_groups = own
+
+
+def _quantises(optimizer: torch.optim.Optimizer) -> bool:
+    """bitsandbytes' 8-bit optimizers, whose states are bytes, scales of blocks, and a table of the bytes' values."""
+    return getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8

@@ -17,6 +17,16 @@ ADAMW = ("adamw_torch", "adamw_torch_fused")
 ELEMENTWISE = (*ADAMW, "sgd", "adagrad", "rmsprop", "lion_32bit", "adamw_bnb_32bit")
 """Names of `training.optim` whose update of a weight looks at no other weight: ZeRO may cut their state anywhere."""
 DEFAULT = "adamw_torch_fused"
+UNRESUMABLE = {
+    "schedule_free": "trains other weights than it means to be measured and exported",
+    "adamw_torch_8bit": "keeps its states as tensors that checkpoints cannot hold (adamw_bnb_8bit keeps plain ones)",
+    "adamw_torch_4bit": "keeps its states as tensors that checkpoints cannot hold",
+    "galore": "keeps projections that checkpoints cannot hold",
+    "apollo": "keeps projections that checkpoints cannot hold",
+    "lomo": "steps inside the backward pass, before gradients are whole",
+    "adalomo": "steps inside the backward pass, before gradients are whole",
+}
+"""Beginnings of names of `training.optim`, and why none of them holds the promises at any stage."""
 
 
 def choose_optimizer(recipe, ds_config: dict | None) -> tuple[Callable, dict] | None:
@@ -99,11 +109,12 @@ def build_optimizer(
 
 def _refuse_other_rule(recipe, ds_config: dict | None, where: str) -> None:
     optim, stage = recipe.training.get("optim", DEFAULT), zero_stage(ds_config)
-    if optim.startswith("schedule_free"):
-        what = f"is {optim}, which trains other weights than it means to be measured and exported"
-        raise problem(
-            where, "training.optim", f"{what}; use {DEFAULT} and lr_scheduler_type warmup_stable_decay"
-        )
+    for beginning, why in UNRESUMABLE.items():
+        if optim.startswith(beginning):
+            remedy = f"use {DEFAULT}"
+            if beginning == "schedule_free":
+                remedy += " and lr_scheduler_type warmup_stable_decay"
+            raise problem(where, "training.optim", f"is {optim}, which {why}; {remedy}")
     if optim not in ADAMW and optimizer_device(ds_config) != "gpu":
         what = f"is {optim}, but offloading the optimizer replaces it by DeepSpeed's CPU Adam"
         raise problem(
