@@ -17,13 +17,18 @@ def _check_validated_saves(keep_best: int, training: dict, where: str) -> None:
     """The best are told by the validation loss after their own step: each save needs one."""
     strategies = {training.get("save_strategy", "steps"), training.get("eval_strategy", "no")}
     save = training.get("save_steps", 500)
-    evaluate = training.get("eval_steps") or training.get("logging_steps", 500)
+    evaluate = _eval_steps(training)
     if keep_best and (strategies != {"steps"} or save % evaluate):
         what = (
             f"is {keep_best}, but not every save is validated: set eval_strategy and save_strategy to steps, and "
             f"training.save_steps (now {save}) to a multiple of training.eval_steps (now {evaluate})"
         )
         raise problem(where, "checkpoints.keep_best", what)
+
+
+def _eval_steps(training: dict) -> int:
+    """Steps between validations, by TrainingArguments' own defaults."""
+    return training.get("eval_steps") or training.get("logging_steps", 500)
 
 
 def _check_patience(patience: int | None, training: dict, where: str) -> None:
@@ -51,7 +56,7 @@ def _check_metric(evaluation: dict, where: str) -> None:
 
 
 def _check_cadence(task_steps: int | None, training: dict, where: str) -> None:
-    every = training.get("eval_steps") or training.get("logging_steps", 500)
+    every = _eval_steps(training)
     if task_steps is not None and training.get("eval_strategy") == "steps" and task_steps % every:
         what = (
             f"is {task_steps}, no multiple of training.eval_steps {every}: scores come with the validations"

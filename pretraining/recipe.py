@@ -1,6 +1,7 @@
 """The recipe: what to train, read strictly, with nothing stated twice and everything derivable derived."""
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
@@ -106,6 +107,11 @@ class Recipe:
         """Seed of the samples' order: TrainingArguments' `data_seed`, else its `seed` (42 by default)."""
         data_seed = self.training.get("data_seed")
         return self.training.get("seed", 42) if data_seed is None else data_seed
+
+    def warmup_steps(self, num_steps: int) -> int:
+        """Steps of rising rate in a run of `num_steps`, of which TrainingArguments' `warmup_steps` may be a share."""
+        given = self.training.get("warmup_steps", 0)
+        return int(given) if given >= 1 else math.ceil(num_steps * given)
 
     def to_dict(self) -> dict:
         """The resolved recipe: written to a file and loaded again, it is this recipe."""

@@ -2,6 +2,8 @@
 
 SECTIONS = ("data", "budget", "loss", "optimizer", "mup", "speed")
 SECTIONS += ("checkpoints", "monitors", "evaluation", "report")
+NESTED = {"data": ("dedup", "decontaminate"), "budget": ("ramp",), "monitors": ("spikes", "profile")}
+"""Objects in them that have defaults of their own; null stays null."""
 
 
 def with_defaults(values: dict, schema: dict, name: str) -> dict:
@@ -10,20 +12,12 @@ def with_defaults(values: dict, schema: dict, name: str) -> dict:
     schema = schema["properties"]
     for section in SECTIONS:
         values[section] = _filled(values.get(section, {}), schema[section])
-    spikes = schema["monitors"]["properties"]["spikes"]
-    values["monitors"]["spikes"] = _filled(values["monitors"].get("spikes", {}), spikes)
-    if values["monitors"]["profile"] is not None:
-        profile = schema["monitors"]["properties"]["profile"]
-        values["monitors"]["profile"] = _filled(values["monitors"]["profile"], profile)
+        for key in NESTED.get(section, ()):
+            given = values[section].get(key, {})
+            if given is not None:
+                values[section][key] = _filled(given, schema[section]["properties"][key])
     source = schema["data"]["properties"]["sources"]["items"]
     values["data"]["sources"] = [_filled(entry, source) for entry in values["data"]["sources"]]
-    for section in ("dedup", "decontaminate"):
-        if values["data"][section] is not None:
-            nested = schema["data"]["properties"][section]
-            values["data"][section] = _filled(values["data"][section], nested)
-    if values["budget"]["ramp"] is not None:
-        ramp = schema["budget"]["properties"]["ramp"]
-        values["budget"]["ramp"] = _filled(values["budget"]["ramp"], ramp)
     return {"name": name, "deepspeed": None, **values}
 
 

@@ -143,6 +143,23 @@ def keep_rows(path: Path, stays: Callable[[dict], bool]) -> list[dict]:
     return kept
 
 
+def keep_past_rows(
+    path: Path, step: int, log_history: list[dict], of_validation: Callable[[dict], bool]
+) -> list[dict]:
+    """Forget the rows of steps that are trained again, and of a validation that is measured again; returns the rest.
+
+    A run goes on after `step`. log_history: what the checkpoint knows of: not of the closing validation, which comes
+    after it. of_validation: whether a row belongs to the validation after its step.
+    """
+    validated = any("eval_loss" in row and row["step"] == step for row in log_history)
+
+    def stays(row: dict) -> bool:
+        made = row.get("step", 0)
+        return made < step or (made == step and (validated or not of_validation(row)))
+
+    return keep_rows(path, stays)
+
+
 def describe_environment(device: str, world_size: int) -> dict:
     """Versions, device and git state, for environment.json and the model card; no variables, no secrets."""
     return {

@@ -22,31 +22,21 @@ WORDS = (
 WORDS += ("import", "self", "naïve", "[step]", "cuts")
 
 GENERATION = """task: continue_line
-dataset_path: json
-dataset_kwargs: {{data_files: {{validation: {items}}}}}
 validation_split: validation
 output_type: generate_until
-doc_to_text: "{{{{ctx_a}}}}"
-doc_to_target: "{{{{ctx_b}}}}"
-generation_kwargs: {{until: ["\\n"], max_gen_toks: 12}}
+doc_to_text: "{{ctx_a}}"
+doc_to_target: "{{ctx_b}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 12}
 metric_list:
-  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
 """
 PERPLEXITY = """task: read_line
-dataset_path: json
-dataset_kwargs: {{data_files: {{validation: {items}}}}}
 validation_split: validation
 output_type: loglikelihood_rolling
 doc_to_text: ""
-doc_to_target: "{{{{ctx}}}}"
+doc_to_target: "{{ctx}}"
 metric_list:
-  - {{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}}
-"""
-HELLASWAG = """include: {shipped}
-task: hellaswag
-dataset_path: json
-dataset_kwargs: {{data_files: {{validation: {items}}}}}
-training_split: null
+  - {metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}
 """
 
 
@@ -84,9 +74,8 @@ def write_items(path: Path, number: int = 20) -> Path:
 
 def write_tasks(folder: Path, items: Path) -> Path:
     """A folder of two tasks on those items: one is read, one is continued."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "read_line.yaml").write_text(PERPLEXITY.format(items=items))
-    (folder / "continue_line.yaml").write_text(GENERATION.format(items=items))
+    _write_task(folder / "read_line.yaml", PERPLEXITY, items)
+    _write_task(folder / "continue_line.yaml", GENERATION, items)
     return folder
 
 
@@ -95,6 +84,12 @@ def write_hellaswag_task(folder: Path, items: Path) -> Path:
     import lm_eval.tasks
 
     shipped = Path(lm_eval.tasks.__file__).parent / "hellaswag" / "hellaswag.yaml"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "local_hellaswag.yaml").write_text(HELLASWAG.format(shipped=shipped, items=items))
+    task = f"task: hellaswag\ninclude: {shipped}\ntraining_split: null\n"
+    _write_task(folder / "local_hellaswag.yaml", task, items)
     return folder
+
+
+def _write_task(path: Path, task: str, items: Path) -> None:
+    """The YAML of a task whose validation split is a local file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{task}dataset_path: json\ndataset_kwargs: {{data_files: {{validation: {items}}}}}\n")

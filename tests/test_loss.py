@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
-from pretraining.model.cross_entropy import IGNORED, chunked_nats, fused_nats
+from pretraining.model.cross_entropy import chunked_nats, fused_nats
 from pretraining.model.loss import build_loss, next_token_loss, token_nats
 from pretraining.model.loss_head import LossHead
 from pretraining.planning.memory.loss import default_chunk

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pretraining.data.document_masking import IGNORED
 from pretraining.model import build_loss, build_model
-from pretraining.model.loss import IGNORED, next_token_loss, token_nats
+from pretraining.model.loss import next_token_loss, token_nats
 from tests.runs import MODELS, OTHER_MODELS, SMALL_RECIPE, execute, launcher
 
 

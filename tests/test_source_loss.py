@@ -4,10 +4,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pretraining.data.document_masking import IGNORED
 from pretraining.metric_names import grouped
 from pretraining.model import build_loss
 from pretraining.model.loss import PLAIN, token_nats
-from pretraining.training.source_loss import IGNORED, SourceLoss
+from pretraining.training.source_loss import SourceLoss
 from tests.runs import MODELS
 
 

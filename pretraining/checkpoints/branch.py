@@ -2,17 +2,16 @@
 2024), a longer context, other data, or several of these.
 """
 
-import math
 import os
 import shutil
 import tempfile
-from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.marker import MARKER, flush_folder, read_marker
 from pretraining.curve import changed_parts
+from pretraining.data.mixing.stages import block_of
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe, load_recipe
 from pretraining.run_dir import RunDir, append_row, read_rows, write_json
@@ -92,7 +91,7 @@ def staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage, 
             f"{checkpoint}: the size of a step still rises, for {sizes.ramp_steps:,} steps (budget.ramp); choose a "
             "later --at"
         )
-    warmup = _stable_since(earlier.training, start.step, start.last_step(earlier), checkpoint)
+    warmup = _stable_since(earlier, start.step, start.last_step(earlier), checkpoint)
     schedule = {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {}}
     if stage.decay:
         kwargs = {
@@ -109,17 +108,16 @@ def staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage, 
     return values
 
 
-def _stable_since(training: dict, step: int, total: int, checkpoint: Path) -> int:
+def _stable_since(recipe: Recipe, step: int, total: int, checkpoint: Path) -> int:
     """Warm-up steps before the stable rate; `UserError` where the rate at `step` is another one."""
+    training = recipe.training
     kind, kwargs = training.get("lr_scheduler_type", "linear"), training.get("lr_scheduler_kwargs") or {}
     if kind not in STABLE:
         raise UserError(
             f"{checkpoint}: its rate is never stable (training.lr_scheduler_type is {kind}); a decay begins from "
             f"{', '.join(STABLE)}"
         )
-    given = 0 if kind == "constant" else training.get("warmup_steps", 0)
-    warmup = int(given) if given >= 1 else math.ceil(total * given)
-    end = total
+    warmup, end = 0 if kind == "constant" else recipe.warmup_steps(total), total
     if kind == "warmup_stable_decay":
         stable_steps = kwargs.get("num_stable_steps")
         end = total - kwargs["num_decay_steps"] if stable_steps is None else warmup + stable_steps
@@ -136,7 +134,7 @@ def _stages_until(tokens: int, recipe: Recipe) -> list[dict]:
     for stage in recipe.data["mixture"]["stages"]:
         until = stage.get("until")
         if until is not None and until < 1:
-            until = round(Fraction(repr(until)) * recipe.num_samples) * length
+            until = block_of(until, recipe.num_samples, length) * length
         if until is None or until >= tokens:
             return [*stages, {key: value for key, value in stage.items() if key != "until"}]
         stages.append({**stage, "until": until})

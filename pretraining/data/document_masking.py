@@ -25,6 +25,15 @@ def masked_block(tokens: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
     return {"input_ids": tokens[:-1], "labels": labels, "position_ids": positions}
 
 
+def stack_blocks(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray | int]:
+    """One batch of blocks: int64 [L] under each key becomes int64 [batch, L].
+
+    Where the blocks have positions, the borders of their documents go with them (`document_borders`).
+    """
+    batch = {key: np.stack([block[key] for block in blocks]) for key in blocks[0]}
+    return batch | document_borders(batch["position_ids"]) if "position_ids" in batch else batch
+
+
 def document_borders(position_ids: np.ndarray) -> dict[str, np.ndarray | int]:
     """What kernels for sequences of different lengths take, under transformers' names, of positions [batch, L].
 

@@ -20,7 +20,6 @@ EXAMPLES = """examples:
   python -m pretraining.evaluation runs/tiny --json --no-sample
   python -m pretraining.evaluation runs/124m --hellaswag Rowan/hellaswag
   python -m pretraining.evaluation runs/124m/export --tasks arc_easy,lambada_openai --limit 200 --json"""
-BATCH_SIZE = 8
 
 
 def main() -> None:
@@ -44,10 +43,11 @@ def find_export(folder: Path) -> Path:
 def score_export(export: Path, options: argparse.Namespace) -> dict[str, float]:
     """{"<task>/<metric>": score} of an exported model; what is asked for is looked at before the model is loaded."""
     from pretraining.evaluation.measures import scorers_of
+    from pretraining.evaluation.validation import DEFAULT_BATCH_SIZE
 
     config, tokenizer = _load(export, "AutoConfig"), _load(export, "AutoTokenizer")
     tasks = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
-    shape = {"max_length": config.max_position_embeddings, "batch_size": BATCH_SIZE}
+    shape = {"max_length": config.max_position_embeddings, "batch_size": DEFAULT_BATCH_SIZE}
     scorers = scorers_of(tasks, options.hellaswag, tokenizer, options.limit, **shape)
     model = _load_model(export)
     scores = {}

@@ -10,6 +10,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
 from pretraining.evaluation.likelihood import Interrupted, Pair, score
+from pretraining.evaluation.ranks import rank_and_world_size
 from pretraining.evaluation.sample import evaluation_mode
 from pretraining.evaluation.tokens import encode
 
@@ -72,7 +73,7 @@ class HarnessModel(TemplateLM):
 
         Ranks that run out repeat the last request unheard.
         """
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, world_size = rank_and_world_size()
         texts: list[str | None] = [None] * len(requests)
         most_tokens = max(self._new_tokens(request) for request in requests)
         for round_start in range(0, len(requests), world_size):

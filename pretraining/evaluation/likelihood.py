@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from pretraining.evaluation.ranks import rank_and_world_size
 from pretraining.evaluation.sample import evaluation_mode
 
 
@@ -46,7 +47,7 @@ def score(
     Pairs of like length share a batch, longest first, whatever the world size. Ranks that run out repeat the
     shortest batch unheard, because under ZeRO-3 a forward pass is a collective. Raises `Interrupted`.
     """
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world_size = rank_and_world_size()
     batches = _batches(pairs, batch_size)
     scores = torch.zeros(len(pairs), 2, dtype=torch.float64, device=next(model.parameters()).device)
     with evaluation_mode(model):

@@ -4,7 +4,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from pretraining.evaluation.sample import sample_text
 from pretraining.recipe import Recipe
-from pretraining.run_dir import RunDir, append_row, keep_rows
+from pretraining.run_dir import RunDir, append_row, keep_past_rows
 
 
 class LiveSamples(TrainerCallback):
@@ -19,11 +19,8 @@ class LiveSamples(TrainerCallback):
         self.prompts, self.num_tokens = prompts_of(recipe), recipe.evaluation["sample_tokens"]
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Forget the samples of validations that are made again: the closing one comes after the last checkpoint."""
-        now = state.global_step
-        validated = any("eval_loss" in row and row["step"] == now for row in state.log_history)
         if state.is_world_process_zero:
-            keep_rows(self.run.samples, lambda row: row.get("step", 0) < now + validated)
+            keep_past_rows(self.run.samples, state.global_step, state.log_history, lambda row: True)
 
     def on_evaluate(self, args, state, control, model, **kwargs):
         for prompt in self.prompts if self.num_tokens else ():

@@ -11,7 +11,7 @@ from pretraining.errors import UserError, nearest
 from pretraining.evaluation.harness import Harness
 from pretraining.evaluation.hellaswag import HellaSwag, read_items
 from pretraining.evaluation.likelihood import Interrupted
-from pretraining.evaluation.validation import DEFAULT_BATCH_SIZE, Validation
+from pretraining.evaluation.validation import Validation
 from pretraining.recipe import Recipe, model_positions
 
 
@@ -43,13 +43,12 @@ class Measures:
 
         Raises `UserError` for a task that there is not, data that cannot be read, lm-eval that is not installed.
         """
-        section = recipe.evaluation
-        batch_size = recipe.training.get("per_device_eval_batch_size", DEFAULT_BATCH_SIZE)
-        shape = {"max_length": model_positions(recipe.model), "batch_size": batch_size}
+        section, validation = recipe.evaluation, Validation.of(splits, recipe)
+        shape = {"max_length": model_positions(recipe.model), "batch_size": validation.batch_size}
         scorers = scorers_of(
             section["tasks"], section["hellaswag"], tokenizer, section["task_limit"], **shape
         )
-        return cls(Validation.of(splits, recipe), scorers, recipe, last_step)
+        return cls(validation, scorers, recipe, last_step)
 
     @property
     def dataset(self):

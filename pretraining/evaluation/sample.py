@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pretraining.evaluation.tokens import encode
+
 
 @torch.no_grad()
 def sample_text(
@@ -22,7 +24,7 @@ def sample_text(
     An empty prompt starts from the end-of-text token, as every document does. temperature 0 is greedy. Random
     generators and the model's mode are left as they were. Under ZeRO-3 every rank must call it alike.
     """
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
+    ids = encode(tokenizer, prompt) or [tokenizer.eos_token_id]
     room = model.config.max_position_embeddings - len(ids)
     if min(num_tokens, room) <= 0:
         return tokenizer.decode(ids, skip_special_tokens=True)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch.utils.data import ConcatDataset
 
 from pretraining.data import PackedDataset, TokenSplit
-from pretraining.data.document_masking import IGNORED, document_borders
+from pretraining.data.document_masking import IGNORED, stack_blocks
+from pretraining.evaluation.ranks import rank_and_world_size
 from pretraining.evaluation.sample import evaluation_mode
 from pretraining.recipe import Recipe
 
@@ -100,7 +101,7 @@ class Validation:
 
     def _totals(self, model: torch.nn.Module, interrupted: Callable[[], bool]) -> torch.Tensor | None:
         """[parts, 2]: nats and tokens of each part, from this rank's batches; None where it was interrupted."""
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, world_size = rank_and_world_size()
         device = next(model.parameters()).device
         totals = torch.zeros(len(self.parts), 2, dtype=torch.float64, device=device)
         batches = self._batches()
@@ -146,11 +147,9 @@ class Validation:
 
 
 def _batch(blocks: list[dict[str, np.ndarray]], device) -> dict[str, torch.Tensor | int]:
-    """[batch, length] of each column on the device, and the borders of documents where they are masked."""
-    columns = {key: np.stack([block[key] for block in blocks]) for key in blocks[0]}
-    if "position_ids" in columns:
-        columns |= document_borders(columns["position_ids"])
-    return {k: torch.from_numpy(x).to(device) if isinstance(x, np.ndarray) else x for k, x in columns.items()}
+    """`stack_blocks` in tensors on the device."""
+    batch = stack_blocks(blocks)
+    return {k: torch.from_numpy(x).to(device) if isinstance(x, np.ndarray) else x for k, x in batch.items()}
 
 
 def _summed_nats(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

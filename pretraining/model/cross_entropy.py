@@ -7,9 +7,8 @@ kept for the backward pass. The z-loss, `weight * log(Z)^2` for each token, keep
 
 import torch
 
+from pretraining.data.document_masking import IGNORED
 from pretraining.planning.memory.loss import default_chunk
-
-IGNORED = -100
 
 
 def chunked_nats(

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
-from pretraining.model.cross_entropy import IGNORED, chunked_nats
+from pretraining.model.cross_entropy import chunked_nats
 from pretraining.model.loss_head import LossHead, can_fuse, install_loss_head
 
 ROUTER_COEFFICIENT = "router_aux_loss_coef"

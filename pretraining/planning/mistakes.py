@@ -39,16 +39,15 @@ def _fp16(case: Case) -> Finding | None:
 
 def _warm_up(case: Case) -> Finding | None:
     """2 / (1 - beta2) steps (Ma and Yarats 2021, section 5), from a billion parameters on GPT-3's tokens too."""
-    training, steps = case.recipe.training, case.recipe.num_steps
-    given = training.get("warmup_steps", 0)
-    given = given * steps if given < 1 else given
-    needed = round(2 / max(1 - training.get("adam_beta2", 0.999), 1e-9))
+    steps = case.recipe.num_steps
+    given = case.recipe.warmup_steps(steps)
+    needed = round(2 / max(1 - case.recipe.training.get("adam_beta2", 0.999), 1e-9))
     if model_size(case.recipe.model).total >= 1e9:
         needed = max(needed, WARM_UP_TOKENS // case.recipe.tokens_per_step)
     needed = min(needed, max(1, steps // 10))
     if given >= needed:
         return None
-    what = f"warm-up of {given:g} steps is short for this size: Adam's second moment is not settled"
+    what = f"warm-up of {given} steps is short for this size: Adam's second moment is not settled"
     return Finding(what, f"--set training.warmup_steps={needed}")
 
 

@@ -105,7 +105,7 @@ class LayerNormsCallback(TrainerCallback):
         self.follows_alert = step > 0 and self.alerted_step() == step
         self.measures = self.is_due or self.follows_alert
         if self.measures:
-            self.norms = LayerNorms(model, optimizer)
+            self.norms = self.norms or LayerNorms(model, optimizer)
             self.norms.open()
 
     def hear_gradient_norm(self, norm) -> None:

@@ -2,12 +2,11 @@
 
 import resource
 import time
-from functools import partial
 
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 from pretraining.metric_names import grouped_names
-from pretraining.run_dir import RunDir, append_row, keep_rows
+from pretraining.run_dir import RunDir, append_row, keep_past_rows
 from pretraining.training.goodput import Goodput
 from pretraining.training.speed import SpeedMeter, device_memory
 from pretraining.training.stragglers import Stragglers
@@ -27,7 +26,10 @@ class MetricsCallback(TrainerCallback):
         # On resume the Trainer restores the cadence of the old run: the recipe's is the one that counts.
         state.compute_steps(args, state.max_steps)
         if state.is_world_process_zero:
-            self.goodput = Goodput(self.run, keep_rows(self.run.metrics, partial(_is_past, state)))
+            past = keep_past_rows(
+                self.run.metrics, state.global_step, state.log_history, lambda row: "eval/loss" in row
+            )
+            self.goodput = Goodput(self.run, past)
         self.stragglers = Stragglers()
         self.logged_step = state.global_step
         time_optimizer(optimizer, self.speed.clock)
@@ -83,13 +85,3 @@ class MetricsCallback(TrainerCallback):
             for slow in self.stragglers.judge([row[0] for row in ranks], step_seconds, steps):
                 self.run.add_event("straggler", step=state.global_step, **slow)
         return measured
-
-
-def _is_past(state: TrainerState, row: dict) -> bool:
-    """Whether a row's step is not trained again, nor its validation measured again.
-
-    The closing validation comes after the last checkpoint, which does not know of it.
-    """
-    step, now = row.get("step", 0), state.global_step
-    validated = any("eval_loss" in logged and logged["step"] == now for logged in state.log_history)
-    return step < now or (step == now and (validated or "eval/loss" not in row))

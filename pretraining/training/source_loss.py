@@ -5,12 +5,11 @@ from collections.abc import Callable
 import torch
 from transformers import TrainerCallback
 
+from pretraining.data.document_masking import IGNORED
 from pretraining.data.mixing.stages import is_mixed
 from pretraining.data.mixing.training import source_names
 from pretraining.recipe import Recipe
 from pretraining.training.rank_sums import sum_over_ranks
-
-IGNORED = -100
 
 
 class SourceLoss(TrainerCallback):

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from pretraining.journal import NOTHING_HEALED, Journal
 from pretraining.step_sizes import StepSizes
 from pretraining.training.arguments import training_refusals
-from pretraining.training.hearing import tell_gradient_norm, tell_sources
+from pretraining.training.hearing import tell
 from pretraining.training.optimizers import BindPartitions, Muon, describe_groups
 from pretraining.training.schedule import follow_step_sizes, lower_rates
 from pretraining.training.signals import ignore_in_worker
@@ -92,7 +92,7 @@ class PretrainingTrainer(TimedTrainer):
     def _get_grad_norm(self, model, grad_norm=None):
         """Of every step, before clipping; told to the callbacks that listen."""
         norm = super()._get_grad_norm(model, grad_norm)
-        tell_gradient_norm(self.callback_handler.callbacks, norm)
+        tell(self.callback_handler.callbacks, "hear_gradient_norm", norm)
         return norm
 
     def release(self) -> None:
@@ -173,7 +173,7 @@ class PretrainingTrainer(TimedTrainer):
         """Forward pass and loss; the samples' sources are for the callbacks that listen, not for the model."""
         sources = inputs.pop("source", None)
         if sources is not None:
-            tell_sources(self.callback_handler.callbacks, sources)
+            tell(self.callback_handler.callbacks, "hear_sources", sources)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def floating_point_ops(self, inputs) -> int:

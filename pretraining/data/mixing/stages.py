@@ -119,8 +119,7 @@ def _border(
         return None
     if until is None:
         raise problem(where, f"{key}.until", "is missing: a share of the run below 1, or a number of tokens")
-    exact = Fraction(repr(until)) * num_samples if until < 1 else Fraction(repr(until)) / sequence_length
-    stop = round(exact)
+    stop = block_of(until, num_samples, sequence_length)
     if not start < stop < num_samples:
         what = (
             f"is {until:g}: that is block {stop:,}, which must lie between the stage's start at {start:,} and "
@@ -128,6 +127,12 @@ def _border(
         )
         raise problem(where, f"{key}.until", what)
     return stop
+
+
+def block_of(until: float, num_samples: int, sequence_length: int) -> int:
+    """Blocks before the border that a stage's `until` names: a share of the run below 1, or a number of tokens."""
+    exact = Fraction(repr(until))
+    return round(exact * num_samples if until < 1 else exact / sequence_length)
 
 
 def _check_every_source_is_read(stages: list[WishedStage], names: list[str], where: str) -> None:

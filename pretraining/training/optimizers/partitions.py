@@ -39,7 +39,7 @@ def bind_partitions(muon: Muon, model: torch.nn.Module, zero) -> None:
 
 def partition_tensors(zero) -> list[torch.Tensor]:
     """The flat fp32 tensors that a DeepSpeed optimizer steps on this rank."""
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
+    if _is_stage_3(zero):
         return list(zero.fp32_partitioned_groups_flat)
     return [tensor for group in zero.optimizer.param_groups for tensor in group["params"]]
 
@@ -52,9 +52,11 @@ def partition_fragments(
     Stages 1 and 2 lay a group's parameters end to end and cut them into a slice a rank (`_hp_mapping` of each
     parameter); stage 3 cuts every parameter by itself and lays this rank's slices end to end (`grad_position`).
     """
-    return (_sliced_parameters if hasattr(zero, "fp32_partitioned_groups_flat") else _slices)(
-        model, zero, number_of
-    )
+    return (_sliced_parameters if _is_stage_3(zero) else _slices)(model, zero, number_of)
+
+
+def _is_stage_3(zero) -> bool:
+    return hasattr(zero, "fp32_partitioned_groups_flat")
 
 
 def _slices(model, zero, number_of) -> Iterator[tuple[torch.Tensor, Fragment]]:
