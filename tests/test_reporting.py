@@ -2,12 +2,15 @@
 
 import json
 import math
+import os
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pretraining.reporting import live
 from pretraining.reporting.__main__ import main
 from pretraining.reporting.analysis import analyze, half_fit_error, track_record_of
 from pretraining.reporting.curve_fit import forecast
@@ -235,6 +238,20 @@ def test_the_writer_ends_with_a_run_that_is_killed(tmp_path):
     while embedded(page.read_text(encoding="utf-8"))["every_seconds"] is not None:
         assert time.monotonic() - waited < 30, "the writer still believes that the run is alive"
         time.sleep(0.05)
+
+
+def test_the_writer_is_the_last_in_line_for_the_processor(tmp_path, monkeypatch):
+    """Also where Linux shares processors out by session, of which it has one of its own."""
+    run, writers = made_run(tmp_path / "run", noisy_law(30)), []
+    start = live._start
+    monkeypatch.setattr(live, "_start", lambda *words: writers.append(start(*words)) or writers[-1])
+    with live_report(run, 0.1):
+        run.add_event("alert")
+        while not run.report.exists():
+            time.sleep(0.01)
+        assert os.getpriority(os.PRIO_PROCESS, writers[0].pid) == 19
+        group = Path(f"/proc/{writers[0].pid}/autogroup")
+        assert not group.exists() or group.read_text().split()[-1] == "19"
 
 
 @pytest.mark.parametrize("every_seconds", [None, 0.1])

@@ -77,6 +77,21 @@ def test_a_restored_score_goes_on_as_if_nothing_had_happened():
     assert scores(losses[170:], resumed) == expected[170:]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_loss_is_known_before_the_device_is_done_with_the_step():
+    """What is queued after the loss is not waited for."""
+    from pretraining.training.loss_watch import NumberOnItsWay
+
+    matrix = torch.randn(8192, 8192, device="cuda")
+    number = NumberOnItsWay(torch.full((), 2.5, device="cuda"))
+    for _ in range(50):
+        matrix = matrix @ matrix
+    end = torch.cuda.Event()
+    end.record()
+    assert number.read() == 2.5 and not end.query()
+
+
 def test_a_plateau_shows_once():
     """No gain of 0.1 % for ten steps; again only after the loss fell and stopped once more."""
     plateau = Plateau(10)
@@ -213,6 +228,24 @@ class Watched:
     def told(self) -> list[tuple[str, int]]:
         """Kind and step of every event."""
         return [(event["event"], event["step"]) for event in read_rows(self.run.events)]
+
+
+def test_an_explosion_of_gradients_is_told_once(tmp_path):
+    """A norm far above its course: one event for the whole stretch, with what it may be from and what to try."""
+    from pretraining.training.stability import StabilityMonitor
+
+    run, draw = RunDir(tmp_path / "run"), random.Random(0)
+    settings = {"spikes": SPIKES, "plateau_steps": None}
+    monitor = StabilityMonitor(run, settings, lambda step: {"samples": [step - 1, step]})
+    norms = [math.exp(draw.gauss(0, 0.1)) for _ in range(100)]
+    norms[70:72], norms[80] = [9.0, 8.0], math.nan
+    for step, norm in enumerate(norms, 1):
+        state = SimpleNamespace(global_step=step, is_world_process_zero=True)
+        monitor.on_log(None, state, None, logs={"loss": 3.0, "grad_norm": norm})
+    (event,) = read_rows(run.events)
+    assert (event["event"], event["step"], event["grad_norm"]) == ("gradient_explosion", 71, 9.0)
+    assert event["score"] > 6 and event["causes"] and event["try"] and event["samples"] == [70, 71]
+    assert monitor.alerted_step == 71
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -1,5 +1,6 @@
 """Write a run's page again and again until the run is over."""
 
+import contextlib
 import os
 import select
 import signal
@@ -22,7 +23,7 @@ def watch(folder: Path, output: Path, every_seconds: float, since: float = 0.0) 
 
     since: UNIX seconds; the first page comes once the run has written something after it.
     """
-    os.nice(10)
+    _give_way()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they are for training: the last page comes after its end
     record, is_over, pause = None, False, 0.0
@@ -33,6 +34,13 @@ def watch(folder: Path, output: Path, every_seconds: float, since: float = 0.0) 
         if record is not None:
             _write(record, output, None if is_over else every_seconds)
         pause = max(every_seconds, 9 * (time.monotonic() - began)) if record else min(1.0, every_seconds)
+
+
+def _give_way() -> None:
+    """The last in line for the processor; a session of its own counts as a whole where Linux groups by session."""
+    os.nice(19)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text("19")
 
 
 def _opened(folder: Path, since: float) -> RunRecord | None:

@@ -29,6 +29,7 @@ class SpikeScore:
         self.values: deque[float] = deque(maxlen=RECENT)
         self.distances: deque[float] = deque(maxlen=window)
         self.rejected: list[float] = []
+        self._judged_by: tuple[float, float] | None = None
 
     def score(self, value: float) -> float:
         """Standard deviations above the course; inf for a value that is not finite, 0 while too little is known."""
@@ -64,16 +65,22 @@ class SpikeScore:
             self._begin_at_new_level()
 
     def _accept(self, value: float) -> None:
+        self._judged_by = None
         if len(self.values) == RECENT:
             self.distances.append(value - _median(self.values))
         self.values.append(value)
 
     def _begin_at_new_level(self) -> None:
-        level, self.rejected = self.rejected, []
+        level, self.rejected, self._judged_by = self.rejected, [], None
         self.values.clear()
         self.values.extend(level)
 
     def _course_and_scale(self) -> tuple[float, float]:
+        """Of the values so far; the limit of a step and the score after it are read from the same."""
+        self._judged_by = self._judged_by or self._measured()
+        return self._judged_by
+
+    def _measured(self) -> tuple[float, float]:
         ordered = sorted(self.distances)
         centre = _median_of_sorted(ordered)
         spread = NORMAL_MAD * _median([abs(d - centre) for d in ordered])
@@ -89,7 +96,7 @@ class SpikeScore:
         self.values = deque(state["values"], maxlen=RECENT)
         kept = islice(state["distances"], max(0, len(state["distances"]) - self.window), None)
         self.distances = deque(kept, maxlen=self.window)
-        self.rejected = list(state["rejected"])
+        self.rejected, self._judged_by = list(state["rejected"]), None
 
 
 def _log(value: float) -> float:
