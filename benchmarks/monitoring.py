@@ -27,6 +27,7 @@ from pathlib import Path
 from record import REPOSITORY, parser_of, record
 from step_overhead import SHAPES, recipe_arguments, start_ranks, train_with
 
+LAYERS = 80
 FEWEST_STEPS = 10
 """Of a block: in shorter ones gradients are not measured, for they would be at every step."""
 
@@ -155,7 +156,10 @@ def measure_report(options: argparse.Namespace) -> None:
 
 
 def write_rows(folder: Path, num_rows: int) -> set[int]:
-    """A run of this many logged steps with everything that a GPU run logs; the steps of its planted spikes."""
+    """A run of this many logged steps with everything that a GPU run logs; the steps of its planted spikes.
+
+    Every hundredth row has the gradient norms of eighty layers.
+    """
     folder.mkdir()
     draw = random.Random(0)
     spikes = set(draw.sample(range(1000, num_rows, num_rows // 200), 50))
@@ -169,6 +173,8 @@ def write_rows(folder: Path, num_rows: int) -> set[int]:
             row = {"step": step, "time": 1.8e9 + 0.3 * step, "train/loss": loss, "train/tokens": 2000 * step}
             row |= {"train/grad_norm": draw.gauss(1, 0.1), "train/learning_rate": 3e-4 * step / num_rows}
             row |= {f"throughput/{name}": draw.gauss(1, 0.1) for name in names} | {"memory/peak_bytes": 4e10}
+            if step % 100 == 0:
+                row |= {f"stability/gradient_norm/h.{layer}": draw.gauss(1, 0.1) for layer in range(LAYERS)}
             file.write(json.dumps(row) + "\n")
     return spikes
 

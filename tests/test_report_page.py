@@ -10,7 +10,7 @@ import pytest
 from pretraining.reporting.page_text import page_text, write_page
 from pretraining.reporting.payload import page_payload, run_payload
 from pretraining.reporting.run_record import RunRecord
-from pretraining.run_dir import append_row
+from pretraining.run_dir import append_row, write_json
 from tests.test_reporting import SCRIPT, made_run, noisy_law
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -36,10 +36,12 @@ def record(tmp_path) -> RunRecord:
     losses[2000] = 20.0
     run = made_run(tmp_path / "run", losses, events=[{"event": SCRIPT, "step": 9}], description=SCRIPT)
     append_row(run.samples, {"step": 1500, "prompt": SCRIPT, "text": SCRIPT})
-    append_row(run.metrics, {"step": 3000, "time": 0, "eval/loss": 5.0, "eval/bits_per_byte": 1.5})
+    scores = {"eval/loss": 5.0, "eval/bits_per_byte": 1.5, "eval/hellaswag/acc_norm": 0.3125}
+    append_row(run.metrics, {"step": 3000, "time": 0, **scores})
+    write_json(run.plan, {"world_size": 8, "predicted": {"peak_memory_bytes": 50e9, "mfu": 0.4}})
     for step in (3000, 3001):
         norms = {f"stability/gradient_norm/h.{layer}": layer + step / 1e4 for layer in range(3)}
-        append_row(run.metrics, {"step": step, "time": 0, **norms})
+        append_row(run.metrics, {"step": step, "time": 0, "memory/peak_bytes": 40e9, **norms})
     return RunRecord(run.path)
 
 
@@ -92,12 +94,44 @@ def test_axes_and_overlaid_runs(opened, record):
     assert "other" in page.locator("#loss .legend").inner_text()
 
 
+def test_the_plan_and_the_scores_stand_beside_what_was_measured(opened, record):
+    """Memory as planned and as it was, in the chart and in the table; every score of every validation."""
+    page, errors = opened(page_payload([run_payload(record)], None))
+
+    def text_of(heading: str) -> str:
+        return page.locator(".card", has=page.get_by_role("heading", name=heading, exact=True)).inner_text()
+
+    assert "planned peak" in text_of("Memory") and errors == []
+    plan, scores = text_of("Plan beside measured"), text_of("Evaluation scores")
+    assert all(told in plan for told in ("46.6 GiB", "37.3 GiB", "0.8 ", "40 %", "world size 8"))
+    assert all(told in scores for told in ("hellaswag/acc norm", "0.3125", "5.0000"))
+
+
 def test_the_parts_of_a_metric_share_a_chart(opened, record):
     """One chart for all layers, whose lines have the layers' names."""
     page, errors = opened(page_payload([run_payload(record)], None))
     chart = page.locator(".card", has=page.get_by_role("heading", name="Gradient norm, by part", exact=True))
     assert chart.count() == 1 and errors == []
     assert all(f"h.{layer}" in chart.locator(".legend").inner_text() for layer in range(3))
+
+
+def test_eighty_layers_fit_one_chart(opened, tmp_path):
+    """Few points each, drawn in their order; the legend scrolls and the pointer is told of the nearest alone."""
+    run = made_run(tmp_path / "deep", noisy_law(2000))
+    for step in range(1, 2001, 4):
+        norms = {f"stability/gradient_norm/h.{layer}": 1 + layer / 80 + step % 9 / 1e4 for layer in range(80)}
+        append_row(run.metrics, {"step": step, "time": 0, **norms})
+    payload = run_payload(RunRecord(run.path))
+    sizes = [len(payload["series"][f"stability/gradient_norm/h.{layer}"]["value"]) for layer in range(80)]
+    assert max(sizes) <= 150 and len(payload["series"]["train/loss"]["value"]) == 2000
+    page, errors = opened(page_payload([payload], None), 390)
+    card = page.locator(".card", has=page.get_by_role("heading", name="Gradient norm, by part", exact=True))
+    names = card.locator(".legend").inner_text().split()
+    assert names == [f"h.{layer}" for layer in range(80)] and card.bounding_box()["height"] < 450
+    card.locator(".u-over").hover(position={"x": 150, "y": 60})
+    assert card.locator(".tip div").count() == 9  # the place, and eight layers
+    assert errors == [] and page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert all(page.evaluate(INK))
 
 
 def test_an_open_page_refreshes_itself_and_keeps_what_was_chosen(opened, record, tmp_path):

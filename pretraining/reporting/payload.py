@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 
 import numpy as np
 
@@ -13,7 +14,8 @@ from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.words import sentences
 
 POINTS_OF_LOSS, POINTS = 3000, 1000
-NUM_MEANS = 1500
+POINTS_OF_PARTS, FEWEST_POINTS = 10_000, 20
+"""Of all parts of a metric together, such as the layers of the gradient norm; of each of them."""
 MOST_EVENTS, MOST_SAMPLES, MOST_SCORES = 400, 60, 60
 LONGEST_TEXT = 6000
 """Characters of a sample or of an event's detail."""
@@ -22,7 +24,7 @@ LONGEST_TEXT = 6000
 def run_payload(record: RunRecord, live: bool = False, track_record: list[float] = ()) -> dict:
     """Everything the page shows of one run. `live`: a process of the run writes the page again and again."""
     found = analyze(record, track_record)
-    metrics = record.metrics
+    metrics, num_points = record.metrics, points_of(record.metrics.names())
     return {
         "name": record.name,
         "folder": str(record.run.path),
@@ -36,7 +38,7 @@ def run_payload(record: RunRecord, live: bool = False, track_record: list[float]
         "budget": record.recipe.get("budget") or {},
         "phase": found.phase,
         "sentences": sentences(found),
-        "series": {name: _series(record, name) for name in metrics.names()},
+        "series": {name: _series(record, name, most) for name, most in num_points.items()},
         "marks": marks_of(record, found.spikes),
         "heading": _heading(found),
         "target": found.target,
@@ -57,15 +59,21 @@ def _began(record: RunRecord) -> float | None:
     return min(times) if times else None
 
 
-def _series(record: RunRecord, name: str) -> dict:
+def points_of(names: list[str]) -> dict[str, int]:
+    """{metric: points it is drawn with at most}; the parts of one metric, which share a chart, share its points."""
+    parts = Counter(name.rpartition("/")[0] for name in names if name.count("/") > 1)
+    shares = {name: POINTS_OF_PARTS // parts.get(name.rpartition("/")[0], 1) for name in names}
+    points = {name: max(FEWEST_POINTS, min(POINTS, share)) for name, share in shares.items()}
+    return points | ({"train/loss": POINTS_OF_LOSS} if "train/loss" in points else {})
+
+
+def _series(record: RunRecord, name: str, most_points: int) -> dict:
     """Points of a metric, x columns and values; where not all rows are points, also means of buckets, for smoothing."""
     rows, values = record.metrics.column(name)
-    is_loss = name == "train/loss"
-    budget = POINTS_OF_LOSS if is_loss else POINTS
-    kept = kept_points(values, budget)
+    kept = kept_points(values, most_points)
     points = {**_places(record, rows[kept]), "value": _numbers(values[kept])}
-    if len(values) > budget:
-        middle, means, counts = bucket_means(values, NUM_MEANS if is_loss else NUM_MEANS // 5)
+    if len(values) > most_points:
+        middle, means, counts = bucket_means(values, most_points // (2 if name == "train/loss" else 3))
         points["mean"] = {
             **_places(record, rows[middle]),
             "value": _numbers(means),

@@ -8,6 +8,12 @@ const RUN_COLORS = {
 const theme = () => document.documentElement.dataset.theme;
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const runColor = (index) => RUN_COLORS[theme()][index % 8];
+const mixed = (a, b, share) => "#" + [1, 3, 5].map((i) =>
+  Math.round((1 - share) * parseInt(a.slice(i, i + 2), 16) + share * parseInt(b.slice(i, i + 2), 16)).toString(16).padStart(2, "0")).join("");
+const depthColor = (k, count) => {
+  const [first, middle, last] = [0, 4, 1].map(runColor), place = (2 * k) / (count - 1);
+  return place < 1 ? mixed(first, middle, place) : mixed(middle, last, place - 1);
+};
 const faded = (hex, share) => hex + Math.round(255 * share).toString(16).padStart(2, "0");
 
 const X_AXES = {
@@ -91,17 +97,24 @@ const nearestValue = (u, s, index) => {
   return undefined;
 };
 
+// Of many lines those whose values are nearest to the pointer, in the lines' order; what is not finite first of all.
+const MOST_TOLD = 8;
+const closest = (told, u) => {
+  if (told.length <= MOST_TOLD) return told;
+  const far = ({ value }) => (value === null ? -1 : Math.abs(u.valToPos(value, "y") - u.cursor.top));
+  const near = new Set(told.slice().sort((a, b) => far(a) - far(b)).slice(0, MOST_TOLD));
+  return told.filter((each) => near.has(each));
+};
+
 const tooltip = (u, tip, lines, marks, unit) => {
   const { left, idx } = u.cursor;
   if (left < 0 || idx === null || idx === undefined) { tip.style.display = "none"; return; }
   tip.replaceChildren(el("div", { class: "soft" }, X_AXES[xName()].label, el("b", {}, X_AXES[xName()].show(u.posToVal(left, "x")))));
-  lines.forEach((line, i) => {
-    if (line.quiet || !u.series[i + 1].show) return;
-    const value = nearestValue(u, i + 1, idx);
-    if (value === undefined) return;
+  const told = lines.map((line, i) => ({ line, value: line.quiet || !u.series[i + 1].show ? undefined : nearestValue(u, i + 1, idx) }));
+  for (const { line, value } of closest(told.filter(({ value }) => value !== undefined), u)) {
     tip.append(el("div", {}, el("span", { class: "swatch", style: { background: line.color, alignSelf: "center" } }), line.label,
       el("b", {}, value === null ? "not finite" : UNITS[unit](value))));
-  });
+  }
   const close = marks.filter((mark) => Math.abs(u.valToPos(mark[xName()], "x") - left) < 6).slice(0, 4);
   for (const mark of close) tip.append(el("div", {}, el("span", { class: `level ${mark.level}` }), mark.label));
   tip.style.display = "block";

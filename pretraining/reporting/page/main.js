@@ -78,9 +78,9 @@ const NOT_DRAWN = ["train/loss", "eval/loss", "eval/perplexity", "train/tokens",
 
 const chartLines = (names) => names.flatMap((name, k) => data.runs.map((run, i) => ({
   label: [several ? run.name : "", names.length > 1 || !several ? partOf(name).replace(/ seconds$| bytes$/, "") : ""].filter(Boolean).join(" "),
-  color: several ? runColor(i) : runColor(k), dash: several && k ? [6 - k, 3 + k] : null, dots: name.startsWith("eval/"), series: run.series[name],
+  color: several ? runColor(i) : names.length > MANY ? depthColor(k, names.length) : runColor(k), dash: several && k ? [1 + (5 * k) % 6, 3 + (k % 6)] : null, dots: name.startsWith("eval/"), series: run.series[name],
 }))).flatMap((line, _, all) => all.some((other) => other !== line && same(other.series, line.series) && all.indexOf(other) < all.indexOf(line)) ? [] :
-  NOISY.test(names[0]) ? withSmooth(line, memory.get("smooth", 0.01)) : [line]);
+  NOISY.test(names[0]) && names.length <= MANY ? withSmooth(line, memory.get("smooth", 0.01)) : [line]);
 const NOISY = /^stability|grad_norm|tokens_per_second|mfu|utilization|^throughput.step_seconds/;
 const same = (a, b) => a && b && a.value.length === b.value.length && a.value.every((y, i) => y === b.value[i]);
 
@@ -93,6 +93,8 @@ const planned = (names) => {
 };
 
 // `group/metric/part`: the parts of one metric, such as the layers of the gradient norm, are lines of one chart.
+const MANY = 8; // lines of one chart, beyond which colours tell their order
+const inOrder = new Intl.Collator("en", { numeric: true }).compare;
 const isPart = (name) => name.split("/").length > 2;
 const chartOf = (name) => isPart(name) ? name.slice(0, name.lastIndexOf("/") + 1) : name;
 const partOf = (name) => spoken(isPart(name) ? name.slice(name.lastIndexOf("/") + 1) : name);
@@ -104,7 +106,7 @@ const chartGrid = () => {
   const known = CHARTS.flatMap(([, names]) => names);
   const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.series)))].filter((name) => !known.includes(name) && !NOT_DRAWN.includes(name));
   const hasValues = (name) => data.runs.some((run) => run.series[name] && run.series[name].value.some((y) => y !== null));
-  const others = [...new Set(names.map(chartOf))].map((chart) => names.filter((name) => chartOf(name) === chart));
+  const others = [...new Set(names.map(chartOf))].map((chart) => names.filter((name) => chartOf(name) === chart).sort(inOrder));
   const wanted = [...CHARTS, ...others.map((together) => [titleOf(together[0]), together])].filter(([, metrics]) => metrics.some(hasValues));
   const boxes = wanted.map(([title]) => el("div", { class: "card" }, el("h3", {}, title)));
   grid.append(...boxes); // all of them before the first is drawn: their number decides their width
