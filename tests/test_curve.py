@@ -125,7 +125,7 @@ def test_validation_is_exact_at_any_number_of_ranks(workshop, plain):
     """A number of blocks that neither batch nor ranks divide: the same loss and bits per byte."""
     batch = plain_batch(workshop)
     assert workshop.num_validation_blocks % batch
-    for stage in ("zero2", "zero3"):
+    for stage in STAGES:
         for ours, theirs in zip(
             stage_run(workshop, stage).validation_rows, plain.validation_rows, strict=True
         ):

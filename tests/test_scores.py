@@ -173,6 +173,18 @@ def test_items_that_cannot_be_scored_are_told(tmp_path, text, said):
         read_items(str(tmp_path / "nowhere.jsonl"))
 
 
+def test_items_of_a_data_set_are_those_of_the_file(tmp_path, items, monkeypatch):
+    """What the hub holds: a validation split with the same fields."""
+    config = pytest.importorskip("datasets").config
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "validation.jsonl").write_bytes(items.read_bytes())
+    assert read_items(str(tmp_path / "set"), 7) == read_items(str(items))[:7]
+    with pytest.raises(UserError, match="no such file, and no dataset"):
+        read_items(str(tmp_path / "nowhere"))
+
+
 def test_a_missing_lm_eval_costs_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "lm_eval.tasks", raising=False)

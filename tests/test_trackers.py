@@ -1,6 +1,7 @@
 """Trackers of `report_to`: a killed and resumed run stays one run, and a missing one costs a sentence."""
 
 import json
+import os
 import sqlite3
 import sys
 from types import SimpleNamespace
@@ -22,6 +23,22 @@ def test_a_resumed_run_continues_the_same_wandb_run(run):
     ids = [path.name.rpartition("-")[2] for path in run.folder.glob("wandb/offline-run-*")]
     assert len(ids) == 2
     assert set(ids) == {run.dir.wandb_id.read_text().strip()}
+
+
+def test_without_an_account_wandb_is_kept_offline(tmp_path, monkeypatch):
+    """A key in the environment or in netrc is an account; the run has one name and id either way."""
+    from pretraining.training.trackers import RunIdentity
+
+    run, arguments = RunDir(tmp_path), SimpleNamespace(run_name=None)
+    state, netrc = SimpleNamespace(is_world_process_zero=True), tmp_path / "netrc"
+    seen = []
+    for account in ({}, {"WANDB_API_KEY": "k"}, {}):
+        monkeypatch.setattr(os, "environ", {"NETRC": str(netrc), **account})
+        RunIdentity(run, "small", has_wandb=True).on_train_begin(arguments, state, None)
+        seen.append(dict(os.environ))
+        netrc.write_text("machine api.wandb.ai\n" if account else "")
+    assert [variables.get("WANDB_MODE") for variables in seen] == ["offline", None, None]
+    assert len({(variables["WANDB_RUN_ID"], variables["WANDB_NAME"]) for variables in seen}) == 1
 
 
 def test_tensorboard_holds_the_numbers_of_metrics_jsonl(run):
