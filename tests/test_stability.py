@@ -16,6 +16,7 @@ from pretraining.errors import UserError
 from pretraining.journal import Journal, Rollback
 from pretraining.run_dir import RunDir, read_rows
 from pretraining.step_sizes import StepSizes
+from pretraining.training.nonfinite import NonFiniteGuard
 from pretraining.training.plateau import Plateau
 from pretraining.training.schedule import apply_schedule_now, lower_rates
 from pretraining.training.spikes import SpikeScore
@@ -277,6 +278,32 @@ def test_gradients_that_are_not_finite_are_never_applied(tmp_path):
     assert norms["transformer.h.1"] > 0 and "transformer.wte" in norms
     stopped = Watched(tmp_path / "stopped", falling(12), "stop", bad_gradients=(5, 6, 7, 8))
     assert stopped.monitor.finding.step == 8 and len(stopped.weights) == 8
+
+
+@pytest.mark.parametrize(
+    ("gradient", "norm", "applied"),
+    [
+        (1.0, None, True),
+        (math.nan, None, False),
+        (math.inf, None, False),
+        (1.0, math.inf, False),
+        (1.0, 1.0, True),
+    ],
+)
+def test_the_guard_looks_for_itself_where_nobody_told_the_norm(gradient, norm, applied):
+    """What was told holds for one step."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    guard = NonFiniteGuard(optimizer)
+    if norm is not None:
+        guard.hear_gradient_norm(torch.tensor(norm))
+    weight.grad = torch.full((3,), gradient)
+    optimizer.step()
+    assert weight.tolist() == [-1.0 if applied else 0.0] * 3
+    assert guard.refused_last_step() is not applied
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert weight.tolist() == [-2.0 if applied else -1.0] * 3 and not guard.refused_last_step()
 
 
 @pytest.mark.usefixtures("one_thread")

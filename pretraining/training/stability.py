@@ -53,6 +53,10 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         apply_schedule_now(lr_scheduler)
         self._set_limit()
 
+    def hear_gradient_norm(self, norm) -> None:
+        """Of the step, before clipping: before it is made, and by DeepSpeed after it."""
+        self.guard.hear_gradient_norm(norm)
+
     def on_step_end(self, args, state, control, optimizer, lr_scheduler, **kwargs):
         if getattr(optimizer, "step_was_skipped", False):
             # By ZeRO or fp16: the Trainer has not moved it on, but the rate belongs to the step.
