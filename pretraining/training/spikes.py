@@ -10,8 +10,10 @@ FEWEST = 32
 """Steps without which nothing is judged."""
 NORMAL_MAD = 1.4826
 """Standard deviations in a median absolute deviation of normal noise."""
-TAIL_SHARE, NORMAL_TAIL = 1 / 32, 1.86
-"""Of the window's values, so many exceed `NORMAL_TAIL` standard deviations if the noise is normal."""
+TAIL_SHARE = 1 / 16
+"""Of the window's values: the upper tail, taken for exponential (peaks over a threshold, Coles 2001, chapter 4) ..."""
+RARE, RARE_SCORE = 1e-7, 6.0
+"""... up to the value that so small a share of healthy ones exceeds, which scores at most `RARE_SCORE`."""
 SMALLEST_SCALE = 0.012
 """In log loss: a rise of less than `score` times this is no spike however calm the curve was."""
 
@@ -21,7 +23,7 @@ class SpikeScore:
 
     Works on logarithms: spikes are factors. The course is the median of the last `RECENT` values, which lags
     behind a falling loss: that costs sensitivity and never raises a false alarm. Noise is measured by the
-    median absolute deviation and by the upper tail of the distances to the course, whichever is larger.
+    median absolute deviation and by where the upper tail of the distances to the course leads, whichever is larger.
     """
 
     def __init__(self, window: int, smallest_scale: float = SMALLEST_SCALE):
@@ -84,8 +86,8 @@ class SpikeScore:
         ordered = sorted(self.distances)
         centre = _median_of_sorted(ordered)
         spread = NORMAL_MAD * _median([abs(d - centre) for d in ordered])
-        tail = (ordered[-1 - int(TAIL_SHARE * len(ordered))] - centre) / NORMAL_TAIL
-        return _median(self.values) + max(0.0, centre), max(spread, tail, self.smallest_scale)
+        tail = _rare_value(ordered) - centre
+        return _median(self.values) + max(0.0, centre), max(spread, tail / RARE_SCORE, self.smallest_scale)
 
     def state(self) -> dict:
         """What a checkpoint keeps, as JSON values."""
@@ -97,6 +99,13 @@ class SpikeScore:
         kept = islice(state["distances"], max(0, len(state["distances"]) - self.window), None)
         self.distances = deque(kept, maxlen=self.window)
         self.rejected, self._judged_by = list(state["rejected"]), None
+
+
+def _rare_value(ordered: list[float]) -> float:
+    """Where an exponential tail, with the mean excess of the last `TAIL_SHARE` of the values, has `RARE` left."""
+    count = int(TAIL_SHARE * len(ordered))
+    threshold = ordered[-1 - count]
+    return threshold + (sum(ordered[-count:]) / count - threshold) * math.log(TAIL_SHARE / RARE)
 
 
 def _log(value: float) -> float:
