@@ -80,6 +80,8 @@ def shards(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
 
     import pyarrow  # noqa: F401  outside the clock
 
+    import pretraining.data.engine.executors
+    import pretraining.data.engine.finish  # noqa: F401
     from pretraining.data import prepare_data
     from pretraining.data.encoding import encoder as encoding
     from pretraining.data.manifest import read_manifest

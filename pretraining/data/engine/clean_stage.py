@@ -13,7 +13,6 @@ from pretraining.data.corpus import Batch, read_batches
 from pretraining.data.dedup import MinHashSpec, hash_texts, sign_piece
 from pretraining.data.dedup.parts import write_array
 from pretraining.data.documents import Document
-from pretraining.data.quality import FilterChain
 
 TEXTS_NAME, REPORT_NAME = "texts.arrow", "report.json"
 INDEX_NAME = "index.pickle"
@@ -48,6 +47,8 @@ class Cleaner:
     """The recipe's filters and its evaluation sets, and what they took out."""
 
     def __init__(self, preparation):
+        from pretraining.data.quality import FilterChain
+
         self.chain = FilterChain.of(preparation.data.get("filters") or [])
         index = preparation.evaluation_index
         self.index = pickle.loads(index.read_bytes()) if index else None

@@ -20,7 +20,6 @@ from pretraining.data.engine.tokenizer_stage import make_tokenizer
 from pretraining.data.manifest import FORMAT, digest_of
 from pretraining.data.progress import Progress, Silence
 from pretraining.data.publishing import work_folder
-from pretraining.data.quality import FilterChain
 from pretraining.data.tokenizer import local_fingerprint
 
 STATE_NAME = "preparation.pickle"
@@ -124,6 +123,8 @@ class Preparation:
     @cached_property
     def clean_stage(self) -> Stage:
         """A task for each piece: filters, decontamination, signatures."""
+        from pretraining.data.quality import FilterChain
+
         chain = FilterChain.of(self.data.get("filters") or [])
         evaluation = self.evaluation_stage.keys if self.evaluation_stage else []
         dedup = self.data.get("dedup") or {}

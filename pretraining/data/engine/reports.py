@@ -4,7 +4,6 @@ import json
 
 from pretraining.data.dedup import merge_reports
 from pretraining.data.engine.clean_stage import REPORT_NAME
-from pretraining.data.quality import FilterReport
 
 
 def reports_of(preparation) -> dict:
@@ -13,6 +12,8 @@ def reports_of(preparation) -> dict:
         return {}
     pieces, found = _piece_reports(preparation), {}
     if preparation.data.get("filters"):
+        from pretraining.data.quality import FilterReport
+
         merged = FilterReport.merged([FilterReport.from_dict(piece["filters"]) for piece in pieces])
         found["filters"] = merged.to_dict()
     if preparation.data.get("decontaminate"):
@@ -39,6 +40,8 @@ def as_text(manifest: dict) -> str:
     """The reports of a manifest as tables; empty where the recipe asked for nothing of the kind."""
     parts = []
     if "filters" in manifest:
+        from pretraining.data.quality import FilterReport
+
         parts.append(FilterReport.from_dict(manifest["filters"]).as_text())
     if "decontamination" in manifest:
         found = manifest["decontamination"]

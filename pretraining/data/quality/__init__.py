@@ -3,10 +3,14 @@
 chain = FilterChain.of([{"rule": "gopher_quality"}, {"rule": "pii"}])
 kept = chain.apply(texts, wheres)      # None where a rule rejects
 print(chain.report.as_text())
+
+The names are imported when first used: a preparation without filters waits for none of them.
 """
 
-from pretraining.data.quality.chain import FilterChain
-from pretraining.data.quality.report import FilterReport
-from pretraining.data.quality.rules import filters_schema
+from pretraining.lazy import imported_at_first_use
 
-__all__ = ["FilterChain", "FilterReport", "filters_schema"]
+_HOME = {"FilterChain": "chain", "FilterReport": "report", "filters_schema": "rules"}
+
+__all__ = list(_HOME)
+
+__getattr__ = imported_at_first_use(__name__, _HOME)
