@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import multiprocess
 from datatrove.executor.local import LocalPipelineExecutor
-from multiprocess import connection
+from multiprocess import connection, forkserver
 
 from pretraining.errors import UserError
 
@@ -37,6 +37,7 @@ class WorkerProcesses(LocalPipelineExecutor):
         self._launched = True
         context = multiprocess.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
+        _start_forkserver()
         waiting, deaths, workers = deque(range(self.tasks)), Counter(), []
         try:
             while waiting or any(worker.rank is not None for worker in workers):
@@ -68,6 +69,17 @@ class WorkerProcesses(LocalPipelineExecutor):
             )
         print(f"the process of {task} was ended ({how}): the task is run again", file=sys.stderr, flush=True)
         waiting.append(worker.rank)
+
+
+def _start_forkserver() -> None:
+    """Deaf to Ctrl-C from its birth, as it is once it has imported what it preloads."""
+    if threading.current_thread() is not threading.main_thread():
+        return forkserver.ensure_running()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Worker:

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from pretraining.command_line import not_negative_integer, positive_integer
+
 EXAMPLES = """examples:
   python -m pretraining.data verify data/tiny
   python -m pretraining.data stats data/tiny
@@ -80,7 +82,7 @@ def _add_stats(parser: argparse.ArgumentParser) -> None:
         help="counts and lengths only; no shard is read whole",
     )
     parser.add_argument(
-        "--top", type=_positive, default=10, metavar="N", help="tokens listed at each end (10)"
+        "--top", type=positive_integer, default=10, metavar="N", help="tokens listed at each end (10)"
     )
 
 
@@ -91,7 +93,9 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--block", type=int, metavar="B", help="a block and the documents it is made of")
     which.add_argument("--sample", type=int, metavar="I", help="sample I of a run of --recipe, from 0")
     parser.add_argument("--split", default="train", help="train (default) or validation")
-    parser.add_argument("--sequence_length", type=_positive, metavar="L", help="with --block: inputs a block")
+    parser.add_argument(
+        "--sequence_length", type=positive_integer, metavar="L", help="with --block: inputs a block"
+    )
     parser.add_argument(
         "--recipe", metavar="NAME|PATH", help="with --sample or --block: its length and order"
     )
@@ -99,10 +103,12 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value of --recipe"
     )
     parser.add_argument(
-        "--count", type=_positive, metavar="K", help="documents to show (3 at random, else 1)"
+        "--count", type=positive_integer, metavar="K", help="documents to show (3 at random, else 1)"
     )
     parser.add_argument("--seed", type=int, default=0, help="draw of the random documents (default 0)")
-    parser.add_argument("--max_chars", type=int, default=2000, help="of each text (default 2000; 0: all)")
+    parser.add_argument(
+        "--max_chars", type=not_negative_integer, default=2000, help="of each text (default 2000; 0: all)"
+    )
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
@@ -140,10 +146,3 @@ def _add_push(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     parser.add_argument("--dry_run", action="store_true", help="list the files and the card; send nothing")
     parser.set_defaults(after_interrupt="the same command goes on where it stopped")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
