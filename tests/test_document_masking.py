@@ -20,6 +20,7 @@ from pretraining.recipe import load_recipe
 from pretraining.training import collate_blocks
 from tests.runs import LLAMA, MODELS, execute, made_once
 from tests.test_attention import TOKENIZER
+from tests.test_batch_ramp import RAMPED
 from tests.test_curve import column, largest_difference
 from tests.test_shards import random_documents, write_split
 
@@ -179,3 +180,14 @@ def test_ranks_and_stage_do_not_change_the_masked_curve(workshop, lines):
     for ours, theirs in zip(together.validation_rows, alone.validation_rows, strict=True):
         for key in ("eval/loss", "eval/bits_per_byte"):
             assert ours[key] == pytest.approx(theirs[key], abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_masked_documents_in_steps_that_grow(workshop, lines, stage):
+    """Both where gradients are summed in partitions: the losses and validations of one plain process."""
+    settings = (*lines, "data.document_masking=true", *RAMPED)
+    alone, together = workshop.plain(settings), workshop.run(stage, settings=settings)
+    assert largest_difference(alone.losses, together.losses) <= 1e-5
+    assert column(alone, "train/tokens") == column(together, "train/tokens")
+    for ours, theirs in zip(together.validation_rows, alone.validation_rows, strict=True):
+        assert ours["eval/loss"] == pytest.approx(theirs["eval/loss"], abs=1e-5)

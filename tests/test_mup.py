@@ -85,8 +85,10 @@ def adamw_of_the_paper(model, m_n: float, m_l: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name, base_head", [("gpt2", None), ("llama", None), ("llama", 4)])
+@pytest.mark.parametrize(
+    "name, base_head, tied",
+    [("gpt2", None, True), ("gpt2", None, False), ("llama", None, True), ("llama", 4, False)],
+)
 def test_every_step_is_the_paper_s(name, base_head, tied, arguments):  # noqa: F811
     """fp64, four times as wide as the base and twice as deep: the paper's multipliers, folded into weights, rates,
     decays and epsilons, give its logits at every step."""
@@ -94,8 +96,8 @@ def test_every_step_is_the_paper_s(name, base_head, tied, arguments):  # noqa: F
     base = {**BASE, "base_head_size": base_head}
     ours = build_model(section, TOKENIZER, arguments, mup=base).double()  # drawn in fp32, as theirs
     theirs = model_of_the_paper(section, arguments, 4.0, 2.0, base_head)
-    expected = train(theirs, adamw_of_the_paper(theirs, 4.0, 2.0), 4)
-    found = train(ours, our_optimizer(ours, section, base), 4)
+    expected = train(theirs, adamw_of_the_paper(theirs, 4.0, 2.0), 3)
+    found = train(ours, our_optimizer(ours, section, base), 3)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert (expected[-1] - expected[0]).abs().max() > 0.01

@@ -1,0 +1,126 @@
+"""Time of a forward and backward pass: as it is, with compiled blocks, compiled whole, and in fp8; in turns.
+
+    python benchmarks/compile.py --keep
+    python benchmarks/compile.py --recipe 124m --micro_batch 16 --keep        (needs a GPU)
+    python benchmarks/compile.py --recipe 7b --layers 4 --fp8 rowwise_with_gw_hp --keep        (needs a Hopper GPU)
+
+The recipe's model and loss at its own length, bf16 on a GPU; no optimizer. `first_seconds` is the first pass, which
+compiles; `seconds` the median of the rounds after two more; `time_ratio` (from neighbouring rounds) is against `none`;
+`recompilations` counts graphs after the first pass. One JSON line a way. Peak bytes on a GPU only.
+"""
+
+import statistics
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+from record import parser_of, record
+
+TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
+LAYERS = {"gpt2": "n_layer"}
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--recipe", default="tiny")
+    parser.add_argument("--micro_batch", type=int, help="default: the recipe's")
+    parser.add_argument("--layers", type=int, help="default: the recipe's")
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--fp8", nargs="*", default=[], help="kinds of speed.fp8, with compiled blocks")
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    ways = {way: {"compile": way, "fp8": "none"} for way in ("none", "blocks", "whole")}
+    ways |= {f"blocks, {kind}": {"compile": "blocks", "fp8": kind} for kind in options.fp8}
+    values = {key: value for key, value in vars(options).items() if key not in ("keep", "fp8")}
+    for row in measure(ways, options):
+        record("compile", {**values, **row}, options.keep)
+
+
+def measure(ways: dict[str, dict], options) -> list[dict]:
+    """One row a way."""
+    from torch._dynamo.utils import counters
+
+    passes, first, graphs = {}, {}, {}
+    for way, speed in ways.items():
+        passes[way] = prepared({**speed, "compile_backend": options.backend, "compile_mode": None}, options)
+        first[way], _ = timed(passes[way])
+        before = counters["stats"]["unique_graphs"]
+        for _ in range(2):
+            timed(passes[way])
+        graphs[way] = counters["stats"]["unique_graphs"] - before
+    seconds, peaks = {way: [] for way in ways}, {}
+    for number in range(options.rounds):
+        for way in ways if number % 2 else reversed(ways):
+            taken, peaks[way] = timed(passes[way])
+            seconds[way].append(taken)
+    return [
+        {
+            "way": way,
+            "first_seconds": round(first[way], 3),
+            "seconds": round(statistics.median(seconds[way]), 5),
+            "time_ratio": round(
+                statistics.median(a / b for a, b in zip(seconds[way], seconds["none"], strict=True)), 4
+            ),
+            "recompilations": graphs[way],
+            "peak_bytes": peaks[way],
+        }
+        for way in ways
+    ]
+
+
+def prepared(speed: dict, options):
+    """A function that runs one micro-batch forward and backward, through the repository's own model and loss."""
+    import torch
+
+    from pretraining.model import build_loss, build_model
+    from pretraining.recipe import load_recipe
+
+    layers = [f"model.{_layers_key(options.recipe)}={options.layers}"] if options.layers else []
+    recipe = load_recipe(options.recipe, layers)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with TemporaryDirectory() as folder:
+        model = build_model(recipe.model, TOKENIZER, _arguments(Path(folder), device), speed=speed)
+    model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).train()
+    loss = build_loss(model, recipe.loss)
+    shape = (options.micro_batch or recipe.micro_batch, recipe.sequence_length)
+    ids = torch.randint(recipe.model["vocab_size"], shape, device=device)
+
+    def step() -> None:
+        loss(model(input_ids=ids), ids).backward()
+        model.zero_grad()
+
+    return step
+
+
+def _layers_key(recipe: str) -> str:
+    from pretraining.recipe import load_recipe
+
+    return LAYERS.get(load_recipe(recipe).model["model_type"], "num_hidden_layers")
+
+
+def _arguments(folder: Path, device: str):
+    from transformers import TrainingArguments
+
+    on_gpu = device == "cuda"
+    return TrainingArguments(output_dir=str(folder), use_cpu=not on_gpu, bf16=on_gpu, seed=42)
+
+
+def timed(step) -> tuple[float, int | None]:
+    """Seconds of one call, and on a GPU the most bytes that it had allocated beyond what was there."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        there = torch.cuda.memory_allocated()
+    began = time.perf_counter()
+    step()
+    if on_gpu:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    return seconds, torch.cuda.max_memory_allocated() - there if on_gpu else None
+
+
+if __name__ == "__main__":
+    main()
