@@ -9,6 +9,7 @@ from urllib.parse import unquote
 from pretraining.curve import check_allowed
 from pretraining.errors import UserError
 from pretraining.schema import REPOSITORY
+from pretraining.verbs import OneLineParser
 
 TRAIN_EXAMPLES = """examples:
   deepspeed --num_gpus=8 train.py --recipe 30b
@@ -84,7 +85,7 @@ def _local_folder(text: str) -> Path:
 
 def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Arguments of train.py; launchers' own (`--local_rank`) are accepted and ignored."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="train.py",
         description="Pretrain a causal language model from a recipe.",
         epilog=TRAIN_EXAMPLES,

@@ -19,7 +19,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "recipes")]
 
 from schema_generator.ds_config import ds_config_schema  # noqa: E402
 from schema_generator.from_types import described, first_sentence, type_schema  # noqa: E402
-from schema_generator.model_types import other_model_types  # noqa: E402
+from schema_generator.model_types import largest, other_model_types  # noqa: E402
 
 from pretraining.data.quality import filters_schema  # noqa: E402
 from pretraining.owned_keys import TRAINING_KEYS  # noqa: E402
@@ -128,7 +128,7 @@ def model_schema(model_type: str) -> dict:
                 schema["format"] = "float"  # @strict config classes refuse an int there
             properties[field.name] = described(schema, documented.get(field.name), field.default)
     for name in SHAPE_KEYS[model_type]:
-        properties[name]["minimum"] = 1
+        properties[name] |= {"minimum": 1, "maximum": largest(name)}
     properties.update(implementation_keys(properties))
     required = ["model_type", *SHAPE_KEYS[model_type]]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}

@@ -7,9 +7,11 @@ import sys
 
 import pytest
 
+from pretraining.command_line import parse_train_arguments
 from pretraining.errors import UserError
-from pretraining.planning import verbs
+from pretraining.planning import print_plan, verbs
 from pretraining.planning.__main__ import EPILOG, main, verb_modules
+from pretraining.recipe import load_recipe
 from pretraining.schema import REPOSITORY
 
 PREFIX = "python -m pretraining.planning "
@@ -120,6 +122,7 @@ MISTAKES = {
     "flops --recipe sevenb": "no such recipe",
     "flops --recipe 7b --set model.hidden_sise=3": "did you mean 'hidden_size'",
     "chinchilla": "give one of",
+    "memory --recipe 7b --world_size 8 --gpu=": "no such GPU",
     "chinchilla --flops 1e23 --tokens 5b": "stands alone",
     "chinchilla --flops 1e23 --set model.n_embd=8": "stands alone",
     "parallelism --recipe 65b --world_size 7 --gpu H100": "no layout divides",
@@ -141,6 +144,21 @@ def test_a_mistake_is_one_sentence(line):
         main(line.split())
     assert MISTAKES[line] in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("words", ["--world_size -3", "--world_size nan", "--worldsize 8", "--gpu", "--gpu="])
+def test_a_mistake_in_the_command_of_training_is_one_line_too(words):
+    """No usage of a dozen lines above it."""
+    with pytest.raises(UserError) as caught:
+        options = parse_train_arguments(["--recipe", "30b", "--plan", *words.split()])
+        print_plan(load_recipe("30b"), None, 8, options.gpu, False)
+    assert "\n" not in str(caught.value)
+
+
+def test_laws_say_where_they_are_far_from_what_was_fitted(capsys):
+    """A learning rate for a model of one parameter is told for what it is."""
+    assert "beware" in printed(capsys, ["chinchilla", "--flops", "1"])
+    assert "beware" not in printed(capsys, ["chinchilla", "--parameters", "7b"])
 
 
 def test_a_broken_table_is_told_by_file_and_key(monkeypatch):

@@ -9,6 +9,8 @@ PF_DAY = 8.64e19
 """FLOPs of one petaFLOP/s for a day."""
 CORRECTED = "approach 3 (corrected)"
 DEFAULT = CORRECTED
+FAR = 100
+"""Times beyond the fitted runs at which a law says little."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,14 @@ def kaplan_frontier() -> Frontier:
     law = table("scaling_laws")["kaplan"]
     scale, exponent = law["parameters"]["scale"], law["parameters"]["exponent"]
     return Frontier(scale * PF_DAY**-exponent, exponent, law["source"])
+
+
+def extrapolates(given: Allocation) -> str | None:
+    """What the laws were fitted on, where the allocation is far from it."""
+    fitted = table("scaling_laws")["fitted_on"]
+    pairs = ((given.parameters, fitted["parameters"]), (given.tokens, fitted["tokens"]))
+    near = all(low / FAR <= value <= high * FAR for value, (low, high) in pairs)
+    return None if near else fitted["source"]
 
 
 def compute_overhead(law: ParametricLoss, given: Allocation) -> float:

@@ -32,7 +32,7 @@ def print_plan(
     Raises:
         UserError: an unknown GPU, one without the recipe's precision, or ranks that do not divide the step.
     """
-    gpu = find_gpu(gpu_name) if gpu_name else None
+    gpu = None if gpu_name is None else find_gpu(gpu_name)
     answer = full_plan(recipe, ds_config, world_size or 1, gpu)
     if as_json:
         return print(json.dumps(answer, indent=2))

@@ -18,6 +18,7 @@ OPTIONAL = {
     "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "moe_k"),
     "moe_intermediate_size": (),
 }
+MOST_LAYERS, MOST_OTHERS = 2000, 10**9
 IGNORED = ("add_cross_attention", "pretraining_tp", "is_encoder_decoder", "transformers_version")
 FOUND = {
     "its logits depend on later tokens": (
@@ -52,6 +53,11 @@ def other_model_types(exact: list[str]) -> dict:
     return {"types": types, "refused": refused}
 
 
+def largest(key: str) -> int:
+    """Beyond any model: what a slip of the keyboard writes, and no plan can be made of."""
+    return MOST_LAYERS if "layer" in key else MOST_OTHERS
+
+
 def _entry(model_type: str) -> dict | str:
     """Keys and names of a type, or why it cannot be stated as a recipe states models."""
     from transformers.configuration_utils import PreTrainedConfig
@@ -77,7 +83,7 @@ def _entry(model_type: str) -> dict | str:
         **{key: _property(field) for key, field in fields.items()},
     }
     for name in SHAPE:
-        properties[names[name]]["minimum"] = 1
+        properties[names[name]] |= {"minimum": 1, "maximum": largest(names[name])}
     properties["attn_implementation"] = {"type": ["string", "null"], "default": None}
     other_names = {name: key for name, key in names.items() if name != key}
     return {"names": other_names, "required": [names[name] for name in SHAPE], "properties": properties}

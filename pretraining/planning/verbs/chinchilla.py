@@ -48,6 +48,7 @@ def answer(options: argparse.Namespace) -> dict:
             approach: _numbers(each, laws.frontier(approach).source) for approach, each in optima.items()
         },
         "kaplan": _numbers(laws.kaplan_frontier().at_flops(best.flops), laws.kaplan_frontier().source),
+        "extrapolates": laws.extrapolates(chosen),
         "chosen": _numbers(chosen, "given" if has_both else laws.DEFAULT),
         "tokens_over_optimum": chosen.tokens / laws.frontier().at_parameters(chosen.parameters).tokens,
         "loss": loss,
@@ -127,6 +128,11 @@ def as_text(answer: dict) -> str:
     what = f"{short(chosen['parameters'])} parameters on {short(chosen['tokens'])} tokens"
     lines = [
         ("given", answer["given"]["name"]),
+        *(
+            [("beware", f"far from what was fitted: {answer['extrapolates']}")]
+            if answer["extrapolates"]
+            else []
+        ),
         ("looked at", f"{what}, {three_digits(chosen['tokens_per_parameter'])} per parameter"),
         ("tokens", f"{answer['tokens_over_optimum']:.2f} times those for which that size is optimal"),
         ("predicted loss", f"{answer['loss']:.3f} nats a token (on Chinchilla's data and tokenizer)"),
@@ -143,7 +149,13 @@ def as_text(answer: dict) -> str:
     lines.append(("critical batch", f"{at_loss}; {growth}"))
     for name, hint in answer["hints"].items():
         batch = hint["batch_tokens"]
-        effect = f"{extra_tokens(batch, critical):.2f} x tokens, {extra_steps(batch, critical):.2f} x steps"
+        effect = " and ".join(
+            f"{three_digits(times)} x {what}"
+            for what, times in (
+                ("tokens", extra_tokens(batch, critical)),
+                ("steps", extra_steps(batch, critical)),
+            )
+        )
         lines.append(
             (name, f"learning rate {hint['learning_rate']:.2g}, batch {short(batch)} tokens ({effect})")
         )

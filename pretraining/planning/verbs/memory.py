@@ -27,7 +27,7 @@ def answer(options: argparse.Namespace) -> dict:
     workload = workload_of(options)
     if workload.recipe is None:
         raise UserError("memory needs the model's shape: give --recipe NAME (and --set to change it)")
-    gpu = find_gpu(options.gpu) if options.gpu else None
+    gpu = None if options.gpu is None else find_gpu(options.gpu)
     need = memory_need(workload.recipe, workload.ds_config, options.world_size)
     return {
         "name": workload.name,
