@@ -28,7 +28,7 @@ BUCKET = 100_000
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
-    parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2, 4))
+    parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2, 3, 4))
     parser.add_argument("--precisions", nargs="+", default=("bf16", "fp32"), choices=("bf16", "fp32"))
     options = parser.parse_args()
     cases = [(w, p, r) for w in options.ways for p in options.precisions for r in options.ranks]

@@ -1,12 +1,19 @@
 """Seconds until `--plan`, an answer of planning or a recipe error, as a user waits: fresh processes, medians of five.
 
 python benchmarks/plan.py --keep
+
+A model type that no formula describes is counted by building it, once: `counted_seconds` has the first plan, which
+builds, and the next, which remembers.
 """
 
+import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from functools import partial
 
 from record import REPOSITORY, parser_of, record
 
@@ -31,31 +38,63 @@ QUESTIONS = {
 }
 
 
+QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 50304,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 1024,
+}
+
+
 def main() -> None:
-    options = parser_of(__doc__).parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--repeats", type=int, default=REPEATS, metavar="N", help="of which the median is taken"
+    )
+    options = parser.parse_args()
+    seconds_of = partial(seconds_until, repeats=options.repeats)
     from pretraining.recipe import recipe_names
 
     plans = {name: seconds_of("--recipe", name, "--plan") for name in recipe_names()}
     plans["1T on 4,096"] = seconds_of(*TRILLION, "--plan", "--gpu", "H100")
     answers = {name: seconds_of(*words, command=PLANNING) for name, words in QUESTIONS.items()}
     errors = {
-        "unknown recipe": seconds_of("--recipe", "tinny"),
-        "unknown key": seconds_of("--recipe", "30b", "--set", "model.n_layers=3"),
-        "heads do not divide": seconds_of("--recipe", "30b", "--set", "model.n_head=50"),
+        "unknown recipe": seconds_of("--recipe", "tinny", code=2),
+        "unknown key": seconds_of("--recipe", "30b", "--set", "model.n_layers=3", code=2),
+        "heads do not divide": seconds_of("--recipe", "30b", "--set", "model.n_head=50", code=2),
     }
     values = {"plan_seconds": plans, "planning_seconds": answers, "error_seconds": errors}
-    values["imports_torch"] = imports_torch()
+    values |= {"counted_seconds": counted_seconds(options.repeats), "imports_torch": imports_torch()}
     record("plan", values, options.keep)
 
 
-def seconds_of(*arguments: str, command: tuple[str, ...] = ("train.py",)) -> float:
-    """Median wall seconds of `python <command> ...`."""
-    taken = []
-    for _ in range(REPEATS):
+def seconds_until(
+    *arguments: str, command: tuple[str, ...] = ("train.py",), repeats: int, code: int = 0, **variables
+) -> float:
+    """Median wall seconds of `python <command> ...`, which has to end with `code`."""
+    taken, words = [], [sys.executable, *command, *arguments]
+    for _ in range(repeats):
         started = time.perf_counter()
-        subprocess.run([sys.executable, *command, *arguments], cwd=REPOSITORY, capture_output=True)
+        done = subprocess.run(
+            words, cwd=REPOSITORY, capture_output=True, text=True, env={**os.environ, **variables}
+        )
         taken.append(time.perf_counter() - started)
+        if done.returncode != code:
+            sys.exit(f"{' '.join(arguments)}: ended with {done.returncode}: {done.stderr[-500:]}")
     return round(statistics.median(taken), 3)
+
+
+def counted_seconds(repeats: int) -> dict[str, float]:
+    """Of the first plan of a qwen2 of 350 million parameters, and of the following ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ("--recipe", "350m", "--set", f"model={json.dumps(QWEN2)}", "--plan")
+        place = {"PRETRAINING_MODEL_CACHE": folder}
+        first = seconds_until(*words, repeats=1, **place)
+        return {"first": first, "next": seconds_until(*words, repeats=repeats, **place)}
 
 
 def imports_torch() -> bool:

@@ -155,6 +155,17 @@ def test_a_mistake_in_the_command_of_training_is_one_line_too(words):
     assert "\n" not in str(caught.value)
 
 
+def test_the_search_gives_back_a_command_that_is_a_plan(capsys):
+    """What was set stands in it, so that pasted it means the run that was searched for."""
+    line = ["fit", "--recipe", "7b", "--set", "training.learning_rate=1e-4", "--deepspeed", "zero1"]
+    command = json.loads(printed(capsys, [*line, "--world_size", "8", "--gpu", "H200", "--json"]))["command"]
+    words = shlex.split(command)
+    assert words[:4] == ["--recipe", "7b", "--set", "training.learning_rate=1e-4"]
+    options = parse_train_arguments([*words, "--plan"])
+    recipe = load_recipe(options.recipe, options.set, options.deepspeed)
+    assert recipe.training["learning_rate"] == 1e-4 and recipe.deepspeed.startswith("zero")
+
+
 def test_laws_say_where_they_are_far_from_what_was_fitted(capsys):
     """A learning rate for a model of one parameter is told for what it is."""
     assert "beware" in printed(capsys, ["chinchilla", "--flops", "1"])

@@ -52,6 +52,11 @@ def short(number: float) -> str:
     return three_digits(number)
 
 
+def several(number: int, what: str) -> str:
+    """`1 GPU`, `8 GPUs`."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
 def three_digits(number: float) -> str:
     """A number with three significant digits, without an exponent where it is short."""
     if number == 0 or not math.isfinite(number):

@@ -11,7 +11,16 @@ from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import Gpu, all_gpus, find_gpu
 from pretraining.planning.memory.advice import shrink
 from pretraining.planning.memory.need import PHASES, MemoryNeed, checkpointing_of, memory_need
-from pretraining.planning.quantities import columns, dollars, duration, facts, num_bytes, short, three_digits
+from pretraining.planning.quantities import (
+    columns,
+    dollars,
+    duration,
+    facts,
+    num_bytes,
+    several,
+    short,
+    three_digits,
+)
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.stand_in import family_of
 from pretraining.planning.step_time import precision_of_products
@@ -105,7 +114,8 @@ def _what(answer: dict) -> list[tuple[str, str]]:
     layers = "every layer recomputed" if answer["recomputes"] else "nothing recomputed"
     way = f"{answer['deepspeed'] or 'plain data parallel'}, {answer['precision']}, {layers}"
     step = (
-        f"{_gpus(answer['world_size'])} x {answer['micro_batch']} sequences x {answer['sequence_length']:,} tokens "
+        f"{_gpus(answer['world_size'])} x {several(answer['micro_batch'], 'sequence')} x "
+        f"{answer['sequence_length']:,} tokens "
         f"x {answer['accumulation_steps']} accumulation"
     )
     if answer["ramp_steps"]:
@@ -149,7 +159,7 @@ def _fits_words(answer: dict) -> str:
 def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     read = f"{num_bytes(answer['data_bytes'])} of token shards, each token read once"
     disk = (
-        f"{num_bytes(answer['checkpoint_disk_bytes'])}: {answer['checkpoints_kept']} checkpoints of "
+        f"{num_bytes(answer['checkpoint_disk_bytes'])}: {several(answer['checkpoints_kept'], 'checkpoint')} of "
         f"{num_bytes(answer['checkpoint_bytes'])} kept, one being written"
     )
     speed = answer["forecast"]
@@ -203,9 +213,7 @@ def _tight(answer: dict) -> list[tuple[str, str]]:
 
 
 def _gpus(number: int, kind: str | None = None) -> str:
-    if kind:
-        return f"{number:,} x {kind}"
-    return f"{number:,} GPU" + ("s" if number > 1 else "")
+    return f"{number:,} x {kind}" if kind else several(number, "GPU")
 
 
 def world_sizes(recipe: Recipe, ds_config: dict | None, gpu: Gpu | None) -> str:

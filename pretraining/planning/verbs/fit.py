@@ -1,12 +1,14 @@
 """The stage, offload, micro-batch and activation checkpointing that fit, predicted fastest first."""
 
 import argparse
+import shlex
 
 from pretraining.errors import UserError
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.quantities import amount, columns, duration, gpu_count, num_bytes, share
 from pretraining.planning.search import Candidate, fitting
 from pretraining.planning.workload import add_workload_arguments, workload_of
+from pretraining.recipe import Recipe
 
 EXAMPLES = """  python -m pretraining.planning fit --recipe 7b --world_size 8 --gpu A100
   python -m pretraining.planning fit --recipe 30b --world_size 8 --gpu H200 --top 3 --json"""
@@ -46,8 +48,16 @@ def answer(options: argparse.Namespace) -> dict:
         "world_size": options.world_size,
         "fitting": len(found),
         "ways": [each.to_dict() for each in list(best.values())[: options.top]],
-        "command": f"--recipe {workload.recipe.reference} {found[0].arguments}".strip(),
+        "command": _command(options, workload.recipe, found[0]),
     }
+
+
+def _command(options: argparse.Namespace, recipe: Recipe, best: Candidate) -> str:
+    """What to type for the best way: what was given, and after it what the search changes."""
+    given = [word for setting in options.set for word in ("--set", shlex.quote(setting))]
+    if options.deepspeed and recipe.deepspeed == best.deepspeed:
+        given += ["--deepspeed", shlex.quote(options.deepspeed)]
+    return " ".join(["--recipe", shlex.quote(recipe.reference), *given, *best.changes])
 
 
 def as_text(answer: dict) -> str:

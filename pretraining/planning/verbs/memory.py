@@ -6,7 +6,7 @@ from pretraining.errors import UserError
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.advice import shrink
 from pretraining.planning.memory.need import PHASES, memory_need
-from pretraining.planning.quantities import columns, gpu_count, num_bytes
+from pretraining.planning.quantities import columns, gpu_count, num_bytes, several
 from pretraining.planning.workload import add_workload_arguments, workload_of
 
 EXAMPLES = """  python -m pretraining.planning memory --recipe 30b --world_size 8 --gpu H200
@@ -59,7 +59,7 @@ def as_text(answer: dict) -> str:
 
 def _title(answer: dict) -> str:
     ranks, way = answer["world_size"], answer["deepspeed"] or "plain data parallel"
-    title = f"{answer['name']} on {ranks:,} GPUs, {way}, micro-batch {answer['micro_batch']}"
+    title = f"{answer['name']} on {several(ranks, 'GPU')}, {way}, micro-batch {answer['micro_batch']}"
     need = f"{num_bytes(answer['total'])} on each"
     if answer["gpu"]:
         verdict = "fits" if answer["fits"] else "does not fit"
