@@ -282,6 +282,7 @@ def test_shards_that_are_not_read_any_more_are_let_go(prepared, connected, cache
         split.read(start, start + 5)
     assert split.num_maps() == 8
     for _ in range(1000):
+        split.remote.count_reads(1)
         split.read(0, 5)
     assert split.num_maps() == 1
 

@@ -11,17 +11,18 @@ class PrefetchedDataset:
 
     def __init__(self, dataset, prefetcher: Prefetcher):
         self.dataset, self.prefetcher = dataset, prefetcher
+        self._remote = prefetcher.splits[0].remote
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict:
-        self.prefetcher.advance(self.dataset.first_sample + index)
-        return self.dataset[index]
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict]:
         """A batch at once."""
         self.prefetcher.advance(self.dataset.first_sample + min(indices))
+        self._remote.count_reads(len(indices))
         return self.dataset.__getitems__(indices)
 
 

@@ -23,6 +23,9 @@ TOLD_AFTER_SECONDS = 20.0
 ROOM_PATIENCE_SECONDS = 2.0
 """So long a read waits for other processes to let go of a shard before it goes around the cache."""
 
+FEWEST_READS, READS_PER_MAP = 256, 16
+"""A shard not read in so many reads, of a random order over all that are open, is not needed (1 in e^16 is)."""
+
 DOWNLOADS = 3
 """A shard that comes damaged so often is damaged in the store."""
 
@@ -33,7 +36,7 @@ class RemoteData:
     def __init__(self, address: str, cache: ShardCache, store: Store | None = None):
         self.address, self.cache = address, cache
         self.store = store or Store(address)
-        self.fingerprint = ""
+        self.fingerprint, self._until_sweep = "", FEWEST_READS
         self.splits: weakref.WeakSet = weakref.WeakSet()
         """Open splits of this process, asked to let go of shards they do not read."""
 
@@ -143,6 +146,13 @@ class RemoteData:
                 told = True
             time.sleep(POLL_SECONDS)
         return file
+
+    def count_reads(self, count: int) -> None:
+        """So many blocks are about to be read in this process; from time to time what is no longer read is let go."""
+        self._until_sweep -= count
+        if self._until_sweep <= 0:
+            self.let_go(idle_only=True)
+            self._until_sweep = max(FEWEST_READS, READS_PER_MAP * self.num_maps())
 
     def let_go(self, idle_only: bool = False) -> None:
         """Close this process's maps of shards, or those not read since the last time."""

@@ -15,9 +15,6 @@ from pretraining.errors import UserError
 LARGEST_DIRECT_SHARE = 1 / 8
 """What goes on into a shard that is not here is read from the store directly up to this share of its tokens."""
 
-FEWEST_READS, READS_PER_MAP = 256, 16
-"""A shard not read in so many reads, of a random order over all that are open, is not needed (1 in e^16 is)."""
-
 _splits: weakref.WeakSet["StreamedSplit"] = weakref.WeakSet()
 
 
@@ -41,7 +38,6 @@ class StreamedSplit(TokenSplit):
         super().__init__(name, entry)
         self.folder = remote.store.where(name)
         self._enter()
-        self._until_sweep = FEWEST_READS
         self._reads_at_sweep: dict[int, int] = {}
         self._told = False
 
@@ -61,14 +57,6 @@ class StreamedSplit(TokenSplit):
     def _enter(self) -> None:
         self.remote.splits.add(self)
         _splits.add(self)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [stop - start] of the stream, as TokenSplit reads them."""
-        self._until_sweep -= 1
-        if not self._until_sweep:
-            self.remote.let_go(idle_only=True)
-            self._until_sweep = max(FEWEST_READS, READS_PER_MAP * self.remote.num_maps())
-        return super().read(start, stop)
 
     def num_maps(self) -> int:
         """Shards mapped here."""
