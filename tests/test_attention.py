@@ -30,6 +30,28 @@ def test_the_chosen_kernel_is_causal_attention(name, arguments):
         torch.testing.assert_close(chosen(input_ids=ids).logits, eager(input_ids=ids).logits)
 
 
+WINDOWS = {
+    "mixtral": {"sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "qwen3": {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0, "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_of_the_recipe_is_looked_through(name, arguments):
+    """The layers look no further back than the model section says, as eager attention with its mask."""
+    ids = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(0))
+    model = {**MODELS["llama"], "model_type": name, **WINDOWS[name]}
+    chosen = build_model(model, TOKENIZER, arguments).eval()
+    eager = build_model({**model, "attn_implementation": "eager"}, TOKENIZER, arguments).eval()
+    whole = {key: value for key, value in model.items() if "sliding" not in key}
+    with torch.no_grad():
+        wanted = eager(input_ids=ids).logits
+        torch.testing.assert_close(chosen(input_ids=ids).logits, wanted)
+        assert not torch.allclose(
+            build_model(whole, TOKENIZER, arguments).eval()(input_ids=ids).logits, wanted, atol=1e-3
+        )
+
+
 def test_no_mask_is_built_under_compile(arguments):
     """With transformers' own sdpa it is, since torch 2.13 (huggingface/transformers#48925)."""
     model, seen = build_model(MODELS["gpt2"], TOKENIZER, arguments).eval(), []
@@ -74,8 +96,9 @@ def test_flash_kernels_come_first_where_there_are_any(monkeypatch):
     monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setattr(attention, "is_flash_attn_3_available", lambda: True)
     bf16, fp32 = SimpleNamespace(bf16=True, fp16=False), SimpleNamespace(bf16=False, fp16=False)
-    assert attention.choose_attention({}, bf16) == "flash_attention_3"
-    assert attention.choose_attention({}, fp32) == attention.SDPA_CAUSAL
-    assert attention.choose_attention({"attn_implementation": "eager"}, bf16) == "eager"
+    llama = {"model_type": "llama"}
+    assert attention.choose_attention(llama, bf16) == "flash_attention_3"
+    assert attention.choose_attention(llama, fp32) == attention.SDPA_CAUSAL
+    assert attention.choose_attention({**llama, "attn_implementation": "eager"}, bf16) == "eager"
     monkeypatch.setattr(attention.torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert attention.choose_attention({}, bf16) == "flash_attention_2"
+    assert attention.choose_attention(llama, bf16) == "flash_attention_2"

@@ -74,6 +74,24 @@ def test_activations_of_a_stand_in_are_near_the_models_own(name, recomputes, mon
     assert memory.predict(*case)["kept"] == pytest.approx(memory.trace(*case)["kept"], rel=0.2)
 
 
+PUBLISHED = {  # Qwen2.5-1.5B (1.54B, 1.31B without the embedding) and Mistral-7B, by their published configurations
+    "qwen2": (1_543_714_304, 1_310_340_608, (151936, 1536, 8960, 28, 12, 2), True),
+    "mistral": (7_241_732_096, 7_110_660_096, (32000, 4096, 14336, 32, 32, 8), False),
+}
+SHAPE = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name):
+    total, non_embedding, values, tied = PUBLISHED[name]
+    model = {"model_type": name, **dict(zip(SHAPE, values, strict=True)), "tie_word_embeddings": tied}
+    size = model_size({**model, "max_position_embeddings": 1024})
+    assert (size.total, size.non_embedding, size.tied) == (total, non_embedding, tied)
+
+
 def recipe_of(tmp_path, model: dict, **data):
     """recipes/tiny.json with another model, as a file."""
     values = load_recipe("tiny").to_dict()

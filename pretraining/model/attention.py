@@ -44,12 +44,18 @@ def choose_attention(model: dict, arguments: TrainingArguments, masks_documents:
     if asked_for:
         return _able(asked_for) if masks_documents else asked_for
     if not (torch.cuda.is_available() and (arguments.bf16 or arguments.fp16)) or model.get("attn_pdrop"):
-        return "sdpa" if masks_documents else SDPA_CAUSAL
+        return "sdpa" if masks_documents else _without_documents(model)
     if is_flash_attn_3_available() and torch.cuda.get_device_capability() == HOPPER:
         return "flash_attention_3"
     if is_flash_attn_2_available():
         return "flash_attention_2"
-    return TORCH_VARLEN if masks_documents else SDPA_CAUSAL
+    return TORCH_VARLEN if masks_documents else _without_documents(model)
+
+
+def _without_documents(model: dict) -> str:
+    """torch's causal kernel, or where layers look back over a window alone transformers' `sdpa`, whose mask says so."""
+    windows = model["model_type"] == "mixtral" and model.get("sliding_window")
+    return "sdpa" if windows or model.get("use_sliding_window") else SDPA_CAUSAL
 
 
 def _able(asked_for: str) -> str:

@@ -23,6 +23,8 @@ def main() -> None:
     try:
         found = describe(model)
     except Exception as error:  # whatever a class of transformers raises for a shape it cannot take
+        while error.__cause__ is not None:  # strict configurations wrap what their own checks raise
+            error = error.__cause__
         found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
     print(json.dumps(found))
 
