@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from pretraining.reporting.priority import hurry
 from pretraining.run_dir import REPOSITORY, RunDir
 
 LAST_PAGE_SECONDS = 60.0
@@ -52,6 +53,7 @@ def _environment() -> dict[str, str]:
 
 
 def _stop(writer: subprocess.Popen) -> None:
+    hurry(writer.pid)
     try:
         writer.communicate(timeout=LAST_PAGE_SECONDS)
     except (subprocess.TimeoutExpired, OSError):

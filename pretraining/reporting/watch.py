@@ -1,7 +1,5 @@
 """Write a run's page again and again until the run is over."""
 
-import contextlib
-import os
 import select
 import signal
 import sys
@@ -12,6 +10,7 @@ from pretraining.errors import UserError
 from pretraining.reporting.analysis import track_record_of
 from pretraining.reporting.page_text import page_text, write_page
 from pretraining.reporting.payload import page_payload, run_payload
+from pretraining.reporting.priority import give_way
 from pretraining.reporting.run_record import RunRecord
 
 CLOCK_SECONDS = 0.05
@@ -23,7 +22,7 @@ def watch(folder: Path, output: Path, every_seconds: float, since: float = 0.0) 
 
     since: UNIX seconds; the first page comes once the run has written something after it.
     """
-    _give_way()
+    give_way()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they are for training: the last page comes after its end
     record, is_over, pause = None, False, 0.0
@@ -34,13 +33,6 @@ def watch(folder: Path, output: Path, every_seconds: float, since: float = 0.0) 
         if record is not None:
             _write(record, output, None if is_over else every_seconds)
         pause = max(every_seconds, 9 * (time.monotonic() - began)) if record else min(1.0, every_seconds)
-
-
-def _give_way() -> None:
-    """The last in line for the processor; a session of its own counts as a whole where Linux groups by session."""
-    os.nice(19)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text("19")
 
 
 def _opened(folder: Path, since: float) -> RunRecord | None:
