@@ -5,7 +5,8 @@
 
 overhead: blocks of steps with all monitoring on (phases, metrics.jsonl, gathering of the ranks, the judging of every
 loss, heartbeats, a report written every five seconds and, once a block, noise scale and norms by layer) alternate with
-blocks without any of it, in one run; the ratio is the median over neighbouring blocks.
+blocks without any of it, in one run; the ratio is the median over neighbouring blocks. The rank's own time on the
+processor, which a busy machine disturbs less, stands beside it.
 report: a run folder of that many logged steps with planted spikes, written as a page and, where a Chromium and
 playwright are there, opened: bytes, seconds, and how many of the spikes the page holds.
 """
@@ -111,31 +112,41 @@ def build_switch(block_steps: int):
         """Blocks of steps, by turns with monitoring and without."""
 
         def on_train_begin(self, args, state, control, **kwargs):
-            self.on, self.seconds = True, {True: [], False: []}
-            self.began = time.perf_counter()
+            self.on, self.seconds, self.processor_seconds = True, {True: [], False: []}, {True: [], False: []}
+            self.begin()
+
+        def begin(self) -> None:
+            self.began = time.perf_counter(), time.process_time()
 
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step and state.global_step % block_steps == 0:
-                self.seconds[self.on].append((time.perf_counter() - self.began) / block_steps)
+                self.seconds[self.on].append((time.perf_counter() - self.began[0]) / block_steps)
+                self.processor_seconds[self.on].append((time.process_time() - self.began[1]) / block_steps)
                 self.on = not self.on
                 turn(self.on)
-                self.began = time.perf_counter()
+                self.begin()
 
         def on_train_end(self, args, state, control, **kwargs):
             turn(True)
 
         def result(self) -> dict:
             """Medians over the pairs, the first (warming up) left out."""
-            pairs = list(zip(self.seconds[True], self.seconds[False], strict=False))[1:]
+            pairs, processor = (
+                list(zip(seconds[True], seconds[False], strict=False))[1:]
+                for seconds in (self.seconds, self.processor_seconds)
+            )
             return {
                 "ratio": round(statistics.median(on / off for on, off in pairs), 4),
                 "step_seconds": round(statistics.median(off for _, off in pairs), 5),
-                "extra_milliseconds_a_step": round(
-                    1000 * statistics.median(on - off for on, off in pairs), 4
-                ),
+                "extra_milliseconds_a_step": _extra_milliseconds(pairs),
+                "extra_processor_milliseconds_a_step": _extra_milliseconds(processor),
             }
 
     return Switch()
+
+
+def _extra_milliseconds(pairs: list[tuple[float, float]]) -> float:
+    return round(1000 * statistics.median(on - off for on, off in pairs), 4)
 
 
 def measure_report(options: argparse.Namespace) -> None:
