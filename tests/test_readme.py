@@ -123,7 +123,7 @@ def run_evaluation(workshop: Workshop, words: list[str]) -> None:
     small = [str(places.get(word, word)) for word in words]
     if "--tasks" in words:
         pytest.importorskip("lm_eval", reason="lm-eval is not installed (requirements-eval.txt)")
-        finished = execute(small)
+        finished = execute(["forked", "0", *small[1:]])
         succeeded(finished, "hellaswag/acc_norm")
         return succeeded(finished, "read_line/bits_per_byte")
     warm = ["forked", "0", *small[1:], "--data_dir", str(workshop.data)]

@@ -1,13 +1,12 @@
 """Strict files: every mistake in a JSON file is one line that names file, key and remedy."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from pretraining.errors import UserError
 from pretraining.schema import REPOSITORY, check, read_json
+from tests.runs import execute
 
 SCHEMA = {
     "type": "object",
@@ -124,9 +123,8 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_schema_files_are_those_of_the_installed_libraries():
     """Keys are checked against what is installed: after an upgrade the schemas must be generated anew."""
-    command = [sys.executable, str(REPOSITORY / "recipes" / "generate_schema.py"), "--check"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
+    finished = execute(["forked", "0", "recipes/generate_schema.py", "--check"])
+    assert finished.code == 0, finished.output
 
 
 @pytest.mark.parametrize("folder", ["recipes", "ds_configs"])

@@ -102,6 +102,7 @@ class PretrainingTrainer(TimedTrainer):
         self.accelerator.free_memory()
         self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = None
         self.callback_handler.model = self.callback_handler.optimizer = None
+        gc.unfreeze()  # see training/collector.py
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -7,6 +7,7 @@ from transformers import TrainerCallback
 from pretraining.planning import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.run_dir import RunDir
+from pretraining.training.collector import SettledCollector
 from pretraining.training.early_stopping import early_stopping
 from pretraining.training.expert_load import ExpertLoad, experts_per_token
 from pretraining.training.hangs import HangCallback
@@ -72,7 +73,7 @@ class Watch:
         judging = [self.stability, *early_stopping(self.run, self.recipe.evaluation)]
         told = [self.metrics, ProgressCallback(), *self.trackers]
         counting = [*self.gradients, *self.sources, *self.experts]
-        return [self.hangs, *judging, *counting, saves, *told, *self.profile]
+        return [SettledCollector(), self.hangs, *judging, *counting, saves, *told, *self.profile]
 
     @property
     def finding(self) -> Finding | None:

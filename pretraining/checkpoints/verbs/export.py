@@ -12,7 +12,7 @@ from pretraining.checkpoints.selection import add_run, add_step, chosen_checkpoi
 from pretraining.checkpoints.verification import damage
 from pretraining.errors import UserError
 from pretraining.planning.quantities import num_bytes
-from pretraining.quiet import quieten_libraries
+from pretraining.quiet import prepare_imports
 from pretraining.run_dir import RunDir
 
 EXAMPLES = """  python -m pretraining.checkpoints export runs/tiny
@@ -44,7 +44,7 @@ def answer(options: argparse.Namespace) -> dict:
     folder = options.to or run.path / f"export-{step}"
     if folder.exists():
         raise UserError(f"{folder}: is there already; remove it, or choose another with --to")
-    quieten_libraries()
+    prepare_imports()
     from transformers.utils import logging
 
     from pretraining.checkpoints.weights import export_checkpoint
