@@ -128,7 +128,11 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
         "--force", action="store_true", help="go on where the plan says that the run does not fit"
     )
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name in ("json", "world_size", "gpu"):  # without --plan a run would begin that nobody asked for
+        if getattr(options, name) not in (None, False) and not options.plan:
+            raise UserError(f"--{name} goes with --plan: add that, or leave --{name} out")
+    return options
 
 
 def world_size_here() -> int:

@@ -155,6 +155,13 @@ def test_a_mistake_in_the_command_of_training_is_one_line_too(words):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("words", ["--gpu H100", "--world_size 8", "--json"])
+def test_a_forgotten_plan_starts_no_run(words):
+    """Options of the plan alone are no run's."""
+    with pytest.raises(UserError, match="goes with --plan"):
+        parse_train_arguments(["--recipe", "tiny", *words.split()])
+
+
 def test_the_search_gives_back_a_command_that_is_a_plan(capsys):
     """What was set stands in it, so that pasted it means the run that was searched for."""
     line = ["fit", "--recipe", "7b", "--set", "training.learning_rate=1e-4", "--deepspeed", "zero1"]

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -89,7 +90,6 @@ def _built(section: str) -> dict:
 
 
 def _cache_file(section: str) -> Path:
-    folder = os.environ.get("PRETRAINING_MODEL_CACHE")
     try:
         library = version("transformers")
     except PackageNotFoundError:
@@ -98,14 +98,23 @@ def _cache_file(section: str) -> Path:
         ) from None
     said = f"{library}\n{PROGRAM.read_text(encoding='utf-8')}\n{section}"
     name = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
-    return (Path(folder) if folder else Path.home() / ".cache" / "pretraining" / "models") / f"{name}.json"
+    return _cache_folder() / f"{name}.json"
+
+
+def _cache_folder() -> Path:
+    try:
+        own = Path.home() / ".cache"
+    except RuntimeError:  # a user of a container who has no home
+        own = Path(tempfile.gettempdir())
+    return Path(os.environ.get("PRETRAINING_MODEL_CACHE") or own / "pretraining" / "models")
 
 
 def _read(path: Path) -> dict | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    return found if isinstance(found, dict) and "tensors" in found else None
 
 
 def _keep(path: Path, found: dict) -> None:
