@@ -209,8 +209,10 @@ def lose_workers(
     for _ in range(count):
         preparation.clear()
         started = preparation.start("two workers")
-        time.sleep(chance.uniform(0.3, 0.8) * seconds)
-        killed += kill_newest_worker(preparation, started.process.pid)
+        time.sleep(chance.uniform(0.2, 0.8) * seconds)
+        while started.process.poll() is None and not kill_newest_worker(preparation):
+            time.sleep(0.001)
+        killed += started.process.poll() is None
         finished = started.finish()
         check(
             finished.code == 0 and preparation.bytes() == expected,
@@ -219,13 +221,16 @@ def lose_workers(
     return {"workers_killed": killed, "commands_that_got_through": count}
 
 
-def kill_newest_worker(preparation: Preparation, command: int) -> bool:
-    """SIGKILL the process that began the last task, unless that is the command itself or gone."""
+def kill_newest_worker(preparation: Preparation) -> bool:
+    """SIGKILL the process that began the last task; False where that task is done."""
     lines = preparation.log.read_text().splitlines() if preparation.log.exists() else []
-    worker = int(lines[-1].split()[0]) if lines else command
-    if worker == command or not Path(f"/proc/{worker}").exists():
+    worker, task = lines[-1].split() if lines else ("", "")
+    if not lines or task in preparation.finished_tasks():
         return False
-    os.kill(worker, signal.SIGKILL)
+    try:
+        os.kill(int(worker), signal.SIGKILL)
+    except ProcessLookupError:
+        return False
     return True
 
 
