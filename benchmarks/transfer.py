@@ -26,6 +26,12 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--tokens", type=int, help="budget.tokens in place of the recipe's")
+    parser.add_argument(
+        "--initializer_range",
+        type=float,
+        default=0.06,
+        help="of both; GPT-2's 0.02 is small for a base so narrow",
+    )
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--launcher", default=sys.executable, help="what starts train.py")
     parser.add_argument("--deepspeed", default="null")
@@ -48,6 +54,7 @@ def swept(width: int, base_width: int | None, options) -> dict[float, float]:
 
 def loss_at(width: int, rate: float, base_width: int | None, options) -> float:
     settings = {"model.n_embd": width, "model.n_head": width // HEAD_SIZE, "mup.base_width": base_width}
+    settings |= {"model.initializer_range": options.initializer_range}
     settings |= {"training.learning_rate": rate, "training.seed": options.seed}
     settings |= {"budget.tokens": options.tokens} if options.tokens else {}
     return final_loss(options.recipe, settings, options.launcher, options.deepspeed)
