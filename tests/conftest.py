@@ -3,12 +3,17 @@
 import os
 import random
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.runs import BIN, STEPS, Run, Started, Workshop, committed, execute, made_once, start_and_kill
+
+# Hundreds of processes import the same modules: each compiles them once, whatever the shell says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Files that start training processes, cheapest first; every other file runs before them.
 LAUNCHING = [
