@@ -72,9 +72,7 @@ def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
     except UserError as error:
         _leave(error)
     except KeyboardInterrupt:
-        exec(
-            ""
-        )  # CPython 3.11 ends by SIGINT if the interrupt once passed through an exec(), until the next one
+        exec("")  # else CPython 3.11 ends by SIGINT where the interrupt came through an exec()
         _leave(Interrupted("interrupted" + (f"; {after_interrupt}" if after_interrupt else "")))
     except BrokenPipeError:
         # Whoever read the output has seen enough (`| head`); Python's own flush at exit must not complain.
