@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from tests.runs import BIN, STEPS, Run, Started, Workshop, committed, execute, m
 # Hundreds of processes import the same modules: each compiles them once, whatever the shell says.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# What a shell starts behind its back is deaf to Ctrl-C, and so would be the processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Files that start training processes, cheapest first; every other file runs before them.
 LAUNCHING = [

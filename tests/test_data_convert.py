@@ -19,6 +19,7 @@ from pretraining.data.tools.convert import export_data, import_data
 from pretraining.data.tools.foreign import draw_of_tokens
 from pretraining.data.tools.token_bytes import TokenBytes
 from pretraining.data.tools.verify import verify_data
+from pretraining.exit_codes import INTERRUPTED
 from tests.finished_data import documents_of, make_data, refusal
 from tests.runs import Started, execute
 from tests.test_data_prep import make_texts, recipe_for
@@ -196,7 +197,7 @@ def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(made, tmp_path)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_conversion_leaves_nothing(made, tmp_path, number):
-    """Stopped in the middle: one line, exit code 2, no folder."""
+    """Stopped in the middle: one line, exit code 130, no folder."""
     count = 4_000_000
     np.tile(np.array([5, 6, 7, 0], "<u2"), count).tofile(tmp_path / "theirs.ds")
     np.arange(4, 4 * count + 1, 4, dtype="<u8").tofile(tmp_path / "theirs.ds.index")
@@ -206,7 +207,7 @@ def test_an_interrupted_conversion_leaves_nothing(made, tmp_path, number):
         time.sleep(0.005)
     os.kill(started.process.pid, number)
     finished = started.finish()
-    assert finished.code == 2 and finished.stderr.count("\n") == 1, finished.output
+    assert finished.code == INTERRUPTED and finished.stderr.count("\n") == 1, finished.output
     assert "interrupted; nothing was changed" in finished.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs.ds", "theirs.ds.index"]
 
