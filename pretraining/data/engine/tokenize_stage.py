@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from pretraining.data.tokenizer import describe_tokenizer
 
 SPLITS = ("train", "validation")
 RESULT_NAME = "result.json"
-TURN_SECONDS = 0.0005
-"""With Python's own 0.005 the encoder, back from native code with a batch, waits for the reader as long as it works."""
 
 
 def tokenize(preparation, number: int, folder: Path) -> None:
@@ -30,28 +27,16 @@ def tokenize(preparation, number: int, folder: Path) -> None:
     encoder = _open_encoder(preparation, first)
     writers = {split: SplitWriter(folder / split, encoder.dtype) for split in SPLITS}
     counts, sizes = np.zeros(encoder.vocab_size, np.int64), SplitSizes()
-    with short_turns():
-        for batch, tokens, ends in prefetch(_encoded(encoder, first, batches)):
-            _append(batch, tokens, ends, writers, preparation.data["validation_share"], counts)
-            sizes.extend(batch.draws, np.diff(ends, prepend=0).tolist())
-            preparation.progress.add(len(batch.texts), sum(batch.num_bytes), len(tokens))
+    for batch, tokens, ends in prefetch(_encoded(encoder, first, batches)):
+        _append(batch, tokens, ends, writers, preparation.data["validation_share"], counts)
+        sizes.extend(batch.draws, np.diff(ends, prepend=0).tolist())
+        preparation.progress.add(len(batch.texts), sum(batch.num_bytes), len(tokens))
     splits = {split: writer.finish() for split, writer in writers.items()}
     np.save(folder / "validation_counts.npy", counts)
     sizes.save(folder / "sizes.npz")
     encoding = {"backend": encoder.backend.name, "checked_documents": encoder.num_checked}
     result = {"source": preparation.pieces[task.start].source, "splits": splits, "skipped": skipped}
     write_durably(folder / RESULT_NAME, json.dumps({**result, "encoding": encoding}))
-
-
-@contextmanager
-def short_turns() -> Iterator[None]:
-    """Python's threads give way to each other after `TURN_SECONDS` meanwhile."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(TURN_SECONDS)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def _open_encoder(preparation, first: Batch | None) -> Encoder:
