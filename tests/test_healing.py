@@ -58,11 +58,12 @@ def test_killed_after_the_rollback_and_resumed_repeats_it_exactly(poisoned):
     assert losses(run) == losses(poisoned.run())
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_a_spike_is_skipped_alike_at_every_stage(poisoned, stage):
-    """Promise: the curve belongs to the recipe. Skipped steps leave the weights alone, with and without DeepSpeed."""
+def test_a_spike_is_skipped_alike_without_deepspeed_and_at_stage_3(poisoned):
+    """Promise: the curve belongs to the recipe. Skipped steps leave the weights alone; benchmarks/healing.py goes
+    through every stage.
+    """
     settings = ("monitors.spikes.policy=skip",)
-    plain, run = poisoned.run("null", 1, "plain", settings), poisoned.run(stage, settings=settings)
+    plain, run = poisoned.run("null", 1, "plain", settings), poisoned.run("zero3", settings=settings)
     assert run.training_rows[-1]["stability/refused_steps"] == CLEAN_AGAIN - FIRST_NOISY
     assert [event["step"] for event in events(run, "spike")] == [FIRST_NOISY]
     assert losses(run) == pytest.approx(losses(plain), abs=1e-5)

@@ -109,7 +109,7 @@ def test_killed_again_and_again_no_finished_task_is_redone(reference, tmp_path):
     recipe, expected = reference
     root, generator, kills = tmp_path / "data", random.Random(1), 0
     seen: dict[str, int] = {}
-    for _ in range(6):
+    for _ in range(4):
         started = Started(command(recipe, root, "--executor", "inline"))
         time.sleep(generator.uniform(0.4, 2.0))
         kills += started.process.poll() is None

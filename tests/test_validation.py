@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ from pretraining.data import PackedDataset, TokenSplit
 from pretraining.data.mixing.sources import open_by_source
 from pretraining.data.shards import SplitWriter
 from pretraining.evaluation import Validation
+from pretraining.training import join_ranks, leave_ranks
+from tests.runs import execute
 
 LENGTH = 8
 VOCAB_SIZE = 64
@@ -123,20 +126,27 @@ def test_a_source_without_a_block_is_left_out(entry):
     assert "tiny_loss" not in measured and "code_loss" in measured
 
 
-def measure_on_rank(rank: int, entry: dict, folder: str) -> None:
+def measure_on_rank(folder: str) -> None:
     """One of two processes: the metrics, and how many forward passes it took part in."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    rank, _ = join_ranks()
+    entry = json.loads(Path(folder, "entry.json").read_text())
     model, passes = Bigrams(), []
     model.register_forward_hook(lambda *_: passes.append(1))
     measured = Validation.of(by_source(entry), recipe_of(batch_size=3)).measure(model)
     Path(folder, f"{rank}.json").write_text(json.dumps({**measured, "passes": len(passes)}))
-    torch.distributed.destroy_process_group()
+    leave_ranks()
 
 
 def test_two_ranks_measure_the_same(entry, tmp_path):
     """Batches that two ranks cannot share evenly: the same numbers, and as many forward passes on each rank."""
-    torch.multiprocessing.spawn(measure_on_rank, (entry, str(tmp_path)), nprocs=2)
+    (tmp_path / "entry.json").write_text(json.dumps(entry))
+    finished = execute(["forked", "2", "-m", "tests.test_validation", tmp_path])
+    assert finished.code == 0, finished.output
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     alone = Validation.of(by_source(entry), recipe_of()).measure(Bigrams())
     assert first == second and first.pop("passes") > 0
     assert first == pytest.approx(alone, rel=1e-6)
+
+
+if __name__ == "__main__":
+    measure_on_rank(sys.argv[1])
