@@ -102,7 +102,8 @@ def hang(folder: Path) -> dict:
     assert finished.code == 0, finished.output
     return {
         "named_after_seconds": named_after,
-        "named": [f"process {stopped}," in _hang_of(run)["who"], _hang_of(run)["ranks"]],
+        "stopped_process": stopped,
+        "named": _hang_of(run)["who"],
         "finished_after_seconds": round(time.monotonic() - began, 1),
         "same_losses": run.losses == reference.losses,
     }

@@ -12,6 +12,7 @@ import torch
 
 from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
+from pretraining.training.fresh_store import fresh_store, shared_with_the_launcher
 from pretraining.training.launcher import launcher_is_gone
 from pretraining.training.operators import announce_compiles, ask_the_processor_once, clear_abandoned_locks
 from pretraining.training.shared_memory import forget_shared_buffer
@@ -69,12 +70,27 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     ask_the_processor_once()
     announce_compiles()
     minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
-    deepspeed.init_distributed(
-        dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=minutes)
-    )
+    timeout = timedelta(minutes=minutes)
+    if shared_with_the_launcher():
+        _meet_in_fresh_store(backend, timeout)
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     if backend == "gloo":
         forget_shared_buffer()
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def _meet_in_fresh_store(backend: str, timeout: timedelta) -> None:
+    """Make the process group as DeepSpeed would, which takes the one it finds."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    bound = backend == "nccl" and ranks > 1
+    torch.distributed.init_process_group(
+        backend,
+        store=fresh_store(rank, ranks, timeout),
+        rank=rank,
+        world_size=ranks,
+        timeout=timeout,
+        device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])) if bound else None,
+    )
 
 
 def device_name() -> str:
