@@ -35,6 +35,7 @@ class Heartbeat:
         self.arrived_at = time.monotonic()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
+        self.beat(0)  # who stands still from here on has said who it is
 
     def arrive(self, phase: str, step: int) -> None:
         """Progress: a step, a part of it, a round of a validation, a save."""
