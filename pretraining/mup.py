@@ -70,9 +70,8 @@ class Growth:
             scales = Scales(self.width**-0.5, self.width**-power, self.width**power, epsilon)
         if _LEAVES_A_BRANCH.search(name):
             scales = scales.times(1 / self.depth)
-            if (
-                self.model_type == "gpt2"
-            ):  # draws these with 1 / sqrt(2 layers) already, which the base does too
+            # Drawn with 1 / sqrt(2 layers) already, as the base's are.
+            if self.model_type == "gpt2":
                 scales = Scales(scales.initial * self.depth**0.5, scales.rate, scales.decay, scales.epsilon)
         if self.queries != 1 and _QUERY[self.model_type].search(name):
             scales = scales.times(self.queries)

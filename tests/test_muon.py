@@ -15,9 +15,9 @@ from pretraining.training.optimizers.exchange import Fragment, plan_rounds, work
 from pretraining.training.optimizers.groups import split_parameters
 from pretraining.training.optimizers.matrices import hidden_matrices
 from pretraining.training.optimizers.newton_schulz import orthogonalize, orthogonalize_all
-from tests.runs import MODELS, Run, execute
+from tests.runs import MODELS
 from tests.test_curve import IN_BF16
-from tests.test_reshard import unfinished
+from tests.test_reshard import stage_3_goes_on_in_one_process
 
 MUON = ("optimizer.name=muon",)
 DEFAULTS = load_recipe("tiny").optimizer
@@ -247,11 +247,7 @@ def test_stage_1_in_bf16_too(workshop):
 
 def test_a_checkpoint_of_muon_goes_on_at_another_stage(workshop, tmp_path):
     """Promise: nothing committed is lost. Momenta saved by two ranks at stage 3 continue in one plain process."""
-    whole = workshop.run("zero3", settings=MUON)
-    folder = unfinished(whole, tmp_path / "run")
-    finished = execute(workshop.command(folder, "null", 1, "plain", MUON))
-    assert finished.code == 0, finished.output
-    assert Run(folder).losses == pytest.approx(whole.losses, abs=1e-5)
+    stage_3_goes_on_in_one_process(workshop, tmp_path / "run", MUON)
 
 
 def test_partitions_nobody_told_of_are_not_passed_over():

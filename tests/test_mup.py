@@ -10,10 +10,10 @@ from pretraining.model import build_model
 from pretraining.mup import Scales, scales_by_name
 from pretraining.recipe import load_recipe, model_with_defaults
 from pretraining.training.optimizers import choose_optimizer, describe_groups
-from tests.runs import MODELS, Run, execute
+from tests.runs import MODELS
 from tests.test_compiling import TOKENIZER, arguments  # noqa: F401
 from tests.test_muon import DEFAULTS
-from tests.test_reshard import unfinished
+from tests.test_reshard import stage_3_goes_on_in_one_process
 
 MUP = ("mup.base_width=16", "mup.base_layers=1")
 BASE = {"base_width": 16, "base_layers": 1, "base_head_size": None}
@@ -154,11 +154,7 @@ def test_the_stage_does_not_change_the_curve(workshop, stage):
 
 def test_a_checkpoint_goes_on_at_another_stage(workshop, tmp_path):
     """Promise: nothing committed is lost. Saved at stage 3, resumed in one plain process."""
-    whole = workshop.run("zero3", settings=MUP)
-    folder = unfinished(whole, tmp_path / "run")
-    finished = execute(workshop.command(folder, "null", 1, "plain", MUP))
-    assert finished.code == 0, finished.output
-    assert Run(folder).losses == pytest.approx(whole.losses, abs=1e-5)
+    stage_3_goes_on_in_one_process(workshop, tmp_path / "run", MUP)
 
 
 def test_groups_are_told_with_their_rates(arguments):  # noqa: F811

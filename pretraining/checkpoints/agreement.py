@@ -10,11 +10,6 @@ from pretraining.errors import UserError, file_error
 Answer = TypeVar("Answer")
 
 
-def this_rank() -> tuple[int, int]:
-    """(rank, number of ranks); (0, 1) for a process without a group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
 def from_rank_0(decide: Callable[[], Answer]) -> Answer:
     """What `decide` returns on rank 0, on every rank; or its `UserError`, a file it could not use included.
 

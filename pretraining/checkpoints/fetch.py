@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from pretraining.checkpoints.agreement import from_rank_0, this_rank, told_by_all
+from pretraining.checkpoints.agreement import from_rank_0, told_by_all
 from pretraining.checkpoints.files import file_entry
 from pretraining.checkpoints.marker import MARKER, parse_marker
 from pretraining.checkpoints.parcel import RUN_FILES
@@ -19,6 +19,7 @@ from pretraining.checkpoints.remote import RemoteRun
 from pretraining.data.publishing import wait_for_disk
 from pretraining.errors import UserError
 from pretraining.journal import NOTHING_HEALED, Journal
+from pretraining.process_group import rank_and_world_size
 from pretraining.run_dir import RunDir, rows_of
 
 _RANGE_BYTES = 16 << 20
@@ -52,7 +53,7 @@ def fetch_checkpoint(run: RunDir, remote: RemoteRun, name: str) -> str | None:
     content, files, wrong = from_rank_0(lambda: _read_marker(remote, name))
     if wrong is not None or from_rank_0(lambda: _is_here(run.path / name, content)):
         return wrong
-    rank, ranks = this_rank()
+    rank, ranks = rank_and_world_size()
     share = dict(sorted(files.items())[rank::ranks])
     for damage, failure in told_by_all(_fetch_share(remote, name, run.path / name, share)):
         if failure:
@@ -226,6 +227,6 @@ def _bar(where: str, files: dict):
         total=total,
         unit="B",
         unit_scale=True,
-        disable=this_rank()[0] != 0,
+        disable=rank_and_world_size()[0] != 0,
         mininterval=1.0,
     )

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
-from pretraining.checkpoints.agreement import from_rank_0, this_rank, told_by_all
+from pretraining.checkpoints.agreement import from_rank_0, told_by_all
 from pretraining.checkpoints.folders import committed_checkpoints
 from pretraining.checkpoints.marker import MARKER, marker_or_nothing
 from pretraining.checkpoints.verification import changed_files, quick_damage, share_of
 from pretraining.errors import UserError
 from pretraining.journal import NOTHING_HEALED, Journal
+from pretraining.process_group import rank_and_world_size
 from pretraining.run_dir import RunDir
 
 
@@ -35,7 +36,7 @@ def damage_seen_by_all(folder: Path, of_run: bool = False) -> str | None:
     reason, files = from_rank_0(lambda: quick_damage(folder, of_run))
     if reason is not None:
         return reason
-    rank, ranks = this_rank()
+    rank, ranks = rank_and_world_size()
     found = told_by_all(changed_files(folder, share_of(files, rank, ranks)))
     return next((reason for changed in found for reason in changed.values()), None)
 

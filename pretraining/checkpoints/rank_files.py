@@ -4,10 +4,10 @@ from pathlib import Path
 
 from transformers import Trainer
 
-from pretraining.checkpoints.agreement import this_rank
 from pretraining.checkpoints.loading import load_checkpoint, load_random_state, load_running_loss
 from pretraining.checkpoints.rank_share import write_share
 from pretraining.checkpoints.saving import rank_share
+from pretraining.process_group import rank_and_world_size
 
 
 class RankFiles:
@@ -15,7 +15,7 @@ class RankFiles:
 
     def save(self, trainer: Trainer, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        write_share(rank_share(trainer), folder, *this_rank())
+        write_share(rank_share(trainer), folder, *rank_and_world_size())
 
     def load(self, trainer: Trainer, folder: Path) -> None:
         load_checkpoint(trainer, folder)

@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from pretraining.addresses import masked
-from pretraining.checkpoints.agreement import host_group, this_rank, told_by_all
+from pretraining.checkpoints.agreement import host_group, told_by_all
 from pretraining.checkpoints.marker import MARKER
 from pretraining.checkpoints.parcel import Parcel
 from pretraining.checkpoints.remote import RemoteRun
+from pretraining.process_group import rank_and_world_size
 from pretraining.run_dir import RunDir
 
 _PAUSE_SECONDS = 0.05
@@ -34,7 +35,7 @@ class Uploader:
 
     def __init__(self, run: RunDir, remote: RemoteRun, mirror: bool = True):
         self.run, self.remote, self.mirror = run, remote, mirror
-        self.rank, self.ranks = this_rank()
+        self.rank, self.ranks = rank_and_world_size()
         self._group = host_group()
         self._waiting: Parcel | None = None
         self._thread: threading.Thread | None = None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoints.agreement import host_group, this_rank, told_by_all
+from pretraining.checkpoints.agreement import host_group, told_by_all
 from pretraining.checkpoints.awaiting import wait_for_receipts
 from pretraining.checkpoints.marker import MARKER
 from pretraining.checkpoints.rank_save import RankSave
@@ -25,6 +25,7 @@ from pretraining.checkpoints.rank_share import RankShare, write_share
 from pretraining.checkpoints.snapshot import HostSnapshot, available_bytes, snapshot_bytes
 from pretraining.data.publishing import wait_for_disk
 from pretraining.errors import UserError
+from pretraining.process_group import rank_and_world_size
 from pretraining.run_dir import RunDir
 
 _PAUSE_SECONDS = 0.01
@@ -53,7 +54,7 @@ class CheckpointWriter:
     ):
         self.run, self.commit, self.after_commit, self.on_committed = run, commit, after_commit, on_committed
         self.background, self.on_full_disk = background, on_full_disk
-        self.rank, self.ranks = this_rank()
+        self.rank, self.ranks = rank_and_world_size()
         self.snapshot = HostSnapshot()
         self.last: dict | None = None
         """The newest finished save, as its event tells it."""

@@ -10,9 +10,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
 from pretraining.evaluation.likelihood import Interrupted, Pair, score
-from pretraining.evaluation.ranks import rank_and_world_size
 from pretraining.evaluation.sample import evaluation_mode
 from pretraining.evaluation.tokens import encode
+from pretraining.process_group import rank_and_world_size
 
 PASSED_ON = ("do_sample", "top_k", "top_p")
 """What of a task's generation arguments `generate` takes as it is."""

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from pretraining.evaluation.ranks import rank_and_world_size
 from pretraining.evaluation.sample import evaluation_mode
+from pretraining.process_group import rank_and_world_size
 
 
 class Pair(NamedTuple):

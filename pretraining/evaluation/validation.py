@@ -12,8 +12,8 @@ from torch.utils.data import ConcatDataset
 
 from pretraining.data import PackedDataset, TokenSplit
 from pretraining.data.document_masking import IGNORED, stack_blocks
-from pretraining.evaluation.ranks import rank_and_world_size
 from pretraining.evaluation.sample import evaluation_mode
+from pretraining.process_group import rank_and_world_size
 from pretraining.recipe import Recipe
 
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from pretraining.model.module_order import children_first, parameters_near
+
 NO_FACTORS: Mapping[str, float] = {}
 
 
@@ -21,8 +23,8 @@ def initialise_weights(model: PreTrainedModel, seed: int, factors: Mapping[str, 
     rounded to the parameter's dtype. Under ZeRO-3 one module is gathered at a time and rank 0 draws.
     `factors`, by parameter name, multiply what was drawn.
     """
-    for name, module, owner in _children_first(model):
-        parameters = [p for m in (module, *module.children()) for p in m.parameters(recurse=False)]
+    for name, module, owner in children_first(model):
+        parameters = parameters_near(module)
         with _whole(parameters) as is_to_write:
             if is_to_write:
                 with _generator_of(seed, name), _as_fp32_on_cpu(parameters):
@@ -42,18 +44,6 @@ def _whole(parameters: list[nn.Parameter]) -> Iterator[bool]:
         return
     with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
         yield torch.distributed.get_rank() == 0
-
-
-def _children_first(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Yield (name, module, the PreTrainedModel whose rule initialises it), every child before its parent."""
-
-    def walk(name: str, module: nn.Module, owner: PreTrainedModel):
-        owner = module if isinstance(module, PreTrainedModel) else owner
-        for child_name, child in module.named_children():
-            yield from walk(f"{name}.{child_name}" if name else child_name, child, owner)
-        yield name, module, owner
-
-    return walk("", model, model)
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from pretraining.model.module_order import children_first, parameters_near
+
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
@@ -118,26 +120,19 @@ def drawing_faults(built: PreTrainedModel) -> list[str]:
     faults, drawn = [], set()
     for parameter in built.parameters():
         parameter._is_hf_initialized = False
-    for name, module, owner in _children_first("", built, built):
+    for name, module, owner in children_first(built):
         inside = dict(module.named_parameters(prefix=name))
         before = {key: parameter._version for key, parameter in inside.items()}
         owner._init_weights(module)
         written = {key for key, parameter in inside.items() if parameter._version != before[key]}
         drawn |= {id(inside[key]) for key in written}
-        near = {id(p) for each in (module, *module.children()) for p in each.parameters(recurse=False)}
+        near = {id(parameter) for parameter in parameters_near(module)}
         far = [key for key in written if id(inside[key]) not in near]
         faults += [f"{key} is drawn from two levels above it, by {type(module).__name__}" for key in far]
     matrices = ((key, parameter) for key, parameter in built.named_parameters() if parameter.ndim >= 2)
     return faults + [
         f"{key} is drawn by no module" for key, parameter in matrices if id(parameter) not in drawn
     ]
-
-
-def _children_first(name: str, module: nn.Module, owner: PreTrainedModel):
-    owner = module if isinstance(module, PreTrainedModel) else owner
-    for child_name, child in module.named_children():
-        yield from _children_first(f"{name}.{child_name}" if name else child_name, child, owner)
-    yield name, module, owner
 
 
 if __name__ == "__main__":

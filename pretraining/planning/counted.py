@@ -20,7 +20,8 @@ from pathlib import Path
 from pretraining.errors import UserError
 from pretraining.schema import REPOSITORY
 
-PROGRAM = REPOSITORY / "pretraining" / "model" / "meta_count.py"
+MODULE = "pretraining.model.meta_count"
+SOURCES = [REPOSITORY / "pretraining" / "model" / name for name in ("meta_count.py", "module_order.py")]
 HOW = "counted by building on the meta device"
 
 
@@ -80,12 +81,13 @@ def _built(section: str) -> dict:
         key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-W", "ignore", str(PROGRAM)]
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    command = [sys.executable, "-P", "-W", "ignore", "-m", MODULE]
     done = subprocess.run(command, input=section, capture_output=True, text=True, env=environment)
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         last = (done.stderr.splitlines() or ["it said nothing"])[-1]
-        return {"error": f"{PROGRAM.name} ended with code {done.returncode}: {last}"}
+        return {"error": f"{MODULE} ended with code {done.returncode}: {last}"}
     return json.loads(lines[-1])
 
 
@@ -96,7 +98,7 @@ def _cache_file(section: str) -> Path:
         raise UserError(
             "model: counting this type needs transformers; pip install -r requirements.txt"
         ) from None
-    said = f"{library}\n{PROGRAM.read_text(encoding='utf-8')}\n{section}"
+    said = "\n".join([library, *(source.read_text(encoding="utf-8") for source in SOURCES), section])
     name = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
     return _cache_folder() / f"{name}.json"
 

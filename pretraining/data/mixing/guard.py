@@ -126,9 +126,8 @@ def _is_varied(tokens: np.ndarray, apart: int, fewest: float) -> bool:
 def _poor(tokens: np.ndarray, apart: int, fewest: float) -> dict[str, float]:
     """`dominant` where a token occurs more than `apart` times, `few_tokens` below `fewest` distinct ones."""
     found = {}
-    ordered = np.sort(
-        tokens.astype(np.int32)
-    )  # numpy sorts 32-bit integers several times faster than 16-bit ones
+    # numpy sorts 32-bit integers several times faster than 16-bit ones.
+    ordered = np.sort(tokens.astype(np.int32))
     if (ordered[apart:] == ordered[:-apart]).any():
         found["dominant"] = _share_of_commonest(ordered)
     distinct = int(np.count_nonzero(ordered[1:] != ordered[:-1])) + 1

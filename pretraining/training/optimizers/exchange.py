@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from pretraining.process_group import rank_and_world_size
+
 ROUND_NUMEL = 2**28
 """Elements of the matrices that are under way at once: bounds the buffers of a step."""
 
@@ -162,8 +164,3 @@ def _exchange(
     dist.all_to_all_single(received, sent, sizes_in, sizes_out)
     expected = [fragment for fragments in incoming for fragment in fragments]
     yield from zip(expected, received.split([f.numel for f in expected]), strict=True)
-
-
-def rank_and_world_size() -> tuple[int, int]:
-    """(0, 1) outside a process group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
