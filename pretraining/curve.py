@@ -42,7 +42,7 @@ NEUTRAL_TRAINING_KEYS = frozenset(
 
 
 # Keys that came later, with the value that means what was done before there were any.
-LATER_KEYS = {"data.document_masking": False, "budget.ramp": None}
+LATER_KEYS = {"data.document_masking": False, "data.packing": "in_sequence", "budget.ramp": None}
 LATER_KEYS |= {"speed.fp8": "none"} | dict.fromkeys(
     ("mup.base_width", "mup.base_layers", "mup.base_head_size")
 )

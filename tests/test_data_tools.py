@@ -132,11 +132,32 @@ def test_a_sample_is_the_one_training_reads(made, tmp_path, capsys):
         words = ("--sample", sample, "--recipe", tmp_path / "small.json")
         shown = answer(capsys, "inspect", made.folder, *words)
         assert shown["split"] == "train"
-        tokens = split.read(shown["start"], shown["stop"])
+        [(start, stop)] = shown["stretches"]
+        tokens = split.read(start, stop + 1)
         assert (dataset[sample]["input_ids"] == tokens[:-1]).all()
         assert shown["epoch"] == sample // order.num_blocks
         assert shown["step"] == sample // recipe.samples_per_step + 1
         assert sum(last - first for first, last in (p["block_tokens"] for p in shown["documents"])) == 33
+
+
+def test_a_packed_sample_shows_the_documents_it_is_made_of(made, tmp_path, capsys):
+    """With `data.packing` best_fit: the parts follow each other without gaps and are a packed block's tokens."""
+    file = recipe_file(tmp_path, made.source)
+    file.write_text(file.read_text().replace('"name": "corpus",', '"name": "corpus", "packing": "best_fit",'))
+    split = open_finished(made.folder).split("train")
+    dataset = PackedDataset(split.stream, 32, packing="best_fit")
+    samples = map(dataset.read_block, range(dataset.num_blocks))
+    blocks = [[*sample["input_ids"], sample["labels"][-1]] for sample in samples]
+    stretches = 0
+    for sample in range(6):
+        shown = answer(capsys, "inspect", made.folder, "--sample", sample, "--recipe", file)
+        tokens: list[int] = []
+        for part in shown["documents"]:
+            assert part["block_tokens"][0] == len(tokens)
+            tokens += split.read(part["number"]).tokens[slice(*part["document_tokens"])].tolist()
+        assert tokens in blocks
+        stretches += len(shown["stretches"])
+    assert stretches > 6
 
 
 @pytest.mark.parametrize(

@@ -170,11 +170,14 @@ def lines(workshop) -> tuple[str, ...]:
     return settings
 
 
-def test_ranks_and_stage_do_not_change_the_masked_curve(workshop, lines):
+def test_ranks_and_stage_do_not_change_the_curve_of_packed_and_masked_documents(workshop, lines):
     """Ranks hold different numbers of targets: still the losses, norms and validation of one plain process."""
-    settings = (*lines, "data.document_masking=true")
+    settings = (*lines, "data.document_masking=true", "data.packing=best_fit")
     alone, together = workshop.plain(settings), workshop.run("zero3", settings=settings)
     assert "attention: sdpa (documents apart)" in together.finished.stdout
+    [start] = [event for event in together.events if event["event"] == "start"]
+    assert start["cuts"]["best_fit"]["cropped"] < start["cuts"]["in_sequence"]["cropped"] / 4
+    assert f"cut {start['cuts']['best_fit']['cut']:.2%} of the documents" in together.finished.stdout
     assert largest_difference(alone.losses, together.losses) <= 1e-6
     assert largest_difference(column(alone, "train/grad_norm"), column(together, "train/grad_norm")) <= 1e-4
     for ours, theirs in zip(together.validation_rows, alone.validation_rows, strict=True):

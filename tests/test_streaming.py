@@ -172,9 +172,17 @@ def test_the_bound_is_kept_at_all_times(prepared, connected, cache):
     assert 0 < max(seen) <= bound
 
 
-@pytest.mark.parametrize("treatment", ["error", "drop", "cut", "spoil"])
+@pytest.mark.parametrize(
+    ("treatment", "packing"),
+    [
+        ("error", "best_fit"),
+        ("drop", "in_sequence"),
+        ("cut", "best_fit"),
+        ("spoil", "in_sequence"),
+    ],
+)
 def test_a_store_that_fails_one_request_in_five_loses_nothing(
-    prepared, connected, cache, treatment, monkeypatch
+    prepared, connected, cache, treatment, packing, monkeypatch
 ):
     """Errors, closed connections, half answers and flipped bits: the same stream in the same order."""
     monkeypatch.setattr("pretraining.data.streaming.retries.FIRST_DELAY_SECONDS", 0.001)
@@ -187,7 +195,9 @@ def test_a_store_that_fails_one_request_in_five_loses_nothing(
         split = open_split(prepared.address, cache, 10**9)
         order = GlobalOrder(split.num_blocks(LENGTH), 1, "order")
         splits = (prepared.local.train, split)
-        theirs, ours = (PackedDataset(part, LENGTH, order, masks_documents=True) for part in splits)
+        theirs, ours = (
+            PackedDataset(part, LENGTH, order, masks_documents=True, packing=packing) for part in splits
+        )
         for index in range(len(ours)):
             assert all((ours[index][key] == theirs[index][key]).all() for key in ("labels", "position_ids"))
     assert proxy.mistreated >= 2

@@ -16,7 +16,7 @@ from pretraining.checkpoints.lock import move_lock
 from pretraining.checkpoints.marker import read_marker
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.checkpoints.weights import describe_model
-from pretraining.data import format_table
+from pretraining.data import PackedDataset, cuts_of_run, cuts_text, format_table
 from pretraining.data.mixing.training import Mixture
 from pretraining.errors import UserError
 from pretraining.journal import Journal
@@ -70,9 +70,10 @@ def open_run(
     mixture: Mixture | None,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    dataset: PackedDataset,
 ) -> None:
     """Rank 0 writes what the run is into its folder, after every check: recipe, plan, environment, mixture, and
-    the model's config with the tokenizer.
+    the model's config with the tokenizer. It says what a mixture promises, and what packing brings.
     """
 
     def write() -> None:
@@ -90,9 +91,15 @@ def open_run(
             table = mixture.table(identity.recipe.num_samples)
             write_json(run.mixture, table)
             print(format_table(table))
-        kind = "resume" if start.checkpoint else "start"
+        cuts = cuts_of_run(dataset)
+        if cuts is not None:
+            print(cuts_text(cuts))
         run.add_event(
-            kind, checkpoint=start.checkpoint and start.checkpoint.name, **plan.layout, **launch_details()
+            "resume" if start.checkpoint else "start",
+            checkpoint=start.checkpoint and start.checkpoint.name,
+            **plan.layout,
+            **launch_details(),
+            **({} if cuts is None else {"cuts": cuts}),
         )
 
     from_rank_0(write)

@@ -22,6 +22,8 @@ _HOME = {
     "open_guard": "mixing.training",
     "step_origins": "origins",
     "format_table": "mixing.table",
+    "cuts_of_run": "cuts",
+    "cuts_text": "cuts",
 }
 
 __all__ = list(_HOME)

@@ -40,7 +40,9 @@ def run_verify(options: argparse.Namespace) -> tuple[dict, str]:
 def run_stats(options: argparse.Namespace) -> tuple[dict, str]:
     from pretraining.data.tools.stats import measure_data, stats_text
 
-    measured = measure_data(options.folder, options.tokens, options.top, not options.json)
+    measured = measure_data(
+        options.folder, options.tokens, options.top, not options.json, options.sequence_length
+    )
     return measured, stats_text(measured)
 
 

@@ -46,7 +46,7 @@ def describe_step(
 
 
 def _origin(dataset: PackedDataset, block: int, names: list[str]) -> dict:
-    source, start = dataset.place(block)
-    shard, document = dataset.splits[source].document_at(start)
+    source, stretches = dataset.place(block)
+    shard, document = dataset.splits[source].document_at(stretches[0][0])
     name = {"source": names[source]} if source < len(names) and len(dataset.splits) > 1 else {}
     return {**name, "shard": shard, "document": document}

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pretraining.data.best_fit import BestFit, Stretch
 from pretraining.data.document_masking import masked_block
 from pretraining.data.mixing.grouped import blocks_starting
 from pretraining.data.mixing.guard import BlockGuard
@@ -27,6 +28,8 @@ class PackedDataset:
     Resuming is a matter of `first_sample`: nothing that was consumed is read again. A `guard` looks at every
     block that is read. With `masks_documents` a sample also has position_ids, and its labels are those of
     `masked_block`. With several splits it has the number of its own as `source`, int64.
+
+    With `packing` "best_fit" the documents near each other change places first, as `BestFit` says.
     """
 
     def __init__(
@@ -38,10 +41,13 @@ class PackedDataset:
         num_samples: int | None = None,
         guard: BlockGuard | None = None,
         masks_documents: bool = False,
+        packing: str = "in_sequence",
     ):
         self.splits = (splits,) if isinstance(splits, TokenSplit) else tuple(splits)
         self.sequence_length, self.order, self.guard = sequence_length, order, guard
         self.masks_documents = masks_documents
+        best_fit = packing == "best_fit"
+        self.packed = [BestFit(split, sequence_length) for split in self.splits] if best_fit else None
         counts = [split.num_blocks(sequence_length) for split in self.splits]
         self.num_blocks = sum(counts)
         self._first_blocks = [sum(counts[:number]) for number in range(len(counts))]
@@ -81,24 +87,32 @@ class PackedDataset:
         splits = [(split.token_starts, split.num_blocks(length)) for split in self.splits]
         return ShardNeeds(self.order, [blocks_starting(starts, length, count) for starts, count in splits])
 
-    def place(self, block: int) -> tuple[int, int]:
-        """Which of `splits` a block lies in, and where in that split's stream it starts, in tokens."""
+    def locate(self, block: int) -> tuple[int, int]:
+        """Which of `splits` a block lies in, and its number in there."""
         source = bisect_right(self._first_blocks, block) - 1
-        return source, (block - self._first_blocks[source]) * self.sequence_length
+        return source, block - self._first_blocks[source]
+
+    def place(self, block: int) -> tuple[int, list[Stretch]]:
+        """Which of `splits` a block lies in, and the stretches of that split's stream that are its L inputs."""
+        source, number = self.locate(block)
+        if self.packed is not None:
+            return source, self.packed[source].stretches(number)
+        start = number * self.sequence_length
+        return source, [(start, start + self.sequence_length)]
 
     def read_block(self, block: int, sample: int | None = None) -> dict[str, np.ndarray]:
         """Inputs and labels of one block, int64 [L] each: unmasked, two views of one array of L + 1 tokens.
 
         `sample`, its position in the run, has the guard look at it.
         """
-        source, start = self.place(block)
-        split, length = self.splits[source], self.sequence_length
-        stored = split.read(start, start + length + 1)
+        source, stretches = self.place(block)
+        split = self.splits[source]
+        stored = _read(split, stretches)
         if self.guard is not None and sample is not None:
-            self.guard.look(stored, sample, block, source, start, split)
+            self.guard.look(stored, sample, block, source, stretches[0][0], split)
         tokens = stored.astype(np.int64)
         if self.masks_documents:
-            block = masked_block(tokens, split.document_ends(start, start + length) - start)
+            block = masked_block(tokens, _document_ends(split, stretches))
         else:
             block = {"input_ids": tokens[:-1], "labels": tokens[1:]}
         return block if len(self.splits) == 1 else {**block, "source": np.array(source)}
@@ -113,3 +127,18 @@ class PackedDataset:
             self.read_block(block, self.first_sample + index)
             for block, index in zip(blocks, indices, strict=True)
         ]
+
+
+def _read(split: TokenSplit, stretches: list[Stretch]) -> np.ndarray:
+    """The tokens of the stretches, and the one that follows the last of them: the last input's target."""
+    *others, (start, stop) = stretches
+    last = split.read(start, stop + 1)
+    return np.concatenate([*(split.read(*other) for other in others), last]) if others else last
+
+
+def _document_ends(split: TokenSplit, stretches: list[Stretch]) -> np.ndarray:
+    """Places in the block, from 1 to L, at which a document has just ended; each stretch but the last ends one."""
+    *others, (start, stop) = stretches
+    ends = np.cumsum([other_stop - other_start for other_start, other_stop in others], dtype=np.int64)
+    last = split.document_ends(start, stop) - start
+    return np.append(ends, last + ends[-1]) if others else last

@@ -90,8 +90,10 @@ def build_training_dataset(
     splits = data.train if mixture is None else mixture.splits
     order = _order_of_run(data, recipe, mixture)
     order = OrderWithout(order, left_out) if left_out else order
-    masks = recipe.data.get("document_masking", False)
-    return PackedDataset(splits, recipe.sequence_length, order, first_sample, num_samples, guard, masks)
+    masks, packing = recipe.data.get("document_masking", False), recipe.data.get("packing", "in_sequence")
+    return PackedDataset(
+        splits, recipe.sequence_length, order, first_sample, num_samples, guard, masks, packing
+    )
 
 
 def _order_of_run(data, recipe, mixture: Mixture | None) -> Order:

@@ -21,7 +21,8 @@ EXAMPLES_OF = {
   python -m pretraining.data verify data/tiny --json""",
     "stats": """examples:
   python -m pretraining.data stats data/tiny
-  python -m pretraining.data stats data/tiny --no-tokens --json""",
+  python -m pretraining.data stats data/tiny --no-tokens --json
+  python -m pretraining.data stats data/tiny --no-tokens --sequence_length 512""",
     "inspect": """examples:
   python -m pretraining.data inspect data/tiny --split validation --count 5 --seed 1
   python -m pretraining.data inspect data/tiny --document 17
@@ -83,6 +84,12 @@ def _add_stats(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--top", type=positive_integer, default=10, metavar="N", help="tokens listed at each end (10)"
+    )
+    parser.add_argument(
+        "--sequence_length",
+        type=positive_integer,
+        metavar="L",
+        help="also how many documents blocks of L tokens cut, in sequence and by best-fit packing",
     )
 
 

@@ -4,12 +4,16 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
+from pretraining.data.best_fit import Stretch
 from pretraining.data.tools.documents import SplitDocuments, StoredDocument
 from pretraining.data.tools.finished import FinishedData, open_finished
 from pretraining.errors import UserError
 
 SEARCH_BATCH = 256
 """Documents decoded at once while searching."""
+
+SHOWN_STRETCHES = 4
+"""Places of a packed block that its heading names; its documents are all shown."""
 
 
 class Inspection:
@@ -60,21 +64,22 @@ class Inspection:
         """Block `number` of `sequence_length` inputs and one more target, and each document's part in it."""
         num_blocks = self.split.stream.num_blocks(sequence_length)
         _check_range("block", number, num_blocks, self.split.name)
-        return {
-            "block": number,
-            "num_blocks": num_blocks,
-            **self._stretch(number * sequence_length, sequence_length),
-        }
+        start = number * sequence_length
+        whole = self._made_of([(start, start + sequence_length)])
+        return {"block": number, "num_blocks": num_blocks, **whole}
 
-    def _stretch(self, start: int, sequence_length: int) -> dict:
-        """The tokens of a block that starts at `start` of the stream, and each document's part in it."""
-        stop = start + sequence_length + 1
+    def _made_of(self, stretches: list[Stretch]) -> dict:
+        """A block made of these stretches of the stream, and the token after them; each document's part in it."""
+        parts, length = [], 0
+        for number, (start, stop) in enumerate(stretches, 1):
+            end = stop + 1 if number == len(stretches) else stop
+            parts += [self._part(found, start, end, length) for found in self.split.between(start, end)]
+            length += stop - start
         return {
             "split": self.split.name,
-            "sequence_length": sequence_length,
-            "start": start,
-            "stop": stop,
-            "documents": [self._part(document, start, stop) for document in self.split.between(start, stop)],
+            "sequence_length": length,
+            "stretches": [list(stretch) for stretch in stretches],
+            "documents": parts,
         }
 
     def sample(self, number: int, recipe) -> dict:
@@ -93,24 +98,24 @@ class Inspection:
         prepared = SimpleNamespace(train=self.split.stream, fingerprint=self.data.manifest["fingerprint"])
         mixture = build_mixture(prepared, recipe, recipe.num_samples)
         dataset = build_training_dataset(prepared, recipe, mixture, number, 1)
-        source, start = dataset.place(int(dataset.block_numbers([0])[0]))
-        start += sum(split.num_tokens for split in dataset.splits[:source])
+        source, stretches = dataset.place(int(dataset.block_numbers([0])[0]))
+        before = sum(split.num_tokens for split in dataset.splits[:source])
         where = {
             "sample": number,
             "step": recipe.step_sizes.steps_within(number * length) + 1,
             "epoch": number // dataset.num_blocks,
             "recipe": recipe.name,
         }
-        return {**where, **self._stretch(start, length)}
+        return {**where, **self._made_of([(before + start, before + stop) for start, stop in stretches])}
 
-    def _part(self, document: StoredDocument, start: int, stop: int) -> dict:
-        """What of a document lies in [start, stop): ranges in the document and in the block, and the text."""
+    def _part(self, document: StoredDocument, start: int, stop: int, place: int) -> dict:
+        """What of a document lies in [start, stop), which is at `place` in the block: its ranges and its text."""
         first, last = max(start, document.start), min(stop, document.stop)
         inside = (first - document.start, last - document.start)
         return {
             **document.place(),
             "document_tokens": list(inside),
-            "block_tokens": [first - start, last - start],
+            "block_tokens": [first - start + place, last - start + place],
             "text": self._text(document.tokens[slice(*inside)]),
         }
 
@@ -149,6 +154,13 @@ def _cut(text: str, max_chars: int) -> str:
     return text
 
 
+def _listed(stretches: list[list[int]]) -> str:
+    """Where the inputs are, up to a few places."""
+    shown = [f"{start:,} to {stop - 1:,}" for start, stop in stretches[:SHOWN_STRETCHES]]
+    more = len(stretches) - len(shown)
+    return ", ".join(shown) + (f" and {more} more stretches" if more else "")
+
+
 def block_text(block: dict, max_chars: int) -> str:
     """A block for a reader: where it is, then each document's part."""
     lines = []
@@ -159,7 +171,7 @@ def block_text(block: dict, max_chars: int) -> str:
         )
     name = f"block {block['block']:,} of {block['num_blocks']:,}" if "block" in block else "a block"
     lines.append(
-        f"{block['split']}, {name}: tokens {block['start']:,} to {block['stop'] - 1:,} of the stream "
+        f"{block['split']}, {name}: tokens {_listed(block['stretches'])} of the stream "
         f"({block['sequence_length']:,} inputs and one more target), parts of {len(block['documents']):,} documents"
     )
     for part in block["documents"]:

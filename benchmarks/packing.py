@@ -1,0 +1,80 @@
+"""What best-fit packing brings and costs: documents cut and tokens cropped by the ends of blocks, time of a block.
+
+    python benchmarks/packing.py data/tiny --keep
+
+Prints one JSON line for each sequence length, over the whole of the train split. Times are microseconds a block with
+masked documents, read in the order of a run and in turns (medians): in sequence, packed with every window known, and
+packed where each block is the first of its window that is read.
+"""
+
+import statistics
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+from record import parser_of, record
+
+from pretraining.data import GlobalOrder, PackedDataset, TokenSplit
+from pretraining.data.best_fit import WINDOW_BLOCKS
+from pretraining.data.cuts import cuts_of_split
+from pretraining.data.manifest import read_manifest
+from pretraining.errors import UserError
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", type=Path, help="a prepared data set")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192], help="tokens a block")
+    parser.add_argument("--blocks", type=int, default=256, help="blocks a round (default 256)")
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default 9)")
+    options = parser.parse_args()
+    manifest = read_manifest(options.folder)
+    if manifest is None:
+        raise UserError(f"{options.folder}: no prepared data")
+    split = TokenSplit(options.folder / "train", manifest["splits"]["train"])
+    for length in options.lengths:
+        values = {
+            "length": length,
+            "tokens": split.num_tokens,
+            "mean_document_tokens": round(split.num_tokens / split.num_documents, 1),
+            **(cuts_of_split(split, length) or {}),
+            **microseconds(split, length, options.blocks, options.rounds),
+        }
+        record("packing", values, options.keep)
+
+
+def microseconds(split: TokenSplit, length: int, num_blocks: int, rounds: int) -> dict[str, float]:
+    """Of a block: in sequence, packed, and packed in a window that was not looked at before."""
+    order = GlobalOrder(split.num_blocks(length), 0, "packing")
+    ways = {
+        packing: PackedDataset(split, length, order, masks_documents=True, packing=packing)
+        for packing in ("in_sequence", "best_fit")
+    }
+    samples = list(range(min(num_blocks, order.num_blocks)))
+    seconds: dict[str, list[float]] = {"in_sequence": [], "best_fit": []}
+    for dataset in ways.values():
+        dataset.__getitems__(samples)
+    for _ in range(rounds):
+        for packing, dataset in ways.items():
+            begin = perf_counter()
+            dataset.__getitems__(samples)
+            seconds[packing].append(perf_counter() - begin)
+    times = {f"{packing}_us": statistics.median(times) / len(samples) for packing, times in seconds.items()}
+    times["first_of_window_us"] = _first_of_window(split, length, rounds)
+    return {name: round(1e6 * value, 1) for name, value in times.items()}
+
+
+def _first_of_window(split: TokenSplit, length: int, rounds: int) -> float:
+    """Seconds of the first block that is read in each of up to ten windows, by a reader that knows none."""
+    firsts = np.arange(0, split.num_blocks(length), WINDOW_BLOCKS)[:10].tolist()
+    seconds = []
+    for _ in range(rounds):
+        dataset = PackedDataset(split, length, masks_documents=True, packing="best_fit")
+        begin = perf_counter()
+        dataset.__getitems__(firsts)
+        seconds.append((perf_counter() - begin) / len(firsts))
+    return statistics.median(seconds)
+
+
+if __name__ == "__main__":
+    main()
