@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 IMPORTS = """
@@ -46,8 +46,8 @@ def server() -> subprocess.Popen:
     from tests.runs import REPOSITORY, environment
 
     words = [sys.executable, "-m", "tests.forked"]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(words, cwd=REPOSITORY, env=environment(), stdin=pipe, stdout=pipe, text=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+    return subprocess.Popen(words, cwd=REPOSITORY, env=environment(), text=True, **pipes)
 
 
 class ForkedRanks:
@@ -60,7 +60,15 @@ class ForkedRanks:
         request |= {"variables": variables, "logs": str(logs)}
         server().stdin.write(json.dumps(request) + "\n")
         server().stdin.flush()
-        self.pid = int(server().stdout.readline())
+
+    @cached_property
+    def pid(self) -> int:
+        """The process that waits for the ranks; the first one starts once the server has imported everything."""
+        answer = self.logs / "pid"
+        while not answer.exists():
+            assert server().poll() is None, "the process that forks has died"
+            time.sleep(0.002)
+        return int(answer.read_text())
 
     def poll(self) -> int | None:
         """The exit code once all ranks have ended, else None."""
@@ -111,9 +119,7 @@ def _survivors(logs: Path) -> list[int]:
 
 
 def serve() -> None:
-    """Fork the ranks that each line of standard input asks for; answer with the process that waits for them."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print while they are imported is no answer
+    """Fork the ranks that each line of standard input asks for; write down the process that waits for them."""
     exec(IMPORTS)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
@@ -123,7 +129,7 @@ def serve() -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
             _wait_for_ranks(request)
-        print(child, file=answers, flush=True)
+        _write_at_once(Path(request["logs"]) / "pid", child)
 
 
 def _wait_for_ranks(request: dict) -> None:
@@ -140,9 +146,14 @@ def _wait_for_ranks(request: dict) -> None:
             code = os.waitstatus_to_exitcode(status)
             for other in waiting:
                 os.kill(other, signal.SIGTERM)
-    (logs / "code.part").write_text(str(code))
-    (logs / "code.part").rename(logs / "code")
+    _write_at_once(logs / "code", code)
     os._exit(0)
+
+
+def _write_at_once(path: Path, number: int) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(str(number))
+    part.rename(path)
 
 
 def _redirect(logs: Path) -> None:

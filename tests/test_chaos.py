@@ -5,7 +5,7 @@ import random
 
 from tests.chaos import Chaos
 
-KILLS = 20
+KILLS = 12
 
 
 def test_killed_at_random_moments_and_left_to_finish(workshop):
