@@ -33,13 +33,13 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     for name in options.recipes:
-        for recomputes in (False, True):
-            for values in (peaks if options.peak else traces)(options, name, recomputes):
+        for every_n_layers in (0, 1, 2):
+            for values in (peaks if options.peak else traces)(options, name, every_n_layers):
                 if os.environ.get("RANK", "0") == "0":
                     record("memory", values, options.keep)
 
 
-def traces(options: argparse.Namespace, name: str, recomputes: bool):
+def traces(options: argparse.Namespace, name: str, every_n_layers: int):
     """One line for each attention and precision."""
     from pretraining.recipe import load_recipe
 
@@ -47,9 +47,14 @@ def traces(options: argparse.Namespace, name: str, recomputes: bool):
     for attention in options.attention:
         for precision in options.precisions:
             model = {**recipe.model, "attn_implementation": attention}
-            case = (model, options.micro_batch, recipe.sequence_length, precision, recomputes)
+            case = (model, options.micro_batch, recipe.sequence_length, precision, every_n_layers)
             traced, foreseen = trace(*case), predict(*case)
-            words = {"recipe": name, "attention": attention, "precision": precision, "recomputes": recomputes}
+            words = {
+                "recipe": name,
+                "attention": attention,
+                "precision": precision,
+                "every_n_layers": every_n_layers,
+            }
             ratios = {f"{key}_ratio": round(foreseen[key] / traced[key], 4) for key in traced}
             yield {
                 **words,
@@ -60,7 +65,9 @@ def traces(options: argparse.Namespace, name: str, recomputes: bool):
             }
 
 
-def predict(model: dict, micro_batch: int, length: int, precision: str, recomputes: bool) -> dict[str, float]:
+def predict(
+    model: dict, micro_batch: int, length: int, precision: str, every_n_layers: int
+) -> dict[str, float]:
     """Bytes kept for the backward pass (log-probabilities included), and at the peak of both passes."""
     from pretraining.planning.memory.activations import activations
     from pretraining.planning.memory.precision import Precision
@@ -68,7 +75,9 @@ def predict(model: dict, micro_batch: int, length: int, precision: str, recomput
     from pretraining.planning.sizes import model_size
 
     widths = {"bf16": (2, 2, 2), "fp32": (4, 4, 4), "autocast": (4, 2, 4)}[precision]
-    held = activations(model, micro_batch, length, Precision("", *widths), recomputes)
+    held = activations(
+        model, micro_batch, length, Precision("", *widths), every_n_layers > 0, max(1, every_n_layers)
+    )
     tensors, size = parameter_tensors(model), model_size(model)
     gradients = widths[0] * size.total
     # while the first layer's backward pass runs, its own gradients and a separate table's are still to come
@@ -78,7 +87,7 @@ def predict(model: dict, micro_batch: int, length: int, precision: str, recomput
     return {"kept": held.kept + held.logits / 3, "peak": max(loss, backward, gradients)}
 
 
-def trace(model: dict, micro_batch: int, length: int, precision: str, recomputes: bool) -> dict[str, int]:
+def trace(model: dict, micro_batch: int, length: int, precision: str, every_n_layers: int) -> dict[str, int]:
     """The same two numbers from torch's MemTracker, over the model and the loss that training uses."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -89,7 +98,7 @@ def trace(model: dict, micro_batch: int, length: int, precision: str, recomputes
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
-        network = fake_network(model, dtype, recomputes)
+        network = fake_network(model, dtype, every_n_layers)
         ids = torch.zeros(micro_batch, length, dtype=torch.long)
         tracker = MemTracker()
         tracker.track_external(network, ids)
@@ -101,7 +110,7 @@ def trace(model: dict, micro_batch: int, length: int, precision: str, recomputes
         return {"kept": kept, "peak": without_weights(tracker.get_tracker_snapshot("peak"))}
 
 
-def fake_network(model: dict, dtype, recomputes: bool):
+def fake_network(model: dict, dtype, every_n_layers: int):
     """The model in training mode; `sdpa` without the mask that fake tensors alone would make it build."""
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -110,8 +119,8 @@ def fake_network(model: dict, dtype, recomputes: bool):
     attention = "eager" if model.get("attn_implementation") == "eager" else "sdpa_causal"
     config = AutoConfig.for_model(**{"use_cache": False, **model, "attn_implementation": attention})
     network = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-    if recomputes:
-        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if every_n_layers:
+        network.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every_n_layers)
     return network
 
 
@@ -123,7 +132,7 @@ def without_weights(snapshot: dict) -> int:
     )
 
 
-def peaks(options: argparse.Namespace, name: str, recomputes: bool):
+def peaks(options: argparse.Namespace, name: str, every_n_layers: int):
     """One line: three real steps on this machine's GPUs."""
     import torch
     from short_run import short_trainer
@@ -140,7 +149,8 @@ def peaks(options: argparse.Namespace, name: str, recomputes: bool):
     per_step = options.micro_batch * length * world_size * ACCUMULATION
     values = {"training.per_device_train_batch_size": options.micro_batch, "training.save_strategy": "no"}
     values |= {"budget.tokens_per_step": per_step, "budget.tokens": per_step * STEPS}
-    values |= {"training.eval_strategy": "no", "training.activation_checkpointing": recomputes}
+    values |= {"training.eval_strategy": "no", "training.activation_checkpointing": every_n_layers > 0}
+    values |= {"training.activation_checkpointing_kwargs.every_n_layers": max(1, every_n_layers)}
     values |= {"training.dataloader_num_workers": 0}
     settings = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     recipe = load_recipe(name, settings, options.deepspeed)
@@ -153,7 +163,12 @@ def peaks(options: argparse.Namespace, name: str, recomputes: bool):
     trainer.train()
     peak = torch.tensor(torch.cuda.max_memory_allocated(), device="cuda")
     torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
-    words = {"recipe": name, "deepspeed": recipe.deepspeed, "ranks": world_size, "recomputes": recomputes}
+    words = {
+        "recipe": name,
+        "deepspeed": recipe.deepspeed,
+        "ranks": world_size,
+        "every_n_layers": every_n_layers,
+    }
     words |= {"micro_batch": options.micro_batch, "peak_bytes": int(peak), "predicted": need.to_dict()}
     yield {**words, "peak_ratio": round(need.allocated / int(peak), 4)}
 

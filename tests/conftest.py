@@ -39,6 +39,7 @@ LAUNCHING = [
     "test_compiling",
     "test_mup",
     "test_bad_input",
+    "test_planning_memory",
     "test_model",
 ]
 LAUNCHING += [

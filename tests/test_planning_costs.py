@@ -129,7 +129,7 @@ def test_a_step_takes_the_longer_of_products_and_messages():
     assert plain.seconds == plain.compute_seconds and plain.bound_by == "compute"
     chopped = predicted_step_seconds(size, 4096, 2**22, 64, H100, mfu=0.4, stage=3, accumulation=16)
     assert chopped.seconds == chopped.communication_seconds and chopped.bound_by == "links"
-    recomputed = predicted_step_seconds(size, 4096, 2**22, 64, H100, mfu=0.4, recompute=True)
+    recomputed = predicted_step_seconds(size, 4096, 2**22, 64, H100, mfu=0.4, recomputed=1.0)
     assert 1.25 < recomputed.compute_seconds / plain.compute_seconds < 4 / 3
 
 

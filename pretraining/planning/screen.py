@@ -10,7 +10,7 @@ from pretraining.planning.forecast import Forecast, forecast
 from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import Gpu, all_gpus, find_gpu
 from pretraining.planning.memory.advice import shrink
-from pretraining.planning.memory.need import PHASES, MemoryNeed, checkpointing_of, memory_need
+from pretraining.planning.memory.need import PHASES, MemoryNeed, memory_need
 from pretraining.planning.quantities import (
     columns,
     dollars,
@@ -22,6 +22,7 @@ from pretraining.planning.quantities import (
     three_digits,
 )
 from pretraining.planning.run_plan import RunPlan, build_run_plan
+from pretraining.planning.search import recomputation_text, recomputed_one_in
 from pretraining.planning.stand_in import family_of
 from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.throughput import loader_bytes_per_second
@@ -60,7 +61,7 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
         "predicted": predicted(recipe, ds_config, world_size, gpu),
         "model": _model_words(recipe.model, plan),
         "precision": precision_of_products(recipe),
-        "recomputes": checkpointing_of(recipe)[0],
+        "recomputation": recomputation_text(recomputed_one_in(recipe)),
         "gpu": gpu.name if gpu else None,
         "gpu_memory_bytes": gpu.memory_bytes if gpu else None,
         "fitting_gpus": [each.name for each in all_gpus().values() if need.total <= each.memory_bytes],
@@ -111,8 +112,8 @@ def _in_short(answer: dict) -> str:
 
 
 def _what(answer: dict) -> list[tuple[str, str]]:
-    layers = "every layer recomputed" if answer["recomputes"] else "nothing recomputed"
-    way = f"{answer['deepspeed'] or 'plain data parallel'}, {answer['precision']}, {layers}"
+    sharding = answer["deepspeed"] or "plain data parallel"
+    way = f"{sharding}, {answer['precision']}, {answer['recomputation']}"
     step = (
         f"{_gpus(answer['world_size'])} x {several(answer['micro_batch'], 'sequence')} x "
         f"{answer['sequence_length']:,} tokens "

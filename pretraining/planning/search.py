@@ -14,6 +14,8 @@ from pretraining.recipe import Recipe, accumulation_steps
 WAYS = ("zero0", "zero1", "zero2", "zero3", "zero3_hpz", "zero2_offload", "zero3_offload", "zero3_nvme")
 """ds_configs/ from the fewest messages to the most."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+RECOMPUTED = (0, 4, 2, 1)
+"""Of how many layers one is recomputed; 0: nothing is."""
 SAME_SPEED = 1.02
 """Step times that differ by no more than this factor count as equal: the model is not finer."""
 
@@ -25,7 +27,8 @@ class Candidate:
     deepspeed: str | None
     micro_batch: int
     accumulation: int
-    recomputes: bool
+    every_n_layers: int
+    """Of so many layers one is recomputed; 0: nothing is."""
     need: MemoryNeed
     step_seconds: float | None
     """None where the GPU is not one of the table's."""
@@ -42,7 +45,14 @@ class Candidate:
 
     def to_dict(self) -> dict:
         """Plain JSON values."""
-        names = ("deepspeed", "micro_batch", "accumulation", "recomputes", "step_seconds", "offload_seconds")
+        names = (
+            "deepspeed",
+            "micro_batch",
+            "accumulation",
+            "every_n_layers",
+            "step_seconds",
+            "offload_seconds",
+        )
         return {
             **{name: getattr(self, name) for name in (*names, "arguments", "why")},
             "memory": self.need.to_dict(),
@@ -63,8 +73,9 @@ def candidates(
             at_once = world_size * micro_batch * recipe.sequence_length
             if any(size % at_once for size in recipe.step_sizes.all):
                 continue
-            for recomputes in (False, True):
-                yield _candidate(_variant(recipe, way, micro_batch, recomputes), recipe, world_size, gpu, mfu)
+            for every_n_layers in sorted({*RECOMPUTED, recomputed_one_in(recipe)}):
+                variant = _variant(recipe, way, micro_batch, every_n_layers)
+                yield _candidate(variant, recipe, world_size, gpu, mfu)
 
 
 def fitting(
@@ -72,7 +83,7 @@ def fitting(
 ) -> list[Candidate]:
     """The candidates that fit, predicted fastest first.
 
-    Of those as fast as each other: without recomputation, the lower stage, the larger micro-batch (its kernels
+    Of those as fast as each other: with fewer layers recomputed, the lower stage, the larger micro-batch (its kernels
     are larger, which the prediction does not see).
 
     Raises:
@@ -80,7 +91,7 @@ def fitting(
     """
     limit, found = memory_bytes or gpu.memory_bytes, list(candidates(recipe, world_size, gpu, mfu))
     if not found:
-        accumulation_steps(_variant(recipe, recipe.deepspeed, 1, False), world_size)
+        accumulation_steps(_variant(recipe, recipe.deepspeed, 1, 0), world_size)
     fits = [each for each in found if each.need.total <= limit]
     if not fits:
         raise UserError(_nothing_fits(recipe, found, world_size, limit))
@@ -121,8 +132,17 @@ def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     return shipped if recipe.deepspeed in shipped else [recipe.deepspeed, *shipped]
 
 
-def _variant(recipe: Recipe, way: str | None, micro_batch: int, recomputes: bool) -> Recipe:
-    values = {"per_device_train_batch_size": micro_batch, "activation_checkpointing": recomputes}
+def recomputed_one_in(recipe: Recipe) -> int:
+    """Of so many layers one is recomputed; 0: nothing is."""
+    recomputes, every_n_layers = checkpointing_of(recipe)
+    return every_n_layers if recomputes else 0
+
+
+def _variant(recipe: Recipe, way: str | None, micro_batch: int, every_n_layers: int) -> Recipe:
+    values = {"per_device_train_batch_size": micro_batch, "activation_checkpointing": every_n_layers > 0}
+    if every_n_layers:
+        given = recipe.training.get("activation_checkpointing_kwargs") or {}
+        values["activation_checkpointing_kwargs"] = {**given, "every_n_layers": every_n_layers}
     return replace(recipe, deepspeed=way, training={**recipe.training, **values})
 
 
@@ -130,14 +150,13 @@ def _candidate(
     variant: Recipe, recipe: Recipe, world_size: int, gpu: Gpu | None, mfu: float | None
 ) -> Candidate:
     config = _config(variant.deepspeed)
-    recomputes = checkpointing_of(variant)[0]
     need = memory_need(variant, config, world_size)
     step = step_time(variant, config, world_size, gpu, mfu) if gpu else None
     return Candidate(
         deepspeed=variant.deepspeed,
         micro_batch=variant.micro_batch,
         accumulation=accumulation_steps(variant, world_size),
-        recomputes=recomputes,
+        every_n_layers=recomputed_one_in(variant),
         need=need,
         step_seconds=step.seconds if step else None,
         offload_seconds=step.offload_seconds if step else 0.0,
@@ -151,9 +170,11 @@ def _changes(variant: Recipe, recipe: Recipe) -> tuple[str, ...]:
         changes.append(f"--deepspeed {variant.deepspeed}")
     if variant.micro_batch != recipe.micro_batch:
         changes.append(f"--set training.per_device_train_batch_size={variant.micro_batch}")
-    recomputes = checkpointing_of(variant)[0]
+    recomputes, every_n_layers = checkpointing_of(variant)
     if recomputes != checkpointing_of(recipe)[0]:
         changes.append(f"--set training.activation_checkpointing={str(recomputes).lower()}")
+    if recomputes and every_n_layers != checkpointing_of(recipe)[1]:
+        changes.append(f"--set training.activation_checkpointing_kwargs.every_n_layers={every_n_layers}")
     return tuple(changes)
 
 
@@ -161,14 +182,22 @@ def _rank(fastest: float):
     def key(each: Candidate) -> tuple:
         slower = each.step_seconds / fastest
         bin_ = 0 if slower <= SAME_SPEED else slower
-        return (bin_, each.recomputes, zero_stage(_config(each.deepspeed)), -each.micro_batch)
+        again = 1 / each.every_n_layers if each.every_n_layers else 0
+        return (bin_, again, zero_stage(_config(each.deepspeed)), -each.micro_batch)
 
     return key
 
 
+def recomputation_text(every_n_layers: int) -> str:
+    """What is recomputed, in words."""
+    if every_n_layers > 1:
+        return f"one layer in {every_n_layers} recomputed"
+    return "every layer recomputed" if every_n_layers else "nothing recomputed"
+
+
 def _reason(each: Candidate, fastest: float) -> str:
     """What this candidate pays, in words."""
-    paid = ["recomputes"] if each.recomputes else []
+    paid = [recomputation_text(each.every_n_layers)] if each.every_n_layers else []
     if each.offload_seconds:
         paid.append(f"offload {each.offload_seconds / each.step_seconds:.0%} of it")
     slower = each.step_seconds / fastest - 1

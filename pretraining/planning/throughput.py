@@ -176,7 +176,7 @@ def predicted_step_seconds(
     accumulation: int = 1,
     mfu: float | None = None,
     precision: str | None = None,
-    recompute: bool = False,
+    recomputed: float = 0.0,
     hpz: int = 1,
 ) -> StepTime:
     """Seconds of one optimizer step of data-parallel training.
@@ -184,13 +184,13 @@ def predicted_step_seconds(
     Args:
         mfu: share of the dense peak without recomputation; None for the expected one.
         precision: of the products; None for the GPU's training precision.
-        recompute: activation checkpointing of every layer: the kernels run as fast, on more FLOPs.
+        recomputed: share of the layers under activation checkpointing: the kernels run as fast, on more FLOPs.
     """
     precision = precision or gpu.training_precision
     counted = flops_per_token(size, sequence_length)
     ratio = counted.hardware / counted.training
     mfu = mfu or expected_utilization(gpu, size.total, recomputation=ratio).mfu
-    flops = counted.hardware if recompute else counted.training
+    flops = counted.training + recomputed * counted.recomputed
     rate = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), mfu)
     width = 4 if precision in ("fp32", "tf32") else 2
     volume = communication(size.total, stage, num_gpus, accumulation, width, hpz)

@@ -7,7 +7,7 @@ import torch
 from pretraining.errors import UserError
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.memory.need import checkpointing_of
+from pretraining.planning.memory.need import recomputed_share
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
 from pretraining.step_sizes import StepSizes
@@ -36,8 +36,7 @@ class SpeedMeter:
     def of(cls, recipe: Recipe, world_size: int, last_step: int, tokens_before: int = 0) -> "SpeedMeter":
         """The meter of a recipe that ends with `last_step`, on this machine's devices."""
         counted = flops_per_token(model_size(recipe.model), recipe.sequence_length)
-        recomputes, every_n_layers = checkpointing_of(recipe)
-        again = counted.recomputed / every_n_layers if recomputes else 0
+        again = recomputed_share(recipe) * counted.recomputed
         return cls(
             recipe.step_sizes,
             last_step,

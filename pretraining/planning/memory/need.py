@@ -145,6 +145,12 @@ def checkpointing_of(recipe: Recipe) -> tuple[bool, int]:
     return bool(recipe.training.get("activation_checkpointing")), int(keywords.get("every_n_layers") or 1)
 
 
+def recomputed_share(recipe: Recipe) -> float:
+    """Of the layers, those that are recomputed."""
+    recomputes, every_n_layers = checkpointing_of(recipe)
+    return 1 / every_n_layers if recomputes else 0.0
+
+
 def _phases(
     state: ModelState, held: Activations, extra: Buffers, stage: int, accumulation: int
 ) -> dict[str, dict[str, float]]:

@@ -14,7 +14,7 @@ EXAMPLES = """  python -m pretraining.planning fit --recipe 7b --world_size 8 --
   python -m pretraining.planning fit --recipe 30b --world_size 8 --gpu H200 --top 3 --json"""
 NOTE = """
 Time is the larger of products and messages, plus offload; micro-batches of one step time are told apart by nothing
-but their size. `ac` recomputes every layer (activation checkpointing)."""
+but their size. `ac`: of how many layers one is recomputed (activation checkpointing)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def answer(options: argparse.Namespace) -> dict:
-    """The best way of each ds_config and both kinds of activation checkpointing."""
+    """The best way of each ds_config and choice of activation checkpointing."""
     workload, gpu = workload_of(options), find_gpu(options.gpu)
     if workload.recipe is None:
         raise UserError("the search needs the model's shape: give --recipe NAME (and --set to change it)")
@@ -40,7 +40,7 @@ def answer(options: argparse.Namespace) -> dict:
     found = fitting(workload.recipe, options.world_size, gpu, limit, options.mfu)
     best: dict[tuple, Candidate] = {}
     for each in found:
-        best.setdefault((each.deepspeed, each.recomputes), each)
+        best.setdefault((each.deepspeed, each.every_n_layers), each)
     return {
         "name": workload.name,
         "gpu": gpu.name,
@@ -86,7 +86,7 @@ def _row(way: dict) -> list[str]:
         way["deepspeed"] or "none",
         str(way["micro_batch"]),
         str(way["accumulation"]),
-        "yes" if way["recomputes"] else "no",
+        str(way["every_n_layers"] or "no"),
         num_bytes(way["memory"]["total"]),
         duration(way["step_seconds"]),
         way["why"],
