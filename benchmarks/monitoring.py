@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from record import REPOSITORY, parser_of, record
-from step_overhead import SHAPES, recipe_arguments, start_ranks, train_with
+from train_step import SHAPES, recipe_arguments, start_ranks, train_with
 
 LAYERS = 80
 FEWEST_STEPS = 10
@@ -42,7 +42,7 @@ def main() -> None:
 
 def run_alternating(options: argparse.Namespace) -> None:
     """Run train.py's own `main` with a callback that switches the monitoring."""
-    _, _, block_steps = SHAPES[options.shape]
+    block_steps = SHAPES[options.shape].block_steps
     switch = build_switch(block_steps)
     words = recipe_arguments(options, 2 * block_steps)
     every = block_steps if block_steps >= FEWEST_STEPS else None

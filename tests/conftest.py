@@ -19,6 +19,10 @@ sys.dont_write_bytecode = False
 # What a shell starts behind its back is deaf to Ctrl-C, and so would be the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Each of pytest's workers computes on its share of the cores, and what waits does not spin.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // WORKERS)), "OMP_WAIT_POLICY": "PASSIVE"}
+
 # Checkpoints and journals wait for the disk; what a test must not lose, it loses by a kill, not by a power cut.
 IN_MEMORY = Path("/dev/shm")
 if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 4 << 30:

@@ -1,0 +1,367 @@
+"""Speed of train.py's step, beside a bare PyTorch loop: same model, data, optimizer, processes; paired in one run.
+
+    python benchmarks/train_step.py --shape small --deepspeed null
+    python benchmarks/train_step.py --shape 124m --processes 2 --deepspeed zero2 --pairs 6
+    python benchmarks/train_step.py --shape 1.5b --deepspeed zero2 --micro_batch 16 --keep                (needs a GPU)
+    python benchmarks/train_step.py --shape 7b --layers 8 --deepspeed zero2 --micro_batch 4 --keep        (needs a GPU)
+    python benchmarks/train_step.py --shape 124m --deepspeed zero2 --levers --keep
+
+Inside one training run, blocks of Trainer steps alternate with blocks of bare steps on a second copy of the model, so
+that both see the same machine at the same time. Prints one JSON line: the ratio is the median of the ratios of
+neighbouring blocks; tokens/s of both, what share of the dense peak they are (MFU, where the GPU's peak is known), the
+memory that each allocates at most (GPUs), and where the Trainer's step spends its time. The bare loop is fp32 with
+torch's fused AdamW, under autocast where the recipe is in bf16. On a CPU the shapes train in fp32.
+
+`--levers` takes the bare loop away and adds one lever after the other to a plain step: a line for each, and a table.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+from record import REPOSITORY, parser_of, record
+
+
+class Shape(NamedTuple):
+    """What is trained, and how many optimizer steps make a block on a CPU."""
+
+    recipe: str
+    overrides: dict
+    block_steps: int
+
+
+SHAPES = {
+    # 4 layers, width 128: a step of some 60 ms on two CPU cores.
+    "small": Shape(
+        "tiny", {"model.n_layer": 4, "model.n_embd": 128, "model.n_head": 4, "model.n_positions": 128}, 20
+    ),
+    # The GPT-2 small shape on the tokens of the tiny corpus; one sequence a rank and step.
+    "124m": Shape("124m", {"model.n_positions": 1024}, 1),
+    "1.5b": Shape("1.5b", {}, 1),
+    "7b": Shape("7b", {"data.sequence_length": 2048}, 1),
+}
+BLOCK_STEPS_ON_GPU = 10
+
+# Each is added to those before it.
+LEVERS = {
+    "plain": {"loss.kind": "plain", "model.attn_implementation": "eager"},
+    "attention kernel": {"model.attn_implementation": None},
+    "chunked loss": {"loss.kind": "chunked"},
+    "fused loss": {"loss.kind": "fused"},
+    "compiled blocks": {"speed.compile": "blocks"},
+    "documents kept apart": {"data.document_masking": True},
+    "every layer recomputed": {"training.activation_checkpointing": True},
+}
+
+
+def main() -> None:
+    options = parse_arguments()
+    if options.levers and "BENCHMARK_WORKER" not in os.environ:
+        return measure_levers(options)
+    start_ranks(__file__, run_paired, options)
+
+
+def start_ranks(script: str, run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> None:
+    """`run(options)` on each of `options.processes` ranks: torchrun starts this script again."""
+    if "BENCHMARK_WORKER" in os.environ:
+        return run(options)
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.processes}"]
+    command = [*launcher, script, *sys.argv[1:]]
+    subprocess.run(command, env={**os.environ, "BENCHMARK_WORKER": "1"}, check=True)
+
+
+def measure_levers(options: argparse.Namespace) -> None:
+    """A run for each lever, on top of those before it; a line each as it ends, the table at the end."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.processes}"]
+    rows = []
+    for lever in LEVERS:
+        command = [*launcher, __file__, *sys.argv[1:], "--lever", lever]
+        environment = {**os.environ, "BENCHMARK_WORKER": "1"}
+        finished = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+        lines = [line for line in finished.stdout.splitlines() if line.startswith('{"benchmark"')]
+        print(*lines, sep="\n", flush=True)
+        rows.append((lever, json.loads(lines[-1]) if finished.returncode == 0 else None))
+    print(levers_table(rows), file=sys.stderr)
+
+
+def levers_table(rows: list[tuple[str, dict | None]]) -> str:
+    """What each lever brings on top of those above it."""
+    lines = [f"{'':<24}{'tokens/s':>12}{'MFU':>8}{'peak GB':>10}"]
+    for lever, row in rows:
+        if row is None:
+            lines.append(f"{lever:<24}{'failed':>12}")
+            continue
+        mfu, peak = row["mfu"], row["peak_bytes"]
+        lines.append(
+            f"{lever:<24}{row['tokens_per_second']:>12,.0f}{'' if mfu is None else format(mfu, '.1%'):>8}"
+            f"{'' if peak is None else format(peak / 1e9, ',.1f'):>10}"
+        )
+    return "\n".join(lines)
+
+
+def run_paired(options: argparse.Namespace) -> None:
+    """Run train.py's own `main` with a callback that interleaves the bare loop."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    block_steps = options.block_steps or (BLOCK_STEPS_ON_GPU if on_gpu else SHAPES[options.shape].block_steps)
+    paired = build_paired_callback(block_steps, has_bare=not options.levers)
+    train_with(paired, [*recipe_arguments(options, block_steps), *step_settings(options, on_gpu)])
+    if os.environ["RANK"] == "0":
+        names = ("shape", "layers", "processes", "deepspeed", "micro_batch", "pairs", "lever")
+        chosen = {name: getattr(options, name) for name in names}
+        record("train_step", {**chosen, **paired.result()}, options.keep)
+
+
+def train_with(callback, words: list[str]) -> None:
+    """train.py's own `main` with these words, `callback` before all others and no progress bar.
+
+    The callback is given the run's `speed`, its SpeedMeter.
+    """
+    import train
+    from pretraining.training.progress import ProgressCallback
+    from pretraining.training.watch import Watch
+
+    callbacks = Watch.callbacks
+
+    def with_ours(watch: Watch, saves) -> list:
+        callback.speed = watch.speed
+        return [callback, *(c for c in callbacks(watch, saves) if not isinstance(c, ProgressCallback))]
+
+    Watch.callbacks = with_ours
+    sys.argv = ["train.py", *words]
+    train.main()
+
+
+def recipe_arguments(options: argparse.Namespace, block_steps: int) -> list[str]:
+    """train.py's command line: no logging, evaluation or saving inside the measured steps."""
+    from pretraining.recipe import load_recipe
+
+    shape = SHAPES[options.shape]
+    tiny = json.loads((REPOSITORY / "recipes" / "tiny.json").read_text())
+    settings = [f"{key}={json.dumps(value)}" for key, value in shape.overrides.items()]
+    length = load_recipe(shape.recipe, settings).sequence_length
+    per_step = options.micro_batch * length * options.processes
+    num_steps = block_steps * (options.pairs + 1)
+    output = Path(tempfile.gettempdir()) / f"train_step_{os.getppid()}"
+    shutil.rmtree(output, ignore_errors=True)
+    values = {
+        **shape.overrides,
+        "data.name": "python-stdlib",
+        "data.sources": tiny["data"]["sources"],
+        "data.tokenizer": tiny["data"]["tokenizer"],
+        "data.validation_share": tiny["data"]["validation_share"],
+        "budget.tokens_per_step": per_step,
+        "budget.tokens": per_step * num_steps,
+        "training.per_device_train_batch_size": options.micro_batch,
+        "training.dataloader_num_workers": 0,
+        "training.bf16": False,
+        "training.logging_steps": num_steps,
+        "training.logging_first_step": False,
+        "training.eval_strategy": "no",
+        "training.save_strategy": "no",
+        "training.activation_checkpointing": False,
+        "training.report_to": "none",
+        "report.every_seconds": None,
+        "evaluation.max_validation_tokens": length,
+    }
+    words = ["--recipe", shape.recipe, "--deepspeed", options.deepspeed, "--output_dir", str(output)]
+    return words + _set(values)
+
+
+def step_settings(options: argparse.Namespace, on_gpu: bool) -> list[str]:
+    """Precision and data workers of a GPU, fewer layers, and the levers up to the one that is measured."""
+    from pretraining.model_types import own_key
+    from pretraining.recipe import load_recipe
+
+    values: dict = {}
+    if on_gpu:
+        values |= {"training.bf16": True, "training.dataloader_num_workers": 2}
+    if options.layers:
+        model = load_recipe(SHAPES[options.shape].recipe).model
+        values[f"model.{own_key(model, 'num_hidden_layers')}"] = options.layers
+    if options.lever:
+        for name, lever in LEVERS.items():
+            values |= lever
+            if name == options.lever:
+                break
+    return _set(values)
+
+
+def _set(values: dict) -> list[str]:
+    return [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+
+
+def build_paired_callback(block_steps: int, has_bare: bool):
+    import torch
+    from transformers import TrainerCallback
+
+    on_gpu = torch.cuda.is_available()
+
+    def now() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def peak_since_then() -> int | None:
+        """The most that was allocated since the last call."""
+        if not on_gpu:
+            return None
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+    class PairedCallback(TrainerCallback):
+        """After every block of Trainer steps, as many bare steps on a copy of the model."""
+
+        speed = None
+        bare = None
+
+        def on_train_begin(self, args, state, control, model, train_dataloader, **kwargs):
+            self.model, self.dataset, self.args = model, train_dataloader.dataset, args
+            self.trainer_seconds, self.bare_seconds, self.phases = [], [], {}
+            self.trainer_peak = self.bare_peak = None
+            peak_since_then()
+            self.began = now()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step % block_steps:
+                return
+            ended = now()
+            self.trainer_seconds.append((ended - self.began) / block_steps)
+            self._take_phases(state.global_step)
+            if has_bare:
+                with self.speed.clock.during("bare"):
+                    self._bare_block()
+            else:
+                self.trainer_peak = peak_since_then()
+            self.began = now()
+
+        def _take_phases(self, step: int) -> None:
+            """Seconds by phase of the blocks after the first."""
+            taken = self.speed.clock.take()
+            if step > block_steps:
+                for phase, seconds in taken.items():
+                    self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+
+        def _bare_block(self) -> None:
+            if self.bare is None:
+                self.trainer_peak = peak_since_then()
+                self.trainer_bytes = torch.cuda.memory_allocated() if on_gpu else 0
+                self.bare = BareLoop(self.model, self.dataset, self.args)
+            began = now()
+            for _ in range(block_steps):
+                self.bare.step()
+            self.bare_seconds.append((now() - began) / block_steps)
+            if on_gpu:
+                self.bare_peak = peak_since_then() - self.trainer_bytes
+
+        def result(self) -> dict:
+            """Medians over the pairs, the first (warming up) left out."""
+            seconds = statistics.median(self.trainer_seconds[1:])
+            steps = block_steps * (len(self.trainer_seconds) - 1)
+            phases = ("data_wait", "forward", "backward", "optimizer")
+            return {
+                **self._rates("", seconds),
+                "peak_bytes": self.trainer_peak,
+                "step_seconds": round(seconds, 5),
+                **{f"{phase}_seconds": round(self.phases.get(phase, 0) / steps, 6) for phase in phases},
+                **(self._beside_the_bare_loop() if has_bare else {}),
+                "block_steps": block_steps,
+                "num_threads": torch.get_num_threads(),
+            }
+
+        def _beside_the_bare_loop(self) -> dict:
+            pairs = list(zip(self.trainer_seconds, self.bare_seconds, strict=True))[1:]
+            seconds = statistics.median(bare for _, bare in pairs)
+            ratios = sorted(trainer / bare for trainer, bare in pairs)
+            return {
+                "ratio": round(statistics.median(ratios), 4),
+                "ratio_lowest_quartile": round(ratios[len(pairs) // 4], 4),
+                "bare_step_seconds": round(seconds, 5),
+                **self._rates("bare_", seconds),
+                "bare_peak_bytes": self.bare_peak,
+            }
+
+        def _rates(self, prefix: str, step_seconds: float) -> dict:
+            rate, speed = self.speed.step_sizes.at(0) / step_seconds, self.speed
+            known = speed.peak_flops is not None
+            share = (
+                rate * speed.model_flops_per_token / (speed.world_size * speed.peak_flops) if known else None
+            )
+            return {
+                f"{prefix}tokens_per_second": round(rate, 1),
+                f"{prefix}mfu": round(share, 4) if known else None,
+            }
+
+    return PairedCallback()
+
+
+class BareLoop:
+    """The shortest loop that trains a copy of the model as it should be."""
+
+    def __init__(self, model, dataset, arguments):
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        self.dataset, self.batch_size, self.position = dataset, arguments.per_device_train_batch_size, 0
+        self.rank, self.world_size = arguments.process_index, arguments.world_size
+        self.device, bf16 = arguments.device, arguments.bf16
+        self.autocast = (lambda: torch.autocast(self.device.type, torch.bfloat16)) if bf16 else nullcontext
+        inner = getattr(model, "_orig_mod", model)
+        self.model = type(inner)(inner.config).float().to(self.device)
+        decayed = [p for p in self.model.parameters() if p.ndim >= 2]
+        others = [p for p in self.model.parameters() if p.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
+        self.parameters = decayed + others
+        if self.world_size > 1:
+            self.model = DistributedDataParallel(self.model)
+
+    def step(self) -> None:
+        """Forward, backward, clipping, AdamW."""
+        import torch
+
+        from pretraining.model.loss import next_token_loss
+        from pretraining.training.collate import collate_blocks
+
+        first = (self.position * self.world_size + self.rank) * self.batch_size
+        self.position += 1
+        batch = collate_blocks(self.dataset.__getitems__(range(first, first + self.batch_size)))
+        ids, labels = (torch.as_tensor(batch[key]).to(self.device) for key in ("input_ids", "labels"))
+        with self.autocast():
+            loss = next_token_loss(self.model(input_ids=ids), labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument(
+        "--layers", type=int, help="instead of the shape's, where it is too large for the machine"
+    )
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--deepspeed", default="null", help="a ds_config, or null")
+    parser.add_argument("--micro_batch", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=15, help="measured blocks of either loop")
+    parser.add_argument("--block_steps", type=int, help="steps of a block (default: by shape, 10 on a GPU)")
+    parser.add_argument("--levers", action="store_true", help="what each lever brings, without the bare loop")
+    parser.add_argument("--lever", choices=LEVERS, help="used by --levers: the last one that is added")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
