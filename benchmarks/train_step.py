@@ -75,19 +75,24 @@ def start_ranks(script: str, run: Callable[[argparse.Namespace], None], options:
     """`run(options)` on each of `options.processes` ranks: torchrun starts this script again."""
     if "BENCHMARK_WORKER" in os.environ:
         return run(options)
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.processes}"]
-    command = [*launcher, script, *sys.argv[1:]]
-    subprocess.run(command, env={**os.environ, "BENCHMARK_WORKER": "1"}, check=True)
+    subprocess.run(check=True, **on_ranks(script, options.processes))
+
+
+def on_ranks(script: str, processes: int, *more: str) -> dict:
+    """What `subprocess.run` takes to start a script again, as so many workers, with this command's arguments."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+    return {
+        "args": [*launcher, script, *sys.argv[1:], *more],
+        "env": {**os.environ, "BENCHMARK_WORKER": "1"},
+    }
 
 
 def measure_levers(options: argparse.Namespace) -> None:
     """A run for each lever, on top of those before it; a line each as it ends, the table at the end."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.processes}"]
     rows = []
     for lever in LEVERS:
-        command = [*launcher, __file__, *sys.argv[1:], "--lever", lever]
-        environment = {**os.environ, "BENCHMARK_WORKER": "1"}
-        finished = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+        command = on_ranks(__file__, options.processes, "--lever", lever)
+        finished = subprocess.run(stdout=subprocess.PIPE, text=True, **command)
         lines = [line for line in finished.stdout.splitlines() if line.startswith('{"benchmark"')]
         print(*lines, sep="\n", flush=True)
         rows.append((lever, json.loads(lines[-1]) if finished.returncode == 0 else None))
