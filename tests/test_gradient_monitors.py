@@ -17,9 +17,9 @@ SCALE = "stability/gradient_noise_scale"
 WIDTH, MICRO_BATCH, ACCUMULATION = 4096, 4, 8
 
 
-def measured_noise_scale(spread: float, steps: int) -> float:
+def measured_noise_scale(spread: float, steps: int, seed: int = 0) -> float:
     """Of a loss |w - x|^2 / 2 with x normal around a point at distance 1: in samples, through the real callback."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = nn.Linear(WIDTH, 1, bias=False)
     centre = model.weight.detach() - torch.nn.functional.normalize(torch.ones(1, WIDTH))
     callback = NoiseScaleCallback(every_steps=1, sequence_length=1)
