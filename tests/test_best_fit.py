@@ -88,46 +88,57 @@ def test_an_epoch_has_every_token_once_and_starts_anywhere(split):
 def test_targets_are_the_next_tokens_of_the_same_document(split, ends, masks):
     """Where a document goes on, its next token, also behind the block's end; a masked border has no target."""
     dataset = PackedDataset(split, LENGTH, masks_documents=masks, packing="best_fit")
-    window_ends = {stop for block in range(len(dataset)) for _, stop in dataset.place(block)[1]}
     moved = 0
     for block in range(len(dataset)):
         sample = dataset[block]
-        for place, (token, label) in enumerate(zip(sample["input_ids"], sample["labels"], strict=True)):
-            goes_on = token + 1 not in ends
-            if masks and not goes_on:
-                assert label == IGNORED
-            elif goes_on and (place == LENGTH - 1 or token + 1 not in window_ends):
+        for token, label in zip(sample["input_ids"], sample["labels"], strict=True):
+            if token + 1 not in ends:
                 assert label == token + 1
+            elif masks:
+                assert label == IGNORED
             moved += label != token + 1
-        if masks:
-            starts = np.flatnonzero(sample["position_ids"] == 0)
-            before = sample["input_ids"][starts[starts > 0] - 1] + 1
-            assert set(before.tolist()) <= window_ends | ends
-    assert moved
+    assert moved > len(dataset) / 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_does_not_end_with_its_document_ends_its_block(seed):
+    """Its true next token is then the block's last target; also of the document that the window's end cuts."""
+    draw = np.random.default_rng(seed)
+    length, num_blocks = int(draw.integers(2, 60)), int(draw.integers(1, 50))
+    inside = draw.integers(1, length * num_blocks, draw.integers(0, 200)).tolist()
+    borders = sorted({0, length * num_blocks, *inside})
+    blocks = pack(borders, length, goes_on=True)
+    assert sorted(token for block in blocks for part in block for token in range(*part)) == list(
+        range(borders[-1])
+    )
+    assert all(sum(stop - start for start, stop in block) == length for block in blocks)
+    assert all(stop in borders[:-1] for block in blocks for _, stop in block[:-1])
 
 
 def test_fewer_documents_are_cut_and_the_shares_are_true(split, ends):
-    """The reported shares are those a look at every document gives; packing cuts a tenth of what a sequence does."""
-    packed = BestFit(split, LENGTH)
-    stretches = {part for block in range(split.num_blocks(LENGTH)) for part in packed.stretches(block)}
-    starts = dict(stretches)
-    fitting, cut, behind, cut_before = 0, 0, 0, 0
-    for start, stop in pairwise([0, *sorted(ends)]):
-        first, _ = window = packed.window_around(min(start // LENGTH, split.num_blocks(LENGTH) - 1))
-        inside = window[0] * LENGTH < start and stop <= window[1] * LENGTH
-        begins_inside = start in split.document_ends(first * LENGTH, window[1] * LENGTH)
-        if stop - start <= LENGTH and inside and begins_inside:
-            fitting += 1
-            cut += starts[start] != stop
-            behind += stop - starts[start]
-            cut_before += start // LENGTH != (stop - 1) // LENGTH
+    """The reported shares are those a look at every document gives; packing cuts a fifth of what a sequence does."""
+    packed, num_blocks = BestFit(split, LENGTH), split.num_blocks(LENGTH)
+    block_of = {}
+    for block in range(num_blocks):
+        block_of |= {token: block for part in packed.stretches(block) for token in range(*part)}
+    documents = [
+        each
+        for each in pairwise([0, *sorted(ends)])
+        if each[1] - each[0] <= LENGTH and each[1] <= len(block_of)
+    ]
+    tokens = sum(stop - start for start, stop in documents)
     shares = cuts_of_split(split, LENGTH)
-    assert shares["documents"] == pytest.approx(fitting, rel=0.01)
-    assert shares["best_fit"]["cut"] == pytest.approx(cut / fitting, rel=0.02)
-    assert shares["in_sequence"]["cut"] == pytest.approx(cut_before / fitting, rel=0.02)
+    assert shares["documents"] == len(documents)
+    for packing, where in (("in_sequence", lambda token: token // LENGTH), ("best_fit", block_of.get)):
+        behind = [
+            sum(where(token) != where(start) for token in range(start, stop)) for start, stop in documents
+        ]
+        assert shares[packing]["cut"] == pytest.approx(np.count_nonzero(behind) / len(documents), rel=0.02)
+        assert shares[packing]["cropped"] == pytest.approx(sum(behind) / tokens, rel=0.02)
     assert shares["best_fit"]["cut"] < shares["in_sequence"]["cut"] / 5
     assert shares["best_fit"]["cropped"] < shares["in_sequence"]["cropped"] / 10
-    assert cut_shares([(packed, 0), (packed, 1)])["documents"] < shares["documents"] / 2
+    assert 0 < cut_shares([(packed, *packed.window_around(0))])["documents"] < shares["documents"] / 2
+    assert cuts_of_split(split, 10**6) == {"documents": 0}
 
 
 def test_a_block_over_a_shards_end_stays_as_it_is(split):

@@ -163,6 +163,7 @@ def test_a_packed_sample_shows_the_documents_it_is_made_of(made, tmp_path, capsy
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--sample", "1", "--recipe", "tiny", "--sequence_length", "32"], "leave out --sequence_length"),
         (["--document", "4000"], "counted from 0 to"),
         (["--block", "4000", "--sequence_length", "32"], "--block 4000: train has"),
         (["--block", "1"], "--block needs --sequence_length or --recipe"),

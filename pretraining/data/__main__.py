@@ -63,6 +63,8 @@ def _recipe_of(options: argparse.Namespace):
 
     if options.sample is not None and options.recipe is None:
         raise UserError("--sample needs --recipe: the run whose samples are counted")
+    if options.sample is not None and options.sequence_length is not None:
+        raise UserError("--sample has the recipe's length; leave out --sequence_length")
     if options.block is not None and options.sequence_length is None and options.recipe is None:
         raise UserError("--block needs --sequence_length or --recipe: blocks are cut when reading")
     return load_recipe(options.recipe, options.set) if options.recipe else None

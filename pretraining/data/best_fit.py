@@ -7,6 +7,7 @@ of its window alone: the order of the run, mixtures, resuming and remote shards 
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ class BestFit:
         self._windows: dict[int, _Window] = {}
 
     def stretches(self, block: int) -> list[Stretch]:
-        """The stretches of block `block`, in its order; each but the last ends with a document, or with its window."""
+        """The stretches of block `block`, in its order; each but the last ends with a document."""
         first, stop = self.window_around(block)
         if first == stop:
             start = block * self.sequence_length
@@ -65,6 +66,14 @@ class BestFit:
         first = block - (block - lowest) % WINDOW_BLOCKS
         return first, min(first + WINDOW_BLOCKS, highest)
 
+    def windows(self) -> Iterator[tuple[int, int]]:
+        """[first, stop) of every window in order; a block that crosses a shard's end is one of its own."""
+        block, num_blocks = 0, self.split.num_blocks(self.sequence_length)
+        while block < num_blocks:
+            first, stop = self.window_around(block)
+            block = max(stop, block + 1)
+            yield first, block
+
     def _window(self, first: int, stop: int) -> _Window:
         if first not in self._windows:
             if len(self._windows) >= KEPT_WINDOWS:
@@ -74,8 +83,9 @@ class BestFit:
 
     def _pack(self, first: int, stop: int) -> _Window:
         start, end = first * self.sequence_length, stop * self.sequence_length
-        borders = np.union1d(self.split.document_ends(start, end), (start, end))
-        blocks = pack(borders.tolist(), self.sequence_length)
+        ends = self.split.document_ends(start, end)
+        borders = np.union1d(ends, (start, end)).tolist()
+        blocks = pack(borders, self.sequence_length, goes_on=end not in ends[-1:])
         parts = np.array([part for block in blocks for part in block], np.int64)
         return _Window(*parts.T, np.cumsum([0, *map(len, blocks)]))
 
@@ -83,10 +93,12 @@ class BestFit:
         return {**self.__dict__, "_windows": {}}
 
 
-def pack(borders: list[int], length: int) -> list[list[Stretch]]:
+def pack(borders: list[int], length: int, goes_on: bool = False) -> list[list[Stretch]]:
     """Blocks of exactly `length` tokens out of the documents between `borders`, whose span is a multiple of it.
 
-    A document longer than a block fills whole blocks from its start on; only its remainder is packed.
+    A document longer than a block fills whole blocks from its start on; only its remainder is packed. What does not
+    end with its document is the last of its block, for the token that follows it is its target: also the last
+    document's remainder where it `goes_on` behind the last border.
     """
     blocks: list[list[Stretch]] = []
     remainders: list[Stretch] = []
@@ -94,19 +106,22 @@ def pack(borders: list[int], length: int) -> list[list[Stretch]]:
         whole = start + (stop - start) // length * length
         blocks += [[(place, place + length)] for place in range(start, whole, length)]
         remainders += [(whole, stop)] if whole < stop else []
-    room = _Room((borders[-1] - borders[0]) // length - len(blocks), length)
+    tail = remainders.pop() if goes_on and remainders and remainders[-1][1] == borders[-1] else None
+    room = _Room((borders[-1] - borders[0]) // length - len(blocks), length, tail)
     remainders.sort(key=lambda part: part[0] - part[1])
     for part in [part for part in remainders if not room.place(*part)]:
         room.divide(*part)
-    return blocks + room.blocks
+    return blocks + room.filled()
 
 
 class _Room:
-    """Blocks being filled, and the room that each of them has left."""
+    """Blocks being filled, and the room that each of them has left. The first one ends with `tail`."""
 
-    def __init__(self, num_blocks: int, length: int):
+    def __init__(self, num_blocks: int, length: int, tail: Stretch | None):
         self.blocks: list[list[Stretch]] = [[] for _ in range(num_blocks)]
-        self._open = [(length, block) for block in range(num_blocks)]  # ordered
+        self.tail = tail
+        taken = tail[1] - tail[0] if tail else 0
+        self._open = sorted((length - (0 if block else taken), block) for block in range(num_blocks))
 
     def place(self, start: int, stop: int) -> bool:
         """Put a part where it leaves the least room; False where it fits nowhere."""
@@ -120,8 +135,18 @@ class _Room:
         return True
 
     def divide(self, start: int, stop: int) -> None:
-        """Cut a part that fits nowhere: its beginning ends the block with the most room, until the rest fits."""
+        """Cut a part that fits nowhere: its beginning ends the block with the most room, until the rest fits.
+
+        The block that ends with the tail is none of those: were it the only one with room, all that is left would fit.
+        """
         while not self.place(start, stop):
-            room, block = self._open.pop()
+            is_tails = self.tail is not None and self._open[-1][1] == 0
+            room, block = self._open.pop(-2 if is_tails else -1)
             self.blocks[block].append((start, start + room))
             start += room
+
+    def filled(self) -> list[list[Stretch]]:
+        """The blocks, with nothing left to place."""
+        if self.tail:
+            self.blocks[0].append(self.tail)
+        return self.blocks

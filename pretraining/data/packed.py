@@ -29,7 +29,8 @@ class PackedDataset:
     block that is read. With `masks_documents` a sample also has position_ids, and its labels are those of
     `masked_block`. With several splits it has the number of its own as `source`, int64.
 
-    With `packing` "best_fit" the documents near each other change places first, as `BestFit` says.
+    With `packing` "best_fit" the documents near each other change places first, as `BestFit` says: the next token is
+    then that of the same document, or where it ends the first one of whatever has come to lie behind it.
     """
 
     def __init__(
@@ -109,7 +110,8 @@ class PackedDataset:
         split = self.splits[source]
         stored = _read(split, stretches)
         if self.guard is not None and sample is not None:
-            self.guard.look(stored, sample, block, source, stretches[0][0], split)
+            longest, _ = max(stretches, key=lambda stretch: stretch[1] - stretch[0])
+            self.guard.look(stored, sample, block, source, longest, split)
         tokens = stored.astype(np.int64)
         if self.masks_documents:
             block = masked_block(tokens, _document_ends(split, stretches))

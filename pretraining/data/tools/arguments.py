@@ -89,7 +89,8 @@ def _add_stats(parser: argparse.ArgumentParser) -> None:
         "--sequence_length",
         type=positive_integer,
         metavar="L",
-        help="also how many documents blocks of L tokens cut, in sequence and by best-fit packing",
+        help="also which share of train's documents the ends of blocks of L tokens cut, in sequence and packed by "
+        "best fit",
     )
 
 
@@ -104,7 +105,9 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
         "--sequence_length", type=positive_integer, metavar="L", help="with --block: inputs a block"
     )
     parser.add_argument(
-        "--recipe", metavar="NAME|PATH", help="with --sample or --block: its length and order"
+        "--recipe",
+        metavar="NAME|PATH",
+        help="with --sample: its length, order and packing; with --block: its length",
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value of --recipe"

@@ -91,8 +91,12 @@ class Inspection:
                 f"{self.data.folder}: the data of {self.data.manifest['name']!r}, but recipe {recipe.name!r} "
                 f"trains on {recipe.data['name']!r}; give that folder"
             )
-        if number < 0:
-            raise UserError(f"--sample {number}: samples are counted from 0")
+        if self.split.name != "train":
+            raise UserError(
+                "--sample: a run reads its samples from train; --block shows blocks of other splits"
+            )
+        if not 0 <= number < recipe.most_samples:
+            raise UserError(f"--sample {number:,}: the run has {recipe.most_samples:,}, counted from 0")
         length = recipe.sequence_length
         _check_range("block", 0, self.split.stream.num_blocks(length), self.split.name)
         prepared = SimpleNamespace(train=self.split.stream, fingerprint=self.data.manifest["fingerprint"])
@@ -169,7 +173,9 @@ def block_text(block: dict, max_chars: int) -> str:
             f"sample {block['sample']:,} of recipe {block['recipe']}: step {block['step']:,}, "
             f"epoch {block['epoch']:,}"
         )
-    name = f"block {block['block']:,} of {block['num_blocks']:,}" if "block" in block else "a block"
+    name = (
+        f"block {block['block']:,} of {block['num_blocks']:,} in sequence" if "block" in block else "a block"
+    )
     lines.append(
         f"{block['split']}, {name}: tokens {_listed(block['stretches'])} of the stream "
         f"({block['sequence_length']:,} inputs and one more target), parts of {len(block['documents']):,} documents"

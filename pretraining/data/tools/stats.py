@@ -41,8 +41,7 @@ def measure_data(
 
         splits = {n: _measure_split(data, n, with_tokens, top, on_shard) for n in data.split_names}
     if sequence_length is not None:
-        for name, split in splits.items():
-            split["cuts"] = cuts_of_split(data.split(name).stream, sequence_length)
+        splits["train"]["cuts"] = cuts_of_split(data.split("train").stream, sequence_length)
     num_tokens = sum(split["tokens"] for split in splits.values())
     return {
         "folder": str(folder),
@@ -163,19 +162,22 @@ def _split_lines(name: str, split: dict) -> list[str]:
     if lengths := split.get("document_tokens"):
         listed = "  ".join(f"{key} {value:,}" for key, value in lengths.items() if key != "mean")
         lines.append(f"  tokens per document     mean {lengths['mean']:,.1f}  {listed}")
-    if cuts := split.get("cuts"):
-        lines += [_cut_line(packing, cuts) for packing in ("in_sequence", "best_fit")]
+    if (cuts := split.get("cuts")) is not None:
+        lines += _cut_lines(cuts)
     if frequencies := split.get("token_frequencies"):
         lines += _frequency_lines(frequencies)
     return lines
 
 
-def _cut_line(packing: str, cuts: dict) -> str:
-    found = cuts[packing]
-    return (
-        f"  packed {packing:<17}blocks' ends cut {found['cut']:.2%} of the {cuts['documents']:,} documents that fit "
-        f"into one, {found['cropped']:.2%} of their tokens come after a cut"
-    )
+def _cut_lines(cuts: dict) -> list[str]:
+    if not cuts["documents"]:
+        return ["  blocks of that length   hold no whole document, or there is none"]
+    heads = {"in_sequence": "read in sequence", "best_fit": "packed by best fit"}
+    return [
+        f"  {head:<24}blocks' ends cut {cuts[packing]['cut']:.2%} of the {cuts['documents']:,} documents that fit "
+        f"into one, {cuts[packing]['cropped']:.2%} of their tokens come after a cut"
+        for packing, head in heads.items()
+    ]
 
 
 def _frequency_lines(found: dict) -> list[str]:
