@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -29,6 +30,10 @@ FILE_ERRORS = {
     errno.EIO: _DISK,
     errno.ESTALE: _DISK,
 }
+
+
+SILENT_SECONDS = 3
+"""A launcher ends all ranks when one leaves: those that say nothing leave after the one that tells."""
 
 
 class UserError(Exception):
@@ -114,6 +119,8 @@ def _leave(error: UserError) -> None:
     """Tell the error, from one rank where all meet it, and end the process with its exit code."""
     if os.environ.get("RANK", "0") == "0" or not error.on_every_rank:
         print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(SILENT_SECONDS)
     sys.stdout.flush()
     tell_exit_code(error.exit_code)
     # The other ranks may wait in a collective that will never complete: do not join them at exit.

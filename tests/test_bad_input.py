@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import REPOSITORY, Finished, Workshop, contents, execute
+from tests.runs import REPOSITORY, Finished, Started, Workshop, contents, execute
 
 
 def refused(finished: Finished, *fragments: str) -> str:
@@ -135,6 +135,18 @@ def test_two_ranks_under_a_launcher_tell_it_once(workshop, output):
     errors = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
     assert finished.code != 0 and len(errors) == 1 and "model.n_head" in errors[0]
     assert not output.exists() and 'Traceback (most recent call last):\n  File "/' not in finished.stdout
+
+
+def test_a_rank_that_says_nothing_leaves_after_the_one_that_tells():
+    """A launcher ends all others when the first one leaves: that must not be one of the silent."""
+    program = "from pretraining.errors import *\nwith one_line_errors(): raise UserError('wrong')"
+    command = [sys.executable, "-c", program]
+    silent, telling = (Started(command, RANK=rank, WORLD_SIZE="2") for rank in ("1", "0"))
+    finished = telling.finish()
+    assert finished.code == 2 and finished.stderr == "error: wrong\n"
+    assert silent.process.poll() is None
+    finished = silent.finish()
+    assert finished.code == 2 and not finished.stderr
 
 
 def test_data_that_is_not_prepared_names_the_command_that_prepares_it(workshop, train, tmp_path):
