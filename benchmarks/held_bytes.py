@@ -1,9 +1,13 @@
 """What one rank of a real training run holds between two passes, by what DeepSpeed keeps it for."""
 
 import gc
+import time
 from collections.abc import Iterable
 
 import torch
+
+RELEASE_SECONDS = 0.5
+"""After a collective, gloo's own thread still holds the bucket that it reduced for a moment."""
 
 
 def held_bytes(model: torch.nn.Module, optimizer) -> dict[str, int]:
@@ -12,6 +16,7 @@ def held_bytes(model: torch.nn.Module, optimizer) -> dict[str, int]:
     model: as DeepSpeed trains it; optimizer: DeepSpeed's, or torch's without it. `other` is what none of the
     owners explains: the buckets of DistributedDataParallel, the batch.
     """
+    time.sleep(RELEASE_SECONDS)
     gc.collect()  # what only a cycle still holds is gone at the next collection
     seen: set[int] = set()
     owners = {

@@ -75,9 +75,7 @@ def predict(
     from pretraining.planning.sizes import model_size
 
     widths = {"bf16": (2, 2, 2), "fp32": (4, 4, 4), "autocast": (4, 2, 4)}[precision]
-    held = activations(
-        model, micro_batch, length, Precision("", *widths), every_n_layers > 0, max(1, every_n_layers)
-    )
+    held = activations(model, micro_batch, length, Precision("", *widths), every_n_layers)
     tensors, size = parameter_tensors(model), model_size(model)
     gradients = widths[0] * size.total
     # while the first layer's backward pass runs, its own gradients and a separate table's are still to come

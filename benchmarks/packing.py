@@ -17,8 +17,7 @@ from record import parser_of, record
 from pretraining.data import GlobalOrder, PackedDataset, TokenSplit
 from pretraining.data.best_fit import WINDOW_BLOCKS
 from pretraining.data.cuts import cuts_of_split
-from pretraining.data.manifest import read_manifest
-from pretraining.errors import UserError
+from pretraining.data.tools.finished import open_finished
 
 
 def main() -> None:
@@ -28,16 +27,13 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=256, help="blocks a round (default 256)")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default 9)")
     options = parser.parse_args()
-    manifest = read_manifest(options.folder)
-    if manifest is None:
-        raise UserError(f"{options.folder}: no prepared data")
-    split = TokenSplit(options.folder / "train", manifest["splits"]["train"])
+    split = open_finished(options.folder).split("train").stream
     for length in options.lengths:
         values = {
             "length": length,
             "tokens": split.num_tokens,
             "mean_document_tokens": round(split.num_tokens / split.num_documents, 1),
-            **(cuts_of_split(split, length) or {}),
+            **cuts_of_split(split, length),
             **microseconds(split, length, options.blocks, options.rounds),
         }
         record("packing", values, options.keep)

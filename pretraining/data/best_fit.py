@@ -57,9 +57,9 @@ class BestFit:
 
     def window_around(self, block: int) -> tuple[int, int]:
         """[first, stop) of the window that the block lies in; empty where the block crosses a shard's end."""
-        length, starts = self.sequence_length, self.split.token_starts
-        shard = int(self.split.shards_at(np.array(block * length)))
-        lowest, highest = -(-int(starts[shard]) // length), int(starts[shard + 1]) // length
+        length, place = self.sequence_length, block * self.sequence_length
+        shard, offset = self.split.locate(place)
+        lowest, highest = -(-(place - offset) // length), int(self.split.token_starts[shard + 1]) // length
         highest = min(highest, self.split.num_blocks(length))
         if block >= highest:
             return block, block

@@ -60,9 +60,8 @@ def _counts(packed: BestFit, first: int, stop: int) -> np.ndarray:
     """Documents and their tokens; then cut ones and the tokens behind the cut, in sequence and packed."""
     split, length = packed.split, packed.sequence_length
     begin = first * length
-    (shard,) = split.shards_at(np.array([begin]))
-    from_where = max(int(split.token_starts[shard]), begin - length)  # no document begins in an earlier shard
-    ends = np.union1d(split.document_ends(from_where, stop * length), split.token_starts[shard])
+    shard_start = begin - split.locate(begin)[1]  # where a document begins, and none goes on
+    ends = np.union1d(split.document_ends(max(shard_start, begin - length), stop * length), shard_start)
     starts, stops = ends[:-1], ends[1:]
     fitting = (stops > begin) & (stops - starts <= length)
     starts, stops = starts[fitting], stops[fitting]

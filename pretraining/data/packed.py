@@ -110,8 +110,7 @@ class PackedDataset:
         split = self.splits[source]
         stored = _read(split, stretches)
         if self.guard is not None and sample is not None:
-            longest, _ = max(stretches, key=lambda stretch: stretch[1] - stretch[0])
-            self.guard.look(stored, sample, block, source, longest, split)
+            self.guard.look(stored, sample, block, source, stretches, split)
         tokens = stored.astype(np.int64)
         if self.masks_documents:
             block = masked_block(tokens, _document_ends(split, stretches))

@@ -235,7 +235,7 @@ class TokenSplit:
         entry = self._entry["shards"][number]
         return open_shard(self.folder / entry["file"], entry, self.dtype)
 
-    def _locate(self, token: int) -> tuple[int, int]:
+    def locate(self, token: int) -> tuple[int, int]:
         """The shard that holds the token at position `token` of the stream, and its position in there."""
         number = bisect_right(self._starts_list, token) - 1
         return number, token - self._starts_list[number]
@@ -283,7 +283,7 @@ class TokenSplit:
         """[ends], int64: positions p of the stream, start < p <= stop, at which a document has just ended."""
         if start >= stop:
             return np.empty(0, np.int64)
-        first, last = self._locate(start)[0], self._locate(stop - 1)[0]
+        first, last = self.locate(start)[0], self.locate(stop - 1)[0]
         pieces = []
         for number in range(first, last + 1):
             base = self._token_starts[number]
@@ -302,7 +302,7 @@ class TokenSplit:
         """
         if token >= self.num_tokens:
             return float(self.num_bytes)
-        number, offset = self._locate(token)
+        number, offset = self.locate(token)
         shard = self._shard(number)
         whole = int(np.searchsorted(shard.ends, offset, side="right"))
         start = int(shard.ends[whole - 1]) if whole else 0
@@ -317,6 +317,6 @@ class TokenSplit:
 
     def document_at(self, token: int) -> tuple[str, int]:
         """The shard's file and the row in it that hold the document which the token of the stream belongs to."""
-        number, offset = self._locate(token)
+        number, offset = self.locate(token)
         row = int(np.searchsorted(self._shard(number).ends, offset, side="right"))
         return self._entry["shards"][number]["file"], row

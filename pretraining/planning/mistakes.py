@@ -6,7 +6,7 @@ from pathlib import Path
 from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.model_types import value_of
 from pretraining.planning.findings import Case, Finding
-from pretraining.planning.memory.need import checkpointing_of
+from pretraining.planning.memory.need import recomputed_one_in
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.sizes import model_size
 from pretraining.planning.step_time import step_time
@@ -116,7 +116,7 @@ def _buckets(case: Case) -> Finding | None:
 def _checkpointing(case: Case) -> Finding | None:
     if case.limit is None:
         return None
-    if not checkpointing_of(case.recipe)[0]:
+    if not recomputed_one_in(case.recipe):
         if not TIGHT * case.limit < case.need.total <= case.limit:
             return None
         what = f"{num_bytes(case.need.total)} of {num_bytes(case.limit)}: fragmentation can end the run"

@@ -106,3 +106,10 @@ def facts(rows: list[tuple[str, str]], line_width: int = 118) -> str:
         parts = textwrap.wrap(value, line_width - width, break_on_hyphens=False) or [""]
         lines += [f"{label:<{width}}{parts[0]}", *(" " * width + part for part in parts[1:])]
     return "\n".join(lines)
+
+
+def recomputation_text(every_n_layers: int) -> str:
+    """Of how many layers one is recomputed, in words; 0: none is."""
+    if every_n_layers > 1:
+        return f"one layer in {every_n_layers} recomputed"
+    return "every layer recomputed" if every_n_layers else "nothing recomputed"

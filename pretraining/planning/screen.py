@@ -10,19 +10,19 @@ from pretraining.planning.forecast import Forecast, forecast
 from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import Gpu, all_gpus, find_gpu
 from pretraining.planning.memory.advice import shrink
-from pretraining.planning.memory.need import PHASES, MemoryNeed, memory_need
+from pretraining.planning.memory.need import PHASES, MemoryNeed, memory_need, recomputed_one_in
 from pretraining.planning.quantities import (
     columns,
     dollars,
     duration,
     facts,
     num_bytes,
+    recomputation_text,
     several,
     short,
     three_digits,
 )
 from pretraining.planning.run_plan import RunPlan, build_run_plan
-from pretraining.planning.search import recomputation_text, recomputed_one_in
 from pretraining.planning.stand_in import family_of
 from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.throughput import loader_bytes_per_second

@@ -7,7 +7,14 @@ from functools import cache
 from pretraining.ds_config import load_ds_config, zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.gpus import Gpu
-from pretraining.planning.memory.need import MemoryNeed, checkpointing_of, memory_need
+from pretraining.planning.memory.need import (
+    MemoryNeed,
+    checkpointing_of,
+    memory_need,
+    recomputed_one_in,
+    recomputed_share,
+)
+from pretraining.planning.quantities import recomputation_text
 from pretraining.planning.step_time import step_time
 from pretraining.recipe import Recipe, accumulation_steps
 
@@ -68,12 +75,13 @@ def candidates(
         gpu: for the step times; None leaves them out.
         mfu: share of the dense peak without recomputation; None for the expected one.
     """
+    recomputed = sorted({*RECOMPUTED, recomputed_one_in(recipe)})
     for way in _ways(recipe, world_size, gpu):
         for micro_batch in sorted({*MICRO_BATCHES, recipe.micro_batch}):
             at_once = world_size * micro_batch * recipe.sequence_length
             if any(size % at_once for size in recipe.step_sizes.all):
                 continue
-            for every_n_layers in sorted({*RECOMPUTED, recomputed_one_in(recipe)}):
+            for every_n_layers in recomputed:
                 variant = _variant(recipe, way, micro_batch, every_n_layers)
                 yield _candidate(variant, recipe, world_size, gpu, mfu)
 
@@ -132,12 +140,6 @@ def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     return shipped if recipe.deepspeed in shipped else [recipe.deepspeed, *shipped]
 
 
-def recomputed_one_in(recipe: Recipe) -> int:
-    """Of so many layers one is recomputed; 0: nothing is."""
-    recomputes, every_n_layers = checkpointing_of(recipe)
-    return every_n_layers if recomputes else 0
-
-
 def _variant(recipe: Recipe, way: str | None, micro_batch: int, every_n_layers: int) -> Recipe:
     values = {"per_device_train_batch_size": micro_batch, "activation_checkpointing": every_n_layers > 0}
     if every_n_layers:
@@ -182,17 +184,10 @@ def _rank(fastest: float):
     def key(each: Candidate) -> tuple:
         slower = each.step_seconds / fastest
         bin_ = 0 if slower <= SAME_SPEED else slower
-        again = 1 / each.every_n_layers if each.every_n_layers else 0
+        again = recomputed_share(each.every_n_layers)
         return (bin_, again, zero_stage(_config(each.deepspeed)), -each.micro_batch)
 
     return key
-
-
-def recomputation_text(every_n_layers: int) -> str:
-    """What is recomputed, in words."""
-    if every_n_layers > 1:
-        return f"one layer in {every_n_layers} recomputed"
-    return "every layer recomputed" if every_n_layers else "nothing recomputed"
 
 
 def _reason(each: Candidate, fastest: float) -> str:

@@ -7,7 +7,7 @@ import torch
 from pretraining.errors import UserError
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.memory.need import recomputed_share
+from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
 from pretraining.step_sizes import StepSizes
@@ -36,7 +36,7 @@ class SpeedMeter:
     def of(cls, recipe: Recipe, world_size: int, last_step: int, tokens_before: int = 0) -> "SpeedMeter":
         """The meter of a recipe that ends with `last_step`, on this machine's devices."""
         counted = flops_per_token(model_size(recipe.model), recipe.sequence_length)
-        again = recomputed_share(recipe) * counted.recomputed
+        again = recomputed_share(recomputed_one_in(recipe)) * counted.recomputed
         return cls(
             recipe.step_sizes,
             last_step,
@@ -70,7 +70,7 @@ class SpeedMeter:
             "throughput/step_seconds": round(step_seconds, 6),
             **{f"throughput/{name}_seconds": round(s / max(steps, 1), 6) for name, s in split.items()},
             **{f"throughput/{name}_seconds": round(seconds.get(name, 0.0), 6) for name in PAUSES},
-            **self._utilization(tokens_per_second),
+            **self.utilization(tokens_per_second),
         }
 
     def progress(self, step: int, step_seconds: float) -> dict[str, float]:
@@ -82,7 +82,7 @@ class SpeedMeter:
             "throughput/seconds_left": round((budget - done) * token_seconds, 1),
         }
 
-    def _utilization(self, tokens_per_second: float) -> dict[str, float]:
+    def utilization(self, tokens_per_second: float) -> dict[str, float]:
         """MFU and HFU: shares of the dense peak (PaLM, appendix B)."""
         if self.peak_flops is None:
             return {}

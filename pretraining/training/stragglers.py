@@ -6,6 +6,8 @@ import statistics
 import torch
 import torch.distributed as dist
 
+from pretraining.process_group import rank_and_world_size
+
 SLOW = 1.25
 """A rank is slow from this multiple of the median on ..."""
 NOTABLE = 0.05
@@ -22,7 +24,7 @@ class Stragglers:
     """
 
     def __init__(self):
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        _, self.world_size = rank_and_world_size()
         hosts = [socket.gethostname()] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(hosts, socket.gethostname())

@@ -62,12 +62,22 @@ class BlockGuard:
         self._at_worst = None if token_bytes is None else _replacements_at_worst(token_bytes)
 
     def look(
-        self, tokens: np.ndarray, sample: int, block: int, source: int, start: int, split: TokenSplit
+        self,
+        tokens: np.ndarray,
+        sample: int,
+        block: int,
+        source: int,
+        stretches: Sequence[tuple[int, int]],
+        split: TokenSplit,
     ) -> dict[str, float]:
-        """Check one block, [L + 1] ids at position `start` of its split, and write down what is wrong with it."""
+        """Check one block, [L + 1] ids from these stretches of its split, and write down what is wrong with it.
+
+        The document that is named is the one in which the longest stretch begins.
+        """
         reasons = self.reasons(tokens)
         if reasons:
-            shard, document = split.document_at(start)
+            longest, _ = max(stretches, key=lambda stretch: stretch[1] - stretch[0])
+            shard, document = split.document_at(longest)
             name = self.source_names[source] if source < len(self.source_names) else source
             place = {"sample": sample, "block": block, "source": name, "shard": shard, "document": document}
             self._write({**place, "reasons": reasons})

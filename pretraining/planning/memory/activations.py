@@ -64,15 +64,13 @@ def activations(
     micro_batch: int,
     sequence_length: int,
     precision: Precision,
-    checkpointing: bool,
-    every_n_layers: int = 1,
+    every_n_layers: int = 0,
     loss: dict = PLAIN,
 ) -> Activations:
     """Activations of one micro-batch.
 
     Args:
-        checkpointing: whether layers are recomputed (`training.activation_checkpointing`); then each keeps its input.
-        every_n_layers: of how many layers one is recomputed.
+        every_n_layers: of how many layers one is recomputed, of which its input is kept alone; 0: none is.
         loss: the recipe's section.
     """
     shape = shape_of(model)
@@ -80,19 +78,19 @@ def activations(
     tokens, block = micro_batch * sequence_length, _block(shape)
     by_layer = [_layer(shape, block, index, sequence_length, precision) for index in range(layers)]
     largest, boundary = max(by_layer), precision.residual * block.width
-    if checkpointing:
+    if every_n_layers:
         again = [index % every_n_layers == 0 for index in range(layers)]
         kept = sum(boundary if redo else size for redo, size in zip(again, by_layer, strict=True))
     else:
         kept = sum(by_layer)
     outside = _norm(shape, block.width, precision) + precision.compute * block.width + TOKEN_INPUT_BYTES
-    if checkpointing and shape.get("attn_implementation") == "eager":
+    if every_n_layers and shape.get("attn_implementation") == "eager":
         outside += precision.weights * sequence_length  # the mask is an argument of every recomputed layer
     return Activations(
         per_layer=tokens * largest,
         layers=tokens * kept,
-        recomputed=tokens * (largest - boundary) if checkpointing else 0.0,
-        outside=tokens * outside + (_cast_weights(model, checkpointing) if precision.is_autocast else 0),
+        recomputed=tokens * (largest - boundary) if every_n_layers else 0.0,
+        outside=tokens * outside + (_cast_weights(model, every_n_layers > 0) if precision.is_autocast else 0),
         logits=loss_bytes(tokens, shape["vocab_size"], block.width, precision, loss),
         backward=tokens * _backward(shape, block, sequence_length, precision),
     )

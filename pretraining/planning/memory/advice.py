@@ -1,7 +1,7 @@
 """What makes the largest part of a run's memory smaller, given what the run does already."""
 
 from pretraining.ds_config import optimizer_device, zero_stage
-from pretraining.planning.memory.need import MemoryNeed, checkpointing_of
+from pretraining.planning.memory.need import MemoryNeed, recomputed_one_in
 from pretraining.recipe import Recipe
 
 SMALLER_BATCH = "a smaller micro-batch (--set training.per_device_train_batch_size={})"
@@ -21,7 +21,7 @@ def shrink(need: MemoryNeed, recipe: Recipe, ds_config: dict | None) -> str:
         return FIXED[part]
     if part in SHARDED_FROM:
         return _state(SHARDED_FROM[part], part, need, ds_config)
-    if part == "activations" and not checkpointing_of(recipe)[0]:
+    if part == "activations" and not recomputed_one_in(recipe):
         return "--set training.activation_checkpointing=true, or a smaller micro-batch"
     if recipe.micro_batch > 1:
         return SMALLER_BATCH.format(recipe.micro_batch // 2)

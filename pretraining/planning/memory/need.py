@@ -110,14 +110,12 @@ def memory_need(recipe: Recipe, ds_config: dict | None, world_size: int) -> Memo
     precision, tensors = precision_of(recipe, ds_config), parameter_tensors(recipe.model)
     accumulation, size = accumulation_steps(recipe, world_size), model_size(recipe.model)
     state = model_state(size.total, ds_config, world_size, precision.weights == 2, accumulation, tensors)
-    recomputes, every = checkpointing_of(recipe)
     held = activations(
         recipe.model,
         recipe.micro_batch,
         recipe.sequence_length,
         precision,
-        recomputes,
-        every_n_layers=every,
+        recomputed_one_in(recipe),
         loss=loss_of(recipe),
     )
     width = value_of(recipe.model, "hidden_size")
@@ -145,10 +143,15 @@ def checkpointing_of(recipe: Recipe) -> tuple[bool, int]:
     return bool(recipe.training.get("activation_checkpointing")), int(keywords.get("every_n_layers") or 1)
 
 
-def recomputed_share(recipe: Recipe) -> float:
-    """Of the layers, those that are recomputed."""
+def recomputed_one_in(recipe: Recipe) -> int:
+    """Of so many layers one is recomputed; 0: none is."""
     recomputes, every_n_layers = checkpointing_of(recipe)
-    return 1 / every_n_layers if recomputes else 0.0
+    return every_n_layers if recomputes else 0
+
+
+def recomputed_share(every_n_layers: int) -> float:
+    """Of the layers, those that are recomputed."""
+    return 1 / every_n_layers if every_n_layers else 0.0
 
 
 def _phases(
