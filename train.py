@@ -83,6 +83,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
         compute_loss_func=watch.loss(model.build_loss(language_model, recipe.loss)),
         optimizer_cls_and_kwargs=training.choose_optimizer(recipe, ds_config),
         clipping=training.choose_clipping(recipe, ds_config),
+        averaged_weights=checkpoints.averaged_weights,
         validate=measures.measure,
         checkpoints=saves,
         recipe_path=recipe.path,

@@ -14,6 +14,7 @@ from tests.runs import REPOSITORY, execute
 PACKAGE = REPOSITORY / "pretraining"
 FOUNDATION = {
     "addresses",
+    "averaging",
     "command_line",
     "curve",
     "ds_config",

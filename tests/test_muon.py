@@ -278,11 +278,6 @@ REFUSED = {
         "zero0",
         "states as tensors that checkpoints cannot hold (adamw_bnb_8bit keeps plain ones)",
     ),
-    "schedule-free": (
-        ["training.optim=schedule_free_adamw"],
-        "zero0",
-        "use adamw_torch_fused and lr_scheduler_type",
-    ),
     "sgd offloaded": (["training.optim=sgd"], "zero3_offload", "replaces it by DeepSpeed's CPU Adam"),
 }
 

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from schedulefree import AdamWScheduleFree
 from transformers import Adafactor
 
 from pretraining.checkpoints.fragments import live_state
@@ -14,6 +15,7 @@ from pretraining.checkpoints.saving import rank_tensors
 from pretraining.checkpoints.schedule import schedule_state, set_schedule
 from pretraining.checkpoints.shard_files import CheckpointReader, rank_file, write_rank_file
 from pretraining.errors import UserError
+from pretraining.training.optimizers import counting_by_tensor
 
 OPTIMIZERS = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01),
@@ -21,6 +23,7 @@ OPTIMIZERS = {
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
     "plain": lambda groups: torch.optim.SGD(groups, lr=0.01),
     "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
+    "schedule-free": lambda groups: counting_by_tensor(AdamWScheduleFree)(groups, lr=0.01),
     "Adafactor": lambda groups: Adafactor(groups, lr=0.01, relative_step=False, beta1=0.9),
 }
 

@@ -9,6 +9,7 @@ _HOME = {
     "Identity": "identity",
     "RankFiles": "rank_files",
     "SavesBehindTraining": "behind",
+    "averaged_weights": "averaged",
     "bring_checkpoint": "arrival",
     "disk_errors_told": "full_disk",
     "export_model": "export",

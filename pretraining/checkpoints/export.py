@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
+from pretraining.checkpoints.averaged import averaged_weights
 from pretraining.checkpoints.files import files_in, follow_umask, wait_for_disk
 from pretraining.checkpoints.marker import flush_folder
 
@@ -15,9 +16,12 @@ def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: P
 
     Tied weights are stored once. The folder appears whole or not at all.
     """
-    state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    if not trainer.is_world_process_zero():
-        return
+    with averaged_weights(trainer) as are_averaged:
+        state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        if not trainer.is_world_process_zero():
+            return
+        if are_averaged:
+            state_dict = {name: tensor.clone() for name, tensor in state_dict.items()}
     write_model_folder(trainer.model, state_dict, tokenizer, folder, model_card)
 
 

@@ -13,11 +13,12 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from pretraining.checkpoints.averaged import averaged
 from pretraining.checkpoints.export import write_model_folder
 from pretraining.checkpoints.full_disk import disk_errors_told
 from pretraining.checkpoints.marker import read_marker
 from pretraining.checkpoints.model_card import write_model_card
-from pretraining.checkpoints.shard_files import CheckpointReader, assemble, read_state
+from pretraining.checkpoints.shard_files import CheckpointReader, read_state
 from pretraining.checkpoints.verification import damage
 from pretraining.errors import UserError
 from pretraining.run_dir import RunDir
@@ -70,11 +71,11 @@ def demote_checkpoint(run: RunDir, checkpoint: Path, folder: Path) -> bool:
 
 
 def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """{name: tensor} of every parameter and persistent buffer, in the precision that the run held them in."""
+    """{name: tensor} of every parameter (averaged) and persistent buffer, in the precision of the run."""
     reader = CheckpointReader(checkpoint)
     weights = {}
     for name, entry in reader.state["parameters"].items():
-        weights[name] = assemble(reader, name).to(getattr(torch, entry["dtype"]))
+        weights[name] = averaged(reader, name).to(getattr(torch, entry["dtype"]))
     for name, entry in reader.state.get("buffers", {}).items():
         weights[name] = reader.read(_BUFFER, name, 0, torch.Size(entry["shape"]).numel()).view(entry["shape"])
     reader.close()

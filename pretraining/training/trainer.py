@@ -3,6 +3,7 @@
 import gc
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from pretraining.journal import NOTHING_HEALED, Journal
 from pretraining.step_sizes import StepSizes
 from pretraining.training.arguments import training_refusals
 from pretraining.training.hearing import tell
-from pretraining.training.optimizers import BindPartitions, Muon, describe_groups
+from pretraining.training.optimizers import BindPartitions, Muon, counting_by_tensor, describe_groups
 from pretraining.training.schedule import follow_step_sizes, lower_rates
 from pretraining.training.signals import ignore_in_worker
 from pretraining.training.stage_0_norm import tell_norm_at_stage_0
@@ -41,6 +42,8 @@ class Checkpoints(Protocol):
 class PretrainingTrainer(TimedTrainer):
     """`validate(model, step, interrupted) -> metrics` replaces the evaluation loop, whose mean is not exact.
 
+    `averaged_weights(trainer)` holds the weights to measure where the optimizer trains others.
+
     `checkpoints` replaces what the Trainer and DeepSpeed write and load: pickles of one layout.
 
     `stop` is asked after every step and in every round of a validation, which then has no result (None); once
@@ -60,11 +63,13 @@ class PretrainingTrainer(TimedTrainer):
         step_sizes: StepSizes | None = None,
         clock: StepClock | None = None,
         clipping: Callable[[torch.nn.Module, torch.optim.Optimizer], None] | None = None,
+        averaged_weights: Callable[[Trainer], AbstractContextManager] = nullcontext,
         **kwargs,
     ):
         self.validate, self.recipe_path, self.journal = validate, recipe_path, journal
         self.checkpoints, self.stop, self.step_sizes = checkpoints, stop, step_sizes
         self.clock, self.clipping = clock or StepClock(), clipping
+        self.averaged_weights = averaged_weights
         with training_refusals(recipe_path):  # before anything of the run is written
             super().__init__(*args, **kwargs)
             _try_optimizer_and_schedule(self.args)
@@ -107,6 +112,13 @@ class PretrainingTrainer(TimedTrainer):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model=None) -> tuple[type, dict]:
+        """Transformers' choice; a rate that warms up does so by the schedule alone."""
+        optimizer_class, keywords = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        keywords.pop("warmup_steps", None)
+        return counting_by_tensor(optimizer_class), keywords
+
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """The recipe's optimizer; rank 0 says which parameters are in which group."""
         optimizer = super().create_optimizer(model)
@@ -120,13 +132,14 @@ class PretrainingTrainer(TimedTrainer):
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict:
         """Validation loss in nats per token, perplexity and bits per byte; every rank takes part."""
-        measured = self.validate(self.model_wrapped, self.state.global_step, self._interrupted)
-        if measured is None:
-            return self._evaluation_cut_short()
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+        with self.averaged_weights(self):
+            measured = self.validate(self.model_wrapped, self.state.global_step, self._interrupted)
+            if measured is None:
+                return self._evaluation_cut_short()
+            metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
+            self.log(metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            return metrics
 
     def _interrupted(self) -> bool:
         """Between two rounds of a validation."""

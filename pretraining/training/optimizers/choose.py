@@ -14,11 +14,12 @@ from pretraining.training.optimizers.matrices import hidden_matrices
 from pretraining.training.optimizers.muon import Muon
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
-ELEMENTWISE = (*ADAMW, "sgd", "adagrad", "rmsprop", "lion_32bit", "adamw_bnb_32bit")
+SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
+ELEMENTWISE = (*ADAMW, *SCHEDULE_FREE, "sgd", "adagrad", "rmsprop", "lion_32bit", "adamw_bnb_32bit")
 """Names of `training.optim` whose update of a weight looks at no other weight: ZeRO may cut their state anywhere."""
 DEFAULT = "adamw_torch_fused"
+CONSTANT = ("constant", "constant_with_warmup")
 UNRESUMABLE = {
-    "schedule_free": "trains other weights than it means to be measured and exported",
     "adamw_torch_8bit": "keeps its states as tensors that checkpoints cannot hold (adamw_bnb_8bit keeps plain ones)",
     "adamw_torch_4bit": "keeps its states as tensors that checkpoints cannot hold",
     "galore": "keeps projections that checkpoints cannot hold",
@@ -108,13 +109,14 @@ def build_optimizer(
 
 
 def _refuse_other_rule(recipe, ds_config: dict | None, where: str) -> None:
-    optim, stage = recipe.training.get("optim", DEFAULT), zero_stage(ds_config)
+    training, stage = recipe.training, zero_stage(ds_config)
+    optim = training.get("optim", DEFAULT)
     for beginning, why in UNRESUMABLE.items():
         if optim.startswith(beginning):
-            remedy = f"use {DEFAULT}"
-            if beginning == "schedule_free":
-                remedy += " and lr_scheduler_type warmup_stable_decay"
-            raise problem(where, "training.optim", f"is {optim}, which {why}; {remedy}")
+            raise problem(where, "training.optim", f"is {optim}, which {why}; use {DEFAULT}")
+    if optim in SCHEDULE_FREE and (schedule := training.get("lr_scheduler_type")) not in CONSTANT:
+        what = f"is {schedule or 'linear'}, but {optim} does without a decay; write {' or '.join(CONSTANT)}"
+        raise problem(where, "training.lr_scheduler_type", what)
     if optim not in ADAMW and optimizer_device(ds_config) != "gpu":
         what = f"is {optim}, but offloading the optimizer replaces it by DeepSpeed's CPU Adam"
         raise problem(
