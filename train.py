@@ -89,6 +89,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
         recipe_path=recipe.path,
         journal=start.journal,
         step_sizes=recipe.step_sizes,
+        schedule_clock=start.schedule_clock(recipe),
         stop=watch.stop,
         clock=watch.speed.clock,
         callbacks=[evaluation.LiveSamples(run, recipe, tokenizer), *watch.callbacks(saves)],

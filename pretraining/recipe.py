@@ -108,10 +108,28 @@ class Recipe:
         data_seed = self.training.get("data_seed")
         return self.training.get("seed", 42) if data_seed is None else data_seed
 
+    @property
+    def schedule_counts_tokens(self) -> bool:
+        """Whether the learning rate's schedule counts tokens, in units of a full step, and not steps."""
+        return self.budget["warmup_tokens"] is not None or self.budget["decay_tokens"] is not None
+
     def warmup_steps(self, num_steps: int) -> int:
-        """Steps of rising rate in a run of `num_steps`, of which TrainingArguments' `warmup_steps` may be a share."""
+        """Full steps of rising rate in a run of `num_steps`; `training.warmup_steps` may be a share of it."""
+        if (tokens := self.budget["warmup_tokens"]) is not None:
+            return tokens // self.tokens_per_step
         given = self.training.get("warmup_steps", 0)
         return int(given) if given >= 1 else math.ceil(num_steps * given)
+
+    @property
+    def schedule_keywords(self) -> dict:
+        """TrainingArguments' keywords of the schedule that the budget gives in tokens, in full steps."""
+        found = {}
+        if (tokens := self.budget["warmup_tokens"]) is not None:
+            found["warmup_steps"] = tokens // self.tokens_per_step
+        if (tokens := self.budget["decay_tokens"]) is not None:
+            given = self.training.get("lr_scheduler_kwargs") or {}
+            found["lr_scheduler_kwargs"] = {**given, "num_decay_steps": tokens // self.tokens_per_step}
+        return found
 
     def to_dict(self) -> dict:
         """The resolved recipe: written to a file and loaded again, it is this recipe."""

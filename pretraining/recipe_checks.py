@@ -9,6 +9,8 @@ from pretraining.mup import check_mup
 from pretraining.schema import problem
 from pretraining.step_sizes import check_multiple, check_ramp
 
+DECAYING = "warmup_stable_decay"
+
 
 def check_folder_name(name: str, key: str, where: str) -> None:
     """It names a folder below runs/ or data/: one that leads out of there would take over another."""
@@ -31,6 +33,7 @@ def check_fit(values: dict, model: dict, positions: int, where: str) -> None:
     steps = budget["tokens_per_step"]
     check_multiple(budget, "tokens", steps, f"budget.tokens_per_step {steps}", where)
     check_ramp(budget, length, where)
+    _check_schedule_in_tokens(budget, training, where)
     if training.get("bf16") and training.get("fp16"):
         raise problem(where, "training.fp16", "and training.bf16 are both true; choose one")
     check_mup(values["mup"], model, where)
@@ -38,6 +41,31 @@ def check_fit(values: dict, model: dict, positions: int, where: str) -> None:
     check_evaluation(values["evaluation"], values["checkpoints"]["keep_best"], training, where)
     if values["monitors"]["profile"] is not None:
         _check_profile(values["monitors"]["profile"].get("steps"), budget["tokens"] // steps, where)
+
+
+def _check_schedule_in_tokens(budget: dict, training: dict, where: str) -> None:
+    """What the budget says of the schedule in tokens, `training` may not say in steps."""
+    unit = budget["tokens_per_step"]
+    for key in ("warmup_tokens", "decay_tokens"):
+        if budget[key] is not None:
+            check_multiple(budget, key, unit, f"budget.tokens_per_step {unit}", where)
+    spent = (budget["warmup_tokens"] or 0) + (budget["decay_tokens"] or 0)
+    if spent > budget["tokens"]:
+        key = "decay_tokens" if budget["decay_tokens"] else "warmup_tokens"
+        what = f"is {budget[key]}; warm-up and decay together take {spent}, more than budget.tokens {budget['tokens']}"
+        raise problem(where, f"budget.{key}", what)
+    if budget["warmup_tokens"] is not None and training.get("warmup_steps"):
+        what = "and training.warmup_steps are both there; leave one out, or set training.warmup_steps=0"
+        raise problem(where, "budget.warmup_tokens", what)
+    if budget["decay_tokens"] is None:
+        return
+    if (kind := training.get("lr_scheduler_type")) != DECAYING:
+        what = f"is for training.lr_scheduler_type {DECAYING}, and that is {kind or 'linear'}"
+        raise problem(where, "budget.decay_tokens", what)
+    for key in ("num_decay_steps", "num_stable_steps"):
+        if key in (training.get("lr_scheduler_kwargs") or {}):
+            what = f"and training.lr_scheduler_kwargs.{key} are both there; leave one out"
+            raise problem(where, "budget.decay_tokens", what)
 
 
 def _check_profile(steps: int | list[int] | None, num_steps: int, where: str) -> None:

@@ -15,6 +15,7 @@ from pretraining.checkpoints.marker import read_marker
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.run_dir import RunDir
+from pretraining.training.schedule import count_tokens
 from tests.runs import LLAMA, Run, contents, execute, launcher, on_own_port
 from tests.small_checkpoints import identity_of, save
 from tests.test_batch_ramp import RAMPED
@@ -129,6 +130,32 @@ def test_rates_are_those_of_the_shape(tmp_path, capsys, kind, shape):
         assert rate(800 + done) == pytest.approx(0.1 + 0.9 * SHAPES[shape](done / 200))
 
 
+def test_a_branch_of_a_schedule_in_tokens_goes_on_in_tokens(tmp_path, capsys):
+    """After a ramp: the decay begins at the tokens consumed there, and ends with the last step."""
+    settings = (
+        *STABLE,
+        'budget.ramp={"from_tokens_per_step": 1024, "over_tokens": 102400}',
+        "training.warmup_steps=0",
+        "budget.warmup_tokens=204800",
+    )
+    run = checkpoint_of(tmp_path, 800, *settings)
+    told = branched(run, "--decay", "linear", "--steps", 200, capsys=capsys)
+    recipe = load_recipe(str(Path(told["run"]) / "recipe.json"))
+    assert recipe.num_steps == 1000 and recipe.budget["decay_tokens"] == 200 * 2048
+    assert "num_decay_steps" not in recipe.training["lr_scheduler_kwargs"]
+    clock, keywords = Start().schedule_clock(recipe), recipe.schedule_keywords
+    scheduler = get_scheduler(
+        recipe.training["lr_scheduler_type"],
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0),
+        keywords["warmup_steps"],
+        clock(recipe.num_steps),
+        keywords["lr_scheduler_kwargs"],
+    )
+    count_tokens(scheduler, clock)
+    (rate,) = scheduler.lr_lambdas
+    assert [rate(step) for step in (50, 150, 800, 900, 1000)] == pytest.approx([0.25, 1, 1, 0.5, 0])
+
+
 def test_what_differs_counts_as_accepted(tmp_path, capsys):
     """changes.json names each key; earlier changes stay in it."""
     earlier = {"step": 3, "key": "training.seed", "from": 1, "to": 2}
@@ -171,6 +198,11 @@ REFUSED = {
             'training.lr_scheduler_kwargs={"num_decay_steps": 500}',
         ),
         "to 500; choose --at there",
+    ),
+    "in a warm-up by tokens": (
+        5,
+        (*STABLE, "training.warmup_steps=0", "budget.warmup_tokens=20480"),
+        "stable from 20,480 to 2,048,000 tokens, and this is at 10,240; choose --at there",
     ),
     "in the ramp": (
         8,

@@ -1,12 +1,21 @@
 """The schedules that recipes/README.md names, as the recipe's own keywords make them: the rate at every step."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 from transformers import TrainingArguments, get_scheduler
 
+from pretraining.checkpoints.identity import Start
+from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
+from pretraining.training.arguments import build_arguments
+from pretraining.training.schedule import count_tokens
+from tests.runs import Run, execute
+from tests.test_batch_ramp import RAMPED
+from tests.test_curve import column
+from tests.test_reshard import unfinished
 
 STEPS, WARMUP, DECAY = 100, 10, 20
 
@@ -76,3 +85,98 @@ def test_the_rate_at_every_step(name, tmp_path):
         assert schedule.get_last_lr()[0] == pytest.approx(arguments.learning_rate * expected, abs=1e-12), step
         optimizer.step()
         schedule.step()
+
+
+STEP = 2048  # tokens of a full step of recipe `tiny`
+RISING = f'budget.ramp={{"from_tokens_per_step": {STEP // 4}, "over_tokens": {36 * STEP}}}'
+IN_TOKENS = {
+    "decay": (
+        ("warmup_stable_decay", {"decay_type": "linear"}, stable_then(lambda over: 1 - over)),
+        [f"budget.warmup_tokens={WARMUP * STEP}", f"budget.decay_tokens={DECAY * STEP}"],
+    ),
+    "cosine": (SCHEDULES["cosine to a floor"], [f"budget.warmup_tokens={WARMUP * STEP}"]),
+    "inverse square root": (SCHEDULES["inverse square root"], [f"budget.warmup_tokens={WARMUP * STEP}"]),
+}
+
+
+def recipe_in_tokens(name: str, *more: str):
+    (kind, keywords, _), budget = IN_TOKENS[name]
+    settings = [f"training.lr_scheduler_type={kind}", f"budget.tokens={STEPS * STEP}", RISING, *budget]
+    settings += [f"training.lr_scheduler_kwargs={str(keywords).replace(chr(39), chr(34))}"]
+    return load_recipe("tiny", [*settings, "training.warmup_steps=0", *more])
+
+
+@pytest.mark.parametrize("name", IN_TOKENS)
+def test_a_schedule_in_tokens_does_not_see_the_ramp(name, tmp_path):
+    """The rate is that of the tokens consumed, however many steps they were."""
+    recipe, (_, _, factor) = recipe_in_tokens(name), IN_TOKENS[name][0]
+    clock = Start().schedule_clock(recipe)
+    arguments = build_arguments(recipe, None, tmp_path, 1)
+    schedule = get_scheduler(
+        arguments.lr_scheduler_type,
+        torch.optim.SGD([torch.zeros(1)], lr=1.0),
+        num_warmup_steps=arguments.get_warmup_steps(STEPS),
+        num_training_steps=clock(arguments.max_steps),
+        scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
+    )
+    count_tokens(schedule, clock)
+    (rate,) = schedule.lr_lambdas
+    assert recipe.num_steps > STEPS + 20 and recipe.num_tokens == STEPS * STEP, (
+        "the ramp takes more steps than its tokens are full ones"
+    )
+    for step in range(recipe.num_steps):
+        consumed = recipe.step_sizes.tokens_at(step) / STEP
+        expected = consumed / WARMUP if consumed < WARMUP else factor(consumed)
+        assert rate(step) == pytest.approx(expected, abs=1e-12), step
+
+
+def test_a_run_follows_its_tokens_and_so_does_one_that_goes_on(workshop, tmp_path):
+    """Warm-up over two full steps' tokens in a ramp, decay over the last two: by hand, and after a resume."""
+    settings = (
+        *RAMPED[:-2],
+        "training.lr_scheduler_type=warmup_stable_decay",
+        'training.lr_scheduler_kwargs={"decay_type": "linear"}',
+        "training.warmup_steps=0",
+        "budget.warmup_tokens=1024",
+        "budget.decay_tokens=1024",
+    )
+    run = workshop.plain(settings)
+    consumed = [0, *column(run, "train/tokens")]
+    scale = [(after - before) / 512 for before, after in pairwise(consumed)]
+    tokens = zip(consumed, scale, strict=False)
+    expected = [min(1, at / 1024, (consumed[-1] - at) / 1024) * size**0.5 * 0.01 for at, size in tokens]
+    assert column(run, "train/learning_rate") == pytest.approx(expected)
+    folder = unfinished(run, tmp_path / "run")
+    finished = execute(workshop.command(folder, "null", 1, "plain", settings))
+    assert finished.code == 0, finished.output
+    assert column(Run(folder), "train/learning_rate") == column(run, "train/learning_rate")
+    assert Run(folder).losses == run.losses
+
+
+REFUSED = {
+    "twice": (["budget.warmup_tokens=2048"], "and training.warmup_steps are both there"),
+    "not whole steps": (["budget.warmup_tokens=3000"], "the nearest are 2048 and 4096"),
+    "another schedule": (
+        ["budget.decay_tokens=2048"],
+        "is for training.lr_scheduler_type warmup_stable_decay",
+    ),
+    "too long": (
+        ["budget.warmup_tokens=2048000", "budget.decay_tokens=2048", "training.warmup_steps=0"],
+        "warm-up and decay together take 2050048, more than budget.tokens 2048000",
+    ),
+    "decay twice": (
+        [
+            "budget.decay_tokens=2048",
+            "training.lr_scheduler_type=warmup_stable_decay",
+            'training.lr_scheduler_kwargs={"num_decay_steps": 1}',
+        ],
+        "and training.lr_scheduler_kwargs.num_decay_steps are both there",
+    ),
+}
+
+
+@pytest.mark.parametrize("settings, words", REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(settings, words):
+    with pytest.raises(UserError, match=r"tiny\.json.*budget\.(warmup|decay)_tokens") as error:
+        load_recipe("tiny", settings)
+    assert words in str(error.value) and "\n" not in str(error.value)

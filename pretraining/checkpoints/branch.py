@@ -91,16 +91,19 @@ def staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage, 
             f"{checkpoint}: the size of a step still rises, for {sizes.ramp_steps:,} steps (budget.ramp); choose a "
             "later --at"
         )
-    warmup = _stable_since(earlier, start.step, start.last_step(earlier), checkpoint)
-    schedule = {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {}}
+    warmup = _stable_since(earlier, start, checkpoint)
+    schedule, decay_tokens = {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {}}, None
     if stage.decay:
-        kwargs = {
-            "num_decay_steps": stage.steps,
-            "decay_type": stage.decay,
-            "min_lr_ratio": stage.min_lr_ratio,
-        }
+        kwargs = {"decay_type": stage.decay, "min_lr_ratio": stage.min_lr_ratio}
+        if changed.schedule_counts_tokens:
+            decay_tokens = stage.steps * sizes.full
+        else:
+            kwargs["num_decay_steps"] = stage.steps
         schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": kwargs}
-    values["training"] |= {**schedule, "warmup_steps": warmup}
+    values["training"] |= schedule
+    values["budget"]["decay_tokens"] = decay_tokens
+    if changed.budget["warmup_tokens"] is None:
+        values["training"]["warmup_steps"] = warmup
     tokens = start.tokens + stage.steps * sizes.full
     values["budget"]["tokens"] = -(-tokens // sizes.full) * sizes.full
     if changed.data["mixture"] == earlier.data["mixture"] and (earlier.data["mixture"] or {}).get("stages"):
@@ -108,9 +111,13 @@ def staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage, 
     return values
 
 
-def _stable_since(recipe: Recipe, step: int, total: int, checkpoint: Path) -> int:
-    """Warm-up steps before the stable rate; `UserError` where the rate at `step` is another one."""
-    training = recipe.training
+def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
+    """Full steps of warm-up before the stable rate; `UserError` where the rate at `start` is another one."""
+    training = {**recipe.training, **recipe.schedule_keywords}
+    clock, unit = start.schedule_clock(recipe), recipe.tokens_per_step
+    now, total = start.step, start.last_step(recipe)
+    if clock:
+        now, total = clock(now), clock(total)
     kind, kwargs = training.get("lr_scheduler_type", "linear"), training.get("lr_scheduler_kwargs") or {}
     if kind not in STABLE:
         raise UserError(
@@ -121,10 +128,11 @@ def _stable_since(recipe: Recipe, step: int, total: int, checkpoint: Path) -> in
     if kind == "warmup_stable_decay":
         stable_steps = kwargs.get("num_stable_steps")
         end = total - kwargs["num_decay_steps"] if stable_steps is None else warmup + stable_steps
-    if not warmup <= step <= end:
-        raise UserError(
-            f"{checkpoint}: the rate is stable from step {warmup:,} to {end:,}; choose --at there"
-        )
+    if not warmup <= now <= end:
+        span = f"from step {warmup:,} to {end:,}"
+        if clock:
+            span = f"from {warmup * unit:,} to {round(end * unit):,} tokens, and this is at {start.tokens:,}"
+        raise UserError(f"{checkpoint}: the rate is stable {span}; choose --at there")
     return warmup
 
 

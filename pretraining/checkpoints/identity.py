@@ -1,6 +1,7 @@
 """Where a run stands and what it is: what the marker of each of its checkpoints says."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,12 @@ class Start:
     def tokens_at(self, step: int, recipe: Recipe) -> int:
         """Tokens consumed after `step` of the run that goes on from here."""
         return self.extra_tokens(recipe) + recipe.step_sizes.tokens_at(step)
+
+    def schedule_clock(self, recipe: Recipe) -> Callable[[int], float] | None:
+        """Steps to the tokens consumed by then, in full steps; None where the learning rate's schedule counts steps."""
+        if not recipe.schedule_counts_tokens:
+            return None
+        return lambda step: self.tokens_at(step, recipe) / recipe.tokens_per_step
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ def _warm_up(case: Case) -> Finding | None:
     if given >= needed:
         return None
     what = f"warm-up of {given} steps is short for this size: Adam's second moment is not settled"
+    if case.recipe.budget["warmup_tokens"] is not None:
+        return Finding(what, f"--set budget.warmup_tokens={needed * case.recipe.tokens_per_step}")
     return Finding(what, f"--set training.warmup_steps={needed}")
 
 

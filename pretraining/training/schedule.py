@@ -9,6 +9,18 @@ from pretraining.journal import Journal
 from pretraining.step_sizes import StepSizes
 
 
+def count_tokens(scheduler: LRScheduler, clock: Callable[[int], float]) -> None:
+    """Let the schedule count full steps' worth of tokens: `clock` of the number of finished steps.
+
+    Raises:
+        UserError: the schedule is no function of a number.
+    """
+    if not isinstance(scheduler, LambdaLR):
+        key = "budget.warmup_tokens and decay_tokens"
+        raise _not_of_steps(scheduler, key, "leave them out")
+    scheduler.lr_lambdas = [_by_clock(rate, clock) for rate in scheduler.lr_lambdas]
+
+
 def lower_rates(scheduler: LRScheduler, journal: Journal) -> None:
     """Multiply the schedule with `journal.lr_factor` of each step.
 
@@ -32,11 +44,19 @@ def follow_step_sizes(scheduler: LRScheduler, step_sizes: StepSizes) -> None:
 
 def _multiply(scheduler: LRScheduler, factor: Callable[[int], float], key: str, remedy: str) -> None:
     if not isinstance(scheduler, LambdaLR):
-        raise UserError(
-            f"{key}: cannot change the rate of {type(scheduler).__name__}; {remedy}, or choose another "
-            "training.lr_scheduler_type"
-        )
+        raise _not_of_steps(scheduler, key, remedy)
     scheduler.lr_lambdas = [_times(rate, factor) for rate in scheduler.lr_lambdas]
+
+
+def _not_of_steps(scheduler: LRScheduler, key: str, remedy: str) -> UserError:
+    return UserError(
+        f"{key}: cannot change the rate of {type(scheduler).__name__}; {remedy}, or choose another "
+        "training.lr_scheduler_type"
+    )
+
+
+def _by_clock(rate: Callable[[float], float], clock: Callable[[int], float]) -> Callable[[int], float]:
+    return lambda finished_steps: rate(clock(finished_steps))
 
 
 def _times(rate: Callable[[int], float], factor: Callable[[int], float]) -> Callable[[int], float]:

@@ -18,7 +18,7 @@ from pretraining.step_sizes import StepSizes
 from pretraining.training.arguments import training_refusals
 from pretraining.training.hearing import tell
 from pretraining.training.optimizers import BindPartitions, Muon, counting_by_tensor, describe_groups
-from pretraining.training.schedule import follow_step_sizes, lower_rates
+from pretraining.training.schedule import count_tokens, follow_step_sizes, lower_rates
 from pretraining.training.signals import ignore_in_worker
 from pretraining.training.stage_0_norm import tell_norm_at_stage_0
 from pretraining.training.step_clock import StepClock
@@ -42,6 +42,7 @@ class Checkpoints(Protocol):
 class PretrainingTrainer(TimedTrainer):
     """`validate(model, step, interrupted) -> metrics` replaces the evaluation loop, whose mean is not exact.
 
+    `schedule_clock(finished steps)` is what the learning rate's schedule counts where it does not count steps.
     `averaged_weights(trainer)` holds the weights to measure where the optimizer trains others.
 
     `checkpoints` replaces what the Trainer and DeepSpeed write and load: pickles of one layout.
@@ -61,6 +62,7 @@ class PretrainingTrainer(TimedTrainer):
         stop: StopRequests | None = None,
         journal: Journal = NOTHING_HEALED,
         step_sizes: StepSizes | None = None,
+        schedule_clock: Callable[[int], float] | None = None,
         clock: StepClock | None = None,
         clipping: Callable[[torch.nn.Module, torch.optim.Optimizer], None] | None = None,
         averaged_weights: Callable[[Trainer], AbstractContextManager] = nullcontext,
@@ -69,7 +71,7 @@ class PretrainingTrainer(TimedTrainer):
         self.validate, self.recipe_path, self.journal = validate, recipe_path, journal
         self.checkpoints, self.stop, self.step_sizes = checkpoints, stop, step_sizes
         self.clock, self.clipping = clock or StepClock(), clipping
-        self.averaged_weights = averaged_weights
+        self.averaged_weights, self.schedule_clock = averaged_weights, schedule_clock
         with training_refusals(recipe_path):  # before anything of the run is written
             super().__init__(*args, **kwargs)
             _try_optimizer_and_schedule(self.args)
@@ -88,7 +90,11 @@ class PretrainingTrainer(TimedTrainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """The recipe's schedule, scaled with the steps' sizes and lowered where recipe and journal say so."""
+        if self.schedule_clock is not None:
+            num_training_steps = self.schedule_clock(num_training_steps)
         scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if self.schedule_clock is not None:
+            count_tokens(scheduler, self.schedule_clock)
         if self.step_sizes is not None:
             follow_step_sizes(scheduler, self.step_sizes)
         lower_rates(scheduler, self.journal)
