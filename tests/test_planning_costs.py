@@ -142,9 +142,9 @@ def test_a_measured_utilization_takes_precedence(tmp_path):
         {**row, "mfu": 0.99, "when": "2026-03-01", "environment": {"device": "CPU x86_64 2 cores"}},
     ]
     (tmp_path / "h100.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    found = expected_utilization(H100, 6_738_415_616, tmp_path)
+    found = expected_utilization(H100, 7_241_732_096, tmp_path)
     assert (found.mfu, found.assumed) == (0.33, False) and "measured" in found.source
-    for gpu, parameters in ((H100, 1_300_000_000), (find_gpu("A100"), 6_738_415_616)):
+    for gpu, parameters in ((H100, 1_300_000_000), (find_gpu("A100"), 7_241_732_096)):
         assert expected_utilization(gpu, parameters, tmp_path).assumed
 
 
@@ -261,8 +261,8 @@ def test_messages_of_a_layout():
     assert plain.tensor_seconds == plain.pipeline_seconds == plain.context_seconds == 0
     message = 2 * 4096 * 4096
     assert halves.tensor_seconds == pytest.approx(32 * 32 * 4 * message / 450e9)
-    assert plain.data_seconds == pytest.approx(6 * 6_738_415_616 * 63 / 64 / 50e9)
-    assert halves.data_seconds == pytest.approx(6 * 6_738_415_616 / 2 * 31 / 32 / 50e9)
+    assert plain.data_seconds == pytest.approx(6 * 7_241_732_096 * 63 / 64 / 50e9)
+    assert halves.data_seconds == pytest.approx(6 * 7_241_732_096 / 2 * 31 / 32 / 50e9)
     flops = flops_per_token(model_size(LLAMA), 4096).training * 2**22
     assert plain.compute_seconds == pytest.approx(flops / (64 * 0.6 * 989.5e12))
     assert plain.step_seconds == pytest.approx(plain.compute_seconds + plain.data_seconds)
