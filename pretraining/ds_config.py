@@ -113,6 +113,10 @@ def _check_shared(config: dict, where: str) -> None:
     for block in PRECISIONS:
         if block == "bf16" or block in config:
             _check_auto(config.get(block), "enabled", f"{block}.enabled", where)
+    fp16 = config.get("fp16")
+    if isinstance(fp16, dict) and fp16.get("loss_scale") == 1:
+        what = "is 1, which scales nothing: small gradients vanish in fp16; write 0, which finds the scale"
+        raise problem(where, "fp16.loss_scale", what)
     data_types = config.get("data_types")
     found = data_types.get("grad_accum_dtype") if isinstance(data_types, dict) else None
     if found != "fp32":

@@ -10,6 +10,8 @@ from pretraining.schema import problem
 from pretraining.step_sizes import check_multiple, check_ramp
 
 DECAYING = "warmup_stable_decay"
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""What configuration classes call a layer's number of experts."""
 
 
 def check_folder_name(name: str, key: str, where: str) -> None:
@@ -26,6 +28,7 @@ def check_fit(values: dict, model: dict, positions: int, where: str) -> None:
     """
     data, budget, training = (values[key] for key in ("data", "budget", "training"))
     _check_heads(model, where)
+    _check_experts(model, where)
     length = data["sequence_length"] or positions
     if length > positions:
         raise problem(where, "data.sequence_length", f"is {length}, but the model has {positions} positions")
@@ -93,6 +96,18 @@ def _check_heads(model: dict, where: str) -> None:
     if heads % key_value_heads:
         what = f"is {key_value_heads}, which does not divide model.{heads_key} {heads}"
         raise problem(where, f"model.{own_key(model, 'num_key_value_heads')}", what)
+
+
+def _check_experts(model: dict, where: str) -> None:
+    """A token's experts are among those there are, whose groups are of one size (as DeepSeek-V3 routes)."""
+    key = next((key for key in EXPERTS if model.get(key)), None)
+    if key is None:
+        return
+    experts, chosen, groups = model[key], model.get("num_experts_per_tok") or 1, model.get("n_group") or 1
+    if chosen > experts:
+        raise problem(where, "model.num_experts_per_tok", f"is {chosen}, more than model.{key} {experts}")
+    if experts % groups:
+        raise problem(where, "model.n_group", f"is {groups}, which does not divide model.{key} {experts}")
 
 
 def _check_tokenizer(tokenizer: str | dict, vocab_size: int, where: str) -> None:

@@ -127,6 +127,10 @@ WRONG = {
     "bf16": (lambda c: c["bf16"].update(enabled=True), 'bf16.enabled: is true; it must be "auto"'),
     "bf16 missing": (lambda c: c.pop("bf16"), 'bf16.enabled: is missing; it must be "auto"'),
     "fp16": (lambda c: c.update(fp16={"enabled": True}), 'fp16.enabled: is true; it must be "auto"'),
+    "fp16 without scaling": (
+        lambda c: c.update(fp16={"enabled": "auto", "loss_scale": 1}),
+        "fp16.loss_scale: is 1, which scales nothing",
+    ),
     "accumulation dtype": (lambda c: c.update(data_types={"grad_accum_dtype": "bf16"}), 'it must be "fp32"'),
     "accumulation dtype missing": (lambda c: c.pop("data_types"), "data_types.grad_accum_dtype: is missing"),
     "stage": (

@@ -8,6 +8,7 @@ import pytest
 from pretraining.errors import UserError
 from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.recipe import accumulation_steps, load_recipe, recipe_names
+from tests.runs import LLAMA
 
 RECIPES = recipe_names()
 
@@ -276,6 +277,23 @@ def test_names_of_any_language_are_names():
 def test_key_value_heads_must_divide_heads():
     message = failing("7b", ["model.num_key_value_heads=5"])
     assert "model.num_key_value_heads: is 5, which does not divide model.num_attention_heads 32" in message
+
+
+@pytest.mark.parametrize(
+    "name, overrides, message",
+    [
+        ("moe-1.5b", ["model.num_experts_per_tok=7"], "is 7, more than model.num_local_experts 6"),
+        (
+            "tiny",
+            [
+                f"model={json.dumps({**LLAMA, 'model_type': 'deepseek_v3', 'n_routed_experts': 10, 'n_group': 4})}"
+            ],
+            "model.n_group: is 4, which does not divide model.n_routed_experts 10",
+        ),
+    ],
+)
+def test_experts_must_be_there_to_be_chosen(name, overrides, message):
+    assert message in failing(name, overrides)
 
 
 def test_bf16_and_fp16_exclude_each_other():

@@ -128,3 +128,20 @@ def test_a_slow_rank_is_named_once_with_its_host_and_again_only_after_it_recover
     assert not stragglers.judge(fast, 1.0, STEPS)
     assert stragglers.judge(slow, 1.0, STEPS)[0]["rank"] == 1
     assert not stragglers.judge([0.5, 0.6, 0.5], 10.0, 10 * STEPS), "a hundredth of a step is no matter"
+
+
+@pytest.mark.parametrize(
+    "settings, wanted", [((), None), (["training.bf16=true"], True)], ids=["fp32", "bf16"]
+)
+def test_tf32_is_for_what_stays_fp32_beside_bf16(tmp_path, monkeypatch, settings, wanted):
+    """On GPUs that have it; a recipe in fp32 means fp32, and one that names `tf32` is heard."""
+    from pretraining.training import arguments
+
+    given = {}
+    monkeypatch.setattr(arguments, "is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr(arguments, "TrainingArguments", lambda **keywords: given.update(keywords))
+    recipe = load_recipe("tiny", ["training.bf16=false", *settings])
+    arguments.build_arguments(recipe, None, tmp_path, 1)
+    assert given.get("tf32") is wanted
+    arguments.build_arguments(load_recipe("tiny", [*settings, "training.tf32=false"]), None, tmp_path, 1)
+    assert given["tf32"] is False
