@@ -1,5 +1,6 @@
 """Muon: equal to the method as its papers write it, and the same curve wherever ZeRO cuts the matrices."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pretraining.ds_config import DS_CONFIGS
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.training.optimizers import choose_optimizer, describe_groups
@@ -236,6 +238,15 @@ def test_the_stage_does_not_change_muon_s_curve(workshop, stage):
     plain, ours = workshop.plain(MUON).losses, workshop.run(stage, settings=MUON).losses
     assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) <= 1e-4
     assert max(abs(a - b) for a, b in zip(plain, workshop.plain().losses, strict=True)) > 1e-2
+
+
+def test_slices_in_another_order_do_not_either(workshop):
+    """`round_robin_gradients` lays a group's parameters end to end in an order of its own."""
+    config = json.loads((DS_CONFIGS / "zero2.json").read_text())
+    config["zero_optimization"]["round_robin_gradients"] = True
+    (path := workshop.folder / "round_robin.json").write_text(json.dumps(config))
+    ours = workshop.run(str(path), settings=MUON).losses
+    assert ours == pytest.approx(workshop.plain(MUON).losses, abs=1e-4)
 
 
 def test_stage_1_in_bf16_too(workshop):

@@ -18,6 +18,7 @@ from pretraining.step_sizes import StepSizes
 from pretraining.training.arguments import training_refusals
 from pretraining.training.hearing import tell
 from pretraining.training.optimizers import BindPartitions, Muon, counting_by_tensor, describe_groups
+from pretraining.training.round_robin import link_slices
 from pretraining.training.schedule import count_tokens, follow_step_sizes, lower_rates
 from pretraining.training.signals import ignore_in_worker
 from pretraining.training.stage_0_norm import tell_norm_at_stage_0
@@ -232,6 +233,7 @@ class PretrainingTrainer(TimedTrainer):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         if self.is_deepspeed_enabled:
             tell_norm_at_stage_0(self.model_wrapped)
+            link_slices(self.model_wrapped.optimizer)
         if resume_from_checkpoint is not None:
             self.checkpoints.load(self, Path(resume_from_checkpoint))
         return prepared
