@@ -1,20 +1,25 @@
 """Time of a forward and backward pass: as it is, with compiled blocks, compiled whole, and in fp8; in turns.
 
     python benchmarks/compile.py --keep
+    python benchmarks/compile.py --zero3 --keep
     python benchmarks/compile.py --recipe 124m --micro_batch 16 --keep        (needs a GPU)
     python benchmarks/compile.py --recipe 7b --layers 4 --fp8 rowwise_with_gw_hp --keep        (needs a Hopper GPU)
 
 The recipe's model and loss at its own length, bf16 on a GPU; no optimizer. `first_seconds` is the first pass, which
 compiles; `seconds` the median of the rounds after two more; `time_ratio` (from neighbouring rounds) is against `none`;
-`recompilations` counts graphs after the first pass. One JSON line a way. Peak bytes on a GPU only.
+`graphs` those of the first pass, `recompilations` those after it. One JSON line a way. Peak bytes on a GPU only.
+
+`--zero3` runs every way under the hooks of ZeRO-3, which train.py refuses to compile: this shows why.
 """
 
+import os
 import statistics
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
+from model_states import free_port
 from record import parser_of, record
 
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
@@ -28,6 +33,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="default: the recipe's")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--fp8", nargs="*", default=[], help="kinds of speed.fp8, with compiled blocks")
+    parser.add_argument("--zero3", action="store_true", help="under DeepSpeed's ZeRO-3, one rank")
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     ways = {way: {"compile": way, "fp8": "none"} for way in ("none", "blocks", "whole")}
@@ -44,11 +50,12 @@ def measure(ways: dict[str, dict], options) -> list[dict]:
     passes, first, graphs = {}, {}, {}
     for way, speed in ways.items():
         passes[way] = prepared({**speed, "compile_backend": options.backend, "compile_mode": None}, options)
-        first[way], _ = timed(passes[way])
         before = counters["stats"]["unique_graphs"]
+        first[way], _ = timed(passes[way])
+        after_first = counters["stats"]["unique_graphs"]
         for _ in range(2):
             timed(passes[way])
-        graphs[way] = counters["stats"]["unique_graphs"] - before
+        graphs[way] = after_first - before, counters["stats"]["unique_graphs"] - after_first
     seconds, peaks = {way: [] for way in ways}, {}
     for number in range(options.rounds):
         for way in ways if number % 2 else reversed(ways):
@@ -62,7 +69,8 @@ def measure(ways: dict[str, dict], options) -> list[dict]:
             "time_ratio": round(
                 statistics.median(a / b for a, b in zip(seconds[way], seconds["none"], strict=True)), 4
             ),
-            "recompilations": graphs[way],
+            "graphs": graphs[way][0],
+            "recompilations": graphs[way][1],
             "peak_bytes": peaks[way],
         }
         for way in ways
@@ -85,12 +93,29 @@ def prepared(speed: dict, options):
     loss = build_loss(model, recipe.loss)
     shape = (options.micro_batch or recipe.micro_batch, recipe.sequence_length)
     ids = torch.randint(recipe.model["vocab_size"], shape, device=device)
+    if options.zero3:
+        model = under_zero3(model, shape[0])
 
     def step() -> None:
-        loss(model(input_ids=ids), ids).backward()
+        found = loss(model(input_ids=ids), ids)
+        model.backward(found) if options.zero3 else found.backward()
         model.zero_grad()
 
     return step
+
+
+def under_zero3(model, micro_batch: int):
+    """DeepSpeed's engine around the model, its optimizer never stepped; this process is the only rank."""
+    import deepspeed
+    import torch
+
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(alone, MASTER_PORT=os.environ.get("MASTER_PORT", str(free_port())))
+    bf16 = next(model.parameters()).dtype == torch.bfloat16
+    config = {"train_micro_batch_size_per_gpu": micro_batch, "bf16": {"enabled": bf16}}
+    config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    optimizer = torch.optim.AdamW(model.parameters())
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def _layers_key(recipe: str) -> str:

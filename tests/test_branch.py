@@ -10,18 +10,20 @@ import torch
 from transformers import get_scheduler
 
 from pretraining.checkpoints.__main__ import main
-from pretraining.checkpoints.identity import Start
+from pretraining.checkpoints.identity import Identity, Start
 from pretraining.checkpoints.marker import read_marker
 from pretraining.errors import UserError
-from pretraining.recipe import load_recipe
+from pretraining.planning import build_run_plan
+from pretraining.recipe import RECIPES, load_recipe, recipe_names
 from pretraining.run_dir import RunDir
 from pretraining.training.schedule import count_tokens
 from tests.runs import LLAMA, Run, contents, execute, launcher, on_own_port
-from tests.small_checkpoints import identity_of, save
+from tests.small_checkpoints import MANIFEST, identity_of, save
 from tests.test_batch_ramp import RAMPED
 from tests.test_curve import column
 
 STABLE = ("training.lr_scheduler_type=constant_with_warmup", "training.lr_scheduler_kwargs={}")
+STAGES = sorted((RECIPES / "stages").glob("*.json"))
 SHAPES = {
     "linear": lambda x: 1 - x,
     "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
@@ -154,6 +156,45 @@ def test_a_branch_of_a_schedule_in_tokens_goes_on_in_tokens(tmp_path, capsys):
     count_tokens(scheduler, clock)
     (rate,) = scheduler.lr_lambdas
     assert [rate(step) for step in (50, 150, 800, 900, 1000)] == pytest.approx([0.25, 1, 1, 0.5, 0])
+
+
+@pytest.mark.parametrize("path", STAGES, ids=[path.stem for path in STAGES])
+def test_the_stages_here_continue_their_recipes(tmp_path, capsys, path):
+    """`<recipe>-<what>.json`: every key lands in the new recipe, and a run of it has a plan."""
+    base = max((name for name in recipe_names() if path.stem.startswith(name)), key=len)
+    run, settings = (
+        RunDir(tmp_path / base),
+        ["training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs={}"],
+    )
+    recipe = load_recipe(base, settings)
+    identity = Identity.of(recipe, build_run_plan(recipe, None, 1), MANIFEST, {"versions": {}}, Start())
+    run.recipe.parent.mkdir()
+    run.recipe.write_text(json.dumps(recipe.to_dict()))
+    save(run, 800, identity=identity)
+    told = branched(run.path, "--steps", 100, "--stage", path, "--set", "training.seed=7", capsys=capsys)
+    staged = load_recipe(str(Path(told["run"]) / "recipe.json"))
+    for section, values in json.loads(path.read_text()).items():
+        if section != "description":
+            assert {key: getattr(staged, section)[key] for key in values} == values
+    assert staged.training["seed"] == 7 and staged.num_steps == 900
+    assert build_run_plan(staged, None, 8).accumulation_steps > 0
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("{", "stage.json"),
+        ('{"model": 3}', "model is no section of a recipe"),
+        ('{"data": {"pack": 1}}', "did you mean"),
+    ],
+)
+def test_a_stage_that_cannot_be_read_is_one_line(tmp_path, text, words):
+    run = checkpoint_of(tmp_path, 800, *STABLE)
+    (stage := tmp_path / "stage.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        main(["branch", str(run), "--steps", "10", "--stage", str(stage)])
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "stage.json"]
 
 
 def test_what_differs_counts_as_accepted(tmp_path, capsys):

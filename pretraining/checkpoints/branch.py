@@ -2,6 +2,7 @@
 2024), a longer context, other data, or several of these.
 """
 
+import json
 import os
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ from pretraining.data.mixing.stages import block_of
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe, load_recipe
 from pretraining.run_dir import RunDir, append_row, read_rows, write_json
+from pretraining.schema import display_path, read_json
 
 STABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
 
@@ -28,6 +30,24 @@ class Stage(NamedTuple):
     min_lr_ratio: float = 0.0
     settings: tuple[str, ...] = ()
     """`section.key=value` of the recipe, as `--set` takes them."""
+
+
+def settings_of(path: Path) -> tuple[str, ...]:
+    """A file of sections and keys that a stage changes (recipes/stages/), as `Stage.settings`.
+
+    Raises:
+        UserError: no JSON object of objects.
+    """
+    where, settings = display_path(path), []
+    for section, values in read_json(path).items():
+        if section == "description":
+            continue
+        if not isinstance(values, dict):
+            raise UserError(
+                f"{where}: {section} is no section of a recipe; write {{section: {{key: value}}}}"
+            )
+        settings += [f"{section}.{key}={json.dumps(value)}" for key, value in values.items()]
+    return tuple(settings)
 
 
 def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:

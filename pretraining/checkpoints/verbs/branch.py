@@ -1,9 +1,9 @@
 """Start a decay of the learning rate, or another stage, from a stable checkpoint, as a run of its own.
 
-The new run's folder holds the checkpoint (linked, not copied, where the disk can) and a recipe which ends after --steps
-more; the run it is from stays as it is and can go on. --decay lets the rate fall meanwhile, --set changes the recipe:
-a longer context, another mixture. Needs a schedule that is stable at that step: constant, constant_with_warmup or
-warmup_stable_decay. `train.py` continues it.
+The new run's folder holds the checkpoint (linked, not copied, where the disk can) and a recipe which ends after
+--steps more; the run it is from stays as it is and can go on. --decay lets the rate fall meanwhile, --stage and --set
+change the recipe: a longer context, another mixture. Needs a schedule that is stable at that step: constant,
+constant_with_warmup or warmup_stable_decay. `train.py` continues it.
 """
 
 import argparse
@@ -19,9 +19,8 @@ from pretraining.run_dir import RunDir
 
 EXAMPLES = """  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay 1-sqrt --steps 2000
   python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay linear --steps 500 --output runs/short
-  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --steps 1000 \\
-      --set model.max_position_embeddings=8192 --set training.per_device_train_batch_size=1 \\
-      --set 'model.rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1000000.0}'"""
+  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --steps 1000 --stage recipes/stages/qk-norm-8k.json
+  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --steps 1000 --set data.sequence_length=1024"""
 SHAPES = ("linear", "cosine", "1-sqrt")
 
 
@@ -34,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--min_lr_ratio", type=not_negative_number, default=0.0, metavar="R", help="of the stable rate (0)"
     )
-    what = "change a value of the recipe (repeatable)"
+    what = "a file of the recipe's keys that change: a longer context, another mixture (see recipes/stages/)"
+    parser.add_argument("--stage", type=Path, metavar="FILE", help=what)
+    what = "change a value of the recipe, after the stage's (repeatable)"
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=what)
     what = "the new run's folder (default: beside RUN, named after the stage)"
     parser.add_argument("--output", type=Path, metavar="DIR", help=what)
@@ -52,9 +53,10 @@ def answer(options: argparse.Namespace) -> dict:
     output = options.output or checkpoint.parent.with_name(name)
     if output.exists():
         raise UserError(f"{output}: is there already; remove it, or choose another with --output")
-    from pretraining.checkpoints.branch import Stage, branch
+    from pretraining.checkpoints.branch import Stage, branch, settings_of
 
-    stage = Stage(options.steps, options.decay, options.min_lr_ratio, tuple(options.set))
+    settings = (*(settings_of(options.stage) if options.stage else ()), *options.set)
+    stage = Stage(options.steps, options.decay, options.min_lr_ratio, settings)
     branch(checkpoint, stage, output)
     words = ["train.py", "--recipe", str(RunDir(output).recipe), "--output_dir", str(output)]
     told = {"checkpoint": str(checkpoint), "step": step, "run": str(output)}
