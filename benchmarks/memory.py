@@ -2,10 +2,12 @@
 
     python benchmarks/memory.py --keep
     python benchmarks/memory.py --recipes 124m --attention eager --precisions bf16 fp32
+    python benchmarks/memory.py --recipes 1.5b --micro_batch 16 --attention eager sdpa --losses plain chunked
     torchrun --nproc_per_node=8 benchmarks/memory.py --peak --recipes 7b --deepspeed zero3     (needs GPUs)
 
 Without --peak no memory is used: forward, loss and backward of one micro-batch run on fake tensors. `kept` is what
-lies there when the loss is computed, `peak` the most at any moment of both passes, both without weights. With --peak,
+lies there when the loss is computed, `peak` the most at any moment of both passes, both without weights. The tracker
+follows a module's first call alone, and so no fused loss, which calls the head twice. With --peak,
 three real steps of two micro-batches, and torch.cuda.max_memory_allocated of the fullest rank.
 """
 
@@ -14,6 +16,7 @@ import json
 import os
 import tempfile
 import warnings
+from itertools import product
 from pathlib import Path
 
 from record import parser_of, record
@@ -27,85 +30,89 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--attention", nargs="+", default=["sdpa"], choices=("sdpa", "eager"))
     parser.add_argument("--precisions", nargs="+", default=["bf16"], choices=("bf16", "fp32", "autocast"))
+    parser.add_argument("--losses", nargs="+", default=["plain"], choices=("plain", "chunked"))
+    parser.add_argument("--every_n_layers", nargs="+", type=int, default=(0, 1, 2), metavar="N")
     parser.add_argument("--micro_batch", type=int, default=1)
     parser.add_argument("--peak", action="store_true", help="real steps on GPUs instead of fake tensors")
     parser.add_argument("--deepspeed", default="zero2", help="with --peak: the ds_config")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     for name in options.recipes:
-        for every_n_layers in (0, 1, 2):
+        for every_n_layers in options.every_n_layers:
             for values in (peaks if options.peak else traces)(options, name, every_n_layers):
                 if os.environ.get("RANK", "0") == "0":
                     record("memory", values, options.keep)
 
 
 def traces(options: argparse.Namespace, name: str, every_n_layers: int):
-    """One line for each attention and precision."""
+    """One line for each attention, precision and loss."""
     from pretraining.recipe import load_recipe
 
     recipe = load_recipe(name)
-    for attention in options.attention:
-        for precision in options.precisions:
-            model = {**recipe.model, "attn_implementation": attention}
-            case = (model, options.micro_batch, recipe.sequence_length, precision, every_n_layers)
-            traced, foreseen = trace(*case), predict(*case)
-            words = {
-                "recipe": name,
-                "attention": attention,
-                "precision": precision,
-                "every_n_layers": every_n_layers,
-            }
-            ratios = {f"{key}_ratio": round(foreseen[key] / traced[key], 4) for key in traced}
-            yield {
-                **words,
-                "micro_batch": options.micro_batch,
-                "traced": traced,
-                "predicted": foreseen,
-                **ratios,
-            }
+    for attention, precision, loss in product(options.attention, options.precisions, options.losses):
+        model = {**recipe.model, "attn_implementation": attention}
+        case = (model, options.micro_batch, recipe.sequence_length, precision, every_n_layers, loss)
+        traced, foreseen = trace(*case), predict(*case)
+        words = {"recipe": name, "attention": attention, "precision": precision, "loss": loss}
+        words |= {"every_n_layers": every_n_layers, "micro_batch": options.micro_batch}
+        ratios = {f"{key}_ratio": round(foreseen[key] / traced[key], 4) for key in traced}
+        yield {**words, "traced": traced, "predicted": foreseen, **ratios}
 
 
 def predict(
-    model: dict, micro_batch: int, length: int, precision: str, every_n_layers: int
+    model: dict, micro_batch: int, length: int, precision: str, every_n_layers: int, loss: str = "plain"
 ) -> dict[str, float]:
-    """Bytes kept for the backward pass (log-probabilities included), and at the peak of both passes."""
+    """Bytes kept for the backward pass (a plain loss's log-probabilities included), and at the peak of both passes."""
     from pretraining.planning.memory.activations import activations
     from pretraining.planning.memory.precision import Precision
     from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
     from pretraining.planning.sizes import model_size
 
     widths = {"bf16": (2, 2, 2), "fp32": (4, 4, 4), "autocast": (4, 2, 4)}[precision]
-    held = activations(model, micro_batch, length, Precision("", *widths), every_n_layers)
+    held = activations(
+        model, micro_batch, length, Precision("", *widths), every_n_layers, loss_settings(loss)
+    )
     tensors, size = parameter_tensors(model), model_size(model)
     gradients = widths[0] * size.total
     # while the first layer's backward pass runs, its own gradients and a separate table's are still to come
     to_come = widths[0] * (layer_numel(tensors) + (0 if size.tied else size.embedding))
     backward = gradients - to_come + held.per_layer + held.backward
-    loss = held.kept + held.logits
-    return {"kept": held.kept + held.logits / 3, "peak": max(loss, backward, gradients)}
+    peak = max(held.kept + held.logits, backward, gradients)
+    return {"kept": held.kept + held.logits / 3, "peak": peak} if loss == "plain" else {"peak": peak}
 
 
-def trace(model: dict, micro_batch: int, length: int, precision: str, every_n_layers: int) -> dict[str, int]:
-    """The same two numbers from torch's MemTracker, over the model and the loss that training uses."""
+def loss_settings(kind: str) -> dict:
+    """A recipe's `loss` section of this kind."""
+    from pretraining.model.loss import PLAIN
+
+    return {**PLAIN, "kind": kind}
+
+
+def trace(
+    model: dict, micro_batch: int, length: int, precision: str, every_n_layers: int, loss: str = "plain"
+) -> dict[str, int]:
+    """The same numbers from torch's MemTracker, over the model and the loss that training uses."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
     from transformers.initialization import no_init_weights
 
-    from pretraining.model.loss import next_token_loss
+    from pretraining.model.loss import build_loss
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
         network = fake_network(model, dtype, every_n_layers)
+        loss_of = build_loss(network, loss_settings(loss))
         ids = torch.zeros(micro_batch, length, dtype=torch.long)
         tracker = MemTracker()
         tracker.track_external(network, ids)
         with tracker:
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
-                loss = next_token_loss(network(input_ids=ids), ids, ids.numel())
+                nats = loss_of(network(input_ids=ids), ids, ids.numel())
             kept = without_weights(tracker.get_tracker_snapshot("current"))
-            loss.backward()
-        return {"kept": kept, "peak": without_weights(tracker.get_tracker_snapshot("peak"))}
+            nats.backward()
+        peak = without_weights(tracker.get_tracker_snapshot("peak"))
+        return {"kept": kept, "peak": peak} if loss == "plain" else {"peak": peak}
 
 
 def fake_network(model: dict, dtype, every_n_layers: int):
