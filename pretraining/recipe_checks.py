@@ -60,10 +60,14 @@ def _check_schedule_in_tokens(budget: dict, training: dict, where: str) -> None:
     if budget["warmup_tokens"] is not None and training.get("warmup_steps"):
         what = "and training.warmup_steps are both there; leave one out, or set training.warmup_steps=0"
         raise problem(where, "budget.warmup_tokens", what)
+    kind = training.get("lr_scheduler_type", "linear")
+    if budget["warmup_tokens"] is not None and kind == "constant":
+        what = "is set, but training.lr_scheduler_type constant has no warm-up; write constant_with_warmup"
+        raise problem(where, "budget.warmup_tokens", what)
     if budget["decay_tokens"] is None:
         return
-    if (kind := training.get("lr_scheduler_type")) != DECAYING:
-        what = f"is for training.lr_scheduler_type {DECAYING}, and that is {kind or 'linear'}"
+    if kind != DECAYING:
+        what = f"is for training.lr_scheduler_type {DECAYING}, and that is {kind}"
         raise problem(where, "budget.decay_tokens", what)
     for key in ("num_decay_steps", "num_stable_steps"):
         if key in (training.get("lr_scheduler_kwargs") or {}):

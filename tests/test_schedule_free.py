@@ -138,10 +138,16 @@ def test_validation_export_and_checkpoint_agree_on_the_average(workshop, tmp_pat
     reader.close()
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "warmup_stable_decay"])
-def test_a_schedule_that_decays_is_refused(schedule):
-    """Bad input: it would decay what the average replaces; one line that names the key and what to write."""
-    settings = ["training.optim=schedule_free_adamw", f"training.lr_scheduler_type={schedule}"]
-    with pytest.raises(UserError, match=r"tiny\.json.*lr_scheduler_type.*write constant or") as error:
-        choose_optimizer(load_recipe("tiny", settings), None)
+@pytest.mark.parametrize(
+    "setting, words",
+    [
+        ("training.lr_scheduler_type=cosine", "training.lr_scheduler_type: is cosine.*write constant or"),
+        ("training.lr_scheduler_type=warmup_stable_decay", "is warmup_stable_decay.*write constant or"),
+        ("training.adam_beta1=0.0", "training.adam_beta1: is 0.*write 0.9"),
+    ],
+)
+def test_what_the_average_cannot_be_had_with_is_refused(setting, words):
+    """Bad input: one line that names the key and what to write."""
+    with pytest.raises(UserError, match=rf"tiny\.json.*{words}") as error:
+        choose_optimizer(load_recipe("tiny", [*SETTINGS, setting]), None)
     assert "\n" not in str(error.value)

@@ -155,6 +155,10 @@ def test_a_run_follows_its_tokens_and_so_does_one_that_goes_on(workshop, tmp_pat
 
 REFUSED = {
     "twice": (["budget.warmup_tokens=2048"], "and training.warmup_steps are both there"),
+    "no warm-up": (
+        ["budget.warmup_tokens=2048", "training.warmup_steps=0", "training.lr_scheduler_type=constant"],
+        "write constant_with_warmup",
+    ),
     "not whole steps": (["budget.warmup_tokens=3000"], "the nearest are 2048 and 4096"),
     "another schedule": (
         ["budget.decay_tokens=2048"],

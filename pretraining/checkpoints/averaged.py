@@ -15,7 +15,8 @@ from pretraining.checkpoints.shard_files import CheckpointReader, assemble
 def averaged_weights(trainer: Trainer) -> Iterator[bool]:
     """The model with the averaged weights, then to the bit with those it trains; every rank calls it together.
 
-    Says whether there is an average; where there is, it takes memory of a copy of the masters.
+    Says whether there is an average; where there is, it takes memory of a copy of the masters. After an error nothing
+    is brought back: the other ranks would not take part, and nobody would hear of it.
     """
     live = None if trainer.optimizer is None else live_state(trainer.model, trainer.optimizer)
     averaging = [block for block in live.blocks if AVERAGING in block.state] if live else []
@@ -27,13 +28,11 @@ def averaged_weights(trainer: Trainer) -> Iterator[bool]:
         for block in averaging:
             block.tensor.lerp_(block.state[Z], block.state[AVERAGING])
         live.set_weights()
-    try:
-        yield True
-    finally:
-        with torch.no_grad():
-            for block, tensor in zip(averaging, trained, strict=True):
-                block.tensor.copy_(tensor)
-            live.set_weights()
+    yield True
+    with torch.no_grad():
+        for block, tensor in zip(averaging, trained, strict=True):
+            block.tensor.copy_(tensor)
+        live.set_weights()
 
 
 def averaged(reader: CheckpointReader, parameter: str) -> torch.Tensor:

@@ -114,9 +114,8 @@ def _refuse_other_rule(recipe, ds_config: dict | None, where: str) -> None:
     for beginning, why in UNRESUMABLE.items():
         if optim.startswith(beginning):
             raise problem(where, "training.optim", f"is {optim}, which {why}; use {DEFAULT}")
-    if optim in SCHEDULE_FREE and (schedule := training.get("lr_scheduler_type")) not in CONSTANT:
-        what = f"is {schedule or 'linear'}, but {optim} does without a decay; write {' or '.join(CONSTANT)}"
-        raise problem(where, "training.lr_scheduler_type", what)
+    if optim in SCHEDULE_FREE:
+        _check_schedule_free(optim, training, where)
     if optim not in ADAMW and optimizer_device(ds_config) != "gpu":
         what = f"is {optim}, but offloading the optimizer replaces it by DeepSpeed's CPU Adam"
         raise problem(
@@ -127,6 +126,15 @@ def _refuse_other_rule(recipe, ds_config: dict | None, where: str) -> None:
         raise problem(
             where, "training.optim", f"{what}; use --deepspeed null or zero0, or one of {', '.join(ADAMW)}"
         )
+
+
+def _check_schedule_free(optim: str, training: dict, where: str) -> None:
+    if (schedule := training.get("lr_scheduler_type")) not in CONSTANT:
+        what = f"is {schedule or 'linear'}, but {optim} does without a decay; write {' or '.join(CONSTANT)}"
+        raise problem(where, "training.lr_scheduler_type", what)
+    if not training.get("adam_beta1", 0.9):
+        what = f"is 0: {optim} would train weights that do not tell their average; write 0.9"
+        raise problem(where, "training.adam_beta1", what)
 
 
 def _refuse_own_groups(recipe, ds_config: dict | None, where: str) -> None:
