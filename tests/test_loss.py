@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
 from pretraining.model.cross_entropy import chunked_nats, fused_nats
 from pretraining.model.loss import build_loss, next_token_loss, token_nats
 from pretraining.model.loss_head import LossHead
+from pretraining.model.router_losses import layers_balance
 from pretraining.planning.memory.loss import default_chunk
 from tests.runs import EXPERTS, LLAMA, MODELS
 
@@ -171,6 +173,40 @@ def test_the_router_z_loss_is_the_paper_s(name, tokens):
     assert values[0.5] - values[0.0] == pytest.approx(
         0.5 * share * sum(squares).item() / len(squares), rel=1e-5
     )
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_the_balancing_loss_is_the_paper_s(name, tokens):
+    """Fedus et al. 2021, equations 4 to 6, in fp64: N sum f P of each layer by itself, weighted."""
+    routed = {**FAMILIES[name], "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model, (ids, labels) = built(routed, False), tokens
+    outputs = model(input_ids=ids)
+    by_layer = []
+    for logits in outputs.router_logits:
+        experts = logits.shape[1]
+        chances = torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True)
+        sent = [
+            sum(expert in row.argsort()[-2:] for row in chances) / len(chances) for expert in range(experts)
+        ]
+        by_layer.append(experts * sum(f * p for f, p in zip(sent, chances.mean(0), strict=True)))
+    share = (labels != IGNORED).sum().item() / 400
+    found = build_loss(model, settings("plain"))(outputs, labels, torch.tensor(400))
+    without = token_nats(outputs.logits, labels) / 400
+    assert (found - without).item() == pytest.approx(
+        0.5 * share * sum(by_layer).item() / len(by_layer), rel=1e-6
+    )
+
+
+def test_layers_that_each_overload_another_expert_are_not_balanced():
+    """Each of four layers sends all its tokens to one expert, another one each: the worst there is, not the best."""
+    layers = tuple(torch.eye(4)[[layer] * 50] * 40 for layer in range(4))
+    assert layers_balance(SimpleNamespace(router_logits=layers), chosen=1).item() == pytest.approx(
+        4, rel=1e-6
+    )
+    even = (torch.eye(4).repeat(25, 1) * 40,)
+    assert layers_balance(SimpleNamespace(router_logits=even), chosen=1).item() == pytest.approx(1, rel=1e-6)
+    of_transformers = load_balancing_loss_func(layers, num_experts=4, top_k=1).item()
+    assert of_transformers == pytest.approx(1, rel=1e-6), "what transformers' own would say"
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])

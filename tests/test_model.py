@@ -158,7 +158,8 @@ def test_the_balancing_loss_does_not_grow_with_accumulation(batch, micro_batch):
 
 def test_the_balancing_loss_is_asked_for_by_the_recipe():
     """`output_router_logits` switches it on, with the config's own coefficient."""
-    config = SimpleNamespace(output_router_logits=True, router_aux_loss_coef=0.25)
+    known = {"model_type": "mixtral", "num_experts_per_tok": 2}
+    config = SimpleNamespace(output_router_logits=True, router_aux_loss_coef=0.25, **known)
 
     def coefficient() -> float:
         return build_loss(SimpleNamespace(config=config)).keywords["router_coefficient"]
@@ -179,7 +180,7 @@ def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dic
     from pretraining.training.speed import SpeedMeter
 
     training = {"logging_steps": logging_steps, "per_device_train_batch_size": 1, "save_strategy": "no"}
-    recipe = SimpleNamespace(training=training, num_steps=len(losses), path=tmp_path)
+    recipe = SimpleNamespace(training=training, schedule_keywords={}, num_steps=len(losses), path=tmp_path)
     arguments = build_arguments(recipe, None, tmp_path, 1)
     model = build_model(SMALL_RECIPE["model"], SimpleNamespace(bos_token_id=0, eos_token_id=0), arguments)
     blocks = [{"input_ids": torch.arange(8).numpy(), "labels": torch.arange(8).numpy()}] * len(losses)

@@ -189,7 +189,9 @@ class Watched:
         from pretraining.training.stability import StabilityMonitor
 
         training = {"logging_steps": 1, "per_device_train_batch_size": 1, "save_strategy": "no"}
-        recipe = SimpleNamespace(training=training, num_steps=len(losses), path=tmp_path)
+        recipe = SimpleNamespace(
+            training=training, schedule_keywords={}, num_steps=len(losses), path=tmp_path
+        )
         arguments = build_arguments(recipe, None, tmp_path, 1)
         self.model = build_model(
             SMALL_RECIPE["model"], SimpleNamespace(bos_token_id=0, eos_token_id=0), arguments

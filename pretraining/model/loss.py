@@ -15,8 +15,8 @@ from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
 from pretraining.model.cross_entropy import chunked_nats
 from pretraining.model.loss_head import LossHead, can_fuse, install_loss_head
+from pretraining.model.router_losses import balance_of, router_z_loss, transformers_balance
 
-ROUTER_COEFFICIENT = "router_aux_loss_coef"
 PLAIN = {"kind": "plain", "chunk_tokens": None, "z_loss": 0.0, "router_z_loss": 0.0}
 
 
@@ -50,17 +50,16 @@ def build_loss(model: PreTrainedModel, settings: dict = PLAIN) -> Callable:
     A fused loss changes the model's head (`LossHead`). Raises `UserError` where the model has no head that can be
     fused, or no router.
     """
-    balances = getattr(model.config, "output_router_logits", False) and hasattr(
-        model.config, ROUTER_COEFFICIENT
-    )
-    if settings["router_z_loss"] and not balances:
+    coefficient, balance = balance_of(model) or (0.0, transformers_balance)
+    if settings["router_z_loss"] and balance_of(model) is None:
         raise UserError(
             "loss.router_z_loss: needs a mixture of experts with model.output_router_logits true; set it, or leave "
             "router_z_loss out"
         )
     return partial(
         next_token_loss,
-        router_coefficient=getattr(model.config, ROUTER_COEFFICIENT) if balances else 0.0,
+        router_coefficient=coefficient,
+        balance=balance,
         router_z_coefficient=settings["router_z_loss"],
         nats=_nats_of(model, settings),
     )
@@ -98,6 +97,7 @@ def next_token_loss(
     labels,
     num_items_in_batch=None,
     router_coefficient: float = 0.0,
+    balance: Callable = transformers_balance,
     router_z_coefficient: float = 0.0,
     nats: Callable = token_nats,
     each: torch.Tensor | None = None,
@@ -114,16 +114,7 @@ def next_token_loss(
     loss = nats(outputs.logits, labels, each=each) / num_items
     share = (labels != IGNORED).sum() / num_items
     if router_coefficient:
-        loss = loss + share * router_coefficient * outputs.aux_loss
+        loss = loss + share * router_coefficient * balance(outputs)
     if router_z_coefficient:
         loss = loss + share * router_z_coefficient * router_z_loss(outputs.router_logits)
     return loss
-
-
-def router_z_loss(router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Mean over tokens and layers of the squared log of the routers' normaliser (Zoph et al. 2022, equation 5).
-
-    router_logits: [tokens, experts] of every mixture layer.
-    """
-    squares = [torch.logsumexp(logits.float(), -1).square().mean() for logits in router_logits]
-    return torch.stack(squares).mean()
