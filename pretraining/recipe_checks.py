@@ -56,6 +56,7 @@ def _check_schedule_in_tokens(budget: dict, training: dict, where: str) -> None:
     if spent > budget["tokens"]:
         key = "decay_tokens" if budget["decay_tokens"] else "warmup_tokens"
         what = f"is {budget[key]}; warm-up and decay together take {spent}, more than budget.tokens {budget['tokens']}"
+        what += ": shorten them"
         raise problem(where, f"budget.{key}", what)
     if budget["warmup_tokens"] is not None and training.get("warmup_steps"):
         what = "and training.warmup_steps are both there; leave one out, or set training.warmup_steps=0"
@@ -67,7 +68,9 @@ def _check_schedule_in_tokens(budget: dict, training: dict, where: str) -> None:
     if budget["decay_tokens"] is None:
         return
     if kind != DECAYING:
-        what = f"is for training.lr_scheduler_type {DECAYING}, and that is {kind}"
+        what = (
+            f"is for training.lr_scheduler_type {DECAYING}, and that is {kind}; set that, or leave this out"
+        )
         raise problem(where, "budget.decay_tokens", what)
     for key in ("num_decay_steps", "num_stable_steps"):
         if key in (training.get("lr_scheduler_kwargs") or {}):

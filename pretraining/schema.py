@@ -59,6 +59,8 @@ def _parse(text: str, where: str) -> Any:
         return load_json(text, where, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: line {error.lineno} column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise UserError(f"{where}: is nested too deeply to be one of ours") from None
 
 
 def load_json(text: str, where: str, **options) -> Any:

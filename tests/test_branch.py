@@ -185,10 +185,24 @@ def test_the_stages_here_continue_their_recipes(tmp_path, capsys, path):
     [
         ("{", "stage.json"),
         ('{"model": 3}', "model is no section of a recipe"),
+        ('{"modle": {}}', "did you mean 'model'"),
         ('{"data": {"pack": 1}}', "did you mean"),
+        ('{"training": {"lr_scheduler_kwargs.x": 1}}', "is no key of a recipe"),
+        ('{"data": ' + "[" * 100_000, "nested too deeply"),
+        (
+            '{"model": {"n_layer": 5}}',
+            "weights of other shapes than the stage's model has (940,800 parameters, ",
+        ),
+        ('{"training": {"optim": "adafactor"}}', "states of another optimizer"),
+        (
+            '{"training": {"lr_scheduler_type": "constant"}}',
+            "lr_scheduler_type: follows from --steps and --decay",
+        ),
+        ('{"budget": {"tokens": 999424}}', "budget.tokens: follows from --steps"),
     ],
 )
-def test_a_stage_that_cannot_be_read_is_one_line(tmp_path, text, words):
+def test_a_stage_that_cannot_be_is_one_line(tmp_path, text, words):
+    """Nothing is written, and nothing that train.py would refuse."""
     run = checkpoint_of(tmp_path, 800, *STABLE)
     (stage := tmp_path / "stage.json").write_text(text)
     with pytest.raises(UserError) as error:
@@ -240,6 +254,11 @@ REFUSED = {
         ),
         "to 500; choose --at there",
     ),
+    "schedule-free": (
+        800,
+        (*STABLE, "training.optim=schedule_free_adamw"),
+        "a schedule-free run needs none: every checkpoint",
+    ),
     "in a warm-up by tokens": (
         5,
         (*STABLE, "training.warmup_steps=0", "budget.warmup_tokens=20480"),
@@ -259,7 +278,7 @@ def test_where_no_decay_can_begin(tmp_path, step, settings, message):
     run = checkpoint_of(tmp_path, step, *settings)
     with pytest.raises(UserError) as error:
         main(["branch", str(run), "--decay", "linear", "--steps", "10"])
-    assert message in str(error.value) and "checkpoint-" in str(error.value)
+    assert message in str(error.value) and "checkpoint" in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 

@@ -85,6 +85,23 @@ def test_counts_of_the_package_alone_would_differ():
     )
 
 
+def test_another_momentum_takes_over_the_average():
+    """A resume with another `adam_beta1`: weights as that one would have them, beside the same average."""
+    tensors = [torch.nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in range(2)]
+    averages = []
+    for tensor, momentum in zip(tensors, (0.5, 0.9), strict=True):
+        optimizer = counting_by_tensor(SGDScheduleFree)([tensor], lr=0.1, momentum=0.9)
+        for step in range(4):
+            if step == 3:
+                optimizer.param_groups[0].update(momentum=momentum, lr=0.0)
+            tensor.grad = gradients(step)["a"]
+            optimizer.step()
+        state = optimizer.state[tensor]
+        averages.append(tensor.detach().lerp(state[Z], state[AVERAGING]))
+    torch.testing.assert_close(*averages, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(*tensors)
+
+
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
 def test_the_stage_does_not_change_the_curve(workshop, stage):
     """fp32, two ranks: losses, and the averages' validation losses, of a single plain process within 1e-4."""

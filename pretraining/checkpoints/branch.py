@@ -13,11 +13,16 @@ from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.marker import MARKER, flush_folder, read_marker
 from pretraining.curve import changed_parts
 from pretraining.data.mixing.stages import block_of
-from pretraining.errors import UserError
-from pretraining.recipe import Recipe, load_recipe
+from pretraining.errors import UserError, nearest
+from pretraining.planning.memory.tensors import parameter_tensors
+from pretraining.planning.sizes import model_size
+from pretraining.recipe import Recipe, load_recipe, recipe_schema
 from pretraining.run_dir import RunDir, append_row, read_rows, write_json
-from pretraining.schema import display_path, read_json
+from pretraining.schema import display_path, problem, read_json
 
+DECIDED = {"training": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")}
+DECIDED |= {"budget": ("tokens", "warmup_tokens", "decay_tokens")}
+"""Keys that a stage may not set: what --steps and --decay make of them."""
 STABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
 
 
@@ -36,17 +41,22 @@ def settings_of(path: Path) -> tuple[str, ...]:
     """A file of sections and keys that a stage changes (recipes/stages/), as `Stage.settings`.
 
     Raises:
-        UserError: no JSON object of objects.
+        UserError: no JSON object of a recipe's sections.
     """
     where, settings = display_path(path), []
+    sections = recipe_schema()["properties"]
     for section, values in read_json(path).items():
         if section == "description":
             continue
-        if not isinstance(values, dict):
+        if section not in sections or not isinstance(values, dict):
+            near = nearest(section, sections)
             raise UserError(
-                f"{where}: {section} is no section of a recipe; write {{section: {{key: value}}}}"
+                f"{where}: {section} is no section of a recipe{near}; write {{section: {{key: value}}}}"
             )
-        settings += [f"{section}.{key}={json.dumps(value)}" for key, value in values.items()]
+        for key, value in values.items():
+            if not key.isidentifier():
+                raise problem(where, f"{section}.{json.dumps(key)}", "is no key of a recipe")
+            settings.append(f"{section}.{key}={json.dumps(value)}")
     return tuple(settings)
 
 
@@ -58,7 +68,8 @@ def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
     accepted. `output` appears with all in it or not at all.
 
     Raises:
-        UserError: the rate is not stable at that step, the step's size still rises, or a setting is wrong.
+        UserError: the rate is not stable at that step, the step's size still rises, a setting is wrong, or the
+            checkpoint could not be loaded with it.
     """
     marker, folder = read_marker(checkpoint), output.absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,6 +115,7 @@ def link_checkpoint(folder: Path, target: Path) -> None:
 
 def staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage, checkpoint: Path) -> dict:
     """The recipe of the `stage.steps` steps after a checkpoint of recipe `earlier`, from the one with its settings."""
+    _refuse_settings(earlier, changed, stage, checkpoint)
     start = Start(checkpoint, marker["step"], marker["tokens"])
     sizes, values = changed.step_sizes, changed.to_dict()
     if start.step < sizes.ramp_steps:
@@ -129,6 +141,27 @@ def staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage, 
     if changed.data["mixture"] == earlier.data["mixture"] and (earlier.data["mixture"] or {}).get("stages"):
         values["data"]["mixture"]["stages"] = _stages_until(tokens, earlier)
     return values
+
+
+def _refuse_settings(earlier: Recipe, changed: Recipe, stage: Stage, checkpoint: Path) -> None:
+    """`UserError` for what the stage itself decides, and for what the checkpoint could not be loaded with."""
+    for section, keys in DECIDED.items():
+        for key in keys:
+            if getattr(changed, section).get(key) != getattr(earlier, section).get(key):
+                raise UserError(f"{section}.{key}: follows from --steps and --decay; leave it out")
+    optimizers = [(each.training.get("optim"), each.optimizer["name"]) for each in (earlier, changed)]
+    if optimizers[0] != optimizers[1]:
+        raise UserError(
+            f"{checkpoint} holds the states of another optimizer; leave training.optim and optimizer.name"
+        )
+    if parameter_tensors(earlier.model) != parameter_tensors(changed.model):
+        held, wanted = (model_size(each.model).total for each in (earlier, changed))
+        what = f"holds weights of other shapes than the stage's model has ({held:,} parameters, {wanted:,})"
+        raise UserError(f"{checkpoint} {what}; leave out what changes them")
+    if stage.decay and (changed.training.get("optim") or "").startswith("schedule_free"):
+        raise UserError(
+            "--decay: a schedule-free run needs none: every checkpoint of it is exported averaged"
+        )
 
 
 def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:

@@ -39,11 +39,12 @@ def choose_optimizer(recipe, ds_config: dict | None) -> tuple[Callable, dict] | 
     settings, where = recipe.optimizer, display_path(recipe.path)
     has_base = recipe.mup["base_width"] is not None
     own_rates = [key for key in settings if key.startswith(("matrix_", "embedding_"))]
-    own_groups = has_base or settings["name"] == "muon" or any(settings[key] is not None for key in own_rates)
+    rates_given = [f"optimizer.{key}" for key in own_rates if settings[key] is not None]
+    own_groups = has_base or settings["name"] == "muon" or bool(rates_given)
     _refuse_other_rule(recipe, ds_config, where)
     if not own_groups:
         return None
-    _refuse_own_groups(recipe, ds_config, where)
+    _refuse_own_groups(recipe, ds_config, where, rates_given)
     training = recipe.training
     keywords = {
         "settings": settings,
@@ -137,10 +138,13 @@ def _check_schedule_free(optim: str, training: dict, where: str) -> None:
         raise problem(where, "training.adam_beta1", what)
 
 
-def _refuse_own_groups(recipe, ds_config: dict | None, where: str) -> None:
+def _refuse_own_groups(recipe, ds_config: dict | None, where: str, rates_given: list[str]) -> None:
+    """rates_given: the keys of rates and decays by kind of parameter that the recipe sets."""
     training, key, name = recipe.training, "optimizer.name", recipe.optimizer["name"]
     if recipe.mup["base_width"] is not None:
         key, name = "mup.base_width", "muP"
+    elif name != "muon":
+        key = rates_given[0]
     if training.get("optim", DEFAULT) not in ADAMW:
         what = f"groups of their own exclude training.optim {training['optim']}; leave that out"
         raise problem(where, key, what)

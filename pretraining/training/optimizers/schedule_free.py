@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from pretraining.averaging import AVERAGING
+from pretraining.averaging import AVERAGING, Z
 
 COUNTS = ("k", "lr_max", "weight_sum")
 """What the package counts in a parameter group: steps, the highest rate, the weights of the average."""
@@ -34,13 +34,23 @@ class _CountsByTensor(torch.optim.Optimizer):
         return loss
 
     def _step_group(self, group: dict, stepped: list[torch.Tensor]) -> None:
-        counted = self.state[stepped[0]]
+        counted, momentum = self.state[stepped[0]], _momentum(group)
+        averaging = 1 - 1 / momentum
+        if counted.get(AVERAGING, averaging) != averaging:
+            self._take_over(stepped, counted[AVERAGING], momentum)
         group.update({key: counted.get(key, self.defaults[key]) for key in COUNTS})
         self.param_groups = [group]
         super().step()
-        counts = {key: group[key] for key in COUNTS} | {AVERAGING: 1 - 1 / _momentum(group)}
+        counts = {key: group[key] for key in COUNTS} | {AVERAGING: averaging}
         for parameter in stepped:
             self.state[parameter].update(counts)
+
+    @torch.no_grad()
+    def _take_over(self, tensors: list[torch.Tensor], earlier: float, momentum: float) -> None:
+        """Weights that another momentum made, by what it kept as AVERAGING: from the average to this one's."""
+        for tensor in tensors:
+            z = self.state[tensor][Z]
+            tensor.lerp_(z, earlier).lerp_(z, 1 - momentum)
 
 
 def _momentum(group: dict) -> float:
