@@ -53,7 +53,8 @@ def answer(options: argparse.Namespace) -> dict:
     output = options.output or checkpoint.parent.with_name(name)
     if output.exists():
         raise UserError(f"{output}: is there already; remove it, or choose another with --output")
-    from pretraining.checkpoints.branch import Stage, branch, settings_of
+    from pretraining.checkpoints.branch import branch
+    from pretraining.checkpoints.stage import Stage, settings_of
 
     settings = (*(settings_of(options.stage) if options.stage else ()), *options.set)
     stage = Stage(options.steps, options.decay, options.min_lr_ratio, settings)
