@@ -36,9 +36,12 @@ def test_killed_at_a_random_step_continues_the_same_curve(workshop, resumed):
 
 def test_killed_inside_a_save_continues_from_the_checkpoint_before(workshop):
     """ZeRO-3, killed while checkpoint-8 is being written: it does not exist, checkpoint-4 does."""
-    output = workshop.folder / "killed-inside-a-save"
-    command = workshop.command(output, "zero3")
-    start_and_kill(command, (output / "checkpoint-8").exists)
+    for attempt in range(5):  # the save takes milliseconds, and a busy machine may kill after it
+        output = workshop.folder / f"killed-inside-a-save-{attempt}"
+        command = workshop.command(output, "zero3")
+        start_and_kill(command, (output / "checkpoint-8").exists)
+        if "checkpoint-8" not in committed(output):
+            break
     assert committed(output) == ["checkpoint-4"]
     finished = execute(command)
     assert finished.code == 0, finished.output
