@@ -1,6 +1,6 @@
 """fp8 products: the blocks' linear layers and nothing else, close to them; refused where they cannot be."""
 
-from importlib.util import find_spec
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -60,7 +60,9 @@ def test_what_it_does_not_go_with_is_one_line():
     assert "use --deepspeed zero1 or zero2" in refusal("tensorwise", LLAMA, sharded)
 
 
-@pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")
-def test_a_missing_package_is_one_line(arguments):  # noqa: F811
+def test_a_missing_package_is_one_line(arguments, monkeypatch):  # noqa: F811
+    for name in [name for name in sys.modules if name.startswith("torchao.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(UserError, match=r"speed\.fp8 needs the package 'torchao', .*pip install torchao"):
         convert_products(build_model(LLAMA, TOKENIZER, arguments), "rowwise")
