@@ -19,7 +19,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
-from model_states import free_port
 from record import parser_of, record
 
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
@@ -108,6 +107,7 @@ def under_zero3(model, micro_batch: int):
     """DeepSpeed's engine around the model, its optimizer never stepped; this process is the only rank."""
     import deepspeed
     import torch
+    from model_states import free_port
 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(alone, MASTER_PORT=os.environ.get("MASTER_PORT", str(free_port())))

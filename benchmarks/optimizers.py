@@ -10,7 +10,6 @@ shortens the budget (`budget.tokens`).
 """
 
 import statistics
-import sys
 
 from record import parser_of, record
 from whole_run import final_loss, prepare
@@ -25,7 +24,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
     parser.add_argument("--rates", type=float, nargs="+", help="for both; default: those of RATES")
     parser.add_argument("--tokens", type=int, help="budget.tokens in place of the recipe's")
-    parser.add_argument("--launcher", default=sys.executable, help="what starts train.py")
+    parser.add_argument("--launcher", help="what starts train.py; default: this Python")
     parser.add_argument("--deepspeed", default="null")
     options = parser.parse_args()
     prepare(options.recipe)

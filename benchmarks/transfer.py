@@ -9,8 +9,6 @@ width, whether they are the same (`transfers`), and what the narrow model's best
 nats above the wide one's best). On two CPU cores a run of the whole budget takes one (width 64) to four minutes (256).
 """
 
-import sys
-
 from record import parser_of, record
 from whole_run import final_loss, prepare
 
@@ -33,7 +31,7 @@ def main() -> None:
         help="of both; GPT-2's 0.02 is small for a base so narrow",
     )
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--launcher", default=sys.executable, help="what starts train.py")
+    parser.add_argument("--launcher", help="what starts train.py; default: this Python")
     parser.add_argument("--deepspeed", default="null")
     options = parser.parse_args()
     prepare(options.recipe)

@@ -15,7 +15,7 @@ def prepare(recipe: str) -> None:
     subprocess.run([sys.executable, "data_prep.py", "--recipe", recipe], cwd=REPOSITORY, check=True)
 
 
-def final_loss(recipe: str, settings: dict, launcher: str, deepspeed: str) -> float:
+def final_loss(recipe: str, settings: dict, launcher: str | None, deepspeed: str) -> float:
     """Validation loss after the recipe's budget, in nats per token. settings: {dotted key: value}."""
     from pretraining.run_dir import RunDir
 
@@ -23,7 +23,7 @@ def final_loss(recipe: str, settings: dict, launcher: str, deepspeed: str) -> fl
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     with tempfile.TemporaryDirectory(prefix="whole_run_") as folder:
         output = Path(folder) / "run"
-        command = [*shlex.split(launcher), "train.py", "--recipe", recipe]
+        command = [*(shlex.split(launcher) if launcher else [sys.executable]), "train.py", "--recipe", recipe]
         command += ["--deepspeed", deepspeed, "--output_dir", str(output), *words]
         subprocess.run(command, cwd=REPOSITORY, check=True, stdout=sys.stderr)
         return RunDir(output).last_event("end")["eval_loss"]

@@ -115,15 +115,13 @@ class Recipe:
 
     def warmup_steps(self, num_steps: int) -> int:
         """Full steps of rising rate in a run of `num_steps`; `training.warmup_steps` may be a share of it."""
-        if (tokens := self.budget["warmup_tokens"]) is not None:
-            return tokens // self.tokens_per_step
-        given = self.training.get("warmup_steps", 0)
+        given = self.training_keywords.get("warmup_steps", 0)
         return int(given) if given >= 1 else math.ceil(num_steps * given)
 
     @property
-    def schedule_keywords(self) -> dict:
-        """TrainingArguments' keywords of the schedule that the budget gives in tokens, in full steps."""
-        found = {}
+    def training_keywords(self) -> dict:
+        """`training`, with what the budget says of the schedule in tokens, in full steps."""
+        found = dict(self.training)
         if (tokens := self.budget["warmup_tokens"]) is not None:
             found["warmup_steps"] = tokens // self.tokens_per_step
         if (tokens := self.budget["decay_tokens"]) is not None:

@@ -6,10 +6,10 @@ import re
 from pretraining.evaluation_keys import check_evaluation
 from pretraining.model_types import own_key, value_of
 from pretraining.mup import check_mup
+from pretraining.schedules import DECAYING
 from pretraining.schema import problem
 from pretraining.step_sizes import check_multiple, check_ramp
 
-DECAYING = "warmup_stable_decay"
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """What configuration classes call a layer's number of experts."""
 

@@ -59,8 +59,6 @@ def _parse(text: str, where: str) -> Any:
         return load_json(text, where, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: line {error.lineno} column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise UserError(f"{where}: is nested too deeply to be one of ours") from None
 
 
 def load_json(text: str, where: str, **options) -> Any:
@@ -79,7 +77,10 @@ def load_json(text: str, where: str, **options) -> Any:
         return int(number)
 
     hooks = {"parse_constant": refuse, "parse_float": finite, "parse_int": integer}
-    return json.loads(text, **hooks, **options)
+    try:
+        return json.loads(text, **hooks, **options)
+    except RecursionError:
+        raise UserError(f"{where}: is nested too deeply to be one of ours") from None
 
 
 def _lines_of(text: str, key: str) -> str:

@@ -21,7 +21,7 @@ TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 def initial_weights(model: dict, stage: str, bf16: bool) -> dict[str, torch.Tensor]:
     """{parameter name: full tensor} of a freshly built model."""
     training = {**SMALL_RECIPE["training"], "bf16": bf16}
-    recipe = SimpleNamespace(training=training, schedule_keywords={}, num_steps=10, path="small.json")
+    recipe = SimpleNamespace(training=training, training_keywords=training, num_steps=10, path="small.json")
     ds_config = None if stage == "null" else load_ds_config(stage)
     arguments = build_arguments(recipe, ds_config, Path("unused"), 1)
     built = build_model(model, TOKENIZER, arguments)

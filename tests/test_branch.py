@@ -145,7 +145,7 @@ def test_a_branch_of_a_schedule_in_tokens_goes_on_in_tokens(tmp_path, capsys):
     recipe = load_recipe(str(Path(told["run"]) / "recipe.json"))
     assert recipe.num_steps == 1000 and recipe.budget["decay_tokens"] == 200 * 2048
     assert "num_decay_steps" not in recipe.training["lr_scheduler_kwargs"]
-    clock, keywords = Start().schedule_clock(recipe), recipe.schedule_keywords
+    clock, keywords = Start().schedule_clock(recipe), recipe.training_keywords
     scheduler = get_scheduler(
         recipe.training["lr_scheduler_type"],
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0),

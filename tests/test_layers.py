@@ -35,6 +35,7 @@ FOUNDATION = {
     "recipe_defaults",
     "restarts",
     "run_dir",
+    "schedules",
     "schema",
     "step_sizes",
     "supervise",

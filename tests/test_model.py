@@ -180,7 +180,9 @@ def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dic
     from pretraining.training.speed import SpeedMeter
 
     training = {"logging_steps": logging_steps, "per_device_train_batch_size": 1, "save_strategy": "no"}
-    recipe = SimpleNamespace(training=training, schedule_keywords={}, num_steps=len(losses), path=tmp_path)
+    recipe = SimpleNamespace(
+        training=training, training_keywords=training, num_steps=len(losses), path=tmp_path
+    )
     arguments = build_arguments(recipe, None, tmp_path, 1)
     model = build_model(SMALL_RECIPE["model"], SimpleNamespace(bos_token_id=0, eos_token_id=0), arguments)
     blocks = [{"input_ids": torch.arange(8).numpy(), "labels": torch.arange(8).numpy()}] * len(losses)

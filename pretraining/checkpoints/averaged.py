@@ -18,8 +18,8 @@ def averaged_weights(trainer: Trainer) -> Iterator[bool]:
     Says whether there is an average; where there is, it takes memory of a copy of the masters. After an error nothing
     is brought back: the other ranks would not take part, and nobody would hear of it.
     """
-    live = None if trainer.optimizer is None else live_state(trainer.model, trainer.optimizer)
-    averaging = [block for block in live.blocks if AVERAGING in block.state] if live else []
+    live = live_state(trainer.model, trainer.optimizer)
+    averaging = [block for block in live.blocks if AVERAGING in block.state]
     if not averaging:
         yield False
         return

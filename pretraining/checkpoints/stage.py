@@ -12,12 +12,12 @@ from pretraining.errors import UserError, nearest
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, recipe_schema
+from pretraining.schedules import DECAYING, SCHEDULE_FREE, STABLE
 from pretraining.schema import display_path, problem, read_json
 
 DECIDED = {"training": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")}
 DECIDED |= {"budget": ("tokens", "warmup_tokens", "decay_tokens")}
 """Keys that a stage may not set: what --steps and --decay make of them."""
-STABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
 
 
 class Stage(NamedTuple):
@@ -81,7 +81,7 @@ def _schedule(stage: Stage, recipe: Recipe) -> tuple[dict, int | None]:
     if stage.decay is None:
         return {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {}}, None
     kwargs = {"decay_type": stage.decay, "min_lr_ratio": stage.min_lr_ratio}
-    falls = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": kwargs}
+    falls = {"lr_scheduler_type": DECAYING, "lr_scheduler_kwargs": kwargs}
     if recipe.schedule_counts_tokens:
         return falls, stage.steps * recipe.step_sizes.full
     kwargs["num_decay_steps"] = stage.steps
@@ -103,7 +103,7 @@ def _refuse_settings(earlier: Recipe, changed: Recipe, stage: Stage, checkpoint:
         held, wanted = (model_size(each.model).total for each in (earlier, changed))
         what = f"holds weights of other shapes than the stage's model has ({held:,} parameters, {wanted:,})"
         raise UserError(f"{checkpoint} {what}; leave out what changes them")
-    if stage.decay and (changed.training.get("optim") or "").startswith("schedule_free"):
+    if stage.decay and changed.training.get("optim") in SCHEDULE_FREE:
         raise UserError(
             "--decay: a schedule-free run needs none: every checkpoint of it is exported averaged"
         )
@@ -111,7 +111,7 @@ def _refuse_settings(earlier: Recipe, changed: Recipe, stage: Stage, checkpoint:
 
 def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
     """Full steps of warm-up before the stable rate; `UserError` where the rate at `start` is another one."""
-    training = {**recipe.training, **recipe.schedule_keywords}
+    training = recipe.training_keywords
     clock, unit = start.schedule_clock(recipe), recipe.tokens_per_step
     now, total = start.step, start.last_step(recipe)
     if clock:
@@ -123,7 +123,7 @@ def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
             f"{', '.join(STABLE)}"
         )
     warmup, end = 0 if kind == "constant" else recipe.warmup_steps(total), total
-    if kind == "warmup_stable_decay":
+    if kind == DECAYING:
         stable_steps = kwargs.get("num_stable_steps")
         end = total - kwargs["num_decay_steps"] if stable_steps is None else warmup + stable_steps
     if not warmup <= now <= end:

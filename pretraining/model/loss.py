@@ -50,12 +50,13 @@ def build_loss(model: PreTrainedModel, settings: dict = PLAIN) -> Callable:
     A fused loss changes the model's head (`LossHead`). Raises `UserError` where the model has no head that can be
     fused, or no router.
     """
-    coefficient, balance = balance_of(model) or (0.0, transformers_balance)
-    if settings["router_z_loss"] and balance_of(model) is None:
+    balanced = balance_of(model)
+    if settings["router_z_loss"] and balanced is None:
         raise UserError(
             "loss.router_z_loss: needs a mixture of experts with model.output_router_logits true; set it, or leave "
             "router_z_loss out"
         )
+    coefficient, balance = balanced or (0.0, transformers_balance)
     return partial(
         next_token_loss,
         router_coefficient=coefficient,

@@ -47,14 +47,14 @@ def build_arguments(
         "gradient_accumulation_steps": accumulation_steps,
         "use_cpu": not ON_GPU,
     }
-    keywords = {k: v for k, v in recipe.training.items() if k not in FIXED} | recipe.schedule_keywords
+    keywords = {k: v for k, v in recipe.training_keywords.items() if k not in FIXED}
     if not keywords.get("dataloader_num_workers"):  # torch refuses what concerns workers where there are none
         keywords = {k: v for k, v in keywords.items() if k not in WORKER_KEYS}
     if keywords.get("bf16") and ds_config and zero_stage(ds_config) == 0:
         # DeepSpeed 0.19.8 has no bf16 engine with fp32 accumulation at stage 0: autocast over fp32 weights.
         owned["deepspeed"] = {**ds_config, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
         keywords["bf16"] = False
-    if (keywords.get("bf16") or "torch_autocast" in (owned["deepspeed"] or {})) and is_torch_tf32_available():
+    if recipe.training.get("bf16") and is_torch_tf32_available():
         keywords = {"tf32": True, **keywords}  # of a recipe in fp32, fp32 is meant
     if keywords.get("fp16") and not ON_GPU:
         raise UserError(

@@ -1,12 +1,16 @@
 """The learning rate as a function of the step's number: the recipe's schedule times what the journal lowers."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pretraining.errors import UserError
 from pretraining.journal import Journal
 from pretraining.step_sizes import StepSizes
+
+Rate = Callable[[float], float]
+"""The share of the peak at a number of steps."""
 
 
 def count_tokens(scheduler: LRScheduler, clock: Callable[[int], float]) -> None:
@@ -15,10 +19,9 @@ def count_tokens(scheduler: LRScheduler, clock: Callable[[int], float]) -> None:
     Raises:
         UserError: the schedule is no function of a number.
     """
-    if not isinstance(scheduler, LambdaLR):
-        key = "budget.warmup_tokens and decay_tokens"
-        raise _not_of_steps(scheduler, key, "leave them out")
-    scheduler.lr_lambdas = [_by_clock(rate, clock) for rate in scheduler.lr_lambdas]
+    _change(
+        scheduler, partial(_by_clock, clock=clock), "budget.warmup_tokens and decay_tokens", "leave them out"
+    )
 
 
 def lower_rates(scheduler: LRScheduler, journal: Journal) -> None:
@@ -29,7 +32,7 @@ def lower_rates(scheduler: LRScheduler, journal: Journal) -> None:
     """
     if all(row.lr_factor == 1.0 or row.lr_steps == 0 for row in journal.rollbacks):
         return
-    _multiply(scheduler, journal.lr_factor, "monitors.spikes.lr_factor", "set it to 1")
+    _change(scheduler, partial(_times, factor=journal.lr_factor), "monitors.spikes.lr_factor", "set it to 1")
 
 
 def follow_step_sizes(scheduler: LRScheduler, step_sizes: StepSizes) -> None:
@@ -39,27 +42,29 @@ def follow_step_sizes(scheduler: LRScheduler, step_sizes: StepSizes) -> None:
         UserError: the rate is to go with the size, and the schedule is no function of the step's number.
     """
     if step_sizes.lr_scaling != "none":
-        _multiply(scheduler, step_sizes.lr_factor, "budget.ramp.lr_scaling", "set it to none")
+        _change(
+            scheduler,
+            partial(_times, factor=step_sizes.lr_factor),
+            "budget.ramp.lr_scaling",
+            "set it to none",
+        )
 
 
-def _multiply(scheduler: LRScheduler, factor: Callable[[int], float], key: str, remedy: str) -> None:
+def _change(scheduler: LRScheduler, change: Callable[[Rate], Rate], key: str, remedy: str) -> None:
+    """Put `change(rate)` in the place of every group's rate, for the recipe's `key`."""
     if not isinstance(scheduler, LambdaLR):
-        raise _not_of_steps(scheduler, key, remedy)
-    scheduler.lr_lambdas = [_times(rate, factor) for rate in scheduler.lr_lambdas]
+        raise UserError(
+            f"{key}: cannot change the rate of {type(scheduler).__name__}; {remedy}, or choose another "
+            "training.lr_scheduler_type"
+        )
+    scheduler.lr_lambdas = [change(rate) for rate in scheduler.lr_lambdas]
 
 
-def _not_of_steps(scheduler: LRScheduler, key: str, remedy: str) -> UserError:
-    return UserError(
-        f"{key}: cannot change the rate of {type(scheduler).__name__}; {remedy}, or choose another "
-        "training.lr_scheduler_type"
-    )
-
-
-def _by_clock(rate: Callable[[float], float], clock: Callable[[int], float]) -> Callable[[int], float]:
+def _by_clock(rate: Rate, clock: Callable[[int], float]) -> Rate:
     return lambda finished_steps: rate(clock(finished_steps))
 
 
-def _times(rate: Callable[[int], float], factor: Callable[[int], float]) -> Callable[[int], float]:
+def _times(rate: Rate, factor: Callable[[int], float]) -> Rate:
     def scaled(finished_steps: int) -> float:
         return rate(finished_steps) * factor(finished_steps)
 

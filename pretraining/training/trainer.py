@@ -91,11 +91,12 @@ class PretrainingTrainer(TimedTrainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """The recipe's schedule, scaled with the steps' sizes and lowered where recipe and journal say so."""
-        if self.schedule_clock is not None:
-            num_training_steps = self.schedule_clock(num_training_steps)
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
-        if self.schedule_clock is not None:
-            count_tokens(scheduler, self.schedule_clock)
+        clock = self.schedule_clock
+        scheduler = super().create_scheduler(
+            clock(num_training_steps) if clock else num_training_steps, optimizer
+        )
+        if clock:
+            count_tokens(scheduler, clock)
         if self.step_sizes is not None:
             follow_step_sizes(scheduler, self.step_sizes)
         lower_rates(scheduler, self.journal)

@@ -8,17 +8,16 @@ from transformers import PreTrainedModel
 from pretraining.ds_config import optimizer_device, zero_stage
 from pretraining.mup import Scales, scales_by_name
 from pretraining.recipe import model_with_defaults
+from pretraining.schedules import CONSTANT, SCHEDULE_FREE
 from pretraining.schema import display_path, problem
 from pretraining.training.optimizers.groups import by_scales, split_parameters
 from pretraining.training.optimizers.matrices import hidden_matrices
 from pretraining.training.optimizers.muon import Muon
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
-SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
 ELEMENTWISE = (*ADAMW, *SCHEDULE_FREE, "sgd", "adagrad", "rmsprop", "lion_32bit", "adamw_bnb_32bit")
 """Names of `training.optim` whose update of a weight looks at no other weight: ZeRO may cut their state anywhere."""
 DEFAULT = "adamw_torch_fused"
-CONSTANT = ("constant", "constant_with_warmup")
 UNRESUMABLE = {
     "adamw_torch_8bit": "keeps its states as tensors that checkpoints cannot hold (adamw_bnb_8bit keeps plain ones)",
     "adamw_torch_4bit": "keeps its states as tensors that checkpoints cannot hold",
