@@ -277,6 +277,33 @@ def test_compare_shows_both_sides(tmp_path, capsys):
     assert "25%" in text and "peak memory" in text
 
 
+def test_compare_leaves_out_what_it_cannot_compare(tmp_path, capsys):
+    """Its own example, runs/*: whatever else lies there, each run is compared and each other thing has a line."""
+    plan = {"predicted": predicted(load_recipe("tiny"), load_ds_config("zero2"), 2, None)}
+    for name in ("a-begun", "z-whole"):
+        write_json(RunDir(tmp_path / name).plan, plan)
+    row = {"throughput/tokens_per_second": 4096.0, "throughput/step_seconds": None}
+    RunDir(tmp_path / "z-whole").metrics.write_text(json.dumps(row) + "\n")
+    contents = {"folder": None, "older": '{"name": "tiny"}', "cut": '{"name": ', "list": "[]"}
+    for name, text in contents.items():
+        (tmp_path / name).mkdir()
+        if text is not None:
+            (tmp_path / name / "plan.json").write_text(text)
+    (tmp_path / "file").write_text("no folder")
+    everything = sorted(map(str, tmp_path.iterdir()))
+    main(["compare", *everything, "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert [run["run"] for run in answer["runs"]] == [str(tmp_path / name) for name in ("a-begun", "z-whole")]
+    assert answer["runs"][1]["tokens_per_second"]["measured"] == 4096
+    why = {each["run"].rpartition("/")[2]: each["why"] for each in answer["left_out"]}
+    assert set(why) == {"folder", "older", "cut", "list", "file"} and all(why.values())
+    main(["compare", *everything])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("left out: ") for line in lines) == len(why)
+    with pytest.raises(UserError, match=r"no plan.json there.*\(1 more"):
+        main(["compare", str(tmp_path / "folder"), str(tmp_path / "file")])
+
+
 def test_an_unknown_gpu_has_no_speed_but_a_memory():
     values = predicted(load_recipe("tiny"), None, 1, None)
     assert values["step_seconds"] is None and values["peak_memory_bytes"] > 0
