@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
@@ -14,7 +15,10 @@ from pretraining.planning.comparison import QUANTITIES, predicted
 from pretraining.planning.gate import Found, check_plan
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory import memory_need
+from pretraining.planning.memory.advice import shrink
+from pretraining.planning.memory.optimizers import optimizer_states
 from pretraining.planning.memory.tensors import parameter_tensors
+from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.search import candidates, fitting, nearest_fit
 from pretraining.recipe import load_recipe, recipe_names
 from pretraining.run_dir import RunDir, write_json
@@ -86,15 +90,108 @@ def test_the_peak_at_the_end_of_the_backward_pass(every_n_layers):
     assert memory.predict(*case)["peak"] == pytest.approx(memory.trace(*case)["peak"], rel=0.05)
 
 
-def test_model_states_are_those_of_deepspeed():
+@pytest.mark.parametrize("optimizer, ways", [("adamw", "zero2 zero3"), ("muon", "zero0 zero1 zero2 zero3")])
+def test_model_states_are_those_of_deepspeed(optimizer, ways):
     """Within 1 % of the live tensors of both ranks, in the middle of a step: real Trainer, real DeepSpeed."""
-    command = ["forked", "0", "benchmarks/model_states.py", "--ranks", "2", "--precisions", "bf16", "--ways"]
-    finished = execute([*command, "zero2", "zero3"])
+    command = ["forked", "0", "benchmarks/model_states.py", "--ranks", "2", "--precisions", "bf16"]
+    finished = execute([*command, "--optimizers", optimizer, "--ways", *ways.split()])
     assert finished.code == 0, finished.output
     rows = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
-    assert {row["way"] for row in rows} == {"zero2", "zero3"}
+    assert {row["way"] for row in rows} == set(ways.split())
     for row in rows:
         assert row["ratio"] == pytest.approx(1, abs=0.01), json.dumps(row)
+        assert row["moments_ratio"] == pytest.approx(1, abs=0.01), json.dumps(row)
+
+
+OPTIMIZERS = {
+    "adamw_torch_fused": "Adam's moments",
+    "sgd": "SGD's momentum",
+    "adagrad": "Adagrad's sums",
+    "rmsprop": "RMSprop's mean squares",
+    "adafactor": "Adafactor's factors",
+    "schedule_free_adamw": "schedule-free Adam's states",
+    "schedule_free_radam": "schedule-free Adam's states",
+    "schedule_free_sgd": "schedule-free SGD's sequence",
+    "lion_32bit": "Lion's momentum",
+    "lion_8bit": "8-bit Lion's momentum",
+    "adamw_8bit": "8-bit Adam's moments",
+    "ademamix_8bit": "8-bit AdEMAMix's moments",
+    "sgd momentum=0.9": "SGD's momentum",
+    "rmsprop momentum=0.5,centered=true": "RMSprop's mean squares",
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_keeps_what_the_plan_says(name, tmp_path):
+    """A step of the very optimizer that the Trainer makes for `training.optim`: the bytes of its states, by tensor."""
+    if name.startswith(("lion", "adamw_8bit", "ademamix")):
+        pytest.importorskip("bitsandbytes")
+    optim, _, given = name.partition(" ")
+    values = [f"training.optim={optim}", *([f'training.optim_args="{given}"'] if given else [])]
+    if optim.startswith("schedule_free"):
+        values += ["training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs=null"]
+    recipe = load_recipe("tiny", values)
+    states = optimizer_states(recipe)
+    assert states.name == OPTIMIZERS[name]
+    trainer = trainer_of(recipe, tmp_path)
+    optimizer = trainer.create_optimizer()
+    if optim.startswith("schedule_free"):
+        optimizer.train()
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = sum(
+        tensor.untyped_storage().nbytes()
+        for state in optimizer.state.values()
+        for key, tensor in state.items()
+        if torch.is_tensor(tensor) and tensor.numel() > 1 and not key.startswith("qmap")
+    )
+    assert held == sum(map(states.bytes_of, parameter_tensors(recipe.model)))
+
+
+def trainer_of(recipe, folder):
+    """transformers' own Trainer over the recipe's model."""
+    from transformers import Trainer, TrainingArguments
+
+    keys = ("optim", "optim_args", "learning_rate", "lr_scheduler_type")
+    chosen = {key: recipe.training[key] for key in keys if key in recipe.training}
+    arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], **chosen)
+    return Trainer(model=build(recipe.model, "cpu"), args=arguments)
+
+
+def test_muon_keeps_one_momentum_for_hidden_matrices():
+    """The optimizer that training builds, stepped: two moments for tables, norms and biases, one for the rest."""
+    from pretraining.training.optimizers.choose import build_optimizer
+
+    for name, model in {**MODELS, "tiny": SHIPPED["tiny"]}.items():
+        recipe = replace(load_recipe("tiny", ["optimizer.name=muon"]), model=model)
+        network = build(model, "cpu")
+        for parameter in network.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = build_optimizer(network, recipe.optimizer, 1e-3, 0.1, (0.9, 0.95), 1e-8)
+        optimizer.step()
+        states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        held = sum(4 * tensor.numel() for tensor in states if tensor.dim())
+        tensors = parameter_tensors(model)
+        assert held == sum(map(optimizer_states(recipe).bytes_of, tensors)), name
+        assert held < 8 * sum(tensor.numel for tensor in tensors)
+
+
+def test_the_plan_names_and_counts_the_chosen_optimizer():
+    """Memory, checkpoint and advice of Muon are less than Adam's, and no row speaks of Adam's moments alone."""
+    plans = {}
+    for name in ("adamw", "muon"):
+        recipe = load_recipe("1.5b", [f"optimizer.name={name}"], "zero1")
+        plans[name] = full_plan(recipe, load_ds_config("zero1"), 8, find_gpu("H100"))
+    assert "Muon's and Adam's moments" in as_text(plans["muon"])
+    assert plans["muon"]["checkpoint_bytes"] < 0.75 * plans["adamw"]["checkpoint_bytes"]
+    assert plans["muon"]["model_state"]["moments"] < 0.6 * plans["adamw"]["model_state"]["moments"]
+    parts = plans["muon"]["memory"]["phases"]["loss"]
+    assert parts["Muon's and Adam's moments"] == plans["muon"]["model_state"]["moments"]
+    need = need_of("7b", 8, "zero0", "optimizer.name=muon", "training.activation_checkpointing=true")
+    recipe = load_recipe("7b", ["optimizer.name=muon"], "zero0")
+    largest = replace(need, phases={"loss": {need.optimizer_states: 1.0}})
+    assert "zero1" in shrink(largest, recipe, load_ds_config("zero0"))
 
 
 def test_a_step_peaks_at_its_largest_phase():

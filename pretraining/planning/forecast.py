@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from pretraining.ds_config import zero_stage
 from pretraining.planning.costs import CheckpointCost, Cost, checkpoint_cost, gpu_hours, run_cost
 from pretraining.planning.gpus import Gpu
-from pretraining.planning.run_plan import RunPlan, build_run_plan, is_sixteen_bit
+from pretraining.planning.memory.precision import precision_of
+from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.step_time import precision_of_products, step_time
 from pretraining.planning.throughput import (
     StepTime,
@@ -146,7 +147,7 @@ def _step(workload: Workload, gpu: Gpu, num_gpus: int, rate: float, time: StepTi
         zero_stage(ds_config),
         num_gpus,
         plan.accumulation_steps,
-        width=2 if is_sixteen_bit(recipe, ds_config) else 4,
+        width=precision_of(recipe, ds_config).weights,
         hpz=(ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1),
     )
     seconds = recipe.tokens_per_step / rate

@@ -4,7 +4,10 @@ import math
 from dataclasses import asdict, dataclass, field
 
 from pretraining.ds_config import zero_stage
-from pretraining.planning.memory import ModelState, checkpoint_bytes, model_state
+from pretraining.planning.memory import ModelState, checkpoint_bytes
+from pretraining.planning.memory.need import state_of_recipe
+from pretraining.planning.memory.optimizers import optimizer_states
+from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.sizes import ModelSize, model_size
 from pretraining.recipe import Recipe, accumulation_steps
 
@@ -76,7 +79,6 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         UserError: ranks x micro-batch x length does not divide the tokens per step.
     """
     size = model_size(recipe.model)
-    sixteen_bit = is_sixteen_bit(recipe, ds_config)
     tokens = recipe.num_tokens
     return RunPlan(
         name=recipe.name,
@@ -92,17 +94,10 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         micro_batch=recipe.micro_batch,
         accumulation_steps=accumulation_steps(recipe, world_size),
         training_flops=tokens * size.flops_per_token(recipe.sequence_length),
-        model_state=model_state(size.total, ds_config, world_size, sixteen_bit),
-        checkpoint_bytes=checkpoint_bytes(size.total),
+        model_state=state_of_recipe(recipe, ds_config, world_size),
+        checkpoint_bytes=checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe)),
         checkpoints_kept=_checkpoints_kept(recipe),
     )
-
-
-def is_sixteen_bit(recipe: Recipe, ds_config: dict | None) -> bool:
-    """Whether weights are held in 16 bit; at stage 0 bf16 is autocast over fp32 weights."""
-    if recipe.training.get("fp16"):
-        return True
-    return bool(recipe.training.get("bf16")) and zero_stage(ds_config) > 0
 
 
 def _checkpoints_kept(recipe: Recipe) -> int:

@@ -144,7 +144,7 @@ def communication(
     (n - 1) / n of each. hpZ (ZeRO++, Wang et al. 2023) serves the backward pass's gather inside the node.
 
     Args:
-        width: bytes an element; DeepSpeed sends gradients in the training precision.
+        width: bytes an element; DeepSpeed and torch send gradients in the precision that holds the weights.
         hpz: ranks of a secondary partition (zero_hpz_partition_size), 1 for none.
     """
     once = parameters * width * (num_ranks - 1) / num_ranks
@@ -177,6 +177,7 @@ def predicted_step_seconds(
     mfu: float | None = None,
     precision: str | None = None,
     recomputed: float = 0.0,
+    width: int = 2,
     hpz: int = 1,
 ) -> StepTime:
     """Seconds of one optimizer step of data-parallel training.
@@ -185,6 +186,7 @@ def predicted_step_seconds(
         mfu: share of the dense peak without recomputation; None for the expected one.
         precision: of the products; None for the GPU's training precision.
         recomputed: share of the layers under activation checkpointing: the kernels run as fast, on more FLOPs.
+        width: bytes an element that is sent; 4 where the weights are held in fp32, under autocast too.
     """
     precision = precision or gpu.training_precision
     counted = flops_per_token(size, sequence_length)
@@ -192,7 +194,6 @@ def predicted_step_seconds(
     mfu = mfu or expected_utilization(gpu, size.total, recomputation=ratio).mfu
     flops = counted.training + recomputed * counted.recomputed
     rate = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), mfu)
-    width = 4 if precision in ("fp32", "tf32") else 2
     volume = communication(size.total, stage, num_gpus, accumulation, width, hpz)
     return StepTime(tokens_per_step / rate, communication_seconds(volume, gpu, num_gpus))
 
