@@ -10,7 +10,8 @@ from pretraining.ds_config import ds_config_names, load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory import model_state
-from pretraining.planning.run_plan import build_run_plan
+from pretraining.planning.quantities import num_bytes
+from pretraining.planning.run_plan import build_run_plan, checkpoints_written
 from pretraining.planning.screen import as_text, full_plan, world_sizes
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe, recipe_names
@@ -227,6 +228,40 @@ def test_checkpoints_kept_and_their_disk():
     assert (
         build_run_plan(load_recipe("tiny", ["training.save_strategy=no"]), None, 1).checkpoint_disk_bytes == 0
     )
+
+
+def test_the_disk_of_a_plan_is_all_that_the_run_writes_and_reads():
+    """Checkpoints kept and one being written, weights of earlier ones, token shards, the export: their sum, once."""
+    plan = build_run_plan(load_recipe("tiny"), load_ds_config("zero2"), 2)
+    weights = 4 * plan.parameters
+    assert plan.disk == {
+        "checkpoints kept": 2 * plan.checkpoint_bytes,
+        "one being written": plan.checkpoint_bytes,
+        "token shards": 2 * plan.tokens,
+        "export": weights,
+    }
+    demoted = build_run_plan(load_recipe("tiny", ["checkpoints.demote_to_weights=true"]), None, 2)
+    assert demoted.disk["weights of earlier checkpoints"] == 2 * weights
+    none = build_run_plan(load_recipe("tiny", ["training.save_strategy=no"]), None, 2)
+    assert set(none.disk) == {"token shards", "export"}
+    large = build_run_plan(load_recipe("30b"), load_ds_config("zero3"), 8)
+    assert large.disk["export"] == 2 * large.parameters  # bf16
+    for settings in ([], ["training.save_strategy=no"]):
+        recipe = load_recipe("30b", settings)
+        answer = full_plan(recipe, load_ds_config("zero3"), 8, find_gpu("H200"))
+        short_words = as_text(answer).splitlines()[2]
+        assert short_words.endswith(f"{num_bytes(sum(answer['disk'].values()))} of disk")
+        assert (
+            answer["disk_bytes"] == answer["forecast"]["step"]["disk_bytes"] == sum(answer["disk"].values())
+        )
+
+
+def test_checkpoints_written_are_counted_as_the_trainer_saves_them():
+    """One every `save_steps`, and one after the last step."""
+    every = ["training.save_steps=300", f"budget.tokens={2048 * 1000}"]
+    assert checkpoints_written(load_recipe("tiny", every)) == 4
+    assert checkpoints_written(load_recipe("tiny", ["training.save_strategy=no"])) == 0
+    assert checkpoints_written(load_recipe("tiny", ["training.save_steps=0.25"])) == 4
 
 
 def test_a_plan_that_does_not_divide_is_refused():

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -328,6 +329,44 @@ def test_the_search_fits_and_its_arguments_are_accepted(name):
     settings = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
     chosen = load_recipe(name, settings, found[0].deepspeed)
     assert memory_need(chosen, load_ds_config(chosen.deepspeed), 64).total == found[0].need.total
+
+
+@pytest.mark.parametrize("name, gpus, kind", [("7b", 8, "H200"), ("7b", 64, "A10G"), ("tiny", 2, "H100")])
+def test_of_equal_ways_the_search_takes_the_one_with_room(name, gpus, kind):
+    """15 % of the memory stay free where a way as fast leaves them; then the simplest, so no needless offload."""
+    gpu = find_gpu(kind)
+    found = fitting(load_recipe(name), gpus, gpu)
+    as_fast = [each for each in found if each.step_seconds <= 1.02 * found[0].step_seconds]
+    roomy = [each for each in as_fast if each.need.total <= 0.85 * gpu.memory_bytes]
+    assert found[0] in roomy
+    assert not found[0].offload_seconds or all(each.offload_seconds for each in roomy)
+
+
+@pytest.mark.parametrize("line", ["7b --world_size 8 --gpu H200", "tiny --world_size 2 --gpu H100 --top 20"])
+def test_every_row_of_the_search_needs_less_memory_than_those_above(line, capsys):
+    """What predicts the same is one row, and what is neither faster nor smaller is none."""
+    main(["fit", "--recipe", *line.split(), "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    needs = [way["memory"]["total"] for way in answer["ways"]]
+    assert all(1.02 * after < before for before, after in pairwise(needs))
+    assert answer["scaling"] is None
+    main(["fit", "--recipe", *line.split()])
+    assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+def test_time_over_nodes_says_what_it_assumes(capsys):
+    """Plan, cost and search of more than one node name perfect scaling, as text and as JSON; of one node none does."""
+    for world_size, is_said in ((8, False), (64, True)):
+        common = ["--recipe", "7b", "--world_size", str(world_size), "--gpu", "H100"]
+        answer = full_plan(load_recipe("7b"), load_ds_config("zero3"), world_size, find_gpu("H100"))
+        assert ("perfect scaling" in as_text(answer)) == is_said == bool(answer["forecast"]["scaling"])
+        for verb in ("cost", "fit"):
+            main([verb, *common])
+            assert ("perfect scaling is assumed" in " ".join(capsys.readouterr().out.split())) == is_said
+            main([verb, *common, "--json"])
+            assert bool(json.loads(capsys.readouterr().out)["scaling"]) == is_said
+    main(["cost", "--parameters", "7b", "--tokens", "1t", "--world_size", "64", "--gpu", "H100", "--json"])
+    assert json.loads(capsys.readouterr().out)["scaling"]["nodes"] == 8
 
 
 def test_some_layers_are_recomputed_where_that_is_enough():

@@ -165,6 +165,21 @@ def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> fl
     return (volume.gradients + volume.parameters) / across + volume.inside_node / inside
 
 
+def scaling_over_nodes(gpu: Gpu, num_gpus: int, utilization_is_assumed: bool = True) -> dict | None:
+    """{"nodes", "assumption"} of GPUs that lie in more than one node; None in one.
+
+    The tables hold no measured loss between nodes: time has a lower bound by the links' peaks, and nothing more.
+    """
+    nodes = -(-num_gpus // gpu.gpus_per_node)
+    if nodes == 1:
+        return None
+    words = "perfect scaling is assumed: each GPU is as fast as in one node"
+    if utilization_is_assumed:
+        rate = f"{gpu.network_bytes_per_second / 1e9:g} GB/s a GPU"
+        words += f", unless a step's messages at the network's peak ({rate}) take longer than its products"
+    return {"nodes": nodes, "assumption": f"{words}; latency, congestion and slow nodes are not counted"}
+
+
 def predicted_step_seconds(
     size: ModelSize,
     sequence_length: int,
@@ -206,8 +221,3 @@ def pipeline_bubble(stages: int, microbatches: int, chunks: int = 1) -> float:
         chunks: v, model chunks per GPU of the interleaved schedule.
     """
     return (stages - 1) / (chunks * microbatches)
-
-
-def loader_bytes_per_second(rate: float, vocab_size: int) -> float:
-    """What the data loaders of all ranks must read: 2 bytes a token up to 65,536 ids, else 4."""
-    return rate * (2 if vocab_size <= 2**16 else 4)
