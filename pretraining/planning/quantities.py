@@ -28,6 +28,18 @@ def amount(text: str) -> float:
     return number
 
 
+def count(text: str) -> float:
+    """Such a number of at least 1: parameters, tokens, FLOPs, bytes.
+
+    Raises:
+        argparse.ArgumentTypeError: as `amount`, or below 1.
+    """
+    number = amount(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be at least 1")
+    return number
+
+
 def gpu_count(text: str) -> int:
     """A whole number of GPUs from 1 to ten million."""
     number = amount(text)

@@ -32,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
     parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
     parser.add_argument(
-        "--mfu", type=share, metavar="SHARE", help="share of the dense peak, instead of the table's"
+        "--mfu",
+        type=share,
+        metavar="SHARE",
+        help="share of the dense peak that whole steps reach",
     )
     parser.add_argument("--precision", choices=PRECISIONS, help="of the products, instead of the recipe's")
     parser.add_argument(
