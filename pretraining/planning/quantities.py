@@ -87,8 +87,21 @@ def duration(seconds: float) -> str:
 
 
 def dollars(amount_: float) -> str:
-    """Dollars, without cents from 100 on."""
+    """Dollars, without cents from 100 on; three digits of what is below a cent."""
+    if 0 < amount_ < 0.01:
+        return f"${three_digits(amount_)}"
     return f"${amount_:,.0f}" if amount_ >= 100 else f"${amount_:,.2f}"
+
+
+def hours(number: float) -> str:
+    """GPU-hours, whole from 100 on."""
+    return f"{number:,.0f}" if number >= 100 or number == 0 else three_digits(number)
+
+
+def energy(kilowatt_hours: float) -> str:
+    """Kilowatt-hours, megawatt-hours from 1000 on."""
+    large = kilowatt_hours >= 1000
+    return f"{three_digits(kilowatt_hours / 1000)} MWh" if large else f"{three_digits(kilowatt_hours)} kWh"
 
 
 def num_bytes(number: float) -> str:

@@ -17,8 +17,8 @@ EXAMPLES = """  python -m pretraining.planning fit --recipe 7b --world_size 8 --
 NOTE = """
 The fastest first; each further row needs less memory than all above it, and of ways that predict the same the simplest
 is shown. Of ways as fast as each other the first leaves {room:.0%} of the memory free, if one does, then has no
-offload, the fewest layers recomputed, the lowest stage and the largest micro-batch. Time is the larger of products and
-messages, plus offload. `ac`: of how many layers one is recomputed (activation checkpointing)."""
+offload, the fewest layers recomputed, the lowest stage and the largest micro-batch. Time is the longest of products,
+messages and kernel launches, plus offload. `ac`: of how many layers one is recomputed (activation checkpointing)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
