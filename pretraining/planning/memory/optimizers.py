@@ -8,7 +8,6 @@ from pretraining.planning.memory.precision import FP32
 from pretraining.planning.memory.tensors import EMBEDDING, HIDDEN, Tensor
 from pretraining.recipe import Recipe
 
-DEFAULT = "adamw_torch_fused"
 BLOCK, SMALLEST_IN_8_BIT = 256, 4096
 """Elements that share a scale, and those from which on a tensor is kept in 8 bit (bitsandbytes 0.50, optimizer.py)."""
 FAMILIES = {
@@ -47,7 +46,7 @@ class OptimizerStates:
 
 def optimizer_states(recipe: Recipe) -> OptimizerStates:
     """The states of the recipe's optimizer; of one that no family names, Adam's, which are seldom less."""
-    settings, optim = recipe.optimizer, recipe.training.get("optim", DEFAULT)
+    settings, optim = recipe.optimizer, recipe.training.get("optim", "adamw")
     if settings["name"] == "muon":
         return MUON
     rates = [value for key, value in settings.items() if key.startswith(("matrix_", "embedding_"))]
