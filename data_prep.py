@@ -10,7 +10,7 @@ from pretraining.data.execution import EXECUTORS, Execution, read_slurm_options
 from pretraining.data.manifest import read_manifest, report_text, summary_of
 from pretraining.data.mixing.stages import check_mixture
 from pretraining.errors import one_line_errors
-from pretraining.recipe import load_recipe
+from pretraining.refusals import load_run
 
 EXAMPLES = """examples:
   python data_prep.py --recipe tiny
@@ -24,7 +24,7 @@ A second run with the same sources returns at once; an interrupted one goes on w
 
 def main() -> None:
     options = parse_arguments()
-    recipe = load_recipe(options.recipe, options.set)
+    recipe, _ = load_run(options.recipe, options.set)
     check_mixture(recipe)
     if options.count:
         counts = count_data(recipe, options.count_documents, show_progress=not options.json)

@@ -1,6 +1,6 @@
 """Pretrain a causal language model: recipe x ds_config -> runs/<name>/."""
 
-from pretraining.command_line import parse_train_arguments, world_size_here
+from pretraining.command_line import parse_train_arguments
 from pretraining.data import (
     CacheSettings,
     build_mixture,
@@ -10,22 +10,20 @@ from pretraining.data import (
     step_origins,
     validation_by_source,
 )
-from pretraining.ds_config import load_ds_config
 from pretraining.errors import one_line_errors
 from pretraining.planning import build_run_plan, judge_plan, measured, print_plan
 from pretraining.quiet import prepare_imports
-from pretraining.recipe import load_recipe
+from pretraining.refusals import load_run
 from pretraining.restarts import leave_again_if_stopped
 from pretraining.run_dir import REPOSITORY, RunDir, describe_environment, report_end
 
 
 def main() -> None:
     options = parse_train_arguments()
-    recipe = load_recipe(options.recipe, options.set, options.deepspeed)
-    ds_config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
+    recipe, ds_config = load_run(options.recipe, options.set, options.deepspeed, options.world_size)
     if options.plan:
         return print_plan(recipe, ds_config, options.world_size, options.gpu, options.json)
-    plan = build_run_plan(recipe, ds_config, world_size_here())
+    plan = build_run_plan(recipe, ds_config, options.world_size)
     cache = CacheSettings.of(options.data_cache, options.data_cache_gb)
     data = open_prepared(recipe, options.data_dir, cache)
     run = RunDir(options.output_dir or REPOSITORY / "runs" / recipe.name)
@@ -81,8 +79,8 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
         eval_dataset=measures.dataset,
         data_collator=training.collate_blocks,
         compute_loss_func=watch.loss(model.build_loss(language_model, recipe.loss)),
-        optimizer_cls_and_kwargs=training.choose_optimizer(recipe, ds_config),
-        clipping=training.choose_clipping(recipe, ds_config),
+        optimizer_cls_and_kwargs=training.choose_optimizer(recipe),
+        clipping=training.choose_clipping(recipe),
         averaged_weights=checkpoints.averaged_weights,
         validate=measures.measure,
         checkpoints=saves,

@@ -18,7 +18,6 @@ NEUTRAL_TRAINING_KEYS = frozenset(
         "dataloader_pin_memory",
         "dataloader_prefetch_factor",
         "ddp_bucket_cap_mb",
-        "ddp_timeout",
         "eval_delay",
         "eval_on_start",
         "eval_steps",

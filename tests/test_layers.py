@@ -33,6 +33,7 @@ FOUNDATION = {
     "recipe",
     "recipe_checks",
     "recipe_defaults",
+    "refusals",
     "restarts",
     "run_dir",
     "schedules",

@@ -10,10 +10,9 @@ import dataclasses
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 
 from pretraining.data.packages import require
-from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
 from pretraining.model.compiling import blocks_of
 
@@ -22,27 +21,11 @@ MULTIPLE = 16
 """Of what both sides of a matrix must be for the kernels."""
 
 
-def check_fp8(speed: dict, model: dict, arguments: TrainingArguments) -> None:
-    """Before a model is built.
-
-    Raises:
-        UserError: no such hardware, no bf16, ZeRO-3, or a family without linear layers.
-    """
+def check_fp8_hardware(speed: dict) -> None:
+    """Raise `UserError` if this machine has no kernels for fp8, before a model is built."""
     if speed["fp8"] == "none":
         return
     key = f"speed.fp8: {speed['fp8']}"
-    if model["model_type"] == "gpt2":
-        raise UserError(
-            f"{key} is for linear layers, and gpt2 has convolutions in their place; set it to none, or take model_type "
-            "llama"
-        )
-    if zero_stage(arguments.deepspeed) == 3:
-        raise UserError(
-            f"{key} keeps every weight it multiplied for the backward pass, and ZeRO-3 could not let go of any; use "
-            "--deepspeed zero1 or zero2, or set it to none"
-        )
-    if not arguments.bf16:
-        raise UserError(f"{key} goes with training.bf16; set that to true, or speed.fp8 to none")
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if capability is None or capability < HOPPER:
         has = "there is no GPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"

@@ -30,7 +30,11 @@ FIXED = {
     "report_to": "none",  # trackers are attached behind the callback that completes the metrics
 }
 
-WORKER_KEYS = ("dataloader_persistent_workers", "dataloader_prefetch_factor")
+WORKER_KEYS = (
+    "dataloader_persistent_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context",
+)
 
 
 def build_arguments(
