@@ -8,7 +8,6 @@ from pretraining.data import prepare_data
 from pretraining.data.encoding.counting import count_as_text, count_data
 from pretraining.data.execution import EXECUTORS, Execution, read_slurm_options
 from pretraining.data.manifest import read_manifest, report_text, summary_of
-from pretraining.data.mixing.stages import check_mixture
 from pretraining.errors import one_line_errors
 from pretraining.refusals import load_run
 
@@ -25,7 +24,6 @@ A second run with the same sources returns at once; an interrupted one goes on w
 def main() -> None:
     options = parse_arguments()
     recipe, _ = load_run(options.recipe, options.set)
-    check_mixture(recipe)
     if options.count:
         counts = count_data(recipe, options.count_documents, show_progress=not options.json)
         return print(json.dumps(counts) if options.json else count_as_text(counts))

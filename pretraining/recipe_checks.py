@@ -5,6 +5,7 @@ import re
 
 from pretraining.errors import nearest
 from pretraining.evaluation_keys import check_evaluation
+from pretraining.mixture import check_mixture
 from pretraining.model_types import own_key, value_of
 from pretraining.mup import check_mup
 from pretraining.schedules import check_schedule
@@ -83,8 +84,10 @@ def check_fit(values: dict, model: dict, positions: int, where: str) -> None:
     check_multiple(budget, "tokens", steps, f"budget.tokens_per_step {steps}", where)
     check_ramp(budget, length, where)
     _check_tokens_of_schedule(budget, where)
-    num_steps = StepSizes.of(budget).steps_within(budget["tokens"])
+    sizes = StepSizes.of(budget)
+    num_steps = sizes.steps_within(budget["tokens"])
     check_schedule(values, num_steps, where)
+    check_mixture(data, sizes.tokens_at(num_steps) // length, length, where)
     if training.get("bf16") and training.get("fp16"):
         raise problem(where, "training.fp16", "and training.bf16 are both true; choose one")
     check_mup(values["mup"], model, where)

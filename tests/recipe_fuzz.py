@@ -39,6 +39,8 @@ SECTIONS = (
     "checkpoints",
     "evaluation",
     "data",
+    "budget",
+    "report",
 )
 PREPARED = (
     "name",
@@ -55,7 +57,7 @@ LEFT_OUT = {"checkpoints.upload", "training.trackio_space_id", "training.trackio
 """Keys that ask for the network."""
 NEEDS_MORE = re.compile(
     r"needs a GPU|cannot be used here|needs the package|is not installed|pip install|Ampere|requires the .* package|"
-    r"cannot be reached|no such file|--force|knows no task"
+    r"cannot be reached|cannot be read|no such file|--force|knows no task|holds no task"
 )
 """Refusals that depend on this machine, its packages and its files, which the plan does not look at."""
 
@@ -100,7 +102,7 @@ class RecipeFuzz:
                 dotted = f"{section}.{key}"
                 if key == "model_type" or dotted in LEFT_OUT:
                     continue
-                if section == "data" and self.trains and key in PREPARED:
+                if self.trains and (dotted == "budget.tokens" or (section == "data" and key in PREPARED)):
                     continue
                 if "properties" in schema and self.random.random() < 0.8:
                     yield from ((f"{dotted}.{name}", each) for name, each in schema["properties"].items())

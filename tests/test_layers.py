@@ -24,6 +24,7 @@ FOUNDATION = {
     "journal",
     "lazy",
     "metric_names",
+    "mixture",
     "model_types",
     "mup",
     "overrides",

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from pretraining.data import PackedDataset, TokenSplit, build_mixture, build_training_dataset, format_table
-from pretraining.data.mixing.schedule import Schedule, Stage
-from pretraining.data.mixing.shares import MAX_PERIOD, counts_per_period, exact_shares, shares_of_sizes
+from pretraining.data.mixing.schedule import MAX_PERIOD, Schedule, Stage, counts_per_period
 from pretraining.data.order import GlobalOrder
 from pretraining.data.shards import SplitWriter
 from pretraining.errors import UserError
+from pretraining.mixture import exact_shares, shares_of_sizes
 
 LENGTH = 8
 SIZES = {"web": 6000, "code": 3000, "books": 1000}

@@ -13,13 +13,13 @@ from pretraining.data.corpus import empty_corpus
 from pretraining.data.engine.reports import as_text, cleaning_skips, reports_of
 from pretraining.data.engine.tokenize_stage import RESULT_NAME, SPLITS
 from pretraining.data.manifest import FORMAT, MANIFEST_NAME, content_fingerprint, shaping_section
-from pretraining.data.names import source_name
 from pretraining.data.publishing import discard, publish, start_building
 from pretraining.data.shards import SplitWriter, open_shard, split_entry
 from pretraining.data.split_sizes import SplitSizes, check_blocks
 from pretraining.data.tokenizer import describe_tokenizer
 from pretraining.data.tools.distributions import entropy_bits
 from pretraining.errors import UserError
+from pretraining.mixture import source_name
 
 
 def finish(preparation, key: str) -> None:

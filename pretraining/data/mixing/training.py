@@ -13,13 +13,13 @@ from pretraining.data.mixing.guard import BlockGuard
 from pretraining.data.mixing.mixed import MixedOrder
 from pretraining.data.mixing.schedule import Schedule, Stage
 from pretraining.data.mixing.sources import open_by_source
-from pretraining.data.mixing.stages import is_mixed, read_stages, source_names
 from pretraining.data.mixing.table import mixture_table
 from pretraining.data.mixing.token_bytes import tokens_of_file
 from pretraining.data.order import GlobalOrder, Order
 from pretraining.data.packed import PackedDataset
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
+from pretraining.mixture import is_mixed, read_stages, source_names
 from pretraining.schema import display_path, problem
 
 

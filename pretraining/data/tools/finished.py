@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretraining.data.manifest import MANIFEST_NAME, read_manifest
-from pretraining.data.names import source_name
 from pretraining.data.tools.documents import SplitDocuments
 from pretraining.errors import UserError, nearest
+from pretraining.mixture import source_name
 
 if TYPE_CHECKING:
     import tokenizers
