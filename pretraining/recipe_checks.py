@@ -148,6 +148,21 @@ def _check_experts(model: dict, where: str) -> None:
         raise problem(where, "model.num_experts_per_tok", f"is {chosen}, more than model.{key} {experts}")
     if experts % groups:
         raise problem(where, "model.n_group", f"is {groups}, which does not divide model.{key} {experts}")
+    if model["model_type"] == "qwen3_moe":
+        _check_sparse_layers(model, where)
+
+
+def _check_sparse_layers(model: dict, where: str) -> None:
+    """One layer at least is a mixture of experts: every `decoder_sparse_step`th that is not in `mlp_only_layers`."""
+    layers, step, dense = (
+        model["num_hidden_layers"],
+        model["decoder_sparse_step"],
+        model["mlp_only_layers"] or [],
+    )
+    if not any((layer + 1) % step == 0 and layer not in dense for layer in range(layers)):
+        key = "mlp_only_layers" if step <= layers else "decoder_sparse_step"
+        what = f"is {model[key]}, which leaves none of {layers} layers with experts"
+        raise problem(where, f"model.{key}", f"{what}; change it, or take model_type qwen3")
 
 
 def _check_rope(model: dict, where: str) -> None:

@@ -12,7 +12,7 @@ from pretraining.recipe import load_recipe
 from pretraining.refusals import load_run
 from pretraining.schedules import KEYWORDS
 from tests.recipe_fuzz import RecipeFuzz, is_looser, plan_outcome, training_outcome
-from tests.runs import execute
+from tests.runs import EXPERTS, execute
 
 WSD = ("training.lr_scheduler_type=warmup_stable_decay",)
 REFUSED = {
@@ -136,6 +136,10 @@ REFUSED = {
     ),
     "Muon offloaded": (["optimizer.name=muon"], "zero3_offload", "muon runs where its weights are"),
 }
+MIXTURE = (
+    "model.decoder_sparse_step=65536",
+    "model.mlp_only_layers=" + json.dumps(list(range(100))),
+)
 THROUGH_COMMANDS = (
     "compiled under ZeRO-3",
     "no such attention",
@@ -152,6 +156,13 @@ def test_what_recipe_and_ds_config_rule_out_is_refused(name):
     with pytest.raises(UserError) as error:
         load_run("tiny", settings, stage)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("setting", MIXTURE)
+def test_a_mixture_without_a_layer_of_experts_is_refused(setting):
+    """Bad input: transformers' balancing loss would end in a traceback."""
+    with pytest.raises(UserError, match="layers with experts; change it, or take model_type qwen3"):
+        load_run("moe-1.5b", [f"model={json.dumps(EXPERTS)}", "data.sequence_length=64", setting])
 
 
 @pytest.mark.parametrize("name", THROUGH_COMMANDS)
