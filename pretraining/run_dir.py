@@ -93,6 +93,18 @@ def unix_seconds(when: str) -> int:
     return calendar.timegm(time.strptime(when, _TIME_FORMAT))
 
 
+def stopped_seconds(events: list[dict]) -> float:
+    """Seconds between every stop on request and the next start, in the rows of events.jsonl."""
+    total, stopped_at = 0.0, None
+    for event in events:
+        if event.get("event") in ("start", "resume") and stopped_at is not None:
+            total += unix_seconds(event["time"]) - stopped_at
+            stopped_at = None
+        elif event.get("event") == "stopped" and event.get("asked", True):
+            stopped_at = unix_seconds(event["time"])
+    return total
+
+
 def write_json(path: Path, value) -> None:
     """Write atomically: a reader, or a restart after a kill, sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
