@@ -1,8 +1,11 @@
 """An analysis as sentences."""
 
 import statistics
+import time
 
+from pretraining.planning.quantities import duration
 from pretraining.reporting.analysis import Analysis
+from pretraining.reporting.run_record import Standing
 
 PHASES = {
     "not begun": "No step has been logged yet.",
@@ -16,17 +19,30 @@ PHASES = {
 
 
 def sentences(found: Analysis) -> list[str]:
-    """The analysis, most important first."""
+    """The analysis, most important first. How the run stands is `standing_text`: it depends on the clock."""
     parts = [_phase(found), _loss(found), _rate(found), _spikes(found), _target(found), _heading(found)]
-    parts += [_track_record(found), _goodput(found)]
-    return [part for part in parts if part]
+    return [part for part in [*parts, _goodput(found)] if part]
+
+
+def standing_text(standing: Standing, now: float) -> str:
+    """How a run stands, and since when, as it is at `now` in UNIX seconds; empty for a finished or running one."""
+    since = f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(standing.since))} UTC"
+    since += f" ({duration(max(1.0, now - standing.since))} ago)"
+    reason = f": {standing.reason}" if standing.reason else ""
+    continues = "The same command continues it."
+    return {
+        "stopped": f"Stopped at step {standing.step:,} since {since}{reason}. {continues}",
+        "silent": f"Nothing was written since {since}, after step {standing.step:,}: it may have been killed. "
+        f"If no process of it is left, the same command continues it.",
+        "hang": f"It hung after step {standing.step:,} and ended, {since}. {continues}",
+        "gave up": f"It gave up at step {standing.step:,}, {since}{reason}. Look at it before you start it again.",
+    }.get(standing.state, "")
 
 
 def _phase(found: Analysis) -> str:
-    told = PHASES.get(found.phase, f"The run is {found.phase}.")
-    if found.state == "stopped" and found.phase != "finished":
-        told += " It has stopped without an end: the same command continues it."
-    if found.budget_share is not None and found.state != "finished":
+    state = found.standing.state
+    told = PHASES.get(found.phase, f"The run {'is' if state == 'running' else 'was'} {found.phase}.")
+    if found.budget_share is not None and state != "finished":
         told += f" {found.budget_share:.0%} of its tokens are spent."
     return told
 
@@ -34,7 +50,9 @@ def _phase(found: Analysis) -> str:
 def _loss(found: Analysis) -> str:
     if found.loss is None:
         return ""
-    told = f"Training loss {found.loss:.4f} nats a token"
+    told = f"Training loss {found.last_loss:.4f} nats a token at step {found.last_step:,}"
+    if found.loss_rows > 1:
+        told += f" (median of the last {found.loss_rows} rows: {found.loss:.4f})"
     if found.validation is None:
         return f"{told}; nothing has been validated yet."
     told += f", validation loss {found.validation:.4f}"
@@ -75,7 +93,7 @@ def _target(found: Analysis) -> str:
     if found.target_is_met:
         return f"The recipe's target of {found.target:.4f} is reached."
     told = f"The recipe's target is {found.target:.4f}"
-    if found.heading is None or found.state == "finished":
+    if found.heading is None or found.standing.state == "finished":
         return f"{told}; it is not reached."
     if found.heading.high <= found.target:
         return f"{told}; the run is heading below it."
@@ -83,13 +101,13 @@ def _target(found: Analysis) -> str:
 
 
 def _heading(found: Analysis) -> str:
-    if found.heading is None or found.state == "finished":
+    if found.heading is None or found.standing.state == "finished":
         return ""
     made = found.heading
     return (
         f"A power law through the curve so far leads to a training loss of {made.loss:.3f} "
         f"({made.low:.3f} to {made.high:.3f}) at {found.heading_tokens:,.0f} tokens; "
-        "what a falling learning rate still brings is not in it."
+        f"what a falling learning rate still brings is not in it.{_track_record(found)}"
     )
 
 
@@ -100,12 +118,15 @@ def _track_record(found: Analysis) -> str:
     worst = max(found.track_record, key=abs)
     runs = f"{len(found.track_record)} finished run{'s' if len(found.track_record) > 1 else ''} beside it"
     return (
-        f"Such fits on the first halves of {runs} were off by {middle:+.1%} in the median, "
+        f" Such fits on the first halves of {runs} were off by {middle:+.1%} in the median, "
         f"{worst:+.1%} at worst."
     )
 
 
 def _goodput(found: Analysis) -> str:
-    return (
-        "" if found.goodput is None else f"{found.goodput:.0%} of the wall time went into steps that counted."
-    )
+    if found.goodput is None:
+        return ""
+    told = f"{found.goodput:.0%} of the wall time went into steps that counted"
+    if found.stopped_seconds:
+        told += f"; the {duration(found.stopped_seconds)} during which it was stopped are not in it"
+    return f"{told}."
