@@ -256,6 +256,16 @@ def test_the_two_training_losses_are_told_apart(tmp_path):
     assert told.startswith("Training loss 4.5000 nats a token at step 200 (median of the last 10 rows: ")
 
 
+def test_a_mixture_that_validation_does_not_have_is_told_beside_the_two_losses(tmp_path):
+    """The run's own sentence, of mixture.json; in the page as in `analyze`."""
+    run = made_run(tmp_path / "run", noisy_law(50))
+    append_row(run.metrics, {"step": 50, "time": time.time(), "eval/loss": 3.4})
+    write_json(run.mixture, {"validation_note": "Training and validation differ."})
+    payload = run_payload(RunRecord(run.path))
+    (told,) = [each for each in payload["sentences"] if "validation loss 3.4000" in each]
+    assert told.endswith("validation loss 3.4000. Training and validation differ.")
+
+
 def test_routine_events_do_not_crowd_out_the_others(tmp_path):
     """A thousand saves, each with its step, and the start is still listed; no save is a mark."""
     saves = [{"event": "save", "checkpoint": f"checkpoint-{k}", "bytes": 9067900} for k in range(1, 1001)]

@@ -30,6 +30,8 @@ class Analysis:
     last_step: int = 0
     validation: float | None = None
     best_validation: float | None = None
+    mixture_note: str | None = None
+    """If the validation holds another mixture of the sources than training does: a sentence that says so."""
     gain_per_doubling: float | None = None
     """How far the loss falls with each doubling of the tokens, over the last half of them."""
     recent_gain: float | None = None
@@ -55,6 +57,7 @@ def analyze(record: RunRecord, track_record: list[float] = ()) -> Analysis:
     rows, losses = record.metrics.column("train/loss")
     tokens = record.tokens[rows] if len(rows) else np.array([])
     found = Analysis(record.standing(), "not begun", track_record=list(track_record))
+    found.mixture_note = record.mixture.get("validation_note")
     found.stopped_seconds = stopped_seconds(record.events)
     _, validation = record.metrics.column("eval/loss")
     finite = validation[np.isfinite(validation)]

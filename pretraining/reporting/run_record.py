@@ -54,7 +54,7 @@ class RunRecord:
         self.events = read_rows(self.run.events)
         self.samples = [row for row in read_rows(self.run.samples) if isinstance(row.get("step"), int)]
         self.recipe, self.plan = _object(self.run.recipe), _object(self.run.plan)
-        self.environment = _object(self.run.environment)
+        self.environment, self.mixture = _object(self.run.environment), _object(self.run.mixture)
         self.name = str(self.recipe.get("name") or self.run.path.resolve().name)
         self._place_rows()
         return self

@@ -58,8 +58,8 @@ def _loss(found: Analysis) -> str:
     told += f", validation loss {found.validation:.4f}"
     gap = found.validation - found.best_validation
     if gap > 0.01 * found.best_validation:
-        return f"{told}, {gap:.4f} above the best it had ({found.best_validation:.4f})."
-    return f"{told}."
+        told += f", {gap:.4f} above the best it had ({found.best_validation:.4f})"
+    return f"{told}. {found.mixture_note}" if found.mixture_note else f"{told}."
 
 
 def _rate(found: Analysis) -> str:
