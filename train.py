@@ -1,5 +1,6 @@
 """Pretrain a causal language model: recipe x ds_config -> runs/<name>/."""
 
+from pretraining import reporting
 from pretraining.command_line import parse_train_arguments, world_size_here
 from pretraining.data import (
     CacheSettings,
@@ -16,7 +17,7 @@ from pretraining.planning import build_run_plan, judge_plan, measured, print_pla
 from pretraining.quiet import prepare_imports
 from pretraining.recipe import load_recipe
 from pretraining.restarts import leave_again_if_stopped
-from pretraining.run_dir import REPOSITORY, RunDir, describe_environment, report_end
+from pretraining.run_dir import REPOSITORY, RunDir, describe_environment
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
     run = RunDir(options.output_dir or REPOSITORY / "runs" / recipe.name)
     leave_again_if_stopped(run)
     if options.resume == "auto" and run.is_finished(recipe.to_dict()):
-        return report_end(run)
+        return reporting.report_end(run)
     mixture = build_mixture(data, recipe, recipe.num_samples)
     train(recipe, ds_config, plan, data, mixture, run, options)
 
@@ -39,7 +40,7 @@ def main() -> None:
 def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
     # Plan and errors answer at once: the imports below take seconds.
     prepare_imports()
-    from pretraining import checkpoints, reporting, training
+    from pretraining import checkpoints, training
 
     ranks = training.joined_ranks(recipe.monitors["hang_minutes"])
     report = reporting.live_report(run, recipe.report["every_seconds"])
@@ -109,7 +110,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
     peak_bytes = watch.memory.of_fullest_rank()
     if trainer.is_world_process_zero():
         run.add_end({**results, "measured": measured(run, recipe, plan.world_size, machine.gpu, peak_bytes)})
-        report_end(run)
+        reporting.report_end(run)
     return True
 
 

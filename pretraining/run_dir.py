@@ -199,15 +199,3 @@ def _git(*arguments: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def report_end(run: RunDir) -> None:
-    """Rank 0 prints what came out of a finished run and where it lies."""
-    if os.environ.get("RANK", "0") == "0":
-        end = run.last_event("end")
-        bits, unigram = end["eval_bits_per_byte"], end["unigram_bits_per_byte"]
-        print(
-            f"validation loss {end['eval_loss']:.4f} nats per token, {bits:.4f} bits per byte "
-            f"({bits / unigram:.3f} of the unigram entropy {unigram:.4f})\nexport: {run.export}",
-            flush=True,
-        )

@@ -21,7 +21,7 @@ from pretraining.reporting.payload import page_payload, run_payload
 from pretraining.reporting.priority import LAST, hurry
 from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.spikes import spike_rows
-from pretraining.reporting.words import sentences
+from pretraining.reporting.words import report_end, sentences
 from pretraining.run_dir import RunDir, append_row, utc_now, write_json
 from tests.runs import REPOSITORY, execute
 
@@ -264,6 +264,27 @@ def test_a_mixture_that_validation_does_not_have_is_told_beside_the_two_losses(t
     payload = run_payload(RunRecord(run.path))
     (told,) = [each for each in payload["sentences"] if "validation loss 3.4000" in each]
     assert told.endswith("validation loss 3.4000. Training and validation differ.")
+
+
+def test_the_end_of_a_run_says_what_it_took(tmp_path, monkeypatch, capsys):
+    """Loss, time without the stop on request, tokens, memory, export and report; rank 0 alone."""
+    run = made_run(tmp_path / "run", [3.0] * 40, report={"every_seconds": 30})
+    run.events.write_text("")
+    for moment, event in (("00:00", "start"), ("00:10", "stopped"), ("05:10", "resume")):
+        append_row(run.events, {"time": f"2001-01-01T{moment}:00Z", "event": event})
+    results = {"eval_loss": 3.5, "eval_bits_per_byte": 2.0, "unigram_bits_per_byte": 4.0}
+    measured = {"tokens_per_second": 8500.0, "peak_memory_bytes": 300_000_000}
+    append_row(run.events, {"time": "2001-01-01T05:20:00Z", "event": "end", **results, "measured": measured})
+    report_end(run)
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("validation loss 3.5000 nats per token, 2.0000 bits per byte (0.500 of")
+    assert (
+        told[1].startswith("40 steps, 40,000 tokens in 20.0 minutes; 8,500 tokens/s") and "300 MB" in told[1]
+    )
+    assert told[2:] == [f"export: {run.export}", f"report: {run.report}"]
+    monkeypatch.setenv("RANK", "1")
+    report_end(run)
+    assert not capsys.readouterr().out
 
 
 def test_routine_events_do_not_crowd_out_the_others(tmp_path):

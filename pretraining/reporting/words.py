@@ -1,11 +1,13 @@
-"""An analysis as sentences."""
+"""An analysis as sentences, and the few lines with which a run ends."""
 
+import os
 import statistics
 import time
 
-from pretraining.planning.quantities import duration
+from pretraining.planning.quantities import duration, num_bytes
 from pretraining.reporting.analysis import Analysis
-from pretraining.reporting.run_record import Standing
+from pretraining.reporting.run_record import RunRecord, Standing
+from pretraining.run_dir import RunDir, stopped_seconds
 
 PHASES = {
     "not begun": "No step has been logged yet.",
@@ -130,3 +132,42 @@ def _goodput(found: Analysis) -> str:
     if found.stopped_seconds:
         told += f"; the {duration(found.stopped_seconds)} during which it was stopped are not in it"
     return f"{told}."
+
+
+def report_end(run: RunDir) -> None:
+    """Rank 0 prints what came out of a finished run, what it took, and where it lies."""
+    if os.environ.get("RANK", "0") == "0":
+        print(end_text(RunRecord(run.path)), flush=True)
+
+
+def end_text(record: RunRecord) -> str:
+    """The results of a finished run, by its files."""
+    run, end = record.run, record.run.last_event("end")
+    bits, unigram, trained = (
+        end["eval_bits_per_byte"],
+        end["unigram_bits_per_byte"],
+        record.metrics.last("train/loss"),
+    )
+    lines = [
+        f"validation loss {end['eval_loss']:.4f} nats per token, {bits:.4f} bits per byte "
+        f"({bits / unigram:.3f} of the unigram entropy {unigram:.4f})"
+        + ("" if trained is None else f"; training loss of the last row {trained:.4f}"),
+        record.mixture.get("validation_note"),
+        _taken(record, end.get("measured", {})),
+        f"export: {run.export}",
+        f"report: {run.report}" if record.recipe.get("report", {}).get("every_seconds") else None,
+    ]
+    return "\n".join(filter(None, lines))
+
+
+def _taken(record: RunRecord, measured: dict) -> str:
+    """Steps, tokens, and the time since the first start without that during which the run was stopped on request."""
+    times = [record.event_time(event) for event in record.events]
+    seconds = times[-1] - times[0] - stopped_seconds(record.events)
+    told = f"{record.steps[-1]:,.0f} steps, {record.tokens[-1]:,.0f} tokens in {duration(max(1.0, seconds))}"
+    if "tokens_per_second" in measured:
+        told += f"; {measured['tokens_per_second']:,.0f} tokens/s in its steps"
+    if "peak_memory_bytes" in measured:
+        whose = "GPU memory" if record.metrics.last("memory/peak_bytes") else "memory beyond its libraries"
+        told += f"; a rank's peak {whose} {num_bytes(measured['peak_memory_bytes'])}"
+    return told
