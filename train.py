@@ -1,6 +1,5 @@
 """Pretrain a causal language model: recipe x ds_config -> runs/<name>/."""
 
-from pretraining import reporting
 from pretraining.command_line import parse_train_arguments, world_size_here
 from pretraining.data import (
     CacheSettings,
@@ -32,6 +31,8 @@ def main() -> None:
     run = RunDir(options.output_dir or REPOSITORY / "runs" / recipe.name)
     leave_again_if_stopped(run)
     if options.resume == "auto" and run.is_finished(recipe.to_dict()):
+        from pretraining import reporting
+
         return reporting.report_end(run)
     mixture = build_mixture(data, recipe, recipe.num_samples)
     train(recipe, ds_config, plan, data, mixture, run, options)
@@ -40,7 +41,7 @@ def main() -> None:
 def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
     # Plan and errors answer at once: the imports below take seconds.
     prepare_imports()
-    from pretraining import checkpoints, training
+    from pretraining import checkpoints, reporting, training
 
     ranks = training.joined_ranks(recipe.monitors["hang_minutes"])
     report = reporting.live_report(run, recipe.report["every_seconds"])
@@ -52,7 +53,7 @@ def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
 
 def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> bool:
     """Whether the run came to its end; False after a rollback."""
-    from pretraining import checkpoints, evaluation, model, training
+    from pretraining import checkpoints, evaluation, model, reporting, training
 
     resume = checkpoints.bring_checkpoint(run, recipe.checkpoints["upload"], options.resume)
     start = checkpoints.find_start(run, recipe, data.manifest, resume, options.allow_change)
