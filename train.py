@@ -15,7 +15,7 @@ from pretraining.planning import build_run_plan, judge_plan, measured, print_pla
 from pretraining.quiet import prepare_imports
 from pretraining.refusals import load_run
 from pretraining.restarts import leave_again_if_stopped
-from pretraining.run_dir import REPOSITORY, RunDir, describe_environment, report_end
+from pretraining.run_dir import REPOSITORY, RunDir, describe_environment
 
 
 def main() -> None:
@@ -29,7 +29,9 @@ def main() -> None:
     run = RunDir(options.output_dir or REPOSITORY / "runs" / recipe.name)
     leave_again_if_stopped(run)
     if options.resume == "auto" and run.is_finished(recipe.to_dict()):
-        return report_end(run)
+        from pretraining import reporting
+
+        return reporting.report_end(run)
     mixture = build_mixture(data, recipe, recipe.num_samples)
     train(recipe, ds_config, plan, data, mixture, run, options)
 
@@ -49,7 +51,7 @@ def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
 
 def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> bool:
     """Whether the run came to its end; False after a rollback."""
-    from pretraining import checkpoints, evaluation, model, training
+    from pretraining import checkpoints, evaluation, model, reporting, training
 
     resume = checkpoints.bring_checkpoint(run, recipe.checkpoints["upload"], options.resume)
     start = checkpoints.find_start(run, recipe, data.manifest, resume, options.allow_change)
@@ -107,7 +109,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
     peak_bytes = watch.memory.of_fullest_rank()
     if trainer.is_world_process_zero():
         run.add_end({**results, "measured": measured(run, recipe, plan.world_size, machine.gpu, peak_bytes)})
-        report_end(run)
+        reporting.report_end(run)
     return True
 
 

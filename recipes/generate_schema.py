@@ -71,6 +71,9 @@ TRAINING_BOUNDS = {
 # Choices that need a key which a recipe may not hold.
 REFUSED_CHOICES = {"save_strategy": "best"}
 
+# One project for all trackers: `pretraining.training.trackers` gives it to those that do not read this key.
+PROJECT = {"description": "The project of every tracker of `report_to`.", "default": "pretraining"}
+
 # Sequence heads and cross attention: parts that a causal language model does not have.
 UNUSED_MODEL_KEYS = re.compile(r"summary_.*|add_cross_attention|pretraining_tp")
 
@@ -98,6 +101,7 @@ def training_schema() -> dict:
     for name, choice in REFUSED_CHOICES.items():
         properties[name]["enum"].remove(choice)
     properties["report_to"] |= tracker_schema()
+    properties["project"] |= PROJECT
     del properties["report_to"]["type"], properties["report_to"]["items"]
     return {
         "type": "object",

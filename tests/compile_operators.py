@@ -7,10 +7,9 @@ from deepspeed.accelerator import get_accelerator
 
 def main() -> None:
     os.nice(10)
-    for name in ("ShareMemCommBuilder", "CPUAdamBuilder"):
-        builder = get_accelerator().create_op_builder(name)
-        if builder is not None:
-            builder.load(verbose=False)
+    builder = get_accelerator().create_op_builder("CPUAdamBuilder")
+    if builder is not None:
+        builder.load(verbose=False)
 
 
 if __name__ == "__main__":

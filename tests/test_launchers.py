@@ -35,6 +35,8 @@ def test_every_launcher_ends_cleanly(run):
     """Exit code 0, no process left, no complaint about the process group, the result told once."""
     assert (run.finished.code, run.finished.strays) == (0, ())
     assert not [word for word in COMPLAINTS if word in run.finished.stdout + run.finished.stderr]
+    assert len(re.findall(r"^steps +10 of 512 tokens: ", run.finished.stdout, re.MULTILINE)) == 1
+    assert run.finished.stdout.count("\n10 steps, 5,120 tokens in ") == 1
     assert run.finished.stdout.count("validation loss") == 1
     assert run.finished.stdout.count(f"export: {run.dir.export}") == 1
     told = [event["event"] for event in run.events if event["event"] != "save"]

@@ -105,14 +105,34 @@ def test_utilization_is_the_planners_flops_over_the_dense_peak():
     assert rates["throughput/hfu"] == pytest.approx(2048 * counted.hardware / 1e12, rel=1e-4)
 
 
+def event_of(kind: str, seconds_ago: float, **details) -> dict:
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - seconds_ago))
+    return {"time": when, "event": kind, **details}
+
+
 def test_goodput_charges_what_was_done_twice_and_the_time_between(tmp_path):
-    """An hour since the start, 1,200 s of it in steps whose rows stayed."""
+    """An hour since the start, 1,200 s of it in steps whose rows stayed; a crash's time until the resume is lost."""
     run = RunDir(tmp_path / "run")
-    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 3600))
-    append_row(run.events, {"time": when, "event": "start"})
+    append_row(run.events, event_of("start", 3600))
+    append_row(run.events, event_of("stopped", 1800, reason="its launcher is gone", asked=False))
     run.add_event("resume", checkpoint="checkpoint-100")
     kept = [{"step": step, "throughput/step_seconds": 10.0} for step in (20, 60, 100)]
     kept.insert(1, {"step": 50, "eval/loss": 3.0})
+    assert Goodput(run, kept).add(20, 10.0) == pytest.approx(1 / 3, rel=1e-2)
+
+
+def test_the_time_during_which_a_run_was_stopped_on_request_is_not_the_runs(tmp_path):
+    """Stopped for 10,000 s and again for 20,000 s: goodput is of the hour in which it could train."""
+    run = RunDir(tmp_path / "run")
+    for kind, seconds_ago in (
+        ("start", 33_600),
+        ("stopped", 32_000),
+        ("resume", 22_000),
+        ("stopped", 21_000),
+    ):
+        append_row(run.events, event_of(kind, seconds_ago))
+    append_row(run.events, event_of("resume", 1000))
+    kept = [{"step": 100, "throughput/step_seconds": 10.0}]
     assert Goodput(run, kept).add(20, 10.0) == pytest.approx(1 / 3, rel=1e-2)
 
 

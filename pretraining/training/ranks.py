@@ -15,7 +15,6 @@ from pretraining.errors import UserError
 from pretraining.training.fresh_store import fresh_store, shared_with_the_launcher
 from pretraining.training.launcher import launcher_is_gone
 from pretraining.training.operators import announce_compiles, ask_the_processor_once, clear_abandoned_locks
-from pretraining.training.shared_memory import forget_shared_buffer
 
 # What a launcher sets; a plain `python train.py` is a world of one.
 _SINGLE_PROCESS = {
@@ -66,6 +65,7 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
         _share_cores(ranks_here())
         # Only its own launcher tells DeepSpeed; else ZeRO-3 starts `numactl` at every reduction to count devices.
         os.environ.setdefault("LOCAL_SIZE", str(ranks_here()))
+        _leave_out_shared_memory()
     clear_abandoned_locks()
     ask_the_processor_once()
     announce_compiles()
@@ -74,9 +74,17 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     if shared_with_the_launcher():
         _meet_in_fresh_store(backend, timeout)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
-    if backend == "gloo":
-        forget_shared_buffer()
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def _leave_out_shared_memory() -> None:
+    """Keep DeepSpeed from building its reductions through shared memory, which only `inference_all_reduce` uses.
+
+    deepspeed 0.19.8 (comm/torch.py) would build them for every process group, also without a ds_config: a minute of
+    compiling, a line on the screen, and 66 MiB a rank in /dev/shm that no process gives back. They also reduce over all
+    ranks whatever group is asked for; torch's own reductions keep to the group.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _meet_in_fresh_store(backend: str, timeout: timedelta) -> None:
