@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from pretraining.errors import UserError, nearest
 from pretraining.model_types import other_model_types
 from pretraining.recipe import recipe_schema
+from pretraining.schema import differences
 
 # `training` keys that change where the work happens or what is recorded, not the curve.
 NEUTRAL_TRAINING_KEYS = frozenset(
@@ -64,6 +65,10 @@ class Change(NamedTuple):
         section = self.key.partition(".")[0]
         return self.key in allowed or section in allowed
 
+    def __str__(self) -> str:
+        """The first single value that differs."""
+        return str(differences(self.earlier, self.now, self.key)[0])
+
 
 def curve_parts(recipe: dict) -> dict:
     """Flat {dotted key: value} of everything in a resolved recipe that the loss at step k is a function of."""
@@ -90,12 +95,11 @@ def refuse_changes(changes: list[Change], allowed: Iterable[str], place: Path, w
     """Raise `UserError` for the first change that is not `allowed`; `place` holds a `what` of another recipe."""
     refused = [change for change in changes if not change.is_allowed(allowed)]
     if refused:
-        key, earlier, now = refused[0]
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         raise UserError(
-            f"{place} holds a {what} of another recipe: {key} is {earlier!r} there and {now!r} here{more}; give "
-            "this one its own folder with --output_dir, start over with --resume never, or accept the change with "
-            f"--allow_change {key}"
+            f"{place} holds a {what} of another recipe: {refused[0]}{more}; give this one its own folder with "
+            "--output_dir, start over with --resume never, or accept the change with "
+            f"--allow_change {refused[0].key}"
         )
 
 

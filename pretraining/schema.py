@@ -4,8 +4,9 @@ import json
 import math
 import operator
 import re
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pretraining.errors import UserError, nearest
 
@@ -218,12 +219,18 @@ def _check_one_of(value: dict, schema: dict, where: str, key: str) -> None:
 
 def _check_conditions(value: dict, schema: dict, where: str, key: str, root: dict) -> dict:
     for condition in schema.get("allOf", []):
-        try:
-            check(value, condition["if"], where, key, root)
-        except UserError:
-            continue
-        value = check(value, condition["then"], where, key, root)
+        if fits(value, condition["if"], root):
+            value = check(value, condition["then"], where, key, root)
     return value
+
+
+def fits(value: Any, schema: dict, root: dict | None = None) -> bool:
+    """Whether `check` accepts it."""
+    try:
+        check(value, schema, "", root=root)
+    except UserError:
+        return False
+    return True
 
 
 def _valid_keys(name: str, properties: dict) -> str:
@@ -235,6 +242,41 @@ def _valid_keys(name: str, properties: dict) -> str:
 def problem(where: str, key: str, what: str) -> UserError:
     """The error family's one line: file, dotted key, what is wrong."""
     return UserError(f"{where}: {key}: {what}" if key else f"{where}: {what}")
+
+
+class Difference(NamedTuple):
+    """One value in which two files differ."""
+
+    key: str
+    """Dotted, down to the value itself."""
+    there: Any
+    here: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_in_brief(self.there)} there, {_in_brief(self.here)} here"
+
+
+def differences(there: Any, here: Any, key: str = "") -> list[Difference]:
+    """The single values in which two JSON values differ, named as `--set` does; what is left out counts as null."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        pairs = [(name, there.get(name), here.get(name)) for name in there | here]
+    elif isinstance(there, list) and isinstance(here, list):
+        pairs = [(str(number), *pair) for number, pair in enumerate(zip_longest(there, here))]
+    else:
+        return [] if there == here else [Difference(key, there, here)]
+    found = [differences(one, other, f"{key}.{name}" if key else name) for name, one, other in pairs]
+    return [difference for group in found for difference in group]
+
+
+def listed(texts: list, most: int = 3) -> str:
+    """The first few of them, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return "; ".join(map(str, texts[:most])) + more
+
+
+def _in_brief(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _shown(value: Any) -> str:

@@ -4,30 +4,78 @@ import hashlib
 import json
 from pathlib import Path
 
+from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
+from pretraining.recipe import recipe_schema
+from pretraining.recipe_defaults import filled_deeply
+from pretraining.schema import differences
 
 FORMAT = 2
 MANIFEST_NAME = "manifest.json"
-SECTION_KEYS = (
-    "sources",
-    "tokenizer",
-    "validation_share",
+DECIDING_KEYS = (
+    "sources",  # the texts, in this order: of each source what follows
+    "tokenizer",  # the ids
+    "validation_share",  # on which side of the split a document is
     "skip_undecodable",
     "filters",
     "dedup",
-    "decontaminate",
+    "decontaminate",  # these four: which documents are left out
 )
-"""The part of a recipe's data section that shapes the shards (the sequence length is cut when reading)."""
+"""The keys of a recipe's data section that decide the prepared bytes. Every other one says how these are read, or how
+fast they are made: a change of it needs no preparation."""
 
-MIXING_KEYS = ("name", "weight", "max_epochs")
-"""What a source's entry says of how it is read in training, not of what it holds."""
+DECIDING_SOURCE_KEYS = (
+    "builtin",
+    "path",
+    "dataset",
+    "config",
+    "split",
+    "revision",  # which files or rows
+    "text_column",  # which of their columns
+)
+"""The same of each entry in `sources`: its name, weight and max_epochs say how a run mixes it."""
 
 
-def shaping_section(data: dict) -> dict:
-    """The entries of the data section that shape the shards. Weights do where a tokenizer is trained by them."""
-    mixing = MIXING_KEYS if isinstance(data["tokenizer"], str) else ("name", "max_epochs")
-    sources = [{key: value for key, value in spec.items() if key not in mixing} for spec in data["sources"]]
-    return {key: sources if key == "sources" else data.get(key) for key in SECTION_KEYS}
+def deciding_section(data: dict) -> dict:
+    """The part of a data section that decides the prepared bytes; what it leaves out has its default."""
+    filled = filled_deeply(data, recipe_schema()["properties"]["data"])
+    sources = [{key: spec.get(key) for key in DECIDING_SOURCE_KEYS} for spec in filled["sources"]]
+    return {key: sources if key == "sources" else filled.get(key) for key in DECIDING_KEYS}
+
+
+def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None = None) -> list[str]:
+    """In what a prepared data set differs from what a data section asks for, one short text each.
+
+    The reading keys of either do not count, nor what one of them does not say: data sets of earlier versions stay
+    what they are. `fingerprints` are the sources' as they are now; None if they need not be there.
+    """
+    if "converted_from" in manifest:
+        return [f"it was converted from {manifest['converted_from']['format']} files, not prepared from text"]
+    found = differences(deciding_section(manifest["data"]), deciding_section(data), "data")
+    if found:
+        return list(map(str, found))
+    texts = [
+        _source_difference(f"data.sources.{number}", manifest["sources"][number], here)
+        for number, here in enumerate(fingerprints or [])
+    ]
+    now = local_fingerprint(data["tokenizer"])
+    if now not in (None, manifest["tokenizer"]["fingerprint"]):
+        texts.append(f"data.tokenizer: {data['tokenizer']} has changed since")
+    return list(filter(None, texts))
+
+
+def _source_difference(key: str, there: dict, here: dict) -> str | None:
+    changed = differences({name: there.get(name) for name in here}, here, key)
+    if not changed or "files" not in here:
+        return str(changed[0]) if changed else None
+    sizes = [f"{source['bytes']:,} bytes in {_files(source['files'])}" for source in (there, here)]
+    if sizes[0] == sizes[1]:
+        return f"{key}: {_files(here['files'])} of the same size, but written since or named otherwise"
+    return f"{key}: {sizes[0]} there, {sizes[1]} here"
+
+
+def _files(number: int) -> str:
+    return "1 file" if number == 1 else f"{number:,} files"
 
 
 def digest_of(*parts) -> str:
@@ -94,13 +142,13 @@ def summary_of(folder: Path, manifest: dict) -> dict:
     """What a person or a script wants to know of a data set after its preparation."""
     splits = manifest["splits"]
     counts = {name: {key: splits[name][key] for key in ("documents", "tokens", "bytes")} for name in splits}
-    num_tokens = sum(count["tokens"] for count in counts.values())
+    num_tokens = max(1, sum(count["tokens"] for count in counts.values()))
     return {
         "name": manifest["name"],
         "folder": str(folder),
         **counts,
         "vocab_size": manifest["tokenizer"]["vocab_size"],
-        "bytes_per_token": sum(count["bytes"] for count in counts.values()) / max(1, num_tokens),
+        "bytes_per_token": sum(count["bytes"] for count in counts.values()) / num_tokens,
         "skipped": manifest["skipped"],
         "unigram_bits_per_byte": splits["validation"]["unigram_bits_per_byte"],
         "fingerprint": manifest["fingerprint"],

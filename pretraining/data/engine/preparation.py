@@ -155,9 +155,7 @@ class Preparation:
     def tokenizer_stage(self) -> Stage:
         """One task: load the tokenizer, or train it on the text before it."""
         spec = self.data["tokenizer"]
-        trained_on = (
-            [self.text_keys, self.data["validation_share"], self.weights] if isinstance(spec, dict) else []
-        )
+        trained_on = [self.text_keys, self.data["validation_share"]] if isinstance(spec, dict) else []
         key = digest_of(spec, local_fingerprint(spec), self.vocab_size, trained_on)
         return Stage("tokenizer", [key], lambda number, folder: make_tokenizer(self, folder))
 
@@ -172,11 +170,6 @@ class Preparation:
     def tokenizer_folder(self) -> Path:
         """The finished tokenizer."""
         return self.tokenizer_stage.outputs(self.work)[0]
-
-    @property
-    def weights(self) -> list[float]:
-        """Of each source, for what is sampled from all of them."""
-        return [spec.get("weight") or 1.0 for spec in self.data["sources"]]
 
     def read_pieces(self, numbers: range, skipped: dict) -> Iterator[Batch]:
         """The text of neighbouring pieces of one source as it is read; `skipped` counts what is left out."""
