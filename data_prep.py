@@ -35,7 +35,7 @@ def main() -> None:
     outcome = prepare_data(recipe, options.data_dir, not options.json, execution, options.replace)
     if outcome.manifest is None:
         return print(as_submitted(outcome.jobs, options.json))
-    summary = summary_of(outcome.folder, outcome.manifest)
+    summary = summary_of(outcome.folder, outcome.manifest, recipe.data["sources"])
     summary["kept_aside"] = outcome.kept_aside and str(outcome.kept_aside)
     print(json.dumps(summary) if options.json else as_text(summary, outcome))
 
@@ -101,11 +101,23 @@ def as_text(summary: dict, outcome: Outcome) -> str:
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in summary["skipped"].items())
     lines.append(f"  documents left out: {left_out}")
     lines.append(f"  unigram entropy of validation {summary['unigram_bits_per_byte']:.3f} bits per byte")
+    if len(summary["sources"]) > 1:
+        lines += source_lines(summary["sources"])
     if report := report_text(outcome.manifest):
         lines.append(report)
     if outcome.kept_aside is not None:
         lines.append(kept_text(outcome.kept_aside))
     return "\n".join(lines)
+
+
+def source_lines(sources: list[dict]) -> list[str]:
+    """What is left of each source, and how much of a run it is to be."""
+    lines = [f"  {'source':<24}{'documents':>14}{'tokens':>19}{'share':>9}  weight in a run"]
+    for source in sources:
+        counts = f"{source['documents']:>14,}{source['tokens']:>19,}{source['share']:>9.2%}"
+        weight = "by size" if source["weight"] is None else f"{source['weight']:g}"
+        lines.append(f"  {source['name'][:23]:<24}{counts}  {weight}")
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Promises 1 and 3 for data: a finished data set never changes unasked, and its identity is what decides its bytes."""
 
+import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,10 @@ from pretraining.recipe import recipe_schema
 from tests.finished_data import change_manifest
 from tests.test_data_prep import (
     bytes_of,
+    data_prep,
     make_texts,
     prepare,
+    recipe_file,
     recipe_for,
     write_jsonl,
 )
@@ -39,6 +43,21 @@ def made(tmp_path_factory) -> Path:
         write_jsonl(folder / f"{name}.jsonl", make_texts(60, seed))
     prepare(folder / "data", mixed(folder))
     return folder
+
+
+def test_what_is_left_of_each_source_is_printed(made, tmp_path):
+    """Documents and tokens, their share, and the weight that a run gives them; of a single source nothing."""
+    values = json.loads(recipe_file(tmp_path, made / "notes.jsonl").read_text())
+    values["data"] |= {"sources": mixed(made, weights=(1, 3)).data["sources"], "filters": [FILTER]}
+    recipe = tmp_path / "mixed.json"
+    recipe.write_text(json.dumps(values))
+    text = subprocess.run(data_prep(recipe, made / "data"), capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(data_prep(recipe, made / "data", "--json"), capture_output=True, check=True).stdout
+    notes, web = json.loads(shown)["sources"]
+    assert notes["documents"] == web["documents"] == 60 and notes["share"] + web["share"] == pytest.approx(1)
+    assert (notes["weight"], web["weight"], web["name"]) == (1, 3, "web")
+    line = next(line for line in text.splitlines() if line.split()[:1] == ["web"])
+    assert line.split()[1:] == ["60", f"{web['tokens']:,}", f"{web['share']:.2%}", "3"]
 
 
 @pytest.fixture

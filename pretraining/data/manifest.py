@@ -4,6 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from pretraining.data.names import source_name
 from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
 from pretraining.recipe import recipe_schema
@@ -138,15 +139,29 @@ def num_shard_bytes(manifest: dict) -> int:
     return sum(shard["size"] for entry in manifest["splits"].values() for shard in entry["shards"])
 
 
-def summary_of(folder: Path, manifest: dict) -> dict:
-    """What a person or a script wants to know of a data set after its preparation."""
+def summary_of(folder: Path, manifest: dict, specs: list[dict]) -> dict:
+    """What a person or a script wants to know of a data set after its preparation.
+
+    specs: the recipe's sources, whose names and weights may be others than at the preparation.
+    """
     splits = manifest["splits"]
     counts = {name: {key: splits[name][key] for key in ("documents", "tokens", "bytes")} for name in splits}
     num_tokens = max(1, sum(count["tokens"] for count in counts.values()))
+    sources = [
+        {
+            "name": source_name(spec),
+            "documents": entry["documents"],
+            "tokens": entry["tokens"],
+            "share": entry["tokens"] / num_tokens,
+            "weight": spec.get("weight"),
+        }
+        for spec, entry in zip(specs, manifest["sources"], strict=True)
+    ]
     return {
         "name": manifest["name"],
         "folder": str(folder),
         **counts,
+        "sources": sources,
         "vocab_size": manifest["tokenizer"]["vocab_size"],
         "bytes_per_token": sum(count["bytes"] for count in counts.values()) / num_tokens,
         "skipped": manifest["skipped"],
