@@ -134,7 +134,12 @@ def nearest(word: str, candidates) -> str:
 
 def nearest_names(word: str, candidates, most: int = 3) -> str:
     """`; did you mean 'x', 'y' or 'z'?` for the candidates closest to `word`, or an empty string."""
-    matches = [repr(match) for match in get_close_matches(word, list(candidates), n=most, cutoff=0.6)]
-    if not matches:
+    return did_you_mean(get_close_matches(word, list(candidates), n=most, cutoff=0.6))
+
+
+def did_you_mean(names: list[str]) -> str:
+    """`; did you mean 'x', 'y' or 'z'?`, or an empty string for no names."""
+    quoted = [repr(name) for name in names]
+    if not quoted:
         return ""
-    return f"; did you mean {' or '.join(filter(None, [', '.join(matches[:-1]), matches[-1]]))}?"
+    return f"; did you mean {' or '.join(filter(None, [', '.join(quoted[:-1]), quoted[-1]]))}?"
