@@ -1,6 +1,7 @@
 """Promises 1 and 3 for data: a finished data set never changes unasked, and its identity is what decides its bytes."""
 
 import json
+import pickle
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ from pretraining.data import open_prepared, prepare_data
 from pretraining.data.manifest import DECIDING_KEYS, DECIDING_SOURCE_KEYS, deciding_section, read_manifest
 from pretraining.errors import UserError
 from pretraining.recipe import recipe_schema
-from tests.finished_data import change_manifest
+from tests.finished_data import change_manifest, cut_into_shards, refusal
 from tests.test_data_prep import (
     bytes_of,
     data_prep,
@@ -208,3 +209,97 @@ def test_a_kill_between_the_renames_loses_nothing(made, root, tmp_path, renames)
     outcome = prepare_data(recipe, root, show_progress=False, replace=True)
     assert outcome.manifest["data"]["validation_share"] == 0.3
     assert bytes_of(outcome.kept_aside) == before and not list(root.glob(".corpus*"))
+
+
+def test_what_filters_and_decontamination_read_is_a_part_of_the_identity(made, tmp_path):
+    """A word list, a function, evaluation sets: changed, they are named; missing, they say nothing."""
+    (tmp_path / "words.txt").write_text("tensorflow\n")
+    (tmp_path / "own.py").write_text("def keep(text):\n    return True\n")
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "sets" / "quiz.txt").write_text("one two three four five six seven eight nine ten")
+    rules = [{"rule": "blocklist", "path": str(tmp_path / "words.txt")}]
+    rules += [{"rule": "callable", "import": f"{tmp_path / 'own.py'}:keep"}]
+    recipe = mixed(made, filters=rules, decontaminate={"folder": str(tmp_path / "sets"), "tasks": []})
+    recipe.data["decontaminate"] |= {"ngram": 13, "shortest": 8, "share": 0}
+    prepare(tmp_path / "data", recipe)
+    prepare(tmp_path / "data", recipe)
+    for path, key in (
+        ("words.txt", "filters.0"),
+        ("own.py", "filters.1"),
+        ("sets/quiz.txt", "decontaminate.folder"),
+    ):
+        before = (tmp_path / path).read_text()
+        (tmp_path / path).write_text(before + "\n# and more\n")
+        assert f"data.{key}: what it reads has changed since" in refusal(prepare, tmp_path / "data", recipe)
+        (tmp_path / path).write_text(before)
+    (tmp_path / "words.txt").unlink()
+    (tmp_path / "sets" / "quiz.txt").unlink()
+    prepare(tmp_path / "data", recipe)
+
+
+def test_a_folder_read_as_a_dataset_is_known_by_its_files(tmp_path):
+    """It has no commit: another file in it is another source; data of an earlier version knew none of them."""
+    (tmp_path / "rows").mkdir()
+    write_jsonl(tmp_path / "rows" / "a.jsonl", make_texts(60))
+    recipe = recipe_for({"dataset": str(tmp_path / "rows"), "split": "train"})
+    folder = prepare(tmp_path / "data", recipe)
+    write_jsonl(tmp_path / "rows" / "b.jsonl", make_texts(60, seed=1))
+    assert "bytes in 1 file there" in refusal(prepare, tmp_path / "data", recipe)
+
+    def as_before(manifest: dict) -> None:
+        for key in ("files", "bytes", "fingerprint"):
+            del manifest["sources"][0][key]
+
+    change_manifest(folder, as_before)
+    prepare(tmp_path / "data", recipe)
+
+
+def test_a_silent_hub_has_what_was_prepared_from_it(tmp_path, monkeypatch):
+    """Offline the commit is not known; another one than that of the data is named."""
+    (tmp_path / "rows").mkdir()
+    write_jsonl(tmp_path / "rows" / "a.jsonl", make_texts(60))
+    recipe = recipe_for({"dataset": str(tmp_path / "rows"), "split": "train"})
+    folder = prepare(tmp_path / "data", recipe)
+    change_manifest(folder, lambda manifest: manifest["sources"][0].update(commit="abc"))
+    known = {"dataset": str(tmp_path / "rows"), "config": None, "split": "train"}
+    monkeypatch.setattr(
+        "pretraining.data.sources.HubSource.fingerprint", lambda self: {**known, "commit": None}
+    )
+    prepare(tmp_path / "data", recipe)
+    monkeypatch.setattr(
+        "pretraining.data.sources.HubSource.fingerprint", lambda self: {**known, "commit": "def"}
+    )
+    said = refusal(prepare, tmp_path / "data", recipe)
+    assert 'data.sources.0.commit: "abc" there, "def" here' in said
+
+
+def test_a_run_never_reads_the_tokens_of_the_next_data_set(made, root):
+    """Shards are mapped when they are first touched: those of a set that took the place are refused, copies are not."""
+    prepare(root, mixed(made, name="mixed"))
+    cut_into_shards(root / "mixed", 3_000)
+    recipe = mixed(made, name="mixed")
+    data = open_prepared(recipe, root)
+    for path in (root / "mixed" / "train").glob("*.arrow"):
+        path.write_bytes(path.read_bytes())
+    first = data.train.read(0, 10).tolist()
+    prepare(root, mixed(made, name="mixed", validation_share=0.3), replace=True)
+    cut_into_shards(root / "mixed", 3_000)
+    assert data.train.read(0, 10).tolist() == first
+    for stream in (data.train, pickle.loads(pickle.dumps(data.train))):
+        assert "the data set was replaced while it was read" in refusal(stream.read, 6_000, 6_010)
+    (root / "mixed").rename(root / "new")
+    assert "was replaced while it was read" in refusal(data.train.read, 6_000, 6_010)
+
+
+def test_a_place_that_nothing_can_be_renamed_into_is_refused_at_once(made, tmp_path, disk_of):
+    disk = disk_of("10m")
+    assert "a disk is mounted there" in refusal(prepare, disk.parent, mixed(made, name=disk.name))
+    assert "must have at most 200" in refusal(prepare, tmp_path / "data", mixed(made, name="n" * 240))
+    assert not any(disk.iterdir()) and not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("content", ["[]", '{"format": 2}', '{"format": 2, "data": {}}'])
+def test_a_manifest_that_is_none_is_one_line(made, root, content):
+    (root / "corpus" / "manifest.json").write_text(content)
+    for action in (prepare_data, open_prepared):
+        assert "manifest.json: damaged manifest" in refusal(action, mixed(made), root)

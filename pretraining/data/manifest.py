@@ -9,10 +9,11 @@ from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
 from pretraining.recipe import recipe_schema
 from pretraining.recipe_defaults import filled_deeply
-from pretraining.schema import differences
+from pretraining.schema import Difference, differences
 
 FORMAT = 2
 MANIFEST_NAME = "manifest.json"
+REQUIRED = ("name", "fingerprint", "data", "tokenizer", "splits")
 DECIDING_KEYS = (
     "sources",  # the texts, in this order: of each source what follows
     "tokenizer",  # the ids
@@ -62,12 +63,48 @@ def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None
     now = local_fingerprint(data["tokenizer"])
     if now not in (None, manifest["tokenizer"]["fingerprint"]):
         texts.append(f"data.tokenizer: {data['tokenizer']} has changed since")
+    if fingerprints is not None:
+        texts += _changed_rules(manifest.get("consulted", {}), data)
     return list(filter(None, texts))
 
 
+def consulted(data: dict) -> dict:
+    """What filters and decontamination go by, with checksums of the files they read, each under its dotted key."""
+    found = {}
+    if data.get("filters"):
+        from pretraining.data.quality import FilterChain
+
+        chain = FilterChain.of(data["filters"])
+        found = {f"data.filters.{number}": rule for number, rule in enumerate(chain.identity)}
+    if (data.get("decontaminate") or {}).get("folder"):
+        from pretraining.data.dedup.evaluation_sets import fingerprint_of_sets
+
+        found["data.decontaminate.folder"] = {
+            "files": fingerprint_of_sets(data["decontaminate"]["folder"], [])
+        }
+    return json.loads(json.dumps(found))
+
+
+def _changed_rules(there: dict, data: dict) -> list[str]:
+    if not there:
+        return []
+    try:
+        here = consulted(data)
+    except UserError:  # a list or a package that only a preparation needs
+        return []
+    changed = [key for key in there if _common_differences(there[key], here.get(key, {}), key)]
+    return [f"{key}: what it reads has changed since" for key in changed]
+
+
+def _common_differences(there: dict, here: dict, key: str) -> list[Difference]:
+    """Those in what both say: one of another version may say more."""
+    common = [name for name in here if name in there]
+    return differences({name: there[name] for name in common}, {name: here[name] for name in common}, key)
+
+
 def _source_difference(key: str, there: dict, here: dict) -> str | None:
-    changed = differences({name: there.get(name) for name in here}, here, key)
-    if not changed or "files" not in here:
+    changed = _common_differences(there, here, key)
+    if not changed or "files" not in there.keys() & here.keys():
         return str(changed[0]) if changed else None
     sizes = [f"{source['bytes']:,} bytes in {_files(source['files'])}" for source in (there, here)]
     if sizes[0] == sizes[1]:
@@ -107,9 +144,13 @@ def parse_manifest(content: str | bytes, where: str, if_damaged: str, if_other_f
         manifest = json.loads(content)
     except ValueError as error:
         raise UserError(f"{where}: damaged manifest; {if_damaged}") from error
+    if not isinstance(manifest, dict):
+        raise UserError(f"{where}: damaged manifest; {if_damaged}")
     if manifest.get("format") != FORMAT:
         found = manifest.get("format")
         raise UserError(f"{where}: format {found}, this code reads {FORMAT}; {if_other_format}")
+    if missing := [key for key in REQUIRED if key not in manifest]:
+        raise UserError(f"{where}: damaged manifest: it has no {missing[0]}; {if_damaged}")
     return manifest
 
 

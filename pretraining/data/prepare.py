@@ -70,9 +70,22 @@ def prepare_data(
     return outcome
 
 
+LONGEST_NAME = 200
+"""Bytes of a folder's name: file systems take 255, and what is put before and after it needs some."""
+
+
 def _place(folder: Path) -> Path:
-    """Where a link leads, else the folder; UserError where somebody keeps something else there."""
+    """Where a link leads, else the folder; UserError if nothing can be put there, or somebody keeps something else."""
+    if (length := len(os.fsencode(folder.name))) > LONGEST_NAME:
+        raise UserError(
+            f"data.name: has {length} bytes; it must have at most {LONGEST_NAME}: it names a folder"
+        )
     folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
+    if folder.is_mount():
+        raise UserError(
+            f"{folder}: a disk is mounted there, and a data set is renamed into its place; give a folder of that disk "
+            "to --data_dir, or choose another data.name"
+        )
     if folder.is_dir() and any(folder.iterdir()) and read_manifest(folder) is None:
         raise UserError(
             f"{folder}: holds files that are no prepared data (there is no manifest.json); choose another data.name, "

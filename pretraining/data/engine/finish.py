@@ -116,6 +116,7 @@ def _write_manifest(building: Path, preparation, splits: dict, outputs: list, re
         "name": data["name"],
         "fingerprint": content_fingerprint(splits),
         "data": deciding_section(data),
+        "consulted": preparation.consulted,
         "tokenizer": describe_tokenizer(building / "tokenizer", str(data["tokenizer"])).__dict__,
         "encoding": _encoding(results),
         "sources": _sources(data["sources"], preparation.fingerprints, results),

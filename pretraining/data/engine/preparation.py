@@ -17,7 +17,7 @@ from pretraining.data.engine.pieces import Piece, cut_sources, gather
 from pretraining.data.engine.tasks import Stage
 from pretraining.data.engine.tokenize_stage import tokenize
 from pretraining.data.engine.tokenizer_stage import make_tokenizer
-from pretraining.data.manifest import FORMAT, digest_of
+from pretraining.data.manifest import FORMAT, consulted, digest_of
 from pretraining.data.progress import Progress, Silence
 from pretraining.data.publishing import work_folder
 from pretraining.data.tokenizer import local_fingerprint
@@ -104,6 +104,11 @@ class Preparation:
         return [digest_of(key, fates) for key in self.clean_stage.keys]
 
     @cached_property
+    def consulted(self) -> dict:
+        """What filters and decontamination go by, as it is at the beginning."""
+        return consulted(self.data)
+
+    @cached_property
     def evaluation_stage(self) -> Stage | None:
         """One task: the n-grams of the evaluation sets."""
         section = self.data.get("decontaminate")
@@ -123,12 +128,9 @@ class Preparation:
     @cached_property
     def clean_stage(self) -> Stage:
         """A task for each piece: filters, decontamination, signatures."""
-        from pretraining.data.quality import FilterChain
-
-        chain = FilterChain.of(self.data.get("filters") or [])
         evaluation = self.evaluation_stage.keys if self.evaluation_stage else []
         dedup = self.data.get("dedup") or {}
-        shared = [chain.identity, evaluation, dedup.get("exact"), dedup.get("minhash")]
+        shared = [self.consulted, evaluation, dedup.get("exact"), dedup.get("minhash")]
         keys = [digest_of(shared, key) for key in self.read_keys]
         return Stage("clean", keys, lambda number, folder: clean(self, number, folder))
 
