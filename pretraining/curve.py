@@ -41,6 +41,11 @@ NEUTRAL_TRAINING_KEYS = frozenset(
     }
 )
 
+# `data` keys that say where the tokens are and how fast they were made: which ones they are, their fingerprint says.
+NEUTRAL_DATA_KEYS = frozenset({"name", "encoder"})
+NEUTRAL_KEYS = frozenset(
+    {f"training.{key}" for key in NEUTRAL_TRAINING_KEYS} | {f"data.{key}" for key in NEUTRAL_DATA_KEYS}
+)
 
 # Keys that came later, with the value that means what was done before there were any.
 LATER_KEYS = {"data.document_masking": False, "data.packing": "in_sequence", "budget.ramp": None}
@@ -75,13 +80,12 @@ def curve_parts(recipe: dict) -> dict:
     parts = {}
     for section in SECTIONS:
         for key, value in recipe[section].items():
-            if section != "training" or key not in NEUTRAL_TRAINING_KEYS:
-                parts[f"{section}.{key}"] = value
+            parts[f"{section}.{key}"] = value
     parts |= {f"loss.{key}": recipe.get("loss", {}).get(key, 0.0) for key in ("z_loss", "router_z_loss")}
     parts |= {"speed.fp8": recipe.get("speed", {}).get("fp8", "none")}
     for section in ("optimizer", "mup"):
         parts |= {f"{section}.{key}": value for key, value in recipe.get(section, {}).items()}
-    return LATER_KEYS | parts
+    return LATER_KEYS | {key: value for key, value in parts.items() if key not in NEUTRAL_KEYS}
 
 
 def changed_parts(recipe: dict, earlier: dict) -> list[Change]:
@@ -109,10 +113,9 @@ def check_allowed(key: str) -> str:
     names = {f"{section}.{name}" for section in SECTIONS for name in properties[section]["properties"]}
     models = [*recipe_schema()["$defs"].values(), *other_model_types()["types"].values()]
     names |= {f"model.{name}" for model in models for name in model["properties"]}
-    names -= {f"training.{name}" for name in NEUTRAL_TRAINING_KEYS}
     names |= {*SECTIONS, DATA_FINGERPRINT}
+    names -= NEUTRAL_KEYS
     if key not in names:
-        neutral = key.removeprefix("training.") in NEUTRAL_TRAINING_KEYS
-        why = "may change without it" if neutral else f"no part of the curve{nearest(key, names)}"
+        why = "may change without it" if key in NEUTRAL_KEYS else f"no part of the curve{nearest(key, names)}"
         raise UserError(f"{key}: {why}")
     return key

@@ -217,6 +217,11 @@ def test_a_changed_weight_is_named_down_to_the_number(run):
     assert accepted(run, "data.sources.0.weight=0.7", allowed=["data.sources"]) == ["data.sources"]
 
 
+def test_the_same_tokens_under_another_name_are_the_same_data(run):
+    """As those of a replaced data set; their fingerprint is compared in any case."""
+    assert accepted(run, "data.name=python-stdlib.replaced-1", "data.encoder=tokenizers") == []
+
+
 def test_other_tokens_are_other_data(run):
     """The same recipe over data that was prepared anew from other text."""
     other = {**MANIFEST, "fingerprint": "xxh128:1"}

@@ -191,6 +191,19 @@ def test_a_replaced_data_set_is_kept_beside_the_new_one(made, root):
     ]
 
 
+def test_runs_of_a_replaced_data_set_are_told_its_name(made, root):
+    """Under it the data opens, with the tokens and the order that it had."""
+    recipe, before = mixed(made), read_manifest(root / "corpus")["fingerprint"]
+    prepare(root, mixed(made, validation_share=0.3), replace=True)
+    (root / "corpus.replaced-2").mkdir()
+    (root / "corpus.replaced-of-old").mkdir()
+    for action in (prepare_data, open_prepared):
+        assert "corpus.replaced-1 beside it fits: --set data.name=corpus.replaced-1" in refusal(
+            action, recipe, root
+        )
+    assert open_prepared(mixed(made, name="corpus.replaced-1"), root).fingerprint == before
+
+
 def test_a_replacement_that_fails_keeps_the_old_data(made, root, tmp_path):
     """In its place: what was committed stays until its successor is complete."""
     before = bytes_of(root / "corpus")
@@ -298,7 +311,9 @@ def test_a_place_that_nothing_can_be_renamed_into_is_refused_at_once(made, tmp_p
     assert not any(disk.iterdir()) and not (tmp_path / "data").exists()
 
 
-@pytest.mark.parametrize("content", ["[]", '{"format": 2}', '{"format": 2, "data": {}}'])
+@pytest.mark.parametrize(
+    "content", ["[]", '{"format": 2}', '{"format": 2, "name": "x", "fingerprint": "y", "data": {}}']
+)
 def test_a_manifest_that_is_none_is_one_line(made, root, content):
     (root / "corpus" / "manifest.json").write_text(content)
     for action in (prepare_data, open_prepared):

@@ -5,15 +5,15 @@ import json
 from pathlib import Path
 
 from pretraining.data.names import source_name
+from pretraining.data.publishing import kept_beside
 from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
 from pretraining.recipe import recipe_schema
 from pretraining.recipe_defaults import filled_deeply
-from pretraining.schema import Difference, differences
+from pretraining.schema import Difference, check, differences
 
 FORMAT = 2
 MANIFEST_NAME = "manifest.json"
-REQUIRED = ("name", "fingerprint", "data", "tokenizer", "splits")
 DECIDING_KEYS = (
     "sources",  # the texts, in this order: of each source what follows
     "tokenizer",  # the ids
@@ -36,6 +36,24 @@ DECIDING_SOURCE_KEYS = (
     "text_column",  # which of their columns
 )
 """The same of each entry in `sources`: its name, weight and max_epochs say how a run mixes it."""
+
+
+_SPLIT = {"type": "object", "required": ["documents", "tokens", "bytes", "dtype", "checksum", "shards"]}
+SHAPE = {
+    "type": "object",
+    "required": ["name", "fingerprint", "data", "tokenizer", "splits"],
+    "properties": {
+        "data": {"type": "object", "required": ["sources", "tokenizer"]},
+        "tokenizer": {"type": "object", "required": ["vocab_size", "fingerprint"]},
+        "splits": {
+            "type": "object",
+            "required": ["train", "validation"],
+            "properties": {"train": _SPLIT, "validation": _SPLIT},
+        },
+        "sources": {"type": "array"},
+    },
+}
+"""What every reader of a manifest takes for granted."""
 
 
 def deciding_section(data: dict) -> dict:
@@ -66,6 +84,18 @@ def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None
     if fingerprints is not None:
         texts += _changed_rules(manifest.get("consulted", {}), data)
     return list(filter(None, texts))
+
+
+def fitting_beside(folder: Path, data: dict, fingerprints: list[dict] | None = None) -> str:
+    """`; <name> beside it fits: ...` if one of the data sets kept beside `folder` is what a data section asks for."""
+    for path in kept_beside(folder):
+        try:
+            manifest = read_manifest(path)
+        except (UserError, OSError):
+            continue
+        if manifest and not data_differences(manifest, data, fingerprints):
+            return f"; {path.name} beside it fits: --set data.name={path.name}"
+    return ""
 
 
 def consulted(data: dict) -> dict:
@@ -144,13 +174,13 @@ def parse_manifest(content: str | bytes, where: str, if_damaged: str, if_other_f
         manifest = json.loads(content)
     except ValueError as error:
         raise UserError(f"{where}: damaged manifest; {if_damaged}") from error
-    if not isinstance(manifest, dict):
-        raise UserError(f"{where}: damaged manifest; {if_damaged}")
-    if manifest.get("format") != FORMAT:
+    if isinstance(manifest, dict) and manifest.get("format") != FORMAT:
         found = manifest.get("format")
         raise UserError(f"{where}: format {found}, this code reads {FORMAT}; {if_other_format}")
-    if missing := [key for key in REQUIRED if key not in manifest]:
-        raise UserError(f"{where}: damaged manifest: it has no {missing[0]}; {if_damaged}")
+    try:
+        check(manifest, SHAPE, "damaged manifest")
+    except UserError as error:
+        raise UserError(f"{where}: {error}; {if_damaged}") from None
     return manifest
 
 

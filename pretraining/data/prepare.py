@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.data.execution import Execution
-from pretraining.data.manifest import data_differences, read_manifest
+from pretraining.data.manifest import data_differences, fitting_beside, read_manifest
 from pretraining.data.publishing import is_half_published, preparation_lock, work_folder
 from pretraining.data.sources import open_source
 from pretraining.data.split_sizes import check_blocks
@@ -112,6 +112,7 @@ def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool)
         raise UserError(
             f"{folder}: holds another data set, and runs made from it need it: {listed(differing)}; give the new one a "
             "data.name of its own, or add --replace, which keeps the old one beside it"
+            f"{fitting_beside(folder, data, fingerprints)}"
         )
     return None if differing else manifest
 
@@ -148,7 +149,7 @@ def finish_prepared(preparation) -> None:
 
 def kept_text(kept: Path) -> str:
     """The sentence about a data set whose place another one took."""
-    return f"the data set before it is kept in {kept}; delete it once no run needs it"
+    return f"the data set before it is kept in {kept}: its runs go on with --set data.name={kept.name}"
 
 
 def _finish(preparation) -> Path | None:

@@ -4,7 +4,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.data.manifest import data_differences, num_shard_bytes, read_manifest, verify
+from pretraining.data.manifest import data_differences, fitting_beside, num_shard_bytes, read_manifest, verify
 from pretraining.data.packed import PackedDataset
 from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.address import is_remote
@@ -101,9 +101,10 @@ def _check_section(data: dict, manifest: dict, folder: Path | str, command: str)
     if "converted_from" in manifest:
         return _check_origin(data, manifest["converted_from"], folder)
     if differing := data_differences(manifest, data):
+        beside = fitting_beside(folder, data) if isinstance(folder, Path) else ""
         raise UserError(
             f"{folder}: prepared from another data section: {listed(differing)}; give the recipe a data.name of its "
-            f"own, or make the data anew in this place: {command} --replace"
+            f"own, or make the data anew in this place: {command} --replace{beside}"
         )
 
 

@@ -4,6 +4,7 @@ What was in its place is never deleted: it is kept under the next free name, `<n
 """
 
 import fcntl
+import glob
 import os
 import shutil
 import sys
@@ -36,12 +37,15 @@ def preparation_lock(folder: Path) -> Iterator[Path | None]:
 
 def _lock(path: Path, folder: Path) -> TextIO:
     """The locked file at `path`; one that its last holder removed meanwhile counts for nothing."""
+    waiting = False
     while True:
         file = path.open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"waiting: another process is preparing {folder}", file=sys.stderr, flush=True)
+            if not waiting:
+                print(f"waiting: another process is preparing {folder}", file=sys.stderr, flush=True)
+            waiting = True
             fcntl.flock(file, fcntl.LOCK_EX)
         if _same(path, file):
             return file
@@ -76,6 +80,14 @@ def _keep_previous(folder: Path) -> Path | None:
     kept = next(path for path in numbered if not os.path.lexists(path))
     _previous(folder).rename(kept)
     return kept
+
+
+def kept_beside(folder: Path) -> list[Path]:
+    """The data sets whose place others took, the latest first."""
+    named = folder.parent.glob(f"{glob.escape(folder.name)}.replaced-*")
+    numbers = {path: path.name.rpartition("-")[2] for path in named}
+    numbered = [path for path, number in numbers.items() if number.isdecimal()]
+    return sorted(numbered, key=lambda path: int(numbers[path]), reverse=True)
 
 
 def start_building(folder: Path) -> Path:

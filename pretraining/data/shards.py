@@ -244,8 +244,8 @@ class TokenSplit:
             if written == self._written[entry["file"]] or checksum_of_file(path) == entry["checksum"]:
                 return map_shard(file, str(path), entry, self.dtype)
         raise UserError(
-            f"{path}: the data set was replaced while it was read; put the earlier one back in its place (data_prep.py "
-            f"--replace keeps it as {self.folder.parent.name}.replaced-N), then start again",
+            f"{path}: the data set was replaced while it was read; go on with the earlier one, which data_prep.py "
+            f"--replace keeps beside it: --set data.name={self.folder.parent.name}.replaced-N",
             on_every_rank=False,
         )
 
