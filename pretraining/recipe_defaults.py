@@ -35,7 +35,7 @@ def filled_deeply(value: Any, schema: dict) -> Any:
     for condition in schema.get("allOf", []):
         if fits(value, condition["if"]):
             properties |= condition["then"].get("properties", {})
-    filled = _filled(value, {"properties": properties})
+    filled = {**value, **_filled(value, {"properties": properties})}
     return {key: filled_deeply(item, properties.get(key, {})) for key, item in filled.items()}
 
 

@@ -88,7 +88,7 @@ def test_every_key_of_the_data_section_decides_the_bytes_or_is_only_read():
 
 DECIDING = {
     "a threshold": ({"filters": [{**FILTER, "min_words": 7}]}, "data.filters.0.min_words: 5 there, 7 here"),
-    "a rule more": ({"filters": [FILTER, {"rule": "pii"}]}, "data.filters.1: null there"),
+    "a rule more": ({"filters": [FILTER, {"rule": "pii"}]}, 'data.filters.1: null there, {"rule": "pii"'),
     "tokenizer": (
         {"tokenizer": {"train_vocab_size": 300}},
         "data.tokenizer.train_vocab_size: 280 there, 300 here",
@@ -189,6 +189,20 @@ def test_a_replaced_data_set_is_kept_beside_the_new_one(made, root):
         "corpus",
         *(f"corpus.replaced-{n}" for n in (1, 2, 3)),
     ]
+
+
+def test_the_command_refuses_in_one_line_and_names_what_it_keeps(made, tmp_path):
+    """Exit code 2 without --replace; with it the new data set is ready and the old one has a name, in --json too."""
+    recipe, root = recipe_file(tmp_path, made / "notes.jsonl"), tmp_path / "data"
+    subprocess.run(data_prep(recipe, root), check=True, capture_output=True)
+    changed = data_prep(recipe, root, "--set", "data.validation_share=0.3")
+    refused = subprocess.run(changed, capture_output=True, text=True)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "data.validation_share: 0.2 there, 0.3 here" in refused.stderr
+    replaced = subprocess.run([*changed, "--replace"], capture_output=True, text=True, check=True)
+    assert replaced.stdout.splitlines()[-1].endswith("its runs go on with --set data.name=corpus.replaced-1")
+    again = subprocess.run([*data_prep(recipe, root, "--json"), "--replace"], capture_output=True, check=True)
+    assert json.loads(again.stdout)["kept_aside"] == str(root / "corpus.replaced-2")
 
 
 def test_runs_of_a_replaced_data_set_are_told_its_name(made, root):

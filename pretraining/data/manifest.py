@@ -59,7 +59,10 @@ SHAPE = {
 def deciding_section(data: dict) -> dict:
     """The part of a data section that decides the prepared bytes; what it leaves out has its default."""
     filled = filled_deeply(data, recipe_schema()["properties"]["data"])
-    sources = [{key: spec.get(key) for key in DECIDING_SOURCE_KEYS} for spec in filled["sources"]]
+    sources = [
+        {key: spec[key] for key in DECIDING_SOURCE_KEYS if spec.get(key) is not None}
+        for spec in filled["sources"]
+    ]
     return {key: sources if key == "sources" else filled.get(key) for key in DECIDING_KEYS}
 
 
