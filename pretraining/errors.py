@@ -13,6 +13,7 @@ from pretraining.exit_codes import FINISHED, GAVE_UP, INTERRUPTED, USER_ERROR, t
 
 # Errors of files that a user can cause and mend; any other is a bug of ours.
 _WRITABLE = "choose a folder that can be written (--output_dir, --data_dir)"
+_ALLOWED = "have it allowed to you, or choose another folder (--output_dir, --data_dir)"
 _ROOM = "free some space, then type the same command again: what is complete is kept"
 _FOLDER = "choose another path, or move what lies there"
 _DISK = "the disk failed; type the same command again once it is back"
@@ -20,8 +21,8 @@ FILE_ERRORS = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
     errno.EROFS: _WRITABLE,
-    errno.EACCES: _WRITABLE,
-    errno.EPERM: _WRITABLE,
+    errno.EACCES: _ALLOWED,
+    errno.EPERM: _ALLOWED,
     errno.ENOTDIR: _FOLDER,
     errno.EISDIR: _FOLDER,
     errno.EEXIST: _FOLDER,

@@ -233,10 +233,11 @@ class TokenSplit:
         if number not in self._open:
             while len(self._open) >= self._most_open:
                 del self._open[next(iter(self._open))]  # the one opened first
-            self._open[number] = self._map(number)
+            self._open[number] = self.map_anew(number)
         return self._open[number]
 
-    def _map(self, number: int) -> Shard:
+    def map_anew(self, number: int) -> Shard:
+        """The shard, mapped by its file; UserError if the file is of another data set than when this one was opened."""
         entry = self._entry["shards"][number]
         path = self.folder / entry["file"]
         with suppress(FileNotFoundError), path.open("rb") as file:
