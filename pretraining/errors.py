@@ -13,6 +13,7 @@ from pretraining.exit_codes import FINISHED, GAVE_UP, INTERRUPTED, USER_ERROR, t
 
 # Errors of files that a user can cause and mend; any other is a bug of ours.
 _WRITABLE = "choose a folder that can be written (--output_dir, --data_dir)"
+_ALLOWED = "have it allowed to you, or choose another folder (--output_dir, --data_dir)"
 _ROOM = "free some space, then type the same command again: what is complete is kept"
 _FOLDER = "choose another path, or move what lies there"
 _DISK = "the disk failed; type the same command again once it is back"
@@ -20,8 +21,8 @@ FILE_ERRORS = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
     errno.EROFS: _WRITABLE,
-    errno.EACCES: _WRITABLE,
-    errno.EPERM: _WRITABLE,
+    errno.EACCES: _ALLOWED,
+    errno.EPERM: _ALLOWED,
     errno.ENOTDIR: _FOLDER,
     errno.EISDIR: _FOLDER,
     errno.EEXIST: _FOLDER,
@@ -134,7 +135,12 @@ def nearest(word: str, candidates) -> str:
 
 def nearest_names(word: str, candidates, most: int = 3) -> str:
     """`; did you mean 'x', 'y' or 'z'?` for the candidates closest to `word`, or an empty string."""
-    matches = [repr(match) for match in get_close_matches(word, list(candidates), n=most, cutoff=0.6)]
-    if not matches:
+    return did_you_mean(get_close_matches(word, list(candidates), n=most, cutoff=0.6))
+
+
+def did_you_mean(names: list[str]) -> str:
+    """`; did you mean 'x', 'y' or 'z'?`, or an empty string for no names."""
+    quoted = [repr(name) for name in names]
+    if not quoted:
         return ""
-    return f"; did you mean {' or '.join(filter(None, [', '.join(matches[:-1]), matches[-1]]))}?"
+    return f"; did you mean {' or '.join(filter(None, [', '.join(quoted[:-1]), quoted[-1]]))}?"

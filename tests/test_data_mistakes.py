@@ -37,8 +37,9 @@ def test_a_link_is_followed_to_another_disk(root, corpus, tmp_path):
     root.mkdir()
     (root / "corpus").symlink_to(tmp_path / "large" / "corpus")
     for share in (0.2, 0.3):
-        prepare(root, recipe_for(corpus, validation_share=share))
+        prepare(root, recipe_for(corpus, validation_share=share), replace=True)
     assert (root / "corpus").is_symlink() and (tmp_path / "large" / "corpus" / "manifest.json").exists()
+    assert (tmp_path / "large" / "corpus.replaced-1" / "manifest.json").exists()
 
 
 LINES = {

@@ -109,6 +109,18 @@ WRONG_VALUES = {
     "unknown training key": ("training.learnin_rate=1", "did you mean 'learning_rate'?"),
     "unknown nested key": ("data.tokenizer.train_vocab=9", "did you mean 'train_vocab_size'?"),
     "unknown source key": ("data.sources.0.builtins=1", "did you mean 'builtin'?"),
+    "a section's key at the top": (
+        "learning_rate=0.1",
+        "learning_rate: unknown key; did you mean 'training.learning_rate'?",
+    ),
+    "another section's key": ("data.learning_rate=0.1", "did you mean 'training.learning_rate'?"),
+    "the model's key": ("n_layer=3", "did you mean 'model.n_layer'?"),
+    "a source's key": ("data.weight=1", "did you mean 'data.sources.0.weight'?"),
+    "an index in brackets": ("data.sources[0].weight=1", "did you mean 'data.sources.0'?"),
+    "a derived key at the top": (
+        "max_steps=3",
+        "max_steps: does not belong here: derived from budget.tokens",
+    ),
     "unknown section": ("buget.tokens=5", "buget: unknown key; did you mean 'budget'?"),
     "removed training key": ("training.warmup_ratio=0.1", "training.warmup_ratio: unknown key"),
     "another model's key": ("model.hidden_act=silu", "model.hidden_act: unknown key"),
