@@ -2,6 +2,8 @@
 
     python benchmarks/model_states.py
     python benchmarks/model_states.py --ways zero2 zero3 --ranks 2 --precisions bf16 --keep
+    python benchmarks/model_states.py --optimizers muon --ways null zero0 zero1 zero2 zero3 --ranks 1 2
+    python benchmarks/model_states.py --optimizers lion_32bit schedule_free_adamw adafactor adamw_8bit --ways zero0
 
 Each case trains a small GPT-2 for three steps of two micro-batches by the repository's own arguments, Trainer and
 ds_config, and walks the live tensors of every rank after the last but one micro-batch (`held_bytes.py`).
@@ -13,6 +15,7 @@ import socket
 import sys
 import tempfile
 import traceback
+from itertools import product
 from pathlib import Path
 
 from held_bytes import held_bytes
@@ -30,26 +33,32 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2, 3, 4))
     parser.add_argument("--precisions", nargs="+", default=("bf16", "fp32"), choices=("bf16", "fp32"))
+    parser.add_argument(
+        "--optimizers", nargs="+", default=("adamw",), help="adamw, muon, or a `training.optim`"
+    )
     options = parser.parse_args()
-    cases = [(w, p, r) for w in options.ways for p in options.precisions for r in options.ranks]
-    for way, precision, ranks in cases:
+    lists = options.optimizers, options.ways, options.precisions, options.ranks
+    for optimizer, way, precision, ranks in product(*lists):
         if way != "zero3_hpz" or ranks == 4:
-            record("model_states", compare(way, precision, ranks), options.keep)
+            record("model_states", compare(optimizer, way, precision, ranks), options.keep)
 
 
-def compare(way: str, precision: str, ranks: int) -> dict:
+def compare(optimizer: str, way: str, precision: str, ranks: int) -> dict:
     """One case: the fullest rank's bytes by owner, the prediction, and their ratio."""
-    from pretraining.planning.memory import model_state
+    from pretraining.planning.memory.need import state_of_recipe
+    from pretraining.planning.sizes import model_size
 
-    recipe, config = case_of(way, precision, ranks)
-    held = max(run_ranks(way, precision, ranks), key=states_of)
-    tensors = parameter_tensors_of(recipe)
-    sixteen = precision == "bf16" and config is not None and config["zero_optimization"]["stage"] > 0
-    numel = sum(tensor.numel for tensor in tensors)
-    state = model_state(numel, config, ranks, sixteen, ACCUMULATION, tensors)
+    case = (optimizer, way, precision, ranks)
+    recipe, config = case_of(*case)
+    held = max(run_ranks(*case), key=states_of)
+    state = state_of_recipe(recipe, config, ranks)
     predicted = state.gpu + state.host
-    values = {"way": way, "precision": precision, "ranks": ranks, "parameters": numel, "held": held}
-    return {**values, "predicted": state.to_dict(), "ratio": round(states_of(held) / predicted, 4)}
+    values = dict(zip(("optimizer", "way", "precision", "ranks"), case, strict=True))
+    values |= {"parameters": model_size(recipe.model).total, "held": held}
+    ratios = {"ratio": round(states_of(held) / predicted, 4)}
+    if state.moments:
+        ratios["moments_ratio"] = round(held["moments"] / state.moments, 4)
+    return {**values, "predicted": state.to_dict(), **ratios}
 
 
 def states_of(held: dict) -> int:
@@ -57,13 +66,7 @@ def states_of(held: dict) -> int:
     return sum(size for name, size in held.items() if name != "buckets")
 
 
-def parameter_tensors_of(recipe):
-    from pretraining.planning.memory.tensors import parameter_tensors
-
-    return parameter_tensors(recipe.model)
-
-
-def case_of(way: str, precision: str, ranks: int):
+def case_of(optimizer: str, way: str, precision: str, ranks: int):
     """The recipe and ds_config of a case."""
     from pretraining.ds_config import load_ds_config
     from pretraining.recipe import load_recipe
@@ -74,6 +77,10 @@ def case_of(way: str, precision: str, ranks: int):
     values |= {"training.eval_strategy": "no", "training.save_strategy": "no", "training.logging_steps": 100}
     values |= {"budget.tokens_per_step": length * ranks * ACCUMULATION}
     values |= {"budget.tokens": length * ranks * ACCUMULATION * STEPS}
+    if optimizer != "adamw":
+        values |= {"optimizer.name": "muon"} if optimizer == "muon" else {"training.optim": optimizer}
+    if optimizer.startswith("schedule_free"):
+        values |= {"training.lr_scheduler_type": "constant", "training.lr_scheduler_kwargs": None}
     recipe = load_recipe("tiny", [f"{key}={json.dumps(value)}" for key, value in values.items()], way)
     config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
     zero = (config or {}).get("zero_optimization", {})
@@ -84,7 +91,7 @@ def case_of(way: str, precision: str, ranks: int):
     return recipe, config
 
 
-def run_ranks(way: str, precision: str, ranks: int) -> list[dict]:
+def run_ranks(optimizer: str, way: str, precision: str, ranks: int) -> list[dict]:
     """Fork the ranks of one case, after the imports, and collect what each holds."""
     import deepspeed  # noqa: F401
     import transformers  # noqa: F401
@@ -93,18 +100,21 @@ def run_ranks(way: str, precision: str, ranks: int) -> list[dict]:
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
-            os._exit(run_rank(way, precision, ranks, rank, port, folder))
+            os._exit(run_rank((optimizer, way, precision, ranks), rank, port, folder))
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(codes):
-        sys.exit(f"{way} {precision} on {ranks} ranks failed:\n{(folder / 'log').read_text()[-3000:]}")
+        sys.exit(
+            f"{optimizer} {way} {precision} on {ranks} ranks failed:\n{(folder / 'log').read_text()[-3000:]}"
+        )
     return [json.loads((folder / str(rank)).read_text()) for rank in range(ranks)]
 
 
-def run_rank(way: str, precision: str, ranks: int, rank: int, port: int, folder: Path) -> int:
+def run_rank(case: tuple, rank: int, port: int, folder: Path) -> int:
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    ranks = case[-1]
     sizes = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -113,7 +123,7 @@ def run_rank(way: str, precision: str, ranks: int, rank: int, port: int, folder:
     }
     os.environ.update(sizes, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
-        held = train_and_walk(*case_of(way, precision, ranks), folder)
+        held = train_and_walk(*case_of(*case), folder)
         (folder / str(rank)).write_text(json.dumps(held))
         return 0
     except BaseException:

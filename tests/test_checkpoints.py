@@ -16,8 +16,10 @@ from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.marker import FORMAT, MARKER, read_marker, write_marker
 from pretraining.checkpoints.receipts import receipt_name
 from pretraining.checkpoints.retention import Kept, Retention
+from pretraining.checkpoints.start import record_changes
 from pretraining.checkpoints.verification import damage, share_of
 from pretraining.errors import UserError
+from pretraining.recipe import load_recipe
 from pretraining.run_dir import RunDir, read_rows, write_json
 from tests.checkpoint_damage import damaged, judged_rightly
 from tests.runs import committed
@@ -220,6 +222,68 @@ def test_a_changed_weight_is_named_down_to_the_number(run):
 def test_the_same_tokens_under_another_name_are_the_same_data(run):
     """As those of a replaced data set; their fingerprint is compared in any case."""
     assert accepted(run, "data.name=python-stdlib.replaced-1", "data.encoder=tokenizers") == []
+
+
+ACCEPTED = {
+    "steps counted": (
+        ("budget.tokens_per_step=4096",),
+        "budget.warmup_tokens (in place of training.warmup_steps) lets",
+    ),
+    "a decay counted in steps": (
+        (
+            "budget.tokens_per_step=4096",
+            "training.lr_scheduler_type=warmup_stable_decay",
+            'training.lr_scheduler_kwargs={"num_decay_steps": 100}',
+        ),
+        "or budget.decay_tokens lets",
+    ),
+    "tokens counted": (
+        ("budget.tokens_per_step=4096", "budget.warmup_tokens=102400", "training.warmup_steps=0"),
+        "",
+    ),
+    "a flat rate": (
+        (
+            "budget.tokens_per_step=4096",
+            "training.lr_scheduler_type=constant",
+            "training.lr_scheduler_kwargs={}",
+            "training.warmup_steps=0",
+        ),
+        "",
+    ),
+    "another key": (("training.seed=8",), ""),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_an_accepted_change_of_the_step_says_that_the_rate_moves(run, name, capsys):
+    """In the line printed and in the event, with the keys that prevent it; only where the schedule counts steps."""
+    settings, words = ACCEPTED[name]
+    recipe, (key, _, value) = load_recipe("tiny", settings), settings[0].partition("=")
+    change = {"step": 12, "key": key, "from": 2048, "to": json.loads(value)}
+    start = Start(run.checkpoint(12), 12, 12 * 2048, (change,))
+    for _ in range(2):  # what an earlier start accepted is not said again
+        record_changes(run, start, recipe)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"accepted: {key} is {value} from step 12 on, and was 2048")
+    (event,) = [row for row in read_rows(run.events) if row["event"] == "change_accepted"]
+    assert ("learning rate moves" in line) == bool(words) == ("effect" in event)
+    assert words in line and event.get("effect", "") in line
+    assert json.loads(run.changes.read_text()) == [change]
+
+
+def test_with_tokens_counted_the_rate_stays_where_it_was():
+    """The way out that the line names: as large a share of the schedule is done as before the steps grew."""
+    before, now = (
+        load_recipe("tiny", [f"budget.tokens_per_step={size}", *settings])
+        for size, settings in (
+            (2048, ()),
+            (4096, ("budget.warmup_tokens=102400", "training.warmup_steps=0")),
+        )
+    )
+    start = Start(None, 400, 400 * 2048)
+    clock, last = start.schedule_clock(now), start.last_step(now)
+    assert clock(400) / clock(last) == 400 / before.num_steps
+    assert now.warmup_steps(last) / clock(last) == before.warmup_steps(before.num_steps) / before.num_steps
 
 
 def test_other_tokens_are_other_data(run):

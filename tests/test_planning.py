@@ -8,12 +8,14 @@ import pytest
 
 from pretraining.ds_config import ds_config_names, load_ds_config
 from pretraining.errors import UserError
+from pretraining.model_types import value_of
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.memory import checkpoint_bytes, model_state
-from pretraining.planning.run_plan import build_run_plan
+from pretraining.planning.memory import model_state
+from pretraining.planning.quantities import num_bytes
+from pretraining.planning.run_plan import build_run_plan, checkpoints_written
 from pretraining.planning.screen import as_text, full_plan, world_sizes
 from pretraining.planning.sizes import model_size
-from pretraining.recipe import load_recipe, recipe_names
+from pretraining.recipe import load_recipe, model_with_defaults, recipe_names
 from pretraining.schema import REPOSITORY
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 640, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 4}
@@ -102,11 +104,74 @@ def test_flops_per_token_count_every_matrix_product(model):
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_descriptions_state_the_true_parameter_count(name):
-    """Honest numbers: the count in the description, and in the table, is the model's."""
-    count = f"{model_size(load_recipe(name).model).total:,}"
-    assert count in load_recipe(name).description
-    rows = (REPOSITORY / "recipes" / "README.md").read_text().splitlines()
-    assert any(row.startswith(f"| `{name}` |") and count in row for row in rows)
+    """Honest numbers: the count in the description is the model's."""
+    assert f"{model_size(load_recipe(name).model).total:,}" in load_recipe(name).description
+
+
+RECIPES_PAGE = (REPOSITORY / "recipes" / "README.md").read_text(encoding="utf-8")
+COSINE = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+SHARED = {"adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.1, "max_grad_norm": 1.0}
+
+
+def table_row(recipe) -> str:
+    """The recipe's row in the table of recipes/README.md, up to where its values are from."""
+    rates = [scientific(recipe.training["learning_rate"])]
+    if recipe.optimizer["matrix_learning_rate"]:
+        rates.append(f"Muon {scientific(recipe.optimizer['matrix_learning_rate'])}")
+    tokens = recipe.num_tokens
+    cells = [
+        f"`{recipe.name}`",
+        f"{model_size(recipe.model).total:,}",
+        shape_words(recipe.model),
+        f"{tokens / 1e9:,.1f} B" if tokens >= 1e9 else f"{tokens / 1e6:.3f} M",
+        f"{recipe.tokens_per_step:,}",
+        ", ".join(rates),
+        recipe.deepspeed,
+    ]
+    return f"| {' | '.join(cells)} | "
+
+
+def scientific(rate: float) -> str:
+    """0.00025 as 2.5e-4."""
+    digits, _, power = f"{rate:.1e}".partition("e")
+    return f"{digits.removesuffix('.0')}e{int(power)}"
+
+
+def shape_words(model: dict) -> str:
+    """What the table says of a model's shape."""
+    full = model_with_defaults(model)
+    words = [model["model_type"], f"{value_of(full, 'hidden_size'):,} wide"]
+    words += [
+        f"{value_of(full, 'num_hidden_layers')} layers",
+        f"{value_of(full, 'num_attention_heads')} heads",
+    ]
+    if full.get("num_key_value_heads", full.get("num_attention_heads")) != full.get("num_attention_heads"):
+        words.append(f"{full['num_key_value_heads']} of keys and values")
+    if experts := full.get("num_local_experts"):
+        words.append(f"{experts} experts of which {full['num_experts_per_tok']}")
+    return ", ".join([*words, f"{value_of(full, 'max_position_embeddings'):,} positions"])
+
+
+def test_the_table_of_recipes_is_what_their_files_say():
+    """Every recipe has one row, and each number of it follows from the recipe."""
+    rows = [line for line in RECIPES_PAGE.splitlines() if line.startswith("| `")]
+    for name in recipe_names():
+        (row,) = [line for line in rows if line.startswith(f"| `{name}` |")]
+        assert row.startswith(table_row(load_recipe(name)))
+    heads = [line.split("`")[1] for line in rows[: len(recipe_names())]]
+    assert sorted(heads) == recipe_names()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_what_recipes_share_is_what_the_page_says(name):
+    """Betas, decay, clipping, schedule, dropout, vocabulary, and about 20 tokens a parameter, but for those named."""
+    recipe, full = load_recipe(name), model_with_defaults(load_recipe(name).model)
+    assert SHARED.items() <= recipe.training.items()
+    assert (COSINE.items() <= recipe.training.items()) == (name != "qk-norm")
+    assert recipe.warmup_steps(recipe.num_steps) > 0 and full["vocab_size"] % 128 == 0
+    assert not any(value for key, value in full.items() if key.endswith(("dropout", "pdrop")))
+    per_parameter = recipe.num_tokens / model_size(recipe.model).total
+    assert (19.5 < per_parameter < 20.5) == (name not in ("124m", "tiny"))
 
 
 def test_model_state_bytes_per_parameter():
@@ -220,13 +285,47 @@ def test_the_screen_offers_what_fits():
 def test_checkpoints_kept_and_their_disk():
     plan = build_run_plan(load_recipe("tiny"), load_ds_config("zero2"), 2)
     assert plan.checkpoints_kept == 2
-    assert plan.checkpoint_bytes == checkpoint_bytes(plan.parameters) == 12 * plan.parameters
+    assert plan.checkpoint_bytes == 12 * plan.parameters
     assert plan.checkpoint_disk_bytes == 3 * plan.checkpoint_bytes
     keep_all = ["checkpoints.keep_last=null", "training.save_steps=7", f"budget.tokens={2048 * 20}"]
     assert build_run_plan(load_recipe("tiny", keep_all), None, 1).checkpoints_kept == 3
     assert (
         build_run_plan(load_recipe("tiny", ["training.save_strategy=no"]), None, 1).checkpoint_disk_bytes == 0
     )
+
+
+def test_the_disk_of_a_plan_is_all_that_the_run_writes_and_reads():
+    """Checkpoints kept and one being written, weights of earlier ones, token shards, the export: their sum, once."""
+    plan = build_run_plan(load_recipe("tiny"), load_ds_config("zero2"), 2)
+    weights = 4 * plan.parameters
+    assert plan.disk == {
+        "checkpoints kept": 2 * plan.checkpoint_bytes,
+        "one being written": plan.checkpoint_bytes,
+        "token shards": 2 * plan.tokens,
+        "export": weights,
+    }
+    demoted = build_run_plan(load_recipe("tiny", ["checkpoints.demote_to_weights=true"]), None, 2)
+    assert demoted.disk["weights of earlier checkpoints"] == 2 * weights
+    none = build_run_plan(load_recipe("tiny", ["training.save_strategy=no"]), None, 2)
+    assert set(none.disk) == {"token shards", "export"}
+    large = build_run_plan(load_recipe("30b"), load_ds_config("zero3"), 8)
+    assert large.disk["export"] == 2 * large.parameters  # bf16
+    for settings in ([], ["training.save_strategy=no"]):
+        recipe = load_recipe("30b", settings)
+        answer = full_plan(recipe, load_ds_config("zero3"), 8, find_gpu("H200"))
+        short_words = as_text(answer).splitlines()[2]
+        assert short_words.endswith(f"{num_bytes(sum(answer['disk'].values()))} of disk")
+        assert (
+            answer["disk_bytes"] == answer["forecast"]["step"]["disk_bytes"] == sum(answer["disk"].values())
+        )
+
+
+def test_checkpoints_written_are_counted_as_the_trainer_saves_them():
+    """One every `save_steps`, and one after the last step."""
+    every = ["training.save_steps=300", f"budget.tokens={2048 * 1000}"]
+    assert checkpoints_written(load_recipe("tiny", every)) == 4
+    assert checkpoints_written(load_recipe("tiny", ["training.save_strategy=no"])) == 0
+    assert checkpoints_written(load_recipe("tiny", ["training.save_steps=0.25"])) == 4
 
 
 def test_a_plan_that_does_not_divide_is_refused():

@@ -134,7 +134,8 @@ MISTAKES = {
     "fit --parameters 7b --world_size 8 --gpu H100": "needs the model's shape",
     "fit --recipe 7b --world_size 7 --gpu H100": "not a multiple",
     "fit --recipe 65b --world_size 1 --gpu A100-40GB --memory 1e9": "does not fit",
-    "compare nowhere": "no plan.json there",
+    "compare nowhere": "nowhere: no such folder",
+    "compare tests pyproject.toml": "tests: no plan.json there",
 }
 
 

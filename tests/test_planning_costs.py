@@ -157,7 +157,7 @@ def test_pipeline_bubble():
 
 def test_the_best_checkpoint_interval_loses_least():
     """Young 1974: writing and repeating together are least at sqrt(2 x write x between failures)."""
-    given = {"num_bytes": 1e12, "num_steps": 10**6, "kept": 2, "num_gpus": 4096}
+    given = {"num_bytes": 1e12, "written": 10**6, "kept": 2, "num_gpus": 4096}
     best = checkpoint_cost(every_steps=1, step_seconds=1.0, **given).best_every_seconds
 
     def lost(seconds: float) -> float:
@@ -165,7 +165,6 @@ def test_the_best_checkpoint_interval_loses_least():
         return cost.write_seconds / cost.every_seconds + cost.lost_share
 
     assert lost(best) < min(lost(0.7 * best), lost(1.4 * best))
-    assert checkpoint_cost(every_steps=300, step_seconds=1.0, **{**given, "num_steps": 1000}).written == 4
 
 
 @pytest.mark.parametrize("approach", laws.approaches())

@@ -4,8 +4,10 @@ import json
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+import torch
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
@@ -14,7 +16,10 @@ from pretraining.planning.comparison import QUANTITIES, predicted
 from pretraining.planning.gate import Found, check_plan
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory import memory_need
+from pretraining.planning.memory.advice import shrink
+from pretraining.planning.memory.optimizers import optimizer_states
 from pretraining.planning.memory.tensors import parameter_tensors
+from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.search import candidates, fitting, nearest_fit
 from pretraining.recipe import load_recipe, recipe_names
 from pretraining.run_dir import RunDir, write_json
@@ -86,15 +91,108 @@ def test_the_peak_at_the_end_of_the_backward_pass(every_n_layers):
     assert memory.predict(*case)["peak"] == pytest.approx(memory.trace(*case)["peak"], rel=0.05)
 
 
-def test_model_states_are_those_of_deepspeed():
+@pytest.mark.parametrize("optimizer, ways", [("adamw", "zero2 zero3"), ("muon", "zero0 zero1 zero2 zero3")])
+def test_model_states_are_those_of_deepspeed(optimizer, ways):
     """Within 1 % of the live tensors of both ranks, in the middle of a step: real Trainer, real DeepSpeed."""
-    command = ["forked", "0", "benchmarks/model_states.py", "--ranks", "2", "--precisions", "bf16", "--ways"]
-    finished = execute([*command, "zero2", "zero3"])
+    command = ["forked", "0", "benchmarks/model_states.py", "--ranks", "2", "--precisions", "bf16"]
+    finished = execute([*command, "--optimizers", optimizer, "--ways", *ways.split()])
     assert finished.code == 0, finished.output
     rows = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
-    assert {row["way"] for row in rows} == {"zero2", "zero3"}
+    assert {row["way"] for row in rows} == set(ways.split())
     for row in rows:
         assert row["ratio"] == pytest.approx(1, abs=0.01), json.dumps(row)
+        assert row["moments_ratio"] == pytest.approx(1, abs=0.01), json.dumps(row)
+
+
+OPTIMIZERS = {
+    "adamw_torch_fused": "Adam's moments",
+    "sgd": "SGD's momentum",
+    "adagrad": "Adagrad's sums",
+    "rmsprop": "RMSprop's mean squares",
+    "adafactor": "Adafactor's factors",
+    "schedule_free_adamw": "schedule-free Adam's states",
+    "schedule_free_radam": "schedule-free Adam's states",
+    "schedule_free_sgd": "schedule-free SGD's sequence",
+    "lion_32bit": "Lion's momentum",
+    "lion_8bit": "8-bit Lion's momentum",
+    "adamw_8bit": "8-bit Adam's moments",
+    "ademamix_8bit": "8-bit AdEMAMix's moments",
+    "sgd momentum=0.9": "SGD's momentum",
+    "rmsprop momentum=0.5,centered=true": "RMSprop's mean squares",
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_keeps_what_the_plan_says(name, tmp_path):
+    """A step of the very optimizer that the Trainer makes for `training.optim`: the bytes of its states, by tensor."""
+    if name.startswith(("lion", "adamw_8bit", "ademamix")):
+        pytest.importorskip("bitsandbytes")
+    optim, _, given = name.partition(" ")
+    values = [f"training.optim={optim}", *([f'training.optim_args="{given}"'] if given else [])]
+    if optim.startswith("schedule_free"):
+        values += ["training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs=null"]
+    recipe = load_recipe("tiny", values)
+    states = optimizer_states(recipe)
+    assert states.name == OPTIMIZERS[name]
+    trainer = trainer_of(recipe, tmp_path)
+    optimizer = trainer.create_optimizer()
+    if optim.startswith("schedule_free"):
+        optimizer.train()
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = sum(
+        tensor.untyped_storage().nbytes()
+        for state in optimizer.state.values()
+        for key, tensor in state.items()
+        if torch.is_tensor(tensor) and tensor.numel() > 1 and not key.startswith("qmap")
+    )
+    assert held == sum(map(states.bytes_of, parameter_tensors(recipe.model)))
+
+
+def trainer_of(recipe, folder):
+    """transformers' own Trainer over the recipe's model."""
+    from transformers import Trainer, TrainingArguments
+
+    keys = ("optim", "optim_args", "learning_rate", "lr_scheduler_type")
+    chosen = {key: recipe.training[key] for key in keys if key in recipe.training}
+    arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], **chosen)
+    return Trainer(model=build(recipe.model, "cpu"), args=arguments)
+
+
+def test_muon_keeps_one_momentum_for_hidden_matrices():
+    """The optimizer that training builds, stepped: two moments for tables, norms and biases, one for the rest."""
+    from pretraining.training.optimizers.choose import build_optimizer
+
+    for name, model in {**MODELS, "tiny": SHIPPED["tiny"]}.items():
+        recipe = replace(load_recipe("tiny", ["optimizer.name=muon"]), model=model)
+        network = build(model, "cpu")
+        for parameter in network.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = build_optimizer(network, recipe.optimizer, 1e-3, 0.1, (0.9, 0.95), 1e-8)
+        optimizer.step()
+        states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        held = sum(4 * tensor.numel() for tensor in states if tensor.dim())
+        tensors = parameter_tensors(model)
+        assert held == sum(map(optimizer_states(recipe).bytes_of, tensors)), name
+        assert held < 8 * sum(tensor.numel for tensor in tensors)
+
+
+def test_the_plan_names_and_counts_the_chosen_optimizer():
+    """Memory, checkpoint and advice of Muon are less than Adam's, and no row speaks of Adam's moments alone."""
+    plans = {}
+    for name in ("adamw", "muon"):
+        recipe = load_recipe("1.5b", [f"optimizer.name={name}"], "zero1")
+        plans[name] = full_plan(recipe, load_ds_config("zero1"), 8, find_gpu("H100"))
+    assert "Muon's and Adam's moments" in as_text(plans["muon"])
+    assert plans["muon"]["checkpoint_bytes"] < 0.75 * plans["adamw"]["checkpoint_bytes"]
+    assert plans["muon"]["model_state"]["moments"] < 0.6 * plans["adamw"]["model_state"]["moments"]
+    parts = plans["muon"]["memory"]["phases"]["loss"]
+    assert parts["Muon's and Adam's moments"] == plans["muon"]["model_state"]["moments"]
+    need = need_of("7b", 8, "zero0", "optimizer.name=muon", "training.activation_checkpointing=true")
+    recipe = load_recipe("7b", ["optimizer.name=muon"], "zero0")
+    largest = replace(need, phases={"loss": {need.optimizer_states: 1.0}})
+    assert "zero1" in shrink(largest, recipe, load_ds_config("zero0"))
 
 
 def test_a_step_peaks_at_its_largest_phase():
@@ -233,6 +331,44 @@ def test_the_search_fits_and_its_arguments_are_accepted(name):
     assert memory_need(chosen, load_ds_config(chosen.deepspeed), 64).total == found[0].need.total
 
 
+@pytest.mark.parametrize("name, gpus, kind", [("7b", 8, "H200"), ("7b", 64, "A10G"), ("tiny", 2, "H100")])
+def test_of_equal_ways_the_search_takes_the_one_with_room(name, gpus, kind):
+    """15 % of the memory stay free where a way as fast leaves them; then the simplest, so no needless offload."""
+    gpu = find_gpu(kind)
+    found = fitting(load_recipe(name), gpus, gpu)
+    as_fast = [each for each in found if each.step_seconds <= 1.02 * found[0].step_seconds]
+    roomy = [each for each in as_fast if each.need.total <= 0.85 * gpu.memory_bytes]
+    assert found[0] in roomy
+    assert not found[0].offload_seconds or all(each.offload_seconds for each in roomy)
+
+
+@pytest.mark.parametrize("line", ["7b --world_size 8 --gpu H200", "tiny --world_size 2 --gpu H100 --top 20"])
+def test_every_row_of_the_search_needs_less_memory_than_those_above(line, capsys):
+    """What predicts the same is one row, and what is neither faster nor smaller is none."""
+    main(["fit", "--recipe", *line.split(), "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    needs = [way["memory"]["total"] for way in answer["ways"]]
+    assert all(1.02 * after < before for before, after in pairwise(needs))
+    assert answer["scaling"] is None
+    main(["fit", "--recipe", *line.split()])
+    assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+def test_time_over_nodes_says_what_it_assumes(capsys):
+    """Plan, cost and search of more than one node name perfect scaling, as text and as JSON; of one node none does."""
+    for world_size, is_said in ((8, False), (64, True)):
+        common = ["--recipe", "7b", "--world_size", str(world_size), "--gpu", "H100"]
+        answer = full_plan(load_recipe("7b"), load_ds_config("zero3"), world_size, find_gpu("H100"))
+        assert ("perfect scaling" in as_text(answer)) == is_said == bool(answer["forecast"]["scaling"])
+        for verb in ("cost", "fit"):
+            main([verb, *common])
+            assert ("perfect scaling is assumed" in " ".join(capsys.readouterr().out.split())) == is_said
+            main([verb, *common, "--json"])
+            assert bool(json.loads(capsys.readouterr().out)["scaling"]) == is_said
+    main(["cost", "--parameters", "7b", "--tokens", "1t", "--world_size", "64", "--gpu", "H100", "--json"])
+    assert json.loads(capsys.readouterr().out)["scaling"]["nodes"] == 8
+
+
 def test_some_layers_are_recomputed_where_that_is_enough():
     """Every second or fourth layer lies between all and none, in memory and in time, and may be pasted."""
     recipe, ways = load_recipe("7b"), {}
@@ -275,6 +411,33 @@ def test_compare_shows_both_sides(tmp_path, capsys):
     main(["compare", str(run.path)])
     text = capsys.readouterr().out
     assert "25%" in text and "peak memory" in text
+
+
+def test_compare_leaves_out_what_it_cannot_compare(tmp_path, capsys):
+    """Its own example, runs/*: whatever else lies there, each run is compared and each other thing has a line."""
+    plan = {"predicted": predicted(load_recipe("tiny"), load_ds_config("zero2"), 2, None)}
+    for name in ("a-begun", "z-whole"):
+        write_json(RunDir(tmp_path / name).plan, plan)
+    row = {"throughput/tokens_per_second": 4096.0, "throughput/step_seconds": None}
+    RunDir(tmp_path / "z-whole").metrics.write_text(json.dumps(row) + "\n")
+    contents = {"folder": None, "older": '{"name": "tiny"}', "cut": '{"name": ', "list": "[]"}
+    for name, text in contents.items():
+        (tmp_path / name).mkdir()
+        if text is not None:
+            (tmp_path / name / "plan.json").write_text(text)
+    (tmp_path / "file").write_text("no folder")
+    everything = sorted(map(str, tmp_path.iterdir()))
+    main(["compare", *everything, "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert [run["run"] for run in answer["runs"]] == [str(tmp_path / name) for name in ("a-begun", "z-whole")]
+    assert answer["runs"][1]["tokens_per_second"]["measured"] == 4096
+    why = {each["run"].rpartition("/")[2]: each["why"] for each in answer["left_out"]}
+    assert set(why) == {"folder", "older", "cut", "list", "file"} and all(why.values())
+    main(["compare", *everything])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("left out: ") for line in lines) == len(why)
+    with pytest.raises(UserError, match=r"no plan.json there.*\(1 more"):
+        main(["compare", str(tmp_path / "folder"), str(tmp_path / "file")])
 
 
 def test_an_unknown_gpu_has_no_speed_but_a_memory():

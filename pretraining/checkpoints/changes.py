@@ -4,12 +4,17 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretraining.checkpoints.identity import described_data
+from pretraining.checkpoints.identity import Start, described_data
 from pretraining.curve import DATA_FINGERPRINT, Change, changed_parts, refuse_changes
 from pretraining.errors import UserError
 from pretraining.planning.sizes import model_size
+from pretraining.recipe import Recipe
 from pretraining.run_dir import RunDir
+from pretraining.schedules import CONSTANT, DECAYING
 from pretraining.schema import differences, listed
+
+STEP_SIZES = ("budget.tokens_per_step", "budget.ramp")
+"""Keys that say how many tokens a step has."""
 
 
 def changes_of_run(run: RunDir, recipe: dict, allowed: Sequence[str]) -> list[Change]:
@@ -42,6 +47,23 @@ def changes_since(
 def recorded_changes(run: RunDir) -> list[dict]:
     """What earlier starts in this folder accepted: {"step", "key", "from", "to"} each."""
     return _read_json(run.changes) if run.changes.exists() else []
+
+
+def effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
+    """What a recorded change of the steps' sizes does to the learning rate, and the way out; "" where it does nothing.
+
+    A schedule that counts steps goes on at the same step, which is another share of the run than before.
+    """
+    kind, last = recipe.training.get("lr_scheduler_type", "linear"), start.last_step(recipe)
+    is_flat = kind == CONSTANT[0] or (kind in CONSTANT and start.step >= recipe.warmup_steps(last))
+    if change["key"] not in STEP_SIZES or recipe.schedule_counts_tokens or is_flat:
+        return ""
+    keys = "budget.warmup_tokens (in place of training.warmup_steps)"
+    keys += " or budget.decay_tokens" if kind == DECAYING else ""
+    return (
+        f"the learning rate moves by it: the schedule {kind} counts steps, and has {last - start.step:,} left after "
+        f"{start.step:,}, whatever their tokens; {keys} lets it count tokens, so that the rate stays where it is"
+    )
 
 
 def _data_change(earlier: dict, now: dict, changes: list[Change]) -> list[Change]:

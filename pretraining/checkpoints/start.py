@@ -8,7 +8,12 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pretraining.checkpoints.agreement import from_rank_0
-from pretraining.checkpoints.changes import changes_of_run, changes_since, recorded_changes
+from pretraining.checkpoints.changes import (
+    changes_of_run,
+    changes_since,
+    effect_on_rate,
+    recorded_changes,
+)
 from pretraining.checkpoints.find import choose_checkpoint
 from pretraining.checkpoints.folders import remove_uncommitted, set_aside_after
 from pretraining.checkpoints.identity import Identity, Start
@@ -22,6 +27,7 @@ from pretraining.errors import UserError
 from pretraining.journal import Journal
 from pretraining.planning import RunPlan, run_facts
 from pretraining.planning.quantities import facts, several
+from pretraining.recipe import Recipe
 from pretraining.restarts import launch_details
 from pretraining.run_dir import RunDir, write_json
 from pretraining.schema import display_path
@@ -84,7 +90,7 @@ def open_run(
         remove_uncommitted(run)
         start = identity.start
         set_aside_after(run, start.step, spared=start.checkpoint)
-        _record_changes(run, start)
+        record_changes(run, start, identity.recipe)
         write_json(run.recipe, identity.recipe.to_dict())
         write_json(run.plan, plan.to_dict())
         write_json(run.environment, identity.environment)
@@ -122,12 +128,20 @@ def start_text(run: RunDir, identity: Identity, plan: RunPlan) -> str:
     return facts(rows)
 
 
-def _record_changes(run: RunDir, start: Start) -> None:
-    """Before the recipe is: a start killed in between is asked again for what it accepted."""
+def record_changes(run: RunDir, start: Start, recipe: Recipe) -> None:
+    """Say and keep what was changed on request. Before the recipe is written: a start killed in between is asked again
+    for what it accepted.
+    """
     known = recorded_changes(run)
     for change in start.changes:
-        if change not in known:
-            run.add_event("change_accepted", **change)
+        if change in known:
+            continue
+        effect = effect_on_rate(change, recipe, start)
+        run.add_event("change_accepted", **change, **({"effect": effect} if effect else {}))
+        words = (
+            f"{change['key']} is {change['to']!r} from step {change['step']:,} on, and was {change['from']!r}"
+        )
+        print(f"accepted: {words}{'; ' if effect else ''}{effect}", flush=True)
     if start.changes or known:
         write_json(run.changes, list(start.changes))
 

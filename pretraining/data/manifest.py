@@ -4,10 +4,10 @@ import hashlib
 import json
 from pathlib import Path
 
-from pretraining.data.names import source_name
 from pretraining.data.publishing import kept_beside
 from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
+from pretraining.mixture import source_name
 from pretraining.recipe import recipe_schema
 from pretraining.recipe_defaults import filled_deeply
 from pretraining.schema import Difference, check, differences

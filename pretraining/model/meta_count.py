@@ -60,8 +60,11 @@ def build_on_meta(model: dict) -> tuple[PreTrainedModel, object]:
     return built, built.config.get_text_config()
 
 
-def parameters_by_part(built: PreTrainedModel) -> Iterator[tuple[str, int, bool, int | None]]:
-    """(part, elements, whether it is a matrix, layer or None) of every parameter once, in the order of the modules."""
+def parameters_by_part(built: PreTrainedModel) -> Iterator[tuple[str, int, int | None, int | None]]:
+    """(part, elements, layer or None, rows and columns) of every parameter once, in the order of the modules.
+
+    Rows and columns are those of all its matrices together; None: it is no matrix.
+    """
     head, seen = _head(built), set()
     has_experts = any(".experts." in f"{name}." for name, _ in built.named_parameters())
     for module_name, module in built.named_modules():
@@ -72,7 +75,14 @@ def parameters_by_part(built: PreTrainedModel) -> Iterator[tuple[str, int, bool,
                 part = "head" if is_head else _part(module_name, name, module, has_experts)
                 layer = re.search(r"\.(\d+)(\.|$)", module_name)
                 place = int(layer[1]) if layer else None
-                yield part, parameter.numel(), parameter.ndim >= 2, place
+                yield part, parameter.numel(), place, _rows_and_columns(parameter)
+
+
+def _rows_and_columns(parameter: torch.Tensor) -> int | None:
+    if parameter.ndim < 2:
+        return None
+    rows, columns = parameter.shape[-2:]
+    return parameter.numel() // (rows * columns) * (rows + columns)
 
 
 def _part(module_name: str, name: str, module: nn.Module, has_experts: bool) -> str:

@@ -1,7 +1,9 @@
 """What a run was predicted to need beside what it measured."""
 
 import json
+import math
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
 from pretraining.errors import UserError
@@ -61,45 +63,82 @@ def measured(
     return values
 
 
+def compare_runs(folders: Iterable[Path]) -> dict:
+    """{"runs": one entry for each run folder, "left_out": [{"run", "why"}]}; see `compare_run`.
+
+    Raises:
+        UserError: none of the folders can be compared.
+    """
+    runs, left_out = [], []
+    for folder in folders:
+        try:
+            runs.append(compare_run(folder))
+        except UserError as error:
+            left_out.append({"run": str(folder), "why": str(error).removeprefix(f"{folder}: ")})
+        except OSError as error:
+            left_out.append({"run": str(folder), "why": f"cannot be read ({error.strerror})"})
+    if not runs:
+        more = f" ({len(left_out) - 1} more cannot be compared either)" if len(left_out) > 1 else ""
+        raise UserError(
+            f"{left_out[0]['run']}: {left_out[0]['why']}{more}; give run folders, such as runs/tiny"
+        )
+    return {"runs": runs, "left_out": left_out}
+
+
 def compare_run(folder: Path) -> dict:
     """{"run", "finished", quantity: {"predicted", "measured", "ratio"}} of one run folder.
 
     Measured is what the end event says (its `measured`), else what metrics.jsonl and the checkpoints show.
 
     Raises:
-        UserError: not a run folder.
+        UserError: not a run folder, or one in which nothing was predicted and nothing was measured.
     """
     run = RunDir(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}")
     if not run.plan.is_file():
-        raise UserError(f"{folder}: no plan.json there; give run folders, such as runs/tiny")
-    plan = _read_plan(run.plan)
+        raise UserError(f"{folder}: no plan.json there: no run folder, or one of a version without plans")
     end = run.last_event("end") or {}
-    foreseen, found = _predicted(plan), {**_observed(run), **end.get("measured", {})}
+    foreseen, found = _predicted(_read_plan(run.plan)), {**_observed(run), **_numbers(end.get("measured"))}
+    if not foreseen and not found:
+        raise UserError(f"{folder}: its plan.json predicts nothing and the run has measured nothing yet")
     rows = {name: _pair(foreseen.get(name), found.get(name)) for name in QUANTITIES}
     return {"run": str(folder), "finished": bool(end), **rows}
 
 
 def _read_plan(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: line {error.lineno}: not JSON: {error.msg}") from None
+        plan = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path.parent}: {path.name} is not JSON: {error}") from None
+    if not isinstance(plan, dict):
+        raise UserError(f"{path.parent}: {path.name} is no plan, which is a JSON object")
+    return plan
 
 
-def _predicted(plan: dict) -> dict:
-    return {"checkpoint_bytes": plan.get("checkpoint_bytes"), **(plan.get("predicted") or {})}
+def _predicted(plan: dict) -> dict[str, float]:
+    """What the plan predicts; one of an older version may say less."""
+    return _numbers({"checkpoint_bytes": plan.get("checkpoint_bytes")}) | _numbers(plan.get("predicted"))
 
 
-def _observed(run: RunDir) -> dict:
+def _numbers(values) -> dict[str, float]:
+    """The quantities among `values` that are finite numbers."""
+    values = values if isinstance(values, dict) else {}
+    return {name: values[name] for name in QUANTITIES if _is_number(values.get(name))}
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _observed(run: RunDir) -> dict[str, float]:
     """Medians of the logged rates, the first row left out where there are more; bytes of the newest checkpoint."""
     rows = [grouped_names(row) for row in read_rows(run.metrics)]
-    rows = [row for row in rows if "throughput/tokens_per_second" in row]
-    rows = rows[1:] or rows
-    observed = {
-        name: statistics.median(row[f"throughput/{name}"] for row in rows)
-        for name in ("tokens_per_second", "step_seconds")
-        if rows
-    }
+    observed = {}
+    for name in ("tokens_per_second", "step_seconds"):
+        values = [row[key] for row in rows if _is_number(row.get(key := f"throughput/{name}"))]
+        if values:
+            observed[name] = statistics.median(values[1:] or values)
     checkpoints = sorted(run.path.glob("checkpoint-*/committed.json"), key=lambda path: path.stat().st_mtime)
     if checkpoints:
         files = [path for path in checkpoints[-1].parent.rglob("*") if path.is_file()]

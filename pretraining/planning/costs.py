@@ -51,11 +51,6 @@ class CheckpointCost:
     """Mean time between failures of all GPUs together."""
 
     @property
-    def disk_bytes(self) -> float:
-        """The kept ones and the one being written."""
-        return self.bytes * (self.kept + 1)
-
-    @property
     def write_share(self) -> float:
         """Share of the run spent writing, if training waits for it."""
         return self.write_seconds / (self.every_seconds + self.write_seconds)
@@ -72,7 +67,7 @@ class CheckpointCost:
 
     def to_dict(self) -> dict:
         """Plain JSON values, derived ones included."""
-        derived = ("disk_bytes", "write_share", "lost_share", "best_every_seconds")
+        derived = ("write_share", "lost_share", "best_every_seconds")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
@@ -114,8 +109,8 @@ def energy_kwh(watts: float, hours: float, overhead: float | None = None) -> flo
 def checkpoint_cost(
     num_bytes: float,
     every_steps: int,
-    num_steps: int,
     step_seconds: float,
+    written: int,
     kept: int,
     num_gpus: int,
     disk_bytes_per_second: float | None = None,
@@ -126,7 +121,7 @@ def checkpoint_cost(
     return CheckpointCost(
         bytes=num_bytes,
         every_seconds=every_steps * step_seconds,
-        written=-(-num_steps // every_steps),
+        written=written,
         kept=kept,
         write_seconds=num_bytes / speed,
         failure_seconds=rates["gpu_hours_between_failures"]["value"] * SECONDS_PER_HOUR / num_gpus,

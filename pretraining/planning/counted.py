@@ -29,9 +29,9 @@ HOW = "counted by building on the meta device"
 class CountedModel:
     """What building a model on the meta device tells."""
 
-    tensors: tuple[tuple[str, int, bool, int | None], ...]
-    """Of each parameter: its part (of `sizes.PartSizes`, or `attention bias`, `mlp bias`), elements, whether it is a
-    matrix, its layer."""
+    tensors: tuple[tuple[str, int, int | None, int | None], ...]
+    """Of each parameter: its part (of `sizes.PartSizes`, or `attention bias`, `mlp bias`), elements, its layer, and
+    of a matrix its rows and columns."""
     layers: int
     attention_width: int
     tied: bool

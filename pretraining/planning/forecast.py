@@ -5,14 +5,21 @@ from dataclasses import asdict, dataclass, replace
 from pretraining.ds_config import zero_stage
 from pretraining.planning.costs import CheckpointCost, Cost, checkpoint_cost, gpu_hours, run_cost
 from pretraining.planning.gpus import Gpu
-from pretraining.planning.run_plan import RunPlan, build_run_plan, is_sixteen_bit
+from pretraining.planning.memory.precision import precision_of
+from pretraining.planning.run_plan import (
+    RunPlan,
+    build_run_plan,
+    checkpoints_written,
+    save_every,
+    token_bytes,
+)
 from pretraining.planning.step_time import precision_of_products, step_time
 from pretraining.planning.throughput import (
     StepTime,
     Utilization,
     communication,
     expected_utilization,
-    loader_bytes_per_second,
+    scaling_over_nodes,
     tokens_per_second,
 )
 from pretraining.planning.workload import Workload
@@ -30,12 +37,16 @@ class StepForecast:
     sent_bytes_per_gpu: float
     loader_bytes_per_second: float
     """Over all ranks."""
-    checkpoints: CheckpointCost
+    checkpoints: CheckpointCost | None
+    """None where the recipe saves none."""
+    disk: dict[str, int]
+    """Bytes by what they are for (`RunPlan.disk`)."""
 
     def to_dict(self) -> dict:
         """Plain JSON values."""
         time = {**asdict(self.time), "bound_by": self.time.bound_by}
-        return {**asdict(self), "time": time, "checkpoints": self.checkpoints.to_dict()}
+        saved = self.checkpoints.to_dict() if self.checkpoints else None
+        return {**asdict(self), "time": time, "checkpoints": saved, "disk_bytes": sum(self.disk.values())}
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,8 @@ class Forecast:
     """What the run reaches: the utilization less what is recomputed, sent or offloaded."""
     tokens_per_second: float
     cost: Cost
+    scaling: dict | None
+    """What is assumed where the GPUs lie in more than one node; None in one."""
     step: StepForecast | None
     """None where no recipe says what a step is."""
 
@@ -69,6 +82,7 @@ class Forecast:
             "seconds": self.seconds,
             "tokens_per_second_per_gpu": self.tokens_per_second / self.num_gpus,
             "cost": self.cost.to_dict(),
+            "scaling": self.scaling,
             "step": self.step.to_dict() if self.step else None,
         }
         return {**asdict(self), **derived}
@@ -114,6 +128,7 @@ def forecast(
         mfu=rate / at_peak,
         tokens_per_second=rate,
         cost=run_cost(gpu, gpu_hours(num_gpus, workload.tokens / rate), price),
+        scaling=scaling_over_nodes(gpu, num_gpus, used.assumed),
         step=_step(workload, gpu, num_gpus, rate, time) if time else None,
     )
 
@@ -146,7 +161,7 @@ def _step(workload: Workload, gpu: Gpu, num_gpus: int, rate: float, time: StepTi
         zero_stage(ds_config),
         num_gpus,
         plan.accumulation_steps,
-        width=2 if is_sixteen_bit(recipe, ds_config) else 4,
+        width=precision_of(recipe, ds_config).weights,
         hpz=(ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1),
     )
     seconds = recipe.tokens_per_step / rate
@@ -154,15 +169,17 @@ def _step(workload: Workload, gpu: Gpu, num_gpus: int, rate: float, time: StepTi
         seconds=seconds,
         time=time,
         sent_bytes_per_gpu=volume.total,
-        loader_bytes_per_second=loader_bytes_per_second(rate, recipe.model["vocab_size"]),
-        checkpoints=_checkpoints(plan, recipe.training, seconds, num_gpus),
+        loader_bytes_per_second=rate * token_bytes(recipe.model["vocab_size"]),
+        checkpoints=_checkpoints(plan, recipe, seconds, num_gpus),
+        disk=plan.disk,
     )
 
 
-def _checkpoints(plan: RunPlan, training: dict, step_seconds: float, num_gpus: int) -> CheckpointCost:
-    every = training.get("save_steps", 500)
-    every = max(1, round(every * plan.steps)) if every < 1 else int(every)
-    every = every if training.get("save_strategy", "steps") == "steps" else plan.steps
+def _checkpoints(plan: RunPlan, recipe: Recipe, step_seconds: float, num_gpus: int) -> CheckpointCost | None:
+    every = save_every(recipe)
+    if every is None:
+        return None
+    written = checkpoints_written(recipe)
     return checkpoint_cost(
-        plan.checkpoint_bytes, every, plan.steps, step_seconds, plan.checkpoints_kept, num_gpus
+        plan.checkpoint_bytes, every, step_seconds, written, plan.checkpoints_kept, num_gpus
     )

@@ -103,17 +103,19 @@ def layout_memory(
     shards: int,
     in_flight: int,
     recompute: bool,
+    optimizer_width: float = 3 * FP32,
 ) -> LayoutMemory:
     """Memory of the fullest GPU.
 
-    Weights and fp32 gradients are 6 bytes a parameter, the optimizer's master weights and moments 12, shared by
-    the `shards` data- and context-parallel ranks as Megatron-LM's distributed optimizer does (ZeRO stage 1).
+    Weights and fp32 gradients are 6 bytes a parameter, the optimizer's master weights and Adam's moments 12, shared
+    by the `shards` data- and context-parallel ranks as Megatron-LM's distributed optimizer does (ZeRO stage 1).
     Under 1F1B the first stage holds the activations of `in_flight` micro-batches (Narayanan et al. 2021, section
     2.2); tensor parallelism with sequence parallelism divides all of them (Korthikanti et al. 2022, table 2);
     with recomputation only each layer's input stays, and one layer's activations beside them.
 
     Args:
         tokens: of one micro-batch on one GPU, that is after context parallelism.
+        optimizer_width: bytes a parameter of master weights and the optimizer's states.
     """
     held, layers = gpu_parameters(size, tensor, pipeline), shape.layers / pipeline
     one_layer = activation_bytes_per_token(shape) * tokens / tensor
@@ -121,7 +123,7 @@ def layout_memory(
     activations = in_flight * layers * kept + (one_layer if recompute else 0)
     return LayoutMemory(
         weights_and_gradients=held * (BF16 + FP32),
-        optimizer=held * 3 * FP32 / shards,
+        optimizer=held * optimizer_width / shards,
         activations=activations,
         # as in memory/activations.py: fp32 log-probabilities, their gradient, the logits' gradient
         logits=3 * FP32 * tokens * shape.vocab_size / tensor,

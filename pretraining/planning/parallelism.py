@@ -6,7 +6,14 @@ from dataclasses import asdict, dataclass
 from pretraining.errors import UserError
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import Gpu
-from pretraining.planning.layout_memory import BF16, LayerShape, LayoutMemory, layer_shape, layout_memory
+from pretraining.planning.layout_memory import (
+    BF16,
+    FP32,
+    LayerShape,
+    LayoutMemory,
+    layer_shape,
+    layout_memory,
+)
 from pretraining.planning.sizes import ModelSize, model_size
 from pretraining.planning.throughput import pipeline_bubble
 
@@ -64,6 +71,8 @@ class _Cluster:
     gpu: Gpu
     flops_per_second: float
     """What the kernels of one GPU reach."""
+    optimizer_width: float
+    """Bytes a parameter of master weights and the optimizer's states."""
 
 
 def layouts(
@@ -73,6 +82,7 @@ def layouts(
     num_gpus: int,
     gpu: Gpu,
     kernel_efficiency: float,
+    optimizer_width: float = 3 * FP32,
 ) -> list[Layout]:
     """Every layout that divides the model, the step and the GPUs, and fits their memory; fastest first.
 
@@ -81,6 +91,7 @@ def layouts(
 
     Args:
         kernel_efficiency: share of the dense peak that a layer's kernels reach, before messages and bubbles.
+        optimizer_width: bytes a parameter of master weights and the optimizer's states.
 
     Raises:
         UserError: no layout divides what is given, or none fits (with the nearest one's memory).
@@ -95,6 +106,7 @@ def layouts(
         num_gpus=num_gpus,
         gpu=gpu,
         flops_per_second=peak * kernel_efficiency,
+        optimizer_width=optimizer_width,
     )
     found = list(_candidates(cluster))
     if not found:
@@ -144,7 +156,8 @@ def _layout(
     ideal = flops / (cluster.num_gpus * cluster.flops_per_second)
     passes, layers = microbatches * (1 + bubble), shape.layers // pipeline
     in_flight = min(pipeline, microbatches)
-    memory = layout_memory(size, shape, tokens, tensor, pipeline, data * context, in_flight, recompute)
+    shards, width = data * context, cluster.optimizer_width
+    memory = layout_memory(size, shape, tokens, tensor, pipeline, shards, in_flight, recompute, width)
     return Layout(
         data=data,
         tensor=tensor,

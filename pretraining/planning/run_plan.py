@@ -4,7 +4,11 @@ import math
 from dataclasses import asdict, dataclass, field
 
 from pretraining.ds_config import zero_stage
-from pretraining.planning.memory import ModelState, checkpoint_bytes, model_state
+from pretraining.planning.memory import ModelState, checkpoint_bytes
+from pretraining.planning.memory.need import state_of_recipe
+from pretraining.planning.memory.optimizers import optimizer_states
+from pretraining.planning.memory.precision import precision_of
+from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.sizes import ModelSize, model_size
 from pretraining.recipe import Recipe, accumulation_steps
 
@@ -35,6 +39,12 @@ class RunPlan:
     checkpoint_bytes: int
     checkpoints_kept: int
     """Resumable checkpoints on disk once the run is over."""
+    weights_kept: int
+    """Earlier checkpoints of which the weights alone stay (`checkpoints.demote_to_weights`)."""
+    export_bytes: int
+    """Of the exported model, in the precision that holds the weights."""
+    data_bytes: int
+    """Token shards that the run reads, if it reads each token once."""
     predicted: dict = field(default_factory=dict)
     """On the machine at hand: what `comparison.predicted` says, once that is known."""
 
@@ -58,6 +68,23 @@ class RunPlan:
         """Disk that the kept checkpoints take, with room for the one being written before an old one goes."""
         return self.checkpoint_bytes * (self.checkpoints_kept + 1) if self.checkpoints_kept else 0
 
+    @property
+    def disk(self) -> dict[str, int]:
+        """Bytes on the run's disk by what they are for: at most, if the token shards lie there too."""
+        parts = {
+            "checkpoints kept": self.checkpoints_kept * self.checkpoint_bytes,
+            "one being written": min(1, self.checkpoints_kept) * self.checkpoint_bytes,
+            "weights of earlier checkpoints": self.weights_kept * self.export_bytes,
+            "token shards": self.data_bytes,
+            "export": self.export_bytes,
+        }
+        return {name: size for name, size in parts.items() if size}
+
+    @property
+    def disk_bytes(self) -> int:
+        """All of it."""
+        return sum(self.disk.values())
+
     def to_dict(self) -> dict:
         """The plan as plain JSON values, derived ones included."""
         return {
@@ -66,6 +93,8 @@ class RunPlan:
             "tokens_per_parameter": self.tokens_per_parameter,
             "model_state": self.model_state.to_dict(),
             "checkpoint_disk_bytes": self.checkpoint_disk_bytes,
+            "disk": self.disk,
+            "disk_bytes": self.disk_bytes,
         }
 
 
@@ -76,8 +105,7 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         UserError: ranks x micro-batch x length does not divide the tokens per step.
     """
     size = model_size(recipe.model)
-    sixteen_bit = is_sixteen_bit(recipe, ds_config)
-    tokens = recipe.num_tokens
+    tokens, kept, written = recipe.num_tokens, _checkpoints_kept(recipe), checkpoints_written(recipe)
     return RunPlan(
         name=recipe.name,
         deepspeed=recipe.deepspeed,
@@ -92,31 +120,40 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         micro_batch=recipe.micro_batch,
         accumulation_steps=accumulation_steps(recipe, world_size),
         training_flops=tokens * size.flops_per_token(recipe.sequence_length),
-        model_state=model_state(size.total, ds_config, world_size, sixteen_bit),
-        checkpoint_bytes=checkpoint_bytes(size.total),
-        checkpoints_kept=_checkpoints_kept(recipe),
+        model_state=state_of_recipe(recipe, ds_config, world_size),
+        checkpoint_bytes=checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe)),
+        checkpoints_kept=kept,
+        weights_kept=written - kept if recipe.checkpoints["demote_to_weights"] else 0,
+        export_bytes=precision_of(recipe, ds_config).weights * size.total,
+        data_bytes=tokens * token_bytes(recipe.model["vocab_size"]),
     )
 
 
-def is_sixteen_bit(recipe: Recipe, ds_config: dict | None) -> bool:
-    """Whether weights are held in 16 bit; at stage 0 bf16 is autocast over fp32 weights."""
-    if recipe.training.get("fp16"):
-        return True
-    return bool(recipe.training.get("bf16")) and zero_stage(ds_config) > 0
+def token_bytes(vocab_size: int) -> int:
+    """Bytes of a token in its shard: 2 up to 65,536 ids, else 4."""
+    return 2 if vocab_size <= 2**16 else 4
+
+
+def save_every(recipe: Recipe) -> int | None:
+    """Steps from one checkpoint to the next: all of the run's where they are not counted in steps; None: none is."""
+    strategy, every = recipe.training.get("save_strategy", "steps"), recipe.training.get("save_steps", 500)
+    if strategy == "no":
+        return None
+    if strategy != "steps":
+        return max(1, recipe.num_steps)
+    return max(1, round(every * recipe.num_steps)) if every < 1 else int(every)
+
+
+def checkpoints_written(recipe: Recipe) -> int:
+    """Checkpoints over the whole run: one every `save_steps`, and one after the last step."""
+    every = save_every(recipe)
+    return -(-recipe.num_steps // every) if every else 0
 
 
 def _checkpoints_kept(recipe: Recipe) -> int:
-    """Checkpoints left at the end at most: of one every `save_steps` and one after the last step, the newest, the
-    best, and those that stay for ever.
-    """
-    steps, every = recipe.num_steps, recipe.training.get("save_steps", 500)
-    strategy = recipe.training.get("save_strategy", "steps")
-    if strategy != "steps":
-        return 0 if strategy == "no" else 1
-    every = max(1, round(every * steps)) if every < 1 else int(every)
-    written = -(-steps // every)
-    rule = recipe.checkpoints
-    if rule["keep_last"] is None:
+    """Checkpoints left at the end at most: of those written the newest, the best, and those that stay for ever."""
+    every, written, rule = save_every(recipe), checkpoints_written(recipe), recipe.checkpoints
+    if not every or rule["keep_last"] is None:
         return written
-    for_ever = steps // math.lcm(every, rule["keep_every"]) if rule["keep_every"] else 0
+    for_ever = recipe.num_steps // math.lcm(every, rule["keep_every"]) if rule["keep_every"] else 0
     return min(rule["keep_last"] + rule["keep_best"] + for_ever, written)

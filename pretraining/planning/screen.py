@@ -25,8 +25,7 @@ from pretraining.planning.quantities import (
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.stand_in import family_of
 from pretraining.planning.step_time import precision_of_products
-from pretraining.planning.throughput import loader_bytes_per_second
-from pretraining.planning.verbs.cost import mfu_words
+from pretraining.planning.verbs.cost import NOT_COUNTED, disk_words, mfu_words, scaling_rows
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 
@@ -67,7 +66,6 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
         "fitting_gpus": [each.name for each in all_gpus().values() if need.total <= each.memory_bytes],
         "memory": {**need.to_dict(), "shrink": shrink(need, recipe, ds_config)},
         "forecast": speed.to_dict() if speed else None,
-        "data_bytes": loader_bytes_per_second(plan.tokens, recipe.model["vocab_size"]),
         **_verdict(recipe, ds_config, world_size, gpu),
     }
 
@@ -101,14 +99,13 @@ def as_text(answer: dict) -> str:
 def _in_short(answer: dict) -> str:
     """Whether it fits, how long it takes, what it costs."""
     speed, need = answer["forecast"], answer["memory"]["total"]
+    disk = f"{num_bytes(answer['disk_bytes'])} of disk"
     if speed is None:
-        return f"{num_bytes(need)} of memory on each GPU; how long it takes and what it costs depends on --gpu NAME"
+        return f"{num_bytes(need)} of memory on each GPU; {disk}; time and cost depend on --gpu NAME"
     fits = "fits" if need <= answer["gpu_memory_bytes"] else "does not fit"
     prices = [price["dollars"] for price in speed["cost"]["prices"]]
     costs = f"{dollars(min(prices))} or more" if prices else "no price known"
-    return (
-        f"{fits}; {duration(speed['seconds'])}; {costs}; {num_bytes(answer['checkpoint_disk_bytes'])} of disk"
-    )
+    return f"{fits}; {duration(speed['seconds'])}; {costs}; {disk}"
 
 
 def run_facts(recipe: Recipe, plan: RunPlan, process: str) -> list[tuple[str, str]]:
@@ -168,11 +165,10 @@ def _fits_words(answer: dict) -> str:
 
 
 def _time_and_money(answer: dict) -> list[tuple[str, str]]:
-    read = f"{num_bytes(answer['data_bytes'])} of token shards, each token read once"
-    disk = (
-        f"{num_bytes(answer['checkpoint_disk_bytes'])}: {several(answer['checkpoints_kept'], 'checkpoint')} of "
-        f"{num_bytes(answer['checkpoint_bytes'])} kept, one being written"
+    read = (
+        f"{answer['tokens']:,} tokens, each read once, are {num_bytes(answer['data_bytes'])} of token shards"
     )
+    disk = disk_words(answer["disk"], answer["checkpoints_kept"])
     speed = answer["forecast"]
     if speed is None:
         ask = "give --gpu NAME; `python -m pretraining.planning gpus` lists those known"
@@ -180,17 +176,17 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     step, cost = speed["step"], speed["cost"]
     each = speed["tokens_per_second_per_gpu"]
     links = f"{num_bytes(step['sent_bytes_per_gpu'])} sent by each GPU"
+    rate = f"{speed['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a GPU)"
     saved = step["checkpoints"]
+    cadence = f"; a checkpoint every {duration(saved['every_seconds'])}" if saved else ""
     return [
-        (
-            "time",
-            f"{duration(speed['seconds'])} at {speed['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a GPU)",
-        ),
+        ("time", f"{duration(speed['seconds'])} at {rate}, {NOT_COUNTED}"),
+        *scaling_rows(speed["scaling"]),
         ("MFU", mfu_words(speed)),
         ("step", f"{duration(step['seconds'])}, bound by {step['time']['bound_by']}; {links}"),
         ("money", _money_words(cost)),
         ("energy", f"{_energy(cost['energy_kwh'])} at the GPUs' rated power"),
-        ("disk", f"{disk}; one every {duration(saved['every_seconds'])}"),
+        ("disk", f"{disk}{cadence}"),
         ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
     ]
 
@@ -233,7 +229,10 @@ def world_sizes(recipe: Recipe, ds_config: dict | None, gpu: Gpu | None) -> str:
     steps = recipe.step_sizes.all
     sizes = [size for size in WORLD_SIZES if not any(tokens % (size * at_once) for tokens in steps)]
     header = ["GPUs", "accumulation", "memory of each", *(["fits", "time", "GPU-hours"] if gpu else [])]
-    return columns(header, [_world_size(recipe, ds_config, size, gpu) for size in sizes], left=0)
+    rows = columns(header, [_world_size(recipe, ds_config, size, gpu) for size in sizes], left=0)
+    if gpu is None or max(sizes) <= gpu.gpus_per_node:
+        return rows
+    return f"{rows}\nTimes of more than {gpu.gpus_per_node} GPUs, one node, assume perfect scaling."
 
 
 def _world_size(recipe: Recipe, ds_config: dict | None, size: int, gpu: Gpu | None) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from pretraining.ds_config import load_ds_config, zero_stage
+from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import (
@@ -23,8 +23,10 @@ WAYS = ("zero0", "zero1", "zero2", "zero3", "zero3_hpz", "zero2_offload", "zero3
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTED = (0, 4, 2, 1)
 """Of how many layers one is recomputed; 0: nothing is."""
-SAME_SPEED = 1.02
-"""Step times that differ by no more than this factor count as equal: the model is not finer."""
+SAME = 1.02
+"""Step times, or needs of memory, that differ by no more than this factor count as equal: the model is not finer."""
+ROOMY = 0.85
+"""Share of the memory up to which a way leaves room for what the prediction does not see."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,9 @@ def fitting(
 ) -> list[Candidate]:
     """The candidates that fit, predicted fastest first.
 
-    Of those as fast as each other: with fewer layers recomputed, the lower stage, the larger micro-batch (its kernels
-    are larger, which the prediction does not see).
+    Of those as fast as each other first what leaves ROOMY's room, or else the most; of these the one without
+    offload, with fewer layers recomputed, the lower stage, the larger micro-batch (its kernels are larger, which the
+    prediction does not see).
 
     Raises:
         UserError: nothing divides the step, or nothing fits (with the smallest need).
@@ -104,7 +107,7 @@ def fitting(
     if not fits:
         raise UserError(_nothing_fits(recipe, found, world_size, limit))
     fastest = min(each.step_seconds for each in fits)
-    return [replace(each, why=_reason(each, fastest)) for each in sorted(fits, key=_rank(fastest))]
+    return [replace(each, why=_reason(each, fastest)) for each in sorted(fits, key=_rank(fastest, limit))]
 
 
 def nearest_fit(
@@ -180,12 +183,26 @@ def _changes(variant: Recipe, recipe: Recipe) -> tuple[str, ...]:
     return tuple(changes)
 
 
-def _rank(fastest: float):
+def worth_showing(ways: list[Candidate]) -> list[Candidate]:
+    """Of ways in the order of `fitting` those that need less memory than every one before them.
+
+    All others are neither faster nor smaller, or predict the same as one that is simpler.
+    """
+    shown: list[Candidate] = []
+    for each in ways:
+        if not shown or SAME * each.need.total < shown[-1].need.total:
+            shown.append(each)
+    return shown
+
+
+def _rank(fastest: float, limit: float):
     def key(each: Candidate) -> tuple:
-        slower = each.step_seconds / fastest
-        bin_ = 0 if slower <= SAME_SPEED else slower
-        again = recomputed_share(each.every_n_layers)
-        return (bin_, again, zero_stage(_config(each.deepspeed)), -each.micro_batch)
+        slower, used = each.step_seconds / fastest, each.need.total / limit
+        bin_ = 0 if slower <= SAME else slower
+        crowded = 0 if used <= ROOMY else used
+        again, config = recomputed_share(each.every_n_layers), _config(each.deepspeed)
+        offloads = optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
+        return (bin_, crowded, offloads, again, zero_stage(config), -each.micro_batch)
 
     return key
 
@@ -194,9 +211,9 @@ def _reason(each: Candidate, fastest: float) -> str:
     """What this candidate pays, in words."""
     paid = [recomputation_text(each.every_n_layers)] if each.every_n_layers else []
     if each.offload_seconds:
-        paid.append(f"offload {each.offload_seconds / each.step_seconds:.0%} of it")
+        paid.append(f"{each.offload_seconds / each.step_seconds:.0%} offload")
     slower = each.step_seconds / fastest - 1
-    speed = "as fast as any" if slower <= SAME_SPEED - 1 else f"{slower:.0%} slower"
+    speed = "as fast as any" if slower <= SAME - 1 else f"{slower:.0%} slower"
     return ", ".join([speed, *paid])
 
 

@@ -75,7 +75,7 @@ def _mixture(facts) -> dict:
 
 
 def _sparse_layers(facts) -> int:
-    return len({layer for part, _, _, layer in facts.tensors if part == "experts"}) or 1
+    return len({layer for part, _, layer, _ in facts.tensors if part == "experts"}) or 1
 
 
 def _whole(value) -> int | None:

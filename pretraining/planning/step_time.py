@@ -5,6 +5,7 @@ from dataclasses import replace
 from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
+from pretraining.planning.memory.precision import precision_of
 from pretraining.planning.sizes import model_size
 from pretraining.planning.tables import table
 from pretraining.planning.throughput import StepTime, predicted_step_seconds
@@ -48,6 +49,7 @@ def step_time(
         mfu=mfu,
         precision=precision or precision_of_products(recipe),
         recomputed=recomputed_share(recomputed_one_in(recipe)),
+        width=precision_of(recipe, ds_config).weights,
         hpz=(ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1),
     )
     return replace(time, offload_seconds=_offload_seconds(recipe, ds_config, world_size, accumulation, gpu))

@@ -144,7 +144,7 @@ def communication(
     (n - 1) / n of each. hpZ (ZeRO++, Wang et al. 2023) serves the backward pass's gather inside the node.
 
     Args:
-        width: bytes an element; DeepSpeed sends gradients in the training precision.
+        width: bytes an element; DeepSpeed and torch send gradients in the precision that holds the weights.
         hpz: ranks of a secondary partition (zero_hpz_partition_size), 1 for none.
     """
     once = parameters * width * (num_ranks - 1) / num_ranks
@@ -165,6 +165,21 @@ def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> fl
     return (volume.gradients + volume.parameters) / across + volume.inside_node / inside
 
 
+def scaling_over_nodes(gpu: Gpu, num_gpus: int, utilization_is_assumed: bool = True) -> dict | None:
+    """{"nodes", "assumption"} of GPUs that lie in more than one node; None in one.
+
+    The tables hold no measured loss between nodes: time has a lower bound by the links' peaks, and nothing more.
+    """
+    nodes = -(-num_gpus // gpu.gpus_per_node)
+    if nodes == 1:
+        return None
+    words = "perfect scaling is assumed: each GPU is as fast as in one node"
+    if utilization_is_assumed:
+        rate = f"{gpu.network_bytes_per_second / 1e9:g} GB/s a GPU"
+        words += f", unless a step's messages at the network's peak ({rate}) take longer than its products"
+    return {"nodes": nodes, "assumption": f"{words}; latency, congestion and slow nodes are not counted"}
+
+
 def predicted_step_seconds(
     size: ModelSize,
     sequence_length: int,
@@ -177,6 +192,7 @@ def predicted_step_seconds(
     mfu: float | None = None,
     precision: str | None = None,
     recomputed: float = 0.0,
+    width: int = 2,
     hpz: int = 1,
 ) -> StepTime:
     """Seconds of one optimizer step of data-parallel training.
@@ -185,6 +201,7 @@ def predicted_step_seconds(
         mfu: share of the dense peak without recomputation; None for the expected one.
         precision: of the products; None for the GPU's training precision.
         recomputed: share of the layers under activation checkpointing: the kernels run as fast, on more FLOPs.
+        width: bytes an element that is sent; 4 where the weights are held in fp32, under autocast too.
     """
     precision = precision or gpu.training_precision
     counted = flops_per_token(size, sequence_length)
@@ -192,7 +209,6 @@ def predicted_step_seconds(
     mfu = mfu or expected_utilization(gpu, size.total, recomputation=ratio).mfu
     flops = counted.training + recomputed * counted.recomputed
     rate = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), mfu)
-    width = 4 if precision in ("fp32", "tf32") else 2
     volume = communication(size.total, stage, num_gpus, accumulation, width, hpz)
     return StepTime(tokens_per_step / rate, communication_seconds(volume, gpu, num_gpus))
 
@@ -205,8 +221,3 @@ def pipeline_bubble(stages: int, microbatches: int, chunks: int = 1) -> float:
         chunks: v, model chunks per GPU of the interleaved schedule.
     """
     return (stages - 1) / (chunks * microbatches)
-
-
-def loader_bytes_per_second(rate: float, vocab_size: int) -> float:
-    """What the data loaders of all ranks must read: 2 bytes a token up to 65,536 ids, else 4."""
-    return rate * (2 if vocab_size <= 2**16 else 4)

@@ -10,8 +10,8 @@ FIXED = {
     "gathered weights": "a smaller stage3_max_reuse_distance in the ds_config",
     "copies for the step": "more GPUs",
 }
-SHARDED_FROM = {"weights": 3, "gradients": 2, "gradient sums": 2, "fp32 masters": 1, "Adam's moments": 1}
-"""The ZeRO stage from which on the ranks share a part."""
+SHARDED_FROM = {"weights": 3, "gradients": 2, "gradient sums": 2, "fp32 masters": 1}
+"""The ZeRO stage from which on the ranks share a part; the optimizer's states from 1 on."""
 
 
 def shrink(need: MemoryNeed, recipe: Recipe, ds_config: dict | None) -> str:
@@ -19,8 +19,8 @@ def shrink(need: MemoryNeed, recipe: Recipe, ds_config: dict | None) -> str:
     part = need.largest
     if part in FIXED:
         return FIXED[part]
-    if part in SHARDED_FROM:
-        return _state(SHARDED_FROM[part], part, need, ds_config)
+    if part in SHARDED_FROM or part == need.optimizer_states:
+        return _state(SHARDED_FROM.get(part, 1), part, need, ds_config)
     if part == "activations" and not recomputed_one_in(recipe):
         return "--set training.activation_checkpointing=true, or a smaller micro-batch"
     if recipe.micro_batch > 1:

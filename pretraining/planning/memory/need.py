@@ -6,7 +6,8 @@ from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
 from pretraining.model_types import is_exact, value_of
 from pretraining.planning.memory.activations import Activations, activations
 from pretraining.planning.memory.buffers import Buffers, buffers
-from pretraining.planning.memory.precision import Precision, precision_of
+from pretraining.planning.memory.optimizers import ADAM, optimizer_states
+from pretraining.planning.memory.precision import SIXTEEN_BIT, Precision, precision_of
 from pretraining.planning.memory.states import ModelState, model_state
 from pretraining.planning.memory.tensors import Tensor, parameter_tensors
 from pretraining.planning.sizes import model_size
@@ -32,6 +33,8 @@ class MemoryNeed:
     nvme: float = 0.0
     """NVMe of one rank."""
     state: ModelState | None = None
+    optimizer_states: str = ADAM.name
+    """What the part of the optimizer's states is called."""
 
     @property
     def peak_phase(self) -> str:
@@ -109,7 +112,7 @@ def memory_need(recipe: Recipe, ds_config: dict | None, world_size: int) -> Memo
     """
     precision, tensors = precision_of(recipe, ds_config), parameter_tensors(recipe.model)
     accumulation, size = accumulation_steps(recipe, world_size), model_size(recipe.model)
-    state = model_state(size.total, ds_config, world_size, precision.weights == 2, accumulation, tensors)
+    optimizer, state = optimizer_states(recipe), state_of_recipe(recipe, ds_config, world_size)
     held = activations(
         recipe.model,
         recipe.micro_batch,
@@ -119,13 +122,27 @@ def memory_need(recipe: Recipe, ds_config: dict | None, world_size: int) -> Memo
         loss=loss_of(recipe),
     )
     width = value_of(recipe.model, "hidden_size")
-    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation)
+    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation, optimizer.copied)
     return MemoryNeed(
-        phases=_phases(state, held, extra, zero_stage(ds_config), accumulation),
+        phases=_phases(state, held, extra, zero_stage(ds_config), accumulation, optimizer.name),
         num_gpus=world_size,
         host=_host(state, ds_config, precision, size.total, tensors),
         nvme=state.nvme,
         state=state,
+        optimizer_states=optimizer.name,
+    )
+
+
+def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> ModelState:
+    """Model state of the fullest of `world_size` ranks, with the optimizer that the recipe chooses."""
+    return model_state(
+        model_size(recipe.model).total,
+        ds_config,
+        world_size,
+        precision_of(recipe, ds_config).weights == SIXTEEN_BIT,
+        accumulation_steps(recipe, world_size),
+        parameter_tensors(recipe.model),
+        optimizer_states(recipe),
     )
 
 
@@ -155,14 +172,14 @@ def recomputed_share(every_n_layers: int) -> float:
 
 
 def _phases(
-    state: ModelState, held: Activations, extra: Buffers, stage: int, accumulation: int
+    state: ModelState, held: Activations, extra: Buffers, stage: int, accumulation: int, optimizer: str
 ) -> dict[str, dict[str, float]]:
     """The three moments at which a step's memory can peak.
 
     When a backward pass starts, gradients of earlier micro-batches lie there; the fp32 sums of stage 2 too, those
     of stages 1 and 3 always (observed with deepspeed 0.19.8: benchmarks/model_states.py).
     """
-    always = {"weights": state.parameters, "fp32 masters": state.masters, "Adam's moments": state.moments}
+    always = {"weights": state.parameters, "fp32 masters": state.masters, optimizer: state.moments}
     sums = state.gradient_accumulation
     sums_before = sums if accumulation > 1 or stage != 2 else 0
     passing = {**always, "reduce buckets": extra.buckets, "gathered weights": extra.gathered}

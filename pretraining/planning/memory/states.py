@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 
 from pretraining.ds_config import offloaded_share, optimizer_device, parameter_device, zero_stage
+from pretraining.planning.memory.optimizers import ADAM, OptimizerStates
 from pretraining.planning.memory.tensors import Tensor
 
 GIB = 2**30
@@ -31,7 +32,7 @@ class ModelState:
     masters: float
     """fp32 master weights; 0 where the weights themselves are the masters."""
     moments: float
-    """Adam's two moments in fp32."""
+    """What the optimizer keeps beside them: of AdamW, two moments in fp32."""
     host: float
     """What offloading keeps in host memory instead; not part of `gpu`."""
     nvme: float = 0.0
@@ -59,6 +60,7 @@ def model_state(
     sixteen_bit: bool,
     accumulation: int = 1,
     tensors: Sequence[Tensor] = (),
+    optimizer: OptimizerStates = ADAM,
 ) -> ModelState:
     """Model state of the fullest rank.
 
@@ -75,12 +77,15 @@ def model_state(
         sixteen_bit: 16-bit weights, else fp32.
         accumulation: micro-batches per step.
         tensors: the parameters one by one; with them padding and what straddles two ranks is counted too.
+        optimizer: what it keeps for them; without `tensors` it is Adam.
     """
+    groups = optimizer.in_groups(tensors)
     if config is None:
         gradients = 2 if world_size > 1 and accumulation > 1 else 1
-        return ModelState(FP32 * parameters, gradients * FP32 * parameters, 0, 0, MOMENTS * parameters, 0)
+        moments = _moments(optimizer, groups, parameters, world_size, 0)
+        return ModelState(FP32 * parameters, gradients * FP32 * parameters, 0, 0, moments, 0)
     stage, width = zero_stage(config), 2 if sixteen_bit else FP32
-    share = _share(parameters, world_size, stage, tensors)
+    share = _share(parameters, world_size, stage, groups)
     weights = width * (share if stage == 3 else parameters) + _hpz_copy(parameters, config, world_size, width)
     if stage == 3:
         weights += width * _persistent(config, tensors)
@@ -88,9 +93,9 @@ def model_state(
     state = ModelState(
         parameters=weights,
         gradients=width * parameters if stage == 0 or (stage == 1 and not _sums_are_gradients(config)) else 0,
-        gradient_accumulation=_sums(parameters, share, world_size, stage, sixteen_bit, tensors),
+        gradient_accumulation=_sums(parameters, share, world_size, stage, sixteen_bit, groups),
         masters=FP32 * held if sixteen_bit or stage > 0 else 0,
-        moments=MOMENTS * held,
+        moments=_moments(optimizer, groups, parameters, world_size, stage),
         host=0,
     )
     return _offloaded(state, config, FP32 * share, width * share, accumulation)
@@ -101,27 +106,47 @@ def _sums_are_gradients(config: dict) -> bool:
     return (config.get("fp16") or {}).get("enabled") is True
 
 
-def _share(parameters: int, world_size: int, stage: int, tensors: Sequence[Tensor]) -> float:
+Groups = list[list[Tensor]]
+
+
+def _share(parameters: int, world_size: int, stage: int, groups: Groups) -> float:
     """Elements of one rank: at stages 1 and 2 a slice of each flat group, at stage 3 one of each tensor."""
-    if not tensors:
+    if not any(groups):
         return parameters / world_size
     if stage == 3:
-        return sum(-(-tensor.numel // world_size) for tensor in tensors)
-    return sum(_slice(group, world_size) for group in _groups(tensors))
+        return sum(-(-tensor.numel // world_size) for group in groups for tensor in group)
+    return sum(_slice(_numel(group), world_size) for group in groups)
 
 
-def _groups(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Elements tensor by tensor, of what decays and of the rest: the Trainer's two optimizer groups."""
-    return [[t.numel for t in tensors if t.decays is decays] for decays in (True, False)]
+def _moments(
+    optimizer: OptimizerStates, groups: Groups, parameters: int, world_size: int, stage: int
+) -> float:
+    """The optimizer's states of one rank's share, padding included."""
+    if not any(groups):
+        return MOMENTS * (parameters / world_size if stage else parameters)
+    if stage == 0:
+        return sum(optimizer.bytes_of(tensor) for group in groups for tensor in group)
+    if stage == 3:
+        tensors = [tensor for group in groups for tensor in group]
+        return sum(optimizer.bytes_of(t) * -(-t.numel // world_size) / t.numel for t in tensors)
+    return sum(
+        sum(map(optimizer.bytes_of, group)) * _slice(_numel(group), world_size) / _numel(group)
+        for group in groups
+        if group
+    )
 
 
-def _slice(group: list[int], world_size: int) -> int:
+def _numel(group: Sequence[Tensor]) -> int:
+    return sum(tensor.numel for tensor in group)
+
+
+def _slice(numel: int, world_size: int) -> int:
     unit = ALIGNMENT * world_size
-    return -(-sum(group) // unit) * unit // world_size
+    return -(-numel // unit) * unit // world_size
 
 
 def _sums(
-    parameters: int, share: float, world_size: int, stage: int, sixteen_bit: bool, tensors: Sequence[Tensor]
+    parameters: int, share: float, world_size: int, stage: int, sixteen_bit: bool, groups: Groups
 ) -> float:
     """fp32 sums: whole at stage 1 under 16 bit, sharded from stage 2 on, else the gradients themselves.
 
@@ -132,21 +157,21 @@ def _sums(
     if stage == 3:
         return FP32 * share
     if stage == 2:
-        whole = tensors and not sixteen_bit
-        return FP32 * (_fullest_straddle(tensors, world_size) if whole else share)
+        whole = any(groups) and not sixteen_bit
+        return FP32 * (_fullest_straddle(groups, world_size) if whole else share)
     return FP32 * parameters if stage == 1 and sixteen_bit else 0
 
 
-def _fullest_straddle(tensors: Sequence[Tensor], world_size: int) -> int:
+def _fullest_straddle(groups: Groups, world_size: int) -> int:
     """Elements of all tensors that reach into a rank's slices, at the rank where they are most."""
-    ranks = range(world_size)
-    groups = [_straddles(group, _slice(group, world_size), world_size) for group in _groups(tensors)]
-    return max(sum(group[rank] for group in groups) for rank in ranks)
+    held = [_straddles(group, _slice(_numel(group), world_size), world_size) for group in groups]
+    return max(sum(group[rank] for group in held) for rank in range(world_size))
 
 
-def _straddles(group: list[int], size: int, world_size: int) -> list[int]:
-    if not group:
+def _straddles(tensors: Sequence[Tensor], size: int, world_size: int) -> list[int]:
+    if not tensors:
         return [0] * world_size
+    group = [tensor.numel for tensor in tensors]
     ends = list(accumulate(group))
     held = []
     for rank in range(world_size):
@@ -197,6 +222,8 @@ def _offloaded(
     return replace(state, host=places["cpu"], nvme=places["nvme"])
 
 
-def checkpoint_bytes(parameters: int) -> int:
-    """Bytes of one resumable checkpoint on disk, over all ranks: fp32 weights and moments, whatever the stage."""
-    return parameters * (FP32 + MOMENTS)
+def checkpoint_bytes(tensors: Sequence[Tensor], optimizer: OptimizerStates = ADAM) -> int:
+    """Bytes of one resumable checkpoint on disk, over all ranks: fp32 weights and the optimizer's states, whatever
+    the stage.
+    """
+    return sum(FP32 * tensor.numel + round(optimizer.bytes_of(tensor)) for tensor in tensors)

@@ -6,21 +6,31 @@ from pretraining.model_types import is_exact
 from pretraining.planning.counted import count_model
 from pretraining.recipe import model_with_defaults
 
+EMBEDDING, HEAD, ROUTER, HIDDEN, VECTOR = "embedding", "head", "router", "hidden", "vector"
+
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter: its elements, and whether weight decay applies (a matrix) or not (norms, biases)."""
+    """One parameter."""
 
     numel: int
-    decays: bool
+    kind: str
+    """An embedding (a tied head is one), the head, a router, a hidden matrix, or a vector: a norm or a bias."""
     layer: int | None
     """None for what lies outside the layers."""
+    factors: int
+    """Rows and columns of its matrices together; of a vector its elements."""
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to every matrix."""
+        return self.kind != VECTOR
 
 
 def parameter_tensors(model: dict) -> list[Tensor]:
     """Every parameter of a recipe's model section, as transformers 5.23 orders them (modeling_<type>.py)."""
     if not is_exact(model):
-        return [Tensor(numel, is_matrix, layer) for _, numel, is_matrix, layer in count_model(model).tensors]
+        return [_counted(*tensor) for tensor in count_model(model).tensors]
     shape = model_with_defaults(model)
     return _gpt2(shape) if shape["model_type"] == "gpt2" else _llama_like(shape)
 
@@ -34,35 +44,49 @@ def layer_numel(tensors: list[Tensor]) -> int:
     return max(sizes.values())
 
 
-def _matrix(layer: int | None, rows: int, columns: int, bias: bool = False) -> list[Tensor]:
-    weight = [Tensor(rows * columns, True, layer)]
-    return [*weight, Tensor(columns, False, layer)] if bias else weight
+def _counted(part: str, numel: int, layer: int | None, factors: int | None) -> Tensor:
+    """A tensor of `CountedModel`."""
+    if factors is None:
+        return Tensor(numel, VECTOR, layer, numel)
+    return Tensor(numel, part if part in (EMBEDDING, HEAD, ROUTER) else HIDDEN, layer, factors)
+
+
+def _matrix(
+    layer: int | None, rows: int, columns: int, bias: bool = False, kind: str = HIDDEN, experts: int = 1
+) -> list[Tensor]:
+    weight = [Tensor(experts * rows * columns, kind, layer, experts * (rows + columns))]
+    return [*weight, *_vector(layer, columns)] if bias else weight
+
+
+def _vector(layer: int | None, width: int) -> list[Tensor]:
+    return [Tensor(width, VECTOR, layer, width)]
 
 
 def _norm(layer: int | None, width: int, bias: bool = False) -> list[Tensor]:
-    return [Tensor(width, False, layer)] * (2 if bias else 1)
+    return _vector(layer, width) * (2 if bias else 1)
 
 
 def _gpt2(shape: dict) -> list[Tensor]:
     width, vocabulary = shape["n_embd"], shape["vocab_size"]
     inner = shape["n_inner"] or 4 * width
-    tensors = _matrix(None, vocabulary, width) + _matrix(None, shape["n_positions"], width)
+    tensors = _matrix(None, vocabulary, width, kind=EMBEDDING)
+    tensors += _matrix(None, shape["n_positions"], width, kind=EMBEDDING)
     for layer in range(shape["n_layer"]):
         tensors += _norm(layer, width, bias=True)
         tensors += _matrix(layer, width, 3 * width, bias=True) + _matrix(layer, width, width, bias=True)
         tensors += _norm(layer, width, bias=True)
         tensors += _matrix(layer, width, inner, bias=True) + _matrix(layer, inner, width, bias=True)
-    head = [] if shape["tie_word_embeddings"] else _matrix(None, width, vocabulary)
+    head = [] if shape["tie_word_embeddings"] else _matrix(None, width, vocabulary, kind=HEAD)
     return tensors + _norm(None, width, bias=True) + head
 
 
 def _llama_like(shape: dict) -> list[Tensor]:
     width, vocabulary = shape["hidden_size"], shape["vocab_size"]
-    tensors = _matrix(None, vocabulary, width)
+    tensors = _matrix(None, vocabulary, width, kind=EMBEDDING)
     for layer in range(shape["num_hidden_layers"]):
         tensors += _attention(shape, layer) + _feed_forward(shape, layer)
         tensors += _norm(layer, width) + _norm(layer, width)
-    head = [] if shape["tie_word_embeddings"] else _matrix(None, width, vocabulary)
+    head = [] if shape["tie_word_embeddings"] else _matrix(None, width, vocabulary, kind=HEAD)
     return tensors + _norm(None, width) + head
 
 
@@ -80,8 +104,9 @@ def _feed_forward(shape: dict, layer: int) -> list[Tensor]:
     if is_mixture(shape, layer):
         experts = num_experts(shape)
         inner = shape.get("moe_intermediate_size") or shape["intermediate_size"]
-        fused = [Tensor(experts * numel * width, True, layer) for numel in (2 * inner, inner)]
-        return [Tensor(experts * width, True, layer), *fused]
+        router = _matrix(layer, experts, width, kind=ROUTER)
+        halves = _matrix(layer, 2 * inner, width, experts=experts)
+        return router + halves + _matrix(layer, width, inner, experts=experts)
     inner = shape["intermediate_size"]
     return 2 * _matrix(layer, width, inner, bias) + _matrix(layer, inner, width, bias)
 

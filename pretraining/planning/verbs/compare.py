@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from pretraining.planning.comparison import QUANTITIES, compare_run
+from pretraining.planning.comparison import QUANTITIES, compare_runs
 from pretraining.planning.quantities import columns, duration, num_bytes, three_digits
 
 EXAMPLES = """  python -m pretraining.planning compare runs/*
@@ -23,15 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def answer(options: argparse.Namespace) -> dict:
-    """Every run, in the order given."""
-    return {"runs": [compare_run(folder) for folder in options.runs]}
+    """Every run that can be compared, in the order given, and why the others are left out."""
+    return compare_runs(options.runs)
 
 
 def as_text(answer: dict) -> str:
-    """A line for each run and quantity that is known on either side."""
+    """A line for each run and quantity that is known on either side; then a line for each run that is left out."""
     header = ["run", "quantity", "predicted", "measured", "measured/predicted"]
     rows = [row for run in answer["runs"] for row in _rows(run)]
-    return columns(header, rows, left=2)
+    left_out = [f"left out: {each['run']}: {each['why']}" for each in answer["left_out"]]
+    return "\n".join([columns(header, rows, left=2), *([""] if left_out else []), *left_out])
 
 
 def _rows(run: dict) -> list[list[str]]:

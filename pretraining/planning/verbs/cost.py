@@ -12,6 +12,7 @@ from pretraining.planning.quantities import (
     facts,
     gpu_count,
     num_bytes,
+    several,
     share,
     short,
     three_digits,
@@ -21,6 +22,7 @@ from pretraining.planning.workload import add_workload_arguments, workload_of
 EXAMPLES = """  python -m pretraining.planning cost --recipe 7b --world_size 64 --gpu H100
   python -m pretraining.planning cost --recipe 30b --world_size 8 --gpu H200 --mfu 0.35 --price 2.5
   python -m pretraining.planning cost --parameters 65b --tokens 1.4t --world_size 2048 --gpu A100 --json"""
+NOT_COUNTED = "without validation, saving and restarts"
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8")
 
 
@@ -57,7 +59,8 @@ def as_text(answer: dict) -> str:
         ("GPUs", f"{answer['num_gpus']:,} x {answer['gpu']}, {answer['precision']}"),
         ("MFU", mfu_words(answer)),
         ("throughput", f"{rate:,.0f} tokens/s, {each:,.0f} a GPU"),
-        ("time", duration(answer["seconds"])),
+        ("time", f"{duration(answer['seconds'])}, {NOT_COUNTED}"),
+        *scaling_rows(answer["scaling"]),
         ("GPU-hours", f"{cost['gpu_hours']:,.0f}"),
         ("energy", f"{three_digits(cost['energy_kwh'] / 1000)} MWh at rated power"),
     ]
@@ -75,6 +78,20 @@ def mfu_words(answer: dict) -> str:
     return f"{answer['mfu']:.0%}: {used['mfu']:.0%} ({used['source']}) less what is recomputed, sent or offloaded"
 
 
+def scaling_rows(scaling: dict | None) -> list[tuple[str, str]]:
+    """What is assumed of more than one node; nothing of one."""
+    if scaling is None:
+        return []
+    return [("scaling", f"{several(scaling['nodes'], 'node')}, {scaling['assumption']}")]
+
+
+def disk_words(disk: dict[str, int], checkpoints_kept: int) -> str:
+    """The bytes of a run's disk: all of them, and what they are for."""
+    names = {name: name for name in disk} | {"checkpoints kept": several(checkpoints_kept, "checkpoint")}
+    parts = ", ".join(f"{num_bytes(size)} for {names[name]}" for name, size in disk.items())
+    return f"{num_bytes(sum(disk.values()))}: {parts}"
+
+
 def _run_words(answer: dict) -> str:
     size = f"{short(answer['parameters'])} parameters"
     name = answer["name"] if answer["name"] == size else f"{answer['name']}, {size}"
@@ -87,19 +104,24 @@ def _price_words(price: dict) -> str:
 
 
 def _step_rows(step: dict) -> list[tuple[str, str]]:
-    time, kept = step["time"], step["checkpoints"]
-    spacing = (
-        f"every {duration(kept['every_seconds'])}, best about every {duration(kept['best_every_seconds'])}"
-    )
-    failure = f"every {duration(kept['failure_seconds'])} of all GPUs; {kept['lost_share']:.1%} done twice"
-    return [
+    time, saved = step["time"], step["checkpoints"]
+    rows = [
         ("step", f"{duration(step['seconds'])}, bound by {time['bound_by']}"),
         ("sent per GPU and step", f"{num_bytes(step['sent_bytes_per_gpu'])}, {_link_words(time)}"),
         ("data loaders", f"{num_bytes(step['loader_bytes_per_second'])}/s for all ranks"),
-        ("checkpoints", f"{num_bytes(kept['bytes'])} each, {kept['written']} written, {spacing}"),
-        ("disk", f"{num_bytes(kept['disk_bytes'])} for {kept['kept']} kept and one being written"),
-        ("a failure", failure),
     ]
+    if saved:
+        rows += _checkpoint_rows(saved)
+    return [*rows, ("disk", disk_words(step["disk"], saved["kept"] if saved else 0))]
+
+
+def _checkpoint_rows(saved: dict) -> list[tuple[str, str]]:
+    spacing = (
+        f"every {duration(saved['every_seconds'])}, best about every {duration(saved['best_every_seconds'])}"
+    )
+    failure = f"every {duration(saved['failure_seconds'])} of all GPUs; {saved['lost_share']:.1%} done twice"
+    written = f"{num_bytes(saved['bytes'])} each, {saved['written']:,} written, {spacing}"
+    return [("checkpoints", written), ("a failure", failure)]
 
 
 def _link_words(time: dict) -> str:

@@ -2,19 +2,23 @@
 
 import argparse
 import shlex
+import textwrap
 
 from pretraining.errors import UserError
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.quantities import amount, columns, duration, gpu_count, num_bytes, share
-from pretraining.planning.search import Candidate, fitting
+from pretraining.planning.quantities import amount, columns, duration, gpu_count, num_bytes, several, share
+from pretraining.planning.search import ROOMY, Candidate, fitting, worth_showing
+from pretraining.planning.throughput import scaling_over_nodes
 from pretraining.planning.workload import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe
 
 EXAMPLES = """  python -m pretraining.planning fit --recipe 7b --world_size 8 --gpu A100
   python -m pretraining.planning fit --recipe 30b --world_size 8 --gpu H200 --top 3 --json"""
 NOTE = """
-Time is the larger of products and messages, plus offload; micro-batches of one step time are told apart by nothing
-but their size. `ac`: of how many layers one is recomputed (activation checkpointing)."""
+The fastest first; each further row needs less memory than all above it, and of ways that predict the same the simplest
+is shown. Of ways as fast as each other the first leaves {room:.0%} of the memory free, if one does, then has no
+offload, the fewest layers recomputed, the lowest stage and the largest micro-batch. Time is the larger of products and
+messages, plus offload. `ac`: of how many layers one is recomputed (activation checkpointing)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def answer(options: argparse.Namespace) -> dict:
-    """The best way of each ds_config and choice of activation checkpointing."""
+    """The fastest way, and those that need less memory, one of each ds_config and choice of checkpointing."""
     workload, gpu = workload_of(options), find_gpu(options.gpu)
     if workload.recipe is None:
         raise UserError("the search needs the model's shape: give --recipe NAME (and --set to change it)")
@@ -46,8 +50,9 @@ def answer(options: argparse.Namespace) -> dict:
         "gpu": gpu.name,
         "memory_bytes": limit,
         "world_size": options.world_size,
+        "scaling": scaling_over_nodes(gpu, options.world_size),
         "fitting": len(found),
-        "ways": [each.to_dict() for each in list(best.values())[: options.top]],
+        "ways": [each.to_dict() for each in worth_showing([*best.values()])[: options.top]],
         "command": _command(options, workload.recipe, found[0]),
     }
 
@@ -65,7 +70,14 @@ def as_text(answer: dict) -> str:
     header = ["ds_config", "micro-batch", "accumulation", "ac", "memory", "step", "why"]
     rows = [_row(way) for way in answer["ways"]]
     title = f"{answer['name']} on {answer['world_size']:,} x {answer['gpu']}: {answer['fitting']} ways fit"
-    return f"{title}\n\n{_table(header, rows)}\n{NOTE}\n\ntrain.py {_wrapped(answer['command'])}"
+    scaling = answer["scaling"]
+    note = NOTE.format(room=1 - ROOMY)
+    note += f" {several(scaling['nodes'], 'node')}: {scaling['assumption']}." if scaling else ""
+    return f"{title}\n\n{_table(header, rows)}\n{_filled(note)}\n\ntrain.py {_wrapped(answer['command'])}"
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 118, initial_indent="\n", break_on_hyphens=False)
 
 
 def _wrapped(command: str) -> str:

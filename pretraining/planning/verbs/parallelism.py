@@ -7,6 +7,9 @@ import argparse
 
 from pretraining.errors import UserError
 from pretraining.planning.gpus import find_gpu
+from pretraining.planning.memory import checkpoint_bytes
+from pretraining.planning.memory.optimizers import optimizer_states
+from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.parallelism import Layout, layouts
 from pretraining.planning.quantities import columns, duration, gpu_count, num_bytes, share
 from pretraining.planning.tables import table
@@ -43,6 +46,7 @@ def answer(options: argparse.Namespace) -> dict:
         options.world_size,
         gpu,
         efficiency,
+        checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe)) / workload.size.total,
     )
     best: dict[tuple, Layout] = {}
     for layout in found:
