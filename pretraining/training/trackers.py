@@ -22,12 +22,12 @@ integration_utils.rewrite_logs = grouped_names
 
 
 def build_trackers(report_to: str | list[str], run: RunDir, run_name: str) -> list[TrainerCallback]:
-    """The callbacks of the trackers. Raises `UserError` for one whose package is missing; writes nothing."""
+    """What follows the run for its trackers. Raises `UserError` for one whose package is missing; writes nothing."""
     names = [report_to] if isinstance(report_to, str) else report_to
     for name in FOLDERS.keys() & set(names):
         os.environ.setdefault(FOLDERS[name], str(run.path / name))
     trackers = [Tracker(name, _build_tracker(name), run) for name in names if name != "none"]
-    return [RunIdentity(run, run_name, "wandb" in names), *trackers] if trackers else []
+    return [RunIdentity(run, run_name, "wandb" in names), Trackers(trackers)] if trackers else []
 
 
 def _build_tracker(name: str) -> TrainerCallback:
@@ -43,7 +43,7 @@ def _build_tracker(name: str) -> TrainerCallback:
         raise UserError(f"training.report_to: {error}") from error
 
 
-class Tracker(TrainerCallback):
+class Tracker:
     """A tracker's own callback, whose failures stop nothing.
 
     What fails is tried once more; then the tracker is left alone until the next log, for twice as many logs each
@@ -89,15 +89,23 @@ class Tracker(TrainerCallback):
             self.run.add_event(kind, step=state.global_step, tracker=self.name, **details)
 
 
+class Trackers(TrainerCallback):
+    """All trackers of a run as one callback: Transformers warns of a second one of the same class."""
+
+    def __init__(self, trackers: list[Tracker]):
+        self.trackers = trackers
+
+
 def _handed_on(event: str):
     def hand_on(self, args, state, control, **kwargs):
-        self.call(event, args, state, control, **kwargs)
+        for tracker in self.trackers:
+            tracker.call(event, args, state, control, **kwargs)
 
     return hand_on
 
 
 for _event in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
-    setattr(Tracker, _event, _handed_on(_event))
+    setattr(Trackers, _event, _handed_on(_event))
 
 
 class RunIdentity(TrainerCallback):
