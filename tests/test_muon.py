@@ -236,7 +236,10 @@ def test_one_rank_works_in_place():
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_the_stage_does_not_change_muon_s_curve(workshop, stage):
     """fp32, two ranks, matrices cut by ZeRO: the losses of a single plain process within 1e-4."""
-    plain, ours = workshop.plain(MUON).losses, workshop.run(stage, settings=MUON).losses
+    run = workshop.run(stage, settings=MUON)
+    plain, ours = workshop.plain(MUON).losses, run.losses
+    assert run.finished.stdout.count("\nhidden matrices: muon") == 1
+    assert "untested optimizer" not in run.finished.stdout
     assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) <= 1e-4
     assert max(abs(a - b) for a, b in zip(plain, workshop.plain().losses, strict=True)) > 1e-2
 

@@ -25,6 +25,13 @@ def test_a_resumed_run_continues_the_same_wandb_run(run):
     assert set(ids) == {run.dir.wandb_id.read_text().strip()}
 
 
+def test_a_run_says_each_thing_once(run):
+    """Two trackers are not one callback too many, and the optimizer that DeepSpeed asks for twice is made once."""
+    said = run.finished.stdout + run.finished.stderr
+    assert "there is already one" not in said, run.finished.output
+    assert said.count("\nnot decayed: ") == 1
+
+
 def test_without_an_account_wandb_is_kept_offline(tmp_path, monkeypatch):
     """A key in the environment or in netrc is an account; the run has one name and id either way."""
     from pretraining.training.trackers import RunIdentity
@@ -116,14 +123,14 @@ class Moody(TrainerCallback):
 
 def test_a_failing_tracker_stops_nothing_and_is_told_once(tmp_path):
     """Tried again, left alone for longer each time, back when it works: two events, never an exception."""
-    from pretraining.training.trackers import Tracker
+    from pretraining.training.trackers import Tracker, Trackers
 
     run, moody = RunDir(tmp_path / "run"), Moody()
-    tracker = Tracker("moody", moody, run)
+    trackers = Trackers([Tracker("moody", moody, run)])
     state = SimpleNamespace(is_world_process_zero=True, global_step=7)
     for number in range(40):
         moody.broken = 5 <= number < 20
-        tracker.on_log(None, state, None, logs={"loss": number})
+        trackers.on_log(None, state, None, logs={"loss": number})
     first, second = read_rows(run.events)
     assert (first["event"], first["tracker"], first["step"]) == ("tracker_failed", "moody", 7)
     assert first["reason"] == "ConnectionError: no route to host"

@@ -14,7 +14,7 @@ from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
 from pretraining.training.fresh_store import fresh_store, shared_with_the_launcher
 from pretraining.training.launcher import launcher_is_gone
-from pretraining.training.operators import announce_compiles, ask_the_processor_once, clear_abandoned_locks
+from pretraining.training.operators import ask_the_processor_once, keep_compiled_operators
 
 # What a launcher sets; a plain `python train.py` is a world of one.
 _SINGLE_PROCESS = {
@@ -66,9 +66,8 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
         # Only its own launcher tells DeepSpeed; else ZeRO-3 starts `numactl` at every reduction to count devices.
         os.environ.setdefault("LOCAL_SIZE", str(ranks_here()))
         _leave_out_shared_memory()
-    clear_abandoned_locks()
     ask_the_processor_once()
-    announce_compiles()
+    keep_compiled_operators()
     minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
     timeout = timedelta(minutes=minutes)
     if shared_with_the_launcher():

@@ -36,7 +36,7 @@ integration_utils.rewrite_logs = grouped_names
 def build_trackers(
     report_to: str | list[str], run: RunDir, run_name: str, project: str | None = None
 ) -> list[TrainerCallback]:
-    """The callbacks of the trackers; `project` as the recipe's `training` has it, if it does.
+    """What follows the run for its trackers; `project` as the recipe's `training` has it, if it does.
 
     Raises `UserError` for a tracker whose package is missing; writes nothing.
     """
@@ -44,7 +44,7 @@ def build_trackers(
     for name in FOLDERS.keys() & set(names):
         os.environ.setdefault(FOLDERS[name], str(run.path / name))
     trackers = [Tracker(name, _build_tracker(name), run) for name in names if name != "none"]
-    return [RunIdentity(run, run_name, names, project), *trackers] if trackers else []
+    return [RunIdentity(run, run_name, names, project), Trackers(trackers)] if trackers else []
 
 
 def _build_tracker(name: str) -> TrainerCallback:
@@ -60,7 +60,7 @@ def _build_tracker(name: str) -> TrainerCallback:
         raise UserError(f"training.report_to: {error}") from error
 
 
-class Tracker(TrainerCallback):
+class Tracker:
     """A tracker's own callback, whose failures stop nothing.
 
     What fails is tried once more; then the tracker is left alone until the next log, for twice as many logs each
@@ -106,15 +106,23 @@ class Tracker(TrainerCallback):
             self.run.add_event(kind, step=state.global_step, tracker=self.name, **details)
 
 
+class Trackers(TrainerCallback):
+    """All trackers of a run as one callback: Transformers warns of a second one of the same class."""
+
+    def __init__(self, trackers: list[Tracker]):
+        self.trackers = trackers
+
+
 def _handed_on(event: str):
     def hand_on(self, args, state, control, **kwargs):
-        self.call(event, args, state, control, **kwargs)
+        for tracker in self.trackers:
+            tracker.call(event, args, state, control, **kwargs)
 
     return hand_on
 
 
 for _event in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
-    setattr(Tracker, _event, _handed_on(_event))
+    setattr(Trackers, _event, _handed_on(_event))
 
 
 class RunIdentity(TrainerCallback):
