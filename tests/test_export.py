@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.runs import MODELS, SMALL_RECIPE, STEPS, execute
-from tests.test_curve import IN_BF16, STAGES, stage_run
+from tests.test_curve import BALANCED, IN_BF16, STAGES, stage_run
 
 LENGTH = SMALL_RECIPE["model"]["n_positions"]
 
@@ -146,6 +146,13 @@ def test_the_evaluation_command_repeats_the_numbers_and_shows_a_sample(workshop)
     assert found["bits_per_byte"] == pytest.approx(row["eval/bits_per_byte"], abs=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-6)
     assert found["sample"].startswith("class A") and len(found["sample"]) > len("class A")
+
+
+def test_the_evaluation_command_repeats_the_numbers_of_a_mixture_of_experts(workshop):
+    """Cross-entropy alone, in the run and by the command: neither counts the balance of the router."""
+    run = workshop.run("zero2", settings=(f"model={json.dumps(BALANCED)}",))
+    found = evaluated(workshop, run, "--no-sample")
+    assert found["loss"] == pytest.approx(run.validation_rows[-1]["eval/loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("stage", [None, "zero0", "zero2"])
