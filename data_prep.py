@@ -38,7 +38,7 @@ def main() -> None:
     print(json.dumps(summary) if options.json else as_text(summary, outcome))
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="N",
         help="with --count: the first N documents of each source",
     )
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def as_submitted(jobs: tuple[str, ...], as_json: bool) -> str:

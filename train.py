@@ -102,7 +102,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
         checkpoints.roll_back(run, start, watch.finding, recipe)
         return False
 
-    results = {**trainer.closing_validation(), "unigram_bits_per_byte": data.unigram_bits_per_byte}
+    results = {**trainer.closing_validation(), "unigram_bits_per_byte": measures.unigram_bits_per_byte()}
     card = checkpoints.write_model_card(recipe.to_dict(), data.manifest, results, environment)
     checkpoints.export_model(trainer, tokenizer, run.export, card)
     saves.finish()

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from pretraining.exit_codes import FINISHED, GAVE_UP, INTERRUPTED, USER_ERROR, tell_exit_code
+from pretraining.quiet import silence_libraries
 
 # Errors of files that a user can cause and mend; any other is a bug of ours.
 _WRITABLE = "choose a folder that can be written (--output_dir, --data_dir)"
@@ -66,10 +67,13 @@ class GaveUp(UserError):
 def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
     """Turn a `UserError`, or a file that cannot be used, into one line on stderr and exit code 2; Ctrl-C into 130.
 
+    Every command runs inside: what the libraries say to nobody does not get there either.
+
     after_interrupt: what becomes of the work that Ctrl-C ends.
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a sample or a name that this terminal cannot show
+    silence_libraries()
     try:
         _refuse_unspeakable_paths()
         yield

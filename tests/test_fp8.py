@@ -31,6 +31,16 @@ def test_a_converted_model_is_the_model_within_fp8_s_rounding(arguments, name): 
     assert 0 < (ours - theirs).norm() / theirs.norm() < 0.1
 
 
+def test_validations_are_those_of_the_exported_weights(arguments):  # noqa: F811
+    """Promise: honest numbers. Only training multiplies in fp8: the logits of a validation are the plain model's."""
+    pytest.importorskip("torchao")
+    whole, fp8 = (build_model(LLAMA, TOKENIZER, arguments).bfloat16() for _ in range(2))
+    convert_products(fp8, "rowwise", emulate=True)
+    with torch.no_grad():
+        assert not torch.equal(fp8.train()(input_ids=IDS).logits, whole.train()(input_ids=IDS).logits)
+        assert torch.equal(fp8.eval()(input_ids=IDS).logits, whole.eval()(input_ids=IDS).logits)
+
+
 def refusal(speed: str) -> str:
     with pytest.raises(UserError) as error:
         check_fp8_hardware({"fp8": speed})

@@ -140,7 +140,8 @@ def test_opening_knows_tokenizer_fingerprint_and_entropy(prepared):
     tokens = data.validation.read(0, data.validation.num_tokens)
     shares = np.unique(tokens, return_counts=True)[1] / len(tokens)
     bits_per_byte = -(shares * np.log2(shares)).sum() * len(tokens) / data.validation.num_bytes
-    assert data.unigram_bits_per_byte == pytest.approx(bits_per_byte, abs=1e-5)
+    recorded = data.manifest["splits"]["validation"]["unigram_bits_per_byte"]
+    assert recorded == pytest.approx(bits_per_byte, abs=1e-5)
     assert (data.tokenizer_path / "tokenizer.json").is_file() and len(data.fingerprint) == 32
 
 

@@ -37,11 +37,6 @@ class PreparedData:
         """Identity of the tokens, the same on every machine: what the global order is keyed with."""
         return self.manifest["fingerprint"]
 
-    @property
-    def unigram_bits_per_byte(self) -> float:
-        """Entropy of single validation tokens, bits per byte: what a model without context reaches."""
-        return self.manifest["splits"]["validation"]["unigram_bits_per_byte"]
-
     def prefetched(self, dataset: PackedDataset):
         """The same samples; where the train shards come from an address, they are fetched ahead of need."""
         if isinstance(self.train.folder, Path) or dataset.order is None:

@@ -7,6 +7,7 @@ which samples share a micro-batch.
 """
 
 import dataclasses
+from functools import cache
 
 import torch
 from torch import nn
@@ -35,18 +36,33 @@ def check_fp8_hardware(speed: dict) -> None:
 
 
 def convert_products(model: PreTrainedModel, recipe_name: str, emulate: bool = False) -> int:
-    """Let the linear layers of the blocks multiply in fp8; how many there are.
+    """Let the linear layers of the blocks multiply in fp8 while they are trained; return how many there are.
 
-    Parameters and names stay. emulate: compute what the kernels would, slowly, where there are none.
+    Parameters and names stay. Validations and samples multiply as without, so that they are those of the exported
+    weights. emulate: compute what the kernels would, slowly, where there are none.
     """
     float8 = require("torchao.float8", "speed.fp8")
     config = float8.Float8LinearConfig.from_recipe_name(recipe_name)
     config = dataclasses.replace(config, emulate=emulate)
-    chosen = {id(layer) for block in blocks_of(model) for layer in block.modules() if _fits(layer)}
-    float8.convert_to_float8_training(
-        model, module_filter_fn=lambda module, _: id(module) in chosen, config=config
-    )
+    in_blocks = {id(layer) for block in blocks_of(model) for layer in block.modules() if _fits(layer)}
+    chosen = [name for name, layer in model.named_modules() if id(layer) in in_blocks]
+    float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
+    for layer in map(model.get_submodule, chosen):
+        layer.__class__ = _in_training(type(layer))
     return len(chosen)
+
+
+@cache
+def _in_training(fp8_linear: type[nn.Linear]) -> type[nn.Linear]:
+    """A class of layers that are torchao's while they are trained, and torch's otherwise."""
+
+    class Fp8InTraining(fp8_linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return (
+                super().forward(rows) if self.training else nn.functional.linear(rows, self.weight, self.bias)
+            )
+
+    return Fp8InTraining
 
 
 def _fits(layer: nn.Module) -> bool:

@@ -1,9 +1,9 @@
 """Report on finished or running runs.
 
 examples:
-  python -m pretraining.reporting runs/tiny                          writes runs/tiny/report.html
-  python -m pretraining.reporting runs/a runs/b --output both.html   overlays them in one page
-  python -m pretraining.reporting analyze runs/tiny                  says in words what the curve shows
+  python -m pretraining.reporting runs/tiny                                     writes runs/tiny/report.html
+  python -m pretraining.reporting runs/tiny runs/tiny-zero3 --output both.html  overlays them in one page
+  python -m pretraining.reporting analyze runs/tiny                             says in words what the curve shows
 """
 
 import argparse

@@ -54,7 +54,9 @@ class FinishedData:
 def open_finished(folder: Path) -> FinishedData:
     """Open the data set in `folder`; UserError where there is none, or an unfinished one."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give the folder of a data set, such as data/tiny")
+        raise UserError(
+            f"{folder}: no such folder; give the folder of a data set, such as data/python-stdlib"
+        )
     manifest = read_manifest(folder)
     if manifest is None:
         inside = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST_NAME}"))
