@@ -71,6 +71,7 @@ def check_fit(values: dict, model: dict, positions: int, where: str) -> None:
     _check_heads(model, where)
     _check_experts(model, where)
     _check_rope(model, where)
+    _check_layer_types(model, where)
     _check_special_ids(values["model"], where)
     _check_attention(model, data["document_masking"], where)
     _check_loss(values["loss"], model, where)
@@ -195,6 +196,29 @@ def _check_rope(model: dict, where: str) -> None:
     if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
         what = f"is {given['high_freq_factor']:g}; it must be greater than low_freq_factor {given['low_freq_factor']:g}"
         raise problem(where, f"{key}.high_freq_factor", what)
+
+
+def _check_layer_types(model: dict, where: str) -> None:
+    """One kind of attention for every layer, a window where there is one to look back over."""
+    given, key = model.get("layer_types"), "model.layer_types"
+    if given is None:
+        return
+    layers = value_of(model, "num_hidden_layers")
+    if len(given) != layers:
+        layers_key = own_key(model, "num_hidden_layers")
+        raise problem(
+            where, key, f"has {len(given)} entries, and model.{layers_key} is {layers}: name every layer's"
+        )
+    if model["model_type"] != "qwen3":
+        return
+    for number, kind in enumerate(given):
+        if kind not in ("full_attention", "sliding_attention"):
+            what = f"is {json.dumps(kind)}; it must be full_attention or sliding_attention"
+            raise problem(where, f"{key}.{number}", what)
+    if "sliding_attention" in given and not (model.get("use_sliding_window") and model.get("sliding_window")):
+        raise problem(
+            where, key, "has sliding_attention, which needs model.use_sliding_window true and sliding_window"
+        )
 
 
 def _check_special_ids(model: dict, where: str) -> None:

@@ -95,7 +95,7 @@ def _lines_of(text: str, key: str) -> str:
 def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None = None) -> Any:
     """`value` as `schema` reads it, or one line that names the file, the dotted key and what is wrong.
 
-    Understood: type, const, enum, properties / required / additionalProperties, items, minItems, minimum,
+    Understood: type, const, enum, properties / required / additionalProperties, items, minItems, minLength, minimum,
     exclusiveMinimum, maximum, exclusiveMaximum, anyOf, oneOf (of required lists), allOf with if / then, and
     $ref into $defs. As in JSON Schema, 1e9 is an integer, and comes back as one; a bool is never a number.
     `"format": "float"` marks numbers that the library behind the key takes as floats only.
@@ -175,6 +175,8 @@ def _check_value(value: Any, schema: dict, where: str, key: str) -> None:
         near = nearest(value, texts) if isinstance(value, str) else ""
         shown = ", ".join(json.dumps(choice) for choice in choices)
         raise problem(where, key, f"is {_shown(value)}, not one of {shown}{near}")
+    if isinstance(value, str) and len(value.strip()) < schema.get("minLength", 0):
+        raise problem(where, key, "is empty; write a name, or leave it out")
     if isinstance(value, list) and len(value) < schema.get("minItems", 0):
         raise problem(where, key, f"must have at least {schema['minItems']} entry")
     if _is_type(value, "number"):

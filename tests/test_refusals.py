@@ -12,7 +12,7 @@ from pretraining.recipe import load_recipe
 from pretraining.refusals import load_run
 from pretraining.schedules import KEYWORDS
 from tests.recipe_fuzz import RecipeFuzz, is_looser, plan_outcome, training_outcome
-from tests.runs import EXPERTS, execute
+from tests.runs import EXPERTS, LLAMA, execute
 
 WSD = ("training.lr_scheduler_type=warmup_stable_decay",)
 REFUSED = {
@@ -134,7 +134,18 @@ REFUSED = {
         "zero2",
         "loss.router_z_loss: needs a mixture of experts",
     ),
+    "an empty name": (
+        ['evaluation.hellaswag=""'],
+        "zero2",
+        "evaluation.hellaswag: is empty; write a name, or leave it out",
+    ),
+    "an empty task": (['evaluation.tasks=["arc_easy", ""]'], "zero2", "evaluation.tasks.1: is empty"),
     "Muon offloaded": (["optimizer.name=muon"], "zero3_offload", "muon runs where its weights are"),
+}
+LAYER_TYPES = {
+    '["full_attention"]': "model.layer_types: has 1 entries, and model.num_hidden_layers is 2",
+    '["full_attention", ""]': 'model.layer_types.1: is ""; it must be full_attention or sliding_attention',
+    '["full_attention", "sliding_attention"]': "needs model.use_sliding_window true",
 }
 MIXTURE = (
     "model.decoder_sparse_step=65536",
@@ -156,6 +167,17 @@ def test_what_recipe_and_ds_config_rule_out_is_refused(name):
     with pytest.raises(UserError) as error:
         load_run("tiny", settings, stage)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("given", LAYER_TYPES)
+def test_kinds_of_attention_that_do_not_fit_the_layers_are_refused(given):
+    """Bad input: what transformers says in several lines."""
+    model = {**LLAMA, "model_type": "qwen3", "head_dim": 16}
+    with pytest.raises(UserError) as error:
+        load_run(
+            "qk-norm", [f"model={json.dumps(model)}", f"model.layer_types={given}", "data.sequence_length=64"]
+        )
+    assert LAYER_TYPES[given] in str(error.value)
 
 
 @pytest.mark.parametrize("setting", MIXTURE)

@@ -31,8 +31,11 @@ def build_config(model: dict, tokenizer: PreTrainedTokenizerBase):
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     try:
         return AutoConfig.for_model(model["model_type"], **{"use_cache": False, **special, **keywords})
-    except (KeyError, TypeError, ValueError) as error:  # KeyError: rope_parameters of a type lack one
-        raise UserError(f"model: transformers refuses this {model['model_type']} config: {error}") from error
+    except (
+        Exception
+    ) as error:  # the class checks its keywords, each in its own way: all of them are the recipe's
+        reason = " ".join(str(error).split())
+        raise UserError(f"model: transformers refuses this {model['model_type']} config: {reason}") from error
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
