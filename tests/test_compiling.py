@@ -12,6 +12,7 @@ from pretraining.model.compiling import blocks_of, check_compiler
 from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.recipe import load_recipe
 from pretraining.refusals import load_run
+from pretraining.training import build_arguments
 from tests.runs import MODELS, Run, execute
 from tests.test_attention import TOKENIZER
 from tests.test_reshard import unfinished
@@ -112,6 +113,23 @@ def test_a_missing_compiler_is_one_line(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match=r"inductor needs a C\+\+ compiler"):
         check_compiler({**DEFAULT, "compile": "blocks"})
+
+
+def test_autotuning_finds_one_answer_about_tf32(monkeypatch, tmp_path):
+    """A recipe in bf16 switches TF32 on: inductor's max-autotune asks torch's older switch, which must agree.
+
+    On a machine without a GPU, told that there is one with TF32.
+    """
+    for module in ("pretraining.training.arguments", "transformers.training_args"):
+        monkeypatch.setattr(f"{module}.is_torch_tf32_available", lambda: True)
+    before = torch.get_float32_matmul_precision()
+    try:
+        recipe = load_recipe("tiny", ["training.bf16=true"])
+        build_arguments(recipe, None, tmp_path, 1)
+        assert torch.get_float32_matmul_precision() == "high" and torch.backends.fp32_precision == "tf32"
+    finally:
+        torch.backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision(before)
 
 
 def test_the_trainer_s_own_switch_names_its_place():

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from pretraining.ds_config import ds_config_names
+from pretraining.errors import UserError
+from pretraining.training import ranks
 from tests.runs import REPOSITORY, STEPS
 
 CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
@@ -75,12 +77,20 @@ def test_every_accelerate_config_names_the_ds_config_of_its_name(path: Path):
 
 def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
     """--num_gpus beyond what is there: how many there are, and what to say to each launcher."""
-    import torch
-
-    from pretraining.errors import UserError
-    from pretraining.training import ranks
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(UserError, match="2 found; start at most 2 processes") as caught:
         ranks._claim_gpu(2)
     assert not caught.value.on_every_rank
+
+
+def test_a_driver_that_is_too_old_is_one_line(monkeypatch):
+    """Bad input: torch's own sentence, which build of torch asks, and what to do; no restart would help."""
+
+    def refuse(device):
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 12020).")
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", refuse)
+    with pytest.raises(UserError, match=r"too old \(found version 12020\)\.; update the driver") as error:
+        ranks._claim_gpu(0)
+    assert "\n" not in str(error.value)

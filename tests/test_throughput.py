@@ -1,18 +1,22 @@
 """Honest numbers: where a step's time goes, what counts as good, which rank is slow, on runs and on known inputs."""
 
+import math
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.utils.config import get_timers_config
 
+from pretraining.ds_config import ds_config_names, load_ds_config
 from pretraining.metric_names import GROUPS, PLACE, grouped
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe
 from pretraining.run_dir import RunDir, append_row
+from pretraining.training.arguments import engine_config
 from pretraining.training.goodput import Goodput
-from pretraining.training.speed import SpeedMeter
+from pretraining.training.speed import SpeedMeter, device_memory
 from pretraining.training.step_clock import StepClock
 from pretraining.training.stragglers import STEPS, Stragglers
 from pretraining.training.timed_trainer import time_optimizer
@@ -33,6 +37,31 @@ PHASES = ("data_wait", "forward_backward", "optimizer")
 def test_every_metric_has_a_group_once(name, told):
     """One rule for files and trackers; naming twice changes nothing."""
     assert grouped(name) == told == grouped(told)
+
+
+def test_a_gpu_that_does_not_say_how_busy_it_is_ends_no_run(monkeypatch):
+    """Honest numbers: NVML refuses in its own way (MIG, virtual GPUs); ranks still gather the same metrics."""
+
+    class NVMLError(Exception):
+        pass
+
+    def refuse():
+        raise NVMLError("Not Supported")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda: 8)
+    monkeypatch.setattr("torch.cuda.utilization", refuse)
+    refused = device_memory()
+    monkeypatch.setattr("torch.cuda.utilization", lambda: 50)
+    assert list(refused) == list(device_memory()) and math.isnan(refused["throughput/gpu_utilization"])
+    assert device_memory()["throughput/gpu_utilization"] == 0.5
+
+
+@pytest.mark.parametrize("stage", ds_config_names())
+def test_deepspeed_s_own_timer_is_off(stage):
+    """It would wait for the device in every micro-batch, for a line that nobody prints."""
+    assert not get_timers_config(engine_config(load_ds_config(stage), in_bf16=True)).enabled
 
 
 @pytest.mark.parametrize("stage", ["zero2", "null"])

@@ -13,7 +13,7 @@ SDPA_CAUSAL = "sdpa_causal"
 """torch's kernels told that the mask is causal. transformers' own `sdpa` looks for packed documents in every forward
 pass, and under torch.compile builds a 4-D mask, which rules the flash kernels out (huggingface/transformers#48925)."""
 INSTALL = {
-    "flash_attention_2": "pip install -r requirements-gpu.txt",
+    "flash_attention_2": "pip install --no-build-isolation flash-attn, which needs nvcc",
     "flash_attention_3": "pip install flash-attn-3, for Hopper GPUs",
 }
 HOPPER = (9, 0)

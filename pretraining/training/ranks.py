@@ -50,7 +50,7 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
 
     Must come before the model is built: `zero.Init` reads the world size when it shards parameters.
     hang_minutes: collectives wait longer than that.
-    Raises `UserError` where a launcher started more processes on this machine than it has GPUs.
+    Raises `UserError` if a launcher started more processes on this machine than it has GPUs, or torch cannot use one.
     """
     launcher_is_gone()  # remembers who it is, before the variables of a plain process are set
     if "WORLD_SIZE" not in os.environ:
@@ -59,10 +59,10 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     os.environ.pop("ACCELERATE_DEEPSPEED_CONFIG_FILE", None)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
+    _share_cores(ranks_here())  # beside GPUs too: an offloaded Adam steps on them
     if backend == "nccl":
         _claim_gpu(int(os.environ["LOCAL_RANK"]))
     else:
-        _share_cores(ranks_here())
         # Only its own launcher tells DeepSpeed; else ZeRO-3 starts `numactl` at every reduction to count devices.
         os.environ.setdefault("LOCAL_SIZE", str(ranks_here()))
         _leave_out_shared_memory()
@@ -126,7 +126,14 @@ def _claim_gpu(local_rank: int) -> None:
             f"processes (--num_gpus={num_gpus}, --nproc_per_node={num_gpus}, --num_processes={num_gpus})",
             on_every_rank=False,
         )
-    torch.cuda.set_device(local_rank)
+    try:
+        torch.cuda.set_device(local_rank)
+    except RuntimeError as error:  # such as a driver that is older than torch's CUDA: no rank can start
+        reason = " ".join(str(error).split())
+        what = f"GPU {local_rank} cannot be used by torch {torch.__version__} (CUDA {torch.version.cuda}): {reason}"
+        raise UserError(
+            f"{what}; update the driver, or install a build of torch for the CUDA it has"
+        ) from error
 
 
 def _share_cores(local_world_size: int) -> None:
