@@ -7,10 +7,10 @@ from pretraining.command_line import add_recipe_arguments, not_negative_integer,
 from pretraining.data import prepare_data
 from pretraining.data.encoding.counting import count_as_text, count_data
 from pretraining.data.execution import EXECUTORS, Execution, read_slurm_options
-from pretraining.data.manifest import read_manifest, report_text, summary_of
-from pretraining.data.mixing.stages import check_mixture
+from pretraining.data.manifest import report_text, summary_of
+from pretraining.data.prepare import Outcome, kept_text
 from pretraining.errors import one_line_errors
-from pretraining.recipe import load_recipe
+from pretraining.refusals import load_run
 
 EXAMPLES = """examples:
   python data_prep.py --recipe tiny
@@ -19,26 +19,26 @@ EXAMPLES = """examples:
   python data_prep.py --recipe 30b --executor slurm --slurm partition=cpu --slurm time=12:00:00
   python data_prep.py --recipe 124m --count --count_documents 10000
 
-A second run with the same sources returns at once; an interrupted one goes on with what is not finished."""
+A second run with the same sources returns at once; an interrupted one goes on with what is not finished. A finished
+data set is never changed unasked: see --replace."""
 
 
 def main() -> None:
     options = parse_arguments()
-    recipe = load_recipe(options.recipe, options.set)
-    check_mixture(recipe)
+    recipe, _ = load_run(options.recipe, options.set)
     if options.count:
         counts = count_data(recipe, options.count_documents, show_progress=not options.json)
         return print(json.dumps(counts) if options.json else count_as_text(counts))
     execution = Execution(options.executor, options.workers, read_slurm_options(options.slurm))
-    prepared = prepare_data(recipe, options.data_dir, not options.json, execution)
-    if isinstance(prepared, list):
-        return print(as_submitted(prepared, options.json))
-    manifest = read_manifest(prepared)
-    summary = summary_of(prepared, manifest)
-    print(json.dumps(summary) if options.json else as_text(summary, manifest))
+    outcome = prepare_data(recipe, options.data_dir, not options.json, execution, options.replace)
+    if outcome.manifest is None:
+        return print(as_submitted(outcome.jobs, options.json))
+    summary = summary_of(outcome.folder, outcome.manifest, recipe.data["sources"])
+    summary["kept_aside"] = outcome.kept_aside and str(outcome.kept_aside)
+    print(json.dumps(summary) if options.json else as_text(summary, outcome))
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -64,6 +64,11 @@ def parse_arguments() -> argparse.Namespace:
         metavar="KEY=VALUE",
         help="of the jobs: partition, time, cpus_per_task, mem_per_cpu_gb, qos, max_array_size (repeatable)",
     )
+    parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="make anew a finished data set that differs from the recipe; the old one is kept beside it",
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON object")
     parser.add_argument(
         "--count", action="store_true", help="count tokens by source and exit; writes nothing"
@@ -74,16 +79,16 @@ def parse_arguments() -> argparse.Namespace:
         metavar="N",
         help="with --count: the first N documents of each source",
     )
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def as_submitted(jobs: list[str], as_json: bool) -> str:
+def as_submitted(jobs: tuple[str, ...], as_json: bool) -> str:
     if as_json:
         return json.dumps({"jobs": jobs})
     return f"submitted {len(jobs)} jobs: {', '.join(jobs)}; the same command tells when the data is ready"
 
 
-def as_text(summary: dict, manifest: dict) -> str:
+def as_text(summary: dict, outcome: Outcome) -> str:
     lines = [f"data {summary['name']} is ready in {summary['folder']}"]
     for split in ("train", "validation"):
         counts = summary[split]
@@ -94,9 +99,23 @@ def as_text(summary: dict, manifest: dict) -> str:
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in summary["skipped"].items())
     lines.append(f"  documents left out: {left_out}")
     lines.append(f"  unigram entropy of validation {summary['unigram_bits_per_byte']:.3f} bits per byte")
-    if report := report_text(manifest):
+    if len(summary["sources"]) > 1:
+        lines += source_lines(summary["sources"])
+    if report := report_text(outcome.manifest):
         lines.append(report)
+    if outcome.kept_aside is not None:
+        lines.append(kept_text(outcome.kept_aside))
     return "\n".join(lines)
+
+
+def source_lines(sources: list[dict]) -> list[str]:
+    """What is left of each source, and how much of a run it is to be."""
+    lines = [f"  {'source':<24}{'documents':>14}{'tokens':>19}{'share':>9}  weight in a run"]
+    for source in sources:
+        counts = f"{source['documents']:>14,}{source['tokens']:>19,}{source['share']:>9.2%}"
+        weight = "by size" if source["weight"] is None else f"{source['weight']:g}"
+        lines.append(f"  {source['name'][:23]:<24}{counts}  {weight}")
+    return lines
 
 
 if __name__ == "__main__":

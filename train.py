@@ -1,6 +1,6 @@
 """Pretrain a causal language model: recipe x ds_config -> runs/<name>/."""
 
-from pretraining.command_line import parse_train_arguments, world_size_here
+from pretraining.command_line import parse_train_arguments
 from pretraining.data import (
     CacheSettings,
     build_mixture,
@@ -10,28 +10,28 @@ from pretraining.data import (
     step_origins,
     validation_by_source,
 )
-from pretraining.ds_config import load_ds_config
 from pretraining.errors import one_line_errors
 from pretraining.planning import build_run_plan, judge_plan, measured, print_plan
 from pretraining.quiet import prepare_imports
-from pretraining.recipe import load_recipe
+from pretraining.refusals import load_run
 from pretraining.restarts import leave_again_if_stopped
-from pretraining.run_dir import REPOSITORY, RunDir, describe_environment, report_end
+from pretraining.run_dir import REPOSITORY, RunDir, describe_environment
 
 
 def main() -> None:
     options = parse_train_arguments()
-    recipe = load_recipe(options.recipe, options.set, options.deepspeed)
-    ds_config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
+    recipe, ds_config = load_run(options.recipe, options.set, options.deepspeed, options.world_size)
     if options.plan:
         return print_plan(recipe, ds_config, options.world_size, options.gpu, options.json)
-    plan = build_run_plan(recipe, ds_config, world_size_here())
+    plan = build_run_plan(recipe, ds_config, options.world_size)
     cache = CacheSettings.of(options.data_cache, options.data_cache_gb)
     data = open_prepared(recipe, options.data_dir, cache)
     run = RunDir(options.output_dir or REPOSITORY / "runs" / recipe.name)
     leave_again_if_stopped(run)
     if options.resume == "auto" and run.is_finished(recipe.to_dict()):
-        return report_end(run)
+        from pretraining import reporting
+
+        return reporting.report_end(run)
     mixture = build_mixture(data, recipe, recipe.num_samples)
     train(recipe, ds_config, plan, data, mixture, run, options)
 
@@ -51,7 +51,7 @@ def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
 
 def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> bool:
     """Whether the run came to its end; False after a rollback."""
-    from pretraining import checkpoints, evaluation, model, training
+    from pretraining import checkpoints, evaluation, model, reporting, training
 
     resume = checkpoints.bring_checkpoint(run, recipe.checkpoints["upload"], options.resume)
     start = checkpoints.find_start(run, recipe, data.manifest, resume, options.allow_change)
@@ -81,8 +81,8 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
         eval_dataset=measures.dataset,
         data_collator=training.collate_blocks,
         compute_loss_func=watch.loss(model.build_loss(language_model, recipe.loss)),
-        optimizer_cls_and_kwargs=training.choose_optimizer(recipe, ds_config),
-        clipping=training.choose_clipping(recipe, ds_config),
+        optimizer_cls_and_kwargs=training.choose_optimizer(recipe),
+        clipping=training.choose_clipping(recipe),
         averaged_weights=checkpoints.averaged_weights,
         validate=measures.measure,
         checkpoints=saves,
@@ -102,14 +102,14 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
         checkpoints.roll_back(run, start, watch.finding, recipe)
         return False
 
-    results = {**trainer.closing_validation(), "unigram_bits_per_byte": data.unigram_bits_per_byte}
+    results = {**trainer.closing_validation(), "unigram_bits_per_byte": measures.unigram_bits_per_byte()}
     card = checkpoints.write_model_card(recipe.to_dict(), data.manifest, results, environment)
     checkpoints.export_model(trainer, tokenizer, run.export, card)
     saves.finish()
     peak_bytes = watch.memory.of_fullest_rank()
     if trainer.is_world_process_zero():
         run.add_end({**results, "measured": measured(run, recipe, plan.world_size, machine.gpu, peak_bytes)})
-        report_end(run)
+        reporting.report_end(run)
     return True
 
 

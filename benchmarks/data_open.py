@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def build_sparse_data(folder: Path, num_tokens: int) -> int:
     """A data set of `num_tokens` zeros that passes every check of an open; its number of train shards."""
-    from pretraining.data.manifest import FORMAT, content_fingerprint, shaping_section
+    from pretraining.data.manifest import FORMAT, content_fingerprint, deciding_section
     from pretraining.data.shards import SHARD_TOKENS
     from pretraining.data.tokenizer import fingerprint_of
 
@@ -77,7 +77,7 @@ def build_sparse_data(folder: Path, num_tokens: int) -> int:
         "format": FORMAT,
         "name": "sparse",
         "fingerprint": content_fingerprint(splits),
-        "data": shaping_section(section),
+        "data": deciding_section(section),
         "tokenizer": {"vocab_size": 50257, "fingerprint": fingerprint_of(folder / "tokenizer")},
         "splits": splits,
     }

@@ -108,7 +108,7 @@ def shards(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
             count = part.num_tokens
             yield from cut(part.read(0, count), part.document_ends(0, count), closing=1)
 
-    return lambda: prepare_data(recipe, output, show_progress=False), documents_of
+    return lambda: prepare_data(recipe, output, show_progress=False).folder, documents_of
 
 
 def open_encoder(root: Path, backend: str):

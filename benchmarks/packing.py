@@ -1,6 +1,6 @@
 """What best-fit packing brings and costs: documents cut and tokens cropped by the ends of blocks, time of a block.
 
-    python benchmarks/packing.py data/tiny --keep
+    python benchmarks/packing.py data/python-stdlib --keep
 
 Prints one JSON line for each sequence length, over the whole of the train split. Times are microseconds a block with
 masked documents, read in the order of a run and in turns (medians): in sequence, packed with every window known, and

@@ -84,7 +84,10 @@ def _local_folder(text: str) -> Path:
 
 
 def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Arguments of train.py; launchers' own (`--local_rank`) are accepted and ignored."""
+    """Arguments of train.py; launchers' own (`--local_rank`) are accepted and ignored.
+
+    `world_size` is the number of processes that the launcher started; with --plan the number asked for, or None.
+    """
     parser = OneLineParser(
         prog="train.py",
         description="Pretrain a causal language model from a recipe.",
@@ -132,6 +135,8 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
     for name in ("json", "world_size", "gpu"):  # without --plan a run would begin that nobody asked for
         if getattr(options, name) not in (None, False) and not options.plan:
             raise UserError(f"--{name} goes with --plan: add that, or leave --{name} out")
+    if not options.plan:
+        options.world_size = world_size_here()
     return options
 
 

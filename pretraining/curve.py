@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from pretraining.errors import UserError, nearest
 from pretraining.model_types import other_model_types
 from pretraining.recipe import recipe_schema
+from pretraining.schema import differences
 
 # `training` keys that change where the work happens or what is recorded, not the curve.
 NEUTRAL_TRAINING_KEYS = frozenset(
@@ -18,7 +19,6 @@ NEUTRAL_TRAINING_KEYS = frozenset(
         "dataloader_pin_memory",
         "dataloader_prefetch_factor",
         "ddp_bucket_cap_mb",
-        "ddp_timeout",
         "eval_delay",
         "eval_on_start",
         "eval_steps",
@@ -40,6 +40,11 @@ NEUTRAL_TRAINING_KEYS = frozenset(
     }
 )
 
+# `data` keys that say where the tokens are and how fast they were made: which ones they are, their fingerprint says.
+NEUTRAL_DATA_KEYS = frozenset({"name", "encoder"})
+NEUTRAL_KEYS = frozenset(
+    {f"training.{key}" for key in NEUTRAL_TRAINING_KEYS} | {f"data.{key}" for key in NEUTRAL_DATA_KEYS}
+)
 
 # Keys that came later, with the value that means what was done before there were any.
 LATER_KEYS = {"data.document_masking": False, "data.packing": "in_sequence", "budget.ramp": None}
@@ -64,19 +69,22 @@ class Change(NamedTuple):
         section = self.key.partition(".")[0]
         return self.key in allowed or section in allowed
 
+    def __str__(self) -> str:
+        """The first single value that differs."""
+        return str(differences(self.earlier, self.now, self.key)[0])
+
 
 def curve_parts(recipe: dict) -> dict:
     """Flat {dotted key: value} of everything in a resolved recipe that the loss at step k is a function of."""
     parts = {}
     for section in SECTIONS:
         for key, value in recipe[section].items():
-            if section != "training" or key not in NEUTRAL_TRAINING_KEYS:
-                parts[f"{section}.{key}"] = value
+            parts[f"{section}.{key}"] = value
     parts |= {f"loss.{key}": recipe.get("loss", {}).get(key, 0.0) for key in ("z_loss", "router_z_loss")}
     parts |= {"speed.fp8": recipe.get("speed", {}).get("fp8", "none")}
     for section in ("optimizer", "mup"):
         parts |= {f"{section}.{key}": value for key, value in recipe.get(section, {}).items()}
-    return LATER_KEYS | parts
+    return LATER_KEYS | {key: value for key, value in parts.items() if key not in NEUTRAL_KEYS}
 
 
 def changed_parts(recipe: dict, earlier: dict) -> list[Change]:
@@ -90,12 +98,11 @@ def refuse_changes(changes: list[Change], allowed: Iterable[str], place: Path, w
     """Raise `UserError` for the first change that is not `allowed`; `place` holds a `what` of another recipe."""
     refused = [change for change in changes if not change.is_allowed(allowed)]
     if refused:
-        key, earlier, now = refused[0]
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         raise UserError(
-            f"{place} holds a {what} of another recipe: {key} is {earlier!r} there and {now!r} here{more}; give "
-            "this one its own folder with --output_dir, start over with --resume never, or accept the change with "
-            f"--allow_change {key}"
+            f"{place} holds a {what} of another recipe: {refused[0]}{more}; give this one its own folder with "
+            "--output_dir, start over with --resume never, or accept the change with "
+            f"--allow_change {refused[0].key}"
         )
 
 
@@ -105,10 +112,9 @@ def check_allowed(key: str) -> str:
     names = {f"{section}.{name}" for section in SECTIONS for name in properties[section]["properties"]}
     models = [*recipe_schema()["$defs"].values(), *other_model_types()["types"].values()]
     names |= {f"model.{name}" for model in models for name in model["properties"]}
-    names -= {f"training.{name}" for name in NEUTRAL_TRAINING_KEYS}
     names |= {*SECTIONS, DATA_FINGERPRINT}
+    names -= NEUTRAL_KEYS
     if key not in names:
-        neutral = key.removeprefix("training.") in NEUTRAL_TRAINING_KEYS
-        why = "may change without it" if neutral else f"no part of the curve{nearest(key, names)}"
+        why = "may change without it" if key in NEUTRAL_KEYS else f"no part of the curve{nearest(key, names)}"
         raise UserError(f"{key}: {why}")
     return key

@@ -10,9 +10,11 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from pretraining.exit_codes import FINISHED, GAVE_UP, INTERRUPTED, USER_ERROR, tell_exit_code
+from pretraining.quiet import silence_libraries
 
 # Errors of files that a user can cause and mend; any other is a bug of ours.
 _WRITABLE = "choose a folder that can be written (--output_dir, --data_dir)"
+_ALLOWED = "have it allowed to you, or choose another folder (--output_dir, --data_dir)"
 _ROOM = "free some space, then type the same command again: what is complete is kept"
 _FOLDER = "choose another path, or move what lies there"
 _DISK = "the disk failed; type the same command again once it is back"
@@ -20,8 +22,8 @@ FILE_ERRORS = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
     errno.EROFS: _WRITABLE,
-    errno.EACCES: _WRITABLE,
-    errno.EPERM: _WRITABLE,
+    errno.EACCES: _ALLOWED,
+    errno.EPERM: _ALLOWED,
     errno.ENOTDIR: _FOLDER,
     errno.EISDIR: _FOLDER,
     errno.EEXIST: _FOLDER,
@@ -65,10 +67,13 @@ class GaveUp(UserError):
 def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
     """Turn a `UserError`, or a file that cannot be used, into one line on stderr and exit code 2; Ctrl-C into 130.
 
+    Every command runs inside: what the libraries say to nobody does not get there either.
+
     after_interrupt: what becomes of the work that Ctrl-C ends.
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a sample or a name that this terminal cannot show
+    silence_libraries()
     try:
         _refuse_unspeakable_paths()
         yield
@@ -134,7 +139,12 @@ def nearest(word: str, candidates) -> str:
 
 def nearest_names(word: str, candidates, most: int = 3) -> str:
     """`; did you mean 'x', 'y' or 'z'?` for the candidates closest to `word`, or an empty string."""
-    matches = [repr(match) for match in get_close_matches(word, list(candidates), n=most, cutoff=0.6)]
-    if not matches:
+    return did_you_mean(get_close_matches(word, list(candidates), n=most, cutoff=0.6))
+
+
+def did_you_mean(names: list[str]) -> str:
+    """`; did you mean 'x', 'y' or 'z'?`, or an empty string for no names."""
+    quoted = [repr(name) for name in names]
+    if not quoted:
         return ""
-    return f"; did you mean {' or '.join(filter(None, [', '.join(matches[:-1]), matches[-1]]))}?"
+    return f"; did you mean {' or '.join(filter(None, [', '.join(quoted[:-1]), quoted[-1]]))}?"

@@ -49,7 +49,7 @@ def other_properties(model: dict) -> dict:
     return other_model_types()["types"][model["model_type"]]["properties"]
 
 
-def checked_model(recipe: dict, where: str) -> dict:
+def checked_model(recipe: dict, where: str, root: dict) -> dict:
     """The recipe's model section, its type known and every key one of its class's.
 
     Raises:
@@ -64,7 +64,7 @@ def checked_model(recipe: dict, where: str) -> dict:
     # Its configuration class would take any key without a word.
     entry = other_model_types()["types"][model["model_type"]]
     schema = {"type": "object", "properties": entry["properties"], "required": entry["required"]}
-    return check(model, {**schema, "additionalProperties": False}, where, "model")
+    return check(model, {**schema, "additionalProperties": False}, where, "model", root)
 
 
 def _check_type(model_type: str, where: str) -> None:

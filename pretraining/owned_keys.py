@@ -7,7 +7,7 @@ _HUB = "publishing is a step of its own: upload runs/<name>/export after the run
 _LAUNCHER = "the launcher sets it (deepspeed, torchrun, accelerate launch)"
 _VERB = "train.py always trains and evaluates; leave it out"
 _COMPILE = "the recipe's speed section compiles (compile, compile_backend, compile_mode)"
-_FSDP = "FSDP is chosen in accelerate_configs/"
+_FSDP = "not supported: ranks are sharded by DeepSpeed, as a file of ds_configs/ says"
 
 TRAINING_KEYS = {
     "max_steps": "derived from budget.tokens / budget.tokens_per_step",
@@ -22,6 +22,8 @@ TRAINING_KEYS = {
     "do_predict": _VERB,
     "use_cpu": "decided by the machine: CPU where there is no GPU",
     "local_rank": _LAUNCHER,
+    "ddp_find_unused_parameters": "always off: every parameter of a language model is used",
+    "ddp_timeout": "follows from monitors.hang_minutes, so that a hang is named before a message is given up",
     "ddp_backend": "decided by the machine: nccl with GPUs, gloo without",
     "parallelism_config": "not supported: ranks are data-parallel, sharded by ds_configs/",
     "fsdp": _FSDP,
@@ -45,6 +47,10 @@ TRAINING_KEYS = {
     "average_tokens_across_devices": "always on: the loss is the mean over all tokens of the step",
     "prediction_loss_only": _EVALUATION,
     "include_for_metrics": _EVALUATION,
+    "include_num_input_tokens_seen": "every row of metrics.jsonl counts the tokens (train/tokens)",
+    "label_smoothing_factor": "the loss is the next token's, as the recipe's loss section says",
+    "optim_target_modules": "for GaLore and APOLLO, whose projections checkpoints cannot hold",
+    "disable_tqdm": "the bar is shown on a terminal alone; in a file there is a line for each logged step",
     "batch_eval_metrics": _EVALUATION,
     "eval_accumulation_steps": _EVALUATION,
     "eval_do_concat_batches": _EVALUATION,

@@ -1,30 +1,46 @@
-"""Before the libraries are imported: without messages that tell their user nothing, and a fifth sooner."""
+"""What to do before the libraries are imported: without messages that tell their user nothing, and a fifth sooner."""
 
 import gc
 import logging
+import os
 import warnings
 
-BENIGN = {
+BENIGN = [
     # DeepSpeed finds no GPU: the run's first line names the device.
-    "DeepSpeed": "Setting accelerator to CPU",
+    ("DeepSpeed", "Setting accelerator to CPU"),
+    # An optimizer of torch or of ours: which ones fit a ZeRO stage is checked, and tested, here.
+    ("DeepSpeed", "You are using ZeRO with an untested optimizer"),
     # accelerate compares its own, unused accumulation count with DeepSpeed's.
-    "accelerate.accelerator": "Gradient accumulation steps mismatch",
+    ("accelerate.accelerator", "Gradient accumulation steps mismatch"),
     # transformers imports torchao wherever it is installed; its kernels are for some GPUs and one Python.
-    "torchao": "Failed to load",
-    "torch.utils._pytree": "is an Enum subclass",
+    ("torchao", "Failed to load"),
+    ("torch.utils._pytree", "is an Enum subclass"),
     # A tied lm_head is stored once, as the embedding it is. An untied one is: its checksum is checked.
-    "transformers.trainer": "missing keys in the checkpoint model loaded: ['lm_head.weight'].",
-}
+    ("transformers.trainer", "missing keys in the checkpoint model loaded: ['lm_head.weight']."),
+]
 
 
-def prepare_imports() -> None:
-    """Call before the libraries are imported: a logger keeps the filters that were there first.
-
-    What they bring lives as long as the process: looking for garbage in it takes a fifth of the imports' time.
-    `training.collector` has the collector look again.
-    """
-    gc.disable()
-    for logger, message in BENIGN.items():
+def silence_libraries() -> None:
+    """Keep back messages that tell a command's user nothing; some are logged while the libraries are imported."""
+    for logger, message in BENIGN:
         logging.getLogger(logger).addFilter(lambda record, m=message: m not in record.getMessage())
     # torch 2.13 renamed collectives that DeepSpeed 0.19.8 still calls by their old names.
     warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed")
+
+
+def prepare_imports() -> None:
+    """Let the libraries be imported without collecting garbage, which takes a fifth of the imports' time.
+
+    What they bring lives as long as the process. `training.collector` has the collector look again.
+    """
+    gc.disable()
+    _import_trackers()
+
+
+def _import_trackers() -> None:
+    """Every rank would print that WANDB_MODE is offline, as soon as it imports this."""
+    mode = os.environ.pop("WANDB_MODE", None)
+    import transformers.integrations.integration_utils  # noqa: F401
+
+    if mode is not None:
+        os.environ["WANDB_MODE"] = mode

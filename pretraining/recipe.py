@@ -163,7 +163,7 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str
     if values["checkpoints"]["upload"] is not None:  # first, since later messages repeat what --set said
         refuse_credentials(values["checkpoints"]["upload"], f"{where}: checkpoints.upload")
     where += f" with --set {' '.join(overrides)}" if overrides else ""
-    values["model"] = checked_model(values, where)
+    values["model"] = checked_model(values, where, schema)
     check_folder_name(values["name"], "name", where)
     check_folder_name(values["data"]["name"], "data.name", where)
     check_fit(values, model_with_defaults(values["model"]), model_positions(values["model"]), where)
@@ -238,6 +238,9 @@ def _find(name_or_path: str) -> Path:
 
 
 def _check_owners(values: dict, where: str) -> None:
+    for key in values:
+        if key in TRAINING_KEYS and key not in recipe_schema()["properties"]:
+            raise problem(where, key, f"does not belong here: {TRAINING_KEYS[key]}")
     training = values.get("training")
     for key in training if isinstance(training, dict) else ():
         if key in TRAINING_KEYS:

@@ -93,6 +93,18 @@ def unix_seconds(when: str) -> int:
     return calendar.timegm(time.strptime(when, _TIME_FORMAT))
 
 
+def stopped_seconds(events: list[dict]) -> float:
+    """Seconds between every stop on request and the next start, in the rows of events.jsonl."""
+    total, stopped_at = 0.0, None
+    for event in events:
+        if event.get("event") in ("start", "resume") and stopped_at is not None:
+            total += unix_seconds(event["time"]) - stopped_at
+            stopped_at = None
+        elif event.get("event") == "stopped" and event.get("asked", True):
+            stopped_at = unix_seconds(event["time"])
+    return total
+
+
 def write_json(path: Path, value) -> None:
     """Write atomically: a reader, or a restart after a kill, sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,15 +199,3 @@ def _git(*arguments: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def report_end(run: RunDir) -> None:
-    """Rank 0 prints what came out of a finished run and where it lies."""
-    if os.environ.get("RANK", "0") == "0":
-        end = run.last_event("end")
-        bits, unigram = end["eval_bits_per_byte"], end["unigram_bits_per_byte"]
-        print(
-            f"validation loss {end['eval_loss']:.4f} nats per token, {bits:.4f} bits per byte "
-            f"({bits / unigram:.3f} of the unigram entropy {unigram:.4f})\nexport: {run.export}",
-            flush=True,
-        )

@@ -4,10 +4,13 @@ import json
 import math
 import operator
 import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from pretraining.errors import UserError, nearest
+from pretraining.errors import UserError, did_you_mean, nearest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TYPE_NAMES = {
@@ -92,7 +95,7 @@ def _lines_of(text: str, key: str) -> str:
 def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None = None) -> Any:
     """`value` as `schema` reads it, or one line that names the file, the dotted key and what is wrong.
 
-    Understood: type, const, enum, properties / required / additionalProperties, items, minItems, minimum,
+    Understood: type, const, enum, properties / required / additionalProperties, items, minItems, minLength, minimum,
     exclusiveMinimum, maximum, exclusiveMaximum, anyOf, oneOf (of required lists), allOf with if / then, and
     $ref into $defs. As in JSON Schema, 1e9 is an integer, and comes back as one; a bool is never a number.
     `"format": "float"` marks numbers that the library behind the key takes as floats only.
@@ -172,6 +175,8 @@ def _check_value(value: Any, schema: dict, where: str, key: str) -> None:
         near = nearest(value, texts) if isinstance(value, str) else ""
         shown = ", ".join(json.dumps(choice) for choice in choices)
         raise problem(where, key, f"is {_shown(value)}, not one of {shown}{near}")
+    if isinstance(value, str) and len(value.strip()) < schema.get("minLength", 0):
+        raise problem(where, key, "is empty; write a name, or leave it out")
     if isinstance(value, list) and len(value) < schema.get("minItems", 0):
         raise problem(where, key, f"must have at least {schema['minItems']} entry")
     if _is_type(value, "number"):
@@ -198,7 +203,7 @@ def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -
         if name in properties:
             checked[name] = check(item, properties[name], where, dotted, root)
         elif schema.get("additionalProperties") is False:
-            raise problem(where, dotted, f"unknown key{_valid_keys(name, properties)}")
+            raise problem(where, dotted, f"unknown key{_valid_keys(name, properties, key, root)}")
         else:
             checked[name] = item
     for name in schema.get("required", []):
@@ -218,23 +223,99 @@ def _check_one_of(value: dict, schema: dict, where: str, key: str) -> None:
 
 def _check_conditions(value: dict, schema: dict, where: str, key: str, root: dict) -> dict:
     for condition in schema.get("allOf", []):
-        try:
-            check(value, condition["if"], where, key, root)
-        except UserError:
-            continue
-        value = check(value, condition["then"], where, key, root)
+        if fits(value, condition["if"], root):
+            value = check(value, condition["then"], where, key, root)
     return value
 
 
-def _valid_keys(name: str, properties: dict) -> str:
+def fits(value: Any, schema: dict, root: dict | None = None) -> bool:
+    """Whether `check` accepts it."""
+    try:
+        check(value, schema, "", root=root)
+    except UserError:
+        return False
+    return True
+
+
+def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:
+    """What was meant: an entry of a list, a key of another place, the nearest of this one, or else all of this one."""
     names = [valid for valid in properties if valid != "$schema"]
-    near = nearest(name, names)
-    return near or (f"; valid keys: {', '.join(names)}" if len(names) <= 12 else "")
+    above = f"{key}." if key else ""
+    whole, bracket, index = name.partition("[")
+    if bracket and whole in names:
+        return did_you_mean([f"{above}{whole}.{index.rstrip(']')}"])
+    near, places = get_close_matches(name, names, 1), _other_places(key, root)
+    if name in places:
+        return did_you_mean([*places[name][: 3 - len(near)], *(above + each for each in near)])
+    if near:
+        return did_you_mean(near)
+    if misspelt := get_close_matches(name, places, 1, cutoff=0.92):
+        return did_you_mean(places[misspelt[0]][:3])
+    return f"; valid keys: {', '.join(names)}" if len(names) <= 12 else ""
+
+
+def _other_places(key: str, root: dict) -> dict[str, list[str]]:
+    """{name: the dotted keys that end with it} of a whole schema but for the place `key`, the outermost first."""
+    places: dict[str, dict[str, None]] = {}
+    for place in sorted(_all_keys(root, root), key=lambda place: place.count(".")):
+        above, _, name = place.rpartition(".")
+        if above != re.sub(r"\.\d+(?=\.|$)", ".0", key):
+            places.setdefault(name, {})[place] = None
+    return {name: list(found) for name, found in places.items()}
+
+
+def _all_keys(schema: dict, root: dict, key: str = "") -> Iterator[str]:
+    """Every dotted key that a value of the schema may have; the first entry stands for a list's."""
+    if "$ref" in schema:
+        schema = root["$defs"][schema["$ref"].removeprefix("#/$defs/")]
+    for name, inner in schema.get("properties", {}).items():
+        dotted = f"{key}.{name}" if key else name
+        yield dotted
+        yield from _all_keys(inner, root, dotted)
+    if "items" in schema:
+        yield from _all_keys(schema["items"], root, f"{key}.0")
+    for branch in [*schema.get("anyOf", []), *(each["then"] for each in schema.get("allOf", []))]:
+        yield from _all_keys(branch, root, key)
 
 
 def problem(where: str, key: str, what: str) -> UserError:
     """The error family's one line: file, dotted key, what is wrong."""
     return UserError(f"{where}: {key}: {what}" if key else f"{where}: {what}")
+
+
+class Difference(NamedTuple):
+    """One value in which two files differ."""
+
+    key: str
+    """Dotted, down to the value itself."""
+    there: Any
+    here: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_in_brief(self.there)} there, {_in_brief(self.here)} here"
+
+
+def differences(there: Any, here: Any, key: str = "") -> list[Difference]:
+    """The single values in which two JSON values differ, named as `--set` does; what is left out counts as null."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        pairs = [(name, there.get(name), here.get(name)) for name in there | here]
+    elif isinstance(there, list) and isinstance(here, list):
+        pairs = [(str(number), *pair) for number, pair in enumerate(zip_longest(there, here))]
+    else:
+        return [] if there == here else [Difference(key, there, here)]
+    found = [differences(one, other, f"{key}.{name}" if key else name) for name, one, other in pairs]
+    return [difference for group in found for difference in group]
+
+
+def listed(texts: list, most: int = 3) -> str:
+    """The first few of them, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return "; ".join(map(str, texts[:most])) + more
+
+
+def _in_brief(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _shown(value: Any) -> str:

@@ -19,7 +19,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "recipes")]
 
 from schema_generator.ds_config import ds_config_schema  # noqa: E402
 from schema_generator.from_types import described, first_sentence, type_schema  # noqa: E402
-from schema_generator.model_types import largest, other_model_types  # noqa: E402
+from schema_generator.model_types import bounded, largest, other_model_types  # noqa: E402
 
 from pretraining.data.quality import filters_schema  # noqa: E402
 from pretraining.owned_keys import TRAINING_KEYS  # noqa: E402
@@ -61,11 +61,18 @@ TRAINING_BOUNDS = {
     "adam_beta1": {"minimum": 0, "exclusiveMaximum": 1},
     "adam_beta2": {"minimum": 0, "exclusiveMaximum": 1},
     "adam_epsilon": POSITIVE,
-    "label_smoothing_factor": {"minimum": 0, "exclusiveMaximum": 1},
+    "eval_delay": NOT_NEGATIVE,
+    "torch_empty_cache_steps": {"minimum": 1},
+    "dataloader_prefetch_factor": {"minimum": 1},
+    "ddp_bucket_cap_mb": {"minimum": 1},
+    "neftune_noise_alpha": POSITIVE,
 }
 
 # Choices that need a key which a recipe may not hold.
 REFUSED_CHOICES = {"save_strategy": "best"}
+
+# One project for all trackers: `pretraining.training.trackers` gives it to those that do not read this key.
+PROJECT = {"description": "The project of every tracker of `report_to`.", "default": "pretraining"}
 
 # Sequence heads and cross attention: parts that a causal language model does not have.
 UNUSED_MODEL_KEYS = re.compile(r"summary_.*|add_cross_attention|pretraining_tp")
@@ -94,6 +101,7 @@ def training_schema() -> dict:
     for name, choice in REFUSED_CHOICES.items():
         properties[name]["enum"].remove(choice)
     properties["report_to"] |= tracker_schema()
+    properties["project"] |= PROJECT
     del properties["report_to"]["type"], properties["report_to"]["items"]
     return {
         "type": "object",
@@ -126,7 +134,8 @@ def model_schema(model_type: str) -> dict:
             schema = type_schema(field.type)
             if field.type is float:
                 schema["format"] = "float"  # @strict config classes refuse an int there
-            properties[field.name] = described(schema, documented.get(field.name), field.default)
+            schema = described(schema, documented.get(field.name), field.default)
+            properties[field.name] = bounded(field.name, schema)
     for name in SHAPE_KEYS[model_type]:
         properties[name] |= {"minimum": 1, "maximum": largest(name)}
     properties.update(implementation_keys(properties))
@@ -139,7 +148,11 @@ def implementation_keys(properties: dict) -> dict:
     text = {"type": ["string", "null"], "default": None}
     keys = {"attn_implementation": {**text, "description": "Attention: sdpa, eager, flash_attention_2, ..."}}
     if "num_experts_per_tok" in properties:
-        keys["experts_implementation"] = {**text, "description": "Experts: grouped_mm, batched_mm, eager."}
+        keys["experts_implementation"] = {
+            "enum": [None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe"],
+            "default": None,
+            "description": "How experts are computed; null: grouped_mm.",
+        }
         head = {"type": ["integer", "null"], "default": None}
         keys["head_dim"] = {
             **head,

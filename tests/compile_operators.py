@@ -1,16 +1,16 @@
 """DeepSpeed's CPU operators, compiled where they are not yet: `python -m tests.compile_operators`."""
 
-import os
-
 from deepspeed.accelerator import get_accelerator
+
+from pretraining.training.operators import ask_the_processor_once, keep_compiled_operators
 
 
 def main() -> None:
-    os.nice(10)
-    for name in ("ShareMemCommBuilder", "CPUAdamBuilder"):
-        builder = get_accelerator().create_op_builder(name)
-        if builder is not None:
-            builder.load(verbose=False)
+    ask_the_processor_once()
+    keep_compiled_operators()
+    builder = get_accelerator().create_op_builder("CPUAdamBuilder")
+    if builder is not None:
+        builder.load(verbose=False)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,23 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.runs import BIN, STEPS, Run, Started, Workshop, committed, execute, made_once, start_and_kill
+from tests.runs import (
+    BIN,
+    STEPS,
+    Finished,
+    Run,
+    Started,
+    Workshop,
+    committed,
+    execute,
+    made_once,
+    start_and_kill,
+)
 
 # Hundreds of processes import the same modules: each compiles them once, whatever the shell says.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -22,6 +34,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Each of pytest's workers computes on its share of the cores, and what waits does not spin.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // WORKERS)), "OMP_WAIT_POLICY": "PASSIVE"}
+
+COMPILE_SECONDS = 3600
+"""On a machine with other work; a lonely one takes two minutes, and the next session of its tests none."""
 
 # Checkpoints and journals wait for the disk; what a test must not lose, it loses by a kill, not by a power cut.
 IN_MEMORY = Path("/dev/shm")
@@ -81,15 +96,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def operators(request) -> Iterator[None]:
-    """DeepSpeed's CPU operators, compiled while the unit tests run; runs that need them wait for them."""
+def operators(request) -> Iterator[Callable[[], Finished]]:
+    """DeepSpeed's CPU operators, compiled while the unit tests run; the returned function waits for them."""
     if not any("workshop" in item.fixturenames for item in request.session.items):
-        yield
+        yield lambda: None
         return
     compiling = Started(["forked", "0", "-m", "tests.compile_operators"])
-    yield
-    # Never killed: the lock it would leave behind would stop every later run.
-    compiling.finish()
+    yield cache(lambda: compiling.finish(COMPILE_SECONDS))
+    compiling.kill()
 
 
 @pytest.fixture(scope="session")
@@ -100,8 +114,9 @@ def shared(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def workshop(shared) -> Workshop:
+def workshop(shared, operators) -> Workshop:
     """The small corpus, prepared, and the runs made of it."""
+    operators()  # a run has a time limit, in which a busy machine may not compile
     return made_once(shared / "workshop.prepared", lambda: Workshop(shared / "workshop"))
 
 

@@ -27,7 +27,12 @@ Made = TypeVar("Made")
 REPOSITORY = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 MARK = "PRETRAINING_TEST_PROCESS"
-TIMEOUT_SECONDS = 300
+TIMEOUT_SECONDS = 1800
+"""Only for what would never end: a busy machine is slow, and a run names what hangs in it after twenty minutes."""
+LEAVING_SECONDS = 60
+"""What a launcher starts beside the ranks ends a moment after it; on a busy machine the moment is longer."""
+PORTS = range(20_000, 29_000)
+"""Below those that the system gives to whoever asks for any."""
 
 SMALL_RECIPE = {
     "description": "A GPT-2 of two layers for tests: eight sequences of 64 tokens a step, ten steps.",
@@ -152,7 +157,9 @@ class Started:
         """Wait for the end; nothing outlives a test, whatever happens."""
         try:
             stdout, stderr = self.process.communicate(timeout=timeout)
-            strays = tuple(self.processes())
+            until = time.monotonic() + LEAVING_SECONDS
+            while (strays := tuple(self.processes())) and time.monotonic() < until:
+                time.sleep(0.1)
         finally:
             self.kill()
         return Finished(self.process.returncode, stdout, stderr, strays)
@@ -228,10 +235,25 @@ def on_own_port(words: list[str]) -> list[str]:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on."""
+    """A TCP port nobody listens on, which no other test has had lately: the one who asks listens seconds later."""
+    with (Path(tempfile.gettempdir()) / f"pretraining-tests-port-{os.getuid()}").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        taken = int(file.read() or os.getpid())
+        while not _is_free(PORTS[(taken := taken + 1) % len(PORTS)]):
+            continue
+        file.truncate(0)
+        file.write(str(taken))
+    return PORTS[taken % len(PORTS)]
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+        try:
+            listener.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 class Run:
@@ -285,12 +307,21 @@ class Run:
 
 
 def made_once(path: Path, make: Callable[[], Made]) -> Made:
-    """What `make` returns: made by whichever of the session's processes asks first, kept at `path` for the others."""
+    """What `make` returns: made by whichever of the session's processes asks first, kept at `path` for the others.
+
+    What failed is not tried again: the others fail with the same words.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    failed = path.with_suffix(".failed")
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            path.write_bytes(pickle.dumps(make()))
+            assert not failed.exists(), f"{path.stem} failed before:\n{failed.read_text()}"
+            try:
+                path.write_bytes(pickle.dumps(make()))
+            except Exception as error:
+                failed.write_text(f"{type(error).__name__}: {error}")
+                raise
         return pickle.loads(path.read_bytes())
 
 

@@ -1,5 +1,8 @@
 """The attention kernel: chosen by itself, said, the same numbers, and refused in one line where it is missing."""
 
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +11,7 @@ from transformers import TrainingArguments
 
 from pretraining.errors import UserError
 from pretraining.model import attention, build_model
-from tests.runs import MODELS
+from tests.runs import MODELS, REPOSITORY
 
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 
@@ -102,3 +105,25 @@ def test_flash_kernels_come_first_where_there_are_any(monkeypatch):
     assert attention.choose_attention({**llama, "attn_implementation": "eager"}, bf16) == "eager"
     monkeypatch.setattr(attention.torch.cuda, "get_device_capability", lambda: (8, 0))
     assert attention.choose_attention(llama, bf16) == "flash_attention_2"
+
+
+def test_the_requirements_of_gpus_can_be_installed():
+    """Bad input: flash-attn imports torch in its setup.py, so that pip would install none of the file's packages."""
+    lines = (REPOSITORY / "requirements-gpu.txt").read_text().splitlines()
+    wanted = [line for line in lines if line and not line.startswith("#")]
+    assert wanted and not [line for line in wanted if line.startswith("flash-attn")]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        *wanted,
+    ]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    if re.search("Connection|Retrying|Temporary failure", finished.stderr):
+        pytest.skip("no package index can be reached")
+    assert finished.returncode == 0, finished.stderr

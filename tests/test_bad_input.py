@@ -162,7 +162,7 @@ def test_data_that_is_not_prepared_names_the_command_that_prepares_it(workshop, 
 def test_data_prepared_with_another_tokenizer(train):
     refused(
         train("--set", "data.tokenizer.train_vocab_size=400"),
-        "prepared with another tokenizer",
+        "data.tokenizer.train_vocab_size: 512 there, 400 here",
         "data_prep.py",
     )
 
@@ -226,7 +226,7 @@ def test_output_folder_of_another_recipe(workshop):
     command = workshop.command(run.folder, "null", 1, "plain", ("training.learning_rate=0.5",))
     refused(
         execute(command),
-        "holds a run of another recipe: training.learning_rate is 0.01 there and 0.5 here",
+        "holds a run of another recipe: training.learning_rate: 0.01 there, 0.5 here",
         "--output_dir",
         "--resume never",
     )

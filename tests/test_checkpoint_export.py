@@ -27,7 +27,7 @@ def test_the_export_of_the_last_checkpoint_is_the_runs_own(workshop, tmp_path, s
     ]
     finished = execute(command)
     assert finished.code == 0, finished.output
-    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+    for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
         assert (tmp_path / "export" / name).read_bytes() == (run.dir.export / name).read_bytes()
     assert "| step | 10 |" in (tmp_path / "export" / "README.md").read_text()
 

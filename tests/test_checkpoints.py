@@ -197,7 +197,9 @@ CHANGES = {
 @pytest.mark.parametrize("setting, key", CHANGES.values(), ids=CHANGES)
 def test_a_changed_recipe_is_refused_by_name_or_accepted(run, setting, key):
     """--allow_change takes the key or its section, and no other."""
-    with pytest.raises(UserError, match=rf"another recipe: {key} is .* --allow_change {key}"):
+    with pytest.raises(
+        UserError, match=rf"another recipe: {key}.*: .* there, .* here.* --allow_change {key}"
+    ):
         accepted(run, setting)
     with pytest.raises(UserError, match=key):
         accepted(run, setting, allowed=["training.learning_rate"])
@@ -206,6 +208,20 @@ def test_a_changed_recipe_is_refused_by_name_or_accepted(run, setting, key):
     )
     write_json(run.changes, [{"step": 12, "key": key, "from": None, "to": json.loads(setting.split("=")[1])}])
     assert accepted(run, setting) == [key], "what an earlier start accepted is asked for once"
+
+
+def test_a_changed_weight_is_named_down_to_the_number(run):
+    """It needs no other tokens, but the run would have another curve."""
+    with pytest.raises(
+        UserError, match=r"data\.sources\.0\.weight: null there, 0\.7 here.*--allow_change data\.sources"
+    ):
+        accepted(run, "data.sources.0.weight=0.7")
+    assert accepted(run, "data.sources.0.weight=0.7", allowed=["data.sources"]) == ["data.sources"]
+
+
+def test_the_same_tokens_under_another_name_are_the_same_data(run):
+    """As those of a replaced data set; their fingerprint is compared in any case."""
+    assert accepted(run, "data.name=python-stdlib.replaced-1", "data.encoder=tokenizers") == []
 
 
 ACCEPTED = {
@@ -230,6 +246,7 @@ ACCEPTED = {
             "budget.tokens_per_step=4096",
             "training.lr_scheduler_type=constant",
             "training.lr_scheduler_kwargs={}",
+            "training.warmup_steps=0",
         ),
         "",
     ),
@@ -278,7 +295,7 @@ def test_other_tokens_are_other_data(run):
 
 
 def test_no_flag_changes_the_shape_of_weights(run):
-    with pytest.raises(UserError, match=r"other shapes: model\.n_layer is 4 there and 5 here"):
+    with pytest.raises(UserError, match=r"other shapes: model\.n_layer: 4 there, 5 here"):
         accepted(run, "model.n_layer=5", allowed=["model"])
 
 

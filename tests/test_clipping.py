@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
+from pretraining.refusals import load_run
 from pretraining.training import choose_clipping
 from tests.runs import MODELS, SMALL_RECIPE
 from tests.test_muon import built
@@ -22,7 +22,7 @@ def clipped(model, *settings: str) -> list[torch.Tensor]:
             torch.randn_like(parameter) * torch.rand(parameter.shape[-1:], dtype=torch.float64) ** 4
         )
     before = [parameter.grad.clone() for parameter in model.parameters()]
-    choose_clipping(load_recipe("tiny", settings), None)(model, optimizer)
+    choose_clipping(load_recipe("tiny", settings))(model, optimizer)
     optimizer.step()
     return before
 
@@ -67,7 +67,7 @@ def test_clipping_by_value_cuts_every_element():
 
 
 def test_nothing_more_is_clipped_unless_asked():
-    assert choose_clipping(load_recipe("tiny"), None) is None
+    assert choose_clipping(load_recipe("tiny")) is None
 
 
 REFUSED = {
@@ -80,7 +80,7 @@ REFUSED = {
 @pytest.mark.parametrize("stage, setting", REFUSED)
 def test_a_stage_that_cannot_is_refused_by_name(stage, setting):
     with pytest.raises(UserError) as error:
-        choose_clipping(load_recipe("tiny", [setting], stage), load_ds_config(stage))
+        load_run("tiny", [setting], stage)
     assert REFUSED[stage, setting] in str(error.value) and "\n" not in str(error.value)
 
 

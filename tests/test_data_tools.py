@@ -128,8 +128,8 @@ def test_a_sample_is_the_one_training_reads(made, tmp_path, capsys):
     fingerprint = read_manifest(made.folder)["fingerprint"]
     order = GlobalOrder(split.num_blocks(32), recipe.data_seed, fingerprint)
     dataset = PackedDataset(split, 32, order, num_samples=10_000)
-    for sample in (0, 7, order.num_blocks + 3):
-        words = ("--sample", sample, "--recipe", tmp_path / "small.json")
+    for sample in (0, 7, order.num_blocks + 3):  # by whatever name the data is read
+        words = ("--sample", sample, "--recipe", tmp_path / "small.json", "--set", f"data.name=set-{sample}")
         shown = answer(capsys, "inspect", made.folder, *words)
         assert shown["split"] == "train"
         [(start, stop)] = shown["stretches"]

@@ -185,6 +185,17 @@ def test_ranks_and_stage_do_not_change_the_curve_of_packed_and_masked_documents(
             assert ours[key] == pytest.approx(theirs[key], abs=1e-5)
 
 
+def test_the_evaluation_command_keeps_documents_apart_too(workshop, lines):
+    """The loss that the run's own last validation found, of its export."""
+    run = workshop.run("zero3", settings=(*lines, "data.document_masking=true", "data.packing=best_fit"))
+    command = ["forked", "0", "-m", "pretraining.evaluation", run.folder, "--data_dir", workshop.data]
+    finished = execute([*command, "--json", "--no-sample"])
+    assert finished.code == 0, finished.output
+    found, row = json.loads(finished.stdout), run.validation_rows[-1]
+    for name in ("loss", "bits_per_byte", "perplexity"):
+        assert found[name] == pytest.approx(row[f"eval/{name}"], abs=1e-5, rel=1e-5)
+
+
 @pytest.mark.parametrize("stage", ["zero1", "zero2"])
 def test_masked_documents_in_steps_that_grow(workshop, lines, stage):
     """Both where gradients are summed in partitions: the losses and validations of one plain process."""

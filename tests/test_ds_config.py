@@ -95,6 +95,10 @@ WRONG = {
         lambda c: c["zero_optimization"].update(overlap_com=True),
         "zero_optimization.overlap_com: unknown key; did you mean 'overlap_comm'?",
     ),
+    "a block's key at the top": (
+        lambda c: c.update(stage=3),
+        "stage: unknown key; did you mean 'zero_optimization.stage'?",
+    ),
     "misspelt nested key": (
         lambda c: c["zero_optimization"].update(offload_optimizer={"devise": "cpu"}),
         "zero_optimization.offload_optimizer.devise: unknown key; did you mean 'device'?",

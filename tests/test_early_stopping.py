@@ -58,6 +58,8 @@ def test_a_run_without_gain_ends_in_order(workshop):
     assert (told["step"], told["metric"], told["best_step"], told["best"]) == (4, "loss", best, losses[best])
     assert run.events[-1]["event"] == "end" and run.events[-1]["eval_loss"] == losses[4]
     assert run.dir.export.exists() and committed(run.folder)[0] == "checkpoint-4"
+    saves = [event["checkpoint"] for event in run.events if event["event"] == "save"]
+    assert saves == ["checkpoint-4"]  # a step to save at, too: one state is saved once
 
 
 def test_killed_before_its_export_it_does_not_train_on(workshop, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.runs import Run, Started, Workshop, committed, free_port, send_kill
 
-QUICK = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+QUICK = "last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=5"
 """torchrun's own patience with nodes that come late, or are silent: seconds, for two that are this machine."""
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.runs import MODELS, SMALL_RECIPE, STEPS, execute
-from tests.test_curve import IN_BF16, STAGES, stage_run
+from tests.test_curve import BALANCED, IN_BF16, STAGES, stage_run
 
 LENGTH = SMALL_RECIPE["model"]["n_positions"]
 
@@ -71,7 +71,6 @@ def test_the_tokenizer_comes_along(workshop):
     assert exported.decode(exported(text)["input_ids"]) == text
     config = json.loads((export / "config.json").read_text())
     assert config["eos_token_id"] == exported.eos_token_id
-    assert config["use_cache"] is True
 
 
 def test_the_model_card_says_what_it_is(run):
@@ -131,26 +130,39 @@ def test_validation_numbers_are_right(workshop):
     assert row["eval/bits_per_byte"] == pytest.approx(bits_per_byte, rel=2e-3)
 
 
+def evaluated(workshop, run, *words) -> dict:
+    """What `python -m pretraining.evaluation RUN --json` says."""
+    command = ["forked", "0", "-m", "pretraining.evaluation", run.folder, "--data_dir", workshop.data]
+    finished = execute([*command, "--json", *words])
+    assert finished.code == 0, finished.output
+    return json.loads(finished.stdout)
+
+
 def test_the_evaluation_command_repeats_the_numbers_and_shows_a_sample(workshop):
     """`python -m pretraining.evaluation RUN --json`: the run's last validation, and text from the prompt."""
     run = workshop.run("zero3")
-    command = [
-        "forked",
-        "0",
-        "-m",
-        "pretraining.evaluation",
-        str(run.folder),
-        "--data_dir",
-        str(workshop.data),
-    ]
-    finished = execute([*command, "--json", "--prompt", "class A"])
-    assert finished.code == 0, finished.output
-    found = json.loads(finished.stdout)
-    row = run.validation_rows[-1]
+    found, row = evaluated(workshop, run, "--prompt", "class A"), run.validation_rows[-1]
     assert found["loss"] == pytest.approx(row["eval/loss"], abs=1e-5)
     assert found["bits_per_byte"] == pytest.approx(row["eval/bits_per_byte"], abs=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-6)
     assert found["sample"].startswith("class A") and len(found["sample"]) > len("class A")
+
+
+def test_the_evaluation_command_repeats_the_numbers_of_a_mixture_of_experts(workshop):
+    """Cross-entropy alone, in the run and by the command: neither counts the balance of the router."""
+    run = workshop.run("zero2", settings=(f"model={json.dumps(BALANCED)}",))
+    found = evaluated(workshop, run, "--no-sample")
+    assert found["loss"] == pytest.approx(run.validation_rows[-1]["eval/loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", [None, "zero0", "zero2"])
+def test_the_evaluation_command_repeats_the_numbers_of_a_bf16_run(workshop, stage):
+    """Weights kept in fp32 are multiplied in bf16, as by the run; weights in bf16 are taken as they are."""
+    run = workshop.run(stage, settings=IN_BF16) if stage else workshop.plain(IN_BF16)
+    found, end = evaluated(workshop, run, "--no-sample"), run.events[-1]
+    for name in ("loss", "bits_per_byte"):
+        assert found[name] == pytest.approx(end[f"eval_{name}"], abs=1e-5)
+    assert found["unigram_bits_per_byte"] == end["unigram_bits_per_byte"]
 
 
 def test_the_last_sample_of_a_run_is_that_of_its_export(workshop):

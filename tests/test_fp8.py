@@ -1,18 +1,16 @@
 """fp8 products: the blocks' linear layers and nothing else, close to them; refused where they cannot be."""
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pretraining.errors import UserError
 from pretraining.model import build_model
-from pretraining.model.fp8 import check_fp8, convert_products
-from tests.runs import LLAMA, MODELS
+from pretraining.model.fp8 import check_fp8_hardware, convert_products
+from pretraining.refusals import load_run
+from tests.runs import LLAMA
 from tests.test_compiling import IDS, TOKENIZER, arguments  # noqa: F401
-
-IN_BF16 = SimpleNamespace(bf16=True, deepspeed=None)
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
@@ -33,9 +31,19 @@ def test_a_converted_model_is_the_model_within_fp8_s_rounding(arguments, name): 
     assert 0 < (ours - theirs).norm() / theirs.norm() < 0.1
 
 
-def refusal(speed: str, model: dict, training=IN_BF16) -> str:
+def test_validations_are_those_of_the_exported_weights(arguments):  # noqa: F811
+    """Promise: honest numbers. Only training multiplies in fp8: the logits of a validation are the plain model's."""
+    pytest.importorskip("torchao")
+    whole, fp8 = (build_model(LLAMA, TOKENIZER, arguments).bfloat16() for _ in range(2))
+    convert_products(fp8, "rowwise", emulate=True)
+    with torch.no_grad():
+        assert not torch.equal(fp8.train()(input_ids=IDS).logits, whole.train()(input_ids=IDS).logits)
+        assert torch.equal(fp8.eval()(input_ids=IDS).logits, whole.eval()(input_ids=IDS).logits)
+
+
+def refusal(speed: str) -> str:
     with pytest.raises(UserError) as error:
-        check_fp8({"fp8": speed}, model, training)
+        check_fp8_hardware({"fp8": speed})
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -43,21 +51,29 @@ def refusal(speed: str, model: dict, training=IN_BF16) -> str:
 def test_hardware_without_it_is_one_line(monkeypatch):
     """Bad input: no GPU, or one from before Hopper."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "9.0 (Hopper) or later, and there is no GPU here" in refusal("rowwise", LLAMA)
+    assert "9.0 (Hopper) or later, and there is no GPU here" in refusal("rowwise")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
-    assert "this one has 8.0" in refusal("rowwise", LLAMA)
+    assert "this one has 8.0" in refusal("rowwise")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    check_fp8({"fp8": "rowwise"}, LLAMA, IN_BF16)
+    check_fp8_hardware({"fp8": "rowwise"})
 
 
-def test_what_it_does_not_go_with_is_one_line():
-    assert "gpt2 has convolutions" in refusal("tensorwise", MODELS["gpt2"])
-    assert "goes with training.bf16" in refusal(
-        "tensorwise", LLAMA, SimpleNamespace(bf16=False, deepspeed=None)
-    )
-    sharded = SimpleNamespace(bf16=True, deepspeed={"zero_optimization": {"stage": 3}})
-    assert "use --deepspeed zero1 or zero2" in refusal("tensorwise", LLAMA, sharded)
+UNFIT = {
+    "gpt2": ("tiny", "zero2", "gpt2 has convolutions"),
+    "fp32": ("qk-norm", "zero2", "goes with training.bf16"),
+    "sharded weights": ("qk-norm", "zero3", "use --deepspeed zero1 or zero2"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_it_does_not_go_with_is_one_line(name):
+    """Bad input: the plan refuses it as train.py does."""
+    recipe, stage, words = UNFIT[name]
+    in_bf16 = str(name != "fp32").lower()
+    with pytest.raises(UserError, match=words) as error:
+        load_run(recipe, ["speed.fp8=tensorwise", f"training.bf16={in_bf16}"], stage)
+    assert "\n" not in str(error.value)
 
 
 def test_a_missing_package_is_one_line(arguments, monkeypatch):  # noqa: F811

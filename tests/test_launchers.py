@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from pretraining.ds_config import ds_config_names
+from pretraining.errors import UserError
+from pretraining.training import ranks
 from tests.runs import REPOSITORY, STEPS
 
 CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
@@ -16,7 +18,16 @@ WAYS = {
     "python": ("null", 1),
 }
 # What a torn-down run must not say.
-COMPLAINTS = ("destroy_process_group", "Traceback", "leaked", "terminate called", "resource_tracker")
+COMPLAINTS = (
+    "there is already one",
+    "untested optimizer",
+    "offline mode",
+    "destroy_process_group",
+    "Traceback",
+    "leaked",
+    "terminate called",
+    "resource_tracker",
+)
 
 
 @pytest.fixture(params=WAYS)
@@ -35,8 +46,11 @@ def test_every_launcher_ends_cleanly(run):
     """Exit code 0, no process left, no complaint about the process group, the result told once."""
     assert (run.finished.code, run.finished.strays) == (0, ())
     assert not [word for word in COMPLAINTS if word in run.finished.stdout + run.finished.stderr]
+    assert len(re.findall(r"^steps +10 of 512 tokens: ", run.finished.stdout, re.MULTILINE)) == 1
+    assert run.finished.stdout.count("\n10 steps, 5,120 tokens in ") == 1
     assert run.finished.stdout.count("validation loss") == 1
     assert run.finished.stdout.count(f"export: {run.dir.export}") == 1
+    assert run.finished.stdout.count("\nnot decayed: ") == 1
     told = [event["event"] for event in run.events if event["event"] != "save"]
     assert told == ["start", "end"]
 
@@ -63,12 +77,20 @@ def test_every_accelerate_config_names_the_ds_config_of_its_name(path: Path):
 
 def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
     """--num_gpus beyond what is there: how many there are, and what to say to each launcher."""
-    import torch
-
-    from pretraining.errors import UserError
-    from pretraining.training import ranks
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(UserError, match="2 found; start at most 2 processes") as caught:
         ranks._claim_gpu(2)
     assert not caught.value.on_every_rank
+
+
+def test_a_driver_that_is_too_old_is_one_line(monkeypatch):
+    """Bad input: torch's own sentence, which build of torch asks, and what to do; no restart would help."""
+
+    def refuse(device):
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 12020).")
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", refuse)
+    with pytest.raises(UserError, match=r"too old \(found version 12020\)\.; update the driver") as error:
+        ranks._claim_gpu(0)
+    assert "\n" not in str(error.value)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from pretraining.data import PackedDataset, TokenSplit, build_mixture, build_training_dataset, format_table
-from pretraining.data.mixing.schedule import Schedule, Stage
-from pretraining.data.mixing.shares import MAX_PERIOD, counts_per_period, exact_shares, shares_of_sizes
+from pretraining.data.mixing.schedule import MAX_PERIOD, Schedule, Stage, counts_per_period
 from pretraining.data.order import GlobalOrder
 from pretraining.data.shards import SplitWriter
 from pretraining.errors import UserError
+from pretraining.mixture import exact_shares, shares_of_sizes
 
 LENGTH = 8
 SIZES = {"web": 6000, "code": 3000, "books": 1000}
@@ -110,7 +110,7 @@ def prepared(tmp_path_factory) -> SimpleNamespace:
     totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
     entry = {**totals, "dtype": "uint16", "shards": shards}
     train = TokenSplit(folder, entry)
-    return SimpleNamespace(train=train, fingerprint="tokens")
+    return SimpleNamespace(train=train, validation=train, fingerprint="tokens")
 
 
 def recipe_of(weights=None, mixture=None, max_epochs=None, shuffle_shards=None) -> SimpleNamespace:
@@ -145,7 +145,16 @@ def test_a_mixed_run_reads_what_its_table_promises(prepared, shuffle_shards):
     assert len(set(firsts.tolist())) == 800
     json.dumps(table)
     text = format_table(table).splitlines()
-    assert len(text) == 4 and "37.500000%" in text[2] and "2,400" in text[2]
+    assert len(text) == 5 and "37.500000%" in text[2] and "2,400" in text[2]
+
+
+def test_a_mixture_other_than_the_validations_says_so(prepared):
+    """Validation keeps the sources' proportions, 60, 30 and 10 %: weights that differ are told, with both shares."""
+    table = build_mixture(prepared, recipe_of(EVEN), 800).table(800)
+    assert "(web 50% and 60%, code 38% and 30%, books 12% and 10%)" in table["validation_note"]
+    assert format_table(table).endswith(table["validation_note"])
+    natural = recipe_of(dict(zip(SIZES, (6, 3, 1), strict=True)))
+    assert build_mixture(prepared, natural, 800).table(800)["validation_note"] is None
 
 
 def test_a_resumed_mixed_run_continues(prepared):

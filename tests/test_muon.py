@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pretraining.ds_config import DS_CONFIGS
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
+from pretraining.refusals import load_run
 from pretraining.training.optimizers import choose_optimizer, describe_groups
 from pretraining.training.optimizers.choose import build_optimizer
 from pretraining.training.optimizers.exchange import Fragment, plan_rounds, work_on_whole
@@ -237,6 +238,8 @@ def test_the_stage_does_not_change_muon_s_curve(workshop, stage):
     """fp32, two ranks, matrices cut by ZeRO: the losses of a single plain process within 1e-4."""
     run = workshop.run(stage, settings=MUON)
     plain, ours = workshop.plain(MUON).losses, run.losses
+    assert run.finished.stdout.count("\nhidden matrices: muon") == 1
+    assert "untested optimizer" not in run.finished.stdout
     assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) <= 1e-4
     assert run.saved_state_bytes == json.loads(run.dir.plan.read_text())["checkpoint_bytes"]
     assert max(abs(a - b) for a, b in zip(plain, workshop.plain().losses, strict=True)) > 1e-2
@@ -298,19 +301,17 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_stage_would_change_is_refused_by_name(name):
     """Bad input: one line that names the key, and what to write."""
-    from pretraining.ds_config import load_ds_config
-
     settings, stage, words = REFUSED[name]
     with pytest.raises(UserError, match=r"recipes/tiny\.json") as error:
-        choose_optimizer(load_recipe("tiny", settings, stage), load_ds_config(stage))
+        load_run("tiny", settings, stage)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_trainer_s_own_optimizer_stays_the_default():
     """AdamW with decayed and undecayed parameters, unless the recipe gives kinds of parameters their own rates."""
-    assert choose_optimizer(load_recipe("tiny"), None) is None
-    assert choose_optimizer(load_recipe("tiny", ["training.optim=adafactor"]), None) is None
-    factory, keywords = choose_optimizer(load_recipe("tiny", ["optimizer.embedding_learning_rate=0.1"]), None)
+    assert choose_optimizer(load_recipe("tiny")) is None
+    assert choose_optimizer(load_recipe("tiny", ["training.optim=adafactor"])) is None
+    factory, keywords = choose_optimizer(load_recipe("tiny", ["optimizer.embedding_learning_rate=0.1"]))
     optimizer = factory()(built("llama"), **keywords)
     assert [group["algorithm"] for group in optimizer.param_groups] == ["adamw"] * 3
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.005, 0.005]

@@ -9,6 +9,7 @@ from pretraining.errors import UserError
 from pretraining.model import build_model
 from pretraining.mup import Scales, scales_by_name
 from pretraining.recipe import load_recipe, model_with_defaults
+from pretraining.refusals import load_run
 from pretraining.training.optimizers import choose_optimizer, describe_groups
 from tests.runs import MODELS
 from tests.test_compiling import TOKENIZER, arguments  # noqa: F401
@@ -159,7 +160,7 @@ def test_a_checkpoint_goes_on_at_another_stage(workshop, tmp_path):
 
 def test_groups_are_told_with_their_rates(arguments):  # noqa: F811
     """Every parameter is in one group, at the rate its place asks for."""
-    factory, keywords = choose_optimizer(load_recipe("tiny", ["mup.base_width=32"]), None)
+    factory, keywords = choose_optimizer(load_recipe("tiny", ["mup.base_width=32"]))
     model = build_model(load_recipe("tiny").model, TOKENIZER, arguments)
     lines = describe_groups(factory()(model, **keywords))
     assert lines[-1].startswith("hidden matrices: adamw, ") and "rate 0.00125, weight decay 0.4" in lines[-1]
@@ -178,12 +179,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_rule_is_refused_by_name(name):
-    from pretraining.ds_config import load_ds_config
-
     settings, words = REFUSED[name]
     with pytest.raises(UserError, match=r"recipes/tiny\.json") as error:
-        stage = "zero2_offload" if name == "offloaded" else "zero2"
-        choose_optimizer(load_recipe("tiny", settings), load_ds_config(stage))
+        load_run("tiny", settings, "zero2_offload" if name == "offloaded" else "zero2")
     assert words in str(error.value) and "\n" not in str(error.value)
 
 

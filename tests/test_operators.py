@@ -1,76 +1,111 @@
-"""Promise 3, nothing lost: a compile that was killed does not make every later run wait for ever."""
+"""DeepSpeed's operators are compiled once for all runs of an environment, and a killed compile stops none of them."""
 
 import os
+import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from pretraining.training import operators
-from pretraining.training.operators import _announced, clear_abandoned_locks
+from tests.runs import REPOSITORY
+
+SOURCE = """
+#include <Python.h>
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "sum", nullptr, -1, nullptr};
+PyMODINIT_FUNC PyInit_small() {
+    PyObject* made = PyModule_Create(&module);
+    PyModule_AddIntConstant(made, "answer", ANSWER);
+    return made;
+}
+"""
+LOAD = """
+import sys
+sys.path.append("pretraining/training")  # without the room's seconds of imports
+import operators
+import torch.utils.cpp_extension as cpp_extension
+operators.keep_compiled_operators()
+print("answer", cpp_extension.load("small", [sys.argv[1]], extra_cflags=[f"-DANSWER={sys.argv[2]}"]).answer)
+"""
+
+
+class Machine:
+    """A compiler that counts its calls, a folder for what it compiles, and a source to compile."""
+
+    def __init__(self, folder: Path):
+        self.calls, self.sleeping = folder / "calls", folder / "sleeping"
+        self.cache, self.source = folder / "cache", folder / "small.cpp"
+        self.source.write_text(SOURCE)
+        self.calls.touch()
+        self.compiler = folder / "c++"
+        self.compiler.write_text(
+            f'#!/bin/sh\necho "$@" >> {self.calls}\n'
+            f'case "$*" in *" -c "*) while [ -e {self.sleeping} ]; do sleep 0.05; done;; esac\n'
+            f'exec {shutil.which("c++")} "$@"\n'
+        )
+        self.compiler.chmod(0o755)
+
+    def start(self, answer: int = 42) -> subprocess.Popen:
+        """A process that loads the operator, as a run does."""
+        variables = {**os.environ, "CXX": str(self.compiler), "TORCH_EXTENSIONS_DIR": str(self.cache)}
+        words = [sys.executable, "-c", LOAD, str(self.source), str(answer)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(words, cwd=REPOSITORY, env=variables, start_new_session=True, **pipes)
+
+    def said(self, process: subprocess.Popen, answer: int = 42) -> str:
+        """What a process said that has loaded the operator."""
+        said, errors = process.communicate(timeout=300)
+        assert process.returncode == 0 and f"answer {answer}\n" in said, errors
+        return said
+
+    def wait_for_compile(self, number: int, process: subprocess.Popen) -> None:
+        """Return once the compiler was started for the so many-th time."""
+        while self.num_compiles < number:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+
+    @property
+    def num_compiles(self) -> int:
+        return sum(" -c " in line for line in self.calls.read_text().splitlines())
 
 
 @pytest.fixture
-def lock(tmp_path, monkeypatch) -> Path:
-    """The lock file of an operator's compile, as torch lays it out."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    (tmp_path / "deepspeed_ccl_comm").mkdir()
-    lock = tmp_path / "deepspeed_ccl_comm" / "lock"
-    lock.touch()
-    return lock
+def machine(tmp_path) -> Machine:
+    if shutil.which("c++") is None:
+        pytest.skip("no compiler here")
+    return Machine(tmp_path)
 
 
-def test_the_lock_of_a_dead_compile_is_removed(lock):
-    assert clear_abandoned_locks() == [lock] and not lock.exists()
+def test_a_second_process_starts_no_compiler(machine):
+    """The first says that it compiles; the second loads in silence, wherever its copy of the source lies."""
+    assert "compiling DeepSpeed's operator small" in machine.said(machine.start())
+    calls = machine.calls.read_text()
+    (machine.source.parent / "other").mkdir()
+    machine.source = machine.source.rename(machine.source.parent / "other" / "small.cpp")
+    assert machine.said(machine.start()) == "answer 42\n" and machine.calls.read_text() == calls
+    (kept,) = machine.cache.iterdir()
+    assert sorted(path.name for path in kept.iterdir()) == ["compiling", "small.so"]
 
 
-def test_the_lock_of_a_running_compile_stays(lock):
-    descriptor = os.open(lock, os.O_RDONLY)
-    assert clear_abandoned_locks() == [] and lock.exists()
-    os.close(descriptor)
+def test_the_same_is_compiled_once_and_what_differs_apart(machine):
+    """The ranks of a run start together: one compiles, the others wait. Another environment has a file of its own."""
+    started = [(machine.start(answer), answer) for answer in (1, 2, 1)]
+    for process, answer in started:
+        machine.said(process, answer)
+    assert machine.num_compiles == 2 and len(list(machine.cache.iterdir())) == 2
 
 
-def test_a_lock_made_while_others_are_looked_at_stays(lock, monkeypatch):
-    """Another rank ends its compile and the next begins between the two looks: its lock is not the abandoned one."""
-
-    def links_meanwhile(name: str) -> set[str]:
-        lock.unlink()
-        lock.touch()
-        return set()
-
-    monkeypatch.setattr(operators, "_links", links_meanwhile)
-    assert clear_abandoned_locks() == [] and lock.exists()
-
-
-def test_the_compiler_that_a_killed_run_left_at_work_is_waited_for(lock, capsys):
-    """It would write into the folder that the next compile starts anew."""
-    compiler = subprocess.Popen(["sleep", "1"], cwd=lock.parent)
-    assert clear_abandoned_locks() == [lock]
-    assert compiler.poll() is not None and "left at work" in capsys.readouterr().out
-
-
-def test_a_compile_and_a_wait_for_one_are_announced(lock, capsys):
-    """A minute of silence looks like a hang; what is compiled already is loaded in silence."""
-    load = _announced(lambda name: name)
-    load("deepspeed_ccl_comm")
-    assert f"waiting for another process that compiles in {lock.parent}" in capsys.readouterr().out
-    lock.unlink()
-    load("deepspeed_ccl_comm")
-    assert "compiling DeepSpeed's CPU operators" in capsys.readouterr().out
-    (lock.parent / "deepspeed_ccl_comm.so").touch()
-    assert load("deepspeed_ccl_comm") == "deepspeed_ccl_comm" and not capsys.readouterr().out
-
-
-def test_what_is_compiled_is_found_where_torch_keeps_it(tmp_path, monkeypatch, capsys):
-    """Without TORCH_EXTENSIONS_DIR torch has a folder for each Python and device."""
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    monkeypatch.setattr(operators.cpp_extension, "get_default_build_root", lambda: str(tmp_path))
-    folder = Path(operators.cpp_extension._get_build_directory("deepspeed_ccl_comm", False))
-    assert folder.is_relative_to(tmp_path)
-    (folder / "deepspeed_ccl_comm.so").touch()
-    assert _announced(lambda name: name)("deepspeed_ccl_comm") and not capsys.readouterr().out
-
-
-def test_without_locks_nothing_is_done(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none yet"))
-    assert clear_abandoned_locks() == []
+def test_a_killed_compile_stops_no_later_run(machine):
+    """Promise 3, nothing lost: neither its lock nor its compiler, which is still at work, is in the way."""
+    machine.sleeping.touch()
+    killed = machine.start()
+    machine.wait_for_compile(1, killed)
+    killed.kill()
+    later = machine.start()
+    machine.wait_for_compile(2, later)
+    machine.sleeping.unlink()
+    machine.said(later)
+    killed.communicate()
+    (kept,) = machine.cache.iterdir()
+    assert sorted(path.name for path in kept.iterdir()) == ["compiling", "small.so"]

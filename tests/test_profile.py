@@ -11,7 +11,7 @@ from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.run_dir import RunDir, read_rows
 from pretraining.training.profile import ProfileCallback
-from pretraining.training.profile_table import Operation, cost_table, kind_of
+from pretraining.training.profile_table import Operation, cost_table, kind_of, operations_of
 
 SETTINGS = {"memory": True, "every_rank": False}
 
@@ -72,6 +72,26 @@ def test_the_table_adds_up_by_kind():
     ]
     device = [*host, Operation("sm90_xmma_gemm_bf16", 2, 0.0, 0.004)]
     assert "GPU computed 20%" in cost_table(device, "step 1-2", 2, 0.02)
+
+
+def test_the_device_s_time_is_counted_once():
+    """Honest numbers: torch's averages hold one GEMM of 1 ms as operation, as kernel, and in the step's annotation."""
+    from torch.autograd import DeviceType
+    from torch.autograd.profiler_util import EventList, FunctionEvent
+
+    def event(number, name, device, start, end, **more):
+        times = {"start_us": start, "end_us": end, "device_type": device, "use_device": "cuda", "stack": []}
+        return FunctionEvent(id=number, name=name, thread=1, **times, **more)
+
+    launch = event(1, "aten::mm", DeviceType.CPU, 0, 10)
+    launch.append_kernel("sm90_xmma_gemm_bf16", 0, 1000)
+    kernel = event(2, "sm90_xmma_gemm_bf16", DeviceType.CUDA, 5, 1005)
+    step = event(3, "ProfilerStep#1", DeviceType.CUDA, 0, 1005, is_user_annotation=True)
+    events = EventList([launch, kernel, step], use_device="cuda")
+    events._build_tree()
+    operations = operations_of(events.key_averages())
+    assert sum(each.device_seconds for each in operations) == pytest.approx(1e-3)
+    assert sum(each.host_seconds for each in operations) == pytest.approx(1e-5)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_the_plan_and_the_scores_stand_beside_what_was_measured(opened, record):
     def text_of(heading: str) -> str:
         return page.locator(".card", has=page.get_by_role("heading", name=heading, exact=True)).inner_text()
 
-    assert "planned peak" in text_of("Memory") and errors == []
+    assert "planned peak" in text_of("Memory: GPU, allocated") and errors == []
     plan, scores = text_of("Plan beside measured"), text_of("Evaluation scores")
     assert all(told in plan for told in ("46.6 GiB", "37.3 GiB", "0.8 ", "40 %", "world size 8"))
     assert all(told in scores for told in ("hellaswag/acc norm", "0.3125", "5.0000"))
@@ -110,7 +110,7 @@ def test_the_plan_and_the_scores_stand_beside_what_was_measured(opened, record):
 def test_the_parts_of_a_metric_share_a_chart(opened, record):
     """One chart for all layers, whose lines have the layers' names."""
     page, errors = opened(page_payload([run_payload(record)], None))
-    chart = page.locator(".card", has=page.get_by_role("heading", name="Gradient norm, by part", exact=True))
+    chart = page.locator(".card", has=page.get_by_role("heading", name="Gradient norm by layer", exact=True))
     assert chart.count() == 1 and errors == []
     assert all(f"h.{layer}" in chart.locator(".legend").inner_text() for layer in range(3))
 
@@ -125,13 +125,80 @@ def test_eighty_layers_fit_one_chart(opened, tmp_path):
     sizes = [len(payload["series"][f"stability/gradient_norm/h.{layer}"]["value"]) for layer in range(80)]
     assert max(sizes) <= 150 and len(payload["series"]["train/loss"]["value"]) == 2000
     page, errors = opened(page_payload([payload], None), 390)
-    card = page.locator(".card", has=page.get_by_role("heading", name="Gradient norm, by part", exact=True))
+    card = page.locator(".card", has=page.get_by_role("heading", name="Gradient norm by layer", exact=True))
     names = card.locator(".legend").inner_text().split()
     assert names == [f"h.{layer}" for layer in range(80)] and card.bounding_box()["height"] < 450
     card.locator(".u-over").hover(position={"x": 150, "y": 60})
     assert card.locator(".tip div").count() == 9  # the place, and eight layers
     assert errors == [] and page.evaluate("document.documentElement.scrollWidth") <= 390
     assert all(page.evaluate(INK))
+
+
+def test_how_a_run_stands_is_told_by_the_readers_clock(opened, tmp_path):
+    """Nobody writes the page of a killed run: running when it is opened at once, silent an hour later."""
+    run = made_run(tmp_path / "run", noisy_law(300))
+    page, errors = opened(page_payload([run_payload(RunRecord(run.path))], None))
+    page.clock.install()
+    page.reload()
+    assert page.locator("header .pill").inner_text() == "running"
+    page.clock.fast_forward(3_600_000)
+    assert page.locator("header .pill").inner_text() == "silent"
+    assert "nothing written since" in page.locator("header").inner_text() and errors == []
+    run.add_event("stopped", step=280, reason="a stop file")
+    page, _ = opened(page_payload([run_payload(RunRecord(run.path))], None))
+    head = page.locator("header").inner_text()
+    assert page.locator("header .pill").inner_text() == "stopped" and "at step 280, since" in head, head
+
+
+def test_every_chart_of_two_runs_says_what_its_lines_are(opened, tmp_path):
+    """A source's two losses share a chart under its own name; runs are told by colour and parts by dashes, whole."""
+    payloads = []
+    for name in ("one", "two"):
+        run = made_run(tmp_path / name, noisy_law(50))
+        parts = ("forward_backward", "optimizer", "data_wait")
+        row = {f"throughput/{part}_seconds": k / 100 for k, part in enumerate(parts, 1)}
+        row |= {"train/my_text_loss": 4.0, "eval/my_text_loss": 4.1, "eval/my_text_bits_per_byte": 2.0}
+        row |= {"eval/loss": 4.0, "eval/hellaswag/acc": 0.2, "eval/hellaswag/acc_norm": 0.3}
+        for step in (30, 60):
+            append_row(run.metrics, {"step": step, "time": 0, **row})
+        payloads.append(run_payload(RunRecord(run.path)))
+    page, errors = opened(page_payload(payloads, None))
+
+    def legend_of(heading: str) -> list[str]:
+        card = page.locator(".card", has=page.get_by_role("heading", name=heading, exact=True))
+        box = card.locator(".legend")
+        assert box.evaluate("box => box.scrollHeight <= box.clientHeight"), "nothing of it is cut off"
+        return box.locator("button").all_inner_texts()
+
+    assert legend_of("Loss") == legend_of("Loss of my_text") == ["one", "two", "training", "validation"]
+    assert legend_of("Where a step's time goes") == [
+        "one",
+        "two",
+        "step",
+        *map(str, ("forward backward", "optimizer", "data wait")),
+    ]
+    assert legend_of("HellaSwag") == ["one", "two", "acc", "acc norm"]
+    titles = page.locator("h3").all_inner_texts()
+    assert len(titles) == len(set(titles)) and "Bits per byte of my_text, validation" in titles
+    dashed = page.locator("#loss .legend button", has_text="validation").locator(".swatch")
+    assert "repeating" in dashed.evaluate("swatch => swatch.style.background")
+    page.locator("#loss .legend button", has_text="validation").click()
+    page.locator("#loss .u-over").hover(position={"x": 700, "y": 150})
+    assert "validation" not in page.locator("#loss .tip").inner_text() and errors == []
+
+
+def test_events_are_told_in_words(opened, tmp_path):
+    """Saves are listed when asked for, with their step and their size in bytes; no JSON."""
+    run = made_run(tmp_path / "run", noisy_law(300))
+    run.add_event("save", checkpoint="checkpoint-250", bytes=9_067_900, write_seconds=0.5, background=True)
+    run.add_event("end", eval_loss=3.0, measured={"tokens_per_second": 8500.0, "peak_memory_bytes": 2**28})
+    page, errors = opened(page_payload([run_payload(RunRecord(run.path))], None))
+    table = page.locator("#events table")
+    assert "save" not in table.inner_text() and "{" not in table.inner_text()
+    assert "tokens per second 8.5k, peak memory bytes 256 MiB" in table.inner_text()
+    page.get_by_label("saves and uploads (1)").check()
+    row = page.locator("#events tr", has_text="save").inner_text()
+    assert "250" in row and "8.65 MiB" in row and "500 ms" in row and errors == []
 
 
 def test_an_open_page_refreshes_itself_and_keeps_what_was_chosen(opened, record, tmp_path):

@@ -21,8 +21,8 @@ from pretraining.reporting.payload import page_payload, run_payload
 from pretraining.reporting.priority import LAST, hurry
 from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.spikes import spike_rows
-from pretraining.reporting.words import sentences
-from pretraining.run_dir import RunDir, append_row, write_json
+from pretraining.reporting.words import report_end, sentences
+from pretraining.run_dir import RunDir, append_row, utc_now, write_json
 from tests.runs import REPOSITORY, execute
 
 SCRIPT = "<script>alert(1)</script></script><!-- \u2028 &amp; \"'"
@@ -53,6 +53,12 @@ def made_run(folder, losses, finished=False, events=(), budget=None, **more) -> 
     if finished:
         run.add_event("end", eval_loss=losses[-1])
     return run
+
+
+def write_rows(run: RunDir, losses, began: float, seconds_a_row: float = 0.1) -> None:
+    """Logged losses at these times."""
+    rows = [{"step": k, "time": began + k * seconds_a_row, "train/loss": x} for k, x in enumerate(losses, 1)]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def noisy_law(num_rows=2000, seed=0, **law):
@@ -191,6 +197,105 @@ def test_the_phase_is_said_in_words(tmp_path, phase):
     assert told in sentences(found)[0], sentences(found)
 
 
+ENDINGS = {
+    "stopped": (
+        {"event": "stopped", "step": 90, "reason": "SIGTERM"},
+        "Stopped at step 90 since 2001-01-01 00:00 UTC",
+    ),
+    "hang": ({"event": "hang", "minutes": 5}, "It hung after step"),
+    "gave up": ({"event": "gave_up", "step": 80, "why": "spikes"}, "It gave up at step 80"),
+    "finished": ({"event": "end", "eval_loss": 3.0}, ""),
+}
+
+
+@pytest.mark.parametrize("state", ENDINGS)
+def test_a_run_that_has_ended_says_how_and_since_when(tmp_path, state, capsys):
+    """By its last event; in the page too; started again it is running."""
+    event, told = ENDINGS[state]
+    run = made_run(tmp_path / "run", noisy_law(100), events=[{"time": "2001-01-01T00:00:00Z", **event}])
+    record = RunRecord(run.path)
+    payload = run_payload(record)
+    assert (record.state, payload["state"]) == (state, state)
+    main(["analyze", str(run.path)])
+    assert capsys.readouterr().out.startswith(told)
+    append_row(run.events, {"time": utc_now(), "event": "resume", "checkpoint": "checkpoint-80"})
+    assert RunRecord(run.path).state == "running"
+
+
+def test_a_killed_run_is_silent_by_the_clock_of_its_reader(tmp_path, capsys):
+    """Nothing tells of a kill: what tells is the time since the last row, against the longest pause before it."""
+    run = made_run(tmp_path / "run", [3.0] * 100)
+    killed_at = time.time() - 600
+    write_rows(run, [3.0] * 100, killed_at - 1000, seconds_a_row=10.0)
+    run.events.write_text("")
+    record = RunRecord(run.path)
+    assert record.last_written == pytest.approx(killed_at, abs=11), (
+        "not the time of the file, which a copy changes"
+    )
+    assert record.standing(killed_at + 60).state == "running" and record.standing().state == "silent"
+    assert record.standing(killed_at + 60).step == 100
+    main(["analyze", str(run.path)])
+    assert "Nothing was written since" in (told := capsys.readouterr().out) and "10.0 minutes ago" in told, (
+        told
+    )
+    live, last, later = (run_payload(record, live=live) for live in (True, False, None))
+    assert live["alive"] == pytest.approx(time.time(), abs=30), "its writer is alive"
+    assert (
+        last["silent_after"] == 0 and later["silent_after"] == 120 and later["alive"] == record.last_written
+    )
+    write_rows(run, [3.0] * 100, killed_at - 40_000, seconds_a_row=400.0)
+    assert RunRecord(run.path).state == "running", "it has paused for so long before"
+
+
+def test_the_two_training_losses_are_told_apart(tmp_path):
+    """The last row's, which the page's tile shows too, and the median of the last rows."""
+    losses = noisy_law(200)
+    losses[-1] = 4.5
+    found = analyze(RunRecord(made_run(tmp_path / "run", losses).path))
+    (told,) = [each for each in sentences(found) if each.startswith("Training loss")]
+    assert told.startswith("Training loss 4.5000 nats a token at step 200 (median of the last 10 rows: ")
+
+
+def test_a_mixture_that_validation_does_not_have_is_told_beside_the_two_losses(tmp_path):
+    """The run's own sentence, of mixture.json; in the page as in `analyze`."""
+    run = made_run(tmp_path / "run", noisy_law(50))
+    append_row(run.metrics, {"step": 50, "time": time.time(), "eval/loss": 3.4})
+    write_json(run.mixture, {"validation_note": "Training and validation differ."})
+    payload = run_payload(RunRecord(run.path))
+    (told,) = [each for each in payload["sentences"] if "validation loss 3.4000" in each]
+    assert told.endswith("validation loss 3.4000. Training and validation differ.")
+
+
+def test_the_end_of_a_run_says_what_it_took(tmp_path, monkeypatch, capsys):
+    """Loss, time without the stop on request, tokens, memory, export and report; rank 0 alone."""
+    run = made_run(tmp_path / "run", [3.0] * 40, report={"every_seconds": 30})
+    run.events.write_text("")
+    for moment, event in (("00:00", "start"), ("00:10", "stopped"), ("05:10", "resume")):
+        append_row(run.events, {"time": f"2001-01-01T{moment}:00Z", "event": event})
+    results = {"eval_loss": 3.5, "eval_bits_per_byte": 2.0, "unigram_bits_per_byte": 4.0}
+    measured = {"tokens_per_second": 8500.0, "peak_memory_bytes": 300_000_000}
+    append_row(run.events, {"time": "2001-01-01T05:20:00Z", "event": "end", **results, "measured": measured})
+    report_end(run)
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("validation loss 3.5000 nats per token, 2.0000 bits per byte (0.500 of")
+    assert (
+        told[1].startswith("40 steps, 40,000 tokens in 20.0 minutes; 8,500 tokens/s") and "300 MB" in told[1]
+    )
+    assert told[2:] == [f"export: {run.export}", f"report: {run.report}"]
+    monkeypatch.setenv("RANK", "1")
+    report_end(run)
+    assert not capsys.readouterr().out
+
+
+def test_routine_events_do_not_crowd_out_the_others(tmp_path):
+    """A thousand saves, each with its step, and the start is still listed; no save is a mark."""
+    saves = [{"event": "save", "checkpoint": f"checkpoint-{k}", "bytes": 9067900} for k in range(1, 1001)]
+    run = made_run(tmp_path / "run", noisy_law(50), events=[{"event": "alert", "step": 3}, *saves])
+    payload = run_payload(RunRecord(run.path))
+    assert [event["event"] for event in payload["events"] if not event["routine"]] == ["start", "alert"]
+    assert payload["events"][-1]["step"] == 1000 and "save" not in {mark["kind"] for mark in payload["marks"]}
+
+
 def test_forecasts_are_judged_by_the_finished_runs_beside_them(tmp_path, capsys):
     """A law fitted to the first half meets the end of a curve that keeps it, and says how it missed another."""
     made_run(tmp_path / "kept", noisy_law(400), finished=True)
@@ -204,6 +309,8 @@ def test_forecasts_are_judged_by_the_finished_runs_beside_them(tmp_path, capsys)
     main(["analyze", str(run.path)])
     told = capsys.readouterr().out
     assert "power law" in told and "2 finished runs" in told and "heading above it" in told
+    main(["analyze", str(tmp_path / "kept")])
+    assert "Such fits" not in capsys.readouterr().out, "no fit is made of a finished run"
     main(["analyze", str(run.path), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert abs(found["heading"]["loss"] - power_law(400_000)) < 0.1 and found["target_is_met"] is False

@@ -5,13 +5,18 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pretraining.checkpoints.identity import Start
+from pretraining.checkpoints.start import start_text
 from pretraining.errors import UserError
+from pretraining.planning import build_run_plan
 from pretraining.run_dir import RunDir, append_row
 from tests.runs import Run, committed, contents, execute
+from tests.small_checkpoints import identity_of, save
 
 PLAIN = ("null", 1, "plain")
 
@@ -21,6 +26,23 @@ def last_line(finished) -> str:
     assert finished.code == 2 and "Traceback" not in finished.stderr, finished.output
     assert finished.stderr.count("error: ") == 1
     return finished.stderr.splitlines()[-1]
+
+
+def test_a_start_says_what_it_is_and_the_layout_it_continues_from(tmp_path):
+    """Recipe, folder, device, model, tokens, layout; of a checkpoint in another folder also its place."""
+    run = RunDir(tmp_path / "run")
+    first = replace(identity_of(), environment={"device": "CPU (x86_64)"})
+    lines = start_text(run, first, build_run_plan(first.recipe, None, 2)).splitlines()
+    assert lines[0] == f"run     tiny in {run.path}, on CPU (x86_64)" and len(lines) == 5
+    assert lines[1].startswith("model   940,800 parameters: gpt2") and "2 ranks x 8 sequences" in lines[3]
+    layout = {"world_size": 1, "zero_stage": 3}
+    checkpoint = save(run, 141, identity=replace(first, layout=layout))
+    again = replace(first, start=Start.at(checkpoint))
+    *_, line = start_text(run, again, build_run_plan(first.recipe, None, 1)).splitlines()
+    done = "step 141 of 1,000, 288,768 tokens seen"
+    assert line == f"continues  from checkpoint-141 (1 rank, zero3): {done}"
+    elsewhere = start_text(RunDir(tmp_path / "other"), again, build_run_plan(first.recipe, None, 1))
+    assert f"from {checkpoint} (1 rank" in elsewhere
 
 
 def test_a_renamed_checkpoint_continues_where_it_was_saved(workshop, tmp_path):

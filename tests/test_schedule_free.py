@@ -12,7 +12,8 @@ from pretraining.data import open_prepared
 from pretraining.errors import UserError
 from pretraining.evaluation.validation import Validation
 from pretraining.recipe import load_recipe
-from pretraining.training.optimizers import choose_optimizer, counting_by_tensor
+from pretraining.refusals import load_run
+from pretraining.training.optimizers import counting_by_tensor
 from tests.runs import execute
 from tests.test_curve import IN_BF16
 from tests.test_reshard import stage_3_goes_on_in_one_process
@@ -166,5 +167,5 @@ def test_validation_export_and_checkpoint_agree_on_the_average(workshop, tmp_pat
 def test_what_the_average_cannot_be_had_with_is_refused(setting, words):
     """Bad input: one line that names the key and what to write."""
     with pytest.raises(UserError, match=rf"tiny\.json.*{words}") as error:
-        choose_optimizer(load_recipe("tiny", [*SETTINGS, setting]), None)
+        load_run("tiny", [*SETTINGS, setting])
     assert "\n" not in str(error.value)

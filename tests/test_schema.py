@@ -82,6 +82,49 @@ def test_each_mistake_is_named(value, message):
     assert "\n" not in str(error.value)
 
 
+NESTED = {
+    "type": "object",
+    "properties": {
+        "rate": {"type": "object", "properties": {"seed": {}, "peak": {}}, "additionalProperties": False},
+        "texts": {"type": "array", "items": {"$ref": "#/$defs/text"}},
+        "rules": {"allOf": [{"if": {"required": []}, "then": {"properties": {"min_words": {}}}}]},
+    },
+    "additionalProperties": False,
+    "$defs": {
+        "text": {
+            "type": "object",
+            "properties": {"weight": {}, "noise": {"type": "object", "properties": {"seed": {}}}},
+            "additionalProperties": False,
+        }
+    },
+}
+ELSEWHERE = {
+    "of a section": ({"peak": 1}, "f.json: peak: unknown key; did you mean 'rate.peak'?"),
+    "of another section": ({"rate": {"min_words": 1}}, "did you mean 'rules.min_words'?"),
+    "of a list's entries": ({"rate": {"weight": 1}}, "did you mean 'texts.0.weight'?"),
+    "misspelt": ({"min_wrods": 1}, "f.json: min_wrods: unknown key; valid keys: rate, texts, rules"),
+    "hardly misspelt": ({"min_worrds": 1}, "did you mean 'rules.min_words'?"),
+    "of several places": ({"seed": 1}, "did you mean 'rate.seed' or 'texts.0.noise.seed'?"),
+    "and near here": (
+        {"texts": [{"weigth": 1}]},
+        "f.json: texts.0.weigth: unknown key; did you mean 'weight'?",
+    ),
+    "of the next entry": (
+        {"texts": [{}, {"weigths": 1}]},
+        "texts.1.weigths: unknown key; did you mean 'weight'?",
+    ),
+    "an index in brackets": ({"texts[1]": {}}, "f.json: texts[1]: unknown key; did you mean 'texts.1'?"),
+}
+
+
+@pytest.mark.parametrize("value, message", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_a_key_of_another_place_is_named_whole(value, message):
+    """What is unknown here, but known there, is given as `--set` takes it."""
+    with pytest.raises(UserError) as error:
+        check(value, NESTED, "f.json")
+    assert message in str(error.value)
+
+
 def test_right_values_pass_and_come_back_in_the_type_the_libraries_want():
     """1e9 is an integer, an integer is a number, and a float-only key gets a float."""
     value = check(

@@ -140,7 +140,8 @@ def test_opening_knows_tokenizer_fingerprint_and_entropy(prepared):
     tokens = data.validation.read(0, data.validation.num_tokens)
     shares = np.unique(tokens, return_counts=True)[1] / len(tokens)
     bits_per_byte = -(shares * np.log2(shares)).sum() * len(tokens) / data.validation.num_bytes
-    assert data.unigram_bits_per_byte == pytest.approx(bits_per_byte, abs=1e-5)
+    recorded = data.manifest["splits"]["validation"]["unigram_bits_per_byte"]
+    assert recorded == pytest.approx(bits_per_byte, abs=1e-5)
     assert (data.tokenizer_path / "tokenizer.json").is_file() and len(data.fingerprint) == 32
 
 
@@ -191,11 +192,14 @@ def test_one_flipped_bit_is_found(prepared):
 
 
 def test_another_recipe_or_tokenizer_is_named(prepared):
-    """Data of another section is refused with the key that differs."""
+    """Data of another section is refused with the value that differs, and the command that makes it."""
     prepared.recipe.data["validation_share"] = 0.3
-    assert "another data.validation_share: 0.2, the recipe says 0.3" in opening_error(prepared)
+    message = opening_error(prepared)
+    assert (
+        "data.validation_share: 0.2 there, 0.3 here" in message and "data_prep.py --recipe small" in message
+    )
     prepared.recipe.data.update(validation_share=0.2, tokenizer={"train_vocab_size": 300})
-    assert "prepared with another tokenizer" in opening_error(prepared)
+    assert "data.tokenizer.train_vocab_size: 280 there, 300 here" in opening_error(prepared)
     prepared.recipe.data["tokenizer"] = {"train_vocab_size": 280}
     prepared.recipe.model["vocab_size"] = 256
     assert "it has 280 ids, the model only 256" in opening_error(prepared)

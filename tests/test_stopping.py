@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from pretraining.exit_codes import STOPPED
-from tests.runs import REPOSITORY, Run, Started, committed, execute
+from tests.runs import REPOSITORY, TIMEOUT_SECONDS, Run, Started, committed, execute
 
 LISTENING = (
     "import os, sys, time\n"
@@ -28,8 +28,8 @@ IN_A_COLLECTIVE = (
 """The main thread in C code without end, where Python runs no handler."""
 
 
-def wait_until(reached: Callable[[], bool], seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
+def wait_until(reached: Callable[[], bool]) -> None:
+    until = time.monotonic() + TIMEOUT_SECONDS
     while not reached():
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.005)
@@ -67,7 +67,7 @@ def test_signals_are_heard_at_once_and_insisting_ends_the_process(listening):
     assert process.poll() is None
     time.sleep(0.4)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 128 + signal.SIGTERM
+    assert process.wait(TIMEOUT_SECONDS) == 128 + signal.SIGTERM
 
 
 def test_a_forked_process_does_not_ask_its_parent_to_stop(listening):
@@ -96,8 +96,9 @@ def test_a_stop_file_inside_a_validation(workshop, tmp_path):
     finally:
         finished = started.finish()
     assert finished.code == STOPPED and finished.strays == (), finished.output
-    stopped = run.events[-1]
+    stopped, saves = run.events[-1], [event["checkpoint"] for event in run.events if event["event"] == "save"]
     assert (stopped["event"], stopped["reason"]) == ("stopped", "a stop file")
+    assert len(saves) == len(set(saves))  # one state is saved once
     assert committed(output)[0] == f"checkpoint-{stopped['step']}" and not run.dir.stop_file.exists()
     assert not run.dir.heartbeats.exists() and not run.dir.export.exists()
     finished = execute(command)
@@ -110,11 +111,15 @@ def test_a_stop_file_inside_a_validation(workshop, tmp_path):
 
 
 def test_the_time_limit_stops_a_run(workshop, tmp_path):
-    """`checkpoints.time_limit_hours`, here over before the first step is: one step, saved, 75."""
+    """`checkpoints.time_limit_hours`, here over before the first step is: one step, saved once, 75.
+
+    The step is also one to validate at, which the stop cuts short, and one to save at.
+    """
     output = tmp_path / "run"
-    settings = ("checkpoints.time_limit_hours=1e-6",)
+    settings = ("checkpoints.time_limit_hours=1e-6", "training.eval_steps=1", "training.save_steps=1")
     finished = execute(workshop.command(output, "null", 1, "plain", settings))
     assert finished.code == STOPPED, finished.output
+    assert [event["event"] for event in Run(output).events] == ["start", "save", "stopped"]
     assert Run(output).events[-1]["reason"] == "checkpoints.time_limit_hours"
     assert committed(output) == ["checkpoint-1"]
 

@@ -1,18 +1,22 @@
 """Honest numbers: where a step's time goes, what counts as good, which rank is slow, on runs and on known inputs."""
 
+import math
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.utils.config import get_timers_config
 
+from pretraining.ds_config import ds_config_names, load_ds_config
 from pretraining.metric_names import GROUPS, PLACE, grouped
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe
 from pretraining.run_dir import RunDir, append_row
+from pretraining.training.arguments import engine_config
 from pretraining.training.goodput import Goodput
-from pretraining.training.speed import SpeedMeter
+from pretraining.training.speed import SpeedMeter, device_memory
 from pretraining.training.step_clock import StepClock
 from pretraining.training.stragglers import STEPS, Stragglers
 from pretraining.training.timed_trainer import time_optimizer
@@ -33,6 +37,31 @@ PHASES = ("data_wait", "forward_backward", "optimizer")
 def test_every_metric_has_a_group_once(name, told):
     """One rule for files and trackers; naming twice changes nothing."""
     assert grouped(name) == told == grouped(told)
+
+
+def test_a_gpu_that_does_not_say_how_busy_it_is_ends_no_run(monkeypatch):
+    """Honest numbers: NVML refuses in its own way (MIG, virtual GPUs); ranks still gather the same metrics."""
+
+    class NVMLError(Exception):
+        pass
+
+    def refuse():
+        raise NVMLError("Not Supported")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda: 8)
+    monkeypatch.setattr("torch.cuda.utilization", refuse)
+    refused = device_memory()
+    monkeypatch.setattr("torch.cuda.utilization", lambda: 50)
+    assert list(refused) == list(device_memory()) and math.isnan(refused["throughput/gpu_utilization"])
+    assert device_memory()["throughput/gpu_utilization"] == 0.5
+
+
+@pytest.mark.parametrize("stage", ds_config_names())
+def test_deepspeed_s_own_timer_is_off(stage):
+    """It would wait for the device in every micro-batch, for a line that nobody prints."""
+    assert not get_timers_config(engine_config(load_ds_config(stage), in_bf16=True)).enabled
 
 
 @pytest.mark.parametrize("stage", ["zero2", "null"])
@@ -105,14 +134,34 @@ def test_utilization_is_the_planners_flops_over_the_dense_peak():
     assert rates["throughput/hfu"] == pytest.approx(2048 * counted.hardware / 1e12, rel=1e-4)
 
 
+def event_of(kind: str, seconds_ago: float, **details) -> dict:
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - seconds_ago))
+    return {"time": when, "event": kind, **details}
+
+
 def test_goodput_charges_what_was_done_twice_and_the_time_between(tmp_path):
-    """An hour since the start, 1,200 s of it in steps whose rows stayed."""
+    """An hour since the start, 1,200 s of it in steps whose rows stayed; a crash's time until the resume is lost."""
     run = RunDir(tmp_path / "run")
-    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 3600))
-    append_row(run.events, {"time": when, "event": "start"})
+    append_row(run.events, event_of("start", 3600))
+    append_row(run.events, event_of("stopped", 1800, reason="its launcher is gone", asked=False))
     run.add_event("resume", checkpoint="checkpoint-100")
     kept = [{"step": step, "throughput/step_seconds": 10.0} for step in (20, 60, 100)]
     kept.insert(1, {"step": 50, "eval/loss": 3.0})
+    assert Goodput(run, kept).add(20, 10.0) == pytest.approx(1 / 3, rel=1e-2)
+
+
+def test_the_time_during_which_a_run_was_stopped_on_request_is_not_the_runs(tmp_path):
+    """Stopped for 10,000 s and again for 20,000 s: goodput is of the hour in which it could train."""
+    run = RunDir(tmp_path / "run")
+    for kind, seconds_ago in (
+        ("start", 33_600),
+        ("stopped", 32_000),
+        ("resume", 22_000),
+        ("stopped", 21_000),
+    ):
+        append_row(run.events, event_of(kind, seconds_ago))
+    append_row(run.events, event_of("resume", 1000))
+    kept = [{"step": 100, "throughput/step_seconds": 10.0}]
     assert Goodput(run, kept).add(20, 10.0) == pytest.approx(1 / 3, rel=1e-2)
 
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import TrainerCallback
 
 from pretraining.run_dir import RunDir, read_rows
-from tests.runs import Run, execute, without_packages
+from tests.runs import REPOSITORY, Run, execute, without_packages
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +25,13 @@ def test_a_resumed_run_continues_the_same_wandb_run(run):
     assert set(ids) == {run.dir.wandb_id.read_text().strip()}
 
 
+def test_a_run_says_each_thing_once(run):
+    """Two trackers are not one callback too many, and the optimizer that DeepSpeed asks for twice is made once."""
+    said = run.finished.stdout + run.finished.stderr
+    assert "there is already one" not in said, run.finished.output
+    assert said.count("\nnot decayed: ") == 1
+
+
 def test_without_an_account_wandb_is_kept_offline(tmp_path, monkeypatch):
     """A key in the environment or in netrc is an account; the run has one name and id either way."""
     from pretraining.training.trackers import RunIdentity
@@ -34,11 +41,29 @@ def test_without_an_account_wandb_is_kept_offline(tmp_path, monkeypatch):
     seen = []
     for account in ({}, {"WANDB_API_KEY": "k"}, {}):
         monkeypatch.setattr(os, "environ", {"NETRC": str(netrc), **account})
-        RunIdentity(run, "small", has_wandb=True).on_train_begin(arguments, state, None)
+        RunIdentity(run, "small", ["wandb"]).on_train_begin(arguments, state, None)
         seen.append(dict(os.environ))
         netrc.write_text("machine api.wandb.ai\n" if account else "")
     assert [variables.get("WANDB_MODE") for variables in seen] == ["offline", None, None]
     assert len({(variables["WANDB_RUN_ID"], variables["WANDB_NAME"]) for variables in seen}) == 1
+
+
+@pytest.mark.parametrize("project", [None, "mine"])
+def test_all_trackers_file_a_run_under_one_project(tmp_path, monkeypatch, project):
+    """`training.project`, else the repository's; what the environment says stays."""
+    from pretraining.training.trackers import PROJECT, RunIdentity
+
+    schema = json.loads((REPOSITORY / "recipes" / "schema.json").read_text())
+    assert schema["properties"]["training"]["properties"]["project"]["default"] == PROJECT
+    monkeypatch.setattr(os, "environ", {"MLFLOW_EXPERIMENT_NAME": "given"})
+    arguments, state = (
+        SimpleNamespace(run_name=None, project="huggingface"),
+        SimpleNamespace(is_world_process_zero=True),
+    )
+    names = ["mlflow", "trackio", "clearml"]
+    RunIdentity(RunDir(tmp_path), "small", names, project).on_train_begin(arguments, state, None)
+    assert (arguments.project, arguments.run_name) == (project or PROJECT, "small")
+    assert os.environ == {"MLFLOW_EXPERIMENT_NAME": "given", "CLEARML_PROJECT": project or PROJECT}
 
 
 def test_tensorboard_holds_the_numbers_of_metrics_jsonl(run):
@@ -98,14 +123,14 @@ class Moody(TrainerCallback):
 
 def test_a_failing_tracker_stops_nothing_and_is_told_once(tmp_path):
     """Tried again, left alone for longer each time, back when it works: two events, never an exception."""
-    from pretraining.training.trackers import Tracker
+    from pretraining.training.trackers import Tracker, Trackers
 
     run, moody = RunDir(tmp_path / "run"), Moody()
-    tracker = Tracker("moody", moody, run)
+    trackers = Trackers([Tracker("moody", moody, run)])
     state = SimpleNamespace(is_world_process_zero=True, global_step=7)
     for number in range(40):
         moody.broken = 5 <= number < 20
-        tracker.on_log(None, state, None, logs={"loss": number})
+        trackers.on_log(None, state, None, logs={"loss": number})
     first, second = read_rows(run.events)
     assert (first["event"], first["tracker"], first["step"]) == ("tracker_failed", "moody", 7)
     assert first["reason"] == "ConnectionError: no route to host"
@@ -134,5 +159,6 @@ def test_trackio_holds_the_names_of_metrics_jsonl(tmp_path):
     assert finished.code == 0, finished.output
     assert not (tmp_path / "run" / "events.jsonl").exists(), read_rows(tmp_path / "run" / "events.jsonl")
     (database,) = (tmp_path / "run" / "trackio").glob("*.db")
+    assert database.stem == "pretraining"
     logged = [row[0] for row in sqlite3.connect(database).execute("select metrics from metrics")]
     assert json.loads(logged[0]) == {"train/loss": 2.5, "eval/loss": 3.0, "train/global_step": 3}

@@ -9,7 +9,7 @@ from pretraining.errors import one_line_errors
 EPILOG = """examples:
   python -m pretraining.checkpoints list runs/tiny
   python -m pretraining.checkpoints verify runs/tiny
-  python -m pretraining.checkpoints export runs/tiny --step 800
+  python -m pretraining.checkpoints export runs/tiny --step 750
   python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay 1-sqrt --steps 2000
   python -m pretraining.checkpoints prune runs/tiny --keep_last 1 --yes
 

@@ -9,6 +9,7 @@ from pretraining.checkpoints.marker import MARKER, flush_folder, read_marker
 from pretraining.checkpoints.stage import Stage, staged_recipe
 from pretraining.curve import changed_parts
 from pretraining.recipe import load_recipe
+from pretraining.refusals import load_run
 from pretraining.run_dir import RunDir, append_row, read_rows, write_json
 
 
@@ -31,7 +32,7 @@ def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
         earlier, changed = load_recipe(str(run.recipe)), load_recipe(str(run.recipe), stage.settings)
         recipe = staged_recipe(earlier, changed, marker, stage, checkpoint)
         write_json(run.recipe, recipe)
-        load_recipe(str(run.recipe))  # what is written can be read
+        load_run(str(run.recipe))  # what is written can be read and trained
         _record(run, recipe, marker, stage, checkpoint)
         link_checkpoint(checkpoint, run.checkpoint(marker["step"]))
         run.path.rename(output)

@@ -11,6 +11,7 @@ from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
 from pretraining.run_dir import RunDir
 from pretraining.schedules import CONSTANT, DECAYING
+from pretraining.schema import differences, listed
 
 STEP_SIZES = ("budget.tokens_per_step", "budget.ramp")
 """Keys that say how many tokens a step has."""
@@ -74,12 +75,9 @@ def _data_change(earlier: dict, now: dict, changes: list[Change]) -> list[Change
 
 def _refuse_other_shape(checkpoint: Path, earlier: dict, now: dict) -> None:
     if earlier["model_type"] != now["model_type"] or model_size(earlier).parts != model_size(now).parts:
-        differing = sorted(key for key in earlier.keys() | now.keys() if earlier.get(key) != now.get(key))
-        key = differing[0]
         raise UserError(
-            f"{checkpoint} holds weights of other shapes: model.{key} is {earlier.get(key)!r} there and "
-            f"{now.get(key)!r} here; give this model its own folder with --output_dir, or start over with "
-            "--resume never"
+            f"{checkpoint} holds weights of other shapes: {listed(differences(earlier, now, 'model'))}; give this "
+            "model its own folder with --output_dir, or start over with --resume never"
         )
 
 

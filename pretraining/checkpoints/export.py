@@ -43,9 +43,17 @@ def write_model_folder(
 
 
 def _save(model: PreTrainedModel, state_dict: dict, folder: Path) -> None:
+    """Write safetensors and both configs, which are the model's but for what only training or only generation wants.
+
+    A forward pass of the export is one of the run's validations, and `generate` is as fast as it can be: a cache is
+    filled by `generate` alone, since with one a forward pass does not keep packed documents apart, and the `loss` of
+    a mixture of experts is without what training adds for the balance of its router.
+    """
     tied = set(model.all_tied_weights_keys)
-    training_config = model.config
-    model.config = copy.deepcopy(training_config)
-    model.config.use_cache = True  # off in training, wanted for generation
     model.save_pretrained(folder, state_dict={k: v for k, v in state_dict.items() if k not in tied})
-    model.config = training_config
+    config, generation = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
+    config.use_cache, generation.use_cache = False, True
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = False
+    config.save_pretrained(folder)
+    generation.save_pretrained(folder)

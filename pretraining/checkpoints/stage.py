@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.checkpoints.identity import Start
-from pretraining.data.mixing.stages import block_of
 from pretraining.errors import UserError, nearest
+from pretraining.mixture import block_of
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, recipe_schema

@@ -25,10 +25,12 @@ from pretraining.data import PackedDataset, cuts_of_run, cuts_text, format_table
 from pretraining.data.mixing.training import Mixture
 from pretraining.errors import UserError
 from pretraining.journal import Journal
-from pretraining.planning import RunPlan
+from pretraining.planning import RunPlan, run_facts
+from pretraining.planning.quantities import facts, several
 from pretraining.recipe import Recipe
 from pretraining.restarts import launch_details
 from pretraining.run_dir import RunDir, write_json
+from pretraining.schema import display_path
 
 
 def find_start(run: RunDir, recipe, manifest: dict, resume: str, allowed: Sequence[str]) -> Start:
@@ -79,7 +81,7 @@ def open_run(
     dataset: PackedDataset,
 ) -> None:
     """Rank 0 writes what the run is into its folder, after every check: recipe, plan, environment, mixture, and
-    the model's config with the tokenizer. It says what a mixture promises, and what packing brings.
+    the model's config with the tokenizer. It prints what the run is, what a mixture promises, and what packing brings.
     """
 
     def write() -> None:
@@ -93,6 +95,7 @@ def open_run(
         write_json(run.plan, plan.to_dict())
         write_json(run.environment, identity.environment)
         describe_model(run, model, tokenizer)
+        print(start_text(run, identity, plan), flush=True)
         if mixture is not None:
             table = mixture.table(identity.recipe.num_samples)
             write_json(run.mixture, table)
@@ -109,6 +112,20 @@ def open_run(
         )
 
     from_rank_0(write)
+
+
+def start_text(run: RunDir, identity: Identity, plan: RunPlan) -> str:
+    """What a run is and where it begins, in a few lines."""
+    recipe, start = identity.recipe, identity.start
+    rows = [("run", f"{recipe.name} in {display_path(run.path)}, on {identity.environment['device']}")]
+    rows += run_facts(recipe, plan, "rank")
+    if start.checkpoint is not None:
+        marker, place = read_marker(start.checkpoint), start.checkpoint
+        name = place.name if place.parent.absolute() == run.path.absolute() else display_path(place)
+        stage = "no DeepSpeed" if marker["zero_stage"] is None else f"zero{marker['zero_stage']}"
+        done = f"step {start.step:,} of {start.last_step(recipe):,}, {start.tokens:,} tokens seen"
+        rows.append(("continues", f"from {name} ({several(marker['ranks'], 'rank')}, {stage}): {done}"))
+    return facts(rows)
 
 
 def record_changes(run: RunDir, start: Start, recipe: Recipe) -> None:

@@ -18,7 +18,8 @@ CLEANING_KEYS = ("filters", "dedup", "decontaminate")
 """Of the data section: what stands between reading a text and encoding it."""
 
 TRAINING_BYTES = 256 << 20
-"""Text the tokenizer is trained on at most, shared by the sources' weights: BPE gains little beyond it."""
+"""Text the tokenizer is trained on at most, the same of each source: BPE gains little beyond it. How a run weighs the
+sources is no matter of it, so that other weights need no other tokens."""
 
 
 @dataclass
@@ -90,11 +91,6 @@ def empty_corpus(data: dict, skipped: dict) -> UserError:
         f"data {data['name']!r}: the corpus is empty: no text of {', '.join(places)} is left (left out: "
         f"{', '.join(left_out) or 'nothing'}); add text or change the recipe's data section"
     )
-
-
-def training_shares(weights: list[float]) -> list[int]:
-    """Bytes of each source that a tokenizer is trained on: `TRAINING_BYTES` shared by weight."""
-    return [int(TRAINING_BYTES * weight / sum(weights)) for weight in weights]
 
 
 def _utf8(text: str | None) -> bytes | None:

@@ -25,13 +25,17 @@ def masked_block(tokens: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
     return {"input_ids": tokens[:-1], "labels": labels, "position_ids": positions}
 
 
-def stack_blocks(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray | int]:
-    """One batch of blocks: int64 [L] under each key becomes int64 [batch, L].
+def stack_blocks(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray | int | bool]:
+    """Make one batch of blocks, what a forward pass takes: int64 [L] under each key becomes int64 [batch, L].
 
-    Where the blocks have positions, the borders of their documents go with them (`document_borders`).
+    If the blocks have positions, all that keeps their documents apart goes with them, whatever the model's config
+    says: their borders (`document_borders`), and that no cache is filled. With a cache transformers 5.23 takes
+    positions that begin anew for those of one text (`masking_utils._preprocess_mask_arguments`).
     """
     batch = {key: np.stack([block[key] for block in blocks]) for key in blocks[0]}
-    return batch | document_borders(batch["position_ids"]) if "position_ids" in batch else batch
+    if "position_ids" not in batch:
+        return batch
+    return {**batch, **document_borders(batch["position_ids"]), "use_cache": False}
 
 
 def document_borders(position_ids: np.ndarray) -> dict[str, np.ndarray | int]:

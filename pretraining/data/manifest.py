@@ -4,30 +4,149 @@ import hashlib
 import json
 from pathlib import Path
 
+from pretraining.data.publishing import kept_beside
+from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
+from pretraining.mixture import source_name
+from pretraining.recipe import recipe_schema
+from pretraining.recipe_defaults import filled_deeply
+from pretraining.schema import Difference, check, differences
 
 FORMAT = 2
 MANIFEST_NAME = "manifest.json"
-SECTION_KEYS = (
-    "sources",
-    "tokenizer",
-    "validation_share",
+DECIDING_KEYS = (
+    "sources",  # the texts, in this order: of each source what follows
+    "tokenizer",  # the ids
+    "validation_share",  # on which side of the split a document is
     "skip_undecodable",
     "filters",
     "dedup",
-    "decontaminate",
+    "decontaminate",  # these four: which documents are left out
 )
-"""The part of a recipe's data section that shapes the shards (the sequence length is cut when reading)."""
+"""The keys of a recipe's data section that decide the prepared bytes. Every other one says how these are read, or how
+fast they are made: a change of it needs no preparation."""
 
-MIXING_KEYS = ("name", "weight", "max_epochs")
-"""What a source's entry says of how it is read in training, not of what it holds."""
+DECIDING_SOURCE_KEYS = (
+    "builtin",
+    "path",
+    "dataset",
+    "config",
+    "split",
+    "revision",  # which files or rows
+    "text_column",  # which of their columns
+)
+"""The same of each entry in `sources`: its name, weight and max_epochs say how a run mixes it."""
 
 
-def shaping_section(data: dict) -> dict:
-    """The entries of the data section that shape the shards. Weights do where a tokenizer is trained by them."""
-    mixing = MIXING_KEYS if isinstance(data["tokenizer"], str) else ("name", "max_epochs")
-    sources = [{key: value for key, value in spec.items() if key not in mixing} for spec in data["sources"]]
-    return {key: sources if key == "sources" else data.get(key) for key in SECTION_KEYS}
+_SPLIT = {"type": "object", "required": ["documents", "tokens", "bytes", "dtype", "checksum", "shards"]}
+SHAPE = {
+    "type": "object",
+    "required": ["name", "fingerprint", "data", "tokenizer", "splits"],
+    "properties": {
+        "data": {"type": "object", "required": ["sources", "tokenizer"]},
+        "tokenizer": {"type": "object", "required": ["vocab_size", "fingerprint"]},
+        "splits": {
+            "type": "object",
+            "required": ["train", "validation"],
+            "properties": {"train": _SPLIT, "validation": _SPLIT},
+        },
+        "sources": {"type": "array"},
+    },
+}
+"""What every reader of a manifest takes for granted."""
+
+
+def deciding_section(data: dict) -> dict:
+    """The part of a data section that decides the prepared bytes; what it leaves out has its default."""
+    filled = filled_deeply(data, recipe_schema()["properties"]["data"])
+    sources = [
+        {key: spec[key] for key in DECIDING_SOURCE_KEYS if spec.get(key) is not None}
+        for spec in filled["sources"]
+    ]
+    return {key: sources if key == "sources" else filled.get(key) for key in DECIDING_KEYS}
+
+
+def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None = None) -> list[str]:
+    """In what a prepared data set differs from what a data section asks for, one short text each.
+
+    The reading keys of either do not count, nor what one of them does not say: data sets of earlier versions stay
+    what they are. `fingerprints` are the sources' as they are now; None if they need not be there.
+    """
+    if "converted_from" in manifest:
+        return [f"it was converted from {manifest['converted_from']['format']} files, not prepared from text"]
+    found = differences(deciding_section(manifest["data"]), deciding_section(data), "data")
+    if found:
+        return list(map(str, found))
+    texts = [
+        _source_difference(f"data.sources.{number}", manifest["sources"][number], here)
+        for number, here in enumerate(fingerprints or [])
+    ]
+    now = local_fingerprint(data["tokenizer"])
+    if now not in (None, manifest["tokenizer"]["fingerprint"]):
+        texts.append(f"data.tokenizer: {data['tokenizer']} has changed since")
+    if fingerprints is not None:
+        texts += _changed_rules(manifest.get("consulted", {}), data)
+    return list(filter(None, texts))
+
+
+def fitting_beside(folder: Path, data: dict, fingerprints: list[dict] | None = None) -> str:
+    """`; <name> beside it fits: ...` if one of the data sets kept beside `folder` is what a data section asks for."""
+    for path in kept_beside(folder):
+        try:
+            manifest = read_manifest(path)
+        except (UserError, OSError):
+            continue
+        if manifest and not data_differences(manifest, data, fingerprints):
+            return f"; {path.name} beside it fits: --set data.name={path.name}"
+    return ""
+
+
+def consulted(data: dict) -> dict:
+    """What filters and decontamination go by, with checksums of the files they read, each under its dotted key."""
+    found = {}
+    if data.get("filters"):
+        from pretraining.data.quality import FilterChain
+
+        chain = FilterChain.of(data["filters"])
+        found = {f"data.filters.{number}": rule for number, rule in enumerate(chain.identity)}
+    if (data.get("decontaminate") or {}).get("folder"):
+        from pretraining.data.dedup.evaluation_sets import fingerprint_of_sets
+
+        found["data.decontaminate.folder"] = {
+            "files": fingerprint_of_sets(data["decontaminate"]["folder"], [])
+        }
+    return json.loads(json.dumps(found))
+
+
+def _changed_rules(there: dict, data: dict) -> list[str]:
+    if not there:
+        return []
+    try:
+        here = consulted(data)
+    except UserError:  # a list or a package that only a preparation needs
+        return []
+    changed = [key for key in there if _common_differences(there[key], here.get(key, {}), key)]
+    return [f"{key}: what it reads has changed since" for key in changed]
+
+
+def _common_differences(there: dict, here: dict, key: str) -> list[Difference]:
+    """Those in what both say: one of another version may say more."""
+    common = [name for name in here if name in there]
+    return differences({name: there[name] for name in common}, {name: here[name] for name in common}, key)
+
+
+def _source_difference(key: str, there: dict, here: dict) -> str | None:
+    changed = _common_differences(there, here, key)
+    if not changed or "files" not in there.keys() & here.keys():
+        return str(changed[0]) if changed else None
+    sizes = [f"{source['bytes']:,} bytes in {_files(source['files'])}" for source in (there, here)]
+    if sizes[0] == sizes[1]:
+        return f"{key}: {_files(here['files'])} of the same size, but written since or named otherwise"
+    return f"{key}: {sizes[0]} there, {sizes[1]} here"
+
+
+def _files(number: int) -> str:
+    return "1 file" if number == 1 else f"{number:,} files"
 
 
 def digest_of(*parts) -> str:
@@ -58,9 +177,13 @@ def parse_manifest(content: str | bytes, where: str, if_damaged: str, if_other_f
         manifest = json.loads(content)
     except ValueError as error:
         raise UserError(f"{where}: damaged manifest; {if_damaged}") from error
-    if manifest.get("format") != FORMAT:
+    if isinstance(manifest, dict) and manifest.get("format") != FORMAT:
         found = manifest.get("format")
         raise UserError(f"{where}: format {found}, this code reads {FORMAT}; {if_other_format}")
+    try:
+        check(manifest, SHAPE, "damaged manifest")
+    except UserError as error:
+        raise UserError(f"{where}: {error}; {if_damaged}") from None
     return manifest
 
 
@@ -90,17 +213,31 @@ def num_shard_bytes(manifest: dict) -> int:
     return sum(shard["size"] for entry in manifest["splits"].values() for shard in entry["shards"])
 
 
-def summary_of(folder: Path, manifest: dict) -> dict:
-    """What a person or a script wants to know of a data set after its preparation."""
+def summary_of(folder: Path, manifest: dict, specs: list[dict]) -> dict:
+    """What a person or a script wants to know of a data set after its preparation.
+
+    specs: the recipe's sources, whose names and weights may be others than at the preparation.
+    """
     splits = manifest["splits"]
     counts = {name: {key: splits[name][key] for key in ("documents", "tokens", "bytes")} for name in splits}
-    num_tokens = sum(count["tokens"] for count in counts.values())
+    num_tokens = max(1, sum(count["tokens"] for count in counts.values()))
+    sources = [
+        {
+            "name": source_name(spec),
+            "documents": entry["documents"],
+            "tokens": entry["tokens"],
+            "share": entry["tokens"] / num_tokens,
+            "weight": spec.get("weight"),
+        }
+        for spec, entry in zip(specs, manifest["sources"], strict=True)
+    ]
     return {
         "name": manifest["name"],
         "folder": str(folder),
         **counts,
+        "sources": sources,
         "vocab_size": manifest["tokenizer"]["vocab_size"],
-        "bytes_per_token": sum(count["bytes"] for count in counts.values()) / max(1, num_tokens),
+        "bytes_per_token": sum(count["bytes"] for count in counts.values()) / num_tokens,
         "skipped": manifest["skipped"],
         "unigram_bits_per_byte": splits["validation"]["unigram_bits_per_byte"],
         "fingerprint": manifest["fingerprint"],

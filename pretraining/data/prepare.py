@@ -4,14 +4,16 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 from pretraining.data.execution import Execution
-from pretraining.data.manifest import digest_of, read_manifest, shaping_section
-from pretraining.data.publishing import preparation_lock, work_folder
+from pretraining.data.manifest import data_differences, fitting_beside, read_manifest
+from pretraining.data.publishing import is_half_published, preparation_lock, work_folder
 from pretraining.data.sources import open_source
 from pretraining.data.split_sizes import check_blocks
-from pretraining.data.tokenizer import check_vocabulary, local_fingerprint
+from pretraining.data.tokenizer import check_vocabulary
 from pretraining.errors import UserError
+from pretraining.schema import listed
 
 DISK_FAULTS = {
     errno.ENOSPC: "no space left on the disk",
@@ -21,40 +23,69 @@ DISK_FAULTS = {
 }
 
 
-def prepare_data(
-    recipe, data_root: Path, show_progress: bool = True, execution: Execution | None = None
-) -> Path | list[str]:
-    """Prepare the recipe's data section under `data_root`; the finished folder, or ids of submitted jobs.
+class Outcome(NamedTuple):
+    """What became of a preparation."""
 
-    Returns at once where the same sources, tokenizer and split are prepared already. Uses `recipe.data`, and
-    checks that the tokenizer fits `recipe.model["vocab_size"]` and that each split holds a block of
-    `recipe.sequence_length`. `execution` says where the tasks run. Raises UserError for what the section, the
-    sources or the disk have wrong; finished tasks are kept.
+    folder: Path
+    manifest: dict | None = None
+    """None: `jobs` will make it."""
+    kept_aside: Path | None = None
+    """Where the data set is now whose place this one took."""
+    jobs: tuple[str, ...] = ()
+    """Ids of submitted jobs."""
+
+
+def prepare_data(
+    recipe,
+    data_root: Path,
+    show_progress: bool = True,
+    execution: Execution | None = None,
+    replace: bool = False,
+) -> Outcome:
+    """Prepare the recipe's data section under `data_root`.
+
+    Returns at once if what decides the bytes is what was prepared already; uses `recipe.data`, and checks that the
+    tokenizer fits `recipe.model["vocab_size"]` and that each split holds a block of `recipe.sequence_length`.
+    `execution` says where the tasks run. A finished data set that differs is refused; with `replace` the new one
+    takes its place once it is finished, and the old one is kept beside it. Raises UserError for what the section,
+    the sources or the disk have wrong; finished tasks are kept.
     """
     data, folder = recipe.data, _place(Path(data_root) / recipe.data["name"])
     sources = [open_source(spec) for spec in data["sources"]]
-    fingerprints = _fingerprints(sources, data, read_manifest(folder))
-    key = _key(data, fingerprints)
+    fingerprints = [source.fingerprint() for source in sources]
     try:
-        if not _finished(folder, key):
-            with preparation_lock(folder):
-                if not _finished(folder, key) and (
-                    jobs := _build(recipe, folder, sources, fingerprints, show_progress, execution)
-                ):
-                    return jobs
+        outcome = Outcome(folder, _finished(folder, data, fingerprints, replace))
+        if outcome.manifest is None or is_half_published(folder):
+            with preparation_lock(folder) as kept:
+                outcome = Outcome(folder, _finished(folder, data, fingerprints, replace), kept)
+                if outcome.manifest is None:
+                    outcome = _build(recipe, folder, sources, fingerprints, show_progress, execution)
     except OSError as error:
         if error.errno in DISK_FAULTS:
             raise UserError(f"{error.filename or folder}: {DISK_FAULTS[error.errno]}") from error
         raise
-    manifest = read_manifest(folder)
-    check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model["vocab_size"])
-    check_blocks(manifest["splits"], data, recipe.sequence_length)
-    return folder
+    if (manifest := outcome.manifest) is not None:
+        check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model["vocab_size"])
+        check_blocks(manifest["splits"], data, recipe.sequence_length)
+    return outcome
+
+
+LONGEST_NAME = 200
+"""Bytes of a folder's name: file systems take 255, and what is put before and after it needs some."""
 
 
 def _place(folder: Path) -> Path:
-    """Where a link leads, else the folder; UserError where somebody keeps something else there."""
+    """Where a link leads, else the folder; UserError if nothing can be put there, or somebody keeps something else."""
+    if (length := len(os.fsencode(folder.name))) > LONGEST_NAME:
+        raise UserError(
+            f"data.name: has {length} bytes; it must have at most {LONGEST_NAME}: it names a folder"
+        )
     folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
+    if folder.is_mount():
+        raise UserError(
+            f"{folder}: a disk is mounted there, and a data set is renamed into its place; give a folder of that disk "
+            "to --data_dir, or choose another data.name"
+        )
     if folder.is_dir() and any(folder.iterdir()) and read_manifest(folder) is None:
         raise UserError(
             f"{folder}: holds files that are no prepared data (there is no manifest.json); choose another data.name, "
@@ -63,32 +94,33 @@ def _place(folder: Path) -> Path:
     return folder
 
 
-def _fingerprints(sources: list, data: dict, previous: dict | None) -> list[dict]:
-    """What each source is now. A silent hub is taken to hold what was prepared from it before."""
-    now = [source.fingerprint() for source in sources]
-    if previous and "converted_from" not in previous and previous["data"] == shaping_section(data):
-        for fingerprint, before in zip(now, previous["sources"], strict=True):
-            if fingerprint.get("commit", "") is None:
-                fingerprint["commit"] = before["commit"]
-    return now
+def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool) -> dict | None:
+    """The manifest of what is prepared already; None if it is still to be made, or made anew.
 
-
-def _key(data: dict, fingerprints: list[dict]) -> str:
-    """Digest of everything that shapes the output: same key, same shards."""
-    return digest_of(shaping_section(data), fingerprints, local_fingerprint(data["tokenizer"]))
-
-
-def _finished(folder: Path, key: str) -> bool:
+    A hub that is silent (a commit of None) is taken to hold what was prepared from it before. UserError for a data
+    set that differs, unless it is to be replaced.
+    """
     manifest = read_manifest(folder)
-    if manifest and "converted_from" in manifest:
-        raise UserError(f"{folder}: holds converted data; choose another data.name, or delete the folder")
-    return manifest is not None and manifest["key"] == key
+    if manifest is None:
+        return None
+    if "converted_from" not in manifest and len(manifest["sources"]) == len(fingerprints):
+        for now, before in zip(fingerprints, manifest["sources"], strict=True):
+            if now.get("commit", "") is None and now["dataset"] == before.get("dataset"):
+                now["commit"] = before.get("commit")
+    differing = data_differences(manifest, data, fingerprints)
+    if differing and not replace:
+        raise UserError(
+            f"{folder}: holds another data set, and runs made from it need it: {listed(differing)}; give the new one a "
+            "data.name of its own, or add --replace, which keeps the old one beside it"
+            f"{fitting_beside(folder, data, fingerprints)}"
+        )
+    return None if differing else manifest
 
 
 def _build(
     recipe, folder: Path, sources: list, fingerprints: list, show_progress: bool, execution
-) -> list[str] | None:
-    """Run the stages and publish; where a cluster is to run them, submit them and return the jobs' ids."""
+) -> Outcome:
+    """Run the stages and publish; if a cluster is to run them, submit them."""
     # numpy, tokenizers and pyarrow are needed from here on
     from pretraining.data.engine.executors import run_stages, submit_to_slurm
     from pretraining.data.engine.preparation import Preparation
@@ -97,29 +129,35 @@ def _build(
     execution = execution or Execution()
     preparation = Preparation.of(recipe, sources, folder, fingerprints)
     if execution.executor == "slurm":
-        return submit_to_slurm(preparation, execution)
+        return Outcome(folder, jobs=tuple(submit_to_slurm(preparation, execution)))
     try:
         with Progress("preparing", show_progress) as preparation.progress:
             run_stages(preparation, execution)
-        _finish(preparation)
+        kept = _finish(preparation)
     except UserError:
         _keep_finished_tasks(preparation)
         raise
-    return None
+    return Outcome(folder, read_manifest(folder), kept)
 
 
 def finish_prepared(preparation) -> None:
     """Publish what the tasks of a cluster have prepared."""
     with preparation_lock(preparation.folder):
-        _finish(preparation)
+        if kept := _finish(preparation):
+            print(kept_text(kept))
 
 
-def _finish(preparation) -> None:
+def kept_text(kept: Path) -> str:
+    """The sentence about a data set whose place another one took."""
+    return f"the data set before it is kept in {kept}: its runs go on with --set data.name={kept.name}"
+
+
+def _finish(preparation) -> Path | None:
     from pretraining.data.engine.finish import finish
 
     for source in preparation.sources:
         source.check_unchanged()
-    finish(preparation, _key(preparation.data, preparation.fingerprints))
+    return finish(preparation)
 
 
 def _keep_finished_tasks(preparation) -> None:

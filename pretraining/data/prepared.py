@@ -4,14 +4,14 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.data.manifest import num_shard_bytes, read_manifest, shaping_section, verify
+from pretraining.data.manifest import data_differences, fitting_beside, num_shard_bytes, read_manifest, verify
 from pretraining.data.packed import PackedDataset
 from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.address import is_remote
 from pretraining.data.streaming.settings import CacheSettings
-from pretraining.data.tokenizer import check_vocabulary, fingerprint_of, local_fingerprint
+from pretraining.data.tokenizer import check_vocabulary, fingerprint_of
 from pretraining.errors import UserError
-from pretraining.schema import REPOSITORY
+from pretraining.schema import REPOSITORY, listed
 
 VERIFIED_BYTES = 256 << 20
 """Data sets up to this size are compared with their checksums at every open (0.1 s), others by `verify`."""
@@ -37,11 +37,6 @@ class PreparedData:
         """Identity of the tokens, the same on every machine: what the global order is keyed with."""
         return self.manifest["fingerprint"]
 
-    @property
-    def unigram_bits_per_byte(self) -> float:
-        """Entropy of single validation tokens, bits per byte: what a model without context reaches."""
-        return self.manifest["splits"]["validation"]["unigram_bits_per_byte"]
-
     def prefetched(self, dataset: PackedDataset):
         """The same samples; where the train shards come from an address, they are fetched ahead of need."""
         if isinstance(self.train.folder, Path) or dataset.order is None:
@@ -61,13 +56,13 @@ def open_prepared(recipe, data_root: Path | str, cache: CacheSettings | None = N
     """
     if is_remote(data_root):
         return _open_remote(recipe, data_root, cache or CacheSettings.of())
-    data, folder = recipe.data, Path(data_root) / recipe.data["name"]
+    folder = Path(data_root) / recipe.data["name"]
     command = _preparing_command(recipe, Path(data_root))
     manifest = read_manifest(folder)
     if manifest is None:
         raise UserError(f"{folder}: the data is not prepared; run: {command}")
     _check_manifest(recipe, manifest, folder, command)
-    _check_tokenizer(data, manifest, folder, command)
+    _check_tokenizer(manifest, folder, command)
     splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
     if num_shard_bytes(manifest) <= VERIFIED_BYTES:
         verify(folder)
@@ -82,7 +77,7 @@ def _open_remote(recipe, data_root: str, cache: CacheSettings) -> PreparedData:
     advice = f"{_preparing_command(recipe, REPOSITORY / 'data')}, then copy it to {remote.address}"
     _check_manifest(recipe, manifest, remote.address, advice)
     folder = remote.local_folder(manifest)
-    _check_tokenizer(recipe.data, manifest, folder, advice)
+    _check_tokenizer(manifest, folder, advice)
     splits = {name: StreamedSplit(remote, name, entry) for name, entry in manifest["splits"].items()}
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
 
@@ -100,14 +95,12 @@ def _preparing_command(recipe, data_root: Path) -> str:
 def _check_section(data: dict, manifest: dict, folder: Path | str, command: str) -> None:
     if "converted_from" in manifest:
         return _check_origin(data, manifest["converted_from"], folder)
-    wanted, found = shaping_section(data), manifest["data"]
-    for key in wanted:
-        if wanted[key] != found[key]:
-            what = "another tokenizer" if key == "tokenizer" else f"another data.{key}"
-            raise UserError(
-                f"{folder}: prepared with {what}: {found[key]!r}, the recipe says "
-                f"{wanted[key]!r}; run: {command}"
-            )
+    if differing := data_differences(manifest, data):
+        beside = fitting_beside(folder, data) if isinstance(folder, Path) else ""
+        raise UserError(
+            f"{folder}: prepared from another data section: {listed(differing)}; give the recipe a data.name of its "
+            f"own, or make the data anew in this place: {command} --replace{beside}"
+        )
 
 
 def _check_origin(data: dict, origin: dict, folder: Path | str) -> None:
@@ -119,7 +112,7 @@ def _check_origin(data: dict, origin: dict, folder: Path | str) -> None:
         )
 
 
-def _check_tokenizer(data: dict, manifest: dict, folder: Path, command: str) -> None:
+def _check_tokenizer(manifest: dict, folder: Path, command: str) -> None:
     expected = manifest["tokenizer"]["fingerprint"]
     if not (folder / "tokenizer" / "tokenizer.json").is_file():
         raise UserError(f"{folder}: tokenizer/tokenizer.json is missing; delete {folder} and run: {command}")
@@ -127,9 +120,4 @@ def _check_tokenizer(data: dict, manifest: dict, folder: Path, command: str) -> 
         raise UserError(
             f"{folder}: tokenizer/tokenizer.json is not the one the shards were made with; delete {folder} "
             f"and run: {command}"
-        )
-    if local_fingerprint(data["tokenizer"]) not in (None, expected):
-        raise UserError(
-            f"{folder}: prepared with another tokenizer: {data['tokenizer']} has changed since; "
-            f"run: {command}"
         )

@@ -1,29 +1,33 @@
-"""A data folder appears whole or not at all: built beside its place under a lock, then renamed into it."""
+"""A data folder appears whole or not at all: built beside its place under a lock, then renamed into it.
+
+What was in its place is never deleted: it is kept under the next free name, `<name>.replaced-1` and so on.
+"""
 
 import fcntl
+import glob
 import os
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TextIO
 
 
 @contextmanager
-def preparation_lock(folder: Path) -> Iterator[None]:
+def preparation_lock(folder: Path) -> Iterator[Path | None]:
     """Hold the only preparation of `folder`; waits, and says so, while another process holds it.
 
     The system releases the lock when its process ends, however it ends. What an interrupted preparation left
-    is cleared away first.
+    is cleared away first; yields where the data set is now that it was about to keep.
     """
     path = folder.parent / f".{folder.name}.lock"
     made_parent = not folder.parent.exists()
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = _lock(path, folder)
     try:
-        _clear_leftovers(folder)
-        yield
+        yield _clear_leftovers(folder)
     finally:
         path.unlink()
         file.close()
@@ -33,12 +37,15 @@ def preparation_lock(folder: Path) -> Iterator[None]:
 
 def _lock(path: Path, folder: Path) -> TextIO:
     """The locked file at `path`; one that its last holder removed meanwhile counts for nothing."""
+    waiting = False
     while True:
         file = path.open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"waiting: another process is preparing {folder}", file=sys.stderr, flush=True)
+            if not waiting:
+                print(f"waiting: another process is preparing {folder}", file=sys.stderr, flush=True)
+            waiting = True
             fcntl.flock(file, fcntl.LOCK_EX)
         if _same(path, file):
             return file
@@ -52,13 +59,35 @@ def _same(path: Path, file: TextIO) -> bool:
         return False
 
 
-def _clear_leftovers(folder: Path) -> None:
-    building, previous = _building(folder), _previous(folder)
-    if previous.exists() and not folder.exists():  # killed between the two renames of `publish`
-        previous.rename(folder)
-    for stale in (building, previous):
-        if stale.exists():
-            shutil.rmtree(stale)
+def is_half_published(folder: Path) -> bool:
+    """Whether a process was killed in the middle of `publish`."""
+    return _previous(folder).exists()
+
+
+def _clear_leftovers(folder: Path) -> Path | None:
+    if _building(folder).exists():
+        shutil.rmtree(_building(folder))
+    if is_half_published(folder) and not folder.exists():  # killed between the first two renames of `publish`
+        _previous(folder).rename(folder)
+    return _keep_previous(folder)
+
+
+def _keep_previous(folder: Path) -> Path | None:
+    """The last rename of `publish`, if it is still to be done; the name that the earlier data set has then."""
+    if not is_half_published(folder):
+        return None
+    numbered = (folder.with_name(f"{folder.name}.replaced-{number}") for number in count(1))
+    kept = next(path for path in numbered if not os.path.lexists(path))
+    _previous(folder).rename(kept)
+    return kept
+
+
+def kept_beside(folder: Path) -> list[Path]:
+    """The data sets whose place others took, the latest first."""
+    named = folder.parent.glob(f"{glob.escape(folder.name)}.replaced-*")
+    numbers = {path: path.name.rpartition("-")[2] for path in named}
+    numbered = [path for path, number in numbers.items() if number.isdecimal()]
+    return sorted(numbered, key=lambda path: int(numbers[path]), reverse=True)
 
 
 def start_building(folder: Path) -> Path:
@@ -77,18 +106,22 @@ def work_folder(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.work"
 
 
-def publish(folder: Path) -> None:
-    """Put the finished building in the place of `folder`, after the disk holds all of it."""
-    building, previous = _building(folder), _previous(folder)
+def publish(folder: Path) -> Path | None:
+    """Put the finished building in the place of `folder`, after the disk holds all of it.
+
+    Returns where the data set is kept that was there, if there was one.
+    """
+    building = _building(folder)
     for path in [*building.rglob("*"), building]:
         wait_for_disk(path)
-    if folder.exists():
-        folder.rename(previous)
+    if folder.exists() and any(folder.iterdir()):
+        folder.rename(_previous(folder))
     building.rename(folder)
+    kept = _keep_previous(folder)
     wait_for_disk(folder.parent)
-    for stale in (previous, work_folder(folder)):
-        if stale.exists():
-            shutil.rmtree(stale)
+    if work_folder(folder).exists():
+        shutil.rmtree(work_folder(folder))
+    return kept
 
 
 def _building(folder: Path) -> Path:

@@ -9,6 +9,7 @@ import os
 import resource
 from array import array
 from bisect import bisect_right
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -184,6 +185,8 @@ class TokenSplit:
         self._byte_starts = self._starts("bytes")
         self._open: dict[int, Shard] = {}
         self._most_open = _most_open_shards()
+        self._written: dict[str, int] = {}
+        """When each file was written, in ns, as this stream was opened."""
         self._check_shards()
 
     @property
@@ -208,17 +211,19 @@ class TokenSplit:
         """UserError for the first shard that is not there with its size; one look at the folder finds all."""
         try:
             with os.scandir(self.folder) as files:
-                found = {file.name: file.stat().st_size for file in files}
+                found = {file.name: file.stat() for file in files}
         except FileNotFoundError:
             found = {}
         for shard in self._entry["shards"]:
-            size = found.get(shard["file"])
+            status = found.get(shard["file"])
+            size = status and status.st_size
             if size != shard["size"]:
                 state = "missing" if size is None else f"truncated or damaged: {size:,} bytes"
                 raise UserError(
                     f"{self.folder / shard['file']}: shard is {state}, expected {shard['size']:,} bytes; delete "
                     f"{self.folder.parent} and prepare the data again (data_prep.py), or copy it again"
                 )
+            self._written[shard["file"]] = status.st_mtime_ns
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_open": {}}
@@ -228,12 +233,22 @@ class TokenSplit:
         if number not in self._open:
             while len(self._open) >= self._most_open:
                 del self._open[next(iter(self._open))]  # the one opened first
-            self._open[number] = self._map(number)
+            self._open[number] = self.map_anew(number)
         return self._open[number]
 
-    def _map(self, number: int) -> Shard:
+    def map_anew(self, number: int) -> Shard:
+        """The shard, mapped by its file; UserError if the file is of another data set than when this one was opened."""
         entry = self._entry["shards"][number]
-        return open_shard(self.folder / entry["file"], entry, self.dtype)
+        path = self.folder / entry["file"]
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            written = os.fstat(file.fileno()).st_mtime_ns
+            if written == self._written[entry["file"]] or checksum_of_file(path) == entry["checksum"]:
+                return map_shard(file, str(path), entry, self.dtype)
+        raise UserError(
+            f"{path}: the data set was replaced while it was read; go on with the earlier one, which data_prep.py "
+            f"--replace keeps beside it: --set data.name={self.folder.parent.name}.replaced-N",
+            on_every_rank=False,
+        )
 
     def locate(self, token: int) -> tuple[int, int]:
         """The shard that holds the token at position `token` of the stream, and its position in there."""

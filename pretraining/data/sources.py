@@ -121,13 +121,17 @@ class HubSource:
         )
 
     def fingerprint(self) -> dict:
-        """Name, config, split and the commit the revision stands for (null where the hub does not answer)."""
-        return {
-            "dataset": self.dataset,
-            "config": self.config,
-            "split": self.split,
-            "commit": None if Path(self.dataset).exists() else self._commit(),
-        }
+        """Name, config, split and the commit the revision stands for (null if the hub does not answer).
+
+        Of a folder its files in the place of a commit, as `FileSource` tells them.
+        """
+        known = {"dataset": self.dataset, "config": self.config, "split": self.split}
+        folder = Path(self.dataset)
+        if not folder.exists():
+            return {**known, "commit": self._commit()}
+        inside = [each.relative_to(folder) for each in sorted(folder.rglob("*")) if each.is_file()]
+        shown = [folder / name for name in inside if not any(part.startswith(".") for part in name.parts)]
+        return {**known, **FileSource([local_file(path, folder) for path in shown], "").fingerprint()}
 
     def _commit(self) -> str | None:
         """The hub's commit hash of the revision, so that a dataset that moved on is prepared anew."""

@@ -12,7 +12,7 @@ from pretraining.command_line import (
 )
 from pretraining.data import CacheSettings, open_prepared, validation_by_source
 from pretraining.errors import UserError, one_line_errors
-from pretraining.recipe import load_recipe
+from pretraining.recipe import Recipe, load_recipe
 from pretraining.run_dir import RunDir
 
 EXAMPLES = """examples:
@@ -22,13 +22,14 @@ EXAMPLES = """examples:
   python -m pretraining.evaluation runs/124m/export --tasks arc_easy,lambada_openai --limit 200 --json"""
 
 
-def main() -> None:
-    options = _parse_arguments()
+def main(arguments: list[str] | None = None) -> None:
+    options = _parse_arguments(arguments)
     export = find_export(options.run)
+    recipe = find_recipe(options.run, export)
     if options.tasks or options.hellaswag:
-        scores = score_export(export, options)
+        scores = score_export(export, recipe, options)
         return print(json.dumps(scores) if options.json else _table(scores))
-    results = evaluate_run(export, options)
+    results = evaluate_run(export, recipe, options)
     print(json.dumps(results, ensure_ascii=False) if options.json else _readable(results))
 
 
@@ -40,30 +41,35 @@ def find_export(folder: Path) -> Path:
     return export
 
 
-def score_export(export: Path, options: argparse.Namespace) -> dict[str, float]:
+def find_recipe(folder: Path, export: Path) -> Recipe | None:
+    """The recipe of the run in `folder`, or beside the export; None if no run is known."""
+    run = RunDir(folder if (folder / "recipe.json").exists() else export.parent)
+    return load_recipe(str(run.recipe)) if run.recipe.exists() else None
+
+
+def score_export(export: Path, recipe: Recipe | None, options: argparse.Namespace) -> dict[str, float]:
     """{"<task>/<metric>": score} of an exported model; what is asked for is looked at before the model is loaded."""
     from pretraining.evaluation.measures import scorers_of
-    from pretraining.evaluation.validation import DEFAULT_BATCH_SIZE
+    from pretraining.evaluation.validation import DEFAULT_BATCH_SIZE, batch_size_of
 
     config, tokenizer = _load(export, "AutoConfig"), _load(export, "AutoTokenizer")
     tasks = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
-    shape = {"max_length": config.max_position_embeddings, "batch_size": DEFAULT_BATCH_SIZE}
+    batch_size = batch_size_of(recipe) if recipe else DEFAULT_BATCH_SIZE
+    shape = {"max_length": config.max_position_embeddings, "batch_size": batch_size}
     scorers = scorers_of(tasks, options.hellaswag, tokenizer, options.limit, **shape)
-    model = _load_model(export)
+    model = _load_model(export, recipe)
     scores = {}
     for scorer in scorers:
         scores |= scorer.measure(model)
     return scores
 
 
-def evaluate_run(export: Path, options: argparse.Namespace) -> dict:
+def evaluate_run(export: Path, recipe: Recipe | None, options: argparse.Namespace) -> dict:
     """{"loss", "perplexity", "bits_per_byte", "sample"} of a run's export on the run's validation set."""
-    run = RunDir(options.run if (options.run / "recipe.json").exists() else export.parent)
-    if not run.recipe.exists():
+    if recipe is None:
         raise UserError(
             f"{export}: no recipe.json beside it says what it was validated on; give the run's folder, or --tasks"
         )
-    recipe = load_recipe(str(run.recipe))
     cache = CacheSettings.of(options.data_cache, options.data_cache_gb)
     data = open_prepared(recipe, options.data_dir, cache)
     return evaluate(export, data, recipe, options)
@@ -75,9 +81,9 @@ def evaluate(export: Path, data, recipe, options: argparse.Namespace) -> dict:
     from pretraining.evaluation.sample import sample_text
     from pretraining.evaluation.validation import Validation
 
-    model, tokenizer = _load_model(export), _load(export, "AutoTokenizer")
-    results = Validation.of(validation_by_source(data, recipe), recipe).measure(model)
-    results["unigram_bits_per_byte"] = data.manifest["splits"]["validation"]["unigram_bits_per_byte"]
+    model, tokenizer = _load_model(export, recipe), _load(export, "AutoTokenizer")
+    validation = Validation.of(validation_by_source(data, recipe), recipe)
+    results = {**validation.measure(model), "unigram_bits_per_byte": validation.unigram_bits_per_byte()}
     if options.sample:
         prompt = [*prompts_of(recipe), ""][0] if options.prompt is None else options.prompt
         num_tokens = recipe.evaluation["sample_tokens"] if options.tokens is None else options.tokens
@@ -87,14 +93,31 @@ def evaluate(export: Path, data, recipe, options: argparse.Namespace) -> dict:
     return results
 
 
-def _load_model(export: Path):
-    """The model, on the GPU where there is one."""
+def _load_model(export: Path, recipe: Recipe | None):
+    """The model, on the GPU if there is one; of a known run in the precision of its validations."""
     import torch
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return _load(export, "AutoModelForCausalLM", dtype="auto").to(device)
+    model = _load(export, "AutoModelForCausalLM", dtype="auto").to(device)
+    if recipe is not None:
+        _multiply_as_in_the_run(model, recipe.training)
+    return model
+
+
+def _multiply_as_in_the_run(model, training: dict) -> None:
+    """Let weights that the run kept in fp32 (without DeepSpeed, or at stage 0) multiply as they did there."""
+    import torch
+    from transformers.utils import is_torch_tf32_available
+    from transformers.utils.import_utils import enable_tf32
+
+    if is_torch_tf32_available():
+        enable_tf32(bool(training.get("tf32", training.get("bf16"))))
+    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    half = next((dtype for key, dtype in halves.items() if training.get(key)), None)
+    if half is not None and model.dtype == torch.float32:
+        model.forward = torch.autocast(model.device.type, half)(model.forward)
 
 
 def _load(export: Path, kind: str, **settings):
@@ -125,7 +148,7 @@ def _readable(results: dict) -> str:
     return "\n".join([*lines, "", results["sample"]] if "sample" in results else lines)
 
 
-def _parse_arguments() -> argparse.Namespace:
+def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m pretraining.evaluation",
         description="Measure an exported model on its run's validation set and print a sample, or score it.",
@@ -157,7 +180,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=not_negative_integer, default=0, help="default 0")
     parser.add_argument("--no-sample", dest="sample", action="store_false", help="measure only")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,10 @@ class Measures:
         """The validation blocks, for the Trainer."""
         return self.validation.dataset
 
+    def unigram_bits_per_byte(self) -> float:
+        """What `bits_per_byte` is compared with, of the same tokens."""
+        return self.validation.unigram_bits_per_byte()
+
     def measure(
         self, model: torch.nn.Module, step: int, interrupted: Callable[[], bool]
     ) -> dict[str, float] | None:

@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset
 
 from pretraining.data import PackedDataset, TokenSplit
 from pretraining.data.document_masking import IGNORED, stack_blocks
+from pretraining.data.tools.distributions import entropy_bits
 from pretraining.evaluation.sample import evaluation_mode
 from pretraining.process_group import rank_and_world_size
 from pretraining.recipe import Recipe
@@ -19,6 +20,13 @@ from pretraining.recipe import Recipe
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments
 CHUNK_TOKENS = 1024
 """Tokens whose logits are held in fp32 at once."""
+COUNTED_BLOCKS = 256
+"""Blocks whose tokens are counted at once."""
+
+
+def batch_size_of(recipe: Recipe) -> int:
+    """Blocks or texts of one forward pass, of each rank."""
+    return recipe.training.get("per_device_eval_batch_size", DEFAULT_BATCH_SIZE)
 
 
 class Part(NamedTuple):
@@ -50,7 +58,6 @@ class Validation:
         """
         length, max_tokens = recipe.sequence_length, recipe.evaluation["max_validation_tokens"]
         masks_documents = recipe.data.get("document_masking", False)
-        batch_size = recipe.training.get("per_device_eval_batch_size", DEFAULT_BATCH_SIZE)
         named = {None: splits} if isinstance(splits, TokenSplit) else splits
         named = {name: split for name, split in named.items() if split.num_blocks(length)} or named
         counts = {name: split.num_blocks(length) for name, split in named.items()}
@@ -63,7 +70,7 @@ class Validation:
                 )
                 for name, split in named.items()
             ],
-            batch_size,
+            batch_size_of(recipe),
         )
 
     @property
@@ -98,6 +105,19 @@ class Validation:
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(totals)
         return self._metrics(totals.tolist())
+
+    def unigram_bits_per_byte(self) -> float:
+        """Bits per byte of the measured tokens by their own frequencies: what a model without context reaches."""
+        counts = np.zeros(0, np.int64)
+        for part in self.parts:
+            for start in range(0, len(part.dataset), COUNTED_BLOCKS):
+                stop = min(start + COUNTED_BLOCKS, len(part.dataset))
+                blocks = part.dataset.__getitems__(list(range(start, stop)))
+                labels = np.concatenate([block["labels"] for block in blocks])
+                found = np.bincount(labels[labels != IGNORED], minlength=len(counts))
+                found[: len(counts)] += counts
+                counts = found
+        return entropy_bits(counts) / sum(part.num_bytes for part in self.parts)
 
     def _totals(self, model: torch.nn.Module, interrupted: Callable[[], bool]) -> torch.Tensor | None:
         """[parts, 2]: nats and tokens of each part, from this rank's batches; None where it was interrupted."""

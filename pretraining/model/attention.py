@@ -13,12 +13,10 @@ SDPA_CAUSAL = "sdpa_causal"
 """torch's kernels told that the mask is causal. transformers' own `sdpa` looks for packed documents in every forward
 pass, and under torch.compile builds a 4-D mask, which rules the flash kernels out (huggingface/transformers#48925)."""
 INSTALL = {
-    "flash_attention_2": "pip install -r requirements-gpu.txt",
+    "flash_attention_2": "pip install --no-build-isolation flash-attn, which needs nvcc",
     "flash_attention_3": "pip install flash-attn-3, for Hopper GPUs",
 }
 HOPPER = (9, 0)
-FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-KEEPS_DOCUMENTS_APART = (TORCH_VARLEN, *FLASH, "flex_attention", "sdpa", "eager")
 
 
 def choose_attention(model: dict, arguments: TrainingArguments, masks_documents: bool = False) -> str | None:
@@ -30,19 +28,14 @@ def choose_attention(model: dict, arguments: TrainingArguments, masks_documents:
     FlashAttention takes 16-bit numbers only; where there is none, torch's scaled_dot_product_attention has kernels
     of the same kind. Documents are kept apart by kernels for sequences of different lengths, which torch has for
     16-bit numbers on GPUs, and by a mask elsewhere.
-
-    Raises:
-        UserError: the recipe masks documents and names a kernel that cannot.
     """
     AttentionInterface.register(
         SDPA_CAUSAL, sdpa_attention_forward
     )  # without a mask function: the mask is None
     asked_for = model.get("attn_implementation")
     register_varlen_attention()
-    if not is_exact(model):
+    if asked_for or not is_exact(model):
         return asked_for
-    if asked_for:
-        return _able(asked_for) if masks_documents else asked_for
     if not (torch.cuda.is_available() and (arguments.bf16 or arguments.fp16)) or model.get("attn_pdrop"):
         return "sdpa" if masks_documents else _without_documents(model)
     if is_flash_attn_3_available() and torch.cuda.get_device_capability() == HOPPER:
@@ -56,15 +49,6 @@ def _without_documents(model: dict) -> str:
     """torch's causal kernel, or where layers look back over a window alone transformers' `sdpa`, whose mask says so."""
     windows = model["model_type"] == "mixtral" and model.get("sliding_window")
     return "sdpa" if windows or model.get("use_sliding_window") else SDPA_CAUSAL
-
-
-def _able(asked_for: str) -> str:
-    if asked_for not in KEEPS_DOCUMENTS_APART:
-        raise UserError(
-            f"model.attn_implementation: {asked_for} cannot keep documents apart, as data.document_masking wants; "
-            f"leave it out, or choose one of {', '.join(KEEPS_DOCUMENTS_APART)}"
-        )
-    return asked_for
 
 
 def missing_kernel(name: str, error: Exception) -> UserError:

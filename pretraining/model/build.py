@@ -15,8 +15,8 @@ from transformers.initialization import no_init_weights
 
 from pretraining.errors import UserError
 from pretraining.model.attention import choose_attention, describe_attention, missing_kernel
-from pretraining.model.compiling import check_compiling, compile_model
-from pretraining.model.fp8 import check_fp8, convert_products
+from pretraining.model.compiling import check_compiler, compile_model
+from pretraining.model.fp8 import check_fp8_hardware, convert_products
 from pretraining.model.initialise import initialise_weights
 from pretraining.mup import NO_BASE, scales_by_name
 from pretraining.recipe import model_with_defaults
@@ -31,8 +31,11 @@ def build_config(model: dict, tokenizer: PreTrainedTokenizerBase):
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     try:
         return AutoConfig.for_model(model["model_type"], **{"use_cache": False, **special, **keywords})
-    except (KeyError, TypeError, ValueError) as error:  # KeyError: rope_parameters of a type lack one
-        raise UserError(f"model: transformers refuses this {model['model_type']} config: {error}") from error
+    except (
+        Exception
+    ) as error:  # the class checks its keywords, each in its own way: all of them are the recipe's
+        reason = " ".join(str(error).split())
+        raise UserError(f"model: transformers refuses this {model['model_type']} config: {reason}") from error
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -64,8 +67,8 @@ def build_model(
     `draw_weights=False` leaves the weights to a checkpoint; `masks_documents` takes an attention that can; `speed`
     and `mup` are the recipe's sections.
     """
-    check_compiling(speed, arguments.deepspeed)
-    check_fp8(speed, model, arguments)
+    check_compiler(speed)
+    check_fp8_hardware(speed)
     attention = choose_attention(model, arguments, masks_documents)
     config = build_config({**model, "attn_implementation": attention}, tokenizer)
     try:

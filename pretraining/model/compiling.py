@@ -7,28 +7,13 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
 
 
-def check_compiling(speed: dict, ds_config: dict | None) -> None:
-    """Before a model is built.
-
-    Raises:
-        UserError: a stage whose hooks cut the graphs up, a mode of another backend, or no compiler here.
-    """
+def check_compiler(speed: dict) -> None:
+    """Raise `UserError` if inductor has no compiler on this machine, before a model is built."""
     if speed["compile"] == "none":
         return
-    if zero_stage(ds_config) == 3:
-        raise UserError(
-            "speed.compile: ZeRO-3 gathers the weights of every module by hooks, at each of which a compiled graph "
-            "ends; use --deepspeed zero1 or zero2, or speed.compile none"
-        )
-    if speed["compile_mode"] and speed["compile_backend"] != "inductor":
-        raise UserError(
-            f"speed.compile_mode: {speed['compile_mode']} is one of inductor's, and speed.compile_backend is "
-            f"{speed['compile_backend']}; leave one of them out"
-        )
     if speed["compile_backend"] == "inductor" and (missing := _missing_compiler()):
         raise UserError(f"speed.compile: inductor needs {missing}; install it, or set speed.compile to none")
 

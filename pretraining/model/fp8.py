@@ -7,13 +7,13 @@ which samples share a micro-batch.
 """
 
 import dataclasses
+from functools import cache
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 
 from pretraining.data.packages import require
-from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
 from pretraining.model.compiling import blocks_of
 
@@ -22,27 +22,11 @@ MULTIPLE = 16
 """Of what both sides of a matrix must be for the kernels."""
 
 
-def check_fp8(speed: dict, model: dict, arguments: TrainingArguments) -> None:
-    """Before a model is built.
-
-    Raises:
-        UserError: no such hardware, no bf16, ZeRO-3, or a family without linear layers.
-    """
+def check_fp8_hardware(speed: dict) -> None:
+    """Raise `UserError` if this machine has no kernels for fp8, before a model is built."""
     if speed["fp8"] == "none":
         return
     key = f"speed.fp8: {speed['fp8']}"
-    if model["model_type"] == "gpt2":
-        raise UserError(
-            f"{key} is for linear layers, and gpt2 has convolutions in their place; set it to none, or take model_type "
-            "llama"
-        )
-    if zero_stage(arguments.deepspeed) == 3:
-        raise UserError(
-            f"{key} keeps every weight it multiplied for the backward pass, and ZeRO-3 could not let go of any; use "
-            "--deepspeed zero1 or zero2, or set it to none"
-        )
-    if not arguments.bf16:
-        raise UserError(f"{key} goes with training.bf16; set that to true, or speed.fp8 to none")
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if capability is None or capability < HOPPER:
         has = "there is no GPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
@@ -52,18 +36,33 @@ def check_fp8(speed: dict, model: dict, arguments: TrainingArguments) -> None:
 
 
 def convert_products(model: PreTrainedModel, recipe_name: str, emulate: bool = False) -> int:
-    """Let the linear layers of the blocks multiply in fp8; how many there are.
+    """Let the linear layers of the blocks multiply in fp8 while they are trained; return how many there are.
 
-    Parameters and names stay. emulate: compute what the kernels would, slowly, where there are none.
+    Parameters and names stay. Validations and samples multiply as without, so that they are those of the exported
+    weights. emulate: compute what the kernels would, slowly, where there are none.
     """
     float8 = require("torchao.float8", "speed.fp8")
     config = float8.Float8LinearConfig.from_recipe_name(recipe_name)
     config = dataclasses.replace(config, emulate=emulate)
-    chosen = {id(layer) for block in blocks_of(model) for layer in block.modules() if _fits(layer)}
-    float8.convert_to_float8_training(
-        model, module_filter_fn=lambda module, _: id(module) in chosen, config=config
-    )
+    in_blocks = {id(layer) for block in blocks_of(model) for layer in block.modules() if _fits(layer)}
+    chosen = [name for name, layer in model.named_modules() if id(layer) in in_blocks]
+    float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
+    for layer in map(model.get_submodule, chosen):
+        layer.__class__ = _in_training(type(layer))
     return len(chosen)
+
+
+@cache
+def _in_training(fp8_linear: type[nn.Linear]) -> type[nn.Linear]:
+    """A class of layers that are torchao's while they are trained, and torch's otherwise."""
+
+    class Fp8InTraining(fp8_linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return (
+                super().forward(rows) if self.training else nn.functional.linear(rows, self.weight, self.bias)
+            )
+
+    return Fp8InTraining
 
 
 def _fits(layer: nn.Module) -> bool:

@@ -109,11 +109,21 @@ def _in_short(answer: dict) -> str:
     return f"{fits}; {duration(speed['seconds'])}; {costs}; {disk}"
 
 
-def _what(answer: dict) -> list[tuple[str, str]]:
+def run_facts(recipe: Recipe, plan: RunPlan, process: str) -> list[tuple[str, str]]:
+    """(label, value) of what a run is, as `--plan` says it. process: what a step is shared among, GPU or rank."""
+    words = {
+        "model": _model_words(recipe.model, plan),
+        "precision": precision_of_products(recipe),
+        "recomputation": recomputation_text(recomputed_one_in(recipe)),
+    }
+    return _what({**plan.to_dict(), **words}, process)
+
+
+def _what(answer: dict, process: str = "GPU") -> list[tuple[str, str]]:
     sharding = answer["deepspeed"] or "plain data parallel"
     way = f"{sharding}, {answer['precision']}, {answer['recomputation']}"
     step = (
-        f"{_gpus(answer['world_size'])} x {several(answer['micro_batch'], 'sequence')} x "
+        f"{several(answer['world_size'], process)} x {several(answer['micro_batch'], 'sequence')} x "
         f"{answer['sequence_length']:,} tokens "
         f"x {answer['accumulation_steps']} accumulation"
     )

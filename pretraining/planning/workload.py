@@ -3,12 +3,12 @@
 import argparse
 from dataclasses import dataclass, replace
 
-from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.flops import FlopsPerToken, flops_per_token
 from pretraining.planning.quantities import count, short
 from pretraining.planning.sizes import ModelSize, model_size
-from pretraining.recipe import Recipe, load_recipe, recipe_schema
+from pretraining.recipe import Recipe, recipe_schema
+from pretraining.refusals import load_run
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
     if bool(options.recipe) == bool(options.parameters):
         raise UserError("give either --recipe NAME or --parameters N (with --tokens D)")
     if options.recipe:
-        recipe = load_recipe(options.recipe, options.set, options.deepspeed)
-        ds_config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
+        recipe, ds_config = load_run(options.recipe, options.set, options.deepspeed)
         return workload_of_recipe(recipe, ds_config, options.tokens)
     if options.set or options.deepspeed:
         raise UserError("--set and --deepspeed change a recipe: give --recipe NAME instead of --parameters")

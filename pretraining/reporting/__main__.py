@@ -1,14 +1,15 @@
 """Report on finished or running runs.
 
 examples:
-  python -m pretraining.reporting runs/tiny                          writes runs/tiny/report.html
-  python -m pretraining.reporting runs/a runs/b --output both.html   overlays them in one page
-  python -m pretraining.reporting analyze runs/tiny                  says in words what the curve shows
+  python -m pretraining.reporting runs/tiny                                     writes runs/tiny/report.html
+  python -m pretraining.reporting runs/tiny runs/tiny-zero3 --output both.html  overlays them in one page
+  python -m pretraining.reporting analyze runs/tiny                             says in words what the curve shows
 """
 
 import argparse
 import json
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from pretraining.reporting.page_text import page_text, write_page
 from pretraining.reporting.payload import page_payload, run_payload
 from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.watch import watch
-from pretraining.reporting.words import sentences
+from pretraining.reporting.words import sentences, standing_text
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -53,7 +54,8 @@ def print_analysis(arguments: list[str]) -> None:
     if not len(record.metrics):
         raise UserError(f"{record.run.metrics}: no logged step yet; there is nothing to analyze")
     found = analyze(record, track_record_of(options.run.resolve().parent, but=options.run))
-    print(json.dumps(asdict(found), indent=2) if options.json else "\n".join(sentences(found)))
+    told = [standing_text(found.standing, time.time()), *sentences(found)]
+    print(json.dumps(asdict(found), indent=2) if options.json else "\n".join(filter(None, told)))
 
 
 def _default_output(folders: list[Path]) -> Path:

@@ -7,8 +7,9 @@ import numpy as np
 
 from pretraining.errors import UserError
 from pretraining.reporting.curve_fit import Forecast, forecast
-from pretraining.reporting.run_record import RunRecord
+from pretraining.reporting.run_record import RunRecord, Standing
 from pretraining.reporting.spikes import spike_rows
+from pretraining.run_dir import stopped_seconds
 
 FEWEST_ROWS = 8
 STAGNANT = 0.002
@@ -19,12 +20,18 @@ STAGNANT = 0.002
 class Analysis:
     """Losses in nats a token; None where the run does not say."""
 
-    state: str
+    standing: Standing
     phase: str
     loss: float | None = None
     """Median over the last twentieth of the rows."""
+    loss_rows: int = 0
+    """How many rows these are."""
+    last_loss: float | None = None
+    last_step: int = 0
     validation: float | None = None
     best_validation: float | None = None
+    mixture_note: str | None = None
+    """If the validation holds another mixture of the sources than training does: a sentence that says so."""
     gain_per_doubling: float | None = None
     """How far the loss falls with each doubling of the tokens, over the last half of them."""
     recent_gain: float | None = None
@@ -39,6 +46,8 @@ class Analysis:
     heading_tokens: float = 0.0
     budget_share: float | None = None
     goodput: float | None = None
+    stopped_seconds: float = 0.0
+    """How long it was stopped on request between its starts: no part of the goodput's wall time."""
     track_record: list[float] = field(default_factory=list)
     """(forecast - measured) / measured of fits on first halves of finished runs."""
 
@@ -47,7 +56,9 @@ def analyze(record: RunRecord, track_record: list[float] = ()) -> Analysis:
     """Read the curve of a run."""
     rows, losses = record.metrics.column("train/loss")
     tokens = record.tokens[rows] if len(rows) else np.array([])
-    found = Analysis(record.state, "not begun", track_record=list(track_record))
+    found = Analysis(record.standing(), "not begun", track_record=list(track_record))
+    found.mixture_note = record.mixture.get("validation_note")
+    found.stopped_seconds = stopped_seconds(record.events)
     _, validation = record.metrics.column("eval/loss")
     finite = validation[np.isfinite(validation)]
     if len(finite):
@@ -55,7 +66,9 @@ def analyze(record: RunRecord, track_record: list[float] = ()) -> Analysis:
     if not len(rows):
         return found
     found.non_finite = int((~np.isfinite(losses)).sum())
-    found.loss = _median(losses[-max(1, len(losses) // 20) :])
+    found.loss_rows = max(1, len(losses) // 20)
+    found.loss = _median(losses[-found.loss_rows :])
+    found.last_loss, found.last_step = float(losses[-1]), int(record.steps[rows[-1]])
     found.spikes = [int(record.steps[rows[row]]) for row in spike_rows(losses)]
     found.budget_share, found.goodput = (
         record.metrics.last(f"throughput/{name}") for name in ("budget_share", "goodput")
@@ -96,7 +109,7 @@ def _phase(record: RunRecord, found: Analysis, losses: np.ndarray) -> str:
         return "just begun"
     if found.recent_gain is not None and found.recent_gain < -0.05:
         return "diverging"
-    if record.state == "finished":
+    if found.standing.state == "finished":
         return "finished"
     if len(rates) > 2 and rates[-1] >= rates.max() and rates[-1] > rates[-2]:
         return "warming up"

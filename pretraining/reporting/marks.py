@@ -1,7 +1,5 @@
 """Events as marks on the curves: any kind that has a place, and the checkpoints on disk."""
 
-import json
-
 from pretraining.reporting.run_record import RunRecord
 
 LEVELS = {
@@ -23,6 +21,8 @@ LEVELS = {
     "end": "note",
 }
 """How an event is shown; a kind that is not here is a note, or as its own `level` says."""
+ROUTINE = ("save", "upload")
+"""Kinds that are many and go well. They are no marks: the checkpoints on disk are."""
 NEAR = 0.002
 """Share of the run within which a spike of the curve is the one that an event tells of."""
 MOST_MARKS = 600
@@ -30,7 +30,7 @@ MOST_MARKS = 600
 
 def marks_of(record: RunRecord, spike_steps: list[int]) -> list[dict]:
     """{"kind", "level", "label", "step", "tokens", "hours"} of all marks, by step."""
-    marks = [_mark(record, event) for event in record.events if event.get("event")]
+    marks = [_mark(record, event) for event in record.events if event.get("event") not in (None, *ROUTINE)]
     told = [mark["step"] for mark in marks if mark["kind"] in ("spike", "rollback", "alert")]
     near = max(2.0, NEAR * (float(record.steps[-1]) if len(record.steps) else 0))
     for step in spike_steps:
@@ -51,7 +51,7 @@ def _mark(record: RunRecord, event: dict) -> dict:
     kind, step = str(event["event"]), record.step_of(event)
     level = LEVELS.get(kind, str(event.get("level", "note")))
     details = {key: value for key, value in event.items() if key not in ("event", "time", "step", "export")}
-    told = ", ".join(f"{key} {_brief(value)}" for key, value in details.items() if value is not None)
+    told = _brief({key: value for key, value in details.items() if value is not None})
     label = f"{kind.replace('_', ' ')} at step {step:,.0f}" + (f": {told[:280]}" if told else "")
     return {
         "kind": kind,
@@ -67,6 +67,9 @@ def _checkpoint(record: RunRecord, step: int) -> dict:
 
 
 def _brief(value) -> str:
-    if isinstance(value, float):
-        return f"{value:.5g}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """A value in few words: of an object its values by their names, of a list its values."""
+    if isinstance(value, dict):
+        return ", ".join(f"{str(key).replace('_', ' ')} {_brief(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_brief, value))
+    return f"{value:.5g}" if isinstance(value, float) else str(value)

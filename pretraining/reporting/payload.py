@@ -8,7 +8,7 @@ import numpy as np
 
 from pretraining.reporting.analysis import Analysis, analyze
 from pretraining.reporting.downsample import bucket_means, kept_points
-from pretraining.reporting.marks import marks_of
+from pretraining.reporting.marks import ROUTINE, marks_of
 from pretraining.reporting.plan_table import plan_beside_measured
 from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.words import sentences
@@ -21,15 +21,18 @@ LONGEST_TEXT = 6000
 """Characters of a sample or of an event's detail."""
 
 
-def run_payload(record: RunRecord, live: bool = False, track_record: list[float] = ()) -> dict:
-    """Everything the page shows of one run. `live`: a process of the run writes the page again and again."""
+def run_payload(record: RunRecord, live: bool | None = None, track_record: list[float] = ()) -> dict:
+    """Everything the page shows of one run.
+
+    live: a process of the run writes the page again and again; False: it writes the last one; None: nobody knows.
+    """
     found = analyze(record, track_record)
     metrics, num_points = record.metrics, points_of(record.metrics.names())
     return {
         "name": record.name,
         "folder": str(record.run.path),
         "description": str(record.recipe.get("description") or ""),
-        "state": "running" if live and record.state == "stopped" else record.state,
+        **_standing(record, found, live),
         "began": _began(record),
         "num_rows": len(metrics),
         "broken_lines": metrics.broken_lines,
@@ -45,10 +48,26 @@ def run_payload(record: RunRecord, live: bool = False, track_record: list[float]
         "best_validation": _plain(found.best_validation),
         "plan": plan_beside_measured(record),
         "scores": _scores(record),
-        "events": [_short(event) for event in record.events[-MOST_EVENTS:]],
+        "events": _events(record),
         "samples": [_short(sample) for sample in _spread(record.samples, MOST_SAMPLES)],
         "recipe": record.recipe,
         "environment": record.environment,
+    }
+
+
+def _standing(record: RunRecord, found: Analysis, live: bool | None) -> dict:
+    """How the run stands when the page is written. The page is read later: a run that is running here is silent
+    `silent_after` seconds after `alive`, by its reader's clock.
+    """
+    state = found.standing.state
+    quiet = state in ("running", "silent")
+    return {
+        "state": "running" if quiet else state,
+        "since": found.standing.since,
+        "at_step": found.standing.step,
+        "reason": found.standing.reason,
+        "alive": time.time() if live and quiet else record.last_written,
+        "silent_after": 0.0 if live is False else record.silent_after,
     }
 
 
@@ -104,6 +123,17 @@ def _heading(found: Analysis) -> dict | None:
         "exponent": law.exponent,
         "unit": law.unit,
     }
+
+
+def _events(record: RunRecord) -> list[dict]:
+    """The last events, each with its step; of the routine ones, which are many, at most half of them."""
+    routine = [event.get("event") in ROUTINE for event in record.events]
+    notable = [number for number, is_routine in enumerate(routine) if not is_routine][-MOST_EVENTS // 2 :]
+    saves = [number for number, is_routine in enumerate(routine) if is_routine][-MOST_EVENTS // 2 :]
+    return [
+        {**_short(record.events[n]), "step": record.step_of(record.events[n]), "routine": routine[n]}
+        for n in sorted(notable + saves)
+    ]
 
 
 def _scores(record: RunRecord) -> dict:

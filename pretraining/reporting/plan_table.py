@@ -5,17 +5,18 @@ import numpy as np
 from pretraining.reporting.run_record import RunRecord
 
 QUANTITIES = {
-    "tokens_per_second": ("throughput/tokens_per_second", "tokens"),
-    "step_seconds": ("throughput/step_seconds", "seconds"),
-    "mfu": ("throughput/mfu", "share"),
-    "peak_memory_bytes": ("memory/peak_bytes", "bytes"),
-    "checkpoint_bytes": (None, "bytes"),
+    "tokens_per_second": ("throughput/tokens_per_second", "tokens", "Tokens per second"),
+    "step_seconds": ("throughput/step_seconds", "seconds", "Time of a step"),
+    "mfu": ("throughput/mfu", "share", "MFU"),
+    "peak_memory_bytes": ("memory/peak_bytes", "bytes", "Peak GPU memory"),
+    "checkpoint_bytes": (None, "bytes", "A checkpoint"),
 }
-"""Quantity of plan.json's `predicted` -> (the metric that measures it, its unit)."""
+"""Quantity of plan.json's `predicted` -> (the metric that measures it, its unit, its name on the page)."""
+ON_PROCESSOR = "Peak memory, beyond what the process held before the model"
 
 
 def plan_beside_measured(record: RunRecord) -> dict:
-    """{"facts": what the plan states, "pairs": [{"quantity", "unit", "predicted", "measured"}, ...]}.
+    """{"facts": what the plan states, "pairs": [{"quantity", "label", "unit", "predicted", "measured"}, ...]}.
 
     Measured is what the end event says, else the median of the rows (of memory the last), else the newest
     checkpoint's bytes.
@@ -27,11 +28,13 @@ def plan_beside_measured(record: RunRecord) -> dict:
     ends = [event for event in record.events if event.get("event") == "end"]
     told = (ends[-1].get("measured") or {}) if ends else {}
     pairs = []
-    for quantity, (metric, unit) in QUANTITIES.items():
+    on_processor = str(record.environment.get("device", "")).startswith("CPU")
+    for quantity, (metric, unit, label) in QUANTITIES.items():
         measured = told.get(quantity)
         measured = _measured(record, quantity, metric) if measured is None else measured
         pair = {
             "quantity": quantity,
+            "label": ON_PROCESSOR if on_processor and quantity == "peak_memory_bytes" else label,
             "unit": unit,
             "predicted": predicted.get(quantity),
             "measured": measured,

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,23 @@ from pretraining.errors import UserError
 from pretraining.reporting.metrics_file import MetricsFile
 from pretraining.run_dir import RunDir, read_rows, unix_seconds
 
-SILENT_SECONDS = 600
-"""A run without an end whose files are older than this is called stopped."""
+ENDINGS = {"end": "finished", "stopped": "stopped", "hang": "hang", "gave_up": "gave up"}
+"""Events after which no process of the run is left, until a start or a resume -> the state that they mean."""
+SILENT_SECONDS = 600.0
+FEWEST_SILENT_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a run stands at one moment."""
+
+    state: str
+    """finished, stopped, hang or "gave up" as its last event says, else running or silent."""
+    since: float
+    """UNIX seconds: of that event; of a run without one, of what it wrote last."""
+    step: int
+    reason: str = ""
+    """Who asked for a stop, or why it gave up."""
 
 
 class RunRecord:
@@ -38,7 +54,7 @@ class RunRecord:
         self.events = read_rows(self.run.events)
         self.samples = [row for row in read_rows(self.run.samples) if isinstance(row.get("step"), int)]
         self.recipe, self.plan = _object(self.run.recipe), _object(self.run.plan)
-        self.environment = _object(self.run.environment)
+        self.environment, self.mixture = _object(self.run.environment), _object(self.run.mixture)
         self.name = str(self.recipe.get("name") or self.run.path.resolve().name)
         self._place_rows()
         return self
@@ -97,19 +113,44 @@ class RunRecord:
         except (KeyError, TypeError, ValueError):
             return float("inf")
 
+    def standing(self, now: float | None = None) -> Standing:
+        """How the run stands at `now`, in UNIX seconds: at the time of the call if not given."""
+        kinds = ("start", "resume", *ENDINGS)
+        last = next((event for event in reversed(self.events) if event.get("event") in kinds), {})
+        if last.get("event") in ENDINGS:
+            reason = str(last.get("reason") or last.get("why") or "")
+            step = int(self.step_of(last))
+            return Standing(ENDINGS[last["event"]], min(self.event_time(last), time.time()), step, reason)
+        silent = (time.time() if now is None else now) - self.last_written > self.silent_after
+        step = int(self.steps[-1]) if len(self.steps) else 0
+        return Standing("silent" if silent else "running", self.last_written, step)
+
     @property
     def state(self) -> str:
-        """finished, running or stopped."""
-        kinds = [
-            event.get("event") for event in self.events if event.get("event") in ("start", "resume", "end")
-        ]
-        if kinds and kinds[-1] == "end":
-            return "finished"
-        return "running" if time.time() - self.newest_seconds < SILENT_SECONDS else "stopped"
+        """Of the standing at this moment."""
+        return self.standing().state
+
+    @property
+    def last_written(self) -> float:
+        """UNIX seconds of the last row or event, by its own time: a copy of the folder keeps it."""
+        times = [*self.metrics.times[-1:], *(self.event_time(event) for event in self.events[-1:])]
+        return max((moment for moment in times if np.isfinite(moment)), default=self.newest_seconds)
+
+    @property
+    def silent_after(self) -> float:
+        """Seconds without a row or an event after which a run without an ending counts as silent.
+
+        Three times its longest pause since it was last started, which holds its validations and saves.
+        """
+        starts = [event for event in self.events if event.get("event") in ("start", "resume")]
+        opened = self.event_time(starts[-1]) if starts else 0.0
+        times = np.array(self.metrics.times)
+        pauses = np.diff(times[times >= opened])
+        return max(FEWEST_SILENT_SECONDS, 3 * float(pauses.max())) if len(pauses) else SILENT_SECONDS
 
     @property
     def newest_seconds(self) -> float:
-        """UNIX seconds of the last row or event."""
+        """UNIX seconds at which the files of rows and events were last changed."""
         files = [path for path in (self.run.metrics, self.run.events) if path.exists()]
         return max((path.stat().st_mtime for path in files), default=0.0)
 

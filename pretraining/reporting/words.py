@@ -1,8 +1,13 @@
-"""An analysis as sentences."""
+"""An analysis as sentences, and the few lines with which a run ends."""
 
+import os
 import statistics
+import time
 
+from pretraining.planning.quantities import duration, num_bytes
 from pretraining.reporting.analysis import Analysis
+from pretraining.reporting.run_record import RunRecord, Standing
+from pretraining.run_dir import RunDir, stopped_seconds
 
 PHASES = {
     "not begun": "No step has been logged yet.",
@@ -16,17 +21,30 @@ PHASES = {
 
 
 def sentences(found: Analysis) -> list[str]:
-    """The analysis, most important first."""
+    """The analysis, most important first. How the run stands is `standing_text`: it depends on the clock."""
     parts = [_phase(found), _loss(found), _rate(found), _spikes(found), _target(found), _heading(found)]
-    parts += [_track_record(found), _goodput(found)]
-    return [part for part in parts if part]
+    return [part for part in [*parts, _goodput(found)] if part]
+
+
+def standing_text(standing: Standing, now: float) -> str:
+    """How a run stands, and since when, as it is at `now` in UNIX seconds; empty for a finished or running one."""
+    since = f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(standing.since))} UTC"
+    since += f" ({duration(max(1.0, now - standing.since))} ago)"
+    reason = f": {standing.reason}" if standing.reason else ""
+    continues = "The same command continues it."
+    return {
+        "stopped": f"Stopped at step {standing.step:,} since {since}{reason}. {continues}",
+        "silent": f"Nothing was written since {since}, after step {standing.step:,}: it may have been killed. "
+        f"If no process of it is left, the same command continues it.",
+        "hang": f"It hung after step {standing.step:,} and ended, {since}. {continues}",
+        "gave up": f"It gave up at step {standing.step:,}, {since}{reason}. Look at it before you start it again.",
+    }.get(standing.state, "")
 
 
 def _phase(found: Analysis) -> str:
-    told = PHASES.get(found.phase, f"The run is {found.phase}.")
-    if found.state == "stopped" and found.phase != "finished":
-        told += " It has stopped without an end: the same command continues it."
-    if found.budget_share is not None and found.state != "finished":
+    state = found.standing.state
+    told = PHASES.get(found.phase, f"The run {'is' if state == 'running' else 'was'} {found.phase}.")
+    if found.budget_share is not None and state != "finished":
         told += f" {found.budget_share:.0%} of its tokens are spent."
     return told
 
@@ -34,14 +52,16 @@ def _phase(found: Analysis) -> str:
 def _loss(found: Analysis) -> str:
     if found.loss is None:
         return ""
-    told = f"Training loss {found.loss:.4f} nats a token"
+    told = f"Training loss {found.last_loss:.4f} nats a token at step {found.last_step:,}"
+    if found.loss_rows > 1:
+        told += f" (median of the last {found.loss_rows} rows: {found.loss:.4f})"
     if found.validation is None:
         return f"{told}; nothing has been validated yet."
     told += f", validation loss {found.validation:.4f}"
     gap = found.validation - found.best_validation
     if gap > 0.01 * found.best_validation:
-        return f"{told}, {gap:.4f} above the best it had ({found.best_validation:.4f})."
-    return f"{told}."
+        told += f", {gap:.4f} above the best it had ({found.best_validation:.4f})"
+    return f"{told}. {found.mixture_note}" if found.mixture_note else f"{told}."
 
 
 def _rate(found: Analysis) -> str:
@@ -75,7 +95,7 @@ def _target(found: Analysis) -> str:
     if found.target_is_met:
         return f"The recipe's target of {found.target:.4f} is reached."
     told = f"The recipe's target is {found.target:.4f}"
-    if found.heading is None or found.state == "finished":
+    if found.heading is None or found.standing.state == "finished":
         return f"{told}; it is not reached."
     if found.heading.high <= found.target:
         return f"{told}; the run is heading below it."
@@ -83,13 +103,13 @@ def _target(found: Analysis) -> str:
 
 
 def _heading(found: Analysis) -> str:
-    if found.heading is None or found.state == "finished":
+    if found.heading is None or found.standing.state == "finished":
         return ""
     made = found.heading
     return (
         f"A power law through the curve so far leads to a training loss of {made.loss:.3f} "
         f"({made.low:.3f} to {made.high:.3f}) at {found.heading_tokens:,.0f} tokens; "
-        "what a falling learning rate still brings is not in it."
+        f"what a falling learning rate still brings is not in it.{_track_record(found)}"
     )
 
 
@@ -100,12 +120,54 @@ def _track_record(found: Analysis) -> str:
     worst = max(found.track_record, key=abs)
     runs = f"{len(found.track_record)} finished run{'s' if len(found.track_record) > 1 else ''} beside it"
     return (
-        f"Such fits on the first halves of {runs} were off by {middle:+.1%} in the median, "
+        f" Such fits on the first halves of {runs} were off by {middle:+.1%} in the median, "
         f"{worst:+.1%} at worst."
     )
 
 
 def _goodput(found: Analysis) -> str:
-    return (
-        "" if found.goodput is None else f"{found.goodput:.0%} of the wall time went into steps that counted."
+    if found.goodput is None:
+        return ""
+    told = f"{found.goodput:.0%} of the wall time went into steps that counted"
+    if found.stopped_seconds:
+        told += f"; the {duration(found.stopped_seconds)} during which it was stopped are not in it"
+    return f"{told}."
+
+
+def report_end(run: RunDir) -> None:
+    """Rank 0 prints what came out of a finished run, what it took, and where it lies."""
+    if os.environ.get("RANK", "0") == "0":
+        print(end_text(RunRecord(run.path)), flush=True)
+
+
+def end_text(record: RunRecord) -> str:
+    """The results of a finished run, by its files."""
+    run, end = record.run, record.run.last_event("end")
+    bits, unigram, trained = (
+        end["eval_bits_per_byte"],
+        end["unigram_bits_per_byte"],
+        record.metrics.last("train/loss"),
     )
+    lines = [
+        f"validation loss {end['eval_loss']:.4f} nats per token, {bits:.4f} bits per byte "
+        f"({bits / unigram:.3f} of the unigram entropy {unigram:.4f})"
+        + ("" if trained is None else f"; training loss of the last row {trained:.4f}"),
+        record.mixture.get("validation_note"),
+        _taken(record, end.get("measured", {})),
+        f"export: {run.export}",
+        f"report: {run.report}" if record.recipe.get("report", {}).get("every_seconds") else None,
+    ]
+    return "\n".join(filter(None, lines))
+
+
+def _taken(record: RunRecord, measured: dict) -> str:
+    """Steps, tokens, and the time since the first start without that during which the run was stopped on request."""
+    times = [record.event_time(event) for event in record.events]
+    seconds = times[-1] - times[0] - stopped_seconds(record.events)
+    told = f"{record.steps[-1]:,.0f} steps, {record.tokens[-1]:,.0f} tokens in {duration(max(1.0, seconds))}"
+    if "tokens_per_second" in measured:
+        told += f"; {measured['tokens_per_second']:,.0f} tokens/s in its steps"
+    if "peak_memory_bytes" in measured:
+        whose = "GPU memory" if record.metrics.last("memory/peak_bytes") else "memory beyond its libraries"
+        told += f"; a rank's peak {whose} {num_bytes(measured['peak_memory_bytes'])}"
+    return told

@@ -30,7 +30,11 @@ FIXED = {
     "report_to": "none",  # trackers are attached behind the callback that completes the metrics
 }
 
-WORKER_KEYS = ("dataloader_persistent_workers", "dataloader_prefetch_factor")
+WORKER_KEYS = (
+    "dataloader_persistent_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context",
+)
 
 
 def build_arguments(
@@ -42,7 +46,7 @@ def build_arguments(
     """
     owned = {
         "output_dir": str(output_dir),
-        "deepspeed": ds_config,
+        "deepspeed": engine_config(ds_config, recipe.training.get("bf16", False)),
         "max_steps": recipe.num_steps if last_step is None else last_step,
         "gradient_accumulation_steps": accumulation_steps,
         "use_cpu": not ON_GPU,
@@ -51,11 +55,12 @@ def build_arguments(
     if not keywords.get("dataloader_num_workers"):  # torch refuses what concerns workers where there are none
         keywords = {k: v for k, v in keywords.items() if k not in WORKER_KEYS}
     if keywords.get("bf16") and ds_config and zero_stage(ds_config) == 0:
-        # DeepSpeed 0.19.8 has no bf16 engine with fp32 accumulation at stage 0: autocast over fp32 weights.
-        owned["deepspeed"] = {**ds_config, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-        keywords["bf16"] = False
+        keywords["bf16"] = False  # autocast, see engine_config
     if recipe.training.get("bf16") and is_torch_tf32_available():
         keywords = {"tf32": True, **keywords}  # of a recipe in fp32, fp32 is meant
+    if keywords.get("tf32"):
+        # transformers sets torch's new switch alone; inductor's autotuning asks the old one, which then refuses.
+        torch.set_float32_matmul_precision("high")
     if keywords.get("fp16") and not ON_GPU:
         raise UserError(
             f"{display_path(recipe.path)}: training.fp16: needs a GPU, and there is none here; "
@@ -63,6 +68,18 @@ def build_arguments(
         )
     with training_refusals(recipe.path):
         return TrainingArguments(**keywords, **FIXED, **owned)
+
+
+def engine_config(ds_config: dict | None, in_bf16: bool) -> dict | None:
+    """What DeepSpeed is given: the ds_config, and what follows from it and the precision."""
+    if not ds_config:
+        return None
+    # DeepSpeed's throughput timer waits for the device in every micro-batch; the metrics have a clock of their own.
+    config = {**ds_config, "timers": {"throughput": {"enabled": False}}}
+    if in_bf16 and zero_stage(ds_config) == 0:
+        # DeepSpeed 0.19.8 has no bf16 engine with fp32 accumulation at stage 0: autocast over fp32 weights.
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    return config
 
 
 @contextmanager

@@ -2,23 +2,28 @@
 
 import time
 
-from pretraining.run_dir import RunDir, read_rows, unix_seconds
+from pretraining.run_dir import RunDir, read_rows, stopped_seconds, unix_seconds
 
 
 class Goodput:
-    """Steps count whose rows stay in metrics.jsonl; all else is lost to the wall: start-up, evaluation, saving,
-    steps done twice after a kill or a rollback, and the time between a stop and the next start."""
+    """Steps count if their rows stay in metrics.jsonl. All other time is lost: start-up, evaluation, saving, steps
+    done twice after a kill or a rollback, and the time between a crash and the next start.
+
+    The time between a stop on request and the next start is not the run's: it counts on neither side.
+    """
 
     def __init__(self, run: RunDir, kept_rows: list[dict]):
         """kept_rows: of metrics.jsonl, up to the step that training continues from."""
-        times = [unix_seconds(row["time"]) for row in read_rows(run.events) if row.get("event") == "start"]
-        self.began = times[-1] if times else time.time()
+        events = read_rows(run.events)
+        starts = [number for number, row in enumerate(events) if row.get("event") == "start"]
+        self.began = unix_seconds(events[starts[-1]]["time"]) if starts else time.time()
+        self.stopped_seconds = stopped_seconds(events[starts[-1] :]) if starts else 0.0
         self.good_seconds = good_seconds(kept_rows)
 
     def add(self, steps: int, step_seconds: float) -> float:
         """Count `steps` steps; the goodput now."""
         self.good_seconds += steps * step_seconds
-        wall_seconds = time.time() - self.began
+        wall_seconds = time.time() - self.began - self.stopped_seconds
         return min(1.0, self.good_seconds / wall_seconds) if wall_seconds > 0 else 1.0
 
 

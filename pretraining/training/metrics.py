@@ -1,7 +1,9 @@
 """metrics.jsonl: one row per logged step, complete before any tracker sees it."""
 
+import math
 import resource
 import time
+from collections.abc import Sequence
 
 from transformers import TrainerCallback
 
@@ -71,12 +73,12 @@ class MetricsCallback(TrainerCallback):
         device = device_memory()
         host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         ranks = self.stragglers.gather([own, host_peak, *device.values()])
-        slowest = dict(zip(device, [max(column) for column in zip(*ranks, strict=True)][2:], strict=True))
+        most = dict(zip(device, [_largest(column) for column in zip(*ranks, strict=True)][2:], strict=True))
         measured = {
             **rates,
             **self.speed.progress(state.global_step, step_seconds),
             "memory/host_peak_bytes": max(row[1] for row in ranks),
-            **slowest,
+            **{name: value for name, value in most.items() if not math.isnan(value)},
         }
         if len(ranks) > 1:
             measured["throughput/slowest_rank_own_seconds"] = round(max(row[0] for row in ranks), 6)
@@ -85,3 +87,8 @@ class MetricsCallback(TrainerCallback):
             for slow in self.stragglers.judge([row[0] for row in ranks], step_seconds, steps):
                 self.run.add_event("straggler", step=state.global_step, **slow)
         return measured
+
+
+def _largest(values: Sequence[float]) -> float:
+    """Of those that are known; NaN if none is."""
+    return max((value for value in values if not math.isnan(value)), default=math.nan)

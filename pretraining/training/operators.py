@@ -1,21 +1,32 @@
-"""DeepSpeed compiles its operators when they are first used; a killed compile must not stop every later run.
+"""DeepSpeed's operators: compiled when first used, and kept for every later run that would compile the same.
 
-torch marks a compile by a file named `lock` in the operator's folder, and waits for it without end
-(`torch.utils.file_baton`). SIGKILL leaves that file behind.
+torch has one folder for each operator's name. Two environments of one user would compile anew each time they take
+turns, and a killed compile leaves a lock file for which torch waits for ever. Here the name of the folder also says
+what goes into the compile, and the lock is one that the system releases when its process ends.
 """
 
+import contextlib
 import fcntl
+import hashlib
 import os
-import time
-from collections.abc import Callable
+import platform
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
+from importlib.util import find_spec
 from pathlib import Path
 
 import cpuinfo
+import torch
 import torch.utils.cpp_extension as cpp_extension
 
-# Where a lock may belong to a process of another machine, which cannot be seen from here.
-_NETWORK_FILESYSTEMS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "ceph", "fuse.", "9p", "virtiofs")
+from pretraining.data.publishing import wait_for_disk
+
+_HEADERS = Path(find_spec("deepspeed").origin).parent
+"""Header files below this folder are DeepSpeed's own; others belong to the compilers."""
 
 
 def ask_the_processor_once() -> None:
@@ -24,92 +35,97 @@ def ask_the_processor_once() -> None:
         cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
 
 
-def announce_compiles() -> None:
-    """From now on rank 0 says when an operator is compiled or waited for: both take a silent minute."""
+def keep_compiled_operators() -> None:
+    """From now on an operator that is compiled already is loaded; rank 0 says when one is compiled."""
     if not hasattr(cpp_extension.load, "__wrapped__"):
-        cpp_extension.load = _announced(cpp_extension.load)
+        cpp_extension.load = _kept(cpp_extension.load)
 
 
-def _announced(load: Callable) -> Callable:
+def _kept(load: Callable) -> Callable:
     @wraps(load)
-    def announced(name: str, *args, **kwargs):
-        folder = Path(cpp_extension._get_build_directory(name, False))
-        if (folder / "lock").exists():
-            _say(f"waiting for another process that compiles in {folder}")
-        elif not (folder / f"{name}.so").exists():
-            _say(f"compiling DeepSpeed's CPU operators ({name}: about a minute, once)")
-        return load(name, *args, **kwargs)
+    def load_kept(name: str, sources: list[str], verbose: bool = False, **keywords):
+        folder = _root() / f"{name}-{_fingerprint(sources, keywords)}"
+        library = folder / f"{name}{cpp_extension.LIB_EXT}"
+        if not library.exists():
+            # A silent minute looks like a hang.
+            _say(f"compiling DeepSpeed's operator {name}: about a minute, once on this machine")
+            with _only_compile(folder):
+                if not library.exists():
+                    return _compile(load, library, sources, verbose=verbose, **keywords)
+        return cpp_extension._import_module_from_library(name, str(folder), True)
 
-    return announced
+    return load_kept
+
+
+def _compile(load: Callable, library: Path, sources: list[str], **keywords):
+    """Compile in a folder of its own and keep what is finished; returns the loaded module."""
+    for abandoned in library.parent.glob("part-*"):
+        shutil.rmtree(abandoned, ignore_errors=True)  # a compiler that still works there fails
+    part = Path(tempfile.mkdtemp(prefix="part-", dir=library.parent))
+    try:
+        module = load(library.stem, sources, build_directory=str(part), **keywords)
+        wait_for_disk(part / library.name)
+        (part / library.name).rename(library)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return module
+
+
+@contextmanager
+def _only_compile(folder: Path) -> Iterator[None]:
+    """Wait until no other process compiles in `folder`, and keep others waiting until the end of the block.
+
+    A filesystem without locks keeps nobody waiting: the work is done twice, and the last result counts.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "compiling").open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fingerprint(sources: list[str], keywords: dict) -> str:
+    """A digest of all that the compiled operator depends on; where these files lie does not matter."""
+    includes = [Path(path) for path in keywords.get("extra_include_paths") or []]
+    own = [path for path in includes if path.is_relative_to(_HEADERS)]
+    files = [Path(source) for source in sources]
+    files += [file for folder in own for file in sorted(folder.rglob("*")) if file.is_file()]
+    said = [
+        (torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")),
+        [str(path) for path in includes if path not in own],
+        sorted((key, value) for key, value in keywords.items() if key != "extra_include_paths"),
+        [hashlib.blake2b(file.read_bytes()).hexdigest() for file in files],
+        _identity(cpp_extension.get_cxx_compiler()),
+        _processor(),
+    ]
+    if keywords.get("with_cuda"):
+        said += [_identity(f"{cpp_extension.CUDA_HOME}/bin/nvcc"), os.environ.get("TORCH_CUDA_ARCH_LIST")]
+    return hashlib.blake2b(repr(said).encode(), digest_size=8).hexdigest()
+
+
+def _identity(compiler: str) -> tuple | None:
+    """Of a compiler's file; another version has another."""
+    found = shutil.which(compiler)
+    if found is None:
+        return None
+    status = Path(found).stat()
+    return str(Path(found).resolve()), status.st_size, status.st_mtime_ns
+
+
+def _processor() -> list[str]:
+    """What `-march=native` looks at."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return [platform.machine(), platform.processor()]
+    return [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
+
+
+def _root() -> Path:
+    """Where torch compiles, one folder for each operator."""
+    return Path(cpp_extension._get_build_directory("", False))
 
 
 def _say(line: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(line, flush=True)
-
-
-def _root() -> Path:
-    """Where torch compiles, one folder an operator."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-
-
-def clear_abandoned_locks() -> list[Path]:
-    """Remove the locks of compiles whose process is gone; returns what was removed.
-
-    A compile keeps its lock file open, so a lock that no process of this machine has open is abandoned. The
-    compiler that a killed process leaves behind still writes into the folder: its end is waited for.
-    A folder on a network filesystem is left alone: set TORCH_EXTENSIONS_DIR to a local one there.
-    """
-    root = _root()
-    if not any(root.glob("**/lock")) or _filesystem(root).startswith(_NETWORK_FILESYSTEMS):
-        return []
-    with (root / ".clearing").open("w") as guard:
-        fcntl.flock(guard, fcntl.LOCK_EX)
-        seen = {lock: _identity(lock) for lock in root.glob("**/lock")}
-        opened = _links("fd/*")
-        # One that was there all the while and that nobody had open; not one made since by another compile.
-        abandoned = [
-            lock
-            for lock, identity in seen.items()
-            if identity and str(lock.resolve()) not in opened and _identity(lock) == identity
-        ]
-        for lock in abandoned:
-            _wait_for_compiler(lock.parent)
-            lock.unlink(missing_ok=True)
-    return abandoned
-
-
-def _identity(lock: Path) -> tuple[int, int] | None:
-    try:
-        status = lock.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_ctime_ns
-
-
-def _wait_for_compiler(folder: Path) -> None:
-    """Return once no process works in `folder`, as ninja and the compilers it starts do."""
-    said = False
-    while str(folder.resolve()) in _links("cwd"):
-        if not said:
-            _say(f"waiting for the compiler that a killed run left at work in {folder}")
-        said = True
-        time.sleep(0.2)
-
-
-def _links(name: str) -> set[str]:
-    """Where these links of all processes of this machine, as far as we may look, lead: open files, folders."""
-    found = set()
-    for link in Path("/proc").glob(f"[0-9]*/{name}"):
-        try:
-            found.add(str(link.readlink()))
-        except OSError:
-            continue
-    return found
-
-
-def _filesystem(folder: Path) -> str:
-    """Type of the filesystem that holds `folder`: that of the longest mount point above it."""
-    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    held = {point: kind for _, point, kind, *_ in mounts if folder.resolve().is_relative_to(point)}
-    return held[max(held, key=len)] if held else ""

@@ -38,11 +38,27 @@ class Operation(NamedTuple):
 
 
 def operations_of(averages: Iterable) -> list[Operation]:
-    """From torch's `key_averages()`, whose times are microseconds."""
+    """From torch's `key_averages()`, whose times are microseconds.
+
+    A kernel's time is in its own row, in that of the operation that launched it, and in those of the annotations
+    around it (torch 2.13, autograd/profiler_util.py): the device's time is taken from the kernels alone.
+    """
+    rows = [each for each in averages if not (_on_device(each) and each.is_user_annotation)]
+    counts_device = _on_device if any(map(_on_device, rows)) else lambda each: True
     return [
-        Operation(each.key, each.count, each.self_cpu_time_total / 1e6, each.self_device_time_total / 1e6)
-        for each in averages
+        Operation(
+            each.key,
+            each.count,
+            each.self_cpu_time_total / 1e6,
+            each.self_device_time_total / 1e6 if counts_device(each) else 0.0,
+        )
+        for each in rows
     ]
+
+
+def _on_device(average) -> bool:
+    """Whether a row is of what ran on the device, not of what the host did."""
+    return average.device_type.name == "CUDA"
 
 
 def kind_of(name: str) -> str:

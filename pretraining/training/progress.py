@@ -18,6 +18,7 @@ class ProgressCallback(TrainerCallback):
             self.bar = tqdm(
                 total=state.max_steps,
                 initial=state.global_step,
+                desc="step",
                 unit="step",
                 dynamic_ncols=True,
                 disable=not self.on_terminal,

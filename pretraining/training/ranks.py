@@ -14,8 +14,7 @@ from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
 from pretraining.training.fresh_store import fresh_store, shared_with_the_launcher
 from pretraining.training.launcher import launcher_is_gone
-from pretraining.training.operators import announce_compiles, ask_the_processor_once, clear_abandoned_locks
-from pretraining.training.shared_memory import forget_shared_buffer
+from pretraining.training.operators import ask_the_processor_once, keep_compiled_operators
 
 # What a launcher sets; a plain `python train.py` is a world of one.
 _SINGLE_PROCESS = {
@@ -51,7 +50,7 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
 
     Must come before the model is built: `zero.Init` reads the world size when it shards parameters.
     hang_minutes: collectives wait longer than that.
-    Raises `UserError` where a launcher started more processes on this machine than it has GPUs.
+    Raises `UserError` if a launcher started more processes on this machine than it has GPUs, or torch cannot use one.
     """
     launcher_is_gone()  # remembers who it is, before the variables of a plain process are set
     if "WORLD_SIZE" not in os.environ:
@@ -60,23 +59,31 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     os.environ.pop("ACCELERATE_DEEPSPEED_CONFIG_FILE", None)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
+    _share_cores(ranks_here())  # beside GPUs too: an offloaded Adam steps on them
     if backend == "nccl":
         _claim_gpu(int(os.environ["LOCAL_RANK"]))
     else:
-        _share_cores(ranks_here())
         # Only its own launcher tells DeepSpeed; else ZeRO-3 starts `numactl` at every reduction to count devices.
         os.environ.setdefault("LOCAL_SIZE", str(ranks_here()))
-    clear_abandoned_locks()
+        _leave_out_shared_memory()
     ask_the_processor_once()
-    announce_compiles()
+    keep_compiled_operators()
     minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
     timeout = timedelta(minutes=minutes)
     if shared_with_the_launcher():
         _meet_in_fresh_store(backend, timeout)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
-    if backend == "gloo":
-        forget_shared_buffer()
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def _leave_out_shared_memory() -> None:
+    """Keep DeepSpeed from building its reductions through shared memory, which only `inference_all_reduce` uses.
+
+    deepspeed 0.19.8 (comm/torch.py) would build them for every process group, also without a ds_config: a minute of
+    compiling, a line on the screen, and 66 MiB a rank in /dev/shm that no process gives back. They also reduce over all
+    ranks whatever group is asked for; torch's own reductions keep to the group.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _meet_in_fresh_store(backend: str, timeout: timedelta) -> None:
@@ -119,7 +126,14 @@ def _claim_gpu(local_rank: int) -> None:
             f"processes (--num_gpus={num_gpus}, --nproc_per_node={num_gpus}, --num_processes={num_gpus})",
             on_every_rank=False,
         )
-    torch.cuda.set_device(local_rank)
+    try:
+        torch.cuda.set_device(local_rank)
+    except RuntimeError as error:  # such as a driver that is older than torch's CUDA: no rank can start
+        reason = " ".join(str(error).split())
+        what = f"GPU {local_rank} cannot be used by torch {torch.__version__} (CUDA {torch.version.cuda}): {reason}"
+        raise UserError(
+            f"{what}; update the driver, or install a build of torch for the CUDA it has"
+        ) from error
 
 
 def _share_cores(local_world_size: int) -> None:

@@ -6,8 +6,8 @@ import torch
 from transformers import TrainerCallback
 
 from pretraining.data.document_masking import IGNORED
-from pretraining.data.mixing.stages import is_mixed
 from pretraining.data.mixing.training import source_names
+from pretraining.mixture import is_mixed
 from pretraining.recipe import Recipe
 from pretraining.training.rank_sums import sum_over_ranks
 

@@ -1,5 +1,6 @@
 """Throughput of the steps since the last log, against the device's dense peak and the run's budget."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -105,14 +106,21 @@ def device_peak_flops(recipe: Recipe) -> float | None:
 
 
 def device_memory() -> dict[str, float]:
-    """{metric: bytes or share} of this rank's device; empty without a GPU."""
+    """{metric: bytes or share} of this rank's device; empty without a GPU.
+
+    The same metrics on every rank, which gather them; NaN for a utilization that this one does not know.
+    """
     if not torch.cuda.is_available():
         return {}
-    measured = {
+    return {
         "memory/peak_bytes": torch.cuda.max_memory_allocated(),
         "memory/reserved_bytes": torch.cuda.max_memory_reserved(),
+        "throughput/gpu_utilization": _utilization(),
     }
+
+
+def _utilization() -> float:
     try:
-        return {**measured, "throughput/gpu_utilization": torch.cuda.utilization() / 100}
-    except (ModuleNotFoundError, RuntimeError):  # nvidia-ml-py is not installed, or the driver does not say
-        return measured
+        return torch.cuda.utilization() / 100
+    except Exception:  # nvidia-ml-py is not installed, or NVML refuses in its own way (MIG, virtual GPUs)
+        return math.nan

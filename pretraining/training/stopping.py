@@ -52,9 +52,8 @@ class StopRequests:
         asked = self._agreed != LAUNCHER_GONE  # else nobody asked: a supervisor starts the run again
         if os.environ.get("RANK", "0") == "0":
             self.run.stop_file.unlink(missing_ok=True)
-            self.run.add_event(
-                "stopped", step=step, reason=self.reason, **(launch_details() if asked else {})
-            )
+            details = launch_details() if asked else {"asked": False}
+            self.run.add_event("stopped", step=step, reason=self.reason, **details)
             line = f"stopped at step {step}: {self.reason}; the same command continues"
             print(line, file=sys.stderr, flush=True)
         if asked:

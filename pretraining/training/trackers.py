@@ -17,17 +17,34 @@ PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"
 # tracker -> the variable that says where it keeps its files; they belong to the run's folder
 FOLDERS = {"tensorboard": "TENSORBOARD_LOGGING_DIR", "trackio": "TRACKIO_DIR"}
 
+PROJECT = "pretraining"
+"""What every tracker files its runs under, unless `training.project` says otherwise."""
+
+# tracker -> the variable that names its project; trackio takes `training.project` itself
+PROJECTS = {
+    "wandb": "WANDB_PROJECT",
+    "mlflow": "MLFLOW_EXPERIMENT_NAME",
+    "comet_ml": "COMET_PROJECT_NAME",
+    "clearml": "CLEARML_PROJECT",
+    "swanlab": "SWANLAB_PROJECT",
+}
+
 # transformers 5.23 would put `train/` before every name; its trackers look this function up in its module.
 integration_utils.rewrite_logs = grouped_names
 
 
-def build_trackers(report_to: str | list[str], run: RunDir, run_name: str) -> list[TrainerCallback]:
-    """The callbacks of the trackers. Raises `UserError` for one whose package is missing; writes nothing."""
+def build_trackers(
+    report_to: str | list[str], run: RunDir, run_name: str, project: str | None = None
+) -> list[TrainerCallback]:
+    """What follows the run for its trackers; `project` as the recipe's `training` has it, if it does.
+
+    Raises `UserError` for a tracker whose package is missing; writes nothing.
+    """
     names = [report_to] if isinstance(report_to, str) else report_to
     for name in FOLDERS.keys() & set(names):
         os.environ.setdefault(FOLDERS[name], str(run.path / name))
     trackers = [Tracker(name, _build_tracker(name), run) for name in names if name != "none"]
-    return [RunIdentity(run, run_name, "wandb" in names), *trackers] if trackers else []
+    return [RunIdentity(run, run_name, names, project), Trackers(trackers)] if trackers else []
 
 
 def _build_tracker(name: str) -> TrainerCallback:
@@ -43,7 +60,7 @@ def _build_tracker(name: str) -> TrainerCallback:
         raise UserError(f"training.report_to: {error}") from error
 
 
-class Tracker(TrainerCallback):
+class Tracker:
     """A tracker's own callback, whose failures stop nothing.
 
     What fails is tried once more; then the tracker is left alone until the next log, for twice as many logs each
@@ -89,35 +106,48 @@ class Tracker(TrainerCallback):
             self.run.add_event(kind, step=state.global_step, tracker=self.name, **details)
 
 
+class Trackers(TrainerCallback):
+    """All trackers of a run as one callback: Transformers warns of a second one of the same class."""
+
+    def __init__(self, trackers: list[Tracker]):
+        self.trackers = trackers
+
+
 def _handed_on(event: str):
     def hand_on(self, args, state, control, **kwargs):
-        self.call(event, args, state, control, **kwargs)
+        for tracker in self.trackers:
+            tracker.call(event, args, state, control, **kwargs)
 
     return hand_on
 
 
 for _event in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
-    setattr(Tracker, _event, _handed_on(_event))
+    setattr(Trackers, _event, _handed_on(_event))
 
 
 class RunIdentity(TrainerCallback):
     """One run of wandb and trackio across resumes, by its name and, for wandb, an id in the run folder.
 
+    All trackers have the same project; a variable that is set already, such as WANDB_PROJECT, keeps its value.
     Without an account wandb's is kept offline.
 
     Comes before the trackers' own callbacks, which read these variables when training begins.
     """
 
-    def __init__(self, run: RunDir, run_name: str, has_wandb: bool):
-        self.run, self.run_name, self.has_wandb = run, run_name, has_wandb
+    def __init__(self, run: RunDir, run_name: str, names: list[str], project: str | None = None):
+        self.run, self.run_name, self.names, self.project = run, run_name, names, project or PROJECT
 
     def on_train_begin(self, args, state, control, **kwargs):
-        args.run_name = args.run_name or self.run_name
-        if state.is_world_process_zero and self.has_wandb:
+        args.run_name, args.project = args.run_name or self.run_name, self.project
+        if state.is_world_process_zero:
             for key, value in self._variables().items():
                 os.environ.setdefault(key, value)
 
     def _variables(self) -> dict[str, str]:
+        projects = {PROJECTS[name]: self.project for name in self.names if name in PROJECTS}
+        return {**projects, **(self._of_wandb() if "wandb" in self.names else {})}
+
+    def _of_wandb(self) -> dict[str, str]:
         if not self.run.wandb_id.exists():
             self.run.wandb_id.write_text(uuid.uuid4().hex[:12])
         offline = {} if _has_wandb_account() else {"WANDB_MODE": "offline"}
@@ -127,7 +157,6 @@ class RunIdentity(TrainerCallback):
             "WANDB_RESUME": "allow",
             "WANDB_NAME": self.run_name,
             "WANDB_DIR": str(self.run.path),
-            "WANDB_PROJECT": "pretraining",
             "WANDB_LOG_MODEL": "false",
         }
 

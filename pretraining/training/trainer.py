@@ -73,6 +73,7 @@ class PretrainingTrainer(TimedTrainer):
         self.checkpoints, self.stop, self.step_sizes = checkpoints, stop, step_sizes
         self.clock, self.clipping = clock or StepClock(), clipping
         self.averaged_weights, self.schedule_clock = averaged_weights, schedule_clock
+        self._last_saved: tuple[int, int] | None = None
         with training_refusals(recipe_path):  # before anything of the run is written
             super().__init__(*args, **kwargs)
             _try_optimizer_and_schedule(self.args)
@@ -128,7 +129,12 @@ class PretrainingTrainer(TimedTrainer):
         return counting_by_tensor(optimizer_class), keywords
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """The recipe's optimizer; rank 0 says which parameters are in which group."""
+        """The recipe's optimizer; rank 0 says which parameters are in which group.
+
+        Under DeepSpeed the Trainer asks for it twice, and the second time takes the one it has.
+        """
+        if self.optimizer is not None:
+            return self.optimizer
         optimizer = super().create_optimizer(model)
         if isinstance(optimizer, Muon):
             self.add_callback(BindPartitions(optimizer))
@@ -156,6 +162,7 @@ class PretrainingTrainer(TimedTrainer):
 
     def _evaluation_cut_short(self) -> dict:
         """Save and stop; nothing is logged, and the next start measures again."""
+        self.control.should_evaluate = False  # else the Trainer begins another one when it leaves its loop
         if self.state.global_step == self._initial_global_step:
             self._leave_if_stopped()  # the checkpoint it came from holds all there is
         self.control.should_save = self.control.should_training_stop = True
@@ -221,7 +228,15 @@ class PretrainingTrainer(TimedTrainer):
             self._tr_loss.zero_()
 
     def _save_checkpoint(self, model, trial) -> None:
-        """At the cadence of `save_steps`; `on_save` of the callbacks comes next."""
+        """At the cadence of `save_steps`; `on_save` of the callbacks comes next.
+
+        The Trainer looks at what is due after each step, and once more when it leaves its loop, where a stop and
+        the end of an epoch ask for a save again: one state is saved once.
+        """
+        saved = (self.state.global_step, len(self.state.log_history))
+        if saved == self._last_saved:
+            return
+        self._last_saved = saved
         self.store_flos()
         for callback in (*self.callback_handler.callbacks, self.control):
             if isinstance(callback, ExportableState):

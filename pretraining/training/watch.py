@@ -48,7 +48,8 @@ class Watch:
         self.profile = [] if settings is None else [ProfileCallback(run, settings)]
         self.speed = SpeedMeter.of(recipe, plan.world_size, last_step, extra_tokens)
         self.metrics = MetricsCallback(run, self.speed, num_blocks * recipe.sequence_length)
-        self.trackers = build_trackers(recipe.training.get("report_to", "none"), run, recipe.name)
+        report_to, project = recipe.training.get("report_to", "none"), recipe.training.get("project")
+        self.trackers = build_trackers(report_to, run, recipe.name, project)
 
     def _gradient_monitors(self) -> list[TrainerCallback]:
         """What measures gradients on some steps."""

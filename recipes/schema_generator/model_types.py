@@ -5,6 +5,8 @@ for which property of the shape. benchmarks/model_types.py tries each of them; w
 """
 
 import dataclasses
+import re
+from functools import cache
 
 from schema_generator.from_types import described, type_schema
 
@@ -19,6 +21,30 @@ OPTIONAL = {
     "moe_intermediate_size": (),
 }
 MOST_LAYERS, MOST_OTHERS = 2000, 10**9
+POSITIVE_COUNT = {"minimum": 1, "maximum": MOST_OTHERS}
+BOUNDS = {
+    r".*(dropout|pdrop|layerdrop|dropout_prob|_drop)$": {"minimum": 0, "exclusiveMaximum": 1},
+    r".*(eps|epsilon)$": {"exclusiveMinimum": 0},
+    r".*(initializer_range|init_std)$": {"exclusiveMinimum": 0},
+    r".*_token_id$": {"minimum": 0, "maximum": MOST_OTHERS},
+    r"(rope_theta|logits_scaling)$": {"exclusiveMinimum": 0},
+    r".*(aux_loss_coef|jitter_noise|z_loss_coefficient)$": {"minimum": 0},
+    r"n_inner|head_dim|num_key_value_heads|sliding_window|decoder_sparse_step|intermediate_size": POSITIVE_COUNT,
+    r".*_head_dim|num_kv_heads|moe_intermediate_size|ffn_dim|ffn_hidden_size|rotary_dim": POSITIVE_COUNT,
+    r"(num|n)_(local_|routed_)?experts(_per_tok)?|n_group|topk_group": {"minimum": 0, "maximum": MOST_OTHERS},
+}
+"""Of keys whose names say what they are: values outside make no model, or one that learns nothing."""
+ROPE_BOUNDS = {
+    "rope_theta": {"exclusiveMinimum": 0},
+    "partial_rotary_factor": {"exclusiveMinimum": 0, "maximum": 1},
+    "factor": {"minimum": 1},
+    "original_max_position_embeddings": POSITIVE_COUNT,
+    "attention_factor": {"exclusiveMinimum": 0},
+    "beta_fast": {"exclusiveMinimum": 0},
+    "beta_slow": {"exclusiveMinimum": 0},
+    "low_freq_factor": {"exclusiveMinimum": 0},
+    "high_freq_factor": {"exclusiveMinimum": 0},
+}
 IGNORED = ("add_cross_attention", "pretraining_tp", "is_encoder_decoder", "transformers_version")
 FOUND = {
     "its logits depend on later tokens": (
@@ -56,6 +82,31 @@ def other_model_types(exact: list[str]) -> dict:
 def largest(key: str) -> int:
     """Beyond any model: what a slip of the keyboard writes, and no plan can be made of."""
     return MOST_LAYERS if "layer" in key else MOST_OTHERS
+
+
+def bounded(key: str, schema: dict) -> dict:
+    """`schema` of a configuration class's key, with the limits and choices that the name of the key implies."""
+    limits = next((limits for pattern, limits in BOUNDS.items() if re.fullmatch(pattern, key)), {})
+    types = schema.get("type", [])
+    types = [types] if isinstance(types, str) else types
+    if "integer" in types or "number" in types:
+        schema = {**schema, **limits}
+    if schema.get("items", {}).get("type") == "integer":
+        schema = {**schema, "items": {**schema["items"], **limits}}
+    if schema.get("default") in _activations():
+        return {**schema, "enum": _activations() + [None] * ("null" in types)}
+    if key == "rope_parameters" and "properties" in schema:
+        inside = {name: {**each, **ROPE_BOUNDS.get(name, {})} for name, each in schema["properties"].items()}
+        schema = {**schema, "properties": inside}
+    return schema
+
+
+@cache
+def _activations() -> list[str]:
+    """Names of the functions that transformers knows; those with weights of their own are left out."""
+    from transformers.activations import ACT2FN
+
+    return sorted(set(ACT2FN) - {"prelu", "xielu"})
 
 
 def _entry(model_type: str) -> dict | str:
@@ -104,4 +155,4 @@ def _property(field: dataclasses.Field) -> dict:
     schema = type_schema(field.type)
     if field.type is float:
         schema["format"] = "float"
-    return described(schema, None, field.default)
+    return bounded(field.name, described(schema, None, field.default))

@@ -16,8 +16,8 @@ from pretraining.quiet import prepare_imports
 from pretraining.run_dir import RunDir
 
 EXAMPLES = """  python -m pretraining.checkpoints export runs/tiny
-  python -m pretraining.checkpoints export runs/tiny --step 800 --to out/tiny-800
-  python -m pretraining.checkpoints export /mnt/copies/checkpoint-800 --model runs/tiny/model --to out/tiny-800"""
+  python -m pretraining.checkpoints export runs/tiny --step 750 --to out/tiny-750
+  python -m pretraining.checkpoints export /mnt/copies/checkpoint-750 --model runs/tiny/model --to out/tiny-750"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

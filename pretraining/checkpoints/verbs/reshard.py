@@ -15,7 +15,7 @@ from pretraining.errors import UserError
 from pretraining.planning.quantities import num_bytes
 
 EXAMPLES = """  python -m pretraining.checkpoints reshard runs/tiny --files 1 --to out/checkpoint
-  python -m pretraining.checkpoints reshard runs/tiny --step 800 --files 8 --to out/checkpoint-800"""
+  python -m pretraining.checkpoints reshard runs/tiny --step 750 --files 8 --to out/checkpoint-750"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

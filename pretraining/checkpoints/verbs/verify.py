@@ -16,8 +16,8 @@ from pretraining.checkpoints.verification import file_verdicts, quick_damage
 from pretraining.planning.quantities import num_bytes
 
 EXAMPLES = """  python -m pretraining.checkpoints verify runs/tiny
-  python -m pretraining.checkpoints verify runs/tiny --step 800
-  python -m pretraining.checkpoints verify /mnt/copies/checkpoint-800 --json"""
+  python -m pretraining.checkpoints verify runs/tiny --step 750
+  python -m pretraining.checkpoints verify /mnt/copies/checkpoint-750 --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

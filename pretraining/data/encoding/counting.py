@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretraining.data.corpus import CLEANING_KEYS, Batch, prefetch, read_batches
-from pretraining.data.names import source_name
 from pretraining.data.progress import Progress
 from pretraining.data.sources import open_source
 from pretraining.data.tokenizer import describe_tokenizer
+from pretraining.mixture import source_name
 
 if TYPE_CHECKING:
     from pretraining.data.encoding import Encoder

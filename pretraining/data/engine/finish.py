@@ -12,18 +12,18 @@ from pretraining.data.arrow_layout import write_durably
 from pretraining.data.corpus import empty_corpus
 from pretraining.data.engine.reports import as_text, cleaning_skips, reports_of
 from pretraining.data.engine.tokenize_stage import RESULT_NAME, SPLITS
-from pretraining.data.manifest import FORMAT, MANIFEST_NAME, content_fingerprint, shaping_section
-from pretraining.data.names import source_name
+from pretraining.data.manifest import FORMAT, MANIFEST_NAME, content_fingerprint, deciding_section
 from pretraining.data.publishing import discard, publish, start_building
 from pretraining.data.shards import SplitWriter, open_shard, split_entry
 from pretraining.data.split_sizes import SplitSizes, check_blocks
 from pretraining.data.tokenizer import describe_tokenizer
 from pretraining.data.tools.distributions import entropy_bits
 from pretraining.errors import UserError
+from pretraining.mixture import source_name
 
 
-def finish(preparation, key: str) -> None:
-    """Gather, write the manifest, and put the data set in its place.
+def finish(preparation) -> Path | None:
+    """Gather, write the manifest, and put the data set in its place; where the one before it is kept, if there was one.
 
     Raises UserError where a task has not finished, the corpus is empty, or a split is too small for one block.
     """
@@ -39,11 +39,11 @@ def finish(preparation, key: str) -> None:
         _check_blocks(preparation, splits, outputs)
         shutil.copytree(preparation.tokenizer_folder, building / "tokenizer")
         write_durably(building / "dataset_dict.json", json.dumps({"splits": list(SPLITS)}))
-        _write_manifest(building, preparation, key, splits, outputs, results)
+        _write_manifest(building, preparation, splits, outputs, results)
     except BaseException:
         discard(preparation.folder)
         raise
-    publish(preparation.folder)
+    return publish(preparation.folder)
 
 
 def _check_blocks(preparation, splits: dict, outputs: list[Path]) -> None:
@@ -102,9 +102,7 @@ def _join_validation(outputs: list[Path], results: list[dict], target: Path) -> 
     return writer.finish()
 
 
-def _write_manifest(
-    building: Path, preparation, key: str, splits: dict, outputs: list, results: list
-) -> None:
+def _write_manifest(building: Path, preparation, splits: dict, outputs: list, results: list) -> None:
     """The last file: counts, checksums, tokenizer, sources and versions."""
     counts = np.sum([np.load(output / "validation_counts.npy") for output in outputs], axis=0)
     bits_per_byte = (
@@ -116,9 +114,9 @@ def _write_manifest(
     manifest = {
         "format": FORMAT,
         "name": data["name"],
-        "key": key,
         "fingerprint": content_fingerprint(splits),
-        "data": shaping_section(data),
+        "data": deciding_section(data),
+        "consulted": preparation.consulted,
         "tokenizer": describe_tokenizer(building / "tokenizer", str(data["tokenizer"])).__dict__,
         "encoding": _encoding(results),
         "sources": _sources(data["sources"], preparation.fingerprints, results),

@@ -17,7 +17,7 @@ from pretraining.data.engine.pieces import Piece, cut_sources, gather
 from pretraining.data.engine.tasks import Stage
 from pretraining.data.engine.tokenize_stage import tokenize
 from pretraining.data.engine.tokenizer_stage import make_tokenizer
-from pretraining.data.manifest import FORMAT, digest_of
+from pretraining.data.manifest import FORMAT, consulted, digest_of
 from pretraining.data.progress import Progress, Silence
 from pretraining.data.publishing import work_folder
 from pretraining.data.tokenizer import local_fingerprint
@@ -104,6 +104,11 @@ class Preparation:
         return [digest_of(key, fates) for key in self.clean_stage.keys]
 
     @cached_property
+    def consulted(self) -> dict:
+        """What filters and decontamination go by, as it is at the beginning."""
+        return consulted(self.data)
+
+    @cached_property
     def evaluation_stage(self) -> Stage | None:
         """One task: the n-grams of the evaluation sets."""
         section = self.data.get("decontaminate")
@@ -123,12 +128,9 @@ class Preparation:
     @cached_property
     def clean_stage(self) -> Stage:
         """A task for each piece: filters, decontamination, signatures."""
-        from pretraining.data.quality import FilterChain
-
-        chain = FilterChain.of(self.data.get("filters") or [])
         evaluation = self.evaluation_stage.keys if self.evaluation_stage else []
         dedup = self.data.get("dedup") or {}
-        shared = [chain.identity, evaluation, dedup.get("exact"), dedup.get("minhash")]
+        shared = [self.consulted, evaluation, dedup.get("exact"), dedup.get("minhash")]
         keys = [digest_of(shared, key) for key in self.read_keys]
         return Stage("clean", keys, lambda number, folder: clean(self, number, folder))
 
@@ -155,9 +157,7 @@ class Preparation:
     def tokenizer_stage(self) -> Stage:
         """One task: load the tokenizer, or train it on the text before it."""
         spec = self.data["tokenizer"]
-        trained_on = (
-            [self.text_keys, self.data["validation_share"], self.weights] if isinstance(spec, dict) else []
-        )
+        trained_on = [self.text_keys, self.data["validation_share"]] if isinstance(spec, dict) else []
         key = digest_of(spec, local_fingerprint(spec), self.vocab_size, trained_on)
         return Stage("tokenizer", [key], lambda number, folder: make_tokenizer(self, folder))
 
@@ -172,11 +172,6 @@ class Preparation:
     def tokenizer_folder(self) -> Path:
         """The finished tokenizer."""
         return self.tokenizer_stage.outputs(self.work)[0]
-
-    @property
-    def weights(self) -> list[float]:
-        """Of each source, for what is sampled from all of them."""
-        return [spec.get("weight") or 1.0 for spec in self.data["sources"]]
 
     def read_pieces(self, numbers: range, skipped: dict) -> Iterator[Batch]:
         """The text of neighbouring pieces of one source as it is read; `skipped` counts what is left out."""

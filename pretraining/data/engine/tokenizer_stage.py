@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from pretraining.data.corpus import empty_corpus, prefetch, training_shares
+from pretraining.data.corpus import TRAINING_BYTES, empty_corpus, prefetch
 from pretraining.data.tokenizer import check_vocabulary, describe_tokenizer, save_tokenizer, train_tokenizer
 
 
@@ -20,7 +20,7 @@ def make_tokenizer(preparation, folder: Path) -> None:
 
 
 def _training_texts(preparation) -> Iterator[str]:
-    """The beginning of each source, by its weight, without its validation documents."""
+    """The beginning of each source, of all as much, without its validation documents."""
     skipped, empty = {}, True
     for batch in prefetch(_training_batches(preparation, skipped)):
         empty = False
@@ -32,7 +32,9 @@ def _training_texts(preparation) -> Iterator[str]:
 
 def _training_batches(preparation, skipped: dict) -> Iterator:
     share = preparation.data["validation_share"]
-    for source, num_bytes in enumerate(training_shares(preparation.weights)):
+    num_sources = len(preparation.sources)
+    for source in range(num_sources):
+        num_bytes = TRAINING_BYTES // num_sources
         for task in preparation.token_tasks:
             if preparation.pieces[task.start].source != source or num_bytes <= 0:
                 continue

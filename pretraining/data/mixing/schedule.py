@@ -10,15 +10,19 @@ T_s(i) rounded down or up: never one sample away from the promise.
 import heapq
 from collections.abc import Sequence
 from fractions import Fraction
-from math import ceil, floor
+from math import ceil, floor, lcm
 from typing import NamedTuple
 
 import numpy as np
 
-from pretraining.data.mixing.shares import counts_per_period
-
 NEVER = 1 << 46
 """A deadline, in samples, that no run reaches; with the source's number it still fits 63 bits."""
+
+MAX_PERIOD = 1 << 20
+"""The longest schedule that is laid out sample by sample; the smallest share is one in as many."""
+
+GRID_STEPS_OF_SMALLEST = 512
+"""How many grid steps the smallest share gets if the grid may be fine enough: within 0.1 % of the wish."""
 
 
 class Stage(NamedTuple):
@@ -220,3 +224,35 @@ def _earliest_deadlines(start: int, stop: int, releases: list[int], keys: list[i
             place += 1
         taken.append(heapq.heappop(ready))
     return taken
+
+
+def counts_per_period(shares: Sequence[Fraction]) -> list[int]:
+    """Samples of each source in one period, whose length is their sum: at most `MAX_PERIOD`.
+
+    Exact where the shares have a common denominator that small, as decimal weights do. Others go to a grid of
+    2**-10 to 2**-20, by largest remainder; a share that is not zero never becomes zero.
+    """
+    denominator = lcm(*(share.denominator for share in shares))
+    if denominator <= MAX_PERIOD:
+        return [int(share * denominator) for share in shares]
+    return _round_to_grid(shares, _grid_for(min(share for share in shares if share)))
+
+
+def _grid_for(smallest: Fraction) -> int:
+    """The power of two that gives the smallest share `GRID_STEPS_OF_SMALLEST`, or `MAX_PERIOD`."""
+    grid = 1 << 10
+    while grid < MAX_PERIOD and grid * smallest < GRID_STEPS_OF_SMALLEST:
+        grid *= 2
+    return grid
+
+
+def _round_to_grid(shares: Sequence[Fraction], grid: int) -> list[int]:
+    """Counts that sum to `grid`: the largest remainders are rounded up, but never a share to nothing."""
+    counts = [max(1, int(share * grid)) if share else 0 for share in shares]
+    sources = [source for source, share in enumerate(shares) if share]
+    while (missing := grid - sum(counts)) != 0:
+        step = 1 if missing > 0 else -1
+        movable = [source for source in sources if counts[source] + step > 0]
+        furthest = max(movable, key=lambda source: step * (shares[source] * grid - counts[source]))
+        counts[furthest] += step
+    return counts

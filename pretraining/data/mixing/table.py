@@ -4,6 +4,10 @@ from collections.abc import Sequence
 
 from pretraining.data.mixing.schedule import Schedule
 
+LIKE = 0.02
+"""Difference of a source's shares below which two mixtures are alike."""
+MOST_NAMED = 3
+
 
 def mixture_table(
     schedule: Schedule,
@@ -55,6 +59,26 @@ def _part(schedule, names, num_blocks, length, start, stop, stage=None) -> dict:
     return {"first_sample": start, "samples": stop - start, "sources": rows}
 
 
+def validation_note(table: dict, validation_tokens: Sequence[int]) -> str | None:
+    """One sentence to stand beside a training loss and a validation loss; None if both are of the same mixture.
+
+    table: as `mixture_table` makes it. validation_tokens: [sources] tokens of the validation split, which keeps the
+    sources' natural proportions.
+    """
+    total, rows = sum(validation_tokens), table["run"]["sources"]
+    if not total:
+        return None
+    shares = [
+        (row["source"], row["realised_share"], n / total)
+        for row, n in zip(rows, validation_tokens, strict=True)
+    ]
+    if all(abs(trained - validated) < LIKE for _, trained, validated in shares):
+        return None
+    furthest = sorted(shares, key=lambda share: -abs(share[1] - share[2]))[:MOST_NAMED]
+    named = ", ".join(f"{name} {trained:.0%} and {validated:.0%}" for name, trained, validated in furthest)
+    return f"Training and validation hold different shares of the sources ({named}): compare their losses by source."
+
+
 def format_table(table: dict) -> str:
     """The table as text: a row a source for each stage, and for the run where there are several stages."""
     width = max(6, *(len(row["source"]) for row in table["run"]["sources"]))
@@ -68,6 +92,8 @@ def format_table(table: dict) -> str:
     if several:
         lines.append(f"run: {table['tokens']:,} tokens")
         lines += [_line(row, width) for row in table["run"]["sources"]]
+    if table.get("validation_note"):
+        lines.append(table["validation_note"])
     return "\n".join(lines)
 
 

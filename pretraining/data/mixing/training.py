@@ -13,13 +13,13 @@ from pretraining.data.mixing.guard import BlockGuard
 from pretraining.data.mixing.mixed import MixedOrder
 from pretraining.data.mixing.schedule import Schedule, Stage
 from pretraining.data.mixing.sources import open_by_source
-from pretraining.data.mixing.stages import is_mixed, read_stages, source_names
-from pretraining.data.mixing.table import mixture_table
+from pretraining.data.mixing.table import mixture_table, validation_note
 from pretraining.data.mixing.token_bytes import tokens_of_file
 from pretraining.data.order import GlobalOrder, Order
 from pretraining.data.packed import PackedDataset
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
+from pretraining.mixture import is_mixed, read_stages, source_names
 from pretraining.schema import display_path, problem
 
 
@@ -31,6 +31,8 @@ class Mixture(NamedTuple):
     """The training tokens of each source."""
     schedule: Schedule
     sequence_length: int
+    validation_tokens: list[int]
+    """[sources]"""
 
     @property
     def num_blocks(self) -> list[int]:
@@ -38,8 +40,11 @@ class Mixture(NamedTuple):
         return [split.num_blocks(self.sequence_length) for split in self.splits]
 
     def table(self, num_samples: int) -> dict:
-        """Promised and realised shares of the run's first `num_samples` samples (see `mixture_table`)."""
-        return mixture_table(self.schedule, self.names, self.num_blocks, self.sequence_length, num_samples)
+        """Promised and realised shares of the run's first `num_samples` samples (see `mixture_table`), and in
+        `validation_note` how the validation's differ.
+        """
+        table = mixture_table(self.schedule, self.names, self.num_blocks, self.sequence_length, num_samples)
+        return {**table, "validation_note": validation_note(table, self.validation_tokens)}
 
 
 def build_mixture(data, recipe, num_samples: int) -> Mixture | None:
@@ -58,7 +63,10 @@ def build_mixture(data, recipe, num_samples: int) -> Mixture | None:
     length = recipe.sequence_length
     sizes = [split.num_blocks(length) for split in splits]
     wished = read_stages(section, names, sizes, num_samples, length, where)
-    mixture = Mixture(names, splits, Schedule([Stage.of(*stage) for stage in wished]), length)
+    held_out = open_by_source(data.validation)
+    validation_tokens = [held_out[n].num_tokens if n in held_out else 0 for n in range(len(names))]
+    schedule = Schedule([Stage.of(*stage) for stage in wished])
+    mixture = Mixture(names, splits, schedule, length, validation_tokens)
     caps = [source.get("max_epochs") for source in section["sources"]]
     check_epochs(
         mixture.schedule,

@@ -69,7 +69,8 @@ class StreamedSplit(TokenSplit):
                 self._open.pop(number, None)
         self._reads_at_sweep = {number: shard.reads for number, shard in self._open.items()}
 
-    def _map(self, number: int) -> Shard:
+    def map_anew(self, number: int) -> Shard:
+        """The shard, fetched unless it is here, and mapped."""
         entry = self._entry["shards"][number]
         with self.remote.open(self.name, entry) as file:
             return map_shard(file, self._where(number), entry, self.dtype)

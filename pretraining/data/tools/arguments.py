@@ -6,37 +6,37 @@ from pathlib import Path
 from pretraining.command_line import not_negative_integer, positive_integer
 
 EXAMPLES = """examples:
-  python -m pretraining.data verify data/tiny
-  python -m pretraining.data stats data/tiny
-  python -m pretraining.data inspect data/tiny --count 2
-  python -m pretraining.data inspect data/tiny --block 5 --sequence_length 512
-  python -m pretraining.data convert data/tiny --to megatron /fast/disk/tiny-megatron
-  python -m pretraining.data push data/tiny my-name/tiny --dry_run
+  python -m pretraining.data verify data/python-stdlib
+  python -m pretraining.data stats data/python-stdlib
+  python -m pretraining.data inspect data/python-stdlib --count 2
+  python -m pretraining.data inspect data/python-stdlib --block 5 --sequence_length 512
+  python -m pretraining.data convert data/python-stdlib --to megatron /fast/disk/megatron
+  python -m pretraining.data push data/python-stdlib my-name/python-stdlib --dry_run
 
 Every verb has its own --help."""
 
 EXAMPLES_OF = {
     "verify": """examples:
-  python -m pretraining.data verify data/tiny
-  python -m pretraining.data verify data/tiny --json""",
+  python -m pretraining.data verify data/python-stdlib
+  python -m pretraining.data verify data/python-stdlib --json""",
     "stats": """examples:
-  python -m pretraining.data stats data/tiny
-  python -m pretraining.data stats data/tiny --no-tokens --json
-  python -m pretraining.data stats data/tiny --no-tokens --sequence_length 512""",
+  python -m pretraining.data stats data/python-stdlib
+  python -m pretraining.data stats data/python-stdlib --no-tokens --json
+  python -m pretraining.data stats data/python-stdlib --no-tokens --sequence_length 512""",
     "inspect": """examples:
-  python -m pretraining.data inspect data/tiny --split validation --count 5 --seed 1
-  python -m pretraining.data inspect data/tiny --document 17
-  python -m pretraining.data inspect data/tiny --search "def main" --count 1
-  python -m pretraining.data inspect data/tiny --block 5 --sequence_length 512
-  python -m pretraining.data inspect data/tiny --sample 1000 --recipe tiny""",
+  python -m pretraining.data inspect data/python-stdlib --split validation --count 5 --seed 1
+  python -m pretraining.data inspect data/python-stdlib --document 17
+  python -m pretraining.data inspect data/python-stdlib --search "def main" --count 1
+  python -m pretraining.data inspect data/python-stdlib --block 5 --sequence_length 512
+  python -m pretraining.data inspect data/python-stdlib --sample 1000 --recipe tiny""",
     "convert": """examples:
-  python -m pretraining.data convert data/tiny --to megatron exported/tiny
-  python -m pretraining.data convert data/tiny --to datatrove exported/tiny
+  python -m pretraining.data convert data/python-stdlib --to megatron exported/python-stdlib
+  python -m pretraining.data convert data/python-stdlib --to datatrove exported/python-stdlib
   python -m pretraining.data convert data/theirs --from megatron corpus_text_document --tokenizer gpt2
   python -m pretraining.data convert data/theirs --from datatrove tokenized/ --tokenizer gpt2""",
     "push": """examples:
-  python -m pretraining.data push data/tiny my-name/tiny --dry_run
-  python -m pretraining.data push data/tiny my-name/tiny --private""",
+  python -m pretraining.data push data/python-stdlib my-name/python-stdlib --dry_run
+  python -m pretraining.data push data/python-stdlib my-name/python-stdlib --private""",
 }
 
 
@@ -67,7 +67,7 @@ def _verb(verbs, name: str, summary: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="data set, such as data/tiny")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="data set, such as data/python-stdlib")
     parser.add_argument(
         "--json", action="store_true", help="print the answer as JSON, without a progress bar"
     )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pretraining.data.arrow_layout import write_durably
-from pretraining.data.manifest import FORMAT, MANIFEST_NAME, content_fingerprint, digest_of, num_shard_bytes
+from pretraining.data.manifest import FORMAT, MANIFEST_NAME, content_fingerprint, num_shard_bytes
 from pretraining.data.prepare import DISK_FAULTS
 from pretraining.data.progress import Progress
 from pretraining.data.publishing import discard, preparation_lock, publish, start_building
@@ -149,7 +149,6 @@ def _write_manifest(
     manifest = {
         "format": FORMAT,
         "name": name,
-        "key": digest_of("converted", form, fingerprint),
         "fingerprint": fingerprint,
         "data": {**section, "skip_undecodable": False},
         "converted_from": {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.shards import Shard, TokenSplit, open_shard
+from pretraining.data.shards import Shard, TokenSplit
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,7 @@ class SplitDocuments:
     def shard(self, number: int) -> Shard:
         """Shard `number`, mapped; the one before is let go."""
         if self._opened is None or self._opened[0] != number:
-            entry = self.entries[number]
-            self._opened = number, open_shard(self.folder / entry["file"], entry, self.dtype)
+            self._opened = number, self.stream.map_anew(number)
         return self._opened[1]
 
     def source_of(self, entry: dict) -> str:

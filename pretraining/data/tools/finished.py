@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretraining.data.manifest import MANIFEST_NAME, read_manifest
-from pretraining.data.names import source_name
 from pretraining.data.tools.documents import SplitDocuments
 from pretraining.errors import UserError, nearest
+from pretraining.mixture import source_name
 
 if TYPE_CHECKING:
     import tokenizers
@@ -54,7 +54,9 @@ class FinishedData:
 def open_finished(folder: Path) -> FinishedData:
     """Open the data set in `folder`; UserError where there is none, or an unfinished one."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give the folder of a data set, such as data/tiny")
+        raise UserError(
+            f"{folder}: no such folder; give the folder of a data set, such as data/python-stdlib"
+        )
     manifest = read_manifest(folder)
     if manifest is None:
         inside = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST_NAME}"))

@@ -5,9 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from pretraining.data.best_fit import Stretch
+from pretraining.data.manifest import data_differences
 from pretraining.data.tools.documents import SplitDocuments, StoredDocument
 from pretraining.data.tools.finished import FinishedData, open_finished
 from pretraining.errors import UserError
+from pretraining.schema import listed
 
 SEARCH_BATCH = 256
 """Documents decoded at once while searching."""
@@ -86,10 +88,12 @@ class Inspection:
         """The block that sample `number` of a run of `recipe` is, with its step and epoch."""
         from pretraining.data.mixing.training import build_mixture, build_training_dataset
 
-        if recipe.data["name"] != self.data.manifest["name"]:
+        manifest = self.data.manifest
+        differing = [] if "converted_from" in manifest else data_differences(manifest, recipe.data)
+        if differing:
             raise UserError(
-                f"{self.data.folder}: the data of {self.data.manifest['name']!r}, but recipe {recipe.name!r} "
-                f"trains on {recipe.data['name']!r}; give that folder"
+                f"{self.data.folder}: not the data that recipe {recipe.name!r} trains on: {listed(differing)}; give "
+                "the folder of its data.name"
             )
         if self.split.name != "train":
             raise UserError(
@@ -99,7 +103,7 @@ class Inspection:
             raise UserError(f"--sample {number:,}: the run has {recipe.most_samples:,}, counted from 0")
         length = recipe.sequence_length
         _check_range("block", 0, self.split.stream.num_blocks(length), self.split.name)
-        prepared = SimpleNamespace(train=self.split.stream, fingerprint=self.data.manifest["fingerprint"])
+        prepared = SimpleNamespace(train=self.split.stream, fingerprint=manifest["fingerprint"])
         mixture = build_mixture(prepared, recipe, recipe.num_samples)
         dataset = build_training_dataset(prepared, recipe, mixture, number, 1)
         source, stretches = dataset.place(int(dataset.block_numbers([0])[0]))

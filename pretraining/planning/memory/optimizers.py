@@ -7,6 +7,8 @@ from functools import partial
 from pretraining.planning.memory.precision import FP32
 from pretraining.planning.memory.tensors import EMBEDDING, HIDDEN, Tensor
 from pretraining.recipe import Recipe
+from pretraining.refusals import own_groups
+from pretraining.schedules import DEFAULT_OPTIM
 
 BLOCK, SMALLEST_IN_8_BIT = 256, 4096
 """Elements that share a scale, and those from which on a tensor is kept in 8 bit (bitsandbytes 0.50, optimizer.py)."""
@@ -46,12 +48,11 @@ class OptimizerStates:
 
 def optimizer_states(recipe: Recipe) -> OptimizerStates:
     """The states of the recipe's optimizer; of one that no family names, Adam's, which are seldom less."""
-    settings, optim = recipe.optimizer, recipe.training.get("optim", "adamw")
-    if settings["name"] == "muon":
+    if recipe.optimizer["name"] == "muon":
         return MUON
-    rates = [value for key, value in settings.items() if key.startswith(("matrix_", "embedding_"))]
-    if recipe.mup["base_width"] is not None or any(rate is not None for rate in rates):
+    if own_groups(recipe):
         return replace(ADAM, groups=MUON.groups)
+    optim = recipe.training.get("optim", DEFAULT_OPTIM)
     family = next((part for part in FAMILIES if part in optim), "adam")
     name, numbers = FAMILIES[family]
     if family == "adafactor":

@@ -156,7 +156,7 @@ const withSmooth = (line, strength) => !line.series || strength <= 0 || line.ser
   { ...line, series: smoothed(line.series, strength) },
 ];
 
-// lines: [{label, color, series, width, dash, quiet, dots}]
+// lines: [{label, run, part, color, series, width, dash, quiet, dots}]
 const drawChart = (box, lines, { unit = "number", height = 200, logY = false, runs = [], toggles = true, settled = false } = {}) => {
   const usable = lines.filter((line) => line.series && line.series.value.some((y) => y !== null));
   if (!usable.length) return null;
@@ -181,12 +181,30 @@ const drawChart = (box, lines, { unit = "number", height = 200, logY = false, ru
   return chart;
 };
 
-const legendOf = (chart, lines) => el("div", { class: "legend" }, lines.map((line, i) => line.quiet ? null :
-  el("button", { type: "button", "aria-pressed": "true", onclick: (event) => {
-    const show = !chart.series[i + 1].show;
-    event.currentTarget.setAttribute("aria-pressed", String(show));
-    lines.forEach((other, k) => { if (k === i || other.belongsTo === line.label) chart.setSeries(k + 1, { show }); });
-  } }, el("span", { class: "swatch", style: { background: line.color } }), line.label)));
+const swatch = (color, dash) => el("span", { class: "swatch", style: { background: dash ?
+  `repeating-linear-gradient(90deg, ${color} 0 ${dash[0]}px, transparent ${dash[0]}px ${dash[0] + dash[1]}px)` : color } });
+
+// One entry a line. Where several runs share a chart of several parts: one a run, by its colour, and one a part, by its
+// dashes; a line is shown if both of its entries are chosen.
+const legendEntries = (lines) => {
+  const loud = lines.filter((line) => !line.quiet);
+  const firsts = (key) => loud.filter((line, i) => line[key] && loud.findIndex((other) => other[key] === line[key]) === i);
+  const runs = firsts("run"), parts = firsts("part");
+  if (runs.length > 1 && parts.length > 1) return [
+    ...runs.map((line) => ({ label: line.run, color: line.color, covers: (other) => other.run === line.run })),
+    ...parts.map((line) => ({ label: line.part, color: color("soft"), dash: line.dash, covers: (other) => other.part === line.part }))];
+  return loud.map((line) => ({ label: line.label, color: line.color, dash: line.dash, covers: (other) => other === line || other.belongsTo === line.label }));
+};
+
+const legendOf = (chart, lines) => {
+  const entries = legendEntries(lines);
+  const buttons = entries.map((entry) => el("button", { type: "button", "aria-pressed": "true", onclick: (event) => {
+    entry.hidden = !entry.hidden;
+    event.currentTarget.setAttribute("aria-pressed", String(!entry.hidden));
+    lines.forEach((line, i) => chart.setSeries(i + 1, { show: !entries.some((each) => each.hidden && each.covers(line)) }));
+  } }, swatch(entry.color, entry.dash), entry.label));
+  return el("div", { class: entries.length > MOST_TOLD * 2 ? "legend many" : "legend" }, buttons);
+};
 
 const forgetCharts = () => { for (const { chart } of drawn) chart.destroy(); drawn.clear(); };
 const fitCharts = () => { for (const { chart, holder } of drawn) chart.setSize({ width: Math.max(200, holder.clientWidth), height: chart.height }); };

@@ -51,7 +51,7 @@ const duration = (seconds) => {
 const UNITS = { share: percent, bytes, seconds: duration, tokens: (n) => compact(n, 4), number: (n) => compact(n, 4), loss: fixed(4) };
 
 const unitOf = (metric) => {
-  if (/_bytes$/.test(metric)) return "bytes";
+  if (/(^|[_ ])bytes$/.test(metric)) return "bytes";
   if (/seconds/.test(metric)) return "seconds";
   if (/tokens/.test(metric)) return "tokens";
   if (/(mfu|hfu|goodput|_share|utilization)$/.test(metric)) return "share";
@@ -60,6 +60,18 @@ const unitOf = (metric) => {
 
 const spoken = (name) => name.replace(/^[a-z]+\//, "").replaceAll("_", " ");
 const titled = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+// Names that are not spelled as the metric is.
+const PROPER = { hellaswag: "HellaSwag", mfu: "MFU", hfu: "HFU" };
+const proper = (name) => PROPER[name.toLowerCase()] || name;
+
+// A value of an event in words: of an object every value by its name, of a list its values.
+const told = (name, value) => {
+  if (value === null || value === undefined) return "";
+  if (Array.isArray(value)) return value.map((item) => told(name, item)).join(", ");
+  if (typeof value === "object") return Object.entries(value).map(([key, item]) => `${proper(spoken(key))} ${told(key, item)}`).join(", ");
+  if (typeof value === "boolean") return value ? "yes" : "no";
+  return typeof value === "number" ? UNITS[unitOf(name)](value) : String(value);
+};
 const clock = (unixSeconds) => new Date(1000 * unixSeconds).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 
 // What the reader chose survives the page's own reloads.

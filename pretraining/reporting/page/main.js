@@ -15,11 +15,11 @@ const lossLines = () => {
   return data.runs.flatMap((run, i) => {
     const train = run.series["train/loss"], validation = run.series["eval/loss"];
     const main = several ? runColor(i) : color("accent"), other = several ? runColor(i) : color("second");
-    const name = several ? run.name : "training";
+    const name = several ? run.name : "training", parts = (part) => ({ run: several ? run.name : null, part });
     return [
-      train && strength > 0 ? { label: `${name} raw`, belongsTo: name, quiet: true, color: faded(main, 0.28), width: 1, series: train } : null,
-      train ? { label: name, color: main, width: 2, series: strength > 0 ? smoothed(train, strength) : train } : null,
-      validation ? { label: several ? `${run.name} validation` : "validation", color: other, width: 2, dash: several ? [6, 4] : null, dots: true, series: validation } : null,
+      train && strength > 0 ? { label: `${name} raw`, belongsTo: name, quiet: true, color: faded(main, 0.28), width: 1, series: train, ...parts("training") } : null,
+      train ? { label: name, ...parts("training"), color: main, width: 2, series: strength > 0 ? smoothed(train, strength) : train } : null,
+      validation ? { label: several ? `${run.name} validation` : "validation", ...parts("validation"), color: other, width: 2, dash: several ? [6, 4] : null, dots: true, series: validation } : null,
       memory.get("forecast", false) ? forecastLine(run, i) : null,
     ].filter(Boolean);
   });
@@ -30,7 +30,7 @@ const forecastLine = (run, i) => {
   if (!made || !at || xName() === "hours" || at.tokens >= made.tokens) return null;
   const tokens = Array.from({ length: 60 }, (_, k) => at.tokens + (k / 59) * (made.tokens - at.tokens));
   const series = { tokens, step: tokens.map((x) => (x / at.tokens) * at.step), value: tokens.map((x) => made.floor + made.scale * (x / made.unit) ** -made.exponent) };
-  return { label: several ? `${run.name} heading` : "heading for", color: several ? runColor(i) : color("note"), dash: [2, 4], width: 1.5, series };
+  return { label: several ? `${run.name} heading` : "heading for", run: several ? run.name : null, part: "heading for", color: several ? runColor(i) : color("note"), dash: [2, 4], width: 1.5, series };
 };
 
 const lossCard = () => {
@@ -77,11 +77,12 @@ const NOT_DRAWN = ["train/loss", "eval/loss", "eval/perplexity", "train/tokens",
   "throughput/tokens_per_second_per_device", "throughput/slowest_rank_own_seconds", "throughput/data_wait_share"];
 
 const chartLines = (names) => names.flatMap((name, k) => data.runs.map((run, i) => ({
-  label: [several ? run.name : "", names.length > 1 || !several ? partOf(name).replace(/ seconds$| bytes$/, "") : ""].filter(Boolean).join(" "),
+  label: [several ? run.name : "", names.length > 1 || !several ? partOf(name) : ""].filter(Boolean).join(" "),
+  run: several ? run.name : null, part: names.length > 1 ? partOf(name) : null, noisy: NOISY.test(name),
   color: several ? runColor(i) : names.length > MANY ? depthColor(k, names.length) : runColor(k), dash: several && k ? [1 + (5 * k) % 6, 3 + (k % 6)] : null, dots: name.startsWith("eval/"), series: run.series[name],
-}))).flatMap((line, _, all) => all.some((other) => other !== line && same(other.series, line.series) && all.indexOf(other) < all.indexOf(line)) ? [] :
-  NOISY.test(names[0]) && names.length <= MANY ? withSmooth(line, memory.get("smooth", 0.01)) : [line]);
-const NOISY = /^stability|grad_norm|tokens_per_second|mfu|utilization|^throughput.step_seconds/;
+}))).flatMap((line, _, all) => all.some((other) => other !== line && other.run === line.run && same(other.series, line.series) && all.indexOf(other) < all.indexOf(line)) ? [] :
+  line.noisy && names.length <= MANY ? withSmooth(line, memory.get("smooth", 0.01)) : [line]);
+const NOISY = /^stability|^train.*loss$|grad_norm|tokens_per_second|mfu|utilization|^throughput.step_seconds/;
 const same = (a, b) => a && b && a.value.length === b.value.length && a.value.every((y, i) => y === b.value[i]);
 
 const planned = (names) => {
@@ -92,13 +93,25 @@ const planned = (names) => {
   return [{ label: "planned peak", color: color("note"), dash: [6, 4], series: { ...measured, value: measured.value.map(() => pair.predicted) } }];
 };
 
-// `group/metric/part`: the parts of one metric, such as the layers of the gradient norm, are lines of one chart.
+// `group/metric/part`: the parts of one metric, such as the layers of the gradient norm, are lines of one chart. So are
+// what is trained and what is validated under one name, such as the loss of a source.
 const MANY = 8; // lines of one chart, beyond which colours tell their order
 const inOrder = new Intl.Collator("en", { numeric: true }).compare;
 const isPart = (name) => name.split("/").length > 2;
-const chartOf = (name) => isPart(name) ? name.slice(0, name.lastIndexOf("/") + 1) : name;
-const partOf = (name) => spoken(isPart(name) ? name.slice(name.lastIndexOf("/") + 1) : name);
-const titleOf = (name) => titled(spoken(chartOf(name)).replaceAll("/", " ").trim()) + (isPart(name) ? ", by part" : "");
+const PHASES = { train: "training", eval: "validation" };
+const phaseOf = (name) => isPart(name) ? undefined : PHASES[name.split("/")[0]];
+const ofSource = (name) => data.runs.some((run) => `eval/${name}_bits_per_byte` in run.series);
+const chartOf = (name) => isPart(name) ? name.slice(0, name.lastIndexOf("/") + 1) : phaseOf(name) ? name.slice(name.indexOf("/") + 1) : name;
+const PARTS = { "memory/host_peak_bytes": "host, whole process", "memory/peak_bytes": "GPU, allocated", "memory/reserved_bytes": "GPU, reserved" };
+const partOf = (name) => PARTS[name] || (isPart(name) ? spoken(name.slice(name.lastIndexOf("/") + 1)) : phaseOf(name) && phasesOf(name).length > 1 ? phaseOf(name) : spoken(name).replace(/ seconds$| bytes$/, ""));
+const phasesOf = (name) => Object.keys(PHASES).filter((group) => data.runs.some((run) => `${group}/${chartOf(name)}` in run.series));
+const titleOf = (name) => {
+  if (name.startsWith("stability/gradient_norm/")) return "Gradient norm by layer";
+  if (isPart(name)) return name.startsWith("eval/") ? proper(chartOf(name).slice(5, -1)) : titled(spoken(chartOf(name)).slice(0, -1));
+  const source = /^(.+)_(loss|bits_per_byte)$/.exec(chartOf(name));
+  const title = source && ofSource(source[1]) ? `${titled(spoken(source[2]))} of ${source[1]}` : titled(proper(spoken(name)));
+  return phaseOf(name) && phasesOf(name).length < 2 && source ? `${title}, ${phaseOf(name)}` : title;
+};
 
 const chartGrid = () => {
   const grid = el("section", { class: "grid" });
@@ -106,8 +119,12 @@ const chartGrid = () => {
   const known = CHARTS.flatMap(([, names]) => names);
   const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.series)))].filter((name) => !known.includes(name) && !NOT_DRAWN.includes(name));
   const hasValues = (name) => data.runs.some((run) => run.series[name] && run.series[name].value.some((y) => y !== null));
-  const others = [...new Set(names.map(chartOf))].map((chart) => names.filter((name) => chartOf(name) === chart).sort(inOrder));
-  const wanted = [...CHARTS, ...others.map((together) => [titleOf(together[0]), together])].filter(([, metrics]) => metrics.some(hasValues));
+  const others = [...new Set(names.map(chartOf))].map((chart) => names.filter((name) => chartOf(name) === chart).sort((a, b) => inOrder(phaseOf(a) || a, phaseOf(b) || b)));
+  const charts = [...CHARTS, ...others.map((together) => [titleOf(together[0]), together])];
+  const wanted = charts.map(([title, metrics, options]) => {
+    const there = metrics.filter(hasValues); // a chart of several metrics that has one of them says which
+    return [there.length === 1 && (metrics.length > 1 || isPart(there[0])) ? `${title}: ${partOf(there[0])}` : title, there, options];
+  }).filter(([, metrics]) => metrics.length);
   const boxes = wanted.map(([title]) => el("div", { class: "card" }, el("h3", {}, title)));
   grid.append(...boxes); // all of them before the first is drawn: their number decides their width
   wanted.forEach(([, metrics, options], i) => drawChart(boxes[i], [...chartLines(metrics), ...planned(metrics)], { unit: unitOf(metrics[0]), runs: data.runs, ...options }));
@@ -138,18 +155,20 @@ const draw = () => {
 const footer = (run) => el("footer", {}, [`written ${clock(data.written)}`, `${whole(run.num_rows)} logged rows`, run.folder,
   run.broken_lines ? `${run.broken_lines} line(s) of metrics.jsonl could not be read` : ""].filter(Boolean).join(" · "));
 
-// A page whose run is alive loads itself again, unless somebody is reading with hand on it; one that stays old says so.
+// A page whose run is alive loads itself again, unless somebody is reading with hand on it. How its runs stand is told
+// by the reader's clock: nobody writes the page of a run that was killed.
 const age = () => {
-  const label = document.getElementById("age");
-  if (!label || !data.every_seconds) return;
-  const seconds = Date.now() / 1000 - data.written;
-  label.textContent = seconds < 5 * data.every_seconds + 120 ? `updated ${duration(Math.max(0, Math.round(seconds)))} ago` : `no news for ${duration(seconds)}: the run may have died`;
+  for (const node of document.querySelectorAll("[data-standing]")) {
+    const run = data.runs[node.dataset.standing], state = stateOf(run);
+    if (node.classList.contains("pill")) node.className = `pill ${state}`;
+    node.textContent = node.dataset.long ? standingText(run) : state;
+  }
 };
 
 let lastTouch = 0;
 for (const kind of ["pointermove", "pointerdown", "wheel", "keydown"]) addEventListener(kind, () => { lastTouch = Date.now(); }, { passive: true });
+setInterval(age, 1000);
 if (data.every_seconds) {
-  setInterval(age, 1000);
   setInterval(() => { if (!document.hidden && Date.now() - lastTouch > 5000) { memory.set("scroll", scrollY); location.reload(); } }, 1000 * Math.max(5, data.every_seconds));
 }
 

@@ -1,19 +1,34 @@
 "use strict";
 // The page's parts that are no charts: head, tiles, tables, samples.
 
+// A run without an ending is silent once it has written nothing for longer than it ever paused.
+const stateOf = (run) => run.state === "running" && Date.now() / 1000 - run.alive > run.silent_after ? "silent" : run.state;
+const standingText = (run) => {
+  const ago = (moment) => `${duration(Math.max(1, Math.round(Date.now() / 1000 - moment)))} ago`;
+  const since = (moment) => `${clock(moment)}, ${ago(moment)}`, at = `step ${whole(run.at_step)}`, why = run.reason ? ` (${run.reason})` : "";
+  switch (stateOf(run)) {
+    case "running": return `last written ${ago(run.alive)}`;
+    case "silent": return `nothing written since ${since(run.since)}, after ${at}: it may have been killed`;
+    case "stopped": return `at ${at}, since ${since(run.since)}${why}`;
+    case "finished": return since(run.since);
+    default: return `at ${at}, ${since(run.since)}${why}`;
+  }
+};
+const pill = (i) => el("span", { class: "pill", "data-standing": i });
+const standing = (i) => el("span", { class: "soft small num", "data-standing": i, "data-long": "yes" });
+
 const head = (run, data) => {
-  const silent = el("span", { class: "soft small num", id: "age" });
   const share = run.last["throughput/budget_share"] || (run.last_place && run.budget.tokens ? run.last_place.tokens / run.budget.tokens : 0);
   const steps = run.last_place ? `step ${whole(run.last_place.step)}` : "no step yet";
   const tokens = run.last_place ? `${compact(run.last_place.tokens, 4)} of ${compact(run.budget.tokens, 4)} tokens` : "";
   return el("header", {},
-    el("div", { class: "head" }, el("h1", {}, run.name), el("span", { class: `pill ${run.state}` }, run.state),
-      el("span", { class: "grow" }), silent, themeButton()),
+    el("div", { class: "head" }, el("h1", {}, run.name), pill(0), standing(0),
+      el("span", { class: "grow" }), themeButton()),
     run.description ? el("p", { class: "soft small", style: { margin: "6px 0 10px", maxWidth: "80ch" } }, run.description) : null,
     el("div", { class: "bar", role: "progressbar", "aria-valuenow": Math.round(100 * (share || 0)), "aria-label": "share of the budget" },
       el("div", { style: { width: `${100 * Math.min(1, share || 0)}%` } })),
     el("p", { class: "soft small num", style: { marginTop: "6px" } }, [steps, tokens,
-      run.state === "running" && run.last["throughput/seconds_left"] ? `${duration(run.last["throughput/seconds_left"])} left` : "",
+      stateOf(run) === "running" && run.last["throughput/seconds_left"] ? `${duration(run.last["throughput/seconds_left"])} left` : "",
       run.began ? `begun ${clock(run.began)}` : ""].filter(Boolean).join(" · ")));
 };
 
@@ -31,14 +46,14 @@ const tiles = (run) => {
   const memoryName = has("memory/peak_bytes") ? "memory/peak_bytes" : "memory/host_peak_bytes";
   const troubles = run.marks.filter((mark) => mark.level === "bad").length;
   return el("section", { class: "tiles", "aria-label": "now" },
-    tile("training loss", fixed(4)(last["train/loss"])),
+    tile("training loss", fixed(4)(last["train/loss"]), "last row"),
     has("eval/loss") ? tile("validation loss", fixed(4)(last["eval/loss"])) : null,
     has("eval/bits_per_byte") ? tile("bits per byte", fixed(4)(last["eval/bits_per_byte"])) : null,
     tile("tokens/s", compact(last["throughput/tokens_per_second"]), devices > 1 ? `${compact(last["throughput/tokens_per_second"] / devices)} each of ${devices}` : null),
     has("throughput/mfu") ? tile("of the dense peak (MFU)", percent(last["throughput/mfu"])) : null,
     has("throughput/step_seconds") ? tile("a step", duration(last["throughput/step_seconds"])) : null,
     has("throughput/goodput") ? tile("goodput", percent(last["throughput/goodput"])) : null,
-    has(memoryName) ? tile(memoryName === "memory/peak_bytes" ? "peak GPU memory" : "peak host memory", bytes(last[memoryName])) : null,
+    has(memoryName) ? memoryName === "memory/peak_bytes" ? tile("peak GPU memory", bytes(last[memoryName])) : tile("peak host memory", bytes(last[memoryName]), "whole process") : null,
     tile(troubles === 1 ? "alarm" : "alarms", whole(troubles)));
 };
 
@@ -54,8 +69,8 @@ const comparison = (data) => {
     ["tokens/s", "throughput/tokens_per_second"], ["MFU", "throughput/mfu"], ["goodput", "throughput/goodput"]];
   const shown = columns.filter(([, name]) => data.runs.some((run) => typeof run.last[name] === "number"));
   const rows = data.runs.map((run, i) => [
-    el("span", {}, el("span", { class: "swatch dot", style: { background: runColor(i), marginRight: "8px" } }), run.name),
-    run.state, run.last_place ? whole(run.last_place.step) : "–", run.last_place ? compact(run.last_place.tokens, 4) : "–",
+    el("span", { class: "kind" }, el("span", { class: "swatch dot", style: { background: runColor(i), marginRight: "8px" } }), run.name),
+    el("span", {}, el("span", { "data-standing": i }), " ", standing(i)), run.last_place ? whole(run.last_place.step) : "–", run.last_place ? compact(run.last_place.tokens, 4) : "–",
     ...shown.map(([, name]) => UNITS[unitOf(name)](run.last[name]))]);
   return el("section", { class: "card" }, el("h2", {}, `${data.runs.length} runs`),
     table(["run", "state", "step", "tokens", ...shown.map(([label]) => label)], rows, [2, 3, ...shown.map((_, i) => i + 4)]));
@@ -67,7 +82,7 @@ const FACTS = { parameters: compact, tokens: compact, steps: whole, tokens_per_s
 const plan = (run) => {
   const { facts, pairs } = run.plan;
   if (!pairs.length && !Object.keys(facts).length) return null;
-  const rows = pairs.map(({ quantity, unit, predicted, measured }) => [titled(spoken(quantity).replace(" bytes", "").replace("mfu", "MFU")),
+  const rows = pairs.map(({ label, unit, predicted, measured }) => [label,
     UNITS[unit](predicted), UNITS[unit](measured),
     typeof predicted === "number" && typeof measured === "number" && predicted ? `${trimmed(measured / predicted, 3)} ×` : "–"]);
   return el("section", { class: "card" }, el("h2", {}, "Plan beside measured"),
@@ -100,17 +115,20 @@ const samples = (run) => {
   return el("section", { class: "card", id: "samples" }, el("div", { class: "head" }, el("h2", {}, "Samples"), el("span", { class: "grow" }), slider), label, text);
 };
 
+// Saves and uploads are many and go well: the reader asks for them.
 const events = (run) => {
   if (!run.events.length) return null;
   const level = (kind) => (run.marks.find((mark) => mark.kind === kind) || { level: "note" }).level;
-  const rows = run.events.slice().reverse().map((event) => {
-    const { time, event: kind, step, export: files, ...rest } = event;
-    const told = Object.entries(rest).filter(([, value]) => value !== null)
-      .map(([key, value]) => `${spoken(key)} ${typeof value === "number" ? compact(value, 5) : typeof value === "string" ? value : JSON.stringify(value)}`).join(" · ");
+  const count = run.events.filter(({ routine }) => routine).length, all = memory.get("routine", false);
+  const rows = run.events.slice().reverse().filter(({ routine }) => all || !routine).map((event) => {
+    const { time, event: kind, step, routine, export: files, ...rest } = event;
+    const details = Object.entries(rest).map(([key, value]) => [key, told(key, value)]).filter(([, text]) => text !== "");
     return [el("span", { class: "num soft" }, time ? clock(Date.parse(time) / 1000) : ""),
-      el("span", {}, el("span", { class: `level ${level(kind)}` }), spoken(String(kind))), step === undefined ? "" : whole(step), told];
+      el("span", { class: "kind" }, el("span", { class: `level ${level(kind)}` }), spoken(String(kind))), whole(step),
+      details.map(([key, text]) => `${proper(spoken(key))} ${text}`).join(" · ")];
   });
-  const box = el("section", { class: "card" }, el("h2", {}, "Events"), table(["when", "what", "step", "details"], rows, [2]));
+  const box = el("section", { class: "card", id: "events" }, el("div", { class: "head" }, el("h2", {}, "Events"), el("span", { class: "grow" }),
+    count ? el("div", { class: "tools" }, tick("routine", `saves and uploads (${count})`, false, draw)) : null), table(["when", "what", "step", "details"], rows, [2]));
   box.querySelector(".scroll").classList.add("tall");
   return box;
 };

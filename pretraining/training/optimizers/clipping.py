@@ -5,31 +5,15 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
-from pretraining.ds_config import optimizer_device, zero_stage
-from pretraining.schema import display_path, problem
 from pretraining.training.optimizers.matrices import hidden_matrices
 
 SMALLEST_NORM = 1e-3
 """Of a unit's weights, so that units that start at zero can leave it (Brock et al. 2021, section 4)."""
 
 
-def choose_clipping(recipe, ds_config: dict | None) -> Callable | None:
-    """What is to be done to an optimizer, (model, optimizer) -> None; None where the recipe asks for nothing more.
-
-    Raises:
-        UserError: a way of clipping that this sharding cannot do, by name.
-    """
+def choose_clipping(recipe) -> Callable | None:
+    """(model, optimizer) -> None that clips before each step; None if the recipe asks for nothing more."""
     value, ratio = (recipe.optimizer[key] for key in ("clip_value", "adaptive_clip"))
-    where = display_path(recipe.path)
-    if (value or ratio) and optimizer_device(ds_config) != "gpu":
-        key = "optimizer.clip_value" if value else "optimizer.adaptive_clip"
-        what = "is set, but an offloaded optimizer steps inside DeepSpeed; use a ds_config without offload_optimizer"
-        raise problem(where, key, what)
-    if ratio and zero_stage(ds_config):
-        what = f"compares whole units of the weights, and ZeRO-{zero_stage(ds_config)} gives the optimizer slices"
-        raise problem(
-            where, "optimizer.adaptive_clip", f"{what}; use --deepspeed null or zero0, or clip_value"
-        )
     if not (value or ratio):
         return None
 

@@ -1,12 +1,15 @@
-"""The recipe's weights and its mixture section, read into the shares of each stage of the run."""
+"""The recipe's mixture: what its sources are called, and the shares that their weights give each stage of the run."""
 
+from collections.abc import Sequence
+from decimal import Context, Decimal
 from fractions import Fraction
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from pretraining.data.mixing.shares import exact_shares, shares_of_sizes
-from pretraining.data.names import source_name
 from pretraining.errors import UserError, nearest
-from pretraining.schema import display_path, problem
+from pretraining.schema import problem
+
+_DECIMALS = Context(prec=50)
 
 
 class WishedStage(NamedTuple):
@@ -34,13 +37,11 @@ def source_names(section: dict, where: str) -> list[str]:
     return names
 
 
-def check_mixture(recipe) -> None:
-    """Refuse (`UserError`) what can be refused of a mixture before hours are spent on preparing its data."""
-    where = display_path(recipe.path)
-    names, section = source_names(recipe.data, where), recipe.data
-    if is_mixed(section):
-        length = recipe.sequence_length
-        read_stages(section, names, [1] * len(names), recipe.num_samples, length, where)
+def check_mixture(data: dict, num_samples: int, sequence_length: int, where: str) -> None:
+    """Raise `UserError` for what is wrong with a mixture before its data, and thus its sources' sizes, are there."""
+    names = source_names(data, where)
+    if is_mixed(data):
+        read_stages(data, names, [1] * len(names), num_samples, sequence_length, where)
 
 
 def read_stages(
@@ -141,3 +142,29 @@ def _check_every_source_is_read(stages: list[WishedStage], names: list[str], whe
             raise UserError(
                 f"{where}: data.mixture.stages: no stage reads the source {name!r}; name it in one"
             )
+
+
+def exact_shares(weights: Sequence[float | int]) -> list[Fraction]:
+    """Weights as a person wrote them (0.1 is one tenth, not its nearest binary fraction), summing to one."""
+    fractions = [Fraction(repr(weight)) for weight in weights]
+    total = sum(fractions)
+    return [fraction / total for fraction in fractions]
+
+
+def shares_of_sizes(sizes: Sequence[int], temperature: float = 1) -> list[Fraction]:
+    """p_i proportional to n_i ** (1 / T) (Conneau and Lample 2019, section 3.1): T = 1 is by size, large T is even.
+
+    Computed in decimal, so that every machine finds the same shares.
+    """
+    if temperature == 1:
+        return exact_shares(sizes)
+    exponent = _DECIMALS.divide(Decimal(1), Decimal(repr(temperature)))
+    powers = [Fraction(_DECIMALS.power(Decimal(size), exponent)) for size in sizes]
+    total = sum(powers)
+    return [power / total for power in powers]
+
+
+def source_name(spec: dict) -> str:
+    """Its own name in the recipe, else the last part of what it is read from."""
+    origin = spec.get("builtin") or spec.get("dataset") or spec.get("path")
+    return spec.get("name") or PurePosixPath(origin).name

@@ -1,0 +1,190 @@
+"""What is refused before anything is built: all that recipe, ds_config and number of ranks tell by themselves.
+
+The plan, `data_prep.py`, `train.py` and `branch` read their recipe through `load_run`, so none of them accepts what
+another refuses. A recipe's own sections are checked when it is read (recipe_checks.py). What the machine decides, its
+GPUs, packages, memory and disk, is judged by `train.py` alone.
+"""
+
+import os
+from collections.abc import Iterable
+
+from pretraining.ds_config import load_ds_config, optimizer_device, zero_stage
+from pretraining.errors import UserError
+from pretraining.recipe import Recipe, accumulation_steps, load_recipe
+from pretraining.schedules import DEFAULT_OPTIM, SCHEDULE_FREE
+from pretraining.schema import display_path, problem
+
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+ELEMENTWISE = (*ADAMW, *SCHEDULE_FREE, "sgd", "adagrad", "rmsprop", "lion_32bit", "adamw_bnb_32bit")
+"""Names of `training.optim` whose update of a weight looks at no other weight: ZeRO may cut their state anywhere."""
+UNRESUMABLE = {
+    "adamw_torch_8bit": "keeps its states as tensors that checkpoints cannot hold (adamw_bnb_8bit keeps plain ones)",
+    "adamw_torch_4bit": "keeps its states as tensors that checkpoints cannot hold",
+    "galore": "keeps projections that checkpoints cannot hold",
+    "apollo": "keeps projections that checkpoints cannot hold",
+    "lomo": "steps inside the backward pass, before gradients are whole",
+    "adalomo": "steps inside the backward pass, before gradients are whole",
+}
+"""Beginnings of names of `training.optim`, and why none of them holds the promises at any stage."""
+
+
+def load_run(
+    name_or_path: str,
+    overrides: Iterable[str] = (),
+    deepspeed: str | None = None,
+    world_size: int | None = None,
+) -> tuple[Recipe, dict | None]:
+    """Read a recipe and its ds_config, and refuse what the two of them, and the number of ranks, rule out.
+
+    Args:
+        name_or_path: `tiny`, or a path that ends in .json.
+        overrides: `section.key=value` texts.
+        deepspeed: takes the place of the recipe's `deepspeed`; "null" means none.
+        world_size: number of ranks; None if it is not known yet.
+
+    Raises:
+        UserError: one line that names the file, the dotted key, what is wrong, and what to do.
+    """
+    recipe = load_recipe(name_or_path, overrides, deepspeed)
+    ds_config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
+    check_run(recipe, ds_config, world_size)
+    return recipe, ds_config
+
+
+def check_run(recipe: Recipe, ds_config: dict | None, world_size: int | None = None) -> None:
+    """Raise `UserError` for the first thing in CHECKS that is wrong, then for ranks that do not divide the step."""
+    for check in CHECKS:
+        check(recipe, ds_config, display_path(recipe.path))
+    if world_size is not None:
+        _check_ranks(ds_config, world_size)
+        accumulation_steps(recipe, world_size)
+
+
+def own_groups(recipe: Recipe) -> list[str]:
+    """Keys of the recipe that give kinds of parameters a rate or rule of their own; none with one plain group."""
+    settings = recipe.optimizer
+    keys = ["mup.base_width"] if recipe.mup["base_width"] is not None else []
+    keys += ["optimizer.name"] if settings["name"] == "muon" else []
+    rates = [key for key in settings if key.startswith(("matrix_", "embedding_"))]
+    return keys + [f"optimizer.{key}" for key in rates if settings[key] is not None]
+
+
+def _check_optim(recipe: Recipe, ds_config: dict | None, where: str) -> None:
+    """`training.optim` under this sharding."""
+    stage, optim, key = zero_stage(ds_config), recipe.training.get("optim", DEFAULT_OPTIM), "training.optim"
+    for beginning, why in UNRESUMABLE.items():
+        if optim.startswith(beginning):
+            raise problem(where, key, f"is {optim}, which {why}; use {DEFAULT_OPTIM}")
+    if optim not in ADAMW and optimizer_device(ds_config) != "gpu":
+        what = f"is {optim}, but offloading the optimizer replaces it by DeepSpeed's CPU Adam"
+        raise problem(where, key, f"{what}; use {DEFAULT_OPTIM}, or a ds_config without offload_optimizer")
+    if stage and optim not in ELEMENTWISE:
+        what = f"is {optim}, whose update looks at whole parameters, and ZeRO-{stage} gives it slices"
+        raise problem(where, key, f"{what}; use --deepspeed null or zero0, or one of {', '.join(ADAMW)}")
+
+
+def _check_own_groups(recipe: Recipe, ds_config: dict | None, where: str) -> None:
+    """Muon, muP and rates by kind of parameter are AdamW's or Muon's groups, stepped where the weights are."""
+    keys, training = own_groups(recipe), recipe.training
+    if not keys:
+        return
+    key, name = keys[0], {"mup.base_width": "muP", "optimizer.name": "muon"}.get(keys[0], "adamw")
+    if training.get("optim", DEFAULT_OPTIM) not in ADAMW:
+        what = f"groups of their own exclude training.optim {training['optim']}; leave that out"
+        raise problem(where, key, what)
+    if optimizer_device(ds_config) != "gpu":
+        what = "runs where its weights are; offload_optimizer would replace it by DeepSpeed's CPU Adam"
+        raise problem(where, key, f"{name} {what}; use zero1, zero2 or zero3")
+    if training.get("fp16") and ds_config and not zero_stage(ds_config):
+        what = "does not run in fp16 at stage 0, where DeepSpeed keeps copies of its own"
+        raise problem(where, key, f"{name} {what}; use training.bf16, or zero1")
+
+
+def _check_clipping(recipe: Recipe, ds_config: dict | None, where: str) -> None:
+    """Clipping by value and adaptive clipping are done to the gradients of a step on this side of DeepSpeed."""
+    given = [key for key in ("clip_value", "adaptive_clip") if recipe.optimizer[key]]
+    if given and optimizer_device(ds_config) != "gpu":
+        what = "is set, but an offloaded optimizer steps inside DeepSpeed; use a ds_config without offload_optimizer"
+        raise problem(where, f"optimizer.{given[0]}", what)
+    if "adaptive_clip" in given and zero_stage(ds_config):
+        what = f"compares whole units of the weights, and ZeRO-{zero_stage(ds_config)} gives the optimizer slices"
+        what += "; use --deepspeed null or zero0, or clip_value"
+        raise problem(where, "optimizer.adaptive_clip", what)
+
+
+def _check_compile(recipe: Recipe, ds_config: dict | None, where: str) -> None:
+    """Compiled code ends at every hook of ZeRO-3; modes belong to one backend."""
+    speed = recipe.speed
+    if speed["compile"] == "none":
+        return
+    if zero_stage(ds_config) == 3:
+        what = "ZeRO-3 gathers the weights of every module by hooks, at each of which a compiled graph ends"
+        raise problem(
+            where, "speed.compile", f"{what}; use --deepspeed zero1 or zero2, or speed.compile none"
+        )
+    if speed["compile_mode"] and speed["compile_backend"] != "inductor":
+        what = f"is {speed['compile_mode']}, a mode of inductor, but speed.compile_backend is "
+        raise problem(where, "speed.compile_mode", f"{what}{speed['compile_backend']}; leave one of them out")
+
+
+def _check_fp8(recipe: Recipe, ds_config: dict | None, where: str) -> None:
+    """fp8 products take the place of linear layers, in bf16 training without ZeRO-3."""
+    key, kind = "speed.fp8", recipe.speed["fp8"]
+    if kind == "none":
+        return
+    if recipe.model["model_type"] == "gpt2":
+        what = "is for linear layers, and gpt2 has convolutions in their place"
+        raise problem(where, key, f"{kind} {what}; set it to none, or take model_type llama")
+    if zero_stage(ds_config) == 3:
+        what = "keeps every weight it multiplied for the backward pass, and ZeRO-3 could not let go of any"
+        raise problem(where, key, f"{kind} {what}; use --deepspeed zero1 or zero2, or set it to none")
+    if not recipe.training.get("bf16"):
+        raise problem(where, key, f"{kind} goes with training.bf16; set that to true, or speed.fp8 to none")
+
+
+def _check_launcher_settings(recipe: Recipe, ds_config: dict | None, where: str) -> None:
+    """What an accelerate config asks for beside the recipe: it would change the run without a word."""
+    for variable, (asked_for, what) in LAUNCHER_SETTINGS.items():
+        if os.environ.get(variable, "").lower() == "true":
+            raise UserError(f"accelerate's config: {asked_for}: {what}")
+    if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) not in ("no", ""):
+        what = "the recipe compiles: leave it out, and write --set speed.compile=blocks"
+        raise UserError(f"accelerate's config: dynamo_backend {backend}: {what}")
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision not in ("no", "") and not recipe.training.get(precision):
+        what = f"the recipe decides the precision: write 'no' there, or --set training.{precision}=true"
+        if precision == "fp8":
+            what = "the recipe decides the precision: write 'no' there; fp8 is the recipe's speed.fp8"
+        raise UserError(f"accelerate's config: mixed_precision {precision}: {what}")
+
+
+def _check_ranks(ds_config: dict | None, world_size: int) -> None:
+    """The groups that ds_config makes of the ranks are equal."""
+    group = (ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    if group > 1 and world_size % group:
+        what = (
+            f"zero_optimization.zero_hpz_partition_size is {group}, which does not divide {world_size} ranks"
+        )
+        raise UserError(
+            f"deepspeed: {what}; set it to the number of GPUs of a node, or use --deepspeed zero3"
+        )
+
+
+CHECKS = (
+    _check_launcher_settings,
+    _check_optim,
+    _check_own_groups,
+    _check_clipping,
+    _check_compile,
+    _check_fp8,
+)
+_SHARDED = "not supported: take a file of accelerate_configs/, which shards by DeepSpeed"
+LAUNCHER_SETTINGS = {
+    "ACCELERATE_USE_FSDP": ("distributed_type FSDP", _SHARDED),
+    "ACCELERATE_USE_MEGATRON_LM": ("distributed_type MEGATRON_LM", _SHARDED),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": (
+        "parallelism_config",
+        "not supported: ranks are data-parallel, sharded by ds_configs/; leave it out",
+    ),
+}
+"""Environment variable that accelerate sets -> what its config says, and the answer."""

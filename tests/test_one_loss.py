@@ -1,0 +1,226 @@
+"""Promise: honest numbers. One set of weights has one loss and one score, whoever measures it, and however."""
+
+import json
+import shutil
+import sys
+from itertools import chain, product
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+
+from pretraining.checkpoints.export import write_model_folder
+from pretraining.data import open_prepared, validation_by_source
+from pretraining.evaluation import Measures
+from pretraining.evaluation.__main__ import main
+from pretraining.evaluation.harness import Harness, scores_of
+from pretraining.evaluation.validation import IGNORED
+from pretraining.model import build_from_recipe
+from pretraining.recipe import load_recipe
+from tests.runs import MODELS, SMALL_RECIPE, execute
+from tests.scored_tasks import write_items, write_tasks
+from tests.test_data_prep import make_texts, write_jsonl
+from tests.test_scores import found_by_lm_eval
+
+PART = "evaluation.max_validation_tokens=640"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Short documents, of which a block of 64 tokens holds several, prepared from one source and from two."""
+    root = tmp_path_factory.mktemp("one-loss")
+    sources = [
+        {"path": str(write_jsonl(root / f"{name}.jsonl", make_texts(400, seed, 12))), "name": name}
+        for seed, name in enumerate(("web", "code"))
+    ]
+    write_items(root / "items.jsonl")
+    for name, used in (("one", sources[:1]), ("two", sources)):
+        data = {**SMALL_RECIPE["data"], "name": name, "sources": used, "validation_share": 0.2}
+        (root / f"{name}.json").write_text(json.dumps({**SMALL_RECIPE, "data": data}))
+        words = [
+            sys.executable,
+            "data_prep.py",
+            "--recipe",
+            root / f"{name}.json",
+            "--data_dir",
+            root / "data",
+        ]
+        prepared = execute(words)
+        assert prepared.code == 0, prepared.output
+    return root
+
+
+class SmallRun:
+    """A run folder with untrained weights: its recipe, what its validation says, and its export."""
+
+    def __init__(self, root, folder, data: str, settings: tuple[str, ...]):
+        self.root, self.folder = root, folder
+        self.recipe = load_recipe(
+            str(root / f"{data}.json"), [f"evaluation.hellaswag={root / 'items.jsonl'}", *settings]
+        )
+        folder.mkdir(exist_ok=True)
+        (folder / "recipe.json").write_text(json.dumps(self.recipe.to_dict()))
+        self.data = open_prepared(self.recipe, root / "data")
+        tokenizer = AutoTokenizer.from_pretrained(self.data.tokenizer_path)
+        arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, seed=7)
+        self.model = build_from_recipe(self.recipe, tokenizer, arguments, draw_weights=True)
+        self.measures = Measures.of(validation_by_source(self.data, self.recipe), self.recipe, tokenizer, 10)
+        write_model_folder(self.model, self.model.state_dict(), tokenizer, folder / "export", "card")
+
+    def in_the_loop(self) -> dict:
+        return self.measures.measure(self.model, 10, lambda: False)
+
+    def by_the_command(self, capsys, folder=None) -> dict:
+        """What `python -m pretraining.evaluation RUN` says, of the loss and of HellaSwag; RUN may be another folder."""
+        items, found = str(self.root / "items.jsonl"), {}
+        for asked in (("--data_dir", str(self.root / "data"), "--no-sample"), ("--hellaswag", items)):
+            capsys.readouterr()
+            main([str(folder or self.folder), "--json", *asked])
+            found |= json.loads(capsys.readouterr().out)
+        return found
+
+    @torch.no_grad()
+    def by_plain_transformers(self, **settings) -> float:
+        """Nats per token: `from_pretrained`, and a forward pass a block with nothing but its tokens and positions."""
+        model, nats, tokens = AutoModelForCausalLM.from_pretrained(self.folder / "export", **settings), 0.0, 0
+        for part in self.measures.validation.parts:
+            for block in part.dataset.__getitems__(list(range(len(part.dataset)))):
+                labels = torch.tensor(block["labels"])
+                given = {
+                    key: torch.tensor(block[key])[None]
+                    for key in block
+                    if key in ("input_ids", "position_ids")
+                }
+                logs = torch.log_softmax(model(**given).logits[0].double(), -1)
+                kept = labels != IGNORED
+                nats -= logs[kept, labels[kept]].sum().item()
+                tokens += kept.sum().item()
+        return nats / tokens
+
+
+def settings_of(model: str, *settings: str) -> tuple[str, ...]:
+    """A run's settings, with the model section of that name."""
+    return (f"model={json.dumps(MODELS[model])}", *settings)
+
+
+CHOICES = {
+    "masks": {"unmasked": ("data.document_masking=false",), "masked": ("data.document_masking=true",)},
+    "packing": {"in_sequence": (), "best_fit": ("data.packing=best_fit",)},
+    "part": {"whole": (), "part": (PART,)},
+    "data": {"one": ("one",), "two": ("two",)},
+}
+GPT2 = [("gpt2", *choice) for choice in product(*CHOICES.values())]
+OTHERS = [
+    (name, masks, "best_fit", "part", "two") for name in ("llama", "qwen3_moe") for masks in CHOICES["masks"]
+]
+
+
+@pytest.mark.parametrize("choice", [*GPT2, *OTHERS], ids="-".join)
+def test_loop_command_and_plain_transformers_find_one_loss(root, tmp_path, capsys, choice):
+    """Every metric of the loop, by the command; and the loss by the export alone, whatever kernel it loads with."""
+    model, *names, data = choice
+    settings = [CHOICES[key][name] for key, name in zip(CHOICES, names, strict=False)]
+    run = SmallRun(root, tmp_path / "run", data, settings_of(model, *chain.from_iterable(settings)))
+    loop = run.in_the_loop()
+    assert (data == "two") == ("web_loss" in loop) and "hellaswag/acc" in loop
+    found = run.by_the_command(capsys)
+    assert {key: found[key] for key in loop} == pytest.approx(loop, rel=1e-5, abs=1e-5)
+    for kernel in ("sdpa", "eager"):
+        assert run.by_plain_transformers(attn_implementation=kernel) == pytest.approx(loop["loss"], abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def masked(root, tmp_path_factory):
+    """Document masking, a part of two sources, a mixture of experts."""
+    settings = settings_of("qwen3_moe", "data.document_masking=true", PART)
+    return SmallRun(root, tmp_path_factory.mktemp("masked"), "two", settings)
+
+
+def copied(run, folder):
+    """A folder of the same run, to change."""
+    return shutil.copytree(run.folder, folder)
+
+
+def test_an_export_that_fills_a_cache_has_the_loss_too(masked, tmp_path, capsys):
+    """Exports of before, and what others wrote: their configs do not change what the command finds."""
+    loop, folder = masked.in_the_loop(), copied(masked, tmp_path / "run")
+    path = folder / "export" / "config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "use_cache": True, "output_router_logits": True})
+    )
+    found = masked.by_the_command(capsys, folder)
+    assert {key: found[key] for key in loop} == pytest.approx(loop, rel=1e-5, abs=1e-5)
+
+
+@torch.no_grad()
+def test_the_loss_that_an_export_gives_with_labels_is_that_of_its_tokens(masked):
+    """Of a mixture of experts too: what training adds for the balance of the router is no part of it."""
+    model = AutoModelForCausalLM.from_pretrained(masked.folder / "export")
+    ids = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(1))
+    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    tokens_alone = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, tokens_alone)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_exports_generate_with_a_cache(root, tmp_path, model):
+    """After the prompt each token is a forward pass of one; the tokens are those of whole passes."""
+    run = SmallRun(root, tmp_path / "run", "one", settings_of(model))
+    export = run.folder / "export"
+    assert json.loads((export / "generation_config.json").read_text())["use_cache"] is True
+    exported, lengths = AutoModelForCausalLM.from_pretrained(export), []
+    exported.get_input_embeddings().register_forward_hook(
+        lambda _, given, __: lengths.append(given[0].shape[-1])
+    )
+    prompt = torch.randint(3, 512, (1, 9), generator=torch.Generator().manual_seed(1))
+    greedy = {
+        "attention_mask": torch.ones_like(prompt),
+        "do_sample": False,
+        "max_new_tokens": 20,
+        "eos_token_id": None,
+    }
+    cached = exported.generate(prompt, **greedy)
+    assert lengths == [9, *[1] * 19]
+    assert torch.equal(cached, exported.generate(prompt, **greedy, use_cache=False)) and cached.shape == (
+        1,
+        29,
+    )
+
+
+def test_scores_of_the_harness_are_those_of_lm_eval_and_of_the_loop(masked, tmp_path, capsys):
+    """Documents kept apart in training change nothing for texts that are read one by one."""
+    folder = write_tasks(tmp_path / "tasks", masked.root / "items.jsonl")
+    tokenizer = AutoTokenizer.from_pretrained(masked.folder / "export")
+    shape = {"max_length": 64, "batch_size": masked.measures.validation.batch_size}
+    exported = AutoModelForCausalLM.from_pretrained(masked.folder / "export")
+    theirs = scores_of(found_by_lm_eval(exported, tokenizer, folder)["results"])
+    assert Harness([str(folder)], tokenizer, **shape).measure(masked.model) == pytest.approx(theirs, abs=1e-5)
+    capsys.readouterr()
+    main([str(masked.folder), "--json", "--tasks", str(folder)])
+    assert json.loads(capsys.readouterr().out) == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.parametrize("masks", CHOICES["masks"])
+def test_the_unigram_entropy_is_that_of_the_measured_tokens(root, tmp_path, capsys, masks):
+    """Counted anew: the targets of the part that is measured, over the bytes behind them."""
+    run = SmallRun(root, tmp_path / "run", "two", settings_of("gpt2", PART, *CHOICES["masks"][masks]))
+    parts = run.measures.validation.parts
+    labels = np.concatenate(
+        [block["labels"] for part in parts for block in part.dataset.__getitems__(range(len(part.dataset)))]
+    )
+    counts = np.unique(labels[labels != IGNORED], return_counts=True)[1]
+    bits = -(counts * np.log2(counts / counts.sum())).sum() / sum(part.num_bytes for part in parts)
+    assert run.by_the_command(capsys)["unigram_bits_per_byte"] == pytest.approx(bits, rel=1e-9)
+    whole = run.data.manifest["splits"]["validation"]["unigram_bits_per_byte"]
+    assert abs(bits - whole) > 0.01 * whole
+
+
+def test_the_command_says_its_answer_and_nothing_else(masked):
+    """Nothing of what the libraries tell on the way: no kernels that could not be loaded, no progress."""
+    words = [masked.folder, "--data_dir", masked.root / "data", "--prompt", "web"]
+    finished = execute([sys.executable, "-m", "pretraining.evaluation", *words])
+    assert (finished.code, finished.stderr) == (0, ""), finished.output
+    lines = finished.stdout.splitlines()
+    assert lines[0].startswith("validation loss") and "of the same tokens" in lines[2]
+    assert lines[4].startswith("web")
