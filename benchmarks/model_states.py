@@ -80,7 +80,7 @@ def case_of(optimizer: str, way: str, precision: str, ranks: int):
     if optimizer != "adamw":
         values |= {"optimizer.name": "muon"} if optimizer == "muon" else {"training.optim": optimizer}
     if optimizer.startswith("schedule_free"):
-        values |= {"training.lr_scheduler_type": "constant", "training.lr_scheduler_kwargs": None}
+        values |= {"training.lr_scheduler_type": "constant_with_warmup", "training.lr_scheduler_kwargs": None}
     recipe = load_recipe("tiny", [f"{key}={json.dumps(value)}" for key, value in values.items()], way)
     config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
     zero = (config or {}).get("zero_optimization", {})

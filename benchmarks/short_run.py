@@ -31,7 +31,7 @@ def short_trainer(
         args=arguments,
         train_dataset=[{"input_ids": block, "labels": block}] * (recipe.samples_per_step * steps),
         compute_loss_func=room.build_loss(built, recipe.loss),
-        optimizer_cls_and_kwargs=training.choose_optimizer(recipe, config),
+        optimizer_cls_and_kwargs=training.choose_optimizer(recipe),
         validate=lambda model: {},
         recipe_path=recipe.path,
         callbacks=[callback],

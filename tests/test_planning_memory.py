@@ -22,6 +22,7 @@ from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.search import candidates, fitting, nearest_fit
 from pretraining.recipe import load_recipe, recipe_names
+from pretraining.refusals import load_run
 from pretraining.run_dir import RunDir, write_json
 from pretraining.schema import REPOSITORY
 from tests.runs import execute
@@ -130,7 +131,7 @@ def test_an_optimizer_keeps_what_the_plan_says(name, tmp_path):
     optim, _, given = name.partition(" ")
     values = [f"training.optim={optim}", *([f'training.optim_args="{given}"'] if given else [])]
     if optim.startswith("schedule_free"):
-        values += ["training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs=null"]
+        values += ["training.lr_scheduler_type=constant_with_warmup", "training.lr_scheduler_kwargs=null"]
     recipe = load_recipe("tiny", values)
     states = optimizer_states(recipe)
     assert states.name == OPTIMIZERS[name]
@@ -340,6 +341,27 @@ def test_of_equal_ways_the_search_takes_the_one_with_room(name, gpus, kind):
     roomy = [each for each in as_fast if each.need.total <= 0.85 * gpu.memory_bytes]
     assert found[0] in roomy
     assert not found[0].offload_seconds or all(each.offload_seconds for each in roomy)
+
+
+REFUSING = {
+    "muon": ("optimizer.name=muon", {"zero2_offload", "zero3_offload", "zero3_nvme"}),
+    "whole parameters": (
+        "training.optim=adafactor",
+        {"zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"},
+    ),
+    "compiled": ("speed.compile=blocks", {"zero3", "zero3_hpz", "zero3_offload", "zero3_nvme"}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_the_search_offers_nothing_that_training_refuses(name):
+    """Offload beside Muon, ZeRO beside Adafactor, ZeRO-3 beside compiled blocks are no remedies."""
+    setting, refused = REFUSING[name]
+    recipe, _ = load_run("qk-norm", ["optimizer.name=adamw", setting], "zero0")
+    offered = {each.deepspeed for each in candidates(recipe, 16, find_gpu("H100"))}
+    assert offered and not offered & refused
+    for way in offered:
+        load_run("qk-norm", ["optimizer.name=adamw", setting], way)
 
 
 @pytest.mark.parametrize("line", ["7b --world_size 8 --gpu H200", "tiny --world_size 2 --gpu H100 --top 20"])

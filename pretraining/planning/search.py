@@ -17,6 +17,7 @@ from pretraining.planning.memory.need import (
 from pretraining.planning.quantities import num_bytes, recomputation_text, several
 from pretraining.planning.step_time import step_time
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.refusals import check_run
 
 WAYS = ("zero0", "zero1", "zero2", "zero3", "zero3_hpz", "zero2_offload", "zero3_offload", "zero3_nvme")
 """ds_configs/ from the fewest messages to the most."""
@@ -134,13 +135,26 @@ def _config(way: str | None) -> dict | None:
 
 
 def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
-    """The shipped ds_configs and the recipe's own; hpZ only where its eight ranks are a node among several."""
+    """The recipe's own ds_config and the shipped ones that `train.py` accepts with it (refusals.py).
+
+    hpZ only where its eight ranks are a node among several.
+    """
     node = gpu.gpus_per_node if gpu else 8
     hpz = node == 8 and world_size > 8 and world_size % 8 == 0
-    shipped = [way for way in WAYS if hpz or way != "zero3_hpz"]
+    shipped = [way for way in WAYS if (hpz or way != "zero3_hpz") and _is_accepted(recipe, way)]
     if recipe.training.get("fp16"):
-        shipped.remove("zero0")  # DeepSpeed 0.19.8 cannot sum fp16 gradients in fp32 at stage 0
+        shipped = [
+            way for way in shipped if way != "zero0"
+        ]  # DeepSpeed 0.19.8 cannot sum fp16 gradients in fp32 at stage 0
     return shipped if recipe.deepspeed in shipped else [recipe.deepspeed, *shipped]
+
+
+def _is_accepted(recipe: Recipe, way: str) -> bool:
+    try:
+        check_run(replace(recipe, deepspeed=way), _config(way))
+    except UserError:
+        return False
+    return True
 
 
 def _variant(recipe: Recipe, way: str | None, micro_batch: int, every_n_layers: int) -> Recipe:
