@@ -283,6 +283,18 @@ class Run:
         return [row for row in self.rows if "eval/loss" in row]
 
     @property
+    def saved_state_bytes(self) -> int:
+        """Of the newest checkpoint's weights and optimizer states, without headers, random states and 8-bit tables."""
+        from safetensors import safe_open
+
+        total = 0
+        for path in (self.folder / committed(self.folder)[0]).glob("*.safetensors"):
+            with safe_open(path, framework="pt") as opened:
+                keys = [key for key in opened.keys() if "@" in key and not key.startswith("qmap")]  # noqa: SIM118
+                total += sum(opened.get_tensor(key).nbytes for key in keys)
+        return total
+
+    @property
     def losses(self) -> list[float]:
         """Training loss of every step, which the rows must hold once each and in order."""
         rows = self.training_rows

@@ -1,5 +1,7 @@
 """Promise: the curve belongs to the recipe. Optimizers of other packages (`training.optim`), where each is allowed."""
 
+import json
+
 import pytest
 
 pytest.importorskip("bitsandbytes")
@@ -19,3 +21,4 @@ def test_the_stage_does_not_change_the_curve(workshop, optim, stage):
     plain, ours = workshop.plain(settings_of(optim)), workshop.run(stage, settings=settings_of(optim))
     assert ours.losses == pytest.approx(plain.losses, abs=1e-4)
     assert plain.losses[-1] < plain.losses[0] - 0.1
+    assert ours.saved_state_bytes == json.loads(ours.dir.plan.read_text())["checkpoint_bytes"]

@@ -241,6 +241,7 @@ def test_the_stage_does_not_change_muon_s_curve(workshop, stage):
     assert run.finished.stdout.count("\nhidden matrices: muon") == 1
     assert "untested optimizer" not in run.finished.stdout
     assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) <= 1e-4
+    assert run.saved_state_bytes == json.loads(run.dir.plan.read_text())["checkpoint_bytes"]
     assert max(abs(a - b) for a, b in zip(plain, workshop.plain().losses, strict=True)) > 1e-2
 
 

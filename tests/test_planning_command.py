@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from pretraining.command_line import parse_train_arguments
+from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning import print_plan, verbs
 from pretraining.planning.__main__ import EPILOG, main, verb_modules
@@ -60,6 +61,54 @@ def test_cost_adds_up(capsys):
     assert answer["cost"]["gpu_hours"] == pytest.approx(64 * answer["seconds"] / 3600)
     assert answer["cost"]["prices"][0]["dollars"] == pytest.approx(2 * answer["cost"]["gpu_hours"])
     assert answer["flops"] / answer["seconds"] == pytest.approx(64 * 0.4 * 989.5e12)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "30b --world_size 8 --gpu H200",
+        "7b --world_size 64 --gpu A10G --deepspeed zero0",
+        "moe-1.5b --world_size 16 --gpu H100",
+        "tiny --world_size 2 --gpu v100 --set training.save_strategy=no --set optimizer.name=muon",
+        'tiny --world_size 1 --gpu H100 --set budget.ramp={"from_tokens_per_step":1024,"over_tokens":204800}',
+    ],
+)
+def test_all_verbs_say_the_same(words, capsys):
+    """Time, tokens, disk, memory and step of one recipe: plan, cost, memory and search agree, in JSON that is JSON."""
+
+    def said(verb: str) -> dict:
+        return json.loads(
+            printed(capsys, [verb, "--recipe", *words.split(), "--json"]), parse_constant=pytest.fail
+        )
+
+    options = parse_train_arguments(["--recipe", *words.split(), "--plan"])
+    recipe = load_recipe(options.recipe, options.set, options.deepspeed)
+    print_plan(recipe, load_ds_config(recipe.deepspeed), options.world_size, options.gpu, True)
+    plan = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    cost, memory, fit = said("cost"), said("memory"), said("fit")
+    assert cost["seconds"] == plan["forecast"]["seconds"] and cost["tokens"] == plan["tokens"]
+    assert cost["step"]["disk"] == plan["disk"]
+    assert memory["total"] == plan["memory"]["total"]
+    assert plan["predicted"]["checkpoint_bytes"] == plan["checkpoint_bytes"]
+    state = plan["model_state"]
+    assert memory["phases"]["loss"].get("fp32 masters", 0) == state["masters"]
+    assert memory["phases"]["loss"]["weights"] == state["parameters"]
+    assert fit["ways"][0]["step_seconds"] <= 1.02 * plan["forecast"]["step"]["seconds"]
+    for way in fit["ways"]:
+        if (way["deepspeed"], way["micro_batch"]) == (recipe.deepspeed, recipe.micro_batch) and not (
+            way["every_n_layers"] or recipe.training.get("activation_checkpointing")
+        ):
+            assert way["step_seconds"] == pytest.approx(plan["forecast"]["step"]["seconds"])
+
+
+def test_tokens_take_the_place_of_the_recipe_s(capsys):
+    """`--tokens` beside a recipe: checkpoints and token shards follow, in whole steps."""
+    line = "cost --recipe 7b --tokens 5b --world_size 8 --gpu H100 --json"
+    answer = json.loads(printed(capsys, line.split()))
+    steps = 5_000_000_000 // 4194304
+    assert answer["tokens"] == steps * 4194304
+    assert answer["step"]["checkpoints"]["written"] == -(-steps // load_recipe("7b").training["save_steps"])
+    assert answer["step"]["disk"]["token shards"] == 2 * answer["tokens"]
 
 
 def test_step_law_counts_without_the_vocabulary(capsys):
@@ -115,6 +164,9 @@ MISTAKES = {
     "cost --parameters 7b --tokens 5b --world_size 1e9 --gpu H100": "whole number",
     "cost --parameters 7b --tokens 5b --world_size 8 --gpu H100 --mfu 40": "write 0.4",
     "cost --parameters 7b --world_size 8 --gpu H100": "--tokens D is missing",
+    "cost --recipe 7b --tokens 1 --world_size 8 --gpu H100": "takes from 4,194,304, its first step",
+    "flops --parameters 0.5": "must be at least 1",
+    "gpus --gpu=": "no such GPU",
     "cost --parameters 7b --recipe 7b --world_size 8 --gpu H100": "either --recipe NAME or --parameters",
     "cost --parameters 7b --set a.b=1 --tokens 5b --world_size 8 --gpu H100": "change a recipe",
     "cost --recipe 7b --world_size 8 --gpu T4": "has no bf16 peak",

@@ -5,10 +5,12 @@ import re
 
 import pytest
 
+from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning import scaling_laws as laws
 from pretraining.planning.costs import checkpoint_cost
 from pretraining.planning.flops import flops_per_token
+from pretraining.planning.forecast import forecast
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
 from pretraining.planning.hyperparameters import extra_steps, extra_tokens, step_law
 from pretraining.planning.layout_memory import (
@@ -27,6 +29,7 @@ from pretraining.planning.throughput import (
     pipeline_bubble,
     predicted_step_seconds,
 )
+from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import load_recipe
 
 LLAMA = load_recipe("7b").model
@@ -146,6 +149,22 @@ def test_a_measured_utilization_takes_precedence(tmp_path):
     assert (found.mfu, found.assumed) == (0.33, False) and "measured" in found.source
     for gpu, parameters in ((H100, 1_300_000_000), (find_gpu("A100"), 7_241_732_096)):
         assert expected_utilization(gpu, parameters, tmp_path).assumed
+
+
+def test_a_small_model_s_gpu_waits_for_its_kernels():
+    """Python launches them no faster on a faster GPU; a large model hides it, and a given utilization holds it."""
+    launch = table("rates")["launch_seconds_per_layer"]["value"]
+    recipe = load_recipe("tiny")
+    tiny = forecast(workload_of_recipe(recipe, None), H100, 1)
+    assert tiny.step.time.bound_by == "kernel launches"
+    assert tiny.step.seconds == pytest.approx(2 * 4 * launch)
+    larger = load_recipe("tiny", ["training.per_device_train_batch_size=16"])
+    assert forecast(workload_of_recipe(larger, None), H100, 1).step.seconds == pytest.approx(4 * launch)
+    compiled = load_recipe("tiny", ["speed.compile=blocks"])
+    assert forecast(workload_of_recipe(compiled, None), H100, 1).step.time.launch_seconds == 0
+    assert forecast(workload_of_recipe(recipe, None), H100, 1, mfu=0.4).mfu == pytest.approx(0.4)
+    large = forecast(workload_of_recipe(load_recipe("7b"), load_ds_config("zero3")), H100, 8)
+    assert large.step.time.bound_by == "compute"
 
 
 def test_pipeline_bubble():

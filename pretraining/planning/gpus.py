@@ -55,7 +55,10 @@ class Gpu:
         """
         if precision not in self.dense_peak_flops:
             known = ", ".join(self.dense_peak_flops)
-            raise UserError(f"{self.name} has no {precision} peak in {FILE}; it has {known}")
+            raise UserError(
+                f"{self.name} has no {precision} peak in {FILE}; it has {known}; choose another GPU, or another "
+                "precision (training.bf16, training.fp16, training.tf32)"
+            )
         return self.dense_peak_flops[precision]
 
     @property

@@ -28,6 +28,18 @@ def amount(text: str) -> float:
     return number
 
 
+def count(text: str) -> float:
+    """Such a number of at least 1: parameters, tokens, FLOPs, bytes.
+
+    Raises:
+        argparse.ArgumentTypeError: as `amount`, or below 1.
+    """
+    number = amount(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be at least 1")
+    return number
+
+
 def gpu_count(text: str) -> int:
     """A whole number of GPUs from 1 to ten million."""
     number = amount(text)
@@ -75,8 +87,21 @@ def duration(seconds: float) -> str:
 
 
 def dollars(amount_: float) -> str:
-    """Dollars, without cents from 100 on."""
+    """Dollars, without cents from 100 on; three digits of what is below a cent."""
+    if 0 < amount_ < 0.01:
+        return f"${three_digits(amount_)}"
     return f"${amount_:,.0f}" if amount_ >= 100 else f"${amount_:,.2f}"
+
+
+def hours(number: float) -> str:
+    """GPU-hours, whole from 100 on."""
+    return f"{number:,.0f}" if number >= 100 or number == 0 else three_digits(number)
+
+
+def energy(kilowatt_hours: float) -> str:
+    """Kilowatt-hours, megawatt-hours from 1000 on."""
+    large = kilowatt_hours >= 1000
+    return f"{three_digits(kilowatt_hours / 1000)} MWh" if large else f"{three_digits(kilowatt_hours)} kWh"
 
 
 def num_bytes(number: float) -> str:

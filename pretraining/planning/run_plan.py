@@ -70,7 +70,7 @@ class RunPlan:
 
     @property
     def disk(self) -> dict[str, int]:
-        """Bytes on the run's disk by what they are for: at most, if the token shards lie there too."""
+        """Bytes on the run's disk by what they are for, with as many token shards as the run reads."""
         parts = {
             "checkpoints kept": self.checkpoints_kept * self.checkpoint_bytes,
             "one being written": min(1, self.checkpoints_kept) * self.checkpoint_bytes,

@@ -15,12 +15,13 @@ from pretraining.planning.quantities import (
     columns,
     dollars,
     duration,
+    energy,
     facts,
+    hours,
     num_bytes,
     recomputation_text,
     several,
     short,
-    three_digits,
 )
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.stand_in import family_of
@@ -185,27 +186,22 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
         ("MFU", mfu_words(speed)),
         ("step", f"{duration(step['seconds'])}, bound by {step['time']['bound_by']}; {links}"),
         ("money", _money_words(cost)),
-        ("energy", f"{_energy(cost['energy_kwh'])} at the GPUs' rated power"),
+        ("energy", f"{energy(cost['energy_kwh'])} at the GPUs' rated power"),
         ("disk", f"{disk}{cadence}"),
         ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
     ]
 
 
 def _money_words(cost: dict) -> str:
-    hours = f"{cost['gpu_hours']:,.0f} GPU-hours"
+    spent = f"{hours(cost['gpu_hours'])} GPU-hours"
     if not cost["prices"]:
-        return f"{hours}; no price known: add yours to pretraining/planning/tables/prices.json"
+        return f"{spent}; no price known: add yours to pretraining/planning/tables/prices.json"
     prices = [
         f"{dollars(price['dollars'])} at {price['provider']} ({dollars(price['dollars_per_gpu_hour'])} an hour, "
         f"{price['date']})"
         for price in cost["prices"][:MOST_PRICES]
     ]
-    return f"{hours}: {', '.join(prices)}"
-
-
-def _energy(kilowatt_hours: float) -> str:
-    large = kilowatt_hours >= 1000
-    return f"{three_digits(kilowatt_hours / 1000)} MWh" if large else f"{three_digits(kilowatt_hours)} kWh"
+    return f"{spent}: {', '.join(prices)}"
 
 
 def _tight(answer: dict) -> list[tuple[str, str]]:
@@ -243,4 +239,4 @@ def _world_size(recipe: Recipe, ds_config: dict | None, size: int, gpu: Gpu | No
         return cells
     speed: Forecast = forecast(workload_of_recipe(recipe, ds_config), gpu, size)
     fits = "yes" if need.total <= gpu.memory_bytes else "no"
-    return [*cells, fits, duration(speed.seconds), f"{speed.cost.gpu_hours:,.0f}"]
+    return [*cells, fits, duration(speed.seconds), hours(speed.cost.gpu_hours)]

@@ -14,7 +14,7 @@ from pretraining.planning.memory.need import (
     recomputed_one_in,
     recomputed_share,
 )
-from pretraining.planning.quantities import recomputation_text
+from pretraining.planning.quantities import num_bytes, recomputation_text, several
 from pretraining.planning.step_time import step_time
 from pretraining.recipe import Recipe, accumulation_steps
 
@@ -219,9 +219,10 @@ def _reason(each: Candidate, fastest: float) -> str:
 
 def _nothing_fits(recipe: Recipe, found: list[Candidate], world_size: int, limit: float) -> str:
     best = min(found, key=lambda each: each.need.total)
+    largest = best.need.largest
     return (
-        f"{recipe.name} does not fit {world_size} GPUs of {limit / 1e9:,.1f} GB in any way: the smallest, "
-        f"{best.deepspeed} with micro-batch {best.micro_batch}, needs {best.need.total / 1e9:,.1f} GB "
-        f"({best.need.largest} {best.need.parts[best.need.largest] / 1e9:,.1f} GB); take more or larger GPUs, "
-        "or a shorter data.sequence_length"
+        f"{recipe.name} does not fit {several(world_size, 'GPU')} of {num_bytes(limit)} in any way: the smallest, "
+        f"{best.deepspeed} with micro-batch {best.micro_batch}, needs {num_bytes(best.need.total)} "
+        f"({largest} {num_bytes(best.need.parts[largest])}); take more or larger GPUs, or a shorter "
+        "data.sequence_length"
     )

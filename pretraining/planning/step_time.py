@@ -52,7 +52,19 @@ def step_time(
         width=precision_of(recipe, ds_config).weights,
         hpz=(ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1),
     )
-    return replace(time, offload_seconds=_offload_seconds(recipe, ds_config, world_size, accumulation, gpu))
+    return replace(
+        time,
+        offload_seconds=_offload_seconds(recipe, ds_config, world_size, accumulation, gpu),
+        launch_seconds=_launch_seconds(recipe, accumulation),
+    )
+
+
+def _launch_seconds(recipe: Recipe, accumulation: int) -> float:
+    """Of all micro-batches of a rank; not known of compiled models, which launch fewer kernels."""
+    if recipe.speed["compile"] != "none":
+        return 0.0
+    layers = model_size(recipe.model).num_layers
+    return accumulation * layers * table("rates")["launch_seconds_per_layer"]["value"]
 
 
 def _offload_seconds(

@@ -54,11 +54,14 @@ class StepTime:
     """The step's bytes at the peak of the slowest link on their way: a lower bound."""
     offload_seconds: float = 0.0
     """Transfers to the host and NVMe, and the host's optimizer, behind the products."""
+    launch_seconds: float = 0.0
+    """What Python needs to launch the step's kernels: a small model's GPU waits for it."""
 
     @property
     def seconds(self) -> float:
-        """Offload after the longer of products and messages: a utilization already holds what could not be hidden."""
-        return max(self.compute_seconds, self.communication_seconds) + self.offload_seconds
+        """Offload after the longest of the others: a utilization already holds what could not be hidden."""
+        at_once = max(self.compute_seconds, self.communication_seconds, self.launch_seconds)
+        return at_once + self.offload_seconds
 
     @property
     def bound_by(self) -> str:
@@ -67,6 +70,7 @@ class StepTime:
             "compute": self.compute_seconds,
             "links": self.communication_seconds,
             "offload": self.offload_seconds,
+            "kernel launches": self.launch_seconds,
         }
         return max(parts, key=parts.get)
 

@@ -1,13 +1,13 @@
 """What a question about planning is asked of: a recipe, or a size and a number of tokens."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pretraining.errors import UserError
 from pretraining.planning.flops import FlopsPerToken, flops_per_token
-from pretraining.planning.quantities import amount, short
+from pretraining.planning.quantities import count, short
 from pretraining.planning.sizes import ModelSize, model_size
-from pretraining.recipe import Recipe
+from pretraining.recipe import Recipe, recipe_schema
 from pretraining.refusals import load_run
 
 
@@ -36,8 +36,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value"
     )
     parser.add_argument("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
-    parser.add_argument("--parameters", type=amount, metavar="N", help="instead of a recipe: 7b, 6.7e9")
-    parser.add_argument("--tokens", type=amount, metavar="D", help="training tokens: 140b, 1.4t")
+    parser.add_argument("--parameters", type=count, metavar="N", help="instead of a recipe: 7b, 6.7e9")
+    parser.add_argument("--tokens", type=count, metavar="D", help="training tokens: 140b, 1.4t")
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
@@ -61,14 +61,20 @@ def workload_of(options: argparse.Namespace) -> Workload:
 
 
 def workload_of_recipe(recipe: Recipe, ds_config: dict | None, tokens: float | None = None) -> Workload:
-    """The workload of a recipe, on its own budget unless `tokens` says otherwise."""
+    """The workload of a recipe, on its own budget or as many whole steps as `tokens` pay for.
+
+    Raises:
+        UserError: `tokens` pay for no step, or are more than a recipe may have.
+    """
+    if tokens is not None:
+        recipe = _with_tokens(recipe, tokens)
     size, length = model_size(recipe.model), recipe.sequence_length
     counted = flops_per_token(size, length)
     return Workload(
         name=recipe.name,
         parameters=size.total,
         active=size.active,
-        tokens=tokens or recipe.budget["tokens"],
+        tokens=recipe.num_tokens,
         training_flops_per_token=counted.training,
         hardware_flops_per_token=counted.hardware,
         recipe=recipe,
@@ -77,3 +83,16 @@ def workload_of_recipe(recipe: Recipe, ds_config: dict | None, tokens: float | N
         counted=counted,
         sequence_length=length,
     )
+
+
+def _with_tokens(recipe: Recipe, tokens: float) -> Recipe:
+    least, most = (
+        recipe.step_sizes.all[0],
+        recipe_schema()["properties"]["budget"]["properties"]["tokens"]["maximum"],
+    )
+    if not least <= tokens <= most:
+        raise UserError(
+            f"--tokens {tokens:g}: {recipe.name} takes from {least:,}, its first step, to {most:g}; leave --tokens out "
+            "for its own budget"
+        )
+    return replace(recipe, budget={**recipe.budget, "tokens": int(tokens)})

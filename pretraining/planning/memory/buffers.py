@@ -94,7 +94,7 @@ def _gathered(zero: dict, tensors: Sequence[Tensor], width: int) -> float:
     reuse = _elements(zero, "stage3_max_reuse_distance", MAX_REUSE_DISTANCE, MAX_REUSE_DISTANCE)
     prefetch = _elements(zero, "stage3_prefetch_bucket_size", PREFETCH_BUCKET, 0.9 * width**2)
     tables = max((tensor.numel for tensor in tensors if tensor.layer is None), default=0)
-    at_work = max(layer_numel(list(tensors)), tables)
+    at_work = max(layer_numel(tensors), tables)
     return min(sum(tensor.numel for tensor in tensors), reuse / 2 + at_work + prefetch)
 
 

@@ -1,5 +1,6 @@
 """The memory a run needs on each GPU, on the host and on NVMe, part by part at its peak."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
@@ -208,7 +209,7 @@ def _phases(
 
 
 def _host(
-    state: ModelState, config: dict | None, precision: Precision, parameters: int, tensors: list[Tensor]
+    state: ModelState, config: dict | None, precision: Precision, parameters: int, tensors: Sequence[Tensor]
 ) -> dict[str, float]:
     """Host memory of one rank: offloaded states, staging buffers, the process, and the model while it is built.
 
@@ -228,7 +229,7 @@ def _host(
     return host
 
 
-def _staging(config: dict | None, tensors: list[Tensor]) -> float:
+def _staging(config: dict | None, tensors: Sequence[Tensor]) -> float:
     zero = (config or {}).get("zero_optimization", {})
     staging = 0.0
     if optimizer_device(config) == "cpu" and zero_stage(config) < 3:

@@ -1,6 +1,9 @@
 """The parameter tensors of a model, in the order of its modules: what ZeRO cuts and pads one by one."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from pretraining.model_types import is_exact
 from pretraining.planning.counted import count_model
@@ -27,15 +30,21 @@ class Tensor:
         return self.kind != VECTOR
 
 
-def parameter_tensors(model: dict) -> list[Tensor]:
+def parameter_tensors(model: dict) -> tuple[Tensor, ...]:
     """Every parameter of a recipe's model section, as transformers 5.23 orders them (modeling_<type>.py)."""
     if not is_exact(model):
-        return [_counted(*tensor) for tensor in count_model(model).tensors]
-    shape = model_with_defaults(model)
-    return _gpt2(shape) if shape["model_type"] == "gpt2" else _llama_like(shape)
+        return tuple(_counted(*tensor) for tensor in count_model(model).tensors)
+    return _by_formula(json.dumps(model, sort_keys=True))
 
 
-def layer_numel(tensors: list[Tensor]) -> int:
+@cache
+def _by_formula(section: str) -> tuple[Tensor, ...]:
+    """Kept, since a search asks for them hundreds of times."""
+    shape = model_with_defaults(json.loads(section))
+    return tuple(_gpt2(shape) if shape["model_type"] == "gpt2" else _llama_like(shape))
+
+
+def layer_numel(tensors: Sequence[Tensor]) -> int:
     """Parameters of the largest layer."""
     sizes: dict[int, int] = {}
     for tensor in tensors:

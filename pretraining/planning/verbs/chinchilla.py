@@ -16,7 +16,7 @@ from pretraining.planning.hyperparameters import (
     extra_tokens,
     hints,
 )
-from pretraining.planning.quantities import amount, columns, facts, short, three_digits
+from pretraining.planning.quantities import columns, count, facts, short, three_digits
 from pretraining.planning.workload import add_workload_arguments, workload_of
 
 EXAMPLES = """  python -m pretraining.planning chinchilla --flops 5.76e23
@@ -29,8 +29,8 @@ EXAMPLES = """  python -m pretraining.planning chinchilla --flops 5.76e23
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is given, and how much the model will be used."""
     add_workload_arguments(parser)
-    parser.add_argument("--flops", type=amount, metavar="C", help="training budget in FLOPs: 1e23")
-    parser.add_argument("--inference_tokens", type=amount, metavar="D", help="tokens the model will serve")
+    parser.add_argument("--flops", type=count, metavar="C", help="training budget in FLOPs: 1e23")
+    parser.add_argument("--inference_tokens", type=count, metavar="D", help="tokens the model will serve")
 
 
 def answer(options: argparse.Namespace) -> dict:

@@ -9,13 +9,14 @@ from pretraining.planning.quantities import (
     amount,
     dollars,
     duration,
+    energy,
     facts,
     gpu_count,
+    hours,
     num_bytes,
     several,
     share,
     short,
-    three_digits,
 )
 from pretraining.planning.workload import add_workload_arguments, workload_of
 
@@ -32,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
     parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
     parser.add_argument(
-        "--mfu", type=share, metavar="SHARE", help="share of the dense peak, instead of the table's"
+        "--mfu",
+        type=share,
+        metavar="SHARE",
+        help="share of the dense peak that whole steps reach",
     )
     parser.add_argument("--precision", choices=PRECISIONS, help="of the products, instead of the recipe's")
     parser.add_argument(
@@ -61,8 +65,8 @@ def as_text(answer: dict) -> str:
         ("throughput", f"{rate:,.0f} tokens/s, {each:,.0f} a GPU"),
         ("time", f"{duration(answer['seconds'])}, {NOT_COUNTED}"),
         *scaling_rows(answer["scaling"]),
-        ("GPU-hours", f"{cost['gpu_hours']:,.0f}"),
-        ("energy", f"{three_digits(cost['energy_kwh'] / 1000)} MWh at rated power"),
+        ("GPU-hours", hours(cost["gpu_hours"])),
+        ("energy", f"{energy(cost['energy_kwh'])} at rated power"),
     ]
     rows += [(f"at {price['provider']}", _price_words(price)) for price in cost["prices"]]
     if not cost["prices"]:
@@ -75,7 +79,8 @@ def mfu_words(answer: dict) -> str:
     used = answer["utilization"]
     if f"{used['mfu']:.0%}" == f"{answer['mfu']:.0%}":
         return f"{answer['mfu']:.0%} ({used['source']})"
-    return f"{answer['mfu']:.0%}: {used['mfu']:.0%} ({used['source']}) less what is recomputed, sent or offloaded"
+    less = "less recomputation, messages, offload and launches"
+    return f"{answer['mfu']:.0%}: {used['mfu']:.0%} ({used['source']}) {less}"
 
 
 def scaling_rows(scaling: dict | None) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ import textwrap
 
 from pretraining.errors import UserError
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.quantities import amount, columns, duration, gpu_count, num_bytes, several, share
+from pretraining.planning.quantities import columns, count, duration, gpu_count, num_bytes, several, share
 from pretraining.planning.search import ROOMY, Candidate, fitting, worth_showing
 from pretraining.planning.throughput import scaling_over_nodes
 from pretraining.planning.workload import add_workload_arguments, workload_of
@@ -17,8 +17,8 @@ EXAMPLES = """  python -m pretraining.planning fit --recipe 7b --world_size 8 --
 NOTE = """
 The fastest first; each further row needs less memory than all above it, and of ways that predict the same the simplest
 is shown. Of ways as fast as each other the first leaves {room:.0%} of the memory free, if one does, then has no
-offload, the fewest layers recomputed, the lowest stage and the largest micro-batch. Time is the larger of products and
-messages, plus offload. `ac`: of how many layers one is recomputed (activation checkpointing)."""
+offload, the fewest layers recomputed, the lowest stage and the largest micro-batch. Time is the longest of products,
+messages and kernel launches, plus offload. `ac`: of how many layers one is recomputed (activation checkpointing)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
     parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
     parser.add_argument(
-        "--memory", type=amount, metavar="BYTES", help="of one GPU, instead of the table's: 80e9"
+        "--memory", type=count, metavar="BYTES", help="of one GPU, instead of the table's: 80e9"
     )
     parser.add_argument(
-        "--mfu", type=share, metavar="SHARE", help="share of the dense peak, instead of the table's"
+        "--mfu",
+        type=share,
+        metavar="SHARE",
+        help="share of the dense peak where no layer is recomputed",
     )
     parser.add_argument("--top", type=gpu_count, default=6, metavar="K", help="ways to show (default 6)")
 

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def answer(options: argparse.Namespace) -> dict:
     """Every GPU of the table, or one."""
-    chosen = [find_gpu(options.gpu)] if options.gpu else all_gpus().values()
+    chosen = all_gpus().values() if options.gpu is None else [find_gpu(options.gpu)]
     return {"gpus": [_entry(gpu) for gpu in chosen]}
 
 
