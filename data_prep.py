@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 from pretraining.command_line import add_recipe_arguments, not_negative_integer, positive_integer
 from pretraining.data import prepare_data
@@ -17,6 +18,7 @@ EXAMPLES = """examples:
   python data_prep.py --recipe 124m --set data.validation_share=0.001
   python data_prep.py --recipe my_recipe.json --data_dir /fast/disk/data
   python data_prep.py --recipe 30b --executor slurm --slurm partition=cpu --slurm time=12:00:00
+  python data_prep.py --recipe my_recipe.json --set data.filters.0.min_words=100 --replace
   python data_prep.py --recipe 124m --count --count_documents 10000
 
 A second run with the same sources returns at once; an interrupted one goes on with what is not finished. A finished
@@ -35,7 +37,7 @@ def main() -> None:
         return print(as_submitted(outcome.jobs, options.json))
     summary = summary_of(outcome.folder, outcome.manifest, recipe.data["sources"])
     summary["kept_aside"] = outcome.kept_aside and str(outcome.kept_aside)
-    print(json.dumps(summary) if options.json else as_text(summary, outcome))
+    print(json.dumps(summary) if options.json else as_text(summary, outcome, options.data_dir))
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -88,7 +90,7 @@ def as_submitted(jobs: tuple[str, ...], as_json: bool) -> str:
     return f"submitted {len(jobs)} jobs: {', '.join(jobs)}; the same command tells when the data is ready"
 
 
-def as_text(summary: dict, outcome: Outcome) -> str:
+def as_text(summary: dict, outcome: Outcome, data_root: Path) -> str:
     lines = [f"data {summary['name']} is ready in {summary['folder']}"]
     for split in ("train", "validation"):
         counts = summary[split]
@@ -104,7 +106,7 @@ def as_text(summary: dict, outcome: Outcome) -> str:
     if report := report_text(outcome.manifest):
         lines.append(report)
     if outcome.kept_aside is not None:
-        lines.append(kept_text(outcome.kept_aside))
+        lines.append(kept_text(outcome.kept_aside, data_root))
     return "\n".join(lines)
 
 

@@ -90,7 +90,9 @@ def curve_parts(recipe: dict) -> dict:
 def changed_parts(recipe: dict, earlier: dict) -> list[Change]:
     """What of the curve differs between two resolved recipes, by key."""
     ours, theirs = curve_parts(recipe), curve_parts(earlier)
-    changed = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+    changed = sorted(
+        key for key in ours.keys() | theirs.keys() if differences(theirs.get(key), ours.get(key))
+    )
     return [Change(key, theirs.get(key), ours.get(key)) for key in changed]
 
 

@@ -67,7 +67,7 @@ class GaveUp(UserError):
 def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
     """Turn a `UserError`, or a file that cannot be used, into one line on stderr and exit code 2; Ctrl-C into 130.
 
-    Every command runs inside: what the libraries say to nobody does not get there either.
+    Every command runs inside it, so messages of the libraries that tell a user nothing are kept back here too.
 
     after_interrupt: what becomes of the work that Ctrl-C ends.
     """

@@ -65,8 +65,12 @@ class RunDir:
         return next((row for row in reversed(read_rows(self.events)) if row.get("event") == kind), None)
 
     def add_end(self, results: dict) -> None:
-        """The event of a finished run: its results, and the export's files by which it is known to be whole."""
+        """The event of a finished run: its results, and the export's files by which it is known to be whole.
+
+        A stop file that came too late goes: it would stop the next run of this folder after its first step.
+        """
         self.add_event("end", **results, export=self._export_sizes())
+        self.stop_file.unlink(missing_ok=True)
 
     def _export_is_whole(self, end: dict) -> bool:
         """Whether the export has every file that its run wrote, at its size; others may have come since."""

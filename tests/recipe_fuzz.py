@@ -55,6 +55,8 @@ PREPARED = (
 """Keys of `data` that ask for another data set: left as they are if a run must start."""
 LEFT_OUT = {"checkpoints.upload", "training.trackio_space_id", "training.trackio_bucket_id"}
 """Keys that ask for the network."""
+SIZES = re.compile(r"^model\..*(size|heads|head_dim|layers?|experts|positions|embeddings|embd|inner|head)$")
+"""Keys whose large values make a model that is only slow: in a run they stay small."""
 NEEDS_MORE = re.compile(
     r"needs a GPU|cannot be used here|needs the package|is not installed|pip install|Ampere|requires the .* package|"
     r"cannot be reached|cannot be read|no such file|--force|knows no task|holds no task"
@@ -122,7 +124,7 @@ class RecipeFuzz:
         if kind == "boolean":
             return self.random.random() < 0.5
         if kind in ("integer", "number"):
-            return self._number(schema, kind)
+            return self._number(key, schema, kind)
         if kind == "string":
             return self.random.choice(
                 TEXTS.get(key.rpartition(".")[2], ["", "x", "loss", "auto", "sdpa", "1"])
@@ -132,12 +134,12 @@ class RecipeFuzz:
             return [self._value(key, items) for _ in range(self.random.choice((0, 1, 2, 3)))]
         return self._object(key, schema)
 
-    def _number(self, schema: dict, kind: str):
+    def _number(self, key: str, schema: dict, kind: str):
         small = [-1, 0, 1, 2, 3, 4, 8, 16, 64, 100, 512]
         if kind == "number":
             small += [-0.5, 1e-8, 1e-3, 0.1, 0.5, 0.9, 0.999, 1.5, 1e6]
         else:
-            small += [65536, 2**31, 2**63, 10**18]
+            small += [] if self.trains and SIZES.search(key) else [65536, 2**31, 2**63, 10**18]
         default = schema.get("default")
         if isinstance(default, int | float):
             small += [default, default * 2]

@@ -212,10 +212,12 @@ def test_runs_of_a_replaced_data_set_are_told_its_name(made, root):
     (root / "corpus.replaced-2").mkdir()
     (root / "corpus.replaced-of-old").mkdir()
     for action in (prepare_data, open_prepared):
-        assert "corpus.replaced-1 beside it fits: --set data.name=corpus.replaced-1" in refusal(
-            action, recipe, root
-        )
+        assert "corpus.replaced-1 fits: --set data.name=corpus.replaced-1" in refusal(action, recipe, root)
     assert open_prepared(mixed(made, name="corpus.replaced-1"), root).fingerprint == before
+    (root / "linked").mkdir()
+    (root / "linked" / "corpus").symlink_to(root / "corpus")
+    for action in (prepare_data, open_prepared):
+        assert f"fits: --data_dir {root} --set data.name" in refusal(action, recipe, root / "linked")
 
 
 def test_a_replacement_that_fails_keeps_the_old_data(made, root, tmp_path):
@@ -323,6 +325,8 @@ def test_a_place_that_nothing_can_be_renamed_into_is_refused_at_once(made, tmp_p
     assert "a disk is mounted there" in refusal(prepare, disk.parent, mixed(made, name=disk.name))
     assert "must have at most 200" in refusal(prepare, tmp_path / "data", mixed(made, name="n" * 240))
     assert not any(disk.iterdir()) and not (tmp_path / "data").exists()
+    shutil.copytree(made / "data" / "corpus", disk, dirs_exist_ok=True)
+    assert prepare(disk.parent, mixed(made, name=disk.name)) == disk, "what is finished there is read"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The same run by deepspeed, torchrun, accelerate launch and plain python, each with a clean end."""
 
 import re
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,17 @@ def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
     with pytest.raises(UserError, match="2 found; start at most 2 processes") as caught:
         ranks._claim_gpu(2)
     assert not caught.value.on_every_rank
+
+
+def test_every_group_waits_longer_than_the_watch_over_hangs(monkeypatch):
+    """A group that DeepSpeed makes without a limit would abort after torch's ten minutes, before a hang is named."""
+    from torch.distributed import distributed_c10d
+
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
+    ranks._wait_as_long_in_every_group(timedelta(minutes=50))
+    for backend in ("nccl", "gloo"):
+        assert distributed_c10d._get_default_timeout(backend) == timedelta(minutes=50)
 
 
 def test_a_driver_that_is_too_old_is_one_line(monkeypatch):

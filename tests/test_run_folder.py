@@ -95,6 +95,24 @@ def test_the_lock_of_a_killed_run_is_free(tmp_path):
         os.kill(worker, signal.SIGKILL)
 
 
+def test_a_stop_file_that_comes_too_late_does_not_stop_the_next_run(tmp_path):
+    """Asked for while the model is exported: the run ends, and the request with it."""
+    run = RunDir(tmp_path)
+    run.export.mkdir()
+    run.stop_file.touch()
+    run.add_end({"eval_loss": 1.0})
+    assert run.last_event("end") and not run.stop_file.exists()
+
+
+def test_a_run_folder_that_is_removed_meanwhile_is_one_line(tmp_path):
+    """Whichever file was wanted; a file that is missing in a folder that is there stays a bug of ours."""
+    from pretraining.checkpoints import disk_errors_told
+
+    for folder, expected in ((tmp_path / "gone", UserError), (tmp_path, FileNotFoundError)):
+        with pytest.raises(expected), disk_errors_told(folder):
+            (folder / "sub" / "metrics.jsonl").open("a")
+
+
 @pytest.fixture
 def small_disk(disk_of) -> Path:
     """It holds one checkpoint of the small recipe, not two."""

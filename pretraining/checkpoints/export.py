@@ -43,11 +43,11 @@ def write_model_folder(
 
 
 def _save(model: PreTrainedModel, state_dict: dict, folder: Path) -> None:
-    """Write safetensors and both configs, which are the model's but for what only training or only generation wants.
+    """Write safetensors, the config and the generation config.
 
-    A forward pass of the export is one of the run's validations, and `generate` is as fast as it can be: a cache is
-    filled by `generate` alone, since with one a forward pass does not keep packed documents apart, and the `loss` of
-    a mixture of experts is without what training adds for the balance of its router.
+    A forward pass of the export does what the run's validations did. It fills no cache: with one, transformers does
+    not keep packed documents apart. Its `loss` is the cross-entropy alone, without the balance of a router, which is
+    for training. `generate` does fill a cache.
     """
     tied = set(model.all_tied_weights_keys)
     model.save_pretrained(folder, state_dict={k: v for k, v in state_dict.items() if k not in tied})

@@ -32,6 +32,12 @@ def disk_errors_told(folder: Path) -> Iterator[None]:
 
 
 def _disk_error(error: Exception, folder: Path) -> UserError | None:
+    if isinstance(error, FileNotFoundError) and not folder.exists():
+        return UserError(
+            f"{folder}: was removed or renamed while the run wrote there; what is gone cannot be continued, and a "
+            "renamed folder is continued with --output_dir",
+            on_every_rank=False,
+        )
     if isinstance(error, OSError) and error.errno is not None:
         return file_error(error, folder)
     if found := _RUST_ERROR.search(str(error)):

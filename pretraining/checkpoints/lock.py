@@ -51,8 +51,7 @@ def lock_folder(folder: Path, patience_seconds: float = PATIENCE_SECONDS) -> Tex
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + patience_seconds
     while (lock := _try_lock(folder / LOCK)) is None:
-        if time.monotonic() > until:
-            holder = (folder / LOCK).read_text(encoding="utf-8")
+        if time.monotonic() > until and (holder := _holder(folder / LOCK)) is not None:
             raise UserError(
                 f"{folder}: another run is writing there ({holder}); wait for its end, stop it, or give this one "
                 "its own folder with --output_dir"
@@ -82,6 +81,14 @@ def _try_lock(path: Path) -> TextIO | None:
         pass
     file.close()
     return None
+
+
+def _holder(path: Path) -> str | None:
+    """What the process that holds the lock says of itself; None if it has left meanwhile."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
 
 
 def _release(lock: TextIO, folder: Path) -> None:

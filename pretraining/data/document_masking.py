@@ -26,11 +26,11 @@ def masked_block(tokens: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def stack_blocks(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray | int | bool]:
-    """Make one batch of blocks, what a forward pass takes: int64 [L] under each key becomes int64 [batch, L].
+    """Make one batch of blocks: int64 [L] under each key becomes int64 [batch, L].
 
-    If the blocks have positions, all that keeps their documents apart goes with them, whatever the model's config
-    says: their borders (`document_borders`), and that no cache is filled. With a cache transformers 5.23 takes
-    positions that begin anew for those of one text (`masking_utils._preprocess_mask_arguments`).
+    If the blocks have positions, the batch also holds all that a forward pass needs to keep documents apart, whatever
+    the model's config says: their borders (`document_borders`), and that it fills no cache. With a cache,
+    transformers 5.23 takes positions that begin anew for one text (`masking_utils._preprocess_mask_arguments`).
     """
     batch = {key: np.stack([block[key] for block in blocks]) for key in blocks[0]}
     if "position_ids" not in batch:

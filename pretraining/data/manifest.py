@@ -81,24 +81,35 @@ def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None
         _source_difference(f"data.sources.{number}", manifest["sources"][number], here)
         for number, here in enumerate(fingerprints or [])
     ]
-    now = local_fingerprint(data["tokenizer"])
-    if now not in (None, manifest["tokenizer"]["fingerprint"]):
-        texts.append(f"data.tokenizer: {data['tokenizer']} has changed since")
+    texts.append(tokenizer_difference(manifest, data))
     if fingerprints is not None:
         texts += _changed_rules(manifest.get("consulted", {}), data)
     return list(filter(None, texts))
 
 
+def tokenizer_difference(manifest: dict, data: dict) -> str | None:
+    """What is wrong with a folder that `data.tokenizer` names: it holds another one than the data was made with."""
+    if local_fingerprint(data["tokenizer"]) in (None, manifest["tokenizer"]["fingerprint"]):
+        return None
+    return f"data.tokenizer: {data['tokenizer']} holds another one than the data was made with"
+
+
 def fitting_beside(folder: Path, data: dict, fingerprints: list[dict] | None = None) -> str:
-    """`; <name> beside it fits: ...` if one of the data sets kept beside `folder` is what a data section asks for."""
-    for path in kept_beside(folder):
+    """`; <kept> fits: ...` if one of the data sets kept beside `folder`, or where it leads, is what is asked for."""
+    for path in kept_beside(folder.resolve()):
         try:
             manifest = read_manifest(path)
         except (UserError, OSError):
             continue
         if manifest and not data_differences(manifest, data, fingerprints):
-            return f"; {path.name} beside it fits: --set data.name={path.name}"
+            return f"; {path} fits: {reading_options(path, folder.parent)}"
     return ""
+
+
+def reading_options(kept: Path, data_root: Path) -> str:
+    """What a run is to be given that goes on with a data set kept aside."""
+    elsewhere = f"--data_dir {kept.parent} " if kept.parent != data_root.resolve() else ""
+    return f"{elsewhere}--set data.name={kept.name}"
 
 
 def consulted(data: dict) -> dict:

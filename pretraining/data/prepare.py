@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.data.execution import Execution
-from pretraining.data.manifest import data_differences, fitting_beside, read_manifest
+from pretraining.data.manifest import data_differences, fitting_beside, read_manifest, reading_options
 from pretraining.data.publishing import is_half_published, preparation_lock, work_folder
 from pretraining.data.sources import open_source
 from pretraining.data.split_sizes import check_blocks
@@ -50,14 +50,16 @@ def prepare_data(
     takes its place once it is finished, and the old one is kept beside it. Raises UserError for what the section,
     the sources or the disk have wrong; finished tasks are kept.
     """
-    data, folder = recipe.data, _place(Path(data_root) / recipe.data["name"])
+    data, named = recipe.data, Path(data_root) / recipe.data["name"]
+    folder = _place(named)
     sources = [open_source(spec) for spec in data["sources"]]
     fingerprints = [source.fingerprint() for source in sources]
     try:
-        outcome = Outcome(folder, _finished(folder, data, fingerprints, replace))
+        outcome = Outcome(folder, _finished(named, data, fingerprints, replace))
         if outcome.manifest is None or is_half_published(folder):
+            _refuse_no_place(folder)
             with preparation_lock(folder) as kept:
-                outcome = Outcome(folder, _finished(folder, data, fingerprints, replace), kept)
+                outcome = Outcome(folder, _finished(named, data, fingerprints, replace), kept)
                 if outcome.manifest is None:
                     outcome = _build(recipe, folder, sources, fingerprints, show_progress, execution)
     except OSError as error:
@@ -75,23 +77,27 @@ LONGEST_NAME = 200
 
 
 def _place(folder: Path) -> Path:
-    """Where a link leads, else the folder; UserError if nothing can be put there, or somebody keeps something else."""
-    if (length := len(os.fsencode(folder.name))) > LONGEST_NAME:
-        raise UserError(
-            f"data.name: has {length} bytes; it must have at most {LONGEST_NAME}: it names a folder"
-        )
+    """Where a link leads, else the folder; UserError if somebody keeps something else there."""
     folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
-    if folder.is_mount():
-        raise UserError(
-            f"{folder}: a disk is mounted there, and a data set is renamed into its place; give a folder of that disk "
-            "to --data_dir, or choose another data.name"
-        )
     if folder.is_dir() and any(folder.iterdir()) and read_manifest(folder) is None:
         raise UserError(
             f"{folder}: holds files that are no prepared data (there is no manifest.json); choose another data.name, "
             "or move them"
         )
     return folder
+
+
+def _refuse_no_place(folder: Path) -> None:
+    """UserError if nothing can be renamed into the place of `folder`: found out now, not after hours of work."""
+    if (length := len(os.fsencode(folder.name))) > LONGEST_NAME:
+        raise UserError(
+            f"data.name: has {length} bytes; it must have at most {LONGEST_NAME}: it names a folder"
+        )
+    if folder.is_mount():
+        raise UserError(
+            f"{folder}: a disk is mounted there, and a data set is renamed into its place; give a folder of that disk "
+            "to --data_dir, or choose another data.name"
+        )
 
 
 def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool) -> dict | None:
@@ -144,12 +150,12 @@ def finish_prepared(preparation) -> None:
     """Publish what the tasks of a cluster have prepared."""
     with preparation_lock(preparation.folder):
         if kept := _finish(preparation):
-            print(kept_text(kept))
+            print(kept_text(kept, kept.parent))
 
 
-def kept_text(kept: Path) -> str:
+def kept_text(kept: Path, data_root: Path) -> str:
     """The sentence about a data set whose place another one took."""
-    return f"the data set before it is kept in {kept}: its runs go on with --set data.name={kept.name}"
+    return f"the data set before it is kept in {kept}: its runs go on with {reading_options(kept, data_root)}"
 
 
 def _finish(preparation) -> Path | None:

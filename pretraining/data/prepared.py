@@ -4,7 +4,14 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.data.manifest import data_differences, fitting_beside, num_shard_bytes, read_manifest, verify
+from pretraining.data.manifest import (
+    data_differences,
+    fitting_beside,
+    num_shard_bytes,
+    read_manifest,
+    tokenizer_difference,
+    verify,
+)
 from pretraining.data.packed import PackedDataset
 from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.address import is_remote
@@ -94,7 +101,7 @@ def _preparing_command(recipe, data_root: Path) -> str:
 
 def _check_section(data: dict, manifest: dict, folder: Path | str, command: str) -> None:
     if "converted_from" in manifest:
-        return _check_origin(data, manifest["converted_from"], folder)
+        return _check_origin(data, manifest, folder)
     if differing := data_differences(manifest, data):
         beside = fitting_beside(folder, data) if isinstance(folder, Path) else ""
         raise UserError(
@@ -103,13 +110,16 @@ def _check_section(data: dict, manifest: dict, folder: Path | str, command: str)
         )
 
 
-def _check_origin(data: dict, origin: dict, folder: Path | str) -> None:
+def _check_origin(data: dict, manifest: dict, folder: Path | str) -> None:
     """Converted data has no section: the recipe's one source must be what it was converted from."""
+    origin = manifest["converted_from"]
     if [source.get("path") for source in data["sources"]] != [origin["path"]]:
         raise UserError(
             f"{folder}: converted from {origin['format']} files, not prepared from text; set data.sources to "
             f'[{{"path": "{origin["path"]}"}}] to train on it, or data.name to another folder'
         )
+    if differing := tokenizer_difference(manifest, data):
+        raise UserError(f"{folder}: {differing}; name that one, or convert the data again")
 
 
 def _check_tokenizer(manifest: dict, folder: Path, command: str) -> None:

@@ -48,6 +48,7 @@ def run_payload(record: RunRecord, live: bool | None = None, track_record: list[
         "best_validation": _plain(found.best_validation),
         "plan": plan_beside_measured(record),
         "scores": _scores(record),
+        "sources": [row.get("source") for row in record.mixture.get("run", {}).get("sources", [])],
         "events": _events(record),
         "samples": [_short(sample) for sample in _spread(record.samples, MOST_SAMPLES)],
         "recipe": record.recipe,

@@ -28,6 +28,9 @@ from pretraining.data.publishing import wait_for_disk
 _HEADERS = Path(find_spec("deepspeed").origin).parent
 """Header files below this folder are DeepSpeed's own; others belong to the compilers."""
 
+_NOT_DEEPSPEEDS = {"build_directory", "is_python_module", "is_standalone"}
+"""Who passes one of these keeps what is compiled elsewhere, or loads it in another way."""
+
 
 def ask_the_processor_once() -> None:
     """DeepSpeed asks py-cpuinfo for the processor's features for every operator, a second each."""
@@ -44,6 +47,8 @@ def keep_compiled_operators() -> None:
 def _kept(load: Callable) -> Callable:
     @wraps(load)
     def load_kept(name: str, sources: list[str], verbose: bool = False, **keywords):
+        if not _NOT_DEEPSPEEDS.isdisjoint(keywords):
+            return load(name, sources, verbose=verbose, **keywords)
         folder = _root() / f"{name}-{_fingerprint(sources, keywords)}"
         library = folder / f"{name}{cpp_extension.LIB_EXT}"
         if not library.exists():

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import deepspeed
 import torch
+from torch.distributed import distributed_c10d
 
 from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
@@ -70,10 +71,20 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     keep_compiled_operators()
     minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
     timeout = timedelta(minutes=minutes)
+    _wait_as_long_in_every_group(timeout)
     if shared_with_the_launcher():
         _meet_in_fresh_store(backend, timeout)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def _wait_as_long_in_every_group(timeout: timedelta) -> None:
+    """Give groups that are made without a limit this one: DeepSpeed reduces in a group of its own making.
+
+    torch's own limit for NCCL is 10 minutes, at which the process is aborted: the watch over hangs, which can name the
+    ranks, would have no chance to.
+    """
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
 
 
 def _leave_out_shared_memory() -> None:

@@ -100,7 +100,7 @@ const inOrder = new Intl.Collator("en", { numeric: true }).compare;
 const isPart = (name) => name.split("/").length > 2;
 const PHASES = { train: "training", eval: "validation" };
 const phaseOf = (name) => isPart(name) ? undefined : PHASES[name.split("/")[0]];
-const ofSource = (name) => data.runs.some((run) => `eval/${name}_bits_per_byte` in run.series);
+const ofSource = (name) => data.runs.some((run) => run.sources.includes(name) || `eval/${name}_bits_per_byte` in run.series);
 const chartOf = (name) => isPart(name) ? name.slice(0, name.lastIndexOf("/") + 1) : phaseOf(name) ? name.slice(name.indexOf("/") + 1) : name;
 const PARTS = { "memory/host_peak_bytes": "host, whole process", "memory/peak_bytes": "GPU, allocated", "memory/reserved_bytes": "GPU, reserved" };
 const partOf = (name) => PARTS[name] || (isPart(name) ? spoken(name.slice(name.lastIndexOf("/") + 1)) : phaseOf(name) && phasesOf(name).length > 1 ? phaseOf(name) : spoken(name).replace(/ seconds$| bytes$/, ""));
