@@ -47,7 +47,7 @@ def _warm_up(case: Case) -> Finding | None:
     needed = min(needed, max(1, steps // 10))
     if given >= needed:
         return None
-    what = f"warm-up of {given} steps is short for this size: Adam's second moment is not settled"
+    what = f"warm-up of {given} steps is short for this size: the optimizer's running means are not settled"
     if case.recipe.budget["warmup_tokens"] is not None:
         return Finding(what, f"--set budget.warmup_tokens={needed * case.recipe.tokens_per_step}")
     return Finding(what, f"--set training.warmup_steps={needed}")

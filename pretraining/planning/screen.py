@@ -27,6 +27,7 @@ from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.stand_in import family_of
 from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.verbs.cost import NOT_COUNTED, disk_words, mfu_words, scaling_rows
+from pretraining.planning.verbs.memory import host_words
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 
@@ -147,8 +148,8 @@ def _memory(answer: dict) -> list[tuple[str, str]]:
         ("  CUDA, NCCL, allocator", f"{num_bytes(need['reserve']):<9}{need['reserve'] / need['total']:>5.0%}")
     )
     rows.append(("largest", f"{need['largest']}; less of it: {need['shrink']}"))
-    host = ", ".join(f"{name} {num_bytes(size)}" for name, size in need["host"].items())
-    rows.append(("host memory", f"{num_bytes(need['host_bytes'])} for each GPU ({host})"))
+    host = f"{num_bytes(need['host_bytes'])} for each GPU ({host_words(need['host'])})"
+    rows.append(("host memory", host))
     return rows + ([("NVMe", f"{num_bytes(need['nvme'])} for each GPU")] if need["nvme"] else [])
 
 

@@ -53,7 +53,7 @@ def as_text(answer: dict) -> str:
     lines += [f"{phase}: {PHASES[phase]}" for phase in phases]
     lines += [f"largest: {answer['largest']}; less of it: {answer['shrink']}"]
     lines += [f"beside it: {num_bytes(answer['reserve'])} for CUDA, NCCL and the allocator (assumed)"]
-    lines += [f"host memory per GPU: {num_bytes(answer['host_bytes'])} ({_words(answer['host'])})"]
+    lines += [f"host memory per GPU: {num_bytes(answer['host_bytes'])} ({host_words(answer['host'])})"]
     return "\n".join(lines + ([f"NVMe per GPU: {num_bytes(answer['nvme'])}"] if answer["nvme"] else []))
 
 
@@ -71,5 +71,7 @@ def _cell(number: float | None) -> str:
     return num_bytes(number) if number else "-"
 
 
-def _words(parts: dict) -> str:
-    return ", ".join(f"{name} {num_bytes(size)}" for name, size in parts.items())
+def host_words(parts: dict) -> str:
+    """What host memory is for; of a process by itself nothing is counted."""
+    names = {name: name for name in parts} | {"process": "assumed for the process"}
+    return ", ".join(f"{num_bytes(size)} {names[name]}" for name, size in parts.items())
