@@ -147,6 +147,16 @@ def rows_of(text: str) -> list[dict]:
     return rows
 
 
+def seconds_of_steps(rows: list[dict]) -> float:
+    """Seconds of the steps that rows of metrics.jsonl stand for: each says the mean of those since the one before."""
+    total, before = 0.0, 0
+    for row in rows:
+        if "throughput/step_seconds" in row:
+            total += (row["step"] - before) * row["throughput/step_seconds"]
+            before = row["step"]
+    return total
+
+
 def keep_rows(path: Path, stays: Callable[[dict], bool]) -> list[dict]:
     """Forget the rows of what a resumed run is about to repeat; returns those that stay."""
     kept = [row for row in read_rows(path) if stays(row)]

@@ -418,14 +418,19 @@ def test_compare_shows_both_sides(tmp_path, capsys):
     plan = {"predicted": predicted(recipe, load_ds_config("zero2"), 2, find_gpu("H100"))}
     run = RunDir(tmp_path / "run")
     write_json(run.plan, plan)
-    for seconds in (9.0, 0.5, 0.5, 0.7):
-        row = {"throughput/tokens_per_second": 2048 / seconds, "throughput/step_seconds": seconds}
+    for number, seconds in enumerate((9.0, 0.5, 0.5, 0.7), start=1):
+        row = {"step": 20 * number, "throughput/step_seconds": seconds}
+        row |= {"throughput/tokens_per_second": 2048 / seconds}
         run.metrics.open("a").write(json.dumps(row) + "\n")
     run.add_event("end", measured={"peak_memory_bytes": 5_000_000, "mfu": 0.25})
     main(["compare", str(run.path), "--json"])
     (answer,) = json.loads(capsys.readouterr().out)["runs"]
     assert answer["finished"] and set(QUANTITIES) < set(answer)
     assert answer["step_seconds"]["measured"] == 0.5
+    assert answer["training_seconds"]["measured"] == pytest.approx(20 * 10.7)
+    assert answer["training_seconds"]["predicted"] == pytest.approx(
+        1000 * answer["step_seconds"]["predicted"]
+    )
     assert answer["peak_memory_bytes"]["ratio"] == pytest.approx(
         5_000_000 / plan["predicted"]["peak_memory_bytes"]
     )

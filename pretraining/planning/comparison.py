@@ -18,9 +18,17 @@ from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.throughput import model_flops_utilization
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
-from pretraining.run_dir import RunDir, read_rows
+from pretraining.run_dir import RunDir, read_rows, seconds_of_steps
 
-QUANTITIES = ("peak_memory_bytes", "tokens_per_second", "mfu", "step_seconds", "checkpoint_bytes")
+QUANTITIES = (
+    "peak_memory_bytes",
+    "tokens_per_second",
+    "mfu",
+    "step_seconds",
+    "training_seconds",
+    "checkpoint_bytes",
+)
+"""`training_seconds` are those of all steps together, without validation, saving and restarts."""
 
 
 def predicted(
@@ -44,6 +52,7 @@ def predicted(
     return values | {
         "step_seconds": seconds,
         "tokens_per_second": speed.tokens_per_second,
+        "training_seconds": speed.seconds,
         "mfu": speed.mfu,
     }
 
@@ -102,6 +111,8 @@ def compare_run(folder: Path) -> dict:
     foreseen, found = _predicted(_read_plan(run.plan)), {**_observed(run), **_numbers(end.get("measured"))}
     if not foreseen and not found:
         raise UserError(f"{folder}: its plan.json predicts nothing and the run has measured nothing yet")
+    if not end:
+        found.pop("training_seconds", None)  # so far: not what is predicted
     rows = {name: _pair(foreseen.get(name), found.get(name)) for name in QUANTITIES}
     return {"run": str(folder), "finished": bool(end), **rows}
 
@@ -139,6 +150,9 @@ def _observed(run: RunDir) -> dict[str, float]:
         values = [row[key] for row in rows if _is_number(row.get(key := f"throughput/{name}"))]
         if values:
             observed[name] = statistics.median(values[1:] or values)
+    stepped = [row for row in rows if all(map(_is_number, map(row.get, ("step", "throughput/step_seconds"))))]
+    if stepped:
+        observed["training_seconds"] = seconds_of_steps(stepped)
     checkpoints = sorted(run.path.glob("checkpoint-*/committed.json"), key=lambda path: path.stat().st_mtime)
     if checkpoints:
         files = [path for path in checkpoints[-1].parent.rglob("*") if path.is_file()]

@@ -2,7 +2,7 @@
 
 import time
 
-from pretraining.run_dir import RunDir, read_rows, stopped_seconds, unix_seconds
+from pretraining.run_dir import RunDir, read_rows, seconds_of_steps, stopped_seconds, unix_seconds
 
 
 class Goodput:
@@ -18,20 +18,10 @@ class Goodput:
         starts = [number for number, row in enumerate(events) if row.get("event") == "start"]
         self.began = unix_seconds(events[starts[-1]]["time"]) if starts else time.time()
         self.stopped_seconds = stopped_seconds(events[starts[-1] :]) if starts else 0.0
-        self.good_seconds = good_seconds(kept_rows)
+        self.good_seconds = seconds_of_steps(kept_rows)
 
     def add(self, steps: int, step_seconds: float) -> float:
         """Count `steps` steps; the goodput now."""
         self.good_seconds += steps * step_seconds
         wall_seconds = time.time() - self.began - self.stopped_seconds
         return min(1.0, self.good_seconds / wall_seconds) if wall_seconds > 0 else 1.0
-
-
-def good_seconds(rows: list[dict]) -> float:
-    """Seconds of the steps that rows of metrics.jsonl stand for."""
-    total, before = 0.0, 0
-    for row in rows:
-        if "throughput/step_seconds" in row:
-            total += (row["step"] - before) * row["throughput/step_seconds"]
-            before = row["step"]
-    return total

@@ -13,6 +13,7 @@ TITLES = {
     "tokens_per_second": "tokens/s",
     "mfu": "MFU",
     "step_seconds": "step",
+    "training_seconds": "training",
     "checkpoint_bytes": "checkpoint",
 }
 
@@ -53,6 +54,6 @@ def _words(quantity: str, value: float | None) -> str:
         return "-"
     if quantity.endswith("bytes"):
         return num_bytes(value)
-    if quantity == "step_seconds":
+    if quantity.endswith("seconds"):
         return duration(value)
     return f"{value:.0%}" if quantity == "mfu" else three_digits(value)
