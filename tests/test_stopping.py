@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from pretraining.exit_codes import STOPPED
+from pretraining.run_dir import RunDir
 from tests.runs import REPOSITORY, TIMEOUT_SECONDS, Run, Started, committed, execute
 
 LISTENING = (
@@ -82,6 +84,23 @@ def test_a_forked_process_does_not_ask_its_parent_to_stop(listening):
     )
     assert process.stdout.readline() == f"{-signal.SIGTERM}\n"
     assert process.stdout.readline() == "None\n"
+
+
+def test_the_reason_is_who_asked(tmp_path, monkeypatch):
+    """The run's own file is not the supervisor's, whose request counts where both are there."""
+    from pretraining.exit_codes import SUPERVISOR
+    from pretraining.training import stopping
+
+    monkeypatch.setattr(stopping, "SignalListener", lambda in_vain: SimpleNamespace(received=None))
+    monkeypatch.setenv(SUPERVISOR, str(tmp_path / "supervisor"))
+    (tmp_path / "supervisor").mkdir()
+    run, reasons = RunDir(tmp_path), []
+    for file in (run.stop_file, tmp_path / "supervisor" / "STOP"):
+        file.touch()
+        stop = stopping.StopRequests(run, None)
+        assert stop.agreed()
+        reasons.append(stop.reason)
+    assert reasons == ["a stop file", "its supervisor was asked to stop"]
 
 
 def test_a_stop_file_inside_a_validation(workshop, tmp_path):

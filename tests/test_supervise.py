@@ -87,7 +87,7 @@ def test_a_request_goes_past_the_launcher(tmp_path):
     started = Started([sys.executable, "-m", "pretraining.supervise", "--", sys.executable, "-c", waiting])
     assert started.process.stdout.readline() == "up\n"
     started.process.send_signal(signal.SIGTERM)
-    assert started.finish(30).code == STOPPED
+    assert started.finish().code == STOPPED
 
 
 def test_an_unknown_command_is_one_line(tmp_path):

@@ -18,7 +18,7 @@ from pretraining.training.agreement import Agreement
 from pretraining.training.launcher import launcher_is_gone, sibling_is_gone
 from pretraining.training.signals import SignalListener
 
-NOT_ASKED, LAUNCHER_GONE, STOP_FILE, TIME_LIMIT, A_SIGNAL = 0, 1, 2, 3, 64
+NOT_ASKED, LAUNCHER_GONE, STOP_FILE, SUPERVISOR, TIME_LIMIT, A_SIGNAL = 0, 1, 2, 3, 4, 64
 """What the ranks agree on, by the largest: a signal is its number above the last."""
 FILES_LOOKED_AT_EVERY_SECONDS = 1.0
 
@@ -68,6 +68,7 @@ class StopRequests:
         return {
             LAUNCHER_GONE: "its launcher is gone",
             STOP_FILE: "a stop file",
+            SUPERVISOR: "its supervisor was asked to stop",
             TIME_LIMIT: "checkpoints.time_limit_hours",
         }[self._agreed]
 
@@ -79,15 +80,15 @@ class StopRequests:
             return TIME_LIMIT
         if time.monotonic() - self._looked_at > FILES_LOOKED_AT_EVERY_SECONDS:
             self._looked_at = time.monotonic()
-            found = any(path.exists() for path in self._files)
-            self._seen = STOP_FILE if found else LAUNCHER_GONE if launcher_is_gone() else NOT_ASKED
+            found = [asks for path, asks in self._files.items() if path.exists()]
+            self._seen = max(found, default=LAUNCHER_GONE if launcher_is_gone() else NOT_ASKED)
         return self._seen
 
-    def _files_to_look_at(self) -> list[Path]:
+    def _files_to_look_at(self) -> dict[Path, int]:
         """The run's by rank 0, so that not every rank asks a shared disk; the supervisor's by each machine."""
-        files = [self.run.stop_file] if os.environ.get("RANK", "0") == "0" else []
+        files = {self.run.stop_file: STOP_FILE} if os.environ.get("RANK", "0") == "0" else {}
         supervisors = supervisor_file("STOP") if os.environ.get("LOCAL_RANK", "0") == "0" else None
-        return [*files, supervisors] if supervisors else files
+        return {**files, supervisors: SUPERVISOR} if supervisors else files
 
 
 class StoppingCallback(TrainerCallback):
