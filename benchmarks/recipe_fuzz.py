@@ -4,10 +4,12 @@
 
 Keys and values are drawn from recipes/schema.json over a small recipe of four families, any ds_config, on one and two
 ranks (tests/recipe_fuzz.py). A run is three real steps of `train.py`; a recipe that the plan refuses is not started,
-and another is drawn in its place. Stops with an error at the first traceback, hang, second line, or recipe that the
-plan accepts and `train.py` refuses though this machine is not the reason. Prints one JSON line of what came of them.
+and another is drawn in its place. A traceback, a hang, a second line, or a recipe that the plan accepts and
+`train.py` refuses though this machine is not the reason, is a defect: it is shown on stderr as soon as it is found, and
+the exit code is 1. Prints one JSON line of what came of them.
 """
 
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -28,40 +30,47 @@ def main() -> None:
         workshop = Workshop(Path(folder))
         plans = fuzz_plans(workshop, options.plans, options.seed)
         runs = fuzz_runs(workshop, options.runs, options.seed, Path(folder))
-    record("recipe_fuzz", {"seed": options.seed, "plans": plans, "runs": runs}, options.keep)
+    counts = {"plans": dict(plans), "runs": dict(runs), "defects": plans["defect"] + runs["defect"]}
+    record("recipe_fuzz", {"seed": options.seed, **counts}, options.keep)
+    sys.exit(int(counts["defects"] > 0))
 
 
-def fuzz_plans(workshop, number: int, seed: int) -> dict[str, int]:
-    """{outcome: how many} of `number` recipes through the plan."""
+def fuzz_plans(workshop, number: int, seed: int) -> Counter:
+    """How many of `number` recipes came to what in the plan."""
     from tests.recipe_fuzz import RecipeFuzz, plan_outcome
 
     fuzz, counts = RecipeFuzz(seed, trains=False), Counter()
     for _ in range(number):
         settings, stage = fuzz.draw(), fuzz.draw_stage()
         outcome = plan_outcome(workshop, settings, stage, fuzz.random.choice((1, 2)))
-        if outcome.kind == "defect":
-            sys.exit(f"{settings} --deepspeed {stage}\n{outcome.said}")
         counts[outcome.kind] += 1
-    return dict(counts)
+        if outcome.kind == "defect":
+            show(f"plan: {settings} --deepspeed {stage}\n{outcome.said}")
+    return counts
 
 
-def fuzz_runs(workshop, number: int, seed: int, folder: Path) -> dict[str, int]:
-    """{outcome: how many} of `number` recipes, which the plan accepts, through three steps."""
+def fuzz_runs(workshop, number: int, seed: int, folder: Path) -> Counter:
+    """How many of `number` recipes, all of which the plan accepts, came to what in three steps."""
     from tests.recipe_fuzz import RecipeFuzz, is_looser, plan_outcome, training_outcome
 
-    fuzz, counts = RecipeFuzz(seed, trains=True), Counter()
+    fuzz, counts, output = RecipeFuzz(seed, trains=True), Counter(), folder / "run"
     while counts.total() < number:
         settings, stage, ranks = fuzz.draw(), fuzz.draw_stage(), fuzz.random.choice((0, 0, 2))
         planned = plan_outcome(workshop, settings, stage, max(1, ranks))
         if planned.kind == "refused":
             continue
-        output = folder / f"run-{counts.total()}"
         trained = training_outcome(workshop, settings, stage, ranks, output, timeout=600)
-        if trained.kind == "defect" or is_looser(planned, trained):
-            sys.exit(f"{settings} --deepspeed {stage}, {ranks} ranks\n{trained.said}")
-        counts[trained.kind] += 1
+        is_defect = trained.kind == "defect" or is_looser(planned, trained)
+        counts["defect" if is_defect else trained.kind] += 1
+        if is_defect:
+            show(f"run: {settings} --deepspeed {stage}, {ranks} ranks\n{trained.said}")
+        shutil.rmtree(output, ignore_errors=True)
         print(f"{counts.total()}/{number}", end="\r", file=sys.stderr, flush=True)
-    return dict(counts)
+    return counts
+
+
+def show(defect: str) -> None:
+    print(f"\n{defect}\n", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
