@@ -68,7 +68,7 @@ def open_prepared(recipe, data_root: Path | str, cache: CacheSettings | None = N
     manifest = read_manifest(folder)
     if manifest is None:
         raise UserError(f"{folder}: the data is not prepared; run: {command}")
-    _check_manifest(recipe, manifest, folder, command)
+    _check_manifest(recipe, manifest, folder, f"{command} --replace")
     _check_tokenizer(manifest, folder, command)
     splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
     if num_shard_bytes(manifest) <= VERIFIED_BYTES:
@@ -81,10 +81,10 @@ def _open_remote(recipe, data_root: str, cache: CacheSettings) -> PreparedData:
 
     remote = RemoteData(f"{data_root}/{recipe.data['name']}", ShardCache(cache.folder, cache.max_bytes))
     manifest = remote.read_manifest()
-    advice = f"{_preparing_command(recipe, REPOSITORY / 'data')}, then copy it to {remote.address}"
-    _check_manifest(recipe, manifest, remote.address, advice)
+    command, copying = _preparing_command(recipe, REPOSITORY / "data"), f", then copy it to {remote.address}"
+    _check_manifest(recipe, manifest, remote.address, f"{command} --replace{copying}")
     folder = remote.local_folder(manifest)
-    _check_tokenizer(manifest, folder, advice)
+    _check_tokenizer(manifest, folder, command + copying)
     splits = {name: StreamedSplit(remote, name, entry) for name, entry in manifest["splits"].items()}
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
 
@@ -106,7 +106,7 @@ def _check_section(data: dict, manifest: dict, folder: Path | str, command: str)
         beside = fitting_beside(folder, data) if isinstance(folder, Path) else ""
         raise UserError(
             f"{folder}: prepared from another data section: {listed(differing)}; give the recipe a data.name of its "
-            f"own, or make the data anew in this place: {command} --replace{beside}"
+            f"own, or make the data anew in this place: {command}{beside}"
         )
 
 
