@@ -213,7 +213,7 @@ def accumulation_steps(recipe: Recipe, world_size: int) -> int:
         if recipe.samples_per_step % ranks:
             what = f"{recipe.tokens_per_step} is not a multiple of {product}; {multiples}"
             raise problem(where, "budget.tokens_per_step", what)
-        fitting = next(size for size in range(micro_batch, 0, -1) if per_rank % size == 0)
+        fitting = next(size for size in range(min(micro_batch, per_rank), 0, -1) if per_rank % size == 0)
         raise problem(
             where,
             "training.per_device_train_batch_size",

@@ -234,13 +234,13 @@ def _check_special_ids(model: dict, where: str) -> None:
 def _check_attention(model: dict, masks_documents: bool, where: str) -> None:
     """A kernel that there is, and one that can do what the data section asks of it."""
     name, key = model.get("attn_implementation"), "model.attn_implementation"
-    if name is None or "/" in name:
+    if name is None:
         return
-    if name not in ATTENTIONS:
+    if name not in ATTENTIONS and "/" not in name:
         what = f"is {json.dumps(name)}, which is no attention{nearest(name, ATTENTIONS)}; known are "
         raise problem(where, key, f"{what}{', '.join(ATTENTIONS)}, or leave it out")
-    if masks_documents and name in CROSSES_DOCUMENTS:
-        what = f"is {name}, which cannot keep documents apart as data.document_masking wants; leave it out"
+    if masks_documents and (name in CROSSES_DOCUMENTS or "/" in name):
+        what = f"is {name}, which is not known to keep documents apart, as data.document_masking wants; leave it out"
         raise problem(where, key, what)
     if name == "flex_attention" and (model.get("attn_pdrop") or model.get("attention_dropout")):
         dropout = "attn_pdrop" if model.get("attn_pdrop") else "attention_dropout"

@@ -82,7 +82,7 @@ def check_schedule(values: dict, num_steps: int, where: str) -> None:
     _check_schedule_free(training, kind, where)
     keywords = training.get("lr_scheduler_kwargs") or {}
     _check_tokens(budget, training, kind, keywords, where)
-    _check_warmup(training, kind, where)
+    _check_warmup(training, where)
     _check_keywords(kind, keywords, where)
     _check_end(training, kind, keywords, where)
     if kind == DECAYING:
@@ -138,11 +138,8 @@ def _check_tokens(budget: dict, training: dict, kind: str, keywords: dict, where
             raise problem(where, "budget.decay_tokens", what)
 
 
-def _check_warmup(training: dict, kind: str, where: str) -> None:
+def _check_warmup(training: dict, where: str) -> None:
     given = training.get("warmup_steps", 0)
-    if given and kind in WITHOUT_WARMUP:
-        what = f"is {given:g}, but training.lr_scheduler_type {kind} has no warm-up; write constant_with_warmup, or 0"
-        raise problem(where, "training.warmup_steps", what)
     if given > 1 and given != int(given):
         what = f"is {given:g}; write a whole number of steps, or a share of the run below 1"
         raise problem(where, "training.warmup_steps", what)

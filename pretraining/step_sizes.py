@@ -11,6 +11,11 @@ from pretraining.schema import problem
 LR_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 """The learning rate goes as this power of a step's size over the full size."""
 
+MOST_STAIRS = 10_000
+"""Of a ramp: more of them are a slip of the keyboard, and would take long to lay out."""
+MOST_UNITS = 1_000_000
+"""Sequences up to which a dividing increment is looked for."""
+
 
 class Stair(NamedTuple):
     """Steps of one size."""
@@ -106,9 +111,12 @@ def check_ramp(budget: dict, length: int, where: str) -> None:
         check_multiple(stairs, key, length, f"the sequence length {length}", where)
     if (full - first) % increment:
         units = (full - first) // length
-        dividing = (unit * length for unit in range(1, units + 1) if units % unit == 0)
+        dividing = (unit * length for unit in range(1, min(units, MOST_UNITS) + 1) if units % unit == 0)
         near = min(dividing, key=lambda each: abs(each - increment))
         what = f"{increment} does not lead from {first} to {full} in whole stairs; the nearest that does is {near}"
+        raise problem(where, "budget.ramp.increment", what)
+    if (stairs := (full - first) // increment) > MOST_STAIRS:
+        what = f"is {increment}, which makes {stairs} stairs from {first} to {full}; at most {MOST_STAIRS}: raise it"
         raise problem(where, "budget.ramp.increment", what)
     if ramp["over_tokens"] > budget["tokens"]:
         what = f"is {ramp['over_tokens']}, more than budget.tokens {budget['tokens']}"
@@ -129,7 +137,7 @@ def check_division(sizes: StepSizes, length: int, ranks: int, micro_batch: int, 
     if rest:
         what += f"make from_tokens_per_step and increment multiples of {ranks * length}, or take fewer ranks"
     else:
-        fitting = next(micro for micro in range(micro_batch, 0, -1) if shared % micro == 0)
+        fitting = next(micro for micro in range(min(micro_batch, shared), 0, -1) if shared % micro == 0)
         what += f"training.per_device_train_batch_size={fitting} divides every step"
     raise problem(where, "budget.ramp", what)
 

@@ -48,8 +48,8 @@ SEED = {"minimum": 0, "maximum": 2**32 - 1}  # what numpy takes
 TRAINING_BOUNDS = {
     "seed": SEED,
     "data_seed": SEED,
-    "per_device_train_batch_size": {"minimum": 1},
-    "per_device_eval_batch_size": {"minimum": 1},
+    "per_device_train_batch_size": {"minimum": 1, "maximum": 2**20},
+    "per_device_eval_batch_size": {"minimum": 1, "maximum": 2**20},
     "learning_rate": POSITIVE,
     "logging_steps": POSITIVE,
     "save_steps": POSITIVE,

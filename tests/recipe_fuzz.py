@@ -8,6 +8,7 @@ the plan accepts and `train.py` refuses for a reason that the recipe alone gives
 import json
 import random
 import re
+import signal
 import subprocess
 import traceback
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from pretraining.refusals import load_run
 from tests.runs import EXPERTS, LLAMA, Started, Workshop
 
 STEPS = 3
+PLAN_SECONDS = 60
+"""After which a plan, which takes milliseconds, hangs."""
 MODELS = {
     "gpt2": None,
     "llama": LLAMA,
@@ -220,6 +223,8 @@ OBJECTS = {
 def plan_outcome(workshop: Workshop, settings: list[str], stage: str, world_size: int) -> Outcome:
     """What the plan says of a recipe, asked in this process."""
     try:
+        signal.signal(signal.SIGALRM, _too_late)
+        signal.alarm(PLAN_SECONDS)
         recipe, ds_config = load_run(str(workshop.recipe), [*settings], stage, world_size)
         answer = full_plan(recipe, ds_config, world_size, None)
         json.dumps(answer, allow_nan=False)
@@ -228,7 +233,13 @@ def plan_outcome(workshop: Workshop, settings: list[str], stage: str, world_size
         return _refused(f"error: {error}\n")
     except Exception:
         return Outcome("defect", traceback.format_exc())
+    finally:
+        signal.alarm(0)
     return Outcome("ran")
+
+
+def _too_late(*_) -> None:
+    raise TimeoutError(f"no plan after {PLAN_SECONDS} s")
 
 
 def training_outcome(

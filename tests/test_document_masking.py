@@ -13,8 +13,7 @@ from transformers import TrainingArguments
 from pretraining.curve import changed_parts
 from pretraining.data import PackedDataset
 from pretraining.data.document_masking import IGNORED, document_borders
-from pretraining.errors import UserError
-from pretraining.model import attention, build_model, varlen_attention
+from pretraining.model import build_model, varlen_attention
 from pretraining.model.loss import next_token_loss
 from pretraining.recipe import load_recipe
 from pretraining.training import collate_blocks
@@ -135,12 +134,6 @@ def test_torch_s_kernel_equals_the_mask_on_a_gpu(split, tmp_path):
         model = build_model(section, TOKENIZER, arguments, masks_documents=True).cuda().bfloat16()
         logits.append(model(**batch).logits)
     torch.testing.assert_close(*logits, rtol=0.05, atol=0.02)
-
-
-@pytest.mark.parametrize("name", [attention.SDPA_CAUSAL, "some/kernel"])
-def test_a_kernel_that_cannot_keep_documents_apart_is_refused(arguments, name):
-    with pytest.raises(UserError, match=f"model.attn_implementation: {name} cannot keep documents apart"):
-        build_model({**LLAMA, "attn_implementation": name}, TOKENIZER, arguments, masks_documents=True)
 
 
 def test_runs_from_before_there_was_a_choice_go_on():

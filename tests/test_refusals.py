@@ -36,7 +36,12 @@ REFUSED = {
     "attention across documents": (
         ["model.attn_implementation=sdpa_causal", "data.document_masking=true"],
         "zero2",
-        "model.attn_implementation: is sdpa_causal, which cannot keep documents apart",
+        "model.attn_implementation: is sdpa_causal, which is not known to keep documents apart",
+    ),
+    "a kernel of the hub across documents": (
+        ["model.attn_implementation=some/kernel", "data.document_masking=true"],
+        "zero2",
+        "model.attn_implementation: is some/kernel, which is not known to keep documents apart",
     ),
     "keyword of another schedule": (
         [*WSD, 'training.lr_scheduler_kwargs={"num_decay_steps": 10, "min_lr_rate": 0.1}'],
@@ -59,14 +64,9 @@ REFUSED = {
         "training.lr_scheduler_kwargs: needs exactly one of min_lr, min_lr_rate; it has min_lr and min_lr_rate",
     ),
     "keywords of a constant rate": (
-        ["training.lr_scheduler_type=constant", "training.warmup_steps=0"],
+        ["training.lr_scheduler_type=constant"],
         "zero2",
         "is no keyword of constant; it takes none: --set training.lr_scheduler_kwargs={}",
-    ),
-    "a warm-up that constant does not have": (
-        ["training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs={}"],
-        "zero2",
-        "training.lr_scheduler_type constant has no warm-up; write constant_with_warmup",
     ),
     "a rate by the validation loss, without one": (
         [
@@ -133,6 +133,20 @@ REFUSED = {
         ["loss.router_z_loss=0.001"],
         "zero2",
         "loss.router_z_loss: needs a mixture of experts",
+    ),
+    "a ramp without end": (
+        [
+            f"budget.tokens={2**59}",
+            f"budget.tokens_per_step={2**59}",
+            'budget.ramp={"from_tokens_per_step": 128, "over_tokens": 1024}',
+        ],
+        "zero2",
+        "budget.ramp.increment: is 128, which makes 4503599627370495 stairs",
+    ),
+    "a micro-batch without end": (
+        [f"training.per_device_train_batch_size={2**63}"],
+        "zero2",
+        "training.per_device_train_batch_size: is 9223372036854775808; it must be at most 1048576",
     ),
     "an empty name": (
         ['evaluation.hellaswag=""'],

@@ -42,7 +42,7 @@ def test_a_start_says_what_it_is_and_the_layout_it_continues_from(tmp_path):
     done = "step 141 of 1,000, 288,768 tokens seen"
     assert line == f"continues  from checkpoint-141 (1 rank, zero3): {done}"
     elsewhere = start_text(RunDir(tmp_path / "other"), again, build_run_plan(first.recipe, None, 1))
-    assert f"from {checkpoint} (1 rank" in elsewhere
+    assert f"from {checkpoint} (1 rank" in " ".join(elsewhere.split())
 
 
 def test_a_renamed_checkpoint_continues_where_it_was_saved(workshop, tmp_path):
@@ -151,10 +151,9 @@ def test_a_file_where_a_folder_is_wanted(workshop, tmp_path):
 
 
 def test_what_transformers_refuses_is_one_line_and_leaves_nothing(workshop, tmp_path):
-    """A keyword of the schedule that there is not; half precision that a CPU has not."""
-    settings = ('training.lr_scheduler_kwargs={"min_lr_rat": 0.1}',)
-    line = last_line(execute(workshop.command(tmp_path / "run", *PLAIN, settings)))
-    assert line.startswith("error: recipe ") and "training: " in line and "min_lr_rat" in line
+    """A value that only TrainingArguments itself can judge."""
+    line = last_line(execute(workshop.command(tmp_path / "run", *PLAIN, ("training.debug=overflow",))))
+    assert line.startswith("error: recipe ") and "training: " in line and "overflow" in line
     assert not (tmp_path / "run").exists()
 
 

@@ -11,6 +11,7 @@ from pretraining.planning.quantities import num_bytes
 from pretraining.planning.sizes import model_size
 from pretraining.planning.step_time import step_time
 from pretraining.recipe import accumulation_steps
+from pretraining.schedules import WITHOUT_WARMUP
 
 MANY_EPOCHS = 4
 COMFORT = 0.85
@@ -40,7 +41,12 @@ def _fp16(case: Case) -> Finding | None:
 def _warm_up(case: Case) -> Finding | None:
     """2 / (1 - beta2) steps (Ma and Yarats 2021, section 5), from a billion parameters on GPT-3's tokens too."""
     steps = case.recipe.num_steps
-    given = case.recipe.warmup_steps(steps)
+    given, kind = case.recipe.warmup_steps(steps), case.recipe.training.get("lr_scheduler_type", "linear")
+    if given and kind in WITHOUT_WARMUP:
+        what = f"training.lr_scheduler_type {kind} has no warm-up: the rate is whole from the first step on"
+        return Finding(
+            f"{what}, whatever training.warmup_steps says", "write constant_with_warmup, or 0 steps"
+        )
     needed = round(2 / max(1 - case.recipe.training.get("adam_beta2", 0.999), 1e-9))
     if model_size(case.recipe.model).total >= 1e9:
         needed = max(needed, WARM_UP_TOKENS // case.recipe.tokens_per_step)
