@@ -289,6 +289,12 @@ def test_no_shipped_recipe_makes_a_mistake_of_ours(name):
 WARNED = {
     "fp16": (["training.bf16=false", "training.fp16=true"], None, {"has_bf16": True}, "training.bf16=true"),
     "warm-up": (["training.warmup_steps=10"], None, {}, "training.warmup_steps=357"),
+    "a warm-up that is not there": (
+        ["training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs={}"],
+        None,
+        {},
+        "write constant_with_warmup",
+    ),
     "clipping": (["training.max_grad_norm=0"], None, {}, "training.max_grad_norm=1.0"),
     "stage": ([], "zero3", {"gpu_memory_bytes": 141e9}, "--deepspeed zero1"),
     "offload": ([], "zero2_offload", {"gpu_memory_bytes": 141e9}, "--deepspeed zero2"),
