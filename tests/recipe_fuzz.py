@@ -54,6 +54,7 @@ PREPARED = (
     "filters",
     "dedup",
     "decontaminate",
+    "skip_undecodable",
 )
 """Keys of `data` that ask for another data set: left as they are if a run must start."""
 LEFT_OUT = {"checkpoints.upload", "training.trackio_space_id", "training.trackio_bucket_id"}

@@ -148,6 +148,11 @@ REFUSED = {
         "zero2",
         "training.per_device_train_batch_size: is 9223372036854775808; it must be at most 1048576",
     ),
+    "processes without end": (
+        ["training.dataloader_num_workers=65536"],
+        "zero2",
+        "training.dataloader_num_workers: is 65536; it must be at most 1024",
+    ),
     "an empty name": (
         ['evaluation.hellaswag=""'],
         "zero2",
