@@ -177,7 +177,10 @@ def _check_rope(model: dict, where: str) -> None:
     given, key = model.get("rope_parameters"), "model.rope_parameters"
     if not given:
         return
-    kind = given.get("rope_type") or "default"
+    for name, value in given.items():
+        if value is None:
+            raise problem(where, f"{key}.{name}", "is null; leave it out")
+    kind = given.get("rope_type", "default")
     if kind not in ROPE:
         what = f"is {json.dumps(kind)}, not one of {', '.join(ROPE)}{nearest(kind, ROPE)}"
         raise problem(where, f"{key}.rope_type", what)

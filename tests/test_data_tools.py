@@ -140,6 +140,14 @@ def test_a_sample_is_the_one_training_reads(made, tmp_path, capsys):
         assert sum(last - first for first, last in (p["block_tokens"] for p in shown["documents"])) == 33
 
 
+def test_a_sample_of_a_mixture_is_shown_too(made, tmp_path, capsys):
+    """The README's command on a recipe with weights."""
+    words = ("--sample", 3, "--recipe", recipe_file(tmp_path, made.source))
+    settings = ("--set", "data.sources.0.weight=1", "--set", "data.sources.0.max_epochs=1e6")
+    shown = answer(capsys, "inspect", made.folder, *words, *settings)
+    assert shown["sample"] == 3 and sum(len(part["text"]) for part in shown["documents"])
+
+
 def test_a_packed_sample_shows_the_documents_it_is_made_of(made, tmp_path, capsys):
     """With `data.packing` best_fit: the parts follow each other without gaps and are a packed block's tokens."""
     file = recipe_file(tmp_path, made.source)

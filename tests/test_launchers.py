@@ -1,6 +1,7 @@
 """The same run by deepspeed, torchrun, accelerate launch and plain python, each with a clean end."""
 
 import re
+import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from pretraining.ds_config import ds_config_names
 from pretraining.errors import UserError
 from pretraining.training import ranks
-from tests.runs import REPOSITORY, STEPS
+from tests.runs import REPOSITORY, STEPS, execute
 
 CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
 WAYS = {
@@ -82,6 +83,20 @@ def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
     with pytest.raises(UserError, match="2 found; start at most 2 processes") as caught:
         ranks._claim_gpu(2)
     assert not caught.value.on_every_rank
+
+
+def test_a_port_that_another_run_has_is_one_line(workshop, tmp_path):
+    """Bad input: two runs on one machine at the launcher's usual port; which one is taken, and how to choose another."""
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        finished = execute(workshop.command(tmp_path / "run", "zero2", 1, "plain"), **variables)
+    lines = finished.stderr.splitlines()
+    assert finished.code == 2 and "Traceback" not in finished.stderr, finished.output
+    assert lines[-1].startswith(f"error: port {port} is taken") and "--master_port=N" in lines[-1]
 
 
 def test_every_group_waits_longer_than_the_watch_over_hangs(monkeypatch):

@@ -33,7 +33,7 @@ class ProgressCallback(TrainerCallback):
             return
         if "eval_loss" in logs:
             line = f"validation loss {logs['eval_loss']:.4f}, {logs['eval_bits_per_byte']:.4f} bits per byte"
-            self._print(f"step {state.global_step}: {line}")
+            self._print(f"step {state.global_step}: {line}{_by_source(logs)}")
         elif self.on_terminal:
             self.bar.set_postfix_str(
                 f"loss {logs['loss']:.4f}, {logs['throughput/tokens_per_second']:,.0f} tokens/s"
@@ -53,6 +53,15 @@ class ProgressCallback(TrainerCallback):
         self.bar.write(line, file=sys.stderr) if self.on_terminal else print(
             line, file=sys.stderr, flush=True
         )
+
+
+def _by_source(logs: dict) -> str:
+    """The loss of each source, if validation has several."""
+    names = [
+        name for name in logs if name.startswith("eval_") and name.endswith("_loss") and name != "eval_loss"
+    ]
+    losses = [f"{name.removeprefix('eval_').removesuffix('_loss')} {logs[name]:.4f}" for name in names]
+    return f"; loss of {', '.join(losses)}" if losses else ""
 
 
 def _clock(seconds: float) -> str:

@@ -72,10 +72,26 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
     timeout = timedelta(minutes=minutes)
     _wait_as_long_in_every_group(timeout)
-    if shared_with_the_launcher():
-        _meet_in_fresh_store(backend, timeout)
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    with _taken_port_named():
+        if shared_with_the_launcher():
+            _meet_in_fresh_store(backend, timeout)
+        deepspeed.init_distributed(
+            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
+        )
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+@contextmanager
+def _taken_port_named() -> Iterator[None]:
+    """One line if another run on this machine listens where this one's ranks are to meet."""
+    try:
+        yield
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        what = f"port {os.environ['MASTER_PORT']} is taken, perhaps by another run on this machine"
+        other = "deepspeed --master_port=N, torchrun --master_port=N, accelerate launch --main_process_port=N"
+        raise UserError(f"{what}; choose another: {other}") from error
 
 
 def _wait_as_long_in_every_group(timeout: timedelta) -> None:

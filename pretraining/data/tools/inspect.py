@@ -103,7 +103,10 @@ class Inspection:
             raise UserError(f"--sample {number:,}: the run has {recipe.most_samples:,}, counted from 0")
         length = recipe.sequence_length
         _check_range("block", 0, self.split.stream.num_blocks(length), self.split.name)
-        prepared = SimpleNamespace(train=self.split.stream, fingerprint=manifest["fingerprint"])
+        streams = {name: self.data.split(name).stream for name in self.data.split_names}
+        prepared = SimpleNamespace(
+            **{"validation": self.split.stream, **streams}, fingerprint=manifest["fingerprint"]
+        )
         mixture = build_mixture(prepared, recipe, recipe.num_samples)
         dataset = build_training_dataset(prepared, recipe, mixture, number, 1)
         source, stretches = dataset.place(int(dataset.block_numbers([0])[0]))
