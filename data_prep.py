@@ -12,6 +12,7 @@ from pretraining.data.manifest import report_text, summary_of
 from pretraining.data.prepare import Outcome, kept_text
 from pretraining.errors import one_line_errors
 from pretraining.refusals import load_run
+from pretraining.verbs import OneLineParser
 
 EXAMPLES = """examples:
   python data_prep.py --recipe tiny
@@ -41,7 +42,7 @@ def main() -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_recipe_arguments(parser)

@@ -67,8 +67,20 @@ def add_data_source(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _not_empty(text: str) -> str:
+    """As an unset variable of the shell would be: it means no folder, least of all the one we are in."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty; name a folder, or leave the option out")
+    return text
+
+
+def _named_path(text: str) -> Path:
+    return Path(_not_empty(text))
+
+
 def _folder_or_address(text: str) -> Path | str:
     """A Path for a local folder (file:// too), a str for any other address."""
+    _not_empty(text)
     if text.startswith("file://"):
         return Path(unquote(text.removeprefix("file://")))
     return text.rstrip("/") if "://" in text else Path(text)
@@ -102,9 +114,12 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
         default=os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
         help="a file of ds_configs/, or a path, over the recipe's; 'null' for plain data parallel",
     )
-    parser.add_argument("--output_dir", type=Path, metavar="DIR", help="run folder (default: runs/<recipe>)")
+    parser.add_argument(
+        "--output_dir", type=_named_path, metavar="DIR", help="run folder (default: runs/<recipe>)"
+    )
     parser.add_argument(
         "--resume",
+        type=_not_empty,
         default="auto",
         metavar="auto|never|PATH|URL",
         help="continue from the newest committed checkpoint (default), start over, or from this one",

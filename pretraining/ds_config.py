@@ -16,6 +16,26 @@ SHARED_KEYS = (
     "gradient_clipping",
 )
 PRECISIONS = ("bf16", "fp16")
+_FP32_MASTERS = "checkpoints, plans and the curve count on master weights and optimizer states in fp32"
+SUPPORTED_VALUES = {
+    "bf16.bf16_master_weights_and_grads": ((False,), _FP32_MASTERS),
+    "bf16.bf16_optimizer_states": ((False,), _FP32_MASTERS),
+    "zero_optimization.legacy_stage1": ((False,), "DeepSpeed has no such stage 1 any more"),
+    "zero_optimization.compute_grad_norm": ((True,), "the norm of every step is clipped and logged"),
+    "zero_optimization.zenflow": (
+        (None,),
+        "it takes the optimizer's step apart, which a checkpoint cannot resume",
+    ),
+    "zero_optimization.stage3_module_granularity_threshold": (
+        (0, 0.0),
+        "the loss reads weights of modules that would be gathered with their parents alone",
+    ),
+    "zero_optimization.offload_optimizer.super_offload": (
+        (None, False),
+        "it is for one kind of machine, and untested",
+    ),
+}
+"""Values that work here, of keys whose others do not, and why."""
 
 
 def load_ds_config(name_or_path: str) -> dict:
@@ -34,6 +54,7 @@ def load_ds_config(name_or_path: str) -> dict:
     _check_shared(config, where)
     config = check(config, schema, where)
     _check_offload(config["zero_optimization"], where)
+    _check_supported(config, where)
     return {key: value for key, value in config.items() if key != "$schema"}
 
 
@@ -130,6 +151,22 @@ def _check_auto(values: dict | None, key: str, dotted: str, where: str) -> None:
     if found != "auto":
         is_found = "is missing" if found is None else f"is {json.dumps(found)}"
         raise problem(where, dotted, f'{is_found}; it must be "auto": the recipe decides it')
+
+
+def _check_supported(config: dict, where: str) -> None:
+    """What DeepSpeed would refuse once everything is built, or would do in a way that breaks a promise."""
+    for dotted, (supported, why) in SUPPORTED_VALUES.items():
+        *blocks, key = dotted.split(".")
+        values = config
+        for block in blocks:
+            values = values.get(block) or {}
+        if key in values and values[key] not in supported:
+            shown = "set" if isinstance(values[key], dict) else json.dumps(values[key])
+            raise problem(where, dotted, f"is {shown}, which is not supported: {why}; leave it out")
+    factor, stage = config.get("gradient_predivide_factor", 1.0), config["zero_optimization"]["stage"]
+    if factor != 1 and stage:
+        what = f"is {factor:g}, and ZeRO-{stage} scatters gradients undivided; leave it out, or take stage 0"
+        raise problem(where, "gradient_predivide_factor", what)
 
 
 def _check_offload(zero: dict, where: str) -> None:

@@ -1,15 +1,25 @@
 """What a recipe says of evaluation must fit its cadences: what is judged is measured, when it is judged."""
 
+from collections.abc import Sequence
+
 from pretraining.errors import nearest
 from pretraining.metric_names import LOWER_IS_BETTER
 from pretraining.schema import problem
 
+BY_SOURCE = ("loss", "bits_per_byte")
+"""What a validation measures of each of several sources."""
 
-def check_evaluation(evaluation: dict, keep_best: int, training: dict, where: str) -> None:
-    """Raise `UserError` for the first key of `evaluation`, or `checkpoints.keep_best`, that cannot be kept."""
+
+def check_evaluation(
+    evaluation: dict, keep_best: int, training: dict, sources: Sequence[str], where: str
+) -> None:
+    """Raise `UserError` for the first key of `evaluation`, or `checkpoints.keep_best`, that cannot be kept.
+
+    sources: what the data's sources are called.
+    """
     _check_validated_saves(keep_best, training, where)
     _check_patience(evaluation["patience"], training, where)
-    _check_metric(evaluation, where)
+    _check_metric(evaluation, sources, where)
     _check_cadence(evaluation["task_steps"], training, where)
 
 
@@ -37,14 +47,15 @@ def _check_patience(patience: int | None, training: dict, where: str) -> None:
         raise problem(where, "evaluation.patience", what)
 
 
-def _check_metric(evaluation: dict, where: str) -> None:
-    """It is measured by every validation."""
+def _check_metric(evaluation: dict, sources: Sequence[str], where: str) -> None:
+    """It is measured by every validation; that of a source only if there are several."""
     metric, task_steps = evaluation["metric"], evaluation["task_steps"]
-    is_score = "/" in metric
-    if not is_score and not metric.endswith(LOWER_IS_BETTER):
-        near = nearest(metric, (*LOWER_IS_BETTER, "hellaswag/acc", "hellaswag/acc_norm"))
-        what = f"is {metric!r}; it must be loss, perplexity, bits_per_byte, <source>_loss or <task>/<metric>{near}"
-        raise problem(where, "evaluation.metric", what)
+    is_score, several = "/" in metric, len(set(sources)) == len(sources) > 1
+    by_source = [f"{name}_{kind}" for name in sources for kind in BY_SOURCE] if several else []
+    if not is_score and metric not in (*LOWER_IS_BETTER, *by_source):
+        near = nearest(metric, (*LOWER_IS_BETTER, *by_source, "hellaswag/acc", "hellaswag/acc_norm"))
+        known = "loss, perplexity, bits_per_byte, <source>_loss of several sources or <task>/<metric>"
+        raise problem(where, "evaluation.metric", f"is {metric!r}; it must be {known}{near}")
     if is_score and task_steps is not None:
         what = f"is {task_steps}, but evaluation.metric {metric} is wanted at each validation: leave it out"
         raise problem(where, "evaluation.task_steps", what)

@@ -80,6 +80,7 @@ _OPTIMIZER = (
 _MONITOR = "the recipe's training.report_to chooses the trackers"
 
 DS_CONFIG_KEYS = {
+    "torch_autocast": "the recipe's training.bf16 decides the precision; at stage 0 it is autocast by itself",
     "optimizer": _OPTIMIZER,
     "scheduler": "the recipe's training section owns the schedule (lr_scheduler_type, warmup_steps)",
     "tensorboard": _MONITOR,

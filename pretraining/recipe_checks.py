@@ -5,7 +5,7 @@ import re
 
 from pretraining.errors import nearest
 from pretraining.evaluation_keys import check_evaluation
-from pretraining.mixture import check_mixture
+from pretraining.mixture import check_mixture, source_name
 from pretraining.model_types import own_key, value_of
 from pretraining.mup import check_mup
 from pretraining.schedules import check_schedule
@@ -93,7 +93,8 @@ def check_fit(values: dict, model: dict, positions: int, where: str) -> None:
         raise problem(where, "training.fp16", "and training.bf16 are both true; choose one")
     check_mup(values["mup"], model, where)
     _check_tokenizer(data["tokenizer"], model["vocab_size"], where)
-    check_evaluation(values["evaluation"], values["checkpoints"]["keep_best"], training, where)
+    names = [source_name(source) for source in data["sources"]]
+    check_evaluation(values["evaluation"], values["checkpoints"]["keep_best"], training, names, where)
     if values["monitors"]["profile"] is not None:
         _check_profile(values["monitors"]["profile"].get("steps"), num_steps, where)
 

@@ -145,8 +145,11 @@ def _check_fp8(recipe: Recipe, ds_config: dict | None, where: str) -> None:
 def _check_launcher_settings(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """What an accelerate config asks for beside the recipe: it would change the run without a word."""
     for variable, (asked_for, what) in LAUNCHER_SETTINGS.items():
-        if os.environ.get(variable, "").lower() == "true":
+        if os.environ.get(variable, "").lower() in ("true", "1", "yes", "y", "on"):
             raise UserError(f"accelerate's config: {asked_for}: {what}")
+    if ZERO_STAGE in os.environ and "ACCELERATE_DEEPSPEED_CONFIG_FILE" not in os.environ:
+        what = "a ds_config says how to shard: write deepspeed_config_file: ds_configs/zero2.json, or another"
+        raise UserError(f"accelerate's config: zero_stage {os.environ[ZERO_STAGE]}: {what}")
     if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) not in ("no", ""):
         what = "the recipe compiles: leave it out, and write --set speed.compile=blocks"
         raise UserError(f"accelerate's config: dynamo_backend {backend}: {what}")
@@ -170,6 +173,7 @@ def _check_ranks(ds_config: dict | None, world_size: int) -> None:
         )
 
 
+ZERO_STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
 CHECKS = (
     _check_launcher_settings,
     _check_optim,

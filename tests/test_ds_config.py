@@ -132,6 +132,36 @@ WRONG = {
     "bf16": (lambda c: c["bf16"].update(enabled=True), 'bf16.enabled: is true; it must be "auto"'),
     "bf16 missing": (lambda c: c.pop("bf16"), 'bf16.enabled: is missing; it must be "auto"'),
     "fp16": (lambda c: c.update(fp16={"enabled": True}), 'fp16.enabled: is true; it must be "auto"'),
+    "bf16 masters": (
+        lambda c: c["bf16"].update(bf16_master_weights_and_grads=True),
+        "bf16.bf16_master_weights_and_grads: is true, which is not supported: checkpoints, plans and the curve",
+    ),
+    "no norm": (
+        lambda c: c["zero_optimization"].update(compute_grad_norm=False),
+        "zero_optimization.compute_grad_norm: is false, which is not supported",
+    ),
+    "zenflow": (
+        lambda c: c["zero_optimization"].update(zenflow={}),
+        "zero_optimization.zenflow: is set, which is not supported",
+    ),
+    "modules gathered with their parents": (
+        lambda c: c["zero_optimization"].update(stage3_module_granularity_threshold=1000),
+        "stage3_module_granularity_threshold: is 1000, which is not supported",
+    ),
+    "messages of no type": (
+        lambda c: c.update(communication_data_type="auto"),
+        'communication_data_type: is the string "auto", not one of',
+    ),
+    "divided before": (
+        lambda c: c.update(gradient_predivide_factor=2.0),
+        "gradient_predivide_factor: is 2, and ZeRO-",
+    ),
+    "no such level": (lambda c: c.update(log_level="x"), "log_level: is the string"),
+    "autocast": (lambda c: c.update(torch_autocast={"enabled": True}), "training.bf16 decides the precision"),
+    "a bucket without end": (
+        lambda c: c["zero_optimization"].update(reduce_bucket_size=10**30),
+        "reduce_bucket_size: is 1000000000000000000000000000000; it must be at most",
+    ),
     "fp16 without scaling": (
         lambda c: c.update(fp16={"enabled": "auto", "loss_scale": 1}),
         "fp16.loss_scale: is 1, which scales nothing",

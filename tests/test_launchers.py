@@ -86,7 +86,7 @@ def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
 
 
 def test_a_port_that_another_run_has_is_one_line(workshop, tmp_path):
-    """Bad input: two runs on one machine at the launcher's usual port; which one is taken, and how to choose another."""
+    """Bad input: two runs on one machine; which port is taken, and how to choose another."""
     with socket.socket() as other:
         other.bind(("0.0.0.0", 0))
         other.listen()

@@ -270,6 +270,7 @@ def test_what_would_fail_later_is_refused_at_once(override, message):
 
 EVALUATION = {
     ("evaluation.metric=los",): "did you mean 'loss'",
+    ("evaluation.metric=python_stdlib_loss",): "<source>_loss of several sources",
     ("evaluation.metric=arc/acc",): "evaluation.metric: is 'arc/acc', but nothing scores it",
     (
         "evaluation.patience=2",

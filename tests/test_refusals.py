@@ -246,6 +246,16 @@ def test_what_an_accelerate_config_asks_for_beside_the_recipe_is_refused(variabl
     assert words in str(error.value)
 
 
+def test_a_stage_in_an_accelerate_config_is_refused(monkeypatch):
+    """Its ds_config is a file: what stands beside it would be left out by the plan and refused by accelerate."""
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    with pytest.raises(UserError, match="accelerate's config: zero_stage 3: a ds_config says how to shard"):
+        load_run("tiny")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds_configs/zero3.json")
+    load_run("tiny")
+
+
 def test_what_an_accelerate_config_says_as_the_recipe_does_is_taken(monkeypatch):
     for variable in LAUNCHER:
         monkeypatch.setenv(variable, "no" if "USE" not in variable else "false")

@@ -157,6 +157,17 @@ def test_what_transformers_refuses_is_one_line_and_leaves_nothing(workshop, tmp_
     assert not (tmp_path / "run").exists()
 
 
+def test_a_finished_run_is_not_changed_afterwards(workshop, tmp_path):
+    """Promise: honest numbers. Its recipe.json would tell of a run that never was."""
+    reference, run = workshop.plain(), RunDir(tmp_path / "run")
+    shutil.copytree(reference.folder, run.path)
+    before, more = run.recipe.read_text(), ["--allow_change", "training.seed"]
+    finished = execute(workshop.command(run.path, *PLAIN, ("training.seed=8",), more=more))
+    assert finished.code == 2, finished.output
+    assert "all 10 steps are done, so that changing training.seed would change none" in last_line(finished)
+    assert run.recipe.read_text() == before and run.last_event("change_accepted") is None
+
+
 def test_a_spoilt_export_is_told_and_made_again(workshop, tmp_path):
     """The evaluation says that it cannot be loaded; the run's own command does not call it finished."""
     reference, run = workshop.plain(), RunDir(tmp_path / "run")

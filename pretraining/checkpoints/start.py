@@ -67,6 +67,12 @@ def _start_at(checkpoint: Path | None, run: RunDir, recipe, manifest: dict, allo
     accepted = [
         {"step": start.step, "key": each.key, "from": each.earlier, "to": each.now} for each in changes
     ]
+    if accepted and start.step >= start.last_step(recipe):
+        keys = ", ".join(each["key"] for each in accepted)
+        raise UserError(
+            f"{run.path}: all {start.step:,} steps are done, so that changing {keys} would change none of them; make a "
+            "run of its own (python -m pretraining.checkpoints branch), or start over with --resume never"
+        )
     return replace(start, changes=(*start.changes, *accepted))
 
 

@@ -80,7 +80,7 @@ class StopRequests:
             return TIME_LIMIT
         if time.monotonic() - self._looked_at > FILES_LOOKED_AT_EVERY_SECONDS:
             self._looked_at = time.monotonic()
-            found = [asks for path, asks in self._files.items() if path.exists()]
+            found = [asks for path, asks in self._files.items() if path.is_file()]
             self._seen = max(found, default=LAUNCHER_GONE if launcher_is_gone() else NOT_ASKED)
         return self._seen
 

@@ -31,6 +31,9 @@ TOP_LEVEL_VALUES = {
     "disable_python_gc": False,
     "log_level": None,
 }
+DATA_TYPES_OF_MESSAGES = {"communication_data_type": None, "seq_parallel_communication_data_type": "fp32"}
+LARGEST_BUCKET = 2**33
+"""Elements: more of them fit no GPU."""
 SHARED_KEYS = {
     "train_batch_size": "derived from the budget",
     "train_micro_batch_size_per_gpu": "the recipe's training.per_device_train_batch_size",
@@ -59,6 +62,8 @@ def pydantic_schema(model_class: type) -> dict:
             removed[key] = f"is deprecated; write {extra['new_param']}"
             continue
         schema = field_schema(field)
+        if key.endswith("bucket_size"):
+            schema = {**schema, "minimum": 1, "maximum": LARGEST_BUCKET}
         if key in AUTO_KEYS:
             schema = {"anyOf": [{"const": "auto"}, schema]}
         properties[key] = described(schema, documented.get(name), field.default)
@@ -106,8 +111,6 @@ def ds_config_blocks() -> dict:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     dtype = {"enum": ["fp32", "bf16", "fp16", None]}
-    autocast = block_schema({"enabled": False, "dtype": "bfloat16"})
-    autocast["properties"]["lower_precision_safe_modules"] = {"type": "array", "items": {"type": "string"}}
     data_types = {"grad_accum_dtype": {"const": "fp32"}, "param_dtype": dtype, "buffer_dtype": dtype}
     return {
         "zero_optimization": {**pydantic_schema(DeepSpeedZeroConfig), "required": ["stage"]},
@@ -117,7 +120,6 @@ def ds_config_blocks() -> dict:
         "activation_checkpointing": block_schema(ACT_CHKPT_DEFAULT, number_checkpoints="integer"),
         "aio": block_schema(AIO_DEFAULT_DICT),
         "comms_logger": pydantic_schema(CommsLoggerConfig),
-        "torch_autocast": autocast,
         "flops_profiler": flops_profiler_schema(),
         "checkpoint": checkpoint_schema(),
     }
@@ -159,12 +161,18 @@ def removed_keys() -> tuple[dict, dict]:
 
 def ds_config_schema() -> dict:
     """The whole schema of a file in ds_configs/."""
+    from deepspeed.utils.logging import log_levels
+
     shared = {
         key: {"const": "auto", "description": f"Always auto: {why}."} for key, why in SHARED_KEYS.items()
     }
     values = block_schema(TOP_LEVEL_VALUES, communication_data_type="string", log_level="string")[
         "properties"
     ]
+    for key, default in DATA_TYPES_OF_MESSAGES.items():
+        values[key] = {"enum": ["fp32", "bf16", "fp16", None], "default": default}
+    values["log_level"] = {"enum": [*log_levels, None], "default": None}
+    values["gradient_predivide_factor"]["exclusiveMinimum"] = 0
     properties = {"$schema": {"type": "string"}, **shared, **ds_config_blocks(), **values}
     owned = sorted(set(properties) & set(DS_CONFIG_KEYS))
     if owned:
