@@ -56,7 +56,7 @@ def check_run(recipe: Recipe, ds_config: dict | None, world_size: int | None = N
     for check in CHECKS:
         check(recipe, ds_config, display_path(recipe.path))
     if world_size is not None:
-        _check_ranks(ds_config, world_size)
+        _check_ranks(recipe.deepspeed, ds_config, world_size)
         accumulation_steps(recipe, world_size)
 
 
@@ -161,7 +161,7 @@ def _check_launcher_settings(recipe: Recipe, ds_config: dict | None, where: str)
         raise UserError(f"accelerate's config: mixed_precision {precision}: {what}")
 
 
-def _check_ranks(ds_config: dict | None, world_size: int) -> None:
+def _check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> None:
     """The groups that ds_config makes of the ranks are equal."""
     group = (ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     if group > 1 and world_size % group:

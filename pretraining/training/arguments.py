@@ -10,7 +10,7 @@ from transformers.utils import is_torch_tf32_available
 
 from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
-from pretraining.schema import display_path
+from pretraining.schema import display_path, problem
 
 ON_GPU = torch.cuda.is_available()
 
@@ -56,16 +56,17 @@ def build_arguments(
         keywords = {k: v for k, v in keywords.items() if k not in WORKER_KEYS}
     if keywords.get("bf16") and ds_config and zero_stage(ds_config) == 0:
         keywords["bf16"] = False  # autocast, see engine_config
+    if keywords.get("tf32") and not is_torch_tf32_available():
+        what = "needs an Ampere GPU or a later one, and there is none here; leave it out"
+        raise problem(display_path(recipe.path), "training.tf32", what)
     if recipe.training.get("bf16") and is_torch_tf32_available():
         keywords = {"tf32": True, **keywords}  # of a recipe in fp32, fp32 is meant
     if keywords.get("tf32"):
         # transformers sets torch's new switch alone; inductor's autotuning asks the old one, which then refuses.
         torch.set_float32_matmul_precision("high")
     if keywords.get("fp16") and not ON_GPU:
-        raise UserError(
-            f"{display_path(recipe.path)}: training.fp16: needs a GPU, and there is none here; "
-            "set training.bf16, or neither"
-        )
+        what = "needs a GPU, and there is none here; set training.bf16, or neither"
+        raise problem(display_path(recipe.path), "training.fp16", what)
     with training_refusals(recipe.path):
         return TrainingArguments(**keywords, **FIXED, **owned)
 
