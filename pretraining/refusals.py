@@ -169,7 +169,7 @@ def _check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> N
             f"zero_optimization.zero_hpz_partition_size is {group}, which does not divide {world_size} ranks"
         )
         raise UserError(
-            f"deepspeed: {what}; set it to the number of GPUs of a node, or use --deepspeed zero3"
+            f"deepspeed {name}: {what}; set it to the number of GPUs of a node, or use --deepspeed zero3"
         )
 
 
