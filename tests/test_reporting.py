@@ -3,13 +3,16 @@
 import json
 import math
 import os
+import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pretraining.heartbeat import Heartbeat, is_gone, killed_ranks, read_place
 from pretraining.reporting import live
 from pretraining.reporting.__main__ import main
 from pretraining.reporting.analysis import analyze, half_fit_error, track_record_of
@@ -245,6 +248,65 @@ def test_a_killed_run_is_silent_by_the_clock_of_its_reader(tmp_path, capsys):
     )
     write_rows(run, [3.0] * 100, killed_at - 40_000, seconds_a_row=400.0)
     assert RunRecord(run.path).state == "running", "it has paused for so long before"
+
+
+BEATING = (
+    "import sys, time\n"
+    "from pathlib import Path\n"
+    "from pretraining.heartbeat import Heartbeat\n"
+    "beating = Heartbeat(Path(sys.argv[1]), int(sys.argv[2]))\n"
+    "beating.arrive('training', 110)\n"
+    "beating.beat(1)\n"
+    "print(flush=True)\n"
+    "time.sleep(600)\n"
+)
+
+
+def test_a_run_whose_processes_are_gone_is_killed_at_once(tmp_path, capsys):
+    """SIGKILL of every rank: known from the heartbeats, with the checkpoint that the next start continues from."""
+    run = made_run(tmp_path / "run", noisy_law(100))
+    (run.checkpoint(75)).mkdir()
+    write_json(run.checkpoint(75) / "committed.json", {})
+    command = [sys.executable, "-c", BEATING, run.heartbeats]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], cwd=REPOSITORY, stdout=subprocess.PIPE) for rank in (0, 1)
+    ]
+    for rank in ranks:
+        rank.stdout.readline()
+    assert RunRecord(run.path).state == "running"
+    ranks[0].kill()
+    ranks[0].wait()
+    assert RunRecord(run.path).state == "running", "a rank that is left may still stop and save"
+    ranks[1].kill()  # and nobody asks for its exit code: it stays in the table of processes
+    while (standing := RunRecord(run.path).standing()).state == "running":
+        time.sleep(0.01)
+    assert (standing.state, standing.step, standing.checkpoint) == ("killed", 110, "checkpoint-75")
+    ranks[1].wait()
+    main(["analyze", str(run.path)])
+    told = capsys.readouterr().out
+    assert (
+        told.startswith("Killed after step 110") and "The same command continues from checkpoint-75." in told
+    )
+    record = RunRecord(run.path)
+    assert [run_payload(record, live=live)["state"] for live in (None, False, True)] == [
+        "killed",
+        "killed",
+        "running",
+    ]
+    for beat in run.heartbeats.iterdir():
+        os.utime(beat, (0, time.time() - 10))
+    append_row(run.events, {"time": utc_now(), "event": "resume", "checkpoint": "checkpoint-75"})
+    assert RunRecord(run.path).state == "running", "these heartbeats are of the start before"
+
+
+def test_only_what_is_certain_of_a_process_counts(tmp_path):
+    """An id that was given out again is another process; of another machine, only the clock can tell."""
+    Heartbeat(tmp_path, 0).beat(1)
+    (place,) = [read_place(tmp_path, 0)]
+    assert not is_gone(place) and killed_ranks(tmp_path, 0.0) == []
+    assert is_gone(replace(place, began=place.began - 1))
+    assert not is_gone(replace(place, began=place.began - 1, machine="another"))
+    assert not is_gone(replace(place, began=place.began - 1, machine="")), "a heartbeat that does not say"
 
 
 def test_the_two_training_losses_are_told_apart(tmp_path):

@@ -37,14 +37,8 @@ def marks_of(record: RunRecord, spike_steps: list[int]) -> list[dict]:
         if not any(abs(step - other) <= near for other in told):
             label = f"spike of the loss at step {step:,}"
             marks.append({"kind": "spike", "level": "bad", "label": label, **record.at_step(step)})
-    marks += [_checkpoint(record, step) for step in checkpoint_steps(record)]
+    marks += [_checkpoint(record, step) for step in record.checkpoint_steps()]
     return sorted(marks, key=lambda mark: mark["step"])[-MOST_MARKS:]
-
-
-def checkpoint_steps(record: RunRecord) -> list[int]:
-    """Steps of the committed checkpoints that lie in the run folder."""
-    folders = [path.parent.name for path in record.run.path.glob("checkpoint-*/committed.json")]
-    return sorted(int(name.rpartition("-")[2]) for name in folders if name.rpartition("-")[2].isdigit())
 
 
 def _mark(record: RunRecord, event: dict) -> dict:

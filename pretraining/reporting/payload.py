@@ -61,12 +61,14 @@ def _standing(record: RunRecord, found: Analysis, live: bool | None) -> dict:
     `silent_after` seconds after `alive`, by its reader's clock.
     """
     state = found.standing.state
-    quiet = state in ("running", "silent")
+    # Only a process of the run writes a live page: who was killed is the start before.
+    quiet = state in ("running", "silent") or (live and state == "killed")
     return {
         "state": "running" if quiet else state,
         "since": found.standing.since,
         "at_step": found.standing.step,
         "reason": found.standing.reason,
+        "checkpoint": found.standing.checkpoint,
         "alive": time.time() if live and quiet else record.last_written,
         "silent_after": 0.0 if live is False else record.silent_after,
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.errors import UserError
+from pretraining.heartbeat import killed_ranks
 from pretraining.reporting.metrics_file import MetricsFile
 from pretraining.run_dir import RunDir, read_rows, unix_seconds
 
@@ -22,12 +23,16 @@ class Standing:
     """How a run stands at one moment."""
 
     state: str
-    """finished, stopped, hang or "gave up" as its last event says, else running or silent."""
+    """finished, stopped, hang or "gave up" as its last event says; without such an event killed if its processes are
+    gone for certain, else running or silent, as the clock says.
+    """
     since: float
     """UNIX seconds: of that event; of a run without one, of what it wrote last."""
     step: int
     reason: str = ""
     """Who asked for a stop, or why it gave up."""
+    checkpoint: str | None = None
+    """The newest that is committed in the run folder: what the same command continues from."""
 
 
 class RunRecord:
@@ -117,13 +122,22 @@ class RunRecord:
         """How the run stands at `now`, in UNIX seconds: at the time of the call if not given."""
         kinds = ("start", "resume", *ENDINGS)
         last = next((event for event in reversed(self.events) if event.get("event") in kinds), {})
+        checkpoint = next((f"checkpoint-{step}" for step in reversed(self.checkpoint_steps())), None)
         if last.get("event") in ENDINGS:
             reason = str(last.get("reason") or last.get("why") or "")
-            step = int(self.step_of(last))
-            return Standing(ENDINGS[last["event"]], min(self.event_time(last), time.time()), step, reason)
-        silent = (time.time() if now is None else now) - self.last_written > self.silent_after
+            since, step = min(self.event_time(last), time.time()), int(self.step_of(last))
+            return Standing(ENDINGS[last["event"]], since, step, reason, checkpoint)
         step = int(self.steps[-1]) if len(self.steps) else 0
-        return Standing("silent" if silent else "running", self.last_written, step)
+        if killed := killed_ranks(self.run.heartbeats, self.event_time(last) if last else 0.0):
+            step = max(step, *(place.step for place in killed))
+            return Standing("killed", self.last_written, step, checkpoint=checkpoint)
+        silent = (time.time() if now is None else now) - self.last_written > self.silent_after
+        return Standing("silent" if silent else "running", self.last_written, step, checkpoint=checkpoint)
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps of the committed checkpoints that lie in the run folder, rising."""
+        folders = [path.parent.name for path in self.run.path.glob("checkpoint-*/committed.json")]
+        return sorted(int(name.rpartition("-")[2]) for name in folders if name.rpartition("-")[2].isdigit())
 
     @property
     def state(self) -> str:

@@ -31,8 +31,12 @@ def standing_text(standing: Standing, now: float) -> str:
     since = f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(standing.since))} UTC"
     since += f" ({duration(max(1.0, now - standing.since))} ago)"
     reason = f": {standing.reason}" if standing.reason else ""
-    continues = "The same command continues it."
+    continues = (
+        f"The same command continues {f'from {standing.checkpoint}' if standing.checkpoint else 'it'}."
+    )
     return {
+        "killed": f"Killed after step {standing.step:,}: none of its processes is left; it last wrote at {since}. "
+        f"{continues}",
         "stopped": f"Stopped at step {standing.step:,} since {since}{reason}. {continues}",
         "silent": f"Nothing was written since {since}, after step {standing.step:,}: it may have been killed. "
         f"If no process of it is left, the same command continues it.",

@@ -14,9 +14,9 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from pretraining.exit_codes import HANG, tell_exit_code
+from pretraining.heartbeat import Heartbeat, Place, read_place
 from pretraining.run_dir import RunDir, utc_now
 from pretraining.training.agreement import Agreement
-from pretraining.training.heartbeat import Heartbeat, Place, read_place
 from pretraining.training.ranks import at_leaving
 
 LOOKS_PER_LIMIT = 20

@@ -9,6 +9,7 @@ const standingText = (run) => {
   switch (stateOf(run)) {
     case "running": return `last written ${ago(run.alive)}`;
     case "silent": return `nothing written since ${since(run.since)}, after ${at}: it may have been killed`;
+    case "killed": return `after ${at}, last written ${since(run.since)}` + (run.checkpoint ? `; the same command continues from ${run.checkpoint}` : "");
     case "stopped": return `at ${at}, since ${since(run.since)}${why}`;
     case "finished": return since(run.since);
     default: return `at ${at}, ${since(run.since)}${why}`;
