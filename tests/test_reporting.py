@@ -25,7 +25,7 @@ from pretraining.reporting.priority import LAST, hurry
 from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.spikes import spike_rows
 from pretraining.reporting.words import report_end, sentences
-from pretraining.run_dir import RunDir, append_row, utc_now, write_json
+from pretraining.run_dir import RunDir, append_row, unix_seconds, utc_now, write_json
 from tests.runs import REPOSITORY, execute
 
 SCRIPT = "<script>alert(1)</script></script><!-- \u2028 &amp; \"'"
@@ -129,6 +129,38 @@ def test_marks_stand_where_the_events_happened(tmp_path):
     assert found[("brand_new_kind", "warn")] == 310 and found[("checkpoint", "good")] == 380
     assert found[("spike", "bad")] == 251
     assert next(mark["tokens"] for mark in payload["marks"] if mark["step"] == 300) == 300_000
+
+
+def test_a_run_has_come_as_far_as_its_newest_row_or_event(tmp_path, capsys):
+    """Stopped between two logged rows: one step in the state, the bar, the sentences and the marks."""
+    moments = [f"2001-01-01T00:00:{second:02}Z" for second in (0, 5, 6, 9)]
+    run = made_run(tmp_path / "run", [3.0] * 25, budget=100_000)
+    run.metrics.write_text(
+        "".join(
+            json.dumps(
+                {"step": step, "time": unix_seconds(moments[0]) + step / 100} | {"train/loss": 3.0} | row
+            )
+            + "\n"
+            for step in (1, 10, 20)
+            for row in [{"train/tokens": 1000 * step, "throughput/budget_share": step / 100}]
+        )
+    )
+    kinds = [{"event": "start"}, {"event": "stopped", "step": 25}]
+    run.events.write_text("")
+    for moment, event in zip(
+        moments, [*kinds, {"event": "warning"}, {"event": "upload_failed"}], strict=True
+    ):
+        append_row(run.events, {"time": moment, **event})
+    payload = run_payload(RunRecord(run.path))
+    assert payload["at_step"] == 25 and payload["budget_share"] == pytest.approx(0.25)
+    assert (payload["last_place"]["step"], payload["last_place"]["tokens"]) == (25, 25_000)
+    assert [(mark["step"], mark["tokens"]) for mark in payload["marks"][1:]] == [(25, 25_000)] * 3
+    main(["analyze", str(run.path)])
+    assert "25% of its tokens are spent" in capsys.readouterr().out
+    append_row(run.events, {"time": moments[3], "event": "resume", "checkpoint": "checkpoint-20"})
+    append_row(run.events, {"time": moments[3], "event": "change_accepted"})
+    record = RunRecord(run.path)
+    assert record.event_steps == [0, 25, 25, 25, 20, 20] and record.newest_step == 20
 
 
 def test_half_written_and_broken_lines_are_passed_over(tmp_path):

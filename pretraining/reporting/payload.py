@@ -37,7 +37,8 @@ def run_payload(record: RunRecord, live: bool | None = None, track_record: list[
         "num_rows": len(metrics),
         "broken_lines": metrics.broken_lines,
         "last": {name: _plain(metrics.last(name)) for name in metrics.names()},
-        "last_place": record.at_step(float(record.steps[-1])) if len(metrics) else None,
+        "last_place": record.newest_place if len(metrics) else None,
+        "budget_share": record.budget_share,
         "budget": record.recipe.get("budget") or {},
         "phase": found.phase,
         "sentences": sentences(found),
@@ -134,7 +135,7 @@ def _events(record: RunRecord) -> list[dict]:
     notable = [number for number, is_routine in enumerate(routine) if not is_routine][-MOST_EVENTS // 2 :]
     saves = [number for number, is_routine in enumerate(routine) if is_routine][-MOST_EVENTS // 2 :]
     return [
-        {**_short(record.events[n]), "step": record.step_of(record.events[n]), "routine": routine[n]}
+        {**_short(record.events[n]), "step": record.event_steps[n], "routine": routine[n]}
         for n in sorted(notable + saves)
     ]
 

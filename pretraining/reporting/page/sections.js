@@ -19,7 +19,7 @@ const pill = (i) => el("span", { class: "pill", "data-standing": i });
 const standing = (i) => el("span", { class: "soft small num", "data-standing": i, "data-long": "yes" });
 
 const head = (run, data) => {
-  const share = run.last["throughput/budget_share"] || (run.last_place && run.budget.tokens ? run.last_place.tokens / run.budget.tokens : 0);
+  const share = run.budget_share;
   const steps = run.last_place ? `step ${whole(run.last_place.step)}` : "no step yet";
   const tokens = run.last_place ? `${compact(run.last_place.tokens, 4)} of ${compact(run.budget.tokens, 4)} tokens` : "";
   return el("header", {},
