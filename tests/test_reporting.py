@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from pretraining.heartbeat import Heartbeat, is_gone, killed_ranks, read_place
+from pretraining.planning.comparison import compare_run
 from pretraining.reporting import live
 from pretraining.reporting.__main__ import main
 from pretraining.reporting.analysis import analyze, half_fit_error, track_record_of
@@ -47,7 +48,8 @@ def made_run(folder, losses, finished=False, events=(), budget=None, **more) -> 
     run.add_event("start", checkpoint=None)
     rows = [
         {"step": k, "time": time.time() + k / 10, "train/loss": loss, "train/tokens": 1000 * k}
-        | {"train/learning_rate": min(k, 20) / 20, "throughput/step_seconds": 0.1}
+        | {"train/learning_rate": min(k, 20) / 20}
+        | {"throughput/step_seconds": 0.1, "throughput/tokens_per_second": 10_000}
         for k, loss in enumerate(losses, 1)
     ]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -367,18 +369,46 @@ def test_the_end_of_a_run_says_what_it_took(tmp_path, monkeypatch, capsys):
     for moment, event in (("00:00", "start"), ("00:10", "stopped"), ("05:10", "resume")):
         append_row(run.events, {"time": f"2001-01-01T{moment}:00Z", "event": event})
     results = {"eval_loss": 3.5, "eval_bits_per_byte": 2.0, "unigram_bits_per_byte": 4.0}
-    measured = {"tokens_per_second": 8500.0, "peak_memory_bytes": 300_000_000}
+    measured = {"peak_memory_bytes": 300_000_000}
     append_row(run.events, {"time": "2001-01-01T05:20:00Z", "event": "end", **results, "measured": measured})
     report_end(run)
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("validation loss 3.5000 nats per token, 2.0000 bits per byte (0.500 of")
     assert (
-        told[1].startswith("40 steps, 40,000 tokens in 20.0 minutes; 8,500 tokens/s") and "300 MB" in told[1]
+        told[1].startswith(
+            "40 steps, 40,000 tokens in 20.0 minutes, 4.00 s of them in its steps (10,000 tokens/s)"
+        )
+        and "300 MB" in told[1]
     )
     assert told[2:] == [f"export: {run.export}", f"report: {run.report}"]
     monkeypatch.setenv("RANK", "1")
     report_end(run)
     assert not capsys.readouterr().out
+
+
+def test_every_speed_is_of_all_steps_together(tmp_path):
+    """The page, its table beside the plan and `planning compare` agree, and multiply out; a branch counts its own."""
+    run = made_run(tmp_path / "run", [3.0] * 4)
+    rows = [(8010, 1.0, 1000.0, 0.1), (8020, 0.5, 2000.0, 0.2), (8040, 0.25, 4000.0, 0.4)]
+    names = ("step", *(f"throughput/{name}" for name in ("step_seconds", "tokens_per_second", "mfu")))
+    lines = [json.dumps({"time": 0.0, **dict(zip(names, row, strict=True))}) + "\n" for row in rows]
+    run.metrics.write_text("".join(lines))
+    run.events.write_text("")
+    run.add_event("branch", step=8000)
+    run.add_event("resume", step=8000, checkpoint="checkpoint-8000")
+    write_json(run.plan, {})
+    payload = run_payload(RunRecord(run.path))
+    speed = payload["speed"]
+    assert speed == {
+        "tokens_per_second": 2000.0,
+        "step_seconds": 0.5,
+        "training_seconds": 20.0,
+        "mfu": pytest.approx(0.2),
+    }
+    shown = {pair["quantity"]: pair["measured"] for pair in payload["plan"]["pairs"]}
+    assert shown == {name: speed[name] for name in ("tokens_per_second", "step_seconds", "mfu")}
+    compared = compare_run(run.path)
+    assert all(compared[name]["measured"] == speed[name] for name in ("tokens_per_second", "step_seconds"))
 
 
 def test_routine_events_do_not_crowd_out_the_others(tmp_path):

@@ -37,6 +37,7 @@ def run_payload(record: RunRecord, live: bool | None = None, track_record: list[
         "num_rows": len(metrics),
         "broken_lines": metrics.broken_lines,
         "last": {name: _plain(metrics.last(name)) for name in metrics.names()},
+        "speed": record.speed(),
         "last_place": record.newest_place if len(metrics) else None,
         "budget_share": record.budget_share,
         "budget": record.recipe.get("budget") or {},

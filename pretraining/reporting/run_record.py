@@ -10,7 +10,7 @@ import numpy as np
 from pretraining.errors import UserError
 from pretraining.heartbeat import killed_ranks
 from pretraining.reporting.metrics_file import MetricsFile
-from pretraining.run_dir import RunDir, read_rows, unix_seconds
+from pretraining.run_dir import RunDir, StepTotals, first_step, read_rows, unix_seconds
 from pretraining.step_sizes import StepSizes
 
 STARTS = ("start", "resume")
@@ -109,6 +109,19 @@ class RunRecord:
             return np.zeros(len(self.steps))
         done = np.cumsum(np.diff(self.steps[rows], prepend=0) * seconds)
         return np.interp(self.steps, self.steps[rows], done) / 3600
+
+    def speed(self) -> dict[str, float]:
+        """Of all kept steps together: {"tokens_per_second", "step_seconds", "training_seconds", "mfu"}, if known."""
+        speed = self._totals("tokens_per_second").speed()
+        utilization = self._totals("mfu")  # the sum of MFU times seconds, in the place of the tokens
+        return speed | ({"mfu": utilization.tokens / utilization.seconds} if utilization.seconds else {})
+
+    def _totals(self, rate: str) -> StepTotals:
+        rows, seconds = self.metrics.column("throughput/step_seconds")
+        rated, rates = self.metrics.column(f"throughput/{rate}")
+        _, of_both, of_rates = np.intersect1d(rows, rated, assume_unique=True, return_indices=True)
+        columns = self.steps[rows[of_both]], seconds[of_both], rates[of_rates]
+        return StepTotals.of(zip(*map(np.ndarray.tolist, columns), strict=True), first_step(self.events))
 
     def at_step(self, step: float) -> dict[str, float]:
         """{"step", "tokens", "hours"} of a step, between the known ones by interpolation."""
