@@ -95,7 +95,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
         callbacks=[evaluation.LiveSamples(run, recipe, tokenizer), *watch.callbacks(saves)],
     )
     checkpoints.open_run(run, identity, plan, resume, mixture, language_model, tokenizer, train_dataset)
-    verdict.keep(run)
+    verdict.keep(run, start.step)
     trainer.train(resume_from_checkpoint=start.checkpoint)
     if watch.finding is not None:
         trainer.release()

@@ -7,7 +7,6 @@ one JSON line. `train_seconds` is the whole command, launcher, imports, validati
 """
 
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,6 @@ def main() -> None:
         end, rows = run.last_event("end"), read_rows(run.metrics)
         plan = json.loads(run.plan.read_text())
     logged = [row for row in rows if "train/loss" in row]
-    rate = statistics.median(row["throughput/tokens_per_second"] for row in logged)
     wait = sum(row["throughput/data_wait_seconds"] for row in logged)
     values = {
         "train_seconds": round(seconds, 1),
@@ -37,7 +35,7 @@ def main() -> None:
         "validation_bits_per_byte": round(end["eval_bits_per_byte"], 4),
         "unigram_bits_per_byte": end["unigram_bits_per_byte"],
         "ratio": round(end["eval_bits_per_byte"] / end["unigram_bits_per_byte"], 4),
-        "tokens_per_second": round(rate),
+        "tokens_per_second": round(end["measured"]["tokens_per_second"]),
         "data_wait_share": round(wait / sum(row["throughput/step_seconds"] for row in logged), 5),
     }
     record("demo", values, options.keep)

@@ -6,9 +6,10 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 from pretraining.schema import REPOSITORY
 
@@ -147,14 +148,41 @@ def rows_of(text: str) -> list[dict]:
     return rows
 
 
-def seconds_of_steps(rows: list[dict]) -> float:
-    """Seconds of the steps that rows of metrics.jsonl stand for: each says the mean of those since the one before."""
-    total, before = 0.0, 0
-    for row in rows:
-        if "throughput/step_seconds" in row:
-            total += (row["step"] - before) * row["throughput/step_seconds"]
-            before = row["step"]
-    return total
+class StepTotals(NamedTuple):
+    """What the steps of a run took together: the only source of its speed, so that all numbers of it agree."""
+
+    steps: float
+    seconds: float
+    tokens: float
+
+    @classmethod
+    def of(cls, logged: Iterable[tuple[float, float, float]], first_step: float = 0) -> "StepTotals":
+        """Sums over (step, seconds of a step, tokens per second): each row holds the means since the row before.
+
+        first_step: the step after which the run began.
+        """
+        seconds = tokens = 0.0
+        before = first_step
+        for step, step_seconds, tokens_per_second in logged:
+            lasted = max(0, step - before) * step_seconds
+            seconds, tokens, before = seconds + lasted, tokens + lasted * tokens_per_second, step
+        return cls(before - first_step, seconds, tokens)
+
+    def speed(self) -> dict[str, float]:
+        """{"tokens_per_second", "step_seconds", "training_seconds"}; empty if no step was timed."""
+        if self.steps <= 0 or self.seconds <= 0:
+            return {}
+        return {
+            "tokens_per_second": self.tokens / self.seconds,
+            "step_seconds": self.seconds / self.steps,
+            "training_seconds": self.seconds,
+        }
+
+
+def first_step(events: list[dict]) -> int:
+    """The step after which the run in a folder began: that of its checkpoint if it began as a branch of another."""
+    began = next((event for event in events if event.get("event") in ("start", "resume")), {})
+    return began["step"] if isinstance(began.get("step"), int) else 0
 
 
 def keep_rows(path: Path, stays: Callable[[dict], bool]) -> list[dict]:

@@ -80,15 +80,15 @@ def test_a_measured_run_feeds_later_plans(tmp_path, monkeypatch):
 
 
 def test_warnings_are_told_once_and_kept(tmp_path, capsys, monkeypatch):
-    """By rank 0 on stderr, and as events; a refusal that was forced among them."""
+    """By rank 0 on stderr, and as events at the step where the run starts; a refusal that was forced among them."""
     no, careful = Finding("too large", "--set a=1"), Finding("no clipping", "--set b=2")
     verdict = Verdict([no], [careful])
     with pytest.raises(UserError, match=r"too large; --set a=1 .*--force"):
         verdict.enforce()
     run = RunDir(tmp_path)
-    verdict.enforce(force=True).keep(run)
+    verdict.enforce(force=True).keep(run, 25)
     monkeypatch.setenv("RANK", "1")
-    verdict.enforce(force=True).keep(run)
+    verdict.enforce(force=True).keep(run, 25)
     assert capsys.readouterr().err == "warning: too large; --set a=1\nwarning: no clipping; --set b=2\n"
-    events = [(row["event"], row["what"], row["remedy"]) for row in read_rows(run.events)]
-    assert events == [("forced", "too large", "--set a=1"), ("warning", "no clipping", "--set b=2")]
+    events = [(row["event"], row["step"], row["what"], row["remedy"]) for row in read_rows(run.events)]
+    assert events == [("forced", 25, "too large", "--set a=1"), ("warning", 25, "no clipping", "--set b=2")]

@@ -105,7 +105,7 @@ def test_a_rank_that_came_less_far_is_named(finished):
     run = finished[rank_2_in_its_loader]
     assert run.codes == [HANG] * 3
     (event,) = run.events
-    assert event["ranks"] == [2] and "training at step 7, its process runs" in event["who"]
+    assert (event["ranks"], event["step"]) == ([2], 8) and "training at step 7, its process runs" in event["who"]
     assert len(list(run.dir.stacks.iterdir())) == 3
 
 
@@ -123,8 +123,8 @@ def test_a_job_that_was_suspended_is_given_its_time_again(finished):
 @pytest.mark.parametrize("arrivals, expected", [([4, 4, 4], []), ([4, 3, 4], [1]), ([4, None, 3], [1, 2])])
 def test_who_did_not_arrive(arrivals, expected):
     """Less far than the furthest, or without a heartbeat."""
+    from pretraining.heartbeat import Place
     from pretraining.training.hangs import not_arrived
-    from pretraining.training.heartbeat import Place
 
     places = {
         rank: number and Place(rank, "a", 1, "training", 1, number, 1) for rank, number in enumerate(arrivals)

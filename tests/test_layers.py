@@ -21,6 +21,7 @@ FOUNDATION = {
     "errors",
     "evaluation_keys",
     "exit_codes",
+    "heartbeat",
     "journal",
     "lazy",
     "metric_names",

@@ -419,7 +419,7 @@ def test_the_search_keeps_the_step():
 
 
 def test_compare_shows_both_sides(tmp_path, capsys):
-    """plan.json's prediction beside what the run's end event, rows and checkpoint say."""
+    """plan.json's prediction beside what the run's end event, rows and checkpoint say; the speeds multiply out."""
     recipe = load_recipe("tiny")
     plan = {"predicted": predicted(recipe, load_ds_config("zero2"), 2, find_gpu("H100"))}
     run = RunDir(tmp_path / "run")
@@ -432,8 +432,10 @@ def test_compare_shows_both_sides(tmp_path, capsys):
     main(["compare", str(run.path), "--json"])
     (answer,) = json.loads(capsys.readouterr().out)["runs"]
     assert answer["finished"] and set(QUANTITIES) < set(answer)
-    assert answer["step_seconds"]["measured"] == 0.5
-    assert answer["training_seconds"]["measured"] == pytest.approx(20 * 10.7)
+    seconds = answer["training_seconds"]["measured"]
+    assert seconds == pytest.approx(20 * 10.7)
+    assert 80 * answer["step_seconds"]["measured"] == pytest.approx(seconds)
+    assert seconds * answer["tokens_per_second"]["measured"] == pytest.approx(80 * 2048)
     assert answer["training_seconds"]["predicted"] == pytest.approx(
         1000 * answer["step_seconds"]["predicted"]
     )
@@ -451,8 +453,9 @@ def test_compare_leaves_out_what_it_cannot_compare(tmp_path, capsys):
     plan = {"predicted": predicted(load_recipe("tiny"), load_ds_config("zero2"), 2, None)}
     for name in ("a-begun", "z-whole"):
         write_json(RunDir(tmp_path / name).plan, plan)
-    row = {"throughput/tokens_per_second": 4096.0, "throughput/step_seconds": None}
-    RunDir(tmp_path / "z-whole").metrics.write_text(json.dumps(row) + "\n")
+    row = {"step": 1, "throughput/tokens_per_second": 4096.0, "throughput/step_seconds": 0.5}
+    unclear = {**row, "step": 2, "throughput/step_seconds": None}
+    RunDir(tmp_path / "z-whole").metrics.write_text(f"{json.dumps(row)}\n{json.dumps(unclear)}\n")
     contents = {"folder": None, "older": '{"name": "tiny"}', "cut": '{"name": ', "list": "[]"}
     for name, text in contents.items():
         (tmp_path / name).mkdir()

@@ -3,13 +3,17 @@
 import json
 import math
 import os
+import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pretraining.heartbeat import Heartbeat, is_gone, killed_ranks, read_place
+from pretraining.planning.comparison import compare_run
 from pretraining.reporting import live
 from pretraining.reporting.__main__ import main
 from pretraining.reporting.analysis import analyze, half_fit_error, track_record_of
@@ -22,7 +26,7 @@ from pretraining.reporting.priority import LAST, hurry
 from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.spikes import spike_rows
 from pretraining.reporting.words import report_end, sentences
-from pretraining.run_dir import RunDir, append_row, utc_now, write_json
+from pretraining.run_dir import RunDir, append_row, unix_seconds, utc_now, write_json
 from tests.runs import REPOSITORY, execute
 
 SCRIPT = "<script>alert(1)</script></script><!-- \u2028 &amp; \"'"
@@ -44,7 +48,8 @@ def made_run(folder, losses, finished=False, events=(), budget=None, **more) -> 
     run.add_event("start", checkpoint=None)
     rows = [
         {"step": k, "time": time.time() + k / 10, "train/loss": loss, "train/tokens": 1000 * k}
-        | {"train/learning_rate": min(k, 20) / 20, "throughput/step_seconds": 0.1}
+        | {"train/learning_rate": min(k, 20) / 20}
+        | {"throughput/step_seconds": 0.1, "throughput/tokens_per_second": 10_000}
         for k, loss in enumerate(losses, 1)
     ]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -126,6 +131,38 @@ def test_marks_stand_where_the_events_happened(tmp_path):
     assert found[("brand_new_kind", "warn")] == 310 and found[("checkpoint", "good")] == 380
     assert found[("spike", "bad")] == 251
     assert next(mark["tokens"] for mark in payload["marks"] if mark["step"] == 300) == 300_000
+
+
+def test_a_run_has_come_as_far_as_its_newest_row_or_event(tmp_path, capsys):
+    """Stopped between two logged rows: one step in the state, the bar, the sentences and the marks."""
+    moments = [f"2001-01-01T00:00:{second:02}Z" for second in (0, 5, 6, 9)]
+    run = made_run(tmp_path / "run", [3.0] * 25, budget=100_000)
+    run.metrics.write_text(
+        "".join(
+            json.dumps(
+                {"step": step, "time": unix_seconds(moments[0]) + step / 100} | {"train/loss": 3.0} | row
+            )
+            + "\n"
+            for step in (1, 10, 20)
+            for row in [{"train/tokens": 1000 * step, "throughput/budget_share": step / 100}]
+        )
+    )
+    kinds = [{"event": "start"}, {"event": "stopped", "step": 25}]
+    run.events.write_text("")
+    for moment, event in zip(
+        moments, [*kinds, {"event": "warning"}, {"event": "upload_failed"}], strict=True
+    ):
+        append_row(run.events, {"time": moment, **event})
+    payload = run_payload(RunRecord(run.path))
+    assert payload["at_step"] == 25 and payload["budget_share"] == pytest.approx(0.25)
+    assert (payload["last_place"]["step"], payload["last_place"]["tokens"]) == (25, 25_000)
+    assert [(mark["step"], mark["tokens"]) for mark in payload["marks"][1:]] == [(25, 25_000)] * 3
+    main(["analyze", str(run.path)])
+    assert "25% of its tokens are spent" in capsys.readouterr().out
+    append_row(run.events, {"time": moments[3], "event": "resume", "checkpoint": "checkpoint-20"})
+    append_row(run.events, {"time": moments[3], "event": "change_accepted"})
+    record = RunRecord(run.path)
+    assert record.event_steps == [0, 25, 25, 25, 20, 20] and record.newest_step == 20
 
 
 def test_half_written_and_broken_lines_are_passed_over(tmp_path):
@@ -247,6 +284,65 @@ def test_a_killed_run_is_silent_by_the_clock_of_its_reader(tmp_path, capsys):
     assert RunRecord(run.path).state == "running", "it has paused for so long before"
 
 
+BEATING = (
+    "import sys, time\n"
+    "from pathlib import Path\n"
+    "from pretraining.heartbeat import Heartbeat\n"
+    "beating = Heartbeat(Path(sys.argv[1]), int(sys.argv[2]))\n"
+    "beating.arrive('training', 110)\n"
+    "beating.beat(1)\n"
+    "print(flush=True)\n"
+    "time.sleep(600)\n"
+)
+
+
+def test_a_run_whose_processes_are_gone_is_killed_at_once(tmp_path, capsys):
+    """SIGKILL of every rank: known from the heartbeats, with the checkpoint that the next start continues from."""
+    run = made_run(tmp_path / "run", noisy_law(100))
+    (run.checkpoint(75)).mkdir()
+    write_json(run.checkpoint(75) / "committed.json", {})
+    command = [sys.executable, "-c", BEATING, run.heartbeats]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], cwd=REPOSITORY, stdout=subprocess.PIPE) for rank in (0, 1)
+    ]
+    for rank in ranks:
+        rank.stdout.readline()
+    assert RunRecord(run.path).state == "running"
+    ranks[0].kill()
+    ranks[0].wait()
+    assert RunRecord(run.path).state == "running", "a rank that is left may still stop and save"
+    ranks[1].kill()  # and nobody asks for its exit code: it stays in the table of processes
+    while (standing := RunRecord(run.path).standing()).state == "running":
+        time.sleep(0.01)
+    assert (standing.state, standing.step, standing.checkpoint) == ("killed", 110, "checkpoint-75")
+    ranks[1].wait()
+    main(["analyze", str(run.path)])
+    told = capsys.readouterr().out
+    assert (
+        told.startswith("Killed after step 110") and "The same command continues from checkpoint-75." in told
+    )
+    record = RunRecord(run.path)
+    assert [run_payload(record, live=live)["state"] for live in (None, False, True)] == [
+        "killed",
+        "killed",
+        "running",
+    ]
+    for beat in run.heartbeats.iterdir():
+        os.utime(beat, (0, time.time() - 10))
+    append_row(run.events, {"time": utc_now(), "event": "resume", "checkpoint": "checkpoint-75"})
+    assert RunRecord(run.path).state == "running", "these heartbeats are of the start before"
+
+
+def test_only_what_is_certain_of_a_process_counts(tmp_path):
+    """An id that was given out again is another process; of another machine, only the clock can tell."""
+    Heartbeat(tmp_path, 0).beat(1)
+    (place,) = [read_place(tmp_path, 0)]
+    assert not is_gone(place) and killed_ranks(tmp_path, 0.0) == []
+    assert is_gone(replace(place, began=place.began - 1))
+    assert not is_gone(replace(place, began=place.began - 1, machine="another"))
+    assert not is_gone(replace(place, began=place.began - 1, machine="")), "a heartbeat that does not say"
+
+
 def test_the_two_training_losses_are_told_apart(tmp_path):
     """The last row's, which the page's tile shows too, and the median of the last rows."""
     losses = noisy_law(200)
@@ -273,18 +369,46 @@ def test_the_end_of_a_run_says_what_it_took(tmp_path, monkeypatch, capsys):
     for moment, event in (("00:00", "start"), ("00:10", "stopped"), ("05:10", "resume")):
         append_row(run.events, {"time": f"2001-01-01T{moment}:00Z", "event": event})
     results = {"eval_loss": 3.5, "eval_bits_per_byte": 2.0, "unigram_bits_per_byte": 4.0}
-    measured = {"tokens_per_second": 8500.0, "peak_memory_bytes": 300_000_000}
+    measured = {"peak_memory_bytes": 300_000_000}
     append_row(run.events, {"time": "2001-01-01T05:20:00Z", "event": "end", **results, "measured": measured})
     report_end(run)
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("validation loss 3.5000 nats per token, 2.0000 bits per byte (0.500 of")
     assert (
-        told[1].startswith("40 steps, 40,000 tokens in 20.0 minutes; 8,500 tokens/s") and "300 MB" in told[1]
+        told[1].startswith(
+            "40 steps, 40,000 tokens in 20.0 minutes, 4.00 s of them in its steps (10,000 tokens/s)"
+        )
+        and "300 MB" in told[1]
     )
     assert told[2:] == [f"export: {run.export}", f"report: {run.report}"]
     monkeypatch.setenv("RANK", "1")
     report_end(run)
     assert not capsys.readouterr().out
+
+
+def test_every_speed_is_of_all_steps_together(tmp_path):
+    """The page, its table beside the plan and `planning compare` agree, and multiply out; a branch counts its own."""
+    run = made_run(tmp_path / "run", [3.0] * 4)
+    rows = [(8010, 1.0, 1000.0, 0.1), (8020, 0.5, 2000.0, 0.2), (8040, 0.25, 4000.0, 0.4)]
+    names = ("step", *(f"throughput/{name}" for name in ("step_seconds", "tokens_per_second", "mfu")))
+    lines = [json.dumps({"time": 0.0, **dict(zip(names, row, strict=True))}) + "\n" for row in rows]
+    run.metrics.write_text("".join(lines))
+    run.events.write_text("")
+    run.add_event("branch", step=8000)
+    run.add_event("resume", step=8000, checkpoint="checkpoint-8000")
+    write_json(run.plan, {})
+    payload = run_payload(RunRecord(run.path))
+    speed = payload["speed"]
+    assert speed == {
+        "tokens_per_second": 2000.0,
+        "step_seconds": 0.5,
+        "training_seconds": 20.0,
+        "mfu": pytest.approx(0.2),
+    }
+    shown = {pair["quantity"]: pair["measured"] for pair in payload["plan"]["pairs"]}
+    assert shown == {name: speed[name] for name in ("tokens_per_second", "step_seconds", "mfu")}
+    compared = compare_run(run.path)
+    assert all(compared[name]["measured"] == speed[name] for name in ("tokens_per_second", "step_seconds"))
 
 
 def test_routine_events_do_not_crowd_out_the_others(tmp_path):

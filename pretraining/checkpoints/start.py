@@ -111,6 +111,7 @@ def open_run(
             print(cuts_text(cuts))
         run.add_event(
             "resume" if start.checkpoint else "start",
+            step=start.step,
             checkpoint=start.checkpoint and start.checkpoint.name,
             **plan.layout,
             **launch_details(),

@@ -2,7 +2,6 @@
 
 import json
 import math
-import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.throughput import model_flops_utilization
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
-from pretraining.run_dir import RunDir, read_rows, seconds_of_steps
+from pretraining.run_dir import RunDir, StepTotals, first_step, read_rows
 
 QUANTITIES = (
     "peak_memory_bytes",
@@ -97,7 +96,7 @@ def compare_runs(folders: Iterable[Path]) -> dict:
 def compare_run(folder: Path) -> dict:
     """{"run", "finished", quantity: {"predicted", "measured", "ratio"}} of one run folder.
 
-    Measured is what the end event says (its `measured`), else what metrics.jsonl and the checkpoints show.
+    Measured is what metrics.jsonl and the checkpoints show, else what the end event says (its `measured`).
 
     Raises:
         UserError: not a run folder, or one in which nothing was predicted and nothing was measured.
@@ -108,7 +107,8 @@ def compare_run(folder: Path) -> dict:
     if not run.plan.is_file():
         raise UserError(f"{folder}: no plan.json there: no run folder, or one of a version without plans")
     end = run.last_event("end") or {}
-    foreseen, found = _predicted(_read_plan(run.plan)), {**_observed(run), **_numbers(end.get("measured"))}
+    foreseen, observed = _predicted(_read_plan(run.plan)), _observed(run)
+    found = {**_numbers(end.get("measured")), **observed}
     if not foreseen and not found:
         raise UserError(f"{folder}: its plan.json predicts nothing and the run has measured nothing yet")
     if not end:
@@ -143,16 +143,11 @@ def _is_number(value) -> bool:
 
 
 def _observed(run: RunDir) -> dict[str, float]:
-    """Medians of the logged rates, the first row left out where there are more; bytes of the newest checkpoint."""
-    rows = [grouped_names(row) for row in read_rows(run.metrics)]
-    observed = {}
-    for name in ("tokens_per_second", "step_seconds"):
-        values = [row[key] for row in rows if _is_number(row.get(key := f"throughput/{name}"))]
-        if values:
-            observed[name] = statistics.median(values[1:] or values)
-    stepped = [row for row in rows if all(map(_is_number, map(row.get, ("step", "throughput/step_seconds"))))]
-    if stepped:
-        observed["training_seconds"] = seconds_of_steps(stepped)
+    """The speed of all steps together; bytes of the newest checkpoint."""
+    names = ("step", "throughput/step_seconds", "throughput/tokens_per_second")
+    rows = [[row.get(name) for name in names] for row in map(grouped_names, read_rows(run.metrics))]
+    timed = [row for row in rows if all(map(_is_number, row))]
+    observed = StepTotals.of(timed, first_step(read_rows(run.events))).speed()
     checkpoints = sorted(run.path.glob("checkpoint-*/committed.json"), key=lambda path: path.stat().st_mtime)
     if checkpoints:
         files = [path for path in checkpoints[-1].parent.rglob("*") if path.is_file()]

@@ -57,11 +57,11 @@ class Verdict:
                 print(f"warning: {finding}", file=sys.stderr, flush=True)
         return self
 
-    def keep(self, run: RunDir) -> None:
-        """An event for each refusal that was forced and each warning, written by rank 0."""
+    def keep(self, run: RunDir, step: int) -> None:
+        """Write an event for each refusal that was forced and each warning, on rank 0. step: where the run starts."""
         for kind, findings in {"forced": self.refusals, "warning": self.warnings}.items():
             for finding in findings if _is_rank_0() else ():
-                run.add_event(kind, **asdict(finding))
+                run.add_event(kind, step=step, **asdict(finding))
 
 
 def _is_rank_0() -> bool:

@@ -70,9 +70,7 @@ def analyze(record: RunRecord, track_record: list[float] = ()) -> Analysis:
     found.loss = _median(losses[-found.loss_rows :])
     found.last_loss, found.last_step = float(losses[-1]), int(record.steps[rows[-1]])
     found.spikes = [int(record.steps[rows[row]]) for row in spike_rows(losses)]
-    found.budget_share, found.goodput = (
-        record.metrics.last(f"throughput/{name}") for name in ("budget_share", "goodput")
-    )
+    found.budget_share, found.goodput = record.budget_share, record.metrics.last("throughput/goodput")
     _rate(found, tokens, losses)
     found.phase = _phase(record, found, losses)
     _target(found, record)

@@ -30,25 +30,20 @@ MOST_MARKS = 600
 
 def marks_of(record: RunRecord, spike_steps: list[int]) -> list[dict]:
     """{"kind", "level", "label", "step", "tokens", "hours"} of all marks, by step."""
-    marks = [_mark(record, event) for event in record.events if event.get("event") not in (None, *ROUTINE)]
+    placed = zip(record.events, record.event_steps, strict=True)
+    marks = [_mark(record, *each) for each in placed if each[0].get("event") not in (None, *ROUTINE)]
     told = [mark["step"] for mark in marks if mark["kind"] in ("spike", "rollback", "alert")]
     near = max(2.0, NEAR * (float(record.steps[-1]) if len(record.steps) else 0))
     for step in spike_steps:
         if not any(abs(step - other) <= near for other in told):
             label = f"spike of the loss at step {step:,}"
             marks.append({"kind": "spike", "level": "bad", "label": label, **record.at_step(step)})
-    marks += [_checkpoint(record, step) for step in checkpoint_steps(record)]
+    marks += [_checkpoint(record, step) for step in record.checkpoint_steps()]
     return sorted(marks, key=lambda mark: mark["step"])[-MOST_MARKS:]
 
 
-def checkpoint_steps(record: RunRecord) -> list[int]:
-    """Steps of the committed checkpoints that lie in the run folder."""
-    folders = [path.parent.name for path in record.run.path.glob("checkpoint-*/committed.json")]
-    return sorted(int(name.rpartition("-")[2]) for name in folders if name.rpartition("-")[2].isdigit())
-
-
-def _mark(record: RunRecord, event: dict) -> dict:
-    kind, step = str(event["event"]), record.step_of(event)
+def _mark(record: RunRecord, event: dict, step: float) -> dict:
+    kind = str(event["event"])
     level = LEVELS.get(kind, str(event.get("level", "note")))
     details = {key: value for key, value in event.items() if key not in ("event", "time", "step", "export")}
     told = _brief({key: value for key, value in details.items() if value is not None})

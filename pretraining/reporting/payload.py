@@ -37,7 +37,9 @@ def run_payload(record: RunRecord, live: bool | None = None, track_record: list[
         "num_rows": len(metrics),
         "broken_lines": metrics.broken_lines,
         "last": {name: _plain(metrics.last(name)) for name in metrics.names()},
-        "last_place": record.at_step(float(record.steps[-1])) if len(metrics) else None,
+        "speed": record.speed(),
+        "last_place": record.newest_place if len(metrics) else None,
+        "budget_share": record.budget_share,
         "budget": record.recipe.get("budget") or {},
         "phase": found.phase,
         "sentences": sentences(found),
@@ -61,12 +63,14 @@ def _standing(record: RunRecord, found: Analysis, live: bool | None) -> dict:
     `silent_after` seconds after `alive`, by its reader's clock.
     """
     state = found.standing.state
-    quiet = state in ("running", "silent")
+    # Only a process of the run writes a live page: who was killed is the start before.
+    quiet = state in ("running", "silent") or (live and state == "killed")
     return {
         "state": "running" if quiet else state,
         "since": found.standing.since,
         "at_step": found.standing.step,
         "reason": found.standing.reason,
+        "checkpoint": found.standing.checkpoint,
         "alive": time.time() if live and quiet else record.last_written,
         "silent_after": 0.0 if live is False else record.silent_after,
     }
@@ -132,7 +136,7 @@ def _events(record: RunRecord) -> list[dict]:
     notable = [number for number, is_routine in enumerate(routine) if not is_routine][-MOST_EVENTS // 2 :]
     saves = [number for number, is_routine in enumerate(routine) if is_routine][-MOST_EVENTS // 2 :]
     return [
-        {**_short(record.events[n]), "step": record.step_of(record.events[n]), "routine": routine[n]}
+        {**_short(record.events[n]), "step": record.event_steps[n], "routine": routine[n]}
         for n in sorted(notable + saves)
     ]
 

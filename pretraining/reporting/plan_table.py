@@ -1,25 +1,24 @@
 """The plan beside what was measured."""
 
-import numpy as np
-
 from pretraining.reporting.run_record import RunRecord
 
 QUANTITIES = {
-    "tokens_per_second": ("throughput/tokens_per_second", "tokens", "Tokens per second"),
-    "step_seconds": ("throughput/step_seconds", "seconds", "Time of a step"),
-    "mfu": ("throughput/mfu", "share", "MFU"),
-    "peak_memory_bytes": ("memory/peak_bytes", "bytes", "Peak GPU memory"),
-    "checkpoint_bytes": (None, "bytes", "A checkpoint"),
+    "tokens_per_second": ("tokens", "Tokens per second, all steps"),
+    "step_seconds": ("seconds", "Time of a step, mean"),
+    "training_seconds": ("seconds", "Time of all steps"),
+    "mfu": ("share", "MFU, all steps"),
+    "peak_memory_bytes": ("bytes", "Peak GPU memory"),
+    "checkpoint_bytes": ("bytes", "A checkpoint"),
 }
-"""Quantity of plan.json's `predicted` -> (the metric that measures it, its unit, its name on the page)."""
+"""Quantity of plan.json's `predicted` -> (its unit, its name on the page)."""
 ON_PROCESSOR = "Peak memory, beyond what the process held before the model"
 
 
 def plan_beside_measured(record: RunRecord) -> dict:
     """{"facts": what the plan states, "pairs": [{"quantity", "label", "unit", "predicted", "measured"}, ...]}.
 
-    Measured is what the end event says, else the median of the rows (of memory the last), else the newest
-    checkpoint's bytes.
+    Measured is the speed of all steps together; of memory what the end event says, else the last row, and of a
+    checkpoint the bytes of the newest. The time of all steps is that of the plan only once the run has ended.
     """
     predicted = {
         "checkpoint_bytes": record.plan.get("checkpoint_bytes"),
@@ -29,29 +28,27 @@ def plan_beside_measured(record: RunRecord) -> dict:
     told = (ends[-1].get("measured") or {}) if ends else {}
     pairs = []
     on_processor = str(record.environment.get("device", "")).startswith("CPU")
-    for quantity, (metric, unit, label) in QUANTITIES.items():
-        measured = told.get(quantity)
-        measured = _measured(record, quantity, metric) if measured is None else measured
+    found = {**_sizes(record), **told, **record.speed()}
+    if not ends:
+        found.pop("training_seconds", None)
+    for quantity, (unit, label) in QUANTITIES.items():
         pair = {
             "quantity": quantity,
             "label": ON_PROCESSOR if on_processor and quantity == "peak_memory_bytes" else label,
             "unit": unit,
             "predicted": predicted.get(quantity),
-            "measured": measured,
+            "measured": found.get(quantity),
         }
         if pair["predicted"] is not None or pair["measured"] is not None:
             pairs.append(pair)
     return {"facts": _facts(record.plan), "pairs": pairs}
 
 
-def _measured(record: RunRecord, quantity: str, metric: str | None) -> float | None:
-    if metric is None:
-        return _checkpoint_bytes(record)
-    if quantity == "peak_memory_bytes":
-        return record.metrics.last(metric)
-    _, values = record.metrics.column(metric)
-    values = values[1:] if len(values) > 1 else values  # the first row holds the warm-up of the machine
-    return float(np.median(values)) if len(values) else None
+def _sizes(record: RunRecord) -> dict[str, float | None]:
+    return {
+        "peak_memory_bytes": record.metrics.last("memory/peak_bytes"),
+        "checkpoint_bytes": _checkpoint_bytes(record),
+    }
 
 
 def _checkpoint_bytes(record: RunRecord) -> float | None:

@@ -8,9 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.errors import UserError
+from pretraining.heartbeat import killed_ranks
 from pretraining.reporting.metrics_file import MetricsFile
-from pretraining.run_dir import RunDir, read_rows, unix_seconds
+from pretraining.run_dir import RunDir, StepTotals, first_step, read_rows, unix_seconds
+from pretraining.step_sizes import StepSizes
 
+STARTS = ("start", "resume")
 ENDINGS = {"end": "finished", "stopped": "stopped", "hang": "hang", "gave_up": "gave up"}
 """Events after which no process of the run is left, until a start or a resume -> the state that they mean."""
 SILENT_SECONDS = 600.0
@@ -22,12 +25,16 @@ class Standing:
     """How a run stands at one moment."""
 
     state: str
-    """finished, stopped, hang or "gave up" as its last event says, else running or silent."""
+    """finished, stopped, hang or "gave up" as its last event says; without such an event killed if its processes are
+    gone for certain, else running or silent, as the clock says.
+    """
     since: float
     """UNIX seconds: of that event; of a run without one, of what it wrote last."""
     step: int
     reason: str = ""
     """Who asked for a stop, or why it gave up."""
+    checkpoint: str | None = None
+    """The newest that is committed in the run folder: what the same command continues from."""
 
 
 class RunRecord:
@@ -60,7 +67,10 @@ class RunRecord:
         return self
 
     def _place_rows(self) -> None:
-        """Step, tokens and hours of every row; hours are wall time since the first start, or training time."""
+        """Step, tokens and hours of every row; hours are wall time since the first start, or training time.
+
+        Then the step of every event, and the newest place that rows or events tell of.
+        """
         self.steps = np.array(self.metrics.steps)
         rows, tokens = self.metrics.column("train/tokens")
         per_step = self.recipe.get("budget", {}).get("tokens_per_step", 0)
@@ -73,6 +83,25 @@ class RunRecord:
             self.hours = np.maximum(0.0, times - began) / 3600
         else:
             self.hours = self._training_hours()
+        self.event_steps = self._steps_of_events()
+        self._place_newest()
+
+    def _place_newest(self) -> None:
+        """`newest_step`: of the last row and of the events since the last start, which may be beyond it."""
+        starts = [n for n, event in enumerate(self.events) if event.get("event") in STARTS]
+        since = self.event_steps[starts[-1] if starts else 0 :]
+        self.newest_step = max([0.0, *self.steps[-1:], *since])
+        self._known = {"step": self.steps, "tokens": self.tokens, "hours": self.hours}
+        if len(self.steps) and self.newest_step <= self.steps[-1]:
+            return
+        tokens, hours = (float(known[-1]) if len(known) else 0.0 for known in (self.tokens, self.hours))
+        if (budget := self.recipe.get("budget") or {}).get("tokens_per_step"):
+            sizes, last = StepSizes.of(budget), int(self.steps[-1]) if len(self.steps) else 0
+            tokens += sizes.tokens_at(int(self.newest_step)) - sizes.tokens_at(last)
+        if self.has_times:
+            hours += max(0.0, self.last_written - self.metrics.times[-1]) / 3600
+        newest = {"step": self.newest_step, "tokens": tokens, "hours": hours}
+        self._known = {name: np.append(known, newest[name]) for name, known in self._known.items()}
 
     def _training_hours(self) -> np.ndarray:
         rows, seconds = self.metrics.column("throughput/step_seconds")
@@ -81,29 +110,50 @@ class RunRecord:
         done = np.cumsum(np.diff(self.steps[rows], prepend=0) * seconds)
         return np.interp(self.steps, self.steps[rows], done) / 3600
 
-    def at_step(self, step: float) -> dict[str, float]:
-        """{"step", "tokens", "hours"} of a step, between the logged ones by interpolation."""
-        if not len(self.steps):
-            return {"step": step, "tokens": 0.0, "hours": 0.0}
-        places = {"tokens": self.tokens, "hours": self.hours}
-        return {
-            "step": float(step),
-            **{name: float(np.interp(step, self.steps, x)) for name, x in places.items()},
-        }
+    def speed(self) -> dict[str, float]:
+        """Of all kept steps together: {"tokens_per_second", "step_seconds", "training_seconds", "mfu"}, if known."""
+        speed = self._totals("tokens_per_second").speed()
+        utilization = self._totals("mfu")  # the sum of MFU times seconds, in the place of the tokens
+        return speed | ({"mfu": utilization.tokens / utilization.seconds} if utilization.seconds else {})
 
-    def step_of(self, event: dict) -> float:
-        """The step an event belongs to: its own, its checkpoint's, else that of the last row before it."""
-        if isinstance(event.get("step"), int | float):
-            return float(event["step"])
-        number = str(event.get("checkpoint") or "").rpartition("-")[2]
-        if number.isdigit():
-            return float(number)
-        if event.get("event") == "start" or not len(self.steps):
-            return 0.0
-        if event.get("event") == "end" or not self.has_times:
-            return float(self.steps[-1])
-        before = np.searchsorted(np.array(self.metrics.times), self.event_time(event), side="right")
-        return float(self.steps[before - 1]) if before else 0.0
+    def _totals(self, rate: str) -> StepTotals:
+        rows, seconds = self.metrics.column("throughput/step_seconds")
+        rated, rates = self.metrics.column(f"throughput/{rate}")
+        _, of_both, of_rates = np.intersect1d(rows, rated, assume_unique=True, return_indices=True)
+        columns = self.steps[rows[of_both]], seconds[of_both], rates[of_rates]
+        return StepTotals.of(zip(*map(np.ndarray.tolist, columns), strict=True), first_step(self.events))
+
+    def at_step(self, step: float) -> dict[str, float]:
+        """{"step", "tokens", "hours"} of a step, between the known ones by interpolation."""
+        places = {name: float(np.interp(step, self._known["step"], x)) for name, x in self._known.items()}
+        return {**places, "step": float(step)}
+
+    @property
+    def newest_place(self) -> dict[str, float]:
+        """How far the run has come, as rows and events tell: they may be newer than the last logged step."""
+        return self.at_step(self.newest_step)
+
+    @property
+    def budget_share(self) -> float | None:
+        """Of the tokens, how many are spent at the newest step; None if nobody says."""
+        rows, shares = self.metrics.column("throughput/budget_share")
+        tokens, budget = self.newest_place["tokens"], (self.recipe.get("budget") or {}).get("tokens")
+        if len(rows) and self.tokens[rows[-1]]:
+            return min(1.0, float(shares[-1] * tokens / self.tokens[rows[-1]]))
+        return min(1.0, tokens / budget) if budget else None
+
+    def _steps_of_events(self) -> list[float]:
+        """The step of every event: its own or its checkpoint's, else the newest that was known by then."""
+        steps, newest, times = [], 0.0, np.array(self.metrics.times)
+        for event in self.events:
+            step = _own_step(event)
+            if step is None:
+                at_end = event.get("event") == "end" or not self.has_times
+                before = np.searchsorted(times, np.inf if at_end else self.event_time(event), side="right")
+                step = max([newest, *self.steps[:before][-1:]])
+            newest = step if event.get("event") in STARTS else max(newest, step)
+            steps.append(float(step))
+        return steps
 
     @staticmethod
     def event_time(event: dict) -> float:
@@ -115,15 +165,25 @@ class RunRecord:
 
     def standing(self, now: float | None = None) -> Standing:
         """How the run stands at `now`, in UNIX seconds: at the time of the call if not given."""
-        kinds = ("start", "resume", *ENDINGS)
-        last = next((event for event in reversed(self.events) if event.get("event") in kinds), {})
+        kinds = (*STARTS, *ENDINGS)
+        steps = reversed(list(zip(self.events, self.event_steps, strict=True)))
+        last, step = next((each for each in steps if each[0].get("event") in kinds), ({}, 0.0))
+        checkpoint = next((f"checkpoint-{step}" for step in reversed(self.checkpoint_steps())), None)
         if last.get("event") in ENDINGS:
             reason = str(last.get("reason") or last.get("why") or "")
-            step = int(self.step_of(last))
-            return Standing(ENDINGS[last["event"]], min(self.event_time(last), time.time()), step, reason)
+            since = min(self.event_time(last), time.time())
+            return Standing(ENDINGS[last["event"]], since, int(step), reason, checkpoint)
+        step = int(self.newest_step)
+        if killed := killed_ranks(self.run.heartbeats, self.event_time(last) if last else 0.0):
+            step = max(step, *(place.step for place in killed))
+            return Standing("killed", self.last_written, step, checkpoint=checkpoint)
         silent = (time.time() if now is None else now) - self.last_written > self.silent_after
-        step = int(self.steps[-1]) if len(self.steps) else 0
-        return Standing("silent" if silent else "running", self.last_written, step)
+        return Standing("silent" if silent else "running", self.last_written, step, checkpoint=checkpoint)
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps of the committed checkpoints that lie in the run folder, rising."""
+        folders = [path.parent.name for path in self.run.path.glob("checkpoint-*/committed.json")]
+        return sorted(int(name.rpartition("-")[2]) for name in folders if name.rpartition("-")[2].isdigit())
 
     @property
     def state(self) -> str:
@@ -142,7 +202,7 @@ class RunRecord:
 
         Three times its longest pause since it was last started, which holds its validations and saves.
         """
-        starts = [event for event in self.events if event.get("event") in ("start", "resume")]
+        starts = [event for event in self.events if event.get("event") in STARTS]
         opened = self.event_time(starts[-1]) if starts else 0.0
         times = np.array(self.metrics.times)
         pauses = np.diff(times[times >= opened])
@@ -153,6 +213,16 @@ class RunRecord:
         """UNIX seconds at which the files of rows and events were last changed."""
         files = [path for path in (self.run.metrics, self.run.events) if path.exists()]
         return max((path.stat().st_mtime for path in files), default=0.0)
+
+
+def _own_step(event: dict) -> float | None:
+    """The step that an event names, or that of its checkpoint; None if it names neither."""
+    if isinstance(event.get("step"), int | float):
+        return float(event["step"])
+    number = str(event.get("checkpoint") or "").rpartition("-")[2]
+    if number.isdigit():
+        return float(number)
+    return 0.0 if event.get("event") == "start" else None
 
 
 def _object(path: Path) -> dict:

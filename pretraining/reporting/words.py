@@ -31,8 +31,12 @@ def standing_text(standing: Standing, now: float) -> str:
     since = f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(standing.since))} UTC"
     since += f" ({duration(max(1.0, now - standing.since))} ago)"
     reason = f": {standing.reason}" if standing.reason else ""
-    continues = "The same command continues it."
+    continues = (
+        f"The same command continues {f'from {standing.checkpoint}' if standing.checkpoint else 'it'}."
+    )
     return {
+        "killed": f"Killed after step {standing.step:,}: none of its processes is left; it last wrote at {since}. "
+        f"{continues}",
         "stopped": f"Stopped at step {standing.step:,} since {since}{reason}. {continues}",
         "silent": f"Nothing was written since {since}, after step {standing.step:,}: it may have been killed. "
         f"If no process of it is left, the same command continues it.",
@@ -165,8 +169,9 @@ def _taken(record: RunRecord, measured: dict) -> str:
     times = [record.event_time(event) for event in record.events]
     seconds = times[-1] - times[0] - stopped_seconds(record.events)
     told = f"{record.steps[-1]:,.0f} steps, {record.tokens[-1]:,.0f} tokens in {duration(max(1.0, seconds))}"
-    if "tokens_per_second" in measured:
-        told += f"; {measured['tokens_per_second']:,.0f} tokens/s in its steps"
+    if speed := record.speed():
+        rate = f"{speed['tokens_per_second']:,.0f} tokens/s"
+        told += f", {duration(speed['training_seconds'])} of them in its steps ({rate})"
     if "peak_memory_bytes" in measured:
         whose = "GPU memory" if record.metrics.last("memory/peak_bytes") else "memory beyond its libraries"
         told += f"; a rank's peak {whose} {num_bytes(measured['peak_memory_bytes'])}"

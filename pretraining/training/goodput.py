@@ -2,7 +2,9 @@
 
 import time
 
-from pretraining.run_dir import RunDir, read_rows, seconds_of_steps, stopped_seconds, unix_seconds
+from pretraining.run_dir import RunDir, StepTotals, first_step, read_rows, stopped_seconds, unix_seconds
+
+SECONDS = "throughput/step_seconds"
 
 
 class Goodput:
@@ -18,7 +20,8 @@ class Goodput:
         starts = [number for number, row in enumerate(events) if row.get("event") == "start"]
         self.began = unix_seconds(events[starts[-1]]["time"]) if starts else time.time()
         self.stopped_seconds = stopped_seconds(events[starts[-1] :]) if starts else 0.0
-        self.good_seconds = seconds_of_steps(kept_rows)
+        timed = [(row["step"], row[SECONDS], 0.0) for row in kept_rows if SECONDS in row]
+        self.good_seconds = StepTotals.of(timed, first_step(events)).seconds
 
     def add(self, steps: int, step_seconds: float) -> float:
         """Count `steps` steps; the goodput now."""

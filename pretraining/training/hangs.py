@@ -14,9 +14,9 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from pretraining.exit_codes import HANG, tell_exit_code
+from pretraining.heartbeat import Heartbeat, Place, read_place
 from pretraining.run_dir import RunDir, utc_now
 from pretraining.training.agreement import Agreement
-from pretraining.training.heartbeat import Heartbeat, Place, read_place
 from pretraining.training.ranks import at_leaving
 
 LOOKS_PER_LIMIT = 20
@@ -141,7 +141,9 @@ class Watch:
         who = "; ".join(described(rank, places[rank], rank in silent) for rank in late)
         who = who or "every rank waits at the same place"
         minutes = round(self.limit_seconds / 60, 2)
-        self.run.add_event("hang", minutes=minutes, ranks=late, who=who, stacks=str(self.run.stacks))
+        step = max(place.step for place in places.values() if place is not None)  # its own is among them
+        told = {"minutes": minutes, "ranks": late, "who": who, "stacks": str(self.run.stacks)}
+        self.run.add_event("hang", step=step, **told)
         line = f"no progress for {minutes:g} minutes; did not arrive: {who}; stacks: {self.run.stacks}"
         print(f"hang: {line}", file=sys.stderr, flush=True)
 

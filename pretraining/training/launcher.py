@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 from pretraining.command_line import ranks_here
+from pretraining.heartbeat import process_fields
 
 # The inner process of the `deepspeed` command, which has no handler for SIGTERM: killed, it leaves this one behind.
 _DEEPSPEED_INNER = b"deepspeed.launcher.launch"
@@ -61,7 +62,5 @@ def _command(process: int) -> bytes:
 
 
 def _parent_of(process: int) -> int:
-    try:
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
-        return 0
+    fields = process_fields(process)
+    return int(fields[1]) if fields else 0

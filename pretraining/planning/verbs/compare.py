@@ -10,10 +10,10 @@ EXAMPLES = """  python -m pretraining.planning compare runs/*
   python -m pretraining.planning compare runs/tiny --json"""
 TITLES = {
     "peak_memory_bytes": "peak memory",
-    "tokens_per_second": "tokens/s",
+    "tokens_per_second": "tokens/s, all steps",
     "mfu": "MFU",
-    "step_seconds": "step",
-    "training_seconds": "training",
+    "step_seconds": "step, mean",
+    "training_seconds": "all steps",
     "checkpoint_bytes": "checkpoint",
 }
 

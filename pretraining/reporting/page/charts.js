@@ -161,7 +161,9 @@ const drawChart = (box, lines, { unit = "number", height = 200, logY = false, ru
   const usable = lines.filter((line) => line.series && line.series.value.some((y) => y !== null));
   if (!usable.length) return null;
   const logX = memory.get("logX", false), marks = shownMarks(runs);
-  const data = uPlot.join(usable.map((line) => points(line.series, logY)));
+  const last = Math.max(0, ...runs.map((run) => (run.last_place ? run.last_place[xName()] : 0))); // events may be newer than rows
+  const tables = [...usable.map((line) => points(line.series, logY)), last ? [[last], [null]] : [[], []]];
+  const columns = uPlot.join(tables).slice(0, usable.length + 1);
   const tip = el("div", { class: "tip", role: "status" });
   const holder = el("div", { class: "chart" }, tip);
   box.append(holder);
@@ -175,7 +177,7 @@ const drawChart = (box, lines, { unit = "number", height = 200, logY = false, ru
       points: { show: line.dots && line.series.value.length < 80, size: 5, fill: line.color },
     }))],
     hooks: { draw: [(u) => drawMarks(u, marks)], setCursor: [(u) => tooltip(u, tip, usable, marks, unit)] },
-  }, data, holder);
+  }, columns, holder);
   drawn.add({ chart, holder });
   if (toggles && usable.filter((line) => !line.quiet).length > 1) box.append(legendOf(chart, usable));
   return chart;

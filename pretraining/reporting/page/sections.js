@@ -9,6 +9,7 @@ const standingText = (run) => {
   switch (stateOf(run)) {
     case "running": return `last written ${ago(run.alive)}`;
     case "silent": return `nothing written since ${since(run.since)}, after ${at}: it may have been killed`;
+    case "killed": return `after ${at}, last written ${since(run.since)}` + (run.checkpoint ? `; the same command continues from ${run.checkpoint}` : "");
     case "stopped": return `at ${at}, since ${since(run.since)}${why}`;
     case "finished": return since(run.since);
     default: return `at ${at}, ${since(run.since)}${why}`;
@@ -18,7 +19,7 @@ const pill = (i) => el("span", { class: "pill", "data-standing": i });
 const standing = (i) => el("span", { class: "soft small num", "data-standing": i, "data-long": "yes" });
 
 const head = (run, data) => {
-  const share = run.last["throughput/budget_share"] || (run.last_place && run.budget.tokens ? run.last_place.tokens / run.budget.tokens : 0);
+  const share = run.budget_share;
   const steps = run.last_place ? `step ${whole(run.last_place.step)}` : "no step yet";
   const tokens = run.last_place ? `${compact(run.last_place.tokens, 4)} of ${compact(run.budget.tokens, 4)} tokens` : "";
   return el("header", {},
@@ -41,7 +42,7 @@ const themeButton = () => el("button", { type: "button", class: "plain", "aria-l
 const tile = (label, value, more) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, more ? `${label} · ${more}` : label));
 
 const tiles = (run) => {
-  const last = run.last, devices = run.plan.facts.world_size;
+  const last = run.last, speed = run.speed, devices = run.plan.facts.world_size;
   const has = (name) => last[name] !== null && last[name] !== undefined;
   const memoryName = has("memory/peak_bytes") ? "memory/peak_bytes" : "memory/host_peak_bytes";
   const troubles = run.marks.filter((mark) => mark.level === "bad").length;
@@ -49,10 +50,10 @@ const tiles = (run) => {
     tile("training loss", fixed(4)(last["train/loss"]), "last row"),
     has("eval/loss") ? tile("validation loss", fixed(4)(last["eval/loss"])) : null,
     has("eval/bits_per_byte") ? tile("bits per byte", fixed(4)(last["eval/bits_per_byte"])) : null,
-    tile("tokens/s", compact(last["throughput/tokens_per_second"]), devices > 1 ? `${compact(last["throughput/tokens_per_second"] / devices)} each of ${devices}` : null),
-    has("throughput/mfu") ? tile("of the dense peak (MFU)", percent(last["throughput/mfu"])) : null,
-    has("throughput/step_seconds") ? tile("a step", duration(last["throughput/step_seconds"])) : null,
-    has("throughput/goodput") ? tile("goodput", percent(last["throughput/goodput"])) : null,
+    tile("tokens/s", compact(speed.tokens_per_second), devices > 1 && speed.tokens_per_second ? `all steps, ${compact(speed.tokens_per_second / devices)} each of ${devices}` : "all steps"),
+    "mfu" in speed ? tile("of the dense peak (MFU)", percent(speed.mfu), "all steps") : null,
+    "step_seconds" in speed ? tile("a step", duration(speed.step_seconds), "mean of all") : null,
+    has("throughput/goodput") ? tile("goodput", percent(last["throughput/goodput"]), "until the last row") : null,
     has(memoryName) ? memoryName === "memory/peak_bytes" ? tile("peak GPU memory", bytes(last[memoryName])) : tile("peak host memory", bytes(last[memoryName]), "whole process") : null,
     tile(troubles === 1 ? "alarm" : "alarms", whole(troubles)));
 };
@@ -65,13 +66,14 @@ const table = (heads, rows, numeric = []) => el("div", { class: "scroll" }, el("
   el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell, i) => el("td", { class: numeric.includes(i) ? "num" : i === cells.length - 1 ? "wide" : null }, cell)))))));
 
 const comparison = (data) => {
-  const columns = [["training loss", "train/loss"], ["validation loss", "eval/loss"], ["bits per byte", "eval/bits_per_byte"],
-    ["tokens/s", "throughput/tokens_per_second"], ["MFU", "throughput/mfu"], ["goodput", "throughput/goodput"]];
-  const shown = columns.filter(([, name]) => data.runs.some((run) => typeof run.last[name] === "number"));
+  const last = (name) => (run) => UNITS[unitOf(name)](run.last[name]), overall = (name) => (run) => UNITS[unitOf(name)](run.speed[name]);
+  const columns = [["training loss, last row", last("train/loss")], ["validation loss, last", last("eval/loss")], ["bits per byte, last", last("eval/bits_per_byte")],
+    ["tokens/s, all steps", overall("tokens_per_second")], ["MFU, all steps", overall("mfu")], ["goodput", last("throughput/goodput")]];
+  const shown = columns.filter(([, value]) => data.runs.some((run) => value(run) !== "–"));
   const rows = data.runs.map((run, i) => [
     el("span", { class: "kind" }, el("span", { class: "swatch dot", style: { background: runColor(i), marginRight: "8px" } }), run.name),
     el("span", {}, el("span", { "data-standing": i }), " ", standing(i)), run.last_place ? whole(run.last_place.step) : "–", run.last_place ? compact(run.last_place.tokens, 4) : "–",
-    ...shown.map(([, name]) => UNITS[unitOf(name)](run.last[name]))]);
+    ...shown.map(([, value]) => value(run))]);
   return el("section", { class: "card" }, el("h2", {}, `${data.runs.length} runs`),
     table(["run", "state", "step", "tokens", ...shown.map(([label]) => label)], rows, [2, 3, ...shown.map((_, i) => i + 4)]));
 };
