@@ -74,7 +74,7 @@ def test_cost_adds_up(capsys):
     ],
 )
 def test_all_verbs_say_the_same(words, capsys):
-    """Time, tokens, disk, memory and step of one recipe: plan, cost, memory and search agree, in JSON that is JSON."""
+    """Time, tokens, FLOPs, disk, memory and step of one recipe: all verbs agree, in JSON that is JSON."""
 
     def said(verb: str) -> dict:
         return json.loads(
@@ -87,6 +87,9 @@ def test_all_verbs_say_the_same(words, capsys):
     plan = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     cost, memory, fit = said("cost"), said("memory"), said("fit")
     assert cost["seconds"] == plan["forecast"]["seconds"] and cost["tokens"] == plan["tokens"]
+    settings = [word for setting in options.set for word in ("--set", setting)]
+    flops = json.loads(printed(capsys, ["flops", "--recipe", options.recipe, *settings, "--json"]))
+    assert plan["training_flops"] == cost["flops"] == flops["flops"]["training"]
     assert cost["step"]["disk"] == plan["disk"]
     assert memory["total"] == plan["memory"]["total"]
     assert plan["predicted"]["checkpoint_bytes"] == plan["checkpoint_bytes"]
