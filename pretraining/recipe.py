@@ -8,6 +8,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from pretraining.addresses import refuse_credentials
+from pretraining.ds_config import short_name
 from pretraining.errors import UserError, nearest
 from pretraining.model_types import checked_model, is_exact, other_properties, value_of
 from pretraining.overrides import apply_overrides
@@ -163,6 +164,8 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str
     if deepspeed is not None:
         values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed
     values = with_defaults(values, schema, path.stem)
+    if values["deepspeed"] is not None:
+        values["deepspeed"] = short_name(values["deepspeed"])
     if values["checkpoints"]["upload"] is not None:  # first, since later messages repeat what --set said
         refuse_credentials(values["checkpoints"]["upload"], f"{where}: checkpoints.upload")
     where += f" with --set {' '.join(overrides)}" if overrides else ""
