@@ -55,7 +55,8 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
 
     resume = checkpoints.bring_checkpoint(run, recipe.checkpoints["upload"], options.resume)
     start = checkpoints.find_start(run, recipe, data.manifest, resume, options.allow_change)
-    machine = training.find_machine(run.path, options.resume != "never", data.train.num_tokens)
+    continues = options.resume != "never" and (run.recipe.exists() or start.checkpoint is not None)
+    machine = training.find_machine(run.path, continues, data.train.num_tokens)
     plan, verdict = judge_plan(plan, recipe, ds_config, machine, options.force)
 
     last_step = start.last_step(recipe)

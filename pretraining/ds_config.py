@@ -69,6 +69,12 @@ def ds_config_names() -> list[str]:
     return sorted(path.stem for path in DS_CONFIGS.glob("*.json") if path.name != "schema.json")
 
 
+def short_name(name_or_path: str) -> str:
+    """The name of a file in ds_configs/, by whatever path it is given; any other path as it is."""
+    path = Path(name_or_path)
+    return path.stem if path.suffix == ".json" and path.absolute().parent == DS_CONFIGS else name_or_path
+
+
 def zero_stage(config: dict | None) -> int:
     """0 (nothing sharded), 1 (optimizer states), 2 (and gradients) or 3 (and parameters)."""
     return config["zero_optimization"]["stage"] if config else 0

@@ -8,6 +8,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from pretraining.addresses import refuse_credentials
+from pretraining.ds_config import short_name
 from pretraining.errors import UserError, nearest
 from pretraining.model_types import checked_model, is_exact, other_properties, value_of
 from pretraining.overrides import apply_overrides
@@ -51,11 +52,14 @@ class Recipe:
     """What watches the run, and what it does about what it sees."""
     evaluation: dict
     report: dict
+    overrides: tuple[str, ...] = field(default=(), compare=False)
+    """The `--set` texts it was read with."""
 
     @property
-    def reference(self) -> str:
-        """What `--recipe` takes for it: its name where it lies in recipes/, else its path."""
-        return self.path.stem if self.path.parent == RECIPES else str(self.path)
+    def words(self) -> list[str]:
+        """What a command takes to read this recipe again: `--recipe`, its name or path, and every `--set`."""
+        reference = self.path.stem if self.path.parent == RECIPES else str(self.path)
+        return ["--recipe", reference, *(word for text in self.overrides for word in ("--set", text))]
 
     @property
     def sequence_length(self) -> int:
@@ -132,7 +136,7 @@ class Recipe:
     def to_dict(self) -> dict:
         """The resolved recipe: written to a file and loaded again, it is this recipe."""
         values = asdict(self)
-        del values["path"]
+        del values["path"], values["overrides"]
         return values
 
 
@@ -160,6 +164,8 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str
     if deepspeed is not None:
         values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed
     values = with_defaults(values, schema, path.stem)
+    if values["deepspeed"] is not None:
+        values["deepspeed"] = short_name(values["deepspeed"])
     if values["checkpoints"]["upload"] is not None:  # first, since later messages repeat what --set said
         refuse_credentials(values["checkpoints"]["upload"], f"{where}: checkpoints.upload")
     where += f" with --set {' '.join(overrides)}" if overrides else ""
@@ -167,7 +173,7 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str
     check_folder_name(values["name"], "name", where)
     check_folder_name(values["data"]["name"], "data.name", where)
     check_fit(values, model_with_defaults(values["model"]), model_positions(values["model"]), where)
-    return Recipe(path=path, **values)
+    return Recipe(path=path, **values, overrides=tuple(overrides))
 
 
 @cache

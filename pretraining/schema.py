@@ -112,7 +112,7 @@ def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None
         schema = root["$defs"][schema["$ref"].removeprefix("#/$defs/")]
     if "anyOf" in schema:
         return _check_any(value, schema["anyOf"], where, key, root)
-    value = _check_type(value, schema, where, key)
+    value = _check_type(value, schema, where, key, root)
     _check_value(value, schema, where, key)
     if isinstance(value, dict):
         value = _check_object(value, schema, where, key, root)
@@ -122,24 +122,27 @@ def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None
 
 
 def _check_any(value: Any, branches: list[dict], where: str, key: str, root: dict) -> Any:
-    """The first branch that fits; where none does, the last, or for a list that of lists, tells why."""
-    for branch in branches[:-1]:
+    """The first branch that fits; if none does, the last tells why, or that of lists if one is given or meant."""
+    for branch in branches:
         try:
             return check(value, branch, where, key, root)
         except UserError:
             continue
-    lists = [branch for branch in branches if isinstance(value, list) and branch.get("type") == "array"]
-    return check(value, (lists or branches)[-1], where, key, root)
+    lists = [branch for branch in branches if branch.get("type") == "array"]
+    if hint := "".join(_list_hint(value, branch, root) for branch in lists):
+        raise problem(where, key, f"is {_shown(value)}{hint}")
+    return check(value, (lists if lists and isinstance(value, list) else branches)[-1], where, key, root)
 
 
-def _check_type(value: Any, schema: dict, where: str, key: str) -> Any:
+def _check_type(value: Any, schema: dict, where: str, key: str, root: dict) -> Any:
     wanted = schema.get("type")
     if wanted is None:
         return value
     names = [wanted] if isinstance(wanted, str) else wanted
     if not any(_is_type(value, name) for name in names):
         wish = " or ".join(TYPE_NAMES[name] for name in names)
-        raise problem(where, key, f"is {_shown(value)} where {wish} is wanted{_quote_hint(value, names)}")
+        hint = _list_hint(value, schema, root) or _quote_hint(value, names)
+        raise problem(where, key, f"is {_shown(value)} where {wish} is wanted{hint}")
     if isinstance(value, float) and "integer" in names and "number" not in names:
         return int(value)
     is_number = _is_type(value, "number")
@@ -153,6 +156,14 @@ def _is_type(value: Any, name: str) -> bool:
         return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     types = {"number": (int, float), "string": str, "array": list, "object": dict, "null": type(None)}
     return isinstance(value, types.get(name, ()))
+
+
+def _list_hint(value: Any, schema: dict, root: dict) -> str:
+    """What to write instead of a string that names, between commas, what a list shall hold."""
+    if not isinstance(value, str):
+        return ""
+    meant = [part.strip() for part in value.split(",")]
+    return f"; write it as a list: {json.dumps(meant)}" if fits(meant, schema, root) else ""
 
 
 def _quote_hint(value: Any, names: list[str]) -> str:

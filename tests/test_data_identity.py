@@ -2,16 +2,18 @@
 
 import json
 import pickle
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from data_prep import parse_arguments
 from pretraining.data import open_prepared, prepare_data
 from pretraining.data.manifest import DECIDING_KEYS, DECIDING_SOURCE_KEYS, deciding_section, read_manifest
 from pretraining.errors import UserError
-from pretraining.recipe import recipe_schema
+from pretraining.recipe import load_recipe, recipe_schema
 from tests.finished_data import change_manifest, cut_into_shards, refusal
 from tests.test_data_prep import (
     bytes_of,
@@ -200,9 +202,24 @@ def test_the_command_refuses_in_one_line_and_names_what_it_keeps(made, tmp_path)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
     assert "data.validation_share: 0.2 there, 0.3 here" in refused.stderr
     replaced = subprocess.run([*changed, "--replace"], capture_output=True, text=True, check=True)
-    assert replaced.stdout.splitlines()[-1].endswith("its runs go on with --set data.name=corpus.replaced-1")
+    assert replaced.stdout.splitlines()[-1].endswith(
+        "its runs go on with the recipe as it was, and --set data.name=corpus.replaced-1"
+    )
     again = subprocess.run([*data_prep(recipe, root, "--json"), "--replace"], capture_output=True, check=True)
     assert json.loads(again.stdout)["kept_aside"] == str(root / "corpus.replaced-2")
+
+
+def test_a_refusal_names_the_command_that_makes_what_was_asked_for(made, root, tmp_path):
+    """Pasted, it means the same data section: every `--set` that was given stands in it."""
+    written = recipe_file(tmp_path, made / "notes.jsonl")
+    settings = ["data.name=of its own", "data.validation_share=0.3", "training.learning_rate=0.002"]
+    recipe = load_recipe(str(written), settings)
+    for state in ("missing", "another"):
+        command = refusal(open_prepared, recipe, root).rpartition("python data_prep.py ")[2]
+        options = parse_arguments(shlex.split(command))
+        assert load_recipe(options.recipe, options.set) == recipe and options.data_dir == root
+        assert options.replace == (state == "another")
+        shutil.copytree(root / "corpus", root / "of its own", dirs_exist_ok=True)
 
 
 def test_runs_of_a_replaced_data_set_are_told_its_name(made, root):

@@ -59,7 +59,11 @@ def recipe_for(*sources: Path | str | dict, **data) -> SimpleNamespace:
         **data,
     }
     return SimpleNamespace(
-        name="small", reference="small", data=section, model={"vocab_size": 512}, sequence_length=32
+        name="small",
+        words=["--recipe", "small"],
+        data=section,
+        model={"vocab_size": 512},
+        sequence_length=32,
     )
 
 

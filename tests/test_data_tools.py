@@ -187,7 +187,8 @@ def test_inspect_refuses_what_is_not_there(made, words, said):
 
 def test_folders_that_hold_no_finished_data_are_one_line(made, tmp_path):
     """An unknown folder, one above the data, one whose preparation was interrupted: what, where, what to do."""
-    assert "no such folder" in refusal(main, ["verify", str(tmp_path / "nowhere")])
+    said = refusal(main, ["verify", str(tmp_path / "nowhere")])
+    assert "no such folder" in said and "python data_prep.py --recipe tiny" in said
     assert "data sets inside it: corpus" in refusal(main, ["stats", str(made.folder.parent)])
     (tmp_path / "half" / "train").mkdir(parents=True)
     message = refusal(main, ["inspect", str(tmp_path / "half")])

@@ -74,7 +74,7 @@ def test_cost_adds_up(capsys):
     ],
 )
 def test_all_verbs_say_the_same(words, capsys):
-    """Time, tokens, disk, memory and step of one recipe: plan, cost, memory and search agree, in JSON that is JSON."""
+    """Time, tokens, FLOPs, disk, memory and step of one recipe: all verbs agree, in JSON that is JSON."""
 
     def said(verb: str) -> dict:
         return json.loads(
@@ -87,6 +87,9 @@ def test_all_verbs_say_the_same(words, capsys):
     plan = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     cost, memory, fit = said("cost"), said("memory"), said("fit")
     assert cost["seconds"] == plan["forecast"]["seconds"] and cost["tokens"] == plan["tokens"]
+    settings = [word for setting in options.set for word in ("--set", setting)]
+    flops = json.loads(printed(capsys, ["flops", "--recipe", options.recipe, *settings, "--json"]))
+    assert plan["training_flops"] == cost["flops"] == flops["flops"]["training"]
     assert cost["step"]["disk"] == plan["disk"]
     assert memory["total"] == plan["memory"]["total"]
     assert plan["predicted"]["checkpoint_bytes"] == plan["checkpoint_bytes"]
@@ -220,10 +223,28 @@ def test_the_search_gives_back_a_command_that_is_a_plan(capsys):
     line = ["fit", "--recipe", "7b", "--set", "training.learning_rate=1e-4", "--deepspeed", "zero1"]
     command = json.loads(printed(capsys, [*line, "--world_size", "8", "--gpu", "H200", "--json"]))["command"]
     words = shlex.split(command)
+    assert words[:3] == ["deepspeed", "--num_gpus=8", "train.py"]
+    words = words[3:]
     assert words[:4] == ["--recipe", "7b", "--set", "training.learning_rate=1e-4"]
     options = parse_train_arguments([*words, "--plan"])
     recipe = load_recipe(options.recipe, options.set, options.deepspeed)
     assert recipe.training["learning_rate"] == 1e-4 and recipe.deepspeed.startswith("zero")
+
+
+@pytest.mark.parametrize("gpus, nodes, each", [(1, 0, 1), (8, 0, 8), (64, 8, 8), (12, 2, 6)])
+def test_the_command_of_the_search_can_be_pasted(capsys, gpus, nodes, each):
+    """A launcher that starts the ranks it was asked of, and as text the same words as in JSON."""
+    settings = ["--set", "description=one -- two", "--set", f"budget.tokens_per_step={gpus * 2**18}"]
+    settings += ["--set", f"budget.tokens={gpus * 2**24}", "--set", "name=own"]
+    line = ["fit", "--recipe", "124m", *settings, "--world_size", str(gpus), "--gpu", "H100"]
+    words = shlex.split(json.loads(printed(capsys, [*line, "--json"]))["command"])
+    started = {"torchrun", f"--nnodes={nodes}", f"--nproc_per_node={each}"}
+    assert (started if nodes else {"deepspeed", f"--num_gpus={each}"}) <= set(
+        words[: words.index("train.py")]
+    )
+    assert [words[place + 1] for place, word in enumerate(words) if word == "--set"][:4] == settings[1::2]
+    text = printed(capsys, line)
+    assert shlex.split(text[text.index(words[0] + " --") :].replace("\\\n", "")) == words
 
 
 def test_laws_say_where_they_are_far_from_what_was_fitted(capsys):

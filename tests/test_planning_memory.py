@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from pretraining.curve import changed_parts
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.__main__ import main
@@ -315,6 +316,19 @@ def test_common_mistakes_are_warned_of_with_a_remedy(name):
     verdict = judge("1.5b", 8, *settings, deepspeed=deepspeed, **found)
     assert [each for each in verdict.warnings if remedy in each.remedy], verdict
     assert not verdict.refusals
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_a_run_that_continues_is_given_no_remedy_that_its_curve_refuses(name):
+    """What would change the curve is said at the first start; what remains to be done is said at every start."""
+    settings, deepspeed, found, remedy = WARNED[name]
+    keeps_the_curve = name in ("stage", "offload", "tight", "needless")
+    verdict = judge("1.5b", 8, *settings, deepspeed=deepspeed, **found, continues=True)
+    assert bool([each for each in verdict.warnings if remedy in each.remedy]) == keeps_the_curve, verdict
+    began_with = load_recipe("1.5b", settings).to_dict()
+    for each in verdict.warnings:
+        asked = [word for word in each.remedy.split() if "=" in word]
+        assert not changed_parts(load_recipe("1.5b", [*settings, *asked]).to_dict(), began_with)
 
 
 def test_small_buckets_and_single_sequences_are_warned_of():

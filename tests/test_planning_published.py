@@ -44,7 +44,7 @@ def palm_size(parameters: float, layers: int, heads: int) -> ModelSize:
     """A size with PaLM's numbers: heads of 256, tied embeddings counted among the parameters."""
     parts = PartSizes(embedding=0, attention=int(parameters), mlp=0, experts=0, router=0, norms=0, head=0)
     n = int(parameters)
-    return ModelSize(n, 0, n, n, n, num_layers=layers, attention_width=heads * 256, tied=True, parts=parts)
+    return ModelSize(n, 0, n, n, 0, num_layers=layers, attention_width=heads * 256, tied=True, parts=parts)
 
 
 @pytest.mark.parametrize("name", PALM)

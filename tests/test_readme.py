@@ -55,7 +55,7 @@ def run_prepare(workshop: Workshop, words: list[str]) -> None:
     recipe = option(words, "--recipe")
     if recipe == "tiny":
         small = workshop.options(*without(words[2:], "--recipe"))
-        said = "compression" if "--count" in words else "data corpus is ready in"
+        said = "bytes/token" if "--count" in words else "data corpus is ready in"
         return succeeded(execute(["python", "data_prep.py", *small]), said)
     finished = execute([*words, "--data_dir", workshop.folder / "hub"])
     assert finished.code == 2 and finished.stderr.count("\n") == 1, finished.output

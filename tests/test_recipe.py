@@ -5,9 +5,11 @@ import time
 
 import pytest
 
+from pretraining.ds_config import DS_CONFIGS
 from pretraining.errors import UserError
 from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.recipe import accumulation_steps, load_recipe, recipe_names
+from pretraining.schema import REPOSITORY
 from tests.runs import LLAMA
 
 RECIPES = recipe_names()
@@ -228,6 +230,15 @@ def test_deepspeed_of_the_command_line_wins():
     assert load_recipe("tiny").deepspeed == "zero2"
 
 
+def test_one_ds_config_has_one_name(monkeypatch, tmp_path):
+    """accelerate's config files give a path: of a file of ds_configs/ it is the name, wherever the process stands."""
+    assert load_recipe("tiny", deepspeed=str(DS_CONFIGS / "zero3.json")).deepspeed == "zero3"
+    monkeypatch.chdir(REPOSITORY)
+    assert load_recipe("tiny", deepspeed="ds_configs/zero3.json").deepspeed == "zero3"
+    (tmp_path / "zero3.json").write_bytes((DS_CONFIGS / "zero3.json").read_bytes())
+    assert load_recipe("tiny", deepspeed=f"{tmp_path}/zero3.json").deepspeed == f"{tmp_path}/zero3.json"
+
+
 def test_a_step_that_ranks_do_not_divide_names_the_nearest_that_they_do():
     """Tokens per step are constant at every world size, so a world size that does not divide is refused."""
     with pytest.raises(UserError) as error:
@@ -252,6 +263,8 @@ FAIL_LATE = {
     "training.learning_rate=1e400": "1e400 is too large for a number",
     f"budget.tokens={'9' * 5000}": "is too large for a number",
     "training.report_to=wandbb": "did you mean 'wandb'",
+    "training.report_to=tensorboard,trackio": '; write it as a list: ["tensorboard", "trackio"]',
+    "evaluation.tasks=arc_easy, piqa": '; write it as a list: ["arc_easy", "piqa"]',
     'training.report_to=["tensorboard", "wandbb"]': "training.report_to.1: is the string",
     "data.name=": 'data.name: is ""',
     "data.name=../other": 'data.name: is "../other"; it must be the name of one folder',

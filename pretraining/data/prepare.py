@@ -155,7 +155,10 @@ def finish_prepared(preparation) -> None:
 
 def kept_text(kept: Path, data_root: Path) -> str:
     """The sentence about a data set whose place another one took."""
-    return f"the data set before it is kept in {kept}: its runs go on with {reading_options(kept, data_root)}"
+    options = reading_options(kept, data_root)
+    return (
+        f"the data set before it is kept in {kept}: its runs go on with the recipe as it was, and {options}"
+    )
 
 
 def _finish(preparation) -> Path | None:

@@ -96,7 +96,7 @@ def _check_manifest(recipe, manifest: dict, place: Path | str, command: str) -> 
 
 def _preparing_command(recipe, data_root: Path) -> str:
     elsewhere = [] if data_root == REPOSITORY / "data" else ["--data_dir", str(data_root)]
-    return shlex.join(["python", "data_prep.py", "--recipe", recipe.reference, *elsewhere])
+    return shlex.join(["python", "data_prep.py", *recipe.words, *elsewhere])
 
 
 def _check_section(data: dict, manifest: dict, folder: Path | str, command: str) -> None:

@@ -28,6 +28,8 @@ class Found:
     trains_on_processor: bool = False
     data_tokens: int | None = None
     """Training tokens of the prepared data."""
+    continues: bool = False
+    """Whether the run has begun already, so that its recipe may not change the curve any more."""
 
 
 @dataclass(frozen=True)

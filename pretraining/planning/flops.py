@@ -44,18 +44,12 @@ def flops_per_token(size: ModelSize, sequence_length: int) -> FlopsPerToken:
     for GPT. Softmax, norms, biases and activations are not counted, nor is the look-up of the embedding.
     """
     scores = 4 * size.num_layers * size.attention_width * sequence_length
-    forward = 2 * size.matmul_weights + scores
-    head = size.parts.head or _tied_head(size)
+    forward = 2 * size.matmul + scores
     return FlopsPerToken(
-        parameters=6 * size.matmul_weights,
+        parameters=6 * size.matmul,
         six_n_total=6 * size.active,
         forward=forward,
         training=(1 + BACKWARD) * forward,
         training_causal=(1 + BACKWARD) * (forward - scores // 2),
-        recomputed=forward - 2 * head,
+        recomputed=forward - 2 * size.head,
     )
-
-
-def _tied_head(size: ModelSize) -> int:
-    """Entries of a head that shares the token table: the matrices less what the layers hold."""
-    return size.matmul - (size.active - size.embedding)

@@ -26,8 +26,10 @@ WARM_UP_TOKENS = 375_000_000
 
 
 def mistakes(case: Case) -> list[Finding]:
-    """Every mistake found."""
-    rules = (_fp16, _warm_up, _clipping, _tiny_batch, _stage, _offload, _buckets, _checkpointing, _repeats)
+    """Every mistake found whose remedy can still be taken: a run that continues may not change its curve."""
+    of_the_curve = (_fp16, _warm_up, _clipping, _repeats)
+    rules = (_tiny_batch, _stage, _offload, _buckets, _checkpointing)
+    rules = rules if case.found.continues else (*of_the_curve, *rules)
     return [finding for finding in (rule(case) for rule in rules) if finding]
 
 

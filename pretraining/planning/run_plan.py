@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field
 
 from pretraining.ds_config import zero_stage
+from pretraining.planning.flops import flops_per_token
 from pretraining.planning.memory import ModelState, checkpoint_bytes
 from pretraining.planning.memory.need import state_of_recipe
 from pretraining.planning.memory.optimizers import optimizer_states
@@ -119,7 +120,7 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         world_size=world_size,
         micro_batch=recipe.micro_batch,
         accumulation_steps=accumulation_steps(recipe, world_size),
-        training_flops=tokens * size.flops_per_token(recipe.sequence_length),
+        training_flops=tokens * flops_per_token(size, recipe.sequence_length).training,
         model_state=state_of_recipe(recipe, ds_config, world_size),
         checkpoint_bytes=checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe)),
         checkpoints_kept=kept,

@@ -42,9 +42,9 @@ class ModelSize:
     active: int
     """Parameters that one token passes through: of the experts of a layer, those it is routed to."""
     matmul: int
-    """Active parameters without the embedding tables, plus the head: what a token is multiplied with."""
-    matmul_weights: int
-    """`matmul` without biases and norms: the entries of the matrices alone."""
+    """Entries of the matrices that a token is multiplied with: layers and head, without biases and norms."""
+    head: int
+    """Entries of the output projection among them, whether it is tied or not."""
     num_layers: int
     attention_width: int
     """Heads x head size, the width of the queries."""
@@ -58,16 +58,6 @@ class ModelSize:
     def non_embedding(self) -> int:
         """Total without the embedding tables."""
         return self.total - self.embedding
-
-    def flops_per_token(self, sequence_length: int) -> int:
-        """Training FLOPs per token, forward and backward: 6 N + 12 L H Q T.
-
-        N are the parameters a token is multiplied with (`matmul`), L the layers, H Q the attention width and
-        T the sequence length: PaLM (Chowdhery et al. 2022), appendix B. As there, the causal mask is not
-        credited and recomputed activations are not counted; N includes the small norms and biases.
-        `flops.py` has the other ways to count.
-        """
-        return 6 * self.matmul + 12 * self.num_layers * self.attention_width * sequence_length
 
 
 @dataclass(frozen=True)
@@ -89,14 +79,14 @@ def model_size(model: dict) -> ModelSize:
         return _of_counted(count_model(model))
     shape = model_with_defaults(model)
     counted = _gpt2(shape) if shape["model_type"] == "gpt2" else _llama_like(shape)
-    parts = counted.parts
-    matmul = parts.total - parts.embedding - parts.head - counted.idle_experts + counted.head
+    parts, active = counted.parts, counted.parts.total - counted.idle_experts
+    in_layers = active - parts.embedding - parts.head - counted.biases - parts.norms
     return ModelSize(
         total=parts.total,
         embedding=parts.embedding,
-        active=parts.total - counted.idle_experts,
-        matmul=matmul,
-        matmul_weights=matmul - counted.biases - parts.norms,
+        active=active,
+        matmul=in_layers + counted.head,
+        head=counted.head,
         num_layers=shape["n_layer"] if shape["model_type"] == "gpt2" else shape["num_hidden_layers"],
         attention_width=counted.attention_width,
         tied=bool(shape["tie_word_embeddings"]),
@@ -114,13 +104,14 @@ def _of_counted(facts: CountedModel) -> ModelSize:
     idle = (
         parts.experts * (facts.experts - facts.chosen_experts) // facts.experts if facts.chosen_experts else 0
     )
-    matmul = parts.total - parts.embedding - parts.head - idle + facts.head
+    active = parts.total - idle
+    in_layers = active - parts.embedding - parts.head - attention_biases - mlp_biases - parts.norms
     return ModelSize(
         total=parts.total,
         embedding=parts.embedding,
-        active=parts.total - idle,
-        matmul=matmul,
-        matmul_weights=matmul - attention_biases - mlp_biases - parts.norms,
+        active=active,
+        matmul=in_layers + facts.head,
+        head=facts.head,
         num_layers=facts.layers,
         attention_width=facts.attention_width,
         tied=facts.tied,

@@ -21,7 +21,8 @@ def find_machine(run_folder: Path, continues: bool, data_tokens: int) -> Found:
     """What rank 0 finds, told to every rank, so that all judge alike.
 
     Args:
-        continues: the run's own checkpoints take the places of those to come; else they stay beside them.
+        continues: the run has begun already, and its own checkpoints take the places of those to come; else they
+            stay beside them.
     """
     found: list[Found | None] = [None]
     if dist.get_rank() == 0:
@@ -35,6 +36,7 @@ def find_machine(run_folder: Path, continues: bool, data_tokens: int) -> Found:
             ranks_per_host=ranks_here(),
             trains_on_processor=not on_gpu,
             data_tokens=data_tokens,
+            continues=continues,
         )
     dist.broadcast_object_list(found, src=0)
     return found[0]

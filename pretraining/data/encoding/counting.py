@@ -103,13 +103,11 @@ def count_as_text(counts: dict) -> str:
     """The answer of `count_data` as a table."""
     limit = counts["documents_of_each_source"]
     lines = [f"data {counts['name']}" + (f", the first {limit:,} documents of each source" if limit else "")]
-    lines.append(
-        f"  {'source':<32}{'documents':>13}{'text bytes':>17}{'tokens':>16}{'bytes/token':>13}{'compression':>13}"
-    )
+    lines.append(f"  {'source':<32}{'documents':>13}{'text bytes':>17}{'tokens':>16}{'bytes/token':>13}")
     for row in [*counts["sources"], {"source": "total", **counts["total"]}]:
         lines.append(
             f"  {row['source'][-31:]:<32}{row['documents']:>13,}{row['text_bytes']:>17,}{row['tokens']:>16,}"
-            f"{row['bytes_per_token']:>13.2f}{row['compression']:>12.2f}x"
+            f"{row['bytes_per_token']:>13.2f}"
         )
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in counts["skipped"].items())
     lines.append(f"  documents left out: {left_out}")

@@ -55,7 +55,8 @@ def open_finished(folder: Path) -> FinishedData:
     """Open the data set in `folder`; UserError where there is none, or an unfinished one."""
     if not folder.is_dir():
         raise UserError(
-            f"{folder}: no such folder; give the folder of a data set, such as data/python-stdlib"
+            f"{folder}: no such folder; a data set is made from a recipe, that of data/python-stdlib by: "
+            "python data_prep.py --recipe tiny"
         )
     manifest = read_manifest(folder)
     if manifest is None:

@@ -99,9 +99,8 @@ def activations(
 def _cast_weights(model: dict, checkpointing: bool) -> int:
     """Autocast's 16-bit copies of the matrices; a recomputed layer's go with it, the head's stays."""
     size = model_size(model)
-    head = size.matmul - (size.active - size.embedding - size.parts.head)
     layers = size.parts.attention + size.parts.mlp + size.parts.experts + size.parts.router
-    return SIXTEEN_BIT * (head + (0 if checkpointing else layers))
+    return SIXTEEN_BIT * (size.head + (0 if checkpointing else layers))
 
 
 def _block(shape: dict) -> _Block:

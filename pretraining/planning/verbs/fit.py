@@ -5,7 +5,7 @@ import shlex
 import textwrap
 
 from pretraining.errors import UserError
-from pretraining.planning.gpus import find_gpu
+from pretraining.planning.gpus import Gpu, find_gpu
 from pretraining.planning.quantities import columns, count, duration, gpu_count, num_bytes, several, share
 from pretraining.planning.search import ROOMY, Candidate, fitting, worth_showing
 from pretraining.planning.throughput import scaling_over_nodes
@@ -56,16 +56,25 @@ def answer(options: argparse.Namespace) -> dict:
         "scaling": scaling_over_nodes(gpu, options.world_size),
         "fitting": len(found),
         "ways": [each.to_dict() for each in worth_showing([*best.values()])[: options.top]],
-        "command": _command(options, workload.recipe, found[0]),
+        "command": _command(options, workload.recipe, found[0], gpu),
     }
 
 
-def _command(options: argparse.Namespace, recipe: Recipe, best: Candidate) -> str:
-    """What to type for the best way: what was given, and after it what the search changes."""
-    given = [word for setting in options.set for word in ("--set", shlex.quote(setting))]
+def _command(options: argparse.Namespace, recipe: Recipe, best: Candidate, gpu: Gpu) -> str:
+    """What to type for the best way: launcher, what was given, and after it what the search changes."""
+    given = [*_launcher(options.world_size, gpu.gpus_per_node, recipe.name), "train.py", *recipe.words]
     if options.deepspeed and recipe.deepspeed == best.deepspeed:
-        given += ["--deepspeed", shlex.quote(options.deepspeed)]
-    return " ".join(["--recipe", shlex.quote(recipe.reference), *given, *best.changes])
+        given += ["--deepspeed", options.deepspeed]
+    return " ".join([shlex.join(given), *best.changes])
+
+
+def _launcher(num_gpus: int, gpus_per_node: int, name: str) -> list[str]:
+    """Of one node deepspeed; of several, as equal as they come, torchrun, which is typed on each of them."""
+    nodes = next(n for n in range(-(-num_gpus // gpus_per_node), num_gpus + 1) if num_gpus % n == 0)
+    if nodes == 1:
+        return ["deepspeed", f"--num_gpus={num_gpus}"]
+    ranks = [f"--nnodes={nodes}", f"--nproc_per_node={num_gpus // nodes}"]
+    return ["torchrun", *ranks, "--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500", f"--rdzv_id={name}"]
 
 
 def as_text(answer: dict) -> str:
@@ -76,7 +85,8 @@ def as_text(answer: dict) -> str:
     scaling = answer["scaling"]
     note = NOTE.format(room=1 - ROOMY)
     note += f" {several(scaling['nodes'], 'node')}: {scaling['assumption']}." if scaling else ""
-    return f"{title}\n\n{_table(header, rows)}\n{_filled(note)}\n\ntrain.py {_wrapped(answer['command'])}"
+    where = "on each node, with the name of the first in place of node0:\n" if scaling else ""
+    return f"{title}\n\n{_table(header, rows)}\n{_filled(note)}\n\n{where}{_wrapped(answer['command'])}"
 
 
 def _filled(text: str) -> str:
@@ -84,8 +94,11 @@ def _filled(text: str) -> str:
 
 
 def _wrapped(command: str) -> str:
-    """As a shell takes it, an option a line."""
-    return command.replace(" --", " \\\n    --")
+    """As a shell takes it, an option of train.py a line."""
+    words = [shlex.quote(word) for word in shlex.split(command)]
+    options = words.index("train.py") + 1
+    lines = [f" \\\n    {word}" if word.startswith("--") else f" {word}" for word in words[options:]]
+    return " ".join(words[:options]) + "".join(lines)
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
