@@ -3,6 +3,7 @@
 import numpy as np
 
 from pretraining.reporting.run_record import RunRecord
+from pretraining.run_dir import trained_on_processor
 
 QUANTITIES = {
     "tokens_per_second": ("throughput/tokens_per_second", "tokens", "Tokens per second"),
@@ -28,7 +29,7 @@ def plan_beside_measured(record: RunRecord) -> dict:
     ends = [event for event in record.events if event.get("event") == "end"]
     told = (ends[-1].get("measured") or {}) if ends else {}
     pairs = []
-    on_processor = str(record.environment.get("device", "")).startswith("CPU")
+    on_processor = trained_on_processor(record.environment)
     for quantity, (metric, unit, label) in QUANTITIES.items():
         measured = told.get(quantity)
         measured = _measured(record, quantity, metric) if measured is None else measured
