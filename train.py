@@ -63,15 +63,17 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
     arguments = training.build_arguments(recipe, ds_config, run.path, plan.accumulation_steps, last_step)
     tokenizer = model.load_tokenizer(data.tokenizer_path)
     measures = evaluation.Measures.of(validation_by_source(data, recipe), recipe, tokenizer, last_step)
-    draws_weights = start.checkpoint is None
-    language_model = model.build_from_recipe(recipe, tokenizer, arguments, draws_weights)
 
     guard, left_out = open_guard(run.flagged_blocks, data, recipe), start.journal.left_out
     train_dataset = build_training_dataset(
         data, recipe, mixture, start.first_sample(recipe), recipe.most_samples, guard, left_out
     )
 
+    # before the model is built, which is a part of the memory that is measured
     watch.begin(step_origins(train_dataset, recipe, run, start.step), plan, start, train_dataset.num_blocks)
+    draws_weights = start.checkpoint is None
+    language_model = model.build_from_recipe(recipe, tokenizer, arguments, draws_weights)
+
     environment = describe_environment(training.device_name(), plan.world_size)
     identity = checkpoints.Identity.of(recipe, plan, data.manifest, environment, start)
     saves = checkpoints.SavesBehindTraining(run, identity, recipe.checkpoints)

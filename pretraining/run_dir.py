@@ -228,6 +228,11 @@ def describe_environment(device: str, world_size: int) -> dict:
     }
 
 
+def trained_on_processor(environment: dict) -> bool:
+    """Whether a run of this environment.json had no GPU."""
+    return str(environment.get("device", "")).startswith("CPU")
+
+
 def _version(package: str) -> str | None:
     try:
         return version(package)

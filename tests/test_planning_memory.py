@@ -462,6 +462,24 @@ def test_compare_shows_both_sides(tmp_path, capsys):
     assert "25%" in text and "peak memory" in text
 
 
+@pytest.mark.parametrize("device", ["CPU (x86_64)", "NVIDIA H100"])
+def test_compare_says_which_memory_is_assumed(tmp_path, capsys, device):
+    """Without a GPU a share of the prediction is the same for every run: a note says so, and no ratio judges it."""
+    run, on_processor = RunDir(tmp_path / "run"), device.startswith("CPU")
+    recipe, config = load_recipe("tiny"), load_ds_config("zero2")
+    write_json(run.plan, {"predicted": predicted(recipe, config, 2, None, on_processor)})
+    write_json(run.environment, {"device": device})
+    run.add_event("end", measured={"peak_memory_bytes": 100_000_000})
+    main(["compare", str(run.path), "--json"])
+    (answer,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (answer["peak_memory_bytes"]["ratio"] is None) == answer["on_processor"] == on_processor
+    main(["compare", str(run.path)])
+    assert ("195 MB of what is predicted are assumed" in capsys.readouterr().out) == on_processor
+    alone = as_text(full_plan(recipe, config, 2, None))
+    assert "for each process beyond its libraries, 195 MB of them assumed" in alone
+    assert "without GPUs" not in as_text(full_plan(recipe, config, 2, find_gpu("H100")))
+
+
 def test_compare_leaves_out_what_it_cannot_compare(tmp_path, capsys):
     """Its own example, runs/*: whatever else lies there, each run is compared and each other thing has a line."""
     plan = {"predicted": predicted(load_recipe("tiny"), load_ds_config("zero2"), 2, None)}

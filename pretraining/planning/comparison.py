@@ -17,7 +17,7 @@ from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.throughput import model_flops_utilization
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
-from pretraining.run_dir import RunDir, StepTotals, first_step, read_rows
+from pretraining.run_dir import RunDir, StepTotals, first_step, read_rows, trained_on_processor
 
 QUANTITIES = (
     "peak_memory_bytes",
@@ -94,9 +94,10 @@ def compare_runs(folders: Iterable[Path]) -> dict:
 
 
 def compare_run(folder: Path) -> dict:
-    """{"run", "finished", quantity: {"predicted", "measured", "ratio"}} of one run folder.
+    """{"run", "finished", "on_processor", quantity: {"predicted", "measured", "ratio"}} of one run folder.
 
-    Measured is what metrics.jsonl and the checkpoints show, else what the end event says (its `measured`).
+    Measured is what metrics.jsonl and the checkpoints show, else what the end event says (its `measured`). Peak memory
+    has no ratio on the processor: a share of what is predicted there is assumed, for any run the same.
 
     Raises:
         UserError: not a run folder, or one in which nothing was predicted and nothing was measured.
@@ -107,24 +108,27 @@ def compare_run(folder: Path) -> dict:
     if not run.plan.is_file():
         raise UserError(f"{folder}: no plan.json there: no run folder, or one of a version without plans")
     end = run.last_event("end") or {}
-    foreseen, observed = _predicted(_read_plan(run.plan)), _observed(run)
+    foreseen, observed = _predicted(_read_object(run.plan)), _observed(run)
     found = {**_numbers(end.get("measured")), **observed}
     if not foreseen and not found:
         raise UserError(f"{folder}: its plan.json predicts nothing and the run has measured nothing yet")
     if not end:
         found.pop("training_seconds", None)  # so far: not what is predicted
     rows = {name: _pair(foreseen.get(name), found.get(name)) for name in QUANTITIES}
-    return {"run": str(folder), "finished": bool(end), **rows}
+    on_processor = run.environment.is_file() and trained_on_processor(_read_object(run.environment))
+    if on_processor:
+        rows["peak_memory_bytes"]["ratio"] = None
+    return {"run": str(folder), "finished": bool(end), "on_processor": on_processor, **rows}
 
 
-def _read_plan(path: Path) -> dict:
+def _read_object(path: Path) -> dict:
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path.parent}: {path.name} is not JSON: {error}") from None
-    if not isinstance(plan, dict):
-        raise UserError(f"{path.parent}: {path.name} is no plan, which is a JSON object")
-    return plan
+    if not isinstance(found, dict):
+        raise UserError(f"{path.parent}: {path.name} is no JSON object")
+    return found
 
 
 def _predicted(plan: dict) -> dict[str, float]:

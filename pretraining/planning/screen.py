@@ -26,6 +26,7 @@ from pretraining.planning.quantities import (
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.stand_in import family_of
 from pretraining.planning.step_time import precision_of_products
+from pretraining.planning.tables import table
 from pretraining.planning.verbs.cost import NOT_COUNTED, disk_words, mfu_words, scaling_rows
 from pretraining.planning.verbs.memory import host_words
 from pretraining.planning.workload import workload_of_recipe
@@ -150,6 +151,10 @@ def _memory(answer: dict) -> list[tuple[str, str]]:
     rows.append(("largest", f"{need['largest']}; less of it: {need['shrink']}"))
     host = f"{num_bytes(need['host_bytes'])} for each GPU ({host_words(need['host'])})"
     rows.append(("host memory", host))
+    if answer["gpu"] is None:
+        assumed = num_bytes(table("memory")["processor_bytes"]["value"])
+        words = f"{num_bytes(need['on_processor'])} for each process beyond its libraries, {assumed} of them assumed"
+        rows.append(("without GPUs", words))
     return rows + ([("NVMe", f"{num_bytes(need['nvme'])} for each GPU")] if need["nvme"] else [])
 
 

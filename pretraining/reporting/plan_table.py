@@ -1,6 +1,7 @@
 """The plan beside what was measured."""
 
 from pretraining.reporting.run_record import RunRecord
+from pretraining.run_dir import trained_on_processor
 
 QUANTITIES = {
     "tokens_per_second": ("tokens", "Tokens per second, all steps"),
@@ -27,7 +28,7 @@ def plan_beside_measured(record: RunRecord) -> dict:
     ends = [event for event in record.events if event.get("event") == "end"]
     told = (ends[-1].get("measured") or {}) if ends else {}
     pairs = []
-    on_processor = str(record.environment.get("device", "")).startswith("CPU")
+    on_processor = trained_on_processor(record.environment)
     found = {**_sizes(record), **told, **record.speed()}
     if not ends:
         found.pop("training_seconds", None)

@@ -101,6 +101,7 @@ class MemoryNeed:
             "host",
             "host_bytes",
             "nvme",
+            "on_processor",
         )
         return {**{name: getattr(self, name) for name in derived}, "phases": self.phases}
 

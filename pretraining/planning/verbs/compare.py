@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pretraining.planning.comparison import QUANTITIES, compare_runs
 from pretraining.planning.quantities import columns, duration, num_bytes, three_digits
+from pretraining.planning.tables import table
 
 EXAMPLES = """  python -m pretraining.planning compare runs/*
   python -m pretraining.planning compare runs/tiny --json"""
@@ -33,7 +34,17 @@ def as_text(answer: dict) -> str:
     header = ["run", "quantity", "predicted", "measured", "measured/predicted"]
     rows = [row for run in answer["runs"] for row in _rows(run)]
     left_out = [f"left out: {each['run']}: {each['why']}" for each in answer["left_out"]]
-    return "\n".join([columns(header, rows, left=2), *([""] if left_out else []), *left_out])
+    notes = [_processor_note()] if any(run["on_processor"] for run in answer["runs"]) else []
+    below = [*notes, *left_out]
+    return "\n".join([columns(header, rows, left=2), *([""] if below else []), *below])
+
+
+def _processor_note() -> str:
+    assumed = num_bytes(table("memory")["processor_bytes"]["value"])
+    return (
+        f"Without a GPU peak memory is what a process took beyond its libraries. {assumed} of what is predicted are "
+        "assumed,\nfor libraries that are loaded later and for what the allocator keeps: a run may take less, or more."
+    )
 
 
 def _rows(run: dict) -> list[list[str]]:
