@@ -26,10 +26,11 @@ const compact = (number, digits = 3) => {
   return trimmed(number, digits);
 };
 
+// Decimal units, as the command line has them.
 const bytes = (number) => {
   if (typeof number !== "number") return "–";
-  for (const [power, name] of [[4, "TiB"], [3, "GiB"], [2, "MiB"], [1, "KiB"]]) {
-    if (Math.abs(number) >= 0.98 * 1024 ** power) return `${trimmed(number / 1024 ** power, 3)} ${name}`;
+  for (const [unit, name] of [[1e15, "PB"], [1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
+    if (Math.abs(number) >= 0.9995 * unit) return `${trimmed(number / unit, 3)} ${name}`;
   }
   return `${Math.round(number)} B`;
 };
