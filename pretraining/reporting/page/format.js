@@ -44,7 +44,7 @@ const duration = (seconds) => {
   if (seconds < 1e-3) return `${trimmed(1e6 * seconds, 3)} µs`;
   if (seconds < 1) return `${trimmed(1000 * seconds, 3)} ms`;
   if (seconds < 90) return `${trimmed(seconds, 3)} s`;
-  if (seconds < 90 * 60) return `${Math.round(seconds / 60)} min`;
+  if (seconds < 90 * 60) return `${trimmed(seconds / 60, 2)} min`;
   const hours = Math.round(seconds / 3600);
   return hours < 48 ? `${trimmed(seconds / 3600, 3)} h` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 };
