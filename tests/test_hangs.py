@@ -105,7 +105,9 @@ def test_a_rank_that_came_less_far_is_named(finished):
     run = finished[rank_2_in_its_loader]
     assert run.codes == [HANG] * 3
     (event,) = run.events
-    assert (event["ranks"], event["step"]) == ([2], 8) and "training at step 7, its process runs" in event["who"]
+    assert (event["ranks"], event["step"]) == ([2], 8) and "training at step 7, its process runs" in event[
+        "who"
+    ]
     assert len(list(run.dir.stacks.iterdir())) == 3
 
 
