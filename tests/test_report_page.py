@@ -103,7 +103,7 @@ def test_the_plan_and_the_scores_stand_beside_what_was_measured(opened, record):
 
     assert "planned peak" in text_of("Memory: GPU, allocated") and errors == []
     plan, scores = text_of("Plan beside measured"), text_of("Evaluation scores")
-    assert all(told in plan for told in ("46.6 GiB", "37.3 GiB", "0.8 ", "40 %", "world size 8"))
+    assert all(told in plan for told in ("50 GB", "40 GB", "0.8 ", "40 %", "world size 8"))
     assert all(told in scores for told in ("hellaswag/acc norm", "0.3125", "5.0000"))
 
 
@@ -132,6 +132,20 @@ def test_eighty_layers_fit_one_chart(opened, tmp_path):
     assert card.locator(".tip div").count() == 9  # the place, and eight layers
     assert errors == [] and page.evaluate("document.documentElement.scrollWidth") <= 390
     assert all(page.evaluate(INK))
+
+
+def test_charts_have_plain_titles_and_say_something(opened, tmp_path):
+    """What was zero throughout has no chart; one that was not once has."""
+    run = made_run(tmp_path / "run", noisy_law(50))
+    for step in (51, 52):
+        zeros = {"throughput/evaluation_seconds": 0.0, "throughput/saving_seconds": 0.0}
+        row = {**zeros, "stability/refused_steps": step - 51, "train/save_blocked_seconds": 0.5}
+        append_row(run.metrics, {"step": step, "time": 0, **row, "train/save_snapshot_bytes": 2e6})
+    page, errors = opened(page_payload([run_payload(RunRecord(run.path))], None))
+    titles = page.locator("h3").all_inner_texts()
+    assert {"Time for which a save held up training", "Host memory for the copy that is saved"} <= set(titles)
+    assert "Steps refused so far" in titles and not any(title.startswith("Pauses") for title in titles)
+    assert errors == []
 
 
 def test_how_a_run_stands_is_told_by_the_readers_clock(opened, tmp_path):
@@ -195,10 +209,10 @@ def test_events_are_told_in_words(opened, tmp_path):
     page, errors = opened(page_payload([run_payload(RunRecord(run.path))], None))
     table = page.locator("#events table")
     assert "save" not in table.inner_text() and "{" not in table.inner_text()
-    assert "tokens per second 8.5k, peak memory bytes 256 MiB" in table.inner_text()
+    assert "tokens per second 8.5k, peak memory bytes 268 MB" in table.inner_text()
     page.get_by_label("saves and uploads (1)").check()
     row = page.locator("#events tr", has_text="save").inner_text()
-    assert "250" in row and "8.65 MiB" in row and "500 ms" in row and errors == []
+    assert "250" in row and "9.07 MB" in row and "500 ms" in row and errors == []
 
 
 def test_an_open_page_refreshes_itself_and_keeps_what_was_chosen(opened, record, tmp_path):

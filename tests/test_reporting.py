@@ -368,6 +368,7 @@ def test_the_end_of_a_run_says_what_it_took(tmp_path, monkeypatch, capsys):
     run.events.write_text("")
     for moment, event in (("00:00", "start"), ("00:10", "stopped"), ("05:10", "resume")):
         append_row(run.events, {"time": f"2001-01-01T{moment}:00Z", "event": event})
+    write_json(run.mixture, {"validation_note": "Said at the start, by `analyze` and by the report."})
     results = {"eval_loss": 3.5, "eval_bits_per_byte": 2.0, "unigram_bits_per_byte": 4.0}
     measured = {"peak_memory_bytes": 300_000_000}
     append_row(run.events, {"time": "2001-01-01T05:20:00Z", "event": "end", **results, "measured": measured})

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pretraining.errors import UserError, file_error
+from pretraining.planning.quantities import num_bytes
 
 # torch's zip writer (RuntimeError), and the Rust libraries safetensors and tokenizers.
 _TORCH_WRITER = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs")
@@ -49,11 +50,11 @@ def _disk_error(error: Exception, folder: Path) -> UserError | None:
 
 def _failed_write(folder: Path) -> UserError:
     """torch does not keep the reason: the free space of the disk tells it."""
-    free_mebibytes = shutil.disk_usage(folder).free / 2**20
-    if free_mebibytes < 1:
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < 1e6:
         return file_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
     return UserError(
-        f"{folder}: a checkpoint could not be written ({free_mebibytes:,.0f} MiB are free there: a quota, or a "
+        f"{folder}: a checkpoint could not be written ({num_bytes(free_bytes)} are free there: a quota, or a "
         "disk that failed); then type the same command again: it continues from the checkpoint before",
         on_every_rank=False,
     )

@@ -156,7 +156,6 @@ def end_text(record: RunRecord) -> str:
         f"validation loss {end['eval_loss']:.4f} nats per token, {bits:.4f} bits per byte "
         f"({bits / unigram:.3f} of the unigram entropy {unigram:.4f})"
         + ("" if trained is None else f"; training loss of the last row {trained:.4f}"),
-        record.mixture.get("validation_note"),
         _taken(record, end.get("measured", {})),
         f"export: {run.export}",
         f"report: {run.report}" if record.recipe.get("report", {}).get("every_seconds") else None,

@@ -14,7 +14,7 @@ TITLES = {
     "tokens_per_second": "tokens/s, all steps",
     "mfu": "MFU",
     "step_seconds": "step, mean",
-    "training_seconds": "all steps",
+    "training_seconds": "time of all steps",
     "checkpoint_bytes": "checkpoint",
 }
 

@@ -174,7 +174,7 @@ const drawChart = (box, lines, { unit = "number", height = 200, logY = false, ru
     axes: [axis(X_AXES[xName()].show, 28), axis((y) => (unit === "loss" ? compact(y, 4) : UNITS[unit](y)), unit === "bytes" || unit === "share" ? 62 : 54)],
     series: [{}, ...usable.map((line) => ({
       label: line.label, stroke: line.color, width: line.width || 1.5, dash: line.dash, spanGaps: false,
-      points: { show: line.dots && line.series.value.length < 80, size: 5, fill: line.color },
+      points: { show: line.series.value.length < (line.dots ? 80 : 3), size: 5, fill: line.color },
     }))],
     hooks: { draw: [(u) => drawMarks(u, marks)], setCursor: [(u) => tooltip(u, tip, usable, marks, unit)] },
   }, columns, holder);

@@ -26,10 +26,11 @@ const compact = (number, digits = 3) => {
   return trimmed(number, digits);
 };
 
+// Decimal units, as the command line has them.
 const bytes = (number) => {
   if (typeof number !== "number") return "–";
-  for (const [power, name] of [[4, "TiB"], [3, "GiB"], [2, "MiB"], [1, "KiB"]]) {
-    if (Math.abs(number) >= 0.98 * 1024 ** power) return `${trimmed(number / 1024 ** power, 3)} ${name}`;
+  for (const [unit, name] of [[1e15, "PB"], [1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
+    if (Math.abs(number) >= 0.9995 * unit) return `${trimmed(number / unit, 3)} ${name}`;
   }
   return `${Math.round(number)} B`;
 };
@@ -43,7 +44,7 @@ const duration = (seconds) => {
   if (seconds < 1e-3) return `${trimmed(1e6 * seconds, 3)} µs`;
   if (seconds < 1) return `${trimmed(1000 * seconds, 3)} ms`;
   if (seconds < 90) return `${trimmed(seconds, 3)} s`;
-  if (seconds < 90 * 60) return `${Math.round(seconds / 60)} min`;
+  if (seconds < 90 * 60) return `${trimmed(seconds / 60, 2)} min`;
   const hours = Math.round(seconds / 3600);
   return hours < 48 ? `${trimmed(seconds / 3600, 3)} h` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 };

@@ -104,8 +104,11 @@ const ofSource = (name) => data.runs.some((run) => run.sources.includes(name) ||
 const chartOf = (name) => isPart(name) ? name.slice(0, name.lastIndexOf("/") + 1) : phaseOf(name) ? name.slice(name.indexOf("/") + 1) : name;
 const PARTS = { "memory/host_peak_bytes": "host, whole process", "memory/peak_bytes": "GPU, allocated", "memory/reserved_bytes": "GPU, reserved" };
 const partOf = (name) => PARTS[name] || (isPart(name) ? spoken(name.slice(name.lastIndexOf("/") + 1)) : phaseOf(name) && phasesOf(name).length > 1 ? phaseOf(name) : spoken(name).replace(/ seconds$| bytes$/, ""));
+const TITLES = { "train/save_blocked_seconds": "Time for which a save held up training", "train/save_snapshot_bytes": "Host memory for the copy that is saved",
+  "stability/refused_steps": "Steps refused so far" };
 const phasesOf = (name) => Object.keys(PHASES).filter((group) => data.runs.some((run) => `${group}/${chartOf(name)}` in run.series));
 const titleOf = (name) => {
+  if (name in TITLES) return TITLES[name];
   if (name.startsWith("stability/gradient_norm/")) return "Gradient norm by layer";
   if (isPart(name)) return name.startsWith("eval/") ? proper(chartOf(name).slice(5, -1)) : titled(spoken(chartOf(name)).slice(0, -1));
   const source = /^(.+)_(loss|bits_per_byte)$/.exec(chartOf(name));
@@ -118,13 +121,15 @@ const chartGrid = () => {
   page.append(grid);
   const known = CHARTS.flatMap(([, names]) => names);
   const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.series)))].filter((name) => !known.includes(name) && !NOT_DRAWN.includes(name));
+  // Steps refused, or pauses: if there were none, their axis would only mislead.
+  const isNothing = (metrics) => metrics.every((name) => data.runs.every((run) => !run.series[name] || run.series[name].value.every((y) => y === 0)));
   const hasValues = (name) => data.runs.some((run) => run.series[name] && run.series[name].value.some((y) => y !== null));
   const others = [...new Set(names.map(chartOf))].map((chart) => names.filter((name) => chartOf(name) === chart).sort((a, b) => inOrder(phaseOf(a) || a, phaseOf(b) || b)));
   const charts = [...CHARTS, ...others.map((together) => [titleOf(together[0]), together])];
   const wanted = charts.map(([title, metrics, options]) => {
     const there = metrics.filter(hasValues); // a chart of several metrics that has one of them says which
     return [there.length === 1 && (metrics.length > 1 || isPart(there[0])) ? `${title}: ${partOf(there[0])}` : title, there, options];
-  }).filter(([, metrics]) => metrics.length);
+  }).filter(([, metrics]) => !isNothing(metrics));
   const boxes = wanted.map(([title]) => el("div", { class: "card" }, el("h3", {}, title)));
   grid.append(...boxes); // all of them before the first is drawn: their number decides their width
   wanted.forEach(([, metrics, options], i) => drawChart(boxes[i], [...chartLines(metrics), ...planned(metrics)], { unit: unitOf(metrics[0]), runs: data.runs, ...options }));
