@@ -20,6 +20,8 @@ ELEMENTWISE = (*ADAMW, *SCHEDULE_FREE, "sgd", "adagrad", "rmsprop", "lion_32bit"
 UNRESUMABLE = {
     "adamw_torch_8bit": "keeps its states as tensors that checkpoints cannot hold (adamw_bnb_8bit keeps plain ones)",
     "adamw_torch_4bit": "keeps its states as tensors that checkpoints cannot hold",
+    "adamw_torch_xla": "is for TPUs, on which nothing here runs",
+    "adamw_torch_npu": "is for NPUs, on which nothing here runs",
     "galore": "keeps projections that checkpoints cannot hold",
     "apollo": "keeps projections that checkpoints cannot hold",
     "lomo": "steps inside the backward pass, before gradients are whole",
