@@ -62,7 +62,8 @@ LEFT_OUT = {"checkpoints.upload", "training.trackio_space_id", "training.trackio
 SIZES = re.compile(r"^model\..*(size|heads|head_dim|layers?|experts|positions|embeddings|embd|inner|head)$")
 """Keys whose large values make a model that is only slow: in a run they stay small."""
 NEEDS_MORE = re.compile(
-    r"needs a GPU|cannot be used here|needs the package|failed to import|is not installed|pip install|Ampere|requires the .* package|"
+    r"needs a GPU|cannot be used here|needs the package|failed to import|is not installed|pip install|Ampere|"
+    r"requires the .* package|"
     r"cannot be reached|cannot be read|cannot be loaded|no such file|--force|knows no task|holds no task"
 )
 """Refusals that depend on this machine, its packages and its files, which the plan does not look at."""
