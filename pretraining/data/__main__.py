@@ -14,7 +14,6 @@ from pretraining.errors import Interrupted, UserError, one_line_errors
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     run = RUNS[options.verb]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was begun is cleared away, as at Ctrl-C
     try:
         answer, text = run(options)
         print(json.dumps(answer, ensure_ascii=False) if options.json else text, flush=True)
@@ -132,5 +131,7 @@ RUNS = {
 
 
 if __name__ == "__main__":
+    # What was begun is cleared away, as at Ctrl-C. Here, not in `main`: whoever imports that keeps their own handlers.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with one_line_errors():
         main()
