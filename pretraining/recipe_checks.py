@@ -77,6 +77,8 @@ def check_fit(values: dict, model: dict, positions: int, where: str) -> None:
     _check_loss(values["loss"], model, where)
     _check_recomputation(training, where)
     _check_kernels(training, model, where)
+    _check_cadences(training, where)
+    _check_optimizer_arguments(training.get("optim_args"), where)
     length = data["sequence_length"] or positions
     if length > positions:
         raise problem(where, "data.sequence_length", f"is {length}, but the model has {positions} positions")
@@ -272,6 +274,24 @@ def _check_recomputation(training: dict, where: str) -> None:
                 raise problem(
                     where, f"{key}.{name}", "goes with use_reentrant false alone; leave one of them out"
                 )
+
+
+def _check_cadences(training: dict, where: str) -> None:
+    """Steps between two logs, validations or saves: whole ones, or a share of the run below 1."""
+    for key in ("logging_steps", "eval_steps", "save_steps"):
+        every = training.get(key) or 1
+        if every > 1 and every != int(every):
+            what = f"is {every:g}; write a whole number of steps, or a share of the run below 1"
+            raise problem(where, f"training.{key}", what)
+
+
+def _check_optimizer_arguments(given: str | None, where: str) -> None:
+    """`optim_args` is a list of names and values, as transformers takes it apart."""
+    for pair in (given or "").replace(" ", "").split(",") if given else ():
+        name, equals, value = pair.partition("=")
+        if not (name and equals and value) or "=" in value:
+            what = f"is {json.dumps(given)}; write name=value, several with commas between them"
+            raise problem(where, "training.optim_args", what)
 
 
 def _check_kernels(training: dict, model: dict, where: str) -> None:

@@ -100,6 +100,7 @@ def training_schema() -> dict:
         properties[name] |= bounds
     for name, choice in REFUSED_CHOICES.items():
         properties[name]["enum"].remove(choice)
+    properties["debug"] = debug_schema(properties["debug"])
     properties["report_to"] |= tracker_schema()
     properties["project"] |= PROJECT
     del properties["report_to"]["type"], properties["report_to"]["items"]
@@ -110,6 +111,13 @@ def training_schema() -> dict:
         "required": ["per_device_train_batch_size", "learning_rate"],
         "additionalProperties": False,
     }
+
+
+def debug_schema(schema: dict) -> dict:
+    """What `debug` takes, alone or in a list."""
+    names = schema["items"]["enum"]
+    kept = {key: value for key, value in schema.items() if key not in ("type", "items")}
+    return {**kept, "anyOf": [{"type": "array", "items": {"enum": names}}, {"enum": ["", *names]}]}
 
 
 def tracker_schema() -> dict:

@@ -153,6 +153,17 @@ REFUSED = {
         "zero2",
         "training.dataloader_num_workers: is 65536; it must be at most 1024",
     ),
+    "no such debugging": (["training.debug=overflow"], "zero2", "did you mean 'underflow_overflow'?"),
+    "one and a half steps": (
+        ["training.save_steps=1.5"],
+        "zero2",
+        "training.save_steps: is 1.5; write a whole number",
+    ),
+    "an argument without its value": (
+        ["training.optim_args=momentum"],
+        "zero2",
+        'training.optim_args: is "momentum"; write name=value',
+    ),
     "an empty name": (
         ['evaluation.hellaswag=""'],
         "zero2",
