@@ -29,6 +29,18 @@ UNRESUMABLE = {
 }
 """Beginnings of names of `training.optim`, and why none of them holds the promises at any stage."""
 
+_SHARDED = "not supported: take a file of accelerate_configs/, which shards by DeepSpeed"
+LAUNCHER_SETTINGS = {
+    "ACCELERATE_USE_FSDP": ("distributed_type FSDP", _SHARDED),
+    "ACCELERATE_USE_MEGATRON_LM": ("distributed_type MEGATRON_LM", _SHARDED),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": (
+        "parallelism_config",
+        "not supported: ranks are data-parallel, sharded by ds_configs/; leave it out",
+    ),
+}
+"""Environment variable that accelerate sets -> what its config says, and the answer."""
+ZERO_STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
+
 
 def load_run(
     name_or_path: str,
@@ -175,7 +187,6 @@ def _check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> N
         )
 
 
-ZERO_STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
 CHECKS = (
     _check_launcher_settings,
     _check_optim,
@@ -184,13 +195,3 @@ CHECKS = (
     _check_compile,
     _check_fp8,
 )
-_SHARDED = "not supported: take a file of accelerate_configs/, which shards by DeepSpeed"
-LAUNCHER_SETTINGS = {
-    "ACCELERATE_USE_FSDP": ("distributed_type FSDP", _SHARDED),
-    "ACCELERATE_USE_MEGATRON_LM": ("distributed_type MEGATRON_LM", _SHARDED),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": (
-        "parallelism_config",
-        "not supported: ranks are data-parallel, sharded by ds_configs/; leave it out",
-    ),
-}
-"""Environment variable that accelerate sets -> what its config says, and the answer."""

@@ -31,9 +31,8 @@ def build_config(model: dict, tokenizer: PreTrainedTokenizerBase):
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     try:
         return AutoConfig.for_model(model["model_type"], **{"use_cache": False, **special, **keywords})
-    except (
-        Exception
-    ) as error:  # the class checks its keywords, each in its own way: all of them are the recipe's
+    except Exception as error:
+        # The class checks its keywords, each in its own way, and all of them are the recipe's.
         reason = " ".join(str(error).split())
         raise UserError(f"model: transformers refuses this {model['model_type']} config: {reason}") from error
 

@@ -1,7 +1,7 @@
 """What ZeRO needs beside the model states while a pass or a step runs: buckets, gathered weights, flat copies."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pretraining.ds_config import optimizer_device, zero_stage
 from pretraining.planning.memory.precision import FP32, Precision
@@ -25,7 +25,7 @@ class Buffers:
     in_flight: float
     """Whole gradients that have not reached their bucket yet."""
     step: float
-    """Copies of gradients, and Muon's of its momentum, that the optimizer step makes."""
+    """Copies of gradients that the optimizer step makes."""
 
 
 def buffers(
@@ -35,27 +35,11 @@ def buffers(
     world_size: int,
     precision: Precision,
     accumulation: int,
-    copied: str | None = None,
 ) -> Buffers:
     """Buffers of the stage.
 
-    Args:
-        width: the model's, which decides what `"auto"` becomes (transformers 5.23, integrations/deepspeed.py).
-        copied: the kind of tensors of whose share the optimizer makes an fp32 copy in its step.
+    width: the model's, which decides what `"auto"` becomes (transformers 5.23, integrations/deepspeed.py).
     """
-    found = _of_stage(config, tensors, width, world_size, precision, accumulation)
-    copies = FP32 * sum(tensor.numel for tensor in tensors if tensor.kind == copied)
-    return replace(found, step=found.step + copies / (world_size if zero_stage(config) else 1))
-
-
-def _of_stage(
-    config: dict | None,
-    tensors: Sequence[Tensor],
-    width: int,
-    world_size: int,
-    precision: Precision,
-    accumulation: int,
-) -> Buffers:
     if config is None:
         return Buffers(0, 0, 0, 0)
     stage, zero = zero_stage(config), config["zero_optimization"]
@@ -82,6 +66,14 @@ def _of_stage(
     if stage == 1:
         return Buffers(turns * bucket, 0, 0, FP32 * share)
     return Buffers(0, 0, 0, element * min(total, REDUCE_BUCKET) if world_size > 1 else 0)
+
+
+def optimizer_copies(
+    config: dict | None, tensors: Sequence[Tensor], world_size: int, copied: str | None
+) -> float:
+    """Bytes of the fp32 copies that an optimizer makes in its step, of a rank's share of the tensors of this kind."""
+    numel = sum(tensor.numel for tensor in tensors if tensor.kind == copied)
+    return FP32 * numel / (world_size if zero_stage(config) else 1)
 
 
 def _gathered(zero: dict, tensors: Sequence[Tensor], width: int) -> float:

@@ -1,12 +1,12 @@
 """The memory a run needs on each GPU, on the host and on NVMe, part by part at its peak."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
 from pretraining.model_types import is_exact, value_of
 from pretraining.planning.memory.activations import Activations, activations
-from pretraining.planning.memory.buffers import Buffers, buffers
+from pretraining.planning.memory.buffers import Buffers, buffers, optimizer_copies
 from pretraining.planning.memory.optimizers import ADAM, optimizer_states
 from pretraining.planning.memory.precision import SIXTEEN_BIT, Precision, precision_of
 from pretraining.planning.memory.states import ModelState, model_state
@@ -124,7 +124,9 @@ def memory_need(recipe: Recipe, ds_config: dict | None, world_size: int) -> Memo
         loss=loss_of(recipe),
     )
     width = value_of(recipe.model, "hidden_size")
-    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation, optimizer.copied)
+    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation)
+    copies = optimizer_copies(ds_config, tensors, world_size, optimizer.copied)
+    extra = replace(extra, step=extra.step + copies)
     return MemoryNeed(
         phases=_phases(state, held, extra, zero_stage(ds_config), accumulation, optimizer.name),
         num_gpus=world_size,
