@@ -7,19 +7,22 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from pretraining import host
 from pretraining.doctor import __main__ as doctor
 from pretraining.doctor import disks, gpus, machine, reach, software
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, summary, summary_line
-from pretraining.doctor.launch import Launch
+from pretraining.doctor.launch import Launch, plan_launch
 from pretraining.planning.forecast import forecast
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.machine_rates import FOLDER_VARIABLE, keep_rates, kept_rates
+from pretraining.planning.memory.need import memory_need
 from pretraining.planning.verbs.cost import write_words
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.refusals import load_run
@@ -106,7 +109,7 @@ def plant_gpus(folder: Path, number: int, unknown: tuple = (), **fields) -> None
     tool.chmod(0o755)
 
 
-def write_recipe(folder: Path, source: str, tokenizer: str, **training) -> Path:
+def write_recipe(folder: Path, source: str, tokenizer, **training) -> Path:
     """A small recipe whose text and tokenizer lie on the hub."""
     path, words = folder / "small.json", {"eval_steps": 5, "dataloader_num_workers": 2, **training}
     values = {
@@ -355,6 +358,127 @@ def on_gpus(number: int, world_size: int, **fields) -> Launch:
     """A run without a recipe on GPUs that nobody has."""
     found = tuple(gpus.GpuFound(str(n), "NVIDIA H100 80GB HBM3", 85 << 30, 0, fields) for n in range(number))
     return Launch(gpus.Gpus(found, "580.95.05"), world_size, number, Path("runs"), Path("data"))
+
+
+V2 = {
+    "memory.max": "8000000000",
+    "memory.current": "5000000000",
+    "memory.stat": "anon 1\ninactive_file 1000000000",
+}
+V1 = {
+    "memory.limit_in_bytes": "8000000000",
+    "memory.usage_in_bytes": "5000000000",
+    "memory.stat": "inactive_file 0\ntotal_inactive_file 1000000000",
+}
+
+
+@pytest.mark.parametrize(
+    "line, group, files, cpu",
+    [
+        ("0::/jobs/mine", "", V2, {"cpu.max": "150000 100000"}),
+        ("4:memory:/jobs/mine", "memory", V1, {}),
+        ("0::/elsewhere/on/the/host", "", V2, {}),
+    ],
+)
+def test_limits_of_a_container_are_those_of_its_groups(monkeypatch, tmp_path, line, group, files, cpu):
+    """SLURM limits a group below the root, a container shows its own group as the root; both versions of groups."""
+    folder = tmp_path / group / ("" if "elsewhere" in line else "jobs")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in {**files, **cpu}.items():
+        (folder / name).write_text(text)
+    (tmp_path / "own").write_text(line)
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(host, "_physical_bytes", lambda: 64_000_000_000)
+    monkeypatch.setattr(host, "kernel_bytes", lambda name: 30_000_000_000)
+    assert host.host_memory_bytes() == host.container_memory_bytes() == 8_000_000_000
+    assert host.free_memory_bytes() == 4_000_000_000
+    assert host.cores() <= 1.5 or not cpu
+    (folder / next(iter(files))).write_text("max" if files is V2 else str(2**63 - 4096))
+    assert host.container_memory_bytes() is None and host.host_memory_bytes() == 64_000_000_000
+
+
+def test_memory_that_others_hold_is_not_free(monkeypatch):
+    """Large enough, but not now: the kernel would end a rank."""
+    recipe, ds_config = load_run("tiny")
+    need = memory_need(recipe, ds_config, 1)
+    launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config, need=need)
+    for free, verdict in ((2 * need.on_processor, FINE), (need.on_processor / 2, COSTS)):
+        monkeypatch.setattr(machine, "free_memory_bytes", lambda free=free: free)
+        assert machine._memory(launch).verdict == verdict
+
+
+def test_a_local_store_is_not_asked_through_a_proxy(monkeypatch):
+    """A proxy of the outside knows no address of this network."""
+    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for endpoint, names in (
+        ("http://10.0.0.5:9000", True),
+        ("http://minio:9000", True),
+        ("https://hub.example", False),
+    ):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        assert bool(machine._proxies()) == names
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://minio:9000")
+    monkeypatch.setenv("no_proxy", "localhost,minio")
+    assert machine._proxies() is None
+
+
+def test_gpus_on_a_socket_that_this_process_may_not_use(monkeypatch, tmp_path):
+    """Copies would cross the sockets; a GPU beside our cores is none of the matter."""
+    (tmp_path / "0000:07:00.0").mkdir()
+    (tmp_path / "0000:07:00.0" / "numa_node").write_text("1")
+    (tmp_path / "node1").mkdir()
+    monkeypatch.setattr(machine, "NODES", tmp_path)
+    monkeypatch.setattr(machine, "PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 1})
+    launch = on_gpus(1, 1, **{"pci.bus_id": "00000000:07:00.0"})
+    for cores, verdict in (("8-15", COSTS), ("0-7", None)):
+        (tmp_path / "node1" / "cpulist").write_text(cores)
+        finding = machine._numa(launch)
+        assert (finding and finding.verdict) == verdict
+
+
+def test_prepared_data_needs_no_source_any_more(tmp_path):
+    """Nothing is asked of a hub once the shards lie there; damaged ones break the run."""
+    text = tmp_path / "text.jsonl"
+    words = ["one", "two", "three", "four", "five", "six", "seven"]
+    rows = ({"text": f"Line {n} of {words[n % 7]} words: {words[n % 5]} {n * n}."} for n in range(3000))
+    text.write_text("\n".join(map(json.dumps, rows)))
+    recipe = write_recipe(tmp_path, "someone/corpus", {"train_vocab_size": 300})
+    values = json.loads(recipe.read_text())
+    values["data"]["sources"] = [{"path": str(text)}]
+    recipe.write_text(json.dumps(values))
+    prepared = execute([sys.executable, "data_prep.py", "--recipe", recipe, "--data_dir", tmp_path / "data"])
+    assert prepared.code == 0, prepared.output
+    text.unlink()
+    options = doctor.parse_arguments(["--recipe", str(recipe), "--data_dir", str(tmp_path / "data")])
+    launch, refused = plan_launch(options, gpus.Gpus())
+    (finding,) = reach.ask_around(launch).findings()
+    assert not refused and finding.verdict == FINE and finding.message.startswith("prepared: "), finding
+    next((tmp_path / "data" / "corpus" / "train").glob("*.arrow")).unlink()
+    (finding,) = reach.ask_around(launch).findings()
+    assert finding.verdict == BREAKS
+
+
+def test_what_is_not_fetched_cannot_be_offline(monkeypatch):
+    """HF_HUB_OFFLINE forbids asking; what the cache holds is fine."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: True)
+    finding = reach._tokenizer("someone/tokenizer")
+    assert finding.verdict == BREAKS and "unset HF_HUB_OFFLINE" in finding.remedy
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "/cache/tokenizer.json")
+    assert reach._tokenizer("someone/tokenizer").verdict == FINE
+
+
+def test_an_answer_that_does_not_come_is_not_waited_for(monkeypatch):
+    """All questions together take no longer than their limit."""
+    monkeypatch.setattr(reach, "SECONDS", 0.05)
+    never = threading.Event()
+    inquiry = reach.Inquiry({("data", name): never.wait for name in ("one", "other")})
+    assert ["no answer" in each.message for each in inquiry.findings()] == [True, True]
+    never.set()
 
 
 def test_infiniband_needs_memory_that_may_be_locked(monkeypatch, tmp_path):

@@ -11,12 +11,20 @@ from urllib.parse import urlsplit
 
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch
-from pretraining.host import container_memory_bytes, cores, host_memory_bytes, memory_in_kernel_words
+from pretraining.host import (
+    container_memory_bytes,
+    cores,
+    free_memory_bytes,
+    host_memory_bytes,
+    kernel_bytes,
+    system_text,
+)
 from pretraining.planning.quantities import num_bytes, several
 
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 NODES = Path("/sys/devices/system/node")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 NCCL_BYTES_A_RANK = 10_000_000
 """NCCL's first segment is 9,637,888 bytes: the size its message names if it does not fit (NVIDIA/nccl#342)."""
 SHARED_MEMORY_FOR_NCCL = 1_000_000_000
@@ -66,8 +74,8 @@ def check_machine(launch: Launch) -> list[Finding]:
 def _memory(launch: Launch) -> Finding:
     """Memory that is free now against what the ranks of this machine take together; its size is judged by the plan."""
     total, container = host_memory_bytes() or 0, container_memory_bytes()
-    free = memory_in_kernel_words().get("MemAvailable", total)
-    what = f"{num_bytes(total)}, {num_bytes(min(free, total))} free"
+    free = free_memory_bytes() or total
+    what = f"{num_bytes(total)}, {num_bytes(free)} free"
     what += ", as much as the container allows" if container == total else ""
     needed = launch.need and launch.ranks_here * (
         launch.need.host_counted if launch.trains_on_gpus else launch.need.on_processor
@@ -81,8 +89,7 @@ def _memory(launch: Launch) -> Finding:
 
 
 def _swap() -> Finding | None:
-    words = memory_in_kernel_words()
-    used = words.get("SwapTotal", 0) - words.get("SwapFree", 0)
+    used = (kernel_bytes("SwapTotal") or 0) - (kernel_bytes("SwapFree") or 0)
     if used < SWAPPED_BYTES:
         return None
     what = f"{num_bytes(used)} of memory are swapped out: what a rank has there, all ranks wait for"
@@ -181,8 +188,8 @@ def _numa(launch: Launch) -> Finding | None:
     own = os.sched_getaffinity(0)
     apart = []
     for gpu in launch.gpus.found:
-        device = Path("/sys/bus/pci/devices", gpu.fields.get("pci.bus_id", "")[-12:].lower(), "numa_node")
-        local = _cores_of_node(_text(device))
+        device = PCI_DEVICES / gpu.fields.get("pci.bus_id", "")[-12:].lower() / "numa_node"
+        local = _cores_of_node(system_text(device))
         if local and not local & own:
             apart.append(gpu.index)
     if not apart:
@@ -193,7 +200,9 @@ def _numa(launch: Launch) -> Finding | None:
 
 def _cores_of_node(node: str) -> set[int]:
     """`0-3,8` as a set; empty for a device that belongs to no node."""
-    ranges = (part.partition("-") for part in _text(NODES / f"node{node}" / "cpulist").split(",") if part)
+    ranges = (
+        part.partition("-") for part in system_text(NODES / f"node{node}" / "cpulist").split(",") if part
+    )
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 
 
@@ -205,7 +214,7 @@ def _infiniband() -> Finding | None:
     """Adapters, and whether their links are up."""
     if not _adapters():
         return None
-    states = {path.parts[-4]: _text(path) for path in INFINIBAND.glob("*/ports/*/state")}
+    states = {path.parts[-4]: system_text(path) for path in INFINIBAND.glob("*/ports/*/state")}
     down = sorted(name for name, state in states.items() if "ACTIVE" not in state)
     if not down:
         return Finding("InfiniBand", FINE, f"{', '.join(_adapters())}: active")
@@ -239,7 +248,7 @@ def _own_name(launch: Launch) -> Finding:
 
 def _outward_interface() -> str | None:
     """The one that the default route takes."""
-    routes = [line.split() for line in _text(Path("/proc/net/route")).splitlines()[1:]]
+    routes = [line.split() for line in system_text(Path("/proc/net/route")).splitlines()[1:]]
     return next((route[0] for route in routes if len(route) > 1 and route[1] == "00000000"), None)
 
 
@@ -295,11 +304,3 @@ def _is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_private
     except ValueError:
         return "." not in host
-
-
-def _text(path: Path) -> str:
-    """What a file of the system says; nothing if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
