@@ -97,6 +97,14 @@ def prices_of(gpu: Gpu) -> list[dict]:
     return sorted(found, key=lambda entry: entry["dollars_per_gpu_hour"])
 
 
+def cuda_needs(version: str | None) -> dict | None:
+    """What a build of torch for this version of CUDA needs: the entry of its major version in tables/cuda.json.
+
+    None if the build has no CUDA, or the table does not know the version.
+    """
+    return table("cuda").get((version or "").partition(".")[0])
+
+
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
