@@ -60,12 +60,10 @@ def examine_cluster(options: Namespace) -> list[Finding]:
     Raises:
         UserError: the recipe is wrong, or rank 0 cannot be reached.
     """
-    recipe, ds_config = load_run(
-        options.recipe,
-        getattr(options, "set", None) or (),
-        getattr(options, "deepspeed", None),
-        world_size_here(),
-    )
+    recipe, ds_config = None, None
+    if getattr(options, "recipe", None):
+        overrides, deepspeed = getattr(options, "set", None) or (), getattr(options, "deepspeed", None)
+        recipe, ds_config = load_run(options.recipe, overrides, deepspeed, world_size_here())
     with _printed_to_stderr():
         return Examination(recipe, ds_config, options).run()
 
@@ -80,9 +78,10 @@ def end_rank(code: int) -> None:
 class Examination:
     """One rank's part of it."""
 
-    def __init__(self, recipe: Recipe, ds_config: dict | None, options: Namespace):
+    def __init__(self, recipe: Recipe | None, ds_config: dict | None, options: Namespace):
         self.recipe, self.ds_config = recipe, ds_config
-        self.run_folder = Path(getattr(options, "output_dir", None) or REPOSITORY / "runs" / recipe.name)
+        default = REPOSITORY / "runs" / (recipe.name if recipe else "")
+        self.run_folder = Path(getattr(options, "output_dir", None) or default)
         self.data_dir = getattr(options, "data_dir", None) or REPOSITORY / "data"
         self.rank, self.size = int(os.environ["RANK"]), world_size_here()
         self.on_gpu, self.gpu = torch.cuda.is_available(), None
@@ -116,6 +115,8 @@ class Examination:
 
     def _in_folders(self, probed: ProbedFolder) -> None:
         self._attempt("run folder and data folder", lambda: look_at_run_folder(self.call, probed))
+        if self.recipe is None:
+            return
         name = self.recipe.data["name"]
         digests = self._gathered("data folder", lambda: manifest_of(self.data_dir, name), silently=True)
         if digests is not None:
@@ -137,7 +138,8 @@ class Examination:
             self._attempt("messages", lambda: measure_messages(self.call, self.gpu, self.on_gpu))
             self._attempt("devices", lambda: measure_devices(self.call, self.recipe, self.gpu, self.on_gpu))
             self._attempt("disk", lambda: self._disk(probed))
-            self._attempt("the recipe's layers", self._layers)
+            if self.recipe is not None:
+                self._attempt("the recipe's layers", self._layers)
             self._gathered("leaving the process group", leave_ranks)
             return
         self._attempt("disk", lambda: self._disk(probed))
@@ -167,8 +169,8 @@ class Examination:
 
     def _disk(self, probed: ProbedFolder) -> list[Finding]:
         size = BYTES_ON_GPU_MACHINES if self.on_gpu else BYTES_ELSEWHERE
-        plan = build_run_plan(self.recipe, self.ds_config, self.size)
-        return measure_disk(self.call, probed, size, plan.checkpoint_bytes)
+        plan = build_run_plan(self.recipe, self.ds_config, self.size) if self.recipe else None
+        return measure_disk(self.call, probed, size, plan and plan.checkpoint_bytes)
 
     def _layers(self) -> list[Finding]:
         seconds = min(LAYERS_SECONDS, self._left())

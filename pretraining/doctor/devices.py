@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,15 +35,42 @@ DEVICE_SECONDS = 30.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
 
 
-def measure_devices(call: RollCall, recipe: Recipe, gpu: Gpu | None, on_gpu: bool) -> list[Finding]:
+@dataclass(frozen=True)
+class Products:
+    """The products that are measured: of a layer's feed-forward part."""
+
+    name: str
+    tokens: int
+    width: int
+    inner: int
+    precision: str
+
+
+NO_RECIPE = Products("a model of 7 billion parameters", 16_384, 4096, 14_336, "bf16")
+
+
+def products_of(recipe: Recipe | None, on_gpu: bool) -> Products:
+    """Those of a micro-batch of the recipe; on a processor of few tokens, in fp32."""
+    products = NO_RECIPE
+    if recipe is not None:
+        tokens, precision = recipe.micro_batch * recipe.sequence_length, precision_of_products(recipe)
+        products = Products(recipe.name, tokens, *widths_of(recipe), precision)
+    if on_gpu:
+        return products
+    few = max(16, int(PROCESSOR_FLOPS / (4 * products.width * products.inner)))
+    return replace(products, tokens=min(products.tokens, few), precision="fp32")
+
+
+def measure_devices(call: RollCall, recipe: Recipe | None, gpu: Gpu | None, on_gpu: bool) -> list[Finding]:
     """Rates of products, of copies on GPUs, and of the host's memory; slow ranks by name."""
-    work = Devices(recipe, on_gpu)
+    products = products_of(recipe, on_gpu)
+    work = Devices(products, on_gpu)
     answers = call.step("products and copies", work.measure, DEVICE_SECONDS)
     errors = [f"{call.ranks[rank]}: {answer.error}" for rank, answer in enumerate(answers) if answer.error]
     if errors:
         raise RuntimeError(errors[0])
     found = [answer.value for answer in answers]
-    findings = _products(call, recipe, gpu, on_gpu, found)
+    findings = _products(call, products, gpu, on_gpu, found)
     if on_gpu:
         findings += _copies(call, gpu, found)
     rates = [each["host_memory_bytes_per_second"] for each in found]
@@ -55,10 +83,9 @@ def measure_devices(call: RollCall, recipe: Recipe, gpu: Gpu | None, on_gpu: boo
 class Devices:
     """One rank's measurements."""
 
-    def __init__(self, recipe: Recipe, on_gpu: bool):
-        self.recipe, self.on_gpu = recipe, on_gpu
+    def __init__(self, products: Products, on_gpu: bool):
+        self.products, self.on_gpu = products, on_gpu
         self.device = "cuda" if on_gpu else "cpu"
-        self.dtype = DTYPES[precision_of_products(recipe)] if on_gpu else torch.float32
 
     def measure(self) -> dict:
         """{"flops_per_second", "state" of the GPU under load, and rates of copies}."""
@@ -74,11 +101,8 @@ class Devices:
 
     def _products(self) -> tuple[float, Callable[[], None]]:
         """FLOPs of one round, and the round: into the feed-forward part of a layer and back."""
-        width, inner = widths_of(self.recipe)
-        tokens = self.recipe.micro_batch * self.recipe.sequence_length
-        if not self.on_gpu:
-            tokens = min(tokens, max(16, int(PROCESSOR_FLOPS / (4 * width * inner))))
-        make = {"dtype": self.dtype, "device": self.device}
+        tokens, width, inner = self.products.tokens, self.products.width, self.products.inner
+        make = {"dtype": DTYPES[self.products.precision], "device": self.device}
         hidden, up, down = (
             torch.randn(*shape, **make) for shape in ((tokens, width), (width, inner), (inner, width))
         )
@@ -206,19 +230,20 @@ def slow_ranks(rates: list[float], share: float) -> list[int]:
 
 
 def _products(
-    call: RollCall, recipe: Recipe, gpu: Gpu | None, on_gpu: bool, found: list[dict]
+    call: RollCall, products: Products, gpu: Gpu | None, on_gpu: bool, found: list[dict]
 ) -> list[Finding]:
     rates = [each["flops_per_second"] for each in found]
     median, slowest = statistics.median_high(rates), min(rates)
-    precision = precision_of_products(recipe) if on_gpu else "fp32"
-    values = {"flops_per_second": median, "slowest_flops_per_second": slowest}
-    message = f"{precision} products of {recipe.name}'s widths: {short(median)}FLOP/s a rank (median)"
+    precision = products.precision
+    kept = "product_flops" if on_gpu and precision in ("bf16", "fp16") else f"{precision}_product_flops"
+    values = {kept: median, f"slowest_{kept}": slowest}
+    message = f"{precision} products of {products.name}'s widths: {short(median)}FLOP/s a rank (median)"
     verdict, remedy = FINE, ""
     if gpu is not None and precision in gpu.dense_peak_flops:
         share = median / gpu.peak_flops(precision)
         values["share_of_peak"] = share
         message += f", {share:.0%} of {gpu.name}'s dense peak"
-        if share < HALF_OF_THE_PEAK and widths_of(recipe)[0] >= WIDE:
+        if share < HALF_OF_THE_PEAK and products.width >= WIDE:
             verdict = COSTS
             remedy = "look for other processes, the power limit and heat: nvidia-smi -q -d PERFORMANCE"
     findings = [Finding("products", verdict, message, remedy, values=values)]

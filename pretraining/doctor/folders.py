@@ -12,6 +12,7 @@ from pretraining.doctor.roll_call import FAILED, RollCall
 from pretraining.errors import file_error
 from pretraining.planning.quantities import duration, num_bytes, several
 
+CHECK = "shared run folder"
 LOOK_SECONDS = 12.0
 """A network folder may show a new file late: NFS keeps what it knows of a folder for some seconds."""
 DISK_SECONDS = 15.0
@@ -110,28 +111,30 @@ def look_at_run_folder(call: RollCall, probed: ProbedFolder) -> list[Finding]:
     if refused:
         return [_refused(call, rank, answers[rank].error) for rank in refused[:8]]
     answers = call.step("run folder: tokens of others", lambda: probed.look_for(call.size), LOOK_SECONDS + 5)
-    blind = {rank: answer.value for rank, answer in enumerate(answers) if answer.value}
-    if not blind:
-        ranks, nodes = several(call.size, "rank"), several(len(call.nodes), "node")
-        message = f"{probed.folder} is one folder for {ranks} on {nodes}"
-        return [Finding("run folder", FINE, message)]
-    rank, unseen = next(iter(blind.items()))
-    others = ", ".join(str(call.ranks[other]) for other in unseen[:4]) + (
-        " and more" if len(unseen) > 4 else ""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, answer in enumerate(answers):
+        groups.setdefault(tuple(answer.value), []).append(rank)
+    ranks, nodes = several(call.size, "rank"), several(len(call.nodes), "node")
+    if set(groups) == {()}:
+        return [Finding(CHECK, FINE, f"{probed.folder} is one folder for {ranks} on {nodes}")]
+    most = max(groups.values(), key=len)  # of groups of one size that of rank 0
+    odd = [rank for rank in range(call.size) if rank not in most]
+    message = (
+        f"{probed.folder} is not shared: {_named(call, odd)} and {_named(call, most)} see different folders"
     )
-    message = f"{probed.folder} is not shared: {call.ranks[rank]} does not see what {others} wrote"
     remedy = (
         "name a folder on a disk that all nodes share: --output_dir; else checkpoints would lie in pieces"
     )
-    where = ", ".join(str(call.ranks[rank]) for rank in list(blind)[:4])
-    return [Finding("run folder", BREAKS, message, remedy, where)]
+    return [Finding(CHECK, BREAKS, message, remedy, _named(call, odd))]
+
+
+def _named(call: RollCall, ranks: list[int]) -> str:
+    return ", ".join(str(call.ranks[rank]) for rank in ranks[:4]) + (" and more" if len(ranks) > 4 else "")
 
 
 def _refused(call: RollCall, rank: int, error: str) -> Finding:
     what, _, remedy = error.partition("; ")
-    return Finding(
-        "run folder", BREAKS, what, remedy or "choose another: --output_dir", str(call.ranks[rank])
-    )
+    return Finding(CHECK, BREAKS, what, remedy or "choose another: --output_dir", str(call.ranks[rank]))
 
 
 def manifest_of(data_dir, name: str) -> str | None:
@@ -150,7 +153,7 @@ def manifest_of(data_dir, name: str) -> str | None:
 
 def judge_data(call: RollCall, data_dir, name: str, digests: list[str | None]) -> list[Finding]:
     """Whether every rank finds the same prepared data, in one folder or in copies of it."""
-    place, check = f"{str(data_dir).rstrip('/')}/{name}", "data folder"
+    place, check = f"{str(data_dir).rstrip('/')}/{name}", "shared data"
     if not any(digests):
         return [Finding(check, FINE, f"{place}: nothing is prepared yet; data_prep.py does it")]
     if len(set(digests)) == 1:
@@ -162,29 +165,35 @@ def judge_data(call: RollCall, data_dir, name: str, digests: list[str | None]) -
     lacks = all(digests[rank] is None for rank in odd)
     message = f"{place}: {'no prepared data' if lacks else 'other prepared data'} here, other ranks have it"
     remedy = "name a folder on a disk that all nodes share (--data_dir), or copy the same data to each node"
-    return [Finding(check, BREAKS, message, remedy, ", ".join(str(call.ranks[rank]) for rank in odd[:4]))]
+    return [Finding(check, BREAKS, message, remedy, _named(call, odd))]
 
 
-def measure_disk(call: RollCall, probed: ProbedFolder, size: int, checkpoint_bytes: int) -> list[Finding]:
+def measure_disk(
+    call: RollCall, probed: ProbedFolder, size: int, checkpoint_bytes: int | None
+) -> list[Finding]:
     """Bytes per second of all ranks at once, and how long a checkpoint takes at that rate."""
-    answers = call.step("disk", lambda: probed.write_and_read(size), 3 * DISK_SECONDS)
+    answers = call.step("disk of all ranks", lambda: probed.write_and_read(size), 3 * DISK_SECONDS)
     failed = [rank for rank, answer in enumerate(answers) if answer.state == FAILED]
     if failed:
         findings = [_refused(call, rank, answers[rank].error) for rank in failed[:8]]
-        return [Finding("disk", each.verdict, each.message, each.remedy, each.where) for each in findings]
+        return [
+            Finding("disk of all ranks", each.verdict, each.message, each.remedy, each.where)
+            for each in findings
+        ]
     total = sum(answer.value["bytes"] for answer in answers)
     seconds = {key: max(answer.value[key] for answer in answers) for key in ("write_seconds", "read_seconds")}
     writes, reads = (total / max(seconds[key], 1e-9) for key in ("write_seconds", "read_seconds"))
-    values = {"write_bytes_per_second": writes, "read_bytes_per_second": reads, "written_bytes": total}
-    saving = checkpoint_bytes / writes
+    values = {"all_ranks_write_bytes_per_second": writes, "all_ranks_read_bytes_per_second": reads}
     message = (
-        f"{several(call.size, 'rank')} at once write {num_bytes(writes)}/s and read {num_bytes(reads)}/s in "
-        f"{probed.folder}; a checkpoint of {num_bytes(checkpoint_bytes)} takes {duration(saving)}"
+        f"{several(call.size, 'rank')} at once write {num_bytes(writes)}/s and read {num_bytes(reads)}/s"
     )
-    values["checkpoint_seconds"] = saving
+    if checkpoint_bytes is None:
+        return [Finding("disk of all ranks", FINE, message, values=values)]
+    saving = values["checkpoint_seconds"] = checkpoint_bytes / writes
+    message += f"; a checkpoint of {num_bytes(checkpoint_bytes)} takes {duration(saving)}"
     if saving > SAVE_SECONDS:
         remedy = (
             "take a faster disk (--output_dir); or save less often, and give launch/slurm.sh more than @600"
         )
-        return [Finding("disk", COSTS, message, remedy, values=values)]
-    return [Finding("disk", FINE, message, values=values)]
+        return [Finding("disk of all ranks", COSTS, message, remedy, values=values)]
+    return [Finding("disk of all ranks", FINE, message, values=values)]

@@ -146,8 +146,12 @@ def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
         UserError: one layer is already too much.
     """
     model, length, micro_batch = dict(recipe.model), recipe.sequence_length, recipe.micro_batch
-    accumulation, most_layers = min(MOST_ACCUMULATION, accumulation_steps(recipe, world_size)), MOST_LAYERS
-    if not on_gpu:
+    if on_gpu:
+        accumulation, most_layers = (
+            min(MOST_ACCUMULATION, accumulation_steps(recipe, world_size)),
+            MOST_LAYERS,
+        )
+    else:
         length, micro_batch = min(length, PROCESSOR_LENGTH), min(micro_batch, PROCESSOR_MICRO_BATCH)
         accumulation, most_layers = 1, PROCESSOR_LAYERS
         model = _narrow(model) if is_exact(model) else model
@@ -353,13 +357,13 @@ def _curve(reduced: Recipe, trained: dict[str, Trained], left_out: list[str]) ->
         message = f"not compared{more}"
         return [Finding("curve of stages", COSTS, message, "run the doctor again; see what took so long")]
     apart = {
-        name: max(abs(a - b) for a, b in zip(found.losses, reference.losses, strict=True))
+        name: float(np.abs(np.subtract(found.losses, reference.losses)).max())  # NaN if one of them is
         for name, found in trained.items()
         if name != "zero0"
     }
     tolerance = TOLERANCE[precision_of_products(reduced)]
     values = {"loss_difference_by_stage": apart, "tolerance": tolerance}
-    far = [name for name, difference in apart.items() if not difference <= tolerance]  # a NaN is far
+    far = [name for name, difference in apart.items() if not difference <= tolerance]
     shown = ", ".join(f"{name} {three_digits(difference)}" for name, difference in apart.items())
     message = f"largest difference of the loss to zero0's in {STEPS} steps: {shown}"
     message += f" (up to {tolerance:g} is rounding){more}"
