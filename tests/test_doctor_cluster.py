@@ -19,7 +19,7 @@ from pretraining.planning.gpus import find_gpu
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe, recipe_names
 from tests.hosts import hosts
-from tests.runs import Started, execute, free_port, launcher, made_once, on_own_port
+from tests.runs import Started, Workshop, execute, free_port, launcher, made_once, on_own_port
 
 DOCTOR = ["-m", "pretraining.doctor"]
 TEST_SECONDS = 300
@@ -174,8 +174,7 @@ def test_a_stage_that_leaves_stage_0s_curve_is_named():
 # ---- with ranks
 
 
-@pytest.fixture(scope="session")
-def healthy(workshop) -> dict:
+def examine_healthy(workshop: Workshop) -> dict:
     """What the doctor says of two healthy ranks under the real `deepspeed`, with a recipe whose data is prepared."""
 
     def examine() -> dict:
@@ -189,8 +188,9 @@ def healthy(workshop) -> dict:
     return made_once(workshop.folder / "healthy.doctor", examine)
 
 
-def test_healthy_ranks_are_fine(healthy):
+def test_healthy_ranks_are_fine(workshop):
     """Under the launcher of the run: each rate with its unit, progress from rank 0, nothing left behind."""
+    healthy = examine_healthy(workshop)
     checks = {finding["check"]: finding for finding in healthy["findings"]}
     wanted = ["ranks alike", "shared run folder", "shared data", "pairs of ranks", "all-reduce", "all-gather"]
     wanted += ["products", "disk of all ranks", "layers", "layers' memory", "curve of stages"]
@@ -201,9 +201,9 @@ def test_healthy_ranks_are_fine(healthy):
     assert healthy["stderr"].count("doctor: ") == healthy["stderr"].count(" s: ") >= 10
 
 
-def test_the_curve_of_every_stage_is_stage_0s(healthy):
+def test_the_curve_of_every_stage_is_stage_0s(workshop):
     """The recipe's own layers through the real Trainer and engine, fp32."""
-    (curve,) = by_check(healthy["findings"], "curve of stages")
+    (curve,) = by_check(examine_healthy(workshop)["findings"], "curve of stages")
     apart = curve["values"]["loss_difference_by_stage"]
     assert set(apart) == {"zero1", "zero2", "zero3"} and max(apart.values()) < 1e-5
 

@@ -10,6 +10,7 @@ from pretraining.run_dir import RunDir
 from tests.runs import BIN, REPOSITORY, Finished, Workshop, execute
 from tests.scored_tasks import write_items, write_tasks
 from tests.test_batch_ramp import RAMPED
+from tests.test_doctor_cluster import examine_healthy
 
 NAMES = ("README.md", "recipes/README.md", "ds_configs/README.md", "pretraining/data/README.md")
 PAGES = [p for p in (REPOSITORY / name for name in NAMES) if p.exists()]
@@ -135,6 +136,14 @@ def run_doctor(workshop: Workshop, words: list[str]) -> None:
     succeeded(execute(words), "nothing will break")
 
 
+def run_doctor_together(workshop: Workshop, words: list[str]) -> None:
+    """`deepspeed --module pretraining.doctor`: of two ranks with the small recipe."""
+    assert (
+        words[2:4] == ["--module", "pretraining.doctor"]
+        and examine_healthy(workshop)["summary"]["will_break"] == 0
+    )
+
+
 def run_reporting(workshop: Workshop, words: list[str]) -> None:
     """`python -m pretraining.reporting`: of small runs, into the workshop."""
     small, page = workshop.run("zero2", by="deepspeed").folder, workshop.folder / "both.html"
@@ -195,6 +204,7 @@ SCALED = {
     r"python -m pretraining\.checkpoints ": run_checkpoints,
     r"python -m pretraining\.reporting ": run_reporting,
     r"python -m pretraining\.doctor ": run_doctor,
+    r"deepspeed .*--module pretraining\.doctor ": run_doctor_together,
 }
 
 

@@ -17,7 +17,7 @@ import torch
 from pretraining.command_line import world_size_here
 from pretraining.doctor.alike import ClockQuestion, compare_ranks, describe_rank, judge_clocks
 from pretraining.doctor.devices import measure_devices
-from pretraining.doctor.findings import BREAKS, COSTS, Finding, worst
+from pretraining.doctor.findings import BREAKS, COSTS, Finding, as_lines, worst
 from pretraining.doctor.folders import (
     BYTES_ELSEWHERE,
     BYTES_ON_GPU_MACHINES,
@@ -151,7 +151,7 @@ class Examination:
 
     def _loopback(self, address: dict) -> list[Finding]:
         """A host whose own name means the loopback cannot be reached by the others, though NCCL may work."""
-        bound = self.call.gather("addresses", address, time.monotonic() + STEP_SECONDS)
+        bound = self.call.gather("addresses", address)
         if len(self.call.nodes) == 1:
             return []
         return [
@@ -260,9 +260,10 @@ class Examination:
             remedy = (
                 "NCCL_DEBUG=INFO says where; try NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1, NCCL_P2P_DISABLE=1"
             )
-        self.findings.append(
-            Finding(stuck.step, BREAKS, f"{message} (after {stuck.seconds:.0f} s)", remedy, silent or waiting)
-        )
+        message += f" (after {stuck.seconds:.0f} s)"
+        self.findings.append(Finding(stuck.step, BREAKS, message, remedy, silent or waiting))
+        if self.rank == 1 and stuck.answers[0].state == SILENT:  # nobody else would report it
+            print(as_lines(self.findings[-1:]), file=sys.stderr, flush=True)
 
     def _say(self, what: str) -> None:
         if self.rank == 0:

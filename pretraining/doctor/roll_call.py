@@ -73,7 +73,6 @@ class RollCall:
             UserError: rank 0 cannot be reached from here.
         """
         self.rank, self.size = rank, size
-        self.began = time.monotonic()
         self._server = _connect(rank, arrival_seconds)
         self._store = _named(self._server)
         self.work_store = _named(_client(self._server))
@@ -83,8 +82,14 @@ class RollCall:
         self.ranks: list[Rank | None] = self._arrive(arrival_seconds)
 
     def _arrive(self, seconds: float) -> list[Rank | None]:
+        """Rank 0 waits so long from its own start; the others know no better when that is than to wait longer."""
         mine = Rank(self.rank, socket.gethostname(), os.getpid(), int(os.environ.get("LOCAL_RANK", "0")))
-        arrived = self.gather("arrival", asdict(mine), self.began + seconds)
+        patience = seconds if self.rank == 0 else 2 * seconds
+        try:
+            arrived = self._collect_from_all("arrival", asdict(mine), time.monotonic() + patience)
+        except Stuck as stuck:
+            what = f"{mine}: rank 0 does not answer, though its port is open; look at its host, and its log"
+            raise UserError(what, on_every_rank=mine.local_rank != 0) from stuck
         return [None if fields is None else Rank(**fields) for fields in arrived]
 
     @property
@@ -113,16 +118,31 @@ class RollCall:
         Raises:
             Stuck: on every rank, if the work did not come back on one of them.
         """
-        began = time.monotonic()
+        until = time.monotonic() + seconds + GRACE_SECONDS
         mine = self._worker.run(work, seconds)
-        until = began + seconds + GRACE_SECONDS
-        gathered = self.gather(name, asdict(mine), until)
+        gathered = self._collect_from_all(name, asdict(mine), until)
         answers = [Answer() if each is None else Answer(**each) for each in gathered]
         if not all(answer.came_back for answer in answers):
             raise Stuck(name, seconds, answers)
         return answers
 
-    def gather(self, name: str, value, until: float) -> list:
+    def gather(self, name: str, value) -> list:
+        """The value of every rank, on every rank, at once.
+
+        Raises:
+            Stuck: on every rank, if one sends none.
+        """
+        gathered = self._collect_from_all(name, [value], time.monotonic() + GRACE_SECONDS)
+        if None in gathered:
+            answers = [Answer(SILENT if each is None else DONE) for each in gathered]
+            raise Stuck(name, GRACE_SECONDS, answers)
+        return [value for (value,) in gathered]
+
+    def agreed_seconds_left(self, until: float) -> float:
+        """Seconds until then by the clock of rank 0, so that all ranks decide alike."""
+        return self.gather("time that is left", until - time.monotonic())[0]
+
+    def _collect_from_all(self, name: str, value, until: float) -> list:
         """The value of every rank, on every rank; None of those that sent none until then (`time.monotonic()`).
 
         Raises:
@@ -140,11 +160,6 @@ class RollCall:
         except DistError as error:
             others = [Answer(SILENT if rank == 0 else DONE) for rank in range(self.size)]
             raise Stuck(name.partition("/")[2], GRACE_SECONDS, others) from error
-
-    def agreed_seconds_left(self, until: float) -> float:
-        """Seconds until then by the clock of rank 0, so that all ranks decide alike."""
-        left = until - time.monotonic()
-        return self.gather("seconds left", left, time.monotonic() + GRACE_SECONDS)[0] or 0.0
 
     def _collect(self, name: str, until: float) -> list:
         missing = set(range(self.size))
