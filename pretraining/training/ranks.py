@@ -66,7 +66,7 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     else:
         # Only its own launcher tells DeepSpeed; else ZeRO-3 starts `numactl` at every reduction to count devices.
         os.environ.setdefault("LOCAL_SIZE", str(ranks_here()))
-        _leave_out_shared_memory()
+        leave_out_shared_memory()
     ask_the_processor_once()
     keep_compiled_operators()
     minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
@@ -103,7 +103,7 @@ def _wait_as_long_in_every_group(timeout: timedelta) -> None:
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
 
 
-def _leave_out_shared_memory() -> None:
+def leave_out_shared_memory() -> None:
     """Keep DeepSpeed from building its reductions through shared memory, which only `inference_all_reduce` uses.
 
     deepspeed 0.19.8 (comm/torch.py) would build them for every process group, also without a ds_config: a minute of
