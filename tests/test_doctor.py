@@ -348,7 +348,8 @@ def test_only_rank_0_speaks_under_a_launcher(monkeypatch, capsys):
     for rank, said in (("1", ""), ("0", "ranks")):
         for name in ("RANK", "LOCAL_RANK"):
             monkeypatch.setenv(name, rank)
-        monkeypatch.setenv("WORLD_SIZE", "2")
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(name, "2")
         doctor.main([])
         assert (said in capsys.readouterr().out) if said else capsys.readouterr().out == ""
     assert len(asked) == 2
@@ -479,6 +480,59 @@ def test_an_answer_that_does_not_come_is_not_waited_for(monkeypatch):
     inquiry = reach.Inquiry({("data", name): never.wait for name in ("one", "other")})
     assert ["no answer" in each.message for each in inquiry.findings()] == [True, True]
     never.set()
+    with pytest.raises(ZeroDivisionError):
+        reach.Inquiry({("data", "fault of ours"): lambda: 1 / 0}).findings()
+
+
+@pytest.mark.parametrize(
+    "status, has_token, words",
+    [(403, True, "the hub refuses the account of your token (403)"), (503, False, "the hub answers 503")],
+)
+def test_what_the_hub_answers_is_said_in_words(monkeypatch, tmp_path, status, has_token, words):
+    """A token without rights, a hub that is down: each has its own remedy."""
+    with local_hub() as hub:
+        hub.refuse_with = status
+        token = {"HF_TOKEN": "hf_local" if has_token else "", "HF_HOME": str(tmp_path)}
+        for name, value in {**hub.environment, **token}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
+        monkeypatch.setattr("huggingface_hub.get_token", lambda: token["HF_TOKEN"] or None)
+        finding = reach._repository("data", "dataset", "some one/corpus")
+    assert words in finding.message and finding.remedy
+
+
+def test_folders_of_one_repository_are_one_question():
+    """Seven sources of a mixture lie in one repository of the hub."""
+    recipe, ds_config = load_run("30b")
+    launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("nowhere"), recipe, ds_config)
+    asked = dict(reach._questions(launch))
+    assert list(asked) == [
+        ("data", "prepared data"),
+        ("data", "MBZUAI-LLM/SlimPajama-627B-DC"),
+        ("tokenizer", "gpt2"),
+    ]
+
+
+def test_only_the_gpus_that_a_process_sees_count(monkeypatch, tmp_path):
+    """CUDA_VISIBLE_DEVICES, by number or by name; CUDA passes over all behind a name that is none."""
+    plant_gpus(tmp_path, 4)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for chosen, seen in (("2,0", ["2", "0"]), ("GPU-3", ["3"]), ("1,9,2", ["1"]), ("", [])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        found = gpus.read_gpus()
+        assert [gpu.index for gpu in found.found] == seen
+    (finding,) = gpus.check_gpus(found, gpus.TorchBuild("2.13.0", "13.0"))
+    assert "CUDA_VISIBLE_DEVICES leaves none" in finding.message
+
+
+def test_a_driver_that_does_not_answer(monkeypatch, tmp_path):
+    """Updated under a running machine, its library and its kernel module differ: no GPU can be used."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (finding,) = gpus.check_gpus(gpus.read_gpus(), gpus.TorchBuild("2.13.0", "13.0"))
+    assert finding.verdict == BREAKS and "version mismatch" in finding.message
 
 
 def test_infiniband_needs_memory_that_may_be_locked(monkeypatch, tmp_path):

@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
-from pretraining.errors import UserError
-from pretraining.planning.gpus import Gpu, cuda_needs, find_gpu
+from pretraining.planning.gpus import Gpu, cuda_needs, known_gpu
 from pretraining.planning.quantities import num_bytes, several
 
 FIELDS = (
@@ -74,10 +73,7 @@ class Gpus:
     @property
     def known(self) -> Gpu | None:
         """Their entry in tables/gpus.json; None without GPUs, or for a kind that it does not have."""
-        try:
-            return find_gpu(self.found[0].name) if self.found else None
-        except UserError:
-            return None
+        return known_gpu(self.found[0].name) if self.found else None
 
     @property
     def memory_bytes(self) -> int | None:

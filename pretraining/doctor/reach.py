@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from email.utils import parsedate
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
+from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from pretraining.addresses import masked
@@ -41,7 +43,7 @@ class Inquiry:
 
     def __init__(self, questions: dict[Question, Callable[[], Finding]]):
         """Begin to ask; each question has a function that returns its finding."""
-        self._answers: dict[Question, Finding] = {}
+        self._answers: dict[Question, Finding | Exception] = {}
         self._deadline = time.monotonic() + SECONDS
         self._threads = {
             question: threading.Thread(target=self._ask, args=(question, ask), daemon=True)
@@ -55,16 +57,21 @@ class Inquiry:
             self._answers[question] = ask()
         except UserError as error:
             self._answers[question] = Finding.of_error(question[0], error)
+        except Exception as error:  # a fault of ours, which a thread would keep to itself
+            self._answers[question] = error
 
     def findings(self) -> list[Finding]:
         """Every answer, in the order of the questions; one that has not come by now counts as none."""
         found = []
         for (check, subject), thread in self._threads.items():
             thread.join(max(0.0, self._deadline - time.monotonic()))
-            late = Finding(
-                check, BREAKS, f"{subject}: no answer within {SECONDS:.0f} s", _offline_remedy(check)
+            late = f"{subject}: no answer within {SECONDS:.0f} s"
+            answer = self._answers.get((check, subject)) or Finding(
+                check, BREAKS, late, _offline_remedy(check)
             )
-            found.append(self._answers.get((check, subject), late))
+            if isinstance(answer, Exception):
+                raise answer
+            found.append(answer)
         return found
 
 
@@ -96,16 +103,17 @@ def _of_source(source: dict) -> tuple[Question, Callable[[], Finding]]:
     if name and not Path(name).exists():
         return ("data", name), partial(_repository, "data", "dataset", name)
     if path and path.startswith("hf://"):
-        kind, *parts = path.removeprefix("hf://").split("/")
+        parts = path.removeprefix("hf://").split("/")
+        kind = parts.pop(0).removesuffix("s") if parts[0] in ("datasets", "spaces") else "model"
         repository = "/".join(parts[:2]).partition("@")[0]
-        return ("data", repository), partial(_repository, "data", kind.removesuffix("s"), repository)
+        return ("data", repository), partial(_repository, "data", kind, repository)
     place = name or path or source["builtin"]
     return ("data", place), partial(_files, source)
 
 
 def _prepared(launch: Launch) -> Finding:
     """Data that is there already is opened as a run opens it; then its sources need not be reached."""
-    os.environ.setdefault(PATIENCE_VARIABLE, str(SECONDS))
+    os.environ.setdefault(PATIENCE_VARIABLE, str(SECONDS - 1))  # then the store's own reason comes in time
     try:
         data = open_prepared(launch.recipe, launch.data_dir)
     except UserError as error:
@@ -148,11 +156,11 @@ def _repository(check: str, kind: str, name: str) -> Finding:
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         answer = urlopen(
-            Request(f"{endpoint}/api/{kind}s/{name}/auth-check", headers=headers), timeout=SECONDS
+            Request(f"{endpoint}/api/{kind}s/{quote(name)}/auth-check", headers=headers), timeout=SECONDS
         )
     except HTTPError as error:
         return _refused(check, name, page, bool(token), error)
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         what = f"{name}: {endpoint} cannot be reached ({_reason(error)})"
         return Finding(check, BREAKS, what, _offline_remedy(check))
     with answer:
@@ -233,7 +241,7 @@ def _wandb() -> Finding:
     return Finding("tracker", FINE, f"wandb: {server} answers")
 
 
-def _reason(error: OSError) -> str:
+def _reason(error: Exception) -> str:
     """Why a server did not answer, in a few words."""
     reason = getattr(error, "reason", error)
     return masked(str(getattr(reason, "strerror", None) or reason))
