@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,6 +69,7 @@ mount -t tmpfs -o ro none {data}
 mount -t tmpfs none /sys/fs/cgroup
 echo 4000000000 > /sys/fs/cgroup/memory.max
 echo '100000 100000' > /sys/fs/cgroup/cpu.max
+mount -t tmpfs -o ro none {home}
 echo '127.0.1.1 doctor-test' > {folder}/hosts
 mount --bind {folder}/hosts /etc/hosts
 hostname doctor-test
@@ -156,9 +158,11 @@ def sick() -> Iterator[Examined]:
 
 def examine_sick(folder: Path) -> Examined:
     """Plant the faults and examine."""
-    for name in ("run", "data"):
-        (folder / name).mkdir()
-    if subprocess.run(["unshare", "-rmu", "mount", "-t", "tmpfs", "none", folder / "run"]).returncode:
+    run, data, home = places = [folder / name for name in ("run", "data", "home")]
+    for place in places:
+        place.mkdir()
+    namespaces = ["unshare", "-rmu"]
+    if subprocess.run([*namespaces, "mount", "-t", "tmpfs", "none", run], capture_output=True).returncode:
         pytest.skip("this system gives no user its own namespaces")
     plant_gpus(folder / "bin", 8, unknown=("clocks_event_reasons.active",), **SICK)
     install_torch(folder / "packages", "2.13.0+cu130", "13.0")
@@ -166,18 +170,19 @@ def examine_sick(folder: Path) -> Examined:
     recipe = write_recipe(
         folder, "someone/gated", "someone/missing", report_to="swanlab", optim="adamw_torch"
     )
-    faults = FAULTS.format(folder=folder, run=folder / "run", data=folder / "data")
+    faults = FAULTS.format(folder=folder, run=run, data=data, home=home)
     command = [sys.executable, "-m", "pretraining.doctor", "--json", "--recipe", recipe, "--world_size", "64"]
-    command += ["--deepspeed", "zero3_nvme", "--output_dir", folder / "run", "--data_dir", folder / "data"]
+    command += ["--deepspeed", "zero3_nvme", "--output_dir", run, "--data_dir", data]
     variables = {
         "PYTHONPATH": str(folder / "packages"),
         "HF_HOME": str(folder / "hf"),
+        "TORCH_EXTENSIONS_DIR": str(home / "built"),
         "NCCL_P2P_DISABLE": "1",
     }
     with local_hub() as hub:
         hub.gated.add("someone/gated")
         variables |= {**hub.environment, "HF_TOKEN": "", "NCCL_SOCKET_IFNAME": "ib9"}
-        return Examined(execute(["unshare", "-rmu", "sh", "-c", faults, "sh", *command], **variables))
+        return Examined(execute([*namespaces, "sh", "-c", faults, "sh", *command], **variables))
 
 
 PLANTED = {
@@ -192,6 +197,7 @@ PLANTED = {
     "tracker": ("packages", BREAKS, "training.report_to swanlab needs swanlab", "pip install swanlab"),
     "C++ compiler": ("compiler", BREAKS, "no C++ compiler (c++)", "apt-get install g++"),
     "ninja": ("compiler", BREAKS, "no ninja", "pip install ninja"),
+    "no place for operators": ("compiler", BREAKS, "what is built cannot be kept in", "TORCH_EXTENSIONS_DIR"),
     "shared memory": ("shared memory", BREAKS, "65.5 kB free in /dev/shm", "--shm-size=1g"),
     "open files": ("open files", BREAKS, "a process may open 256, a rank needs about 512", "ulimit -n"),
     "locked memory": ("locked memory", BREAKS, "a process may lock 65.5 kB", "ulimit -l unlimited"),
@@ -517,12 +523,29 @@ def test_only_the_gpus_that_a_process_sees_count(monkeypatch, tmp_path):
     """CUDA_VISIBLE_DEVICES, by number or by name; CUDA passes over all behind a name that is none."""
     plant_gpus(tmp_path, 4)
     monkeypatch.setenv("PATH", str(tmp_path))
-    for chosen, seen in (("2,0", ["2", "0"]), ("GPU-3", ["3"]), ("1,9,2", ["1"]), ("", [])):
+    for chosen, seen in (("2,0", ["2", "0"]), ("GPU-3", ["3"]), ("MIG-1", []), ("1,9,2", ["1"]), ("", [])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
         found = gpus.read_gpus()
         assert [gpu.index for gpu in found.found] == seen
     (finding,) = gpus.check_gpus(found, gpus.TorchBuild("2.13.0", "13.0"))
     assert "CUDA_VISIBLE_DEVICES leaves none" in finding.message
+
+
+def test_an_old_driver_with_a_compatibility_package_is_none(monkeypatch):
+    """A container may bring the newer library; torch asks that one."""
+    launch, torch = on_gpus(1, 1), gpus.TorchBuild("2.13.0+cu130", "13.0")
+    old = replace(launch.gpus, driver="535.183.01")
+    for cuda, verdict in ((None, BREAKS), (12.2, BREAKS), (13.0, FINE)):
+        monkeypatch.setattr(gpus, "driver_cuda", lambda cuda=cuda: cuda)
+        assert gpus._driver(old, torch).verdict == verdict
+
+
+def test_a_home_that_cannot_be_written_keeps_nothing_of_the_hub(monkeypatch, tmp_path):
+    """What is fetched has no place: said before it is fetched."""
+    monkeypatch.setenv("HF_HOME", "/proc/none")
+    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
+    finding = reach._repository("tokenizer", "model", "someone/tokenizer")
+    assert finding.verdict == BREAKS and "set HF_HOME" in finding.remedy
 
 
 def test_a_driver_that_does_not_answer(monkeypatch, tmp_path):

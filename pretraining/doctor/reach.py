@@ -20,10 +20,12 @@ from pretraining.data.files import is_remote, list_files
 from pretraining.data.packages import require
 from pretraining.data.streaming.retries import PATIENCE_VARIABLE, reason_of
 from pretraining.data.text_files import READABLE_SUFFIXES
+from pretraining.doctor.disks import unwritable
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch
 from pretraining.doctor.software import trackers_of
 from pretraining.errors import UserError
+from pretraining.host import existing_folder
 
 SECONDS = 3.0
 """For all answers together: they are asked for at the same time."""
@@ -152,6 +154,10 @@ def _repository(check: str, kind: str, name: str) -> Finding:
     if hub.is_offline_mode():
         what = f"{name}: not fetched yet, and HF_HUB_OFFLINE forbids asking the hub"
         return Finding(check, BREAKS, what, "unset HF_HUB_OFFLINE, or set HF_HOME to the cache that holds it")
+    cache = existing_folder(Path(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
+    if broken := unwritable(cache):
+        what = f"{name}: what is fetched cannot be kept in {cache} ({broken})"
+        return Finding(check, BREAKS, what, "set HF_HOME to a folder that can be written")
     token = hub.get_token()
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
