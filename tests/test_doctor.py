@@ -209,7 +209,7 @@ PLANTED = {
     "memory filesystem": ("filesystem", COSTS, "the memory of this machine", "--output_dir"),
     "full disk": ("disk", BREAKS, "of disk, there is room for 1.05 MB", "--output_dir"),
     "read-only folder": ("data folder", BREAKS, "cannot be written (Read-only file system)", "--data_dir"),
-    "gated data": ("data", BREAKS, "someone/gated: gated, and closed to who has no token", "HF_TOKEN"),
+    "gated data": ("data", BREAKS, "someone/gated: gated, and closed without a token", "HF_TOKEN"),
     "unknown tokenizer": ("tokenizer", BREAKS, "someone/missing: the hub knows no such", "HF_TOKEN"),
     "data to prepare": ("data", COSTS, "is not prepared", "python data_prep.py --recipe"),
 }
@@ -248,7 +248,7 @@ def healthy(tmp_path_factory) -> Examined:
     return found
 
 
-def test_a_healthy_machine_is_not_slandered(healthy):
+def test_a_healthy_machine_has_none_of_these_faults(healthy):
     """Each line that the faults brought forth is gone, or says that it is fine."""
     assert healthy.code == 0, as_lines(healthy.findings)
     checks = {each.check for each in healthy.findings if each.verdict != FINE}
@@ -492,7 +492,7 @@ def test_an_answer_that_does_not_come_is_not_waited_for(monkeypatch):
 
 @pytest.mark.parametrize(
     "status, has_token, words",
-    [(403, True, "the hub refuses the account of your token (403)"), (503, False, "the hub answers 503")],
+    [(403, True, "closed to the account of your token (403)"), (503, False, "the hub answers 503")],
 )
 def test_what_the_hub_answers_is_said_in_words(monkeypatch, tmp_path, status, has_token, words):
     """A token without rights, a hub that is down: each has its own remedy."""

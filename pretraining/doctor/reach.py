@@ -177,14 +177,14 @@ def _repository(check: str, kind: str, name: str) -> Finding:
 def _refused(check: str, name: str, page: str, has_token: bool, error: HTTPError) -> Finding:
     """What the hub's answer means (huggingface_hub 2.4, utils/_http.py: X-Error-Code)."""
     code = error.headers.get("X-Error-Code", "")
-    account = "the account of your token" if has_token else "who has no token"
+    whose = "to the account of your token" if has_token else "without a token"
     if code == "GatedRepo":
         remedy = f"accept its terms at {page}"
         remedy += "" if has_token else ", then set HF_TOKEN to a token of that account (or hf auth login)"
-        return Finding(check, BREAKS, f"{name}: gated, and closed to {account} ({error.code})", remedy)
+        return Finding(check, BREAKS, f"{name}: gated, and closed {whose} ({error.code})", remedy)
     if error.code in (401, 403):
         remedy = "set HF_TOKEN to a token that may read it (or hf auth login)"
-        return Finding(check, BREAKS, f"{name}: the hub refuses {account} ({error.code})", remedy)
+        return Finding(check, BREAKS, f"{name}: closed {whose} ({error.code})", remedy)
     if error.code == 404:
         what = f"{name}: the hub knows no such repository, or hides a private one"
         return Finding(
