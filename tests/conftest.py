@@ -82,6 +82,8 @@ LAUNCHING += [
     "test_throughput",
 ]
 
+# Plans know nothing of what the doctor measured on this machine, and no folder below this one can be made.
+os.environ["PRETRAINING_DOCTOR_FOLDER"] = str(Path(os.devnull, "doctor"))
 os.environ["PATH"] = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
 
 

@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
+from pretraining.planning.gpus import cuda_needs
 from pretraining.training.fresh_store import fresh_store, shared_with_the_launcher
 from pretraining.training.launcher import launcher_is_gone
 from pretraining.training.operators import ask_the_processor_once, keep_compiled_operators
@@ -158,8 +159,10 @@ def _claim_gpu(local_rank: int) -> None:
     except RuntimeError as error:  # such as a driver that is older than torch's CUDA: no rank can start
         reason = " ".join(str(error).split())
         what = f"GPU {local_rank} cannot be used by torch {torch.__version__} (CUDA {torch.version.cuda}): {reason}"
+        needs = cuda_needs(torch.version.cuda)
+        newer = f" to {needs['least_driver']} or newer" if needs else ""
         raise UserError(
-            f"{what}; update the driver, or install a build of torch for the CUDA it has"
+            f"{what}; update the driver{newer}, or install a build of torch for the CUDA it has"
         ) from error
 
 
