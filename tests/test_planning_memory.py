@@ -519,4 +519,4 @@ def test_a_recipe_may_name_its_own_sizes_of_buckets():
     config = load_ds_config("zero2")
     before = memory_need(recipe, config, 8).parts["reduce buckets"]
     config["zero_optimization"]["overlap_comm"] = False
-    assert memory_need(recipe, config, 8).parts["reduce buckets"] == before / 2 == 2 * 50_000_000
+    assert memory_need(recipe, config, 8).parts["reduce buckets"] == before / 2 == 2 * 200_000_000

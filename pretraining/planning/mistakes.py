@@ -1,11 +1,17 @@
 """Common mistakes of a recipe on the machine found, each with its reason and its remedy."""
 
 import math
-from pathlib import Path
 
-from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
+from pretraining.ds_config import (
+    ds_config_names,
+    load_ds_config,
+    optimizer_device,
+    parameter_device,
+    zero_stage,
+)
 from pretraining.model_types import value_of
 from pretraining.planning.findings import Case, Finding
+from pretraining.planning.memory.buffers import reduce_bucket
 from pretraining.planning.memory.need import recomputed_one_in
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.sizes import model_size
@@ -110,17 +116,21 @@ def _offloads(config: dict | None) -> bool:
 
 
 def _buckets(case: Case) -> Finding | None:
-    zero = (case.ds_config or {}).get("zero_optimization", {})
-    bucket = zero.get("reduce_bucket_size", 500_000_000)
-    width = value_of(case.recipe.model, "hidden_size")
-    bucket = width**2 if bucket == "auto" else bucket
-    small = bucket < min(SMALL_BUCKET, model_size(case.recipe.model).total / 4)
     on_gpus = case.limit is not None and case.world_size > 1
-    if not on_gpus or zero_stage(case.ds_config) < 2 or not small:
+    if not on_gpus or zero_stage(case.ds_config) < 2:
+        return None
+    bucket = reduce_bucket(case.ds_config, value_of(case.recipe.model, "hidden_size"))
+    if bucket >= min(SMALL_BUCKET, model_size(case.recipe.model).total / 4):
         return None
     what = f"reduce buckets of {bucket:,} elements send many small messages"
-    file = Path(case.recipe.deepspeed).name.removesuffix(".json")
-    return Finding(what, f'in a copy of ds_configs/{file}.json: "reduce_bucket_size": 50000000')
+    return Finding(what, larger_buckets(case, 50_000_000))
+
+
+def larger_buckets(case: Case, elements: int) -> str:
+    """How to set the buckets of the ds_config in use."""
+    name = case.recipe.deepspeed
+    file = f"a copy of ds_configs/{name}.json" if name in ds_config_names() else name
+    return f'in {file}: "reduce_bucket_size": {elements}'
 
 
 def _checkpointing(case: Case) -> Finding | None:
