@@ -18,7 +18,7 @@ from pretraining.run_dir import RunDir, append_row
 from pretraining.training import arguments
 from pretraining.training.arguments import engine_config
 from pretraining.training.goodput import Goodput
-from pretraining.training.speed import SpeedMeter, device_memory
+from pretraining.training.speed import SpeedMeter, device_memory, device_peak_flops
 from pretraining.training.step_clock import StepClock
 from pretraining.training.stragglers import STEPS, Stragglers
 from pretraining.training.timed_trainer import time_optimizer
@@ -248,3 +248,23 @@ def test_determinism_begins_before_the_model_is_built(tmp_path, monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.deterministic = False
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("NVIDIA B300 SXM6 AC", "no MFU: NVIDIA B300 SXM6 AC or its bf16 peak is not in "),
+        ("Tesla T4", "no MFU: Tesla T4 or its bf16 peak is not in "),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "MIG 1g.10gb is a slice of a GPU, and its peak is not in "),
+        ("NVIDIA H200", ""),
+    ],
+)
+def test_a_gpu_without_a_peak_is_logged_once(monkeypatch, capsys, name, said):
+    """Honest numbers: no MFU, and why, also of a run that starts again after a rollback."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
+    recipe = load_recipe("124m")
+    peaks = [device_peak_flops(recipe) for _ in range(2)]
+    lines = capsys.readouterr().out.splitlines()
+    assert (peaks[0] is None) == bool(said) and len(lines) == bool(said)
+    assert said in "".join(lines) and "".join(lines).endswith("tables/gpus.json" if said else "")

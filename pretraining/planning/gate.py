@@ -11,7 +11,7 @@ from pretraining.planning.comparison import predicted
 from pretraining.planning.findings import Case, Finding, Found, Verdict
 from pretraining.planning.memory.buffers import unprotected_gradient
 from pretraining.planning.memory.tensors import parameter_tensors
-from pretraining.planning.mistakes import larger_buckets, mistakes
+from pretraining.planning.mistakes import larger_buckets, mistakes, without_kernels
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.search import nearest_fit
@@ -38,11 +38,12 @@ def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, found: F
     Raises:
         UserError: the ranks do not divide the recipe's step.
     """
+    kernels = without_kernels(found.gpu)
     if found.gpu and precision_of_products(recipe) not in found.gpu.dense_peak_flops:
         found = replace(found, gpu=None)  # its speed in that precision is not known
     case = Case(recipe, ds_config, world_size, found)
     refusals = [_memory(case), _host(case), _disk(case), _gradients(case)]
-    return Verdict([each for each in refusals if each], mistakes(case))
+    return Verdict([each for each in refusals if each], [*kernels, *mistakes(case)])
 
 
 def _memory(case: Case) -> Finding | None:
