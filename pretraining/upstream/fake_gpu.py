@@ -12,6 +12,7 @@ A build of torch without CUDA has no CUDA device that autograd accepts. The meta
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -171,6 +172,8 @@ class _Device(TorchDispatchMode):
         return tensor.fake_device if self.depth else GPU
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return INNER
         self.depth += 1
         try:
             return self._dispatch(func, args, kwargs or {})
@@ -396,40 +399,6 @@ class _Stream:
         self.machine.waits("stream")
 
 
-class _Moves:
-    """`Module._apply`, by which models change device and type: a parameter that leaves the host becomes another object.
-
-    A real tensor cannot become one of the device in place. Modules that share a parameter share the new one.
-    """
-
-    def __init__(self):
-        self.moved: dict[
-            int, tuple[torch.nn.Parameter, torch.nn.Parameter]
-        ] = {}  # the first is kept: ids are reused
-
-    @torch.no_grad()
-    def apply(self, module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
-        """As torch's: `function` on every parameter and buffer."""
-        for child in module.children() if recurse else ():
-            child._apply(function)
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = self._applied(parameter, function(parameter))
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = function(buffer)
-        return module
-
-    def _applied(self, parameter: torch.nn.Parameter, values: torch.Tensor) -> torch.nn.Parameter:
-        if isinstance(parameter, FakeTensor) == isinstance(values, FakeTensor):
-            parameter.data = values
-            return parameter
-        if id(parameter) not in self.moved:
-            made = torch.nn.Parameter(values, parameter.requires_grad)
-            self.moved[id(parameter)] = parameter, made
-        return self.moved[id(parameter)][1]
-
-
 @contextlib.contextmanager
 def fake_gpu(world_size: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
     """A machine whose GPU this process has as rank `rank` of `world_size`, until the end of the block.
@@ -463,7 +432,6 @@ def fake_gpu(world_size: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
 
 def _stand_ins(machine: FakeGpu, device: _Device) -> dict[object, dict[str, object]]:
     """Owner -> its attributes inside the block."""
-    moves = _Moves()
     return {
         torch.cuda: _Cuda(machine).attributes(),
         torch._C: dict.fromkeys(("_get_accelerator", "_accelerator_getAccelerator"), lambda *_, **__: CUDA),
@@ -478,7 +446,9 @@ def _stand_ins(machine: FakeGpu, device: _Device) -> dict[object, dict[str, obje
             "type": _type_of,
             "tolist": lambda tensor: tensor.cpu().tolist(),
         },
-        torch.nn.Module: {"_apply": lambda module, *args, **kwargs: moves.apply(module, *args, **kwargs)},
+        # A parameter that a model moves stays the object it is, whoever else knows it.
+        torch.__future__: {"get_swap_module_params_on_conversion": lambda: True},
+        weakref: {"getweakrefs": lambda each: []},
         torch.Tensor: {
             "pin_memory": lambda tensor, *_: _pin(tensor.clone()),
             "is_pinned": lambda tensor, *_: _is_pinned(tensor),
