@@ -15,14 +15,11 @@ from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
 from pretraining.schema import display_path, problem
 
-ON_GPU = torch.cuda.is_available()
-
 # What the promises fix: a recipe may not set these.
 FIXED = {
     "train_sampling_strategy": "sequential",  # the dataset is already in the run's global order
     "dataloader_drop_last": True,
     "ignore_data_skip": True,  # a resumed dataset starts at the consumed position
-    "accelerator_config": {"dispatch_batches": False, "split_batches": False, "non_blocking": ON_GPU},
     "average_tokens_across_devices": False,  # PretrainingTrainer counts them where ranks differ
     "ddp_find_unused_parameters": False,
     "prediction_loss_only": True,
@@ -54,12 +51,14 @@ def build_arguments(
 
     Raises `UserError` where this machine or transformers refuses a value, with its reason.
     """
+    on_gpu = torch.cuda.is_available()
     owned = {
+        "accelerator_config": {"dispatch_batches": False, "split_batches": False, "non_blocking": on_gpu},
         "output_dir": str(output_dir),
         "deepspeed": engine_config(ds_config, recipe.training.get("bf16", False)),
         "max_steps": recipe.num_steps if last_step is None else last_step,
         "gradient_accumulation_steps": accumulation_steps,
-        "use_cpu": not ON_GPU,
+        "use_cpu": not on_gpu,
     }
     keywords = {k: v for k, v in recipe.training_keywords.items() if k not in FIXED}
     if not keywords.get("dataloader_num_workers"):  # torch refuses what concerns workers where there are none
@@ -79,7 +78,7 @@ def build_arguments(
     if keywords.get("full_determinism"):
         # The Trainer does it too, when the model is built: cuBLAS reads its setting at the first product.
         enable_full_determinism(keywords.get("seed", TrainingArguments.seed))
-    if keywords.get("fp16") and not ON_GPU:
+    if keywords.get("fp16") and not on_gpu:
         what = "needs a GPU, and there is none here; set training.bf16, or neither"
         raise problem(display_path(recipe.path), "training.fp16", what)
     with training_refusals(recipe.path):
