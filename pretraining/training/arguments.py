@@ -10,6 +10,10 @@ from transformers.utils import is_torch_tf32_available
 
 from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
+from pretraining.planning.memory.buffers import block_gathering
+from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
+from pretraining.recipe import Recipe
+from pretraining.refusals import gathers_blocks
 from pretraining.schema import display_path, problem
 
 ON_GPU = torch.cuda.is_available()
@@ -46,7 +50,7 @@ def build_arguments(
     """
     owned = {
         "output_dir": str(output_dir),
-        "deepspeed": engine_config(ds_config, recipe.training.get("bf16", False)),
+        "deepspeed": engine_config(recipe, ds_config),
         "max_steps": recipe.num_steps if last_step is None else last_step,
         "gradient_accumulation_steps": accumulation_steps,
         "use_cpu": not ON_GPU,
@@ -71,13 +75,17 @@ def build_arguments(
         return TrainingArguments(**keywords, **FIXED, **owned)
 
 
-def engine_config(ds_config: dict | None, in_bf16: bool) -> dict | None:
-    """What DeepSpeed is given: the ds_config, and what follows from it and the precision."""
+def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
+    """What DeepSpeed is given: the ds_config, and what follows from it, the precision and compiled blocks."""
     if not ds_config:
         return None
     # DeepSpeed's throughput timer waits for the device in every micro-batch; the metrics have a clock of their own.
     config = {**ds_config, "timers": {"throughput": {"enabled": False}}}
-    if in_bf16 and zero_stage(ds_config) == 0:
+    if gathers_blocks(recipe, ds_config, ON_GPU):
+        zero = ds_config["zero_optimization"]
+        ahead = block_gathering(zero, layer_numel(parameter_tensors(recipe.model)))
+        config["zero_optimization"] = {**zero, **ahead}
+    if recipe.training.get("bf16") and zero_stage(ds_config) == 0:
         # DeepSpeed 0.19.8 has no bf16 engine with fp32 accumulation at stage 0: autocast over fp32 weights.
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     return config
