@@ -18,6 +18,7 @@ from pretraining.recipe import load_recipe
 from pretraining.refusals import compiled_part, load_run, why_not_compiled
 from pretraining.training import build_arguments
 from pretraining.training.arguments import engine_config
+from pretraining.upstream.compiler import missing_compiler
 from tests.compiled_ranks import CASES
 from tests.runs import MODELS, Run, execute, launcher
 from tests.test_attention import TOKENIZER
@@ -239,6 +240,30 @@ def test_a_compiler_that_fails_is_one_line_and_the_run_goes_on(backend, argument
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("compiled:")]
     assert len(said) == 1 and "compiled: nothing after all, rank 0 could not" in said[0]
     assert ("C++ compiler" if backend == "inductor" else "No space left on device") in said[0]
+
+
+GPU_NEEDS = {"triton": "package triton", "gcc": "a C compiler", "headers": "Python.h"}
+
+
+@pytest.mark.parametrize("missing", GPU_NEEDS)
+def test_what_triton_needs_is_looked_for_before_the_run(missing, monkeypatch, tmp_path):
+    """It builds a C extension of Python at its first kernel; containers often lack gcc or the headers."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: missing != "triton")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(
+        "pretraining.upstream.compiler.shutil.which", lambda name: None if missing == "gcc" else name
+    )
+    (tmp_path / "Python.h").touch()
+    folder = tmp_path / "nowhere" if missing == "headers" else tmp_path
+    monkeypatch.setattr("pretraining.upstream.compiler.sysconfig.get_paths", lambda: {"include": str(folder)})
+    assert GPU_NEEDS[missing] in missing_compiler()
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    monkeypatch.setattr("pretraining.upstream.compiler.shutil.which", lambda name: name)
+    monkeypatch.setattr(
+        "pretraining.upstream.compiler.sysconfig.get_paths", lambda: {"include": str(tmp_path)}
+    )
+    assert missing_compiler() is None
 
 
 def test_a_compiler_that_is_asked_for_by_name_must_be_there(monkeypatch):

@@ -9,7 +9,12 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pretraining.errors import UserError
-from pretraining.upstream.compiler import compiled_both_ways, gather_as_one, missing_compiler
+from pretraining.upstream.compiler import (
+    compile_in_few_processes,
+    compiled_both_ways,
+    gather_as_one,
+    missing_compiler,
+)
 
 
 def check_compiler(speed: dict) -> None:
@@ -36,6 +41,7 @@ def compile_model(model: nn.Module, speed: dict) -> None:
     options = {"backend": speed["compile_backend"]}
     if speed["compile_mode"]:
         options["mode"] = speed["compile_mode"]
+    compile_in_few_processes()
     modules = [model] if speed["compile"] == "whole" else list(blocks_of(model))
     if is_deepspeed_zero3_enabled():
         gather_as_one(modules)

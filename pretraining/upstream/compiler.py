@@ -1,23 +1,50 @@
 """torch's compiler and ZeRO-3's hooks, as far as compiled blocks need what neither library documents."""
 
+import os
 import shutil
+import sysconfig
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
 
+WORKERS = 4
+"""Processes of each rank that compile kernels: a block has some twenty."""
+
 
 def missing_compiler() -> str | None:
     """What inductor lacks on this machine to generate code for its device; None if nothing."""
-    if torch.cuda.is_available():
-        from torch.utils._triton import has_triton
+    return _missing_on_gpu() if torch.cuda.is_available() else _missing_on_processor()
 
-        return None if has_triton() else "the package triton, which this torch was built without"
+
+def _missing_on_gpu() -> str | None:
+    """triton 3.7 builds a small C extension of Python at its first kernel (backends/nvidia/driver.py)."""
+    from torch.utils._triton import has_triton
+
+    if not has_triton():
+        return "the package triton, which this torch was built without"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "a C compiler (gcc) for triton"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        return "Python's headers (Python.h, of the package python3-dev) for triton"
+    return None
+
+
+def _missing_on_processor() -> str | None:
     from torch._inductor import config
 
     names = config.cpp.cxx if isinstance(config.cpp.cxx, list | tuple) else (config.cpp.cxx,)
     found = any(name and shutil.which(name) for name in names)
     return None if found else "a C++ compiler (g++)"
+
+
+def compile_in_few_processes() -> None:
+    """Keep inductor from starting as many processes as there are cores, up to 32, on every rank of the machine."""
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        from torch._inductor import config
+
+        config.compile_threads = min(WORKERS, config.compile_threads or WORKERS)
 
 
 def compiled_both_ways(compiled: Callable) -> Callable:
