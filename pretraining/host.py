@@ -1,7 +1,8 @@
-"""What this machine allows its processes: memory and cores, or what the container around them leaves of those."""
+"""What this machine has for its processes: memory, cores, room on a disk; less, if a container around them says so."""
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,22 @@ def kernel_bytes(name: str) -> int | None:
     """An entry of /proc/meminfo, as MemAvailable, SwapTotal or SwapFree; None if there is none."""
     found = re.search(rf"^{name}: +(\d+) kB$", system_text(_MEMINFO), re.M)
     return int(found[1]) * 1024 if found else None
+
+
+def existing_folder(path: Path) -> Path:
+    """The folder itself, or the nearest above it that is there already."""
+    path = path.expanduser().absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def disk_room_bytes(run_folder: Path, continues: bool) -> int:
+    """Free bytes on the disk on which the run folder lies or will lie.
+
+    continues: the checkpoints that are there make room for those to come, and count as free.
+    """
+    own = [path for path in run_folder.glob("checkpoint-*/**/*") if path.is_file()] if continues else []
+    free = shutil.disk_usage(existing_folder(run_folder)).free
+    return free + sum(path.stat().st_size for path in own)
 
 
 def cores() -> float:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,6 +69,7 @@ mount -t tmpfs -o ro none {data}
 mount -t tmpfs none /sys/fs/cgroup
 echo 4000000000 > /sys/fs/cgroup/memory.max
 echo '100000 100000' > /sys/fs/cgroup/cpu.max
+mount -t tmpfs -o ro none {home}
 echo '127.0.1.1 doctor-test' > {folder}/hosts
 mount --bind {folder}/hosts /etc/hosts
 hostname doctor-test
@@ -156,9 +158,11 @@ def sick() -> Iterator[Examined]:
 
 def examine_sick(folder: Path) -> Examined:
     """Plant the faults and examine."""
-    for name in ("run", "data"):
-        (folder / name).mkdir()
-    if subprocess.run(["unshare", "-rmu", "mount", "-t", "tmpfs", "none", folder / "run"]).returncode:
+    run, data, home = places = [folder / name for name in ("run", "data", "home")]
+    for place in places:
+        place.mkdir()
+    namespaces = ["unshare", "-rmu"]
+    if subprocess.run([*namespaces, "mount", "-t", "tmpfs", "none", run], capture_output=True).returncode:
         pytest.skip("this system gives no user its own namespaces")
     plant_gpus(folder / "bin", 8, unknown=("clocks_event_reasons.active",), **SICK)
     install_torch(folder / "packages", "2.13.0+cu130", "13.0")
@@ -166,18 +170,19 @@ def examine_sick(folder: Path) -> Examined:
     recipe = write_recipe(
         folder, "someone/gated", "someone/missing", report_to="swanlab", optim="adamw_torch"
     )
-    faults = FAULTS.format(folder=folder, run=folder / "run", data=folder / "data")
+    faults = FAULTS.format(folder=folder, run=run, data=data, home=home)
     command = [sys.executable, "-m", "pretraining.doctor", "--json", "--recipe", recipe, "--world_size", "64"]
-    command += ["--deepspeed", "zero3_nvme", "--output_dir", folder / "run", "--data_dir", folder / "data"]
+    command += ["--deepspeed", "zero3_nvme", "--output_dir", run, "--data_dir", data]
     variables = {
         "PYTHONPATH": str(folder / "packages"),
         "HF_HOME": str(folder / "hf"),
+        "TORCH_EXTENSIONS_DIR": str(home / "built"),
         "NCCL_P2P_DISABLE": "1",
     }
     with local_hub() as hub:
         hub.gated.add("someone/gated")
         variables |= {**hub.environment, "HF_TOKEN": "", "NCCL_SOCKET_IFNAME": "ib9"}
-        return Examined(execute(["unshare", "-rmu", "sh", "-c", faults, "sh", *command], **variables))
+        return Examined(execute([*namespaces, "sh", "-c", faults, "sh", *command], **variables))
 
 
 PLANTED = {
@@ -192,6 +197,7 @@ PLANTED = {
     "tracker": ("packages", BREAKS, "training.report_to swanlab needs swanlab", "pip install swanlab"),
     "C++ compiler": ("compiler", BREAKS, "no C++ compiler (c++)", "apt-get install g++"),
     "ninja": ("compiler", BREAKS, "no ninja", "pip install ninja"),
+    "no place for operators": ("compiler", BREAKS, "what is built cannot be kept in", "TORCH_EXTENSIONS_DIR"),
     "shared memory": ("shared memory", BREAKS, "65.5 kB free in /dev/shm", "--shm-size=1g"),
     "open files": ("open files", BREAKS, "a process may open 256, a rank needs about 512", "ulimit -n"),
     "locked memory": ("locked memory", BREAKS, "a process may lock 65.5 kB", "ulimit -l unlimited"),
@@ -203,7 +209,7 @@ PLANTED = {
     "memory filesystem": ("filesystem", COSTS, "the memory of this machine", "--output_dir"),
     "full disk": ("disk", BREAKS, "of disk, there is room for 1.05 MB", "--output_dir"),
     "read-only folder": ("data folder", BREAKS, "cannot be written (Read-only file system)", "--data_dir"),
-    "gated data": ("data", BREAKS, "someone/gated: gated, and closed to who has no token", "HF_TOKEN"),
+    "gated data": ("data", BREAKS, "someone/gated: gated, and closed without a token", "HF_TOKEN"),
     "unknown tokenizer": ("tokenizer", BREAKS, "someone/missing: the hub knows no such", "HF_TOKEN"),
     "data to prepare": ("data", COSTS, "is not prepared", "python data_prep.py --recipe"),
 }
@@ -242,7 +248,7 @@ def healthy(tmp_path_factory) -> Examined:
     return found
 
 
-def test_a_healthy_machine_is_not_slandered(healthy):
+def test_a_healthy_machine_has_none_of_these_faults(healthy):
     """Each line that the faults brought forth is gone, or says that it is fine."""
     assert healthy.code == 0, as_lines(healthy.findings)
     checks = {each.check for each in healthy.findings if each.verdict != FINE}
@@ -349,7 +355,8 @@ def test_only_rank_0_speaks_under_a_launcher(monkeypatch, capsys):
     for rank, said in (("1", ""), ("0", "ranks")):
         for name in ("RANK", "LOCAL_RANK"):
             monkeypatch.setenv(name, rank)
-        monkeypatch.setenv("WORLD_SIZE", "2")
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(name, "2")
         doctor.main([])
         assert (said in capsys.readouterr().out) if said else capsys.readouterr().out == ""
     assert len(asked) == 2
@@ -480,6 +487,76 @@ def test_an_answer_that_does_not_come_is_not_waited_for(monkeypatch):
     inquiry = reach.Inquiry({("data", name): never.wait for name in ("one", "other")})
     assert ["no answer" in each.message for each in inquiry.findings()] == [True, True]
     never.set()
+    with pytest.raises(ZeroDivisionError):
+        reach.Inquiry({("data", "fault of ours"): lambda: 1 / 0}).findings()
+
+
+@pytest.mark.parametrize(
+    "status, has_token, words",
+    [(403, True, "closed to the account of your token (403)"), (503, False, "the hub answers 503")],
+)
+def test_what_the_hub_answers_is_said_in_words(monkeypatch, tmp_path, status, has_token, words):
+    """A token without rights, a hub that is down: each has its own remedy."""
+    with local_hub() as hub:
+        hub.refuse_with = status
+        token = {"HF_TOKEN": "hf_local" if has_token else "", "HF_HOME": str(tmp_path)}
+        for name, value in {**hub.environment, **token}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
+        monkeypatch.setattr("huggingface_hub.get_token", lambda: token["HF_TOKEN"] or None)
+        finding = reach._repository("data", "dataset", "some one/corpus")
+    assert words in finding.message and finding.remedy
+
+
+def test_folders_of_one_repository_are_one_question():
+    """Seven sources of a mixture lie in one repository of the hub."""
+    recipe, ds_config = load_run("30b")
+    launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("nowhere"), recipe, ds_config)
+    asked = dict(reach._questions(launch))
+    assert list(asked) == [
+        ("data", "prepared data"),
+        ("data", "MBZUAI-LLM/SlimPajama-627B-DC"),
+        ("tokenizer", "gpt2"),
+    ]
+
+
+def test_only_the_gpus_that_a_process_sees_count(monkeypatch, tmp_path):
+    """CUDA_VISIBLE_DEVICES, by number or by name; CUDA passes over all behind a name that is none."""
+    plant_gpus(tmp_path, 4)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for chosen, seen in (("2,0", ["2", "0"]), ("GPU-3", ["3"]), ("MIG-1", []), ("1,9,2", ["1"]), ("", [])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        found = gpus.read_gpus()
+        assert [gpu.index for gpu in found.found] == seen
+    (finding,) = gpus.check_gpus(found, gpus.TorchBuild("2.13.0", "13.0"))
+    assert "CUDA_VISIBLE_DEVICES leaves none" in finding.message
+
+
+def test_an_old_driver_with_a_compatibility_package_is_none(monkeypatch):
+    """A container may bring the newer library; torch asks that one."""
+    launch, torch = on_gpus(1, 1), gpus.TorchBuild("2.13.0+cu130", "13.0")
+    old = replace(launch.gpus, driver="535.183.01")
+    for cuda, verdict in ((None, BREAKS), (12.2, BREAKS), (13.0, FINE)):
+        monkeypatch.setattr(gpus, "driver_cuda", lambda cuda=cuda: cuda)
+        assert gpus._driver(old, torch).verdict == verdict
+
+
+def test_a_home_that_cannot_be_written_keeps_nothing_of_the_hub(monkeypatch, tmp_path):
+    """What is fetched has no place: said before it is fetched."""
+    monkeypatch.setenv("HF_HOME", "/proc/none")
+    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
+    finding = reach._repository("tokenizer", "model", "someone/tokenizer")
+    assert finding.verdict == BREAKS and "set HF_HOME" in finding.remedy
+
+
+def test_a_driver_that_does_not_answer(monkeypatch, tmp_path):
+    """Updated under a running machine, its library and its kernel module differ: no GPU can be used."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (finding,) = gpus.check_gpus(gpus.read_gpus(), gpus.TorchBuild("2.13.0", "13.0"))
+    assert finding.verdict == BREAKS and "version mismatch" in finding.message
 
 
 def test_infiniband_needs_memory_that_may_be_locked(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""What a machine will do to a run, before it is paid for: python -m pretraining.doctor."""
+"""Examines this machine: what it will do to a run, before it is paid for."""
 
 import argparse
 import json
@@ -94,6 +94,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.recipe is None and (options.set or options.deepspeed):
         raise UserError("--set and --deepspeed change a recipe: give --recipe NAME with them")
+    if options.deepspeed is None:
+        options.deepspeed = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")  # of `accelerate launch`
     return options
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch
+from pretraining.host import disk_room_bytes, existing_folder
 from pretraining.planning.findings import Found
 from pretraining.planning.gate import check_plan
 from pretraining.planning.quantities import duration, num_bytes
@@ -38,7 +39,7 @@ def check_disks(launch: Launch) -> list[Finding]:
 
 
 def _run_folder(launch: Launch) -> Iterator[Finding]:
-    folder = existing(launch.run_folder)
+    folder = existing_folder(launch.run_folder)
     broken = unwritable(folder)
     if broken:
         what = f"{launch.run_folder} cannot be written ({broken})"
@@ -50,12 +51,6 @@ def _run_folder(launch: Launch) -> Iterator[Finding]:
         yield scarce
     if speed := write_speed(folder):
         yield _speed(launch, folder, speed)
-
-
-def existing(path: Path) -> Path:
-    """The folder itself, or the nearest above it that is there already."""
-    path = path.expanduser().absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def unwritable(folder: Path) -> str:
@@ -135,13 +130,11 @@ def _sync(path: Path) -> None:
 
 
 def _room(launch: Launch, folder: Path) -> Finding:
-    """Free bytes against the checkpoints that are to stay; those of a run that goes on make room for its next."""
+    """Free bytes against the checkpoints that are to stay."""
     free = shutil.disk_usage(folder).free
     if launch.plan is None:
         return Finding("disk", FINE, f"{num_bytes(free)} free at {folder}")
-    own = [path for path in launch.run_folder.glob("checkpoint-*/**/*") if path.is_file()]
-    room = free + sum(path.stat().st_size for path in own)
-    found = Found(disk_room_bytes=room)
+    found = Found(disk_room_bytes=disk_room_bytes(launch.run_folder, launch.continues))
     refusals = check_plan(launch.recipe, launch.ds_config, launch.world_size, found).refusals
     if refusals:
         return Finding("disk", BREAKS, refusals[0].what, refusals[0].remedy, where=str(folder))
@@ -197,7 +190,7 @@ def _data_folder(launch: Launch) -> Iterator[Finding]:
     """Room for token shards that are still to be made."""
     if launch.data_folder is None or launch.data_is_prepared:
         return
-    folder = existing(launch.data_folder)
+    folder = existing_folder(launch.data_folder)
     if broken := unwritable(folder):
         what = f"{launch.data_folder} cannot be written ({broken}), and the data is still to be prepared"
         yield Finding("data folder", BREAKS, what, "give --data_dir a folder that can be written")
@@ -218,7 +211,7 @@ def _nvme_folders(launch: Launch) -> Iterator[Finding]:
     zero = (launch.ds_config or {}).get("zero_optimization", {})
     blocks = [zero.get(name) or {} for name in ("offload_param", "offload_optimizer")]
     for place in sorted({block["nvme_path"] for block in blocks if block.get("device") == "nvme"}):
-        folder = existing(Path(place))
+        folder = existing_folder(Path(place))
         broken, needed = unwritable(folder), launch.ranks_here * launch.need.nvme
         free = shutil.disk_usage(folder).free
         if broken or needed > free:

@@ -1,5 +1,6 @@
 """The GPUs of this machine, as nvidia-smi tells of them, and whether the installed torch can use them."""
 
+import ctypes
 import os
 import re
 import shutil
@@ -10,8 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
-from pretraining.errors import UserError
-from pretraining.planning.gpus import Gpu, cuda_needs, find_gpu
+from pretraining.planning.gpus import Gpu, cuda_needs, known_gpu
 from pretraining.planning.quantities import num_bytes, several
 
 FIELDS = (
@@ -74,10 +74,7 @@ class Gpus:
     @property
     def known(self) -> Gpu | None:
         """Their entry in tables/gpus.json; None without GPUs, or for a kind that it does not have."""
-        try:
-            return find_gpu(self.found[0].name) if self.found else None
-        except UserError:
-            return None
+        return known_gpu(self.found[0].name) if self.found else None
 
     @property
     def memory_bytes(self) -> int | None:
@@ -93,6 +90,11 @@ class TorchBuild:
     """None if it is not installed."""
     cuda: str | None
     """None of a build for processors."""
+
+    @property
+    def for_amd(self) -> bool:
+        """Whether it is a build for GPUs of AMD."""
+        return "rocm" in (self.version or "")
 
 
 def torch_build() -> TorchBuild:
@@ -153,11 +155,18 @@ def _visible(found: list[GpuFound]) -> list[GpuFound]:
         return found
     visible = []
     for name in map(str.strip, chosen.split(",")):
-        match = [g for g in found if name in (g.index, "all") or (name and g.fields["uuid"].startswith(name))]
+        match = [gpu for gpu in found if _has_name(gpu, name)]
         if not match:
             break
-        visible += match
+        visible += match[:1]
     return visible
+
+
+def _has_name(gpu: GpuFound, name: str) -> bool:
+    """A number, the beginning of a UUID, or a slice (MIG-...), of which nvidia-smi does not say whose it is."""
+    if name.startswith("MIG-"):
+        return _is_sliced(gpu)
+    return name == gpu.index or (name.startswith("GPU-") and gpu.fields["uuid"].startswith(name))
 
 
 def _number(text: str | None) -> float | None:
@@ -177,6 +186,8 @@ def check_gpus(gpus: Gpus, torch: TorchBuild) -> list[Finding]:
         remedy += "restart the machine after an update of the driver"
         return [Finding("GPUs", BREAKS if torch.cuda else COSTS, gpus.problem, remedy)]
     if not gpus.found:
+        if torch.for_amd:
+            return [Finding("GPUs", FINE, f"torch {torch.version} is for AMD's, which are not examined")]
         hidden = "CUDA_VISIBLE_DEVICES leaves none" if gpus.driver else "none from NVIDIA"
         return [Finding("GPUs", FINE, f"{hidden}: the processor trains (torch {torch.version})")]
     rules = (_kinds, _memory_in_use, _mig, _memory_errors, _power, _slowed, _persistence)
@@ -197,7 +208,7 @@ def _listed(gpus: Gpus, torch: TorchBuild) -> Finding:
 
 
 def _torch(gpus: Gpus, torch: TorchBuild) -> Finding | None:
-    if torch.cuda or "rocm" in (torch.version or ""):
+    if torch.cuda or torch.for_amd:
         return None
     public = (torch.version or "").partition("+")[0]
     what = f"torch {torch.version} is built without CUDA, beside {several(len(gpus.found), 'GPU')}"
@@ -209,12 +220,28 @@ def _driver(gpus: Gpus, torch: TorchBuild) -> Finding | None:
     needs, branch = cuda_needs(torch.cuda), _number((gpus.driver or "").partition(".")[0])
     if needs is None or branch is None:
         return None
-    least = needs["least_driver"]
+    least, wanted = needs["least_driver"], float(torch.cuda.partition(".")[0])
     if branch >= least:
         return Finding("driver", FINE, f"{gpus.driver}; torch's CUDA {torch.cuda} needs {least} or newer")
+    if (driver_cuda() or 0) >= wanted:
+        what = f"{gpus.driver}, with a compatibility package for CUDA {driver_cuda():g}"
+        return Finding("driver", FINE, f"{what}; else torch's CUDA {torch.cuda} needs {least} or newer")
     what = f"{gpus.driver} is older than the {least} that torch {torch.version} (CUDA {torch.cuda}) needs"
     older = f"update the driver to {least} or newer, or install a build of torch for the CUDA that it has"
     return Finding("driver", BREAKS, what, older)
+
+
+def driver_cuda() -> float | None:
+    """The CUDA of the driver's library that a process loads, 13.0; None if there is none.
+
+    An older driver comes with a newer one in containers that bring a compatibility package; torch asks the same.
+    """
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else version.value // 10 / 100
 
 
 def _capability(gpus: Gpus, torch: TorchBuild) -> Finding | None:
@@ -255,10 +282,14 @@ def _memory_in_use(found: tuple[GpuFound, ...]) -> Finding | None:
     return Finding("GPU memory", COSTS, what, remedy, values={"used_bytes": most})
 
 
+def _is_sliced(gpu: GpuFound) -> bool:
+    return gpu.fields.get("mig.mode.current") == "Enabled"
+
+
 def _mig(found: tuple[GpuFound, ...]) -> Finding | None:
     return _if_any(
         found,
-        lambda gpu: gpu.fields.get("mig.mode.current") == "Enabled",
+        _is_sliced,
         "MIG",
         "cut into MIG slices, of which a process sees one: the plan counts on whole GPUs",
         "turn MIG off: nvidia-smi -i INDEX -mig 0 (as root, with nothing running there)",

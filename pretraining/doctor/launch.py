@@ -1,5 +1,6 @@
 """The run that is to start on this machine: its recipe, its ranks, its folders, and whether its plan fits here."""
 
+import os
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.refusals import load_run
+from pretraining.run_dir import RunDir
 from pretraining.schema import REPOSITORY
 
 
@@ -51,6 +53,11 @@ class Launch:
     def several_machines(self) -> bool:
         """Whether some of its ranks run elsewhere."""
         return self.world_size > self.ranks_here
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run has begun already."""
+        return RunDir(self.run_folder).recipe.exists()
 
     @property
     def workers(self) -> int:
@@ -96,20 +103,17 @@ def plan_launch(options: Namespace, gpus: Gpus) -> tuple[Launch, list[Finding]]:
 
     Its ranks are those of the launcher, of --world_size, or one for each GPU.
     """
-    world_size = options.world_size or world_size_here()
-    if world_size == 1 and not options.world_size and gpus.found:
-        world_size = len(gpus.found)
-    here = ranks_here() if ranks_here() > 1 else min(world_size, len(gpus.found) or world_size)
+    launched = "WORLD_SIZE" in os.environ
+    world_size = options.world_size or (world_size_here() if launched else len(gpus.found) or 1)
+    here = ranks_here() if launched else min(world_size, len(gpus.found) or world_size)
     run_folder = options.output_dir or REPOSITORY / "runs"
     launch = Launch(gpus, world_size, here, run_folder, options.data_dir)
     if options.recipe is None:
         return launch, []
     try:
         recipe, ds_config = load_run(options.recipe, options.set, options.deepspeed, world_size)
-        plan, need = (
-            build_run_plan(recipe, ds_config, world_size),
-            memory_need(recipe, ds_config, world_size),
-        )
+        plan = build_run_plan(recipe, ds_config, world_size)
+        need = memory_need(recipe, ds_config, world_size)
     except UserError as error:
         return launch, [Finding.of_error("recipe", error)]
     run_folder = options.output_dir or run_folder / recipe.name
@@ -142,7 +146,7 @@ def _found(launch: Launch) -> Found:
         host_memory_bytes=host_memory_bytes(),
         ranks_per_host=launch.ranks_here,
         trains_on_processor=not gpus.found,
-        continues=(launch.run_folder / "recipe.json").exists(),
+        continues=launch.continues,
     )
 
 
@@ -158,8 +162,7 @@ def _crowded(launch: Launch) -> list[Finding]:
 
 
 def _fits(launch: Launch, found: Found) -> str:
-    need, ranks = launch.need, several(launch.world_size, "GPU" if launch.trains_on_gpus else "process")
-    ranks = ranks.replace("processs", "processes")
+    need, ranks = launch.need, several(launch.world_size, "GPU" if launch.trains_on_gpus else "rank")
     title = f"{launch.recipe.name} with {launch.recipe.deepspeed or 'plain data parallel'} fits {ranks}"
     if not launch.trains_on_gpus:
         return f"{title}: {num_bytes(need.on_processor)} of memory each, beyond its libraries"

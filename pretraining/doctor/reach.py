@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from email.utils import parsedate
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
+from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from pretraining.addresses import masked
@@ -18,10 +20,12 @@ from pretraining.data.files import is_remote, list_files
 from pretraining.data.packages import require
 from pretraining.data.streaming.retries import PATIENCE_VARIABLE, reason_of
 from pretraining.data.text_files import READABLE_SUFFIXES
+from pretraining.doctor.disks import unwritable
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch
 from pretraining.doctor.software import trackers_of
 from pretraining.errors import UserError
+from pretraining.host import existing_folder
 
 SECONDS = 3.0
 """For all answers together: they are asked for at the same time."""
@@ -41,7 +45,7 @@ class Inquiry:
 
     def __init__(self, questions: dict[Question, Callable[[], Finding]]):
         """Begin to ask; each question has a function that returns its finding."""
-        self._answers: dict[Question, Finding] = {}
+        self._answers: dict[Question, Finding | Exception] = {}
         self._deadline = time.monotonic() + SECONDS
         self._threads = {
             question: threading.Thread(target=self._ask, args=(question, ask), daemon=True)
@@ -55,16 +59,21 @@ class Inquiry:
             self._answers[question] = ask()
         except UserError as error:
             self._answers[question] = Finding.of_error(question[0], error)
+        except Exception as error:  # a fault of ours, which a thread would keep to itself
+            self._answers[question] = error
 
     def findings(self) -> list[Finding]:
         """Every answer, in the order of the questions; one that has not come by now counts as none."""
         found = []
         for (check, subject), thread in self._threads.items():
             thread.join(max(0.0, self._deadline - time.monotonic()))
-            late = Finding(
-                check, BREAKS, f"{subject}: no answer within {SECONDS:.0f} s", _offline_remedy(check)
+            late = f"{subject}: no answer within {SECONDS:.0f} s"
+            answer = self._answers.get((check, subject)) or Finding(
+                check, BREAKS, late, _offline_remedy(check)
             )
-            found.append(self._answers.get((check, subject), late))
+            if isinstance(answer, Exception):
+                raise answer
+            found.append(answer)
         return found
 
 
@@ -96,16 +105,17 @@ def _of_source(source: dict) -> tuple[Question, Callable[[], Finding]]:
     if name and not Path(name).exists():
         return ("data", name), partial(_repository, "data", "dataset", name)
     if path and path.startswith("hf://"):
-        kind, *parts = path.removeprefix("hf://").split("/")
+        parts = path.removeprefix("hf://").split("/")
+        kind = parts.pop(0).removesuffix("s") if parts[0] in ("datasets", "spaces") else "model"
         repository = "/".join(parts[:2]).partition("@")[0]
-        return ("data", repository), partial(_repository, "data", kind.removesuffix("s"), repository)
+        return ("data", repository), partial(_repository, "data", kind, repository)
     place = name or path or source["builtin"]
     return ("data", place), partial(_files, source)
 
 
 def _prepared(launch: Launch) -> Finding:
     """Data that is there already is opened as a run opens it; then its sources need not be reached."""
-    os.environ.setdefault(PATIENCE_VARIABLE, str(SECONDS))
+    os.environ.setdefault(PATIENCE_VARIABLE, str(SECONDS - 1))  # then the store's own reason comes in time
     try:
         data = open_prepared(launch.recipe, launch.data_dir)
     except UserError as error:
@@ -144,15 +154,19 @@ def _repository(check: str, kind: str, name: str) -> Finding:
     if hub.is_offline_mode():
         what = f"{name}: not fetched yet, and HF_HUB_OFFLINE forbids asking the hub"
         return Finding(check, BREAKS, what, "unset HF_HUB_OFFLINE, or set HF_HOME to the cache that holds it")
+    cache = existing_folder(Path(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
+    if broken := unwritable(cache):
+        what = f"{name}: what is fetched cannot be kept in {cache} ({broken})"
+        return Finding(check, BREAKS, what, "set HF_HOME to a folder that can be written")
     token = hub.get_token()
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         answer = urlopen(
-            Request(f"{endpoint}/api/{kind}s/{name}/auth-check", headers=headers), timeout=SECONDS
+            Request(f"{endpoint}/api/{kind}s/{quote(name)}/auth-check", headers=headers), timeout=SECONDS
         )
     except HTTPError as error:
         return _refused(check, name, page, bool(token), error)
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         what = f"{name}: {endpoint} cannot be reached ({_reason(error)})"
         return Finding(check, BREAKS, what, _offline_remedy(check))
     with answer:
@@ -163,14 +177,14 @@ def _repository(check: str, kind: str, name: str) -> Finding:
 def _refused(check: str, name: str, page: str, has_token: bool, error: HTTPError) -> Finding:
     """What the hub's answer means (huggingface_hub 2.4, utils/_http.py: X-Error-Code)."""
     code = error.headers.get("X-Error-Code", "")
-    account = "the account of your token" if has_token else "who has no token"
+    whose = "to the account of your token" if has_token else "without a token"
     if code == "GatedRepo":
         remedy = f"accept its terms at {page}"
         remedy += "" if has_token else ", then set HF_TOKEN to a token of that account (or hf auth login)"
-        return Finding(check, BREAKS, f"{name}: gated, and closed to {account} ({error.code})", remedy)
+        return Finding(check, BREAKS, f"{name}: gated, and closed {whose} ({error.code})", remedy)
     if error.code in (401, 403):
         remedy = "set HF_TOKEN to a token that may read it (or hf auth login)"
-        return Finding(check, BREAKS, f"{name}: the hub refuses {account} ({error.code})", remedy)
+        return Finding(check, BREAKS, f"{name}: closed {whose} ({error.code})", remedy)
     if error.code == 404:
         what = f"{name}: the hub knows no such repository, or hides a private one"
         return Finding(
@@ -233,7 +247,7 @@ def _wandb() -> Finding:
     return Finding("tracker", FINE, f"wandb: {server} answers")
 
 
-def _reason(error: OSError) -> str:
+def _reason(error: Exception) -> str:
     """Why a server did not answer, in a few words."""
     reason = getattr(error, "reason", error)
     return masked(str(getattr(reason, "strerror", None) or reason))

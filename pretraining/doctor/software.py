@@ -13,8 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from pretraining.doctor.disks import unwritable
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch
+from pretraining.host import existing_folder
 from pretraining.schema import REPOSITORY
 
 LEAST_PYTHON = (3, 11)
@@ -201,6 +203,10 @@ def _missing_tools(launch: Launch, compiles: bool) -> Iterator[tuple[str, str]]:
         )
     if compiles and not Path(sysconfig.get_path("include"), "Python.h").is_file():
         yield "Python's headers (Python.h) are missing", "apt-get install python3-dev"
+    kept = existing_folder(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"))
+    if launch.offloads and (broken := unwritable(kept)):
+        remedy = "set TORCH_EXTENSIONS_DIR to a folder that can be written"
+        yield f"what is built cannot be kept in {kept} ({broken})", remedy
     if launch.offloads and shutil.which("ninja") is None:
         yield "there is no ninja on the PATH", "pip install ninja, and activate the environment it lies in"
     if "nvme" in launch.offloads:

@@ -91,6 +91,14 @@ def find_gpu(name: str) -> Gpu:
     raise UserError(f"--gpu {name}: no such GPU; {hint} (or add yours to {FILE})")
 
 
+def known_gpu(name: str) -> Gpu | None:
+    """The GPU that torch or nvidia-smi calls by this name; None if the table does not have it."""
+    try:
+        return find_gpu(name)
+    except UserError:
+        return None
+
+
 def prices_of(gpu: Gpu) -> list[dict]:
     """Entries of tables/prices.json for this GPU, cheapest first."""
     found = [entry for entry in table("prices")["prices"] if entry["gpu"] == gpu.name]
