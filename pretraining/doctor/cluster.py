@@ -32,8 +32,7 @@ from pretraining.doctor.layers import examine_layers
 from pretraining.doctor.messages import measure_messages
 from pretraining.doctor.pairs import bound_address, meet_in_pairs
 from pretraining.doctor.roll_call import FAILED, SILENT, WAITS, RollCall, Stuck, one_line
-from pretraining.errors import UserError
-from pretraining.planning.gpus import Gpu, find_gpu
+from pretraining.planning.gpus import known_gpu
 from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import Recipe
@@ -146,7 +145,7 @@ class Examination:
 
     def _describe(self) -> dict:
         prepare_rank()
-        self.gpu = _known_gpu() if self.on_gpu else None
+        self.gpu = known_gpu(device_name()) if self.on_gpu else None
         return describe_rank(self.on_gpu)
 
     def _loopback(self, address: dict) -> list[Finding]:
@@ -284,13 +283,6 @@ def _numbers(ranks: list[int]) -> str:
         else:
             parts.append([rank])
     return ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
-
-
-def _known_gpu() -> Gpu | None:
-    try:
-        return find_gpu(device_name())
-    except UserError:
-        return None
 
 
 @contextmanager

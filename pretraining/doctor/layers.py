@@ -28,7 +28,7 @@ from pretraining.model import build_from_recipe, build_loss
 from pretraining.model_types import is_exact, own_key, value_of
 from pretraining.planning.comparison import predicted
 from pretraining.planning.flops import flops_per_token
-from pretraining.planning.gpus import Gpu, find_gpu
+from pretraining.planning.gpus import Gpu, known_gpu
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.quantities import duration, num_bytes, several, three_digits
 from pretraining.planning.sizes import model_size
@@ -291,12 +291,9 @@ def _agreed(seconds: float) -> float:
     return float(shared)
 
 
-def _known_gpu(recipe: Recipe) -> Gpu | None:
+def _gpu_with_peak(recipe: Recipe) -> Gpu | None:
     """The GPU of this rank if the table has its peak in the recipe's precision."""
-    try:
-        gpu = find_gpu(device_name()) if torch.cuda.is_available() else None
-    except UserError:
-        return None
+    gpu = known_gpu(device_name()) if torch.cuda.is_available() else None
     return gpu if gpu and precision_of_products(recipe) in gpu.dense_peak_flops else None
 
 
@@ -312,7 +309,7 @@ def _speed(
     recipe: Recipe, reduced: Recipe, ds_config: dict | None, found: Trained, world_size: int
 ) -> Finding:
     rate = reduced.tokens_per_step / found.step_seconds
-    gpu = _known_gpu(reduced)
+    gpu = _gpu_with_peak(reduced)
     values = {
         "tokens_per_second": rate,
         "step_seconds": found.step_seconds,
