@@ -10,7 +10,6 @@ from pretraining.run_dir import RunDir
 from tests.runs import BIN, REPOSITORY, Finished, Workshop, execute
 from tests.scored_tasks import write_items, write_tasks
 from tests.test_batch_ramp import RAMPED
-from tests.test_doctor_cluster import examine_healthy
 
 NAMES = ("README.md", "recipes/README.md", "ds_configs/README.md", "pretraining/data/README.md")
 PAGES = [p for p in (REPOSITORY / name for name in NAMES) if p.exists()]
@@ -139,8 +138,7 @@ def run_doctor(workshop: Workshop, words: list[str]) -> None:
 def run_doctor_together(workshop: Workshop, words: list[str]) -> None:
     """`deepspeed --module pretraining.doctor`: of two ranks with the small recipe."""
     assert (
-        words[2:4] == ["--module", "pretraining.doctor"]
-        and examine_healthy(workshop)["summary"]["will_break"] == 0
+        words[2:4] == ["--module", "pretraining.doctor"] and workshop.examined()["summary"]["will_break"] == 0
     )
 
 

@@ -23,6 +23,8 @@ from pretraining.training.fresh_store import shared_with_the_launcher
 DONE, FAILED, WAITS, SILENT = "done", "failed", "waits", "silent"
 GRACE_SECONDS = 4.0
 """An answer may come so much later than the step's own limit: ranks do not begin a step at the same moment."""
+MOST_NAMED = 4
+"""Ranks in one line."""
 _POLL_SECONDS = 0.01
 
 
@@ -63,6 +65,12 @@ class Rank:
         return f"rank {self.rank} on {self.host}"
 
 
+def named(came: list[Rank], ranks: list[int]) -> str:
+    """`rank 3 on node1, rank 4 on node1`, of many the first."""
+    more = " and more" if len(ranks) > MOST_NAMED else ""
+    return ", ".join(str(came[rank]) for rank in ranks[:MOST_NAMED]) + more
+
+
 class RollCall:
     """The store, the ranks that came, and one thread for work that may hang. Every rank makes the same calls."""
 
@@ -74,8 +82,8 @@ class RollCall:
         """
         self.rank, self.size = rank, size
         self._server = _connect(rank, arrival_seconds)
-        self._store = _named(self._server)
-        self.work_store = _named(_client(self._server))
+        self._store = _of_attempt(self._server)
+        self.work_store = _of_attempt(_client(self._server))
         """For use inside a step: a connection of its own, since one that waits keeps others from using it."""
         self._worker = _Worker()
         self._calls = 0
@@ -246,6 +254,6 @@ def _client(server: TCPStore) -> TCPStore:
     )
 
 
-def _named(store: Store) -> Store:
+def _of_attempt(store: Store) -> Store:
     """The store below a name of this attempt: torchrun starts its ranks again in one and the same store."""
     return PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
