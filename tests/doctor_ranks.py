@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,8 @@ from pretraining.errors import one_line_errors
 from tests.hosts import Hosts
 
 NAMES = ["alpha", "beta", "gamma"]
-RUNS_SECONDS, STOPPED_SECONDS = 0.01, 0.06
+SLOW_SECONDS = 0.1
+"""Of a product that takes some milliseconds."""
 
 
 def main(fault: str, folder: str, options: list[str]) -> None:
@@ -48,29 +50,13 @@ def sick(rank: int, folder: Path) -> None:
     alike.time = fast
     absolute = cluster.ProbedFolder
     cluster.ProbedFolder = lambda run, *more: absolute(run / "elsewhere", *more)
-    measure = devices.Devices.measure
+    products = devices.Devices._products
 
-    def measured_in_pulses(self) -> dict:
-        pulses = _pulses(os.getpid())
-        try:
-            return measure(self)
-        finally:
-            os.kill(pulses, signal.SIGKILL)
-            os.waitpid(pulses, 0)
+    def slow_products(self) -> tuple[float, Callable[[], None]]:
+        flops, multiply = products(self)
+        return flops, lambda: (multiply(), time.sleep(SLOW_SECONDS))
 
-    devices.Devices.measure = measured_in_pulses
-
-
-def _pulses(process: int) -> int:
-    """A process that lets another one run for a seventh of the time."""
-    child = os.fork()
-    if child:
-        return child
-    while True:
-        os.kill(process, signal.SIGSTOP)
-        time.sleep(STOPPED_SECONDS)
-        os.kill(process, signal.SIGCONT)
-        time.sleep(RUNS_SECONDS)
+    devices.Devices._products = slow_products
 
 
 def apart(rank: int, folder: Path) -> None:

@@ -93,14 +93,16 @@ class Examination:
         """All steps; findings are complete on rank 0."""
         self._say(f"waiting for {several(self.size, 'rank')}")
         self.call = RollCall(self.rank, self.size, ARRIVAL_SECONDS)
-        if self.call.missing:
+        gone = self.call.missing
+        if gone:
             self.findings.append(self._never_came())
         else:
             try:
                 self._examine()
             except Stuck as stuck:
                 self._add_stuck(stuck)
-        self.call.part()
+                gone = [rank for rank, answer in enumerate(stuck.answers) if answer.state == SILENT]
+        self.call.part(gone)
         return self.findings
 
     def _examine(self) -> None:

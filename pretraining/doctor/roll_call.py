@@ -179,14 +179,13 @@ class RollCall:
             for rank in range(self.size)
         ]
 
-    def part(self, seconds: float = GRACE_SECONDS) -> None:
-        """The last call: rank 0, whose process may hold the store, leaves after the others."""
+    def part(self, gone: list[int]) -> None:
+        """The last call: rank 0, whose process may hold the store, leaves after the others, but for those `gone`."""
         try:
             self._store.set(f"left/{self.rank}", "yes")
-            until = time.monotonic() + seconds
-            while self.rank == 0 and time.monotonic() < until:
-                if self._store.check([f"left/{rank}" for rank in range(self.size)]):
-                    return
+            others = [f"left/{rank}" for rank in range(self.size) if rank not in gone]
+            until = time.monotonic() + GRACE_SECONDS
+            while self.rank == 0 and not self._store.check(others) and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
         except DistError:
             pass  # the other side has left already
