@@ -84,7 +84,7 @@ def test_a_slow_rank_is_named_with_the_state_of_its_gpu():
     assert slow_ranks([100, 99, 98, 88], 0.9) == [3] and slow_ranks([100, 89], 0.9) == [1]
     state = {"clock_hz": 1.2e9, "temperature_celsius": 91, "watts": 350.4, "held_back_by": ["heat (driver)"]}
     found = [{"flops_per_second": 7e14, "state": {}}, {"flops_per_second": 5e14, "state": state}]
-    products = Products("7b", 16384, 4096, 14336, "bf16")
+    products = Products(16384, 4096, 14336, "bf16")
     whole, slow = _products(ranks_on(2), products, find_gpu("H100"), True, found)
     assert whole.verdict == FINE and whole.values["product_flops"] == 7e14
     assert slow.verdict == COSTS and slow.where == "rank 1 on node0"

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -28,6 +28,7 @@ HALF_OF_THE_BUS = 0.5
 WARM_SECONDS, SAMPLE_SECONDS = 2.0, 0.3
 """Clocks fall to what power and cooling allow within a second or two."""
 SAMPLES = 5
+FEWEST_TOKENS = 16
 PROCESSOR_FLOPS = 2e8
 """Of one product on a processor: some milliseconds."""
 COPY_BYTES, COPY_BYTES_ELSEWHERE = 256 << 20, 32 << 20
@@ -39,26 +40,29 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, 
 class Products:
     """The products that are measured: of a layer's feed-forward part."""
 
-    name: str
     tokens: int
     width: int
     inner: int
     precision: str
 
 
-NO_RECIPE = Products("a model of 7 billion parameters", 16_384, 4096, 14_336, "bf16")
+NO_RECIPE = Products(16_384, 4096, 14_336, "bf16")
+"""Of a model of 7 billion parameters (recipes/7b.json)."""
 
 
 def products_of(recipe: Recipe | None, on_gpu: bool) -> Products:
-    """Those of a micro-batch of the recipe; on a processor of few tokens, in fp32."""
+    """Those of a micro-batch of the recipe; on a processor of fewer tokens, narrower, and in fp32."""
     products = NO_RECIPE
     if recipe is not None:
         tokens, precision = recipe.micro_batch * recipe.sequence_length, precision_of_products(recipe)
-        products = Products(recipe.name, tokens, *widths_of(recipe), precision)
+        products = Products(tokens, *widths_of(recipe), precision)
     if on_gpu:
         return products
-    few = max(16, int(PROCESSOR_FLOPS / (4 * products.width * products.inner)))
-    return replace(products, tokens=min(products.tokens, few), precision="fp32")
+    width, inner = products.width, products.inner
+    while 4 * FEWEST_TOKENS * width * inner > PROCESSOR_FLOPS:
+        width, inner = width // 2, inner // 2
+    tokens = min(products.tokens, int(PROCESSOR_FLOPS / (4 * width * inner)))
+    return Products(tokens, width, inner, "fp32")
 
 
 def measure_devices(call: RollCall, recipe: Recipe | None, gpu: Gpu | None, on_gpu: bool) -> list[Finding]:
@@ -237,7 +241,8 @@ def _products(
     precision = products.precision
     kept = "product_flops" if on_gpu and precision in ("bf16", "fp16") else f"{precision}_product_flops"
     values = {kept: median, f"slowest_{kept}": slowest}
-    message = f"{precision} products of {products.name}'s widths: {short(median)}FLOP/s a rank (median)"
+    shape = f"{products.tokens:,} tokens from {products.width:,} to {products.inner:,} and back"
+    message = f"{precision} products, {shape}: {short(median)}FLOP/s a rank (median)"
     verdict, remedy = FINE, ""
     if gpu is not None and precision in gpu.dense_peak_flops:
         share = median / gpu.peak_flops(precision)
