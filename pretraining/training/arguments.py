@@ -14,6 +14,7 @@ from pretraining.command_line import ranks_here
 from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
 from pretraining.schema import display_path, problem
+from pretraining.training.operators import check_operators
 
 ON_GPU = torch.cuda.is_available()
 
@@ -82,6 +83,7 @@ def build_arguments(
     if keywords.get("fp16") and not ON_GPU:
         what = "needs a GPU, and there is none here; set training.bf16, or neither"
         raise problem(display_path(recipe.path), "training.fp16", what)
+    check_operators(ds_config)
     with training_refusals(recipe.path):
         return TrainingArguments(**keywords, **FIXED, **owned)
 
