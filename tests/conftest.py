@@ -80,6 +80,7 @@ LAUNCHING += [
     "test_streamed_run",
     "test_early_stopping",
     "test_throughput",
+    "test_doctor_cluster",
 ]
 
 # Plans know nothing of what the doctor measured on this machine, and no folder below this one can be made.

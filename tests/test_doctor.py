@@ -348,7 +348,8 @@ def test_only_rank_0_speaks_under_a_launcher(monkeypatch, capsys):
     """Ranks meet in `cluster`, whose findings are added to those of the machine."""
     asked = []
     together = SimpleNamespace(
-        examine_cluster=lambda options: asked.append(options) or [Finding("ranks", FINE, "here")]
+        examine_cluster=lambda options: asked.append(options) or [Finding("ranks", FINE, "here")],
+        end_rank=lambda code: None,
     )
     monkeypatch.setitem(sys.modules, "pretraining.doctor.cluster", together)
     for rank, said in (("1", ""), ("0", "ranks")):

@@ -17,8 +17,9 @@ from pretraining.doctor.machine import check_machine
 from pretraining.doctor.reach import ask_around
 from pretraining.doctor.software import check_software, versions
 from pretraining.errors import UserError, one_line_errors
-from pretraining.exit_codes import USER_ERROR
+from pretraining.exit_codes import FINISHED, USER_ERROR
 from pretraining.planning.machine_rates import RATES, keep_rates
+from pretraining.quiet import prepare_imports
 from pretraining.verbs import OneLineParser
 
 EXAMPLES = """examples:
@@ -37,26 +38,31 @@ def main(arguments: list[str] | None = None) -> None:
     """Examine, print, keep what was measured, and leave with 2 if something will break."""
     options = parse_arguments(arguments)
     began, first = time.monotonic(), os.environ.get("RANK", "0") == "0"
+    launched = "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
     findings, launch = examine(options) if first else ([], None)
-    if "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ:
-        from pretraining.doctor.cluster import examine_cluster
+    if launched:
+        prepare_imports()
+        from pretraining.doctor.cluster import end_rank, examine_cluster
 
         if first and not options.json:
             print(as_lines(findings), flush=True)  # what follows may end in an abort that this explains
         together = examine_cluster(options)
         findings, shown = findings + together, together
+        if not first:
+            return end_rank(FINISHED)
     else:
         shown = findings
-    if not first:
-        return
     kept = _keep(findings, launch)
     found = summary(findings, time.monotonic() - began)
     if options.json:
         print(json.dumps(_answer(findings, found, launch, kept), indent=2))
     else:
         print(f"{as_lines(shown)}\n\n{summary_line(found)}", flush=True)
-    if found["will_break"]:
-        raise SystemExit(USER_ERROR)
+    code = USER_ERROR if found["will_break"] else FINISHED
+    if launched:
+        return end_rank(code)  # not in order: a step that hangs leaves a thread behind
+    if code:
+        raise SystemExit(code)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -56,6 +56,25 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     Raises `UserError` if a launcher started more processes on this machine than it has GPUs, or torch cannot use one,
     or if ranks of other hosts could not reach this one.
     """
+    backend = prepare_rank()
+    minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
+    timeout = timedelta(minutes=minutes)
+    _wait_as_long_in_every_group(timeout)
+    _check_own_name()
+    with _taken_port_named():
+        if shared_with_the_launcher():
+            _meet_in_fresh_store(backend, timeout)
+        deepspeed.init_distributed(
+            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
+        )
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def prepare_rank() -> str:
+    """Do all of `join_ranks` that needs no other rank; returns the backend, "nccl" or "gloo".
+
+    Raises `UserError` if a launcher started more processes on this machine than it has GPUs, or torch cannot use one.
+    """
     launcher_is_gone()  # remembers who it is, before the variables of a plain process are set
     if "WORLD_SIZE" not in os.environ:
         os.environ.update(_SINGLE_PROCESS, MASTER_PORT=str(_free_port()))
@@ -72,17 +91,7 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
         leave_out_shared_memory()
     ask_the_processor_once()
     keep_compiled_operators()
-    minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
-    timeout = timedelta(minutes=minutes)
-    _wait_as_long_in_every_group(timeout)
-    _check_own_name()
-    with _taken_port_named():
-        if shared_with_the_launcher():
-            _meet_in_fresh_store(backend, timeout)
-        deepspeed.init_distributed(
-            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
-        )
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return backend
 
 
 @contextmanager
