@@ -80,8 +80,11 @@ LAUNCHING += [
     "test_streamed_run",
     "test_early_stopping",
     "test_throughput",
+    "test_doctor_cluster",
 ]
 
+# Plans know nothing of what the doctor measured on this machine, and no folder below this one can be made.
+os.environ["PRETRAINING_DOCTOR_FOLDER"] = str(Path(os.devnull, "doctor"))
 os.environ["PATH"] = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
 
 

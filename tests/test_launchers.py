@@ -120,7 +120,9 @@ def test_a_driver_that_is_too_old_is_one_line(monkeypatch):
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.set_device", refuse)
-    with pytest.raises(UserError, match=r"too old \(found version 12020\)\.; update the driver") as error:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    said = r"too old \(found version 12020\)\.; update the driver to 580 or newer"
+    with pytest.raises(UserError, match=said) as error:
         ranks._claim_gpu(0)
     assert "\n" not in str(error.value)
 

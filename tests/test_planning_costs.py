@@ -165,13 +165,13 @@ def test_a_measured_utilization_takes_precedence(tmp_path):
 def test_a_small_model_s_gpu_waits_for_its_kernels():
     """Python launches them no faster on a faster GPU; a large model hides it, and a given utilization holds it."""
     launch = table("rates")["launch_seconds_per_layer"]["value"]
-    recipe = load_recipe("tiny")
+    recipe = load_recipe("tiny", ["speed.compile=none"])
     tiny = forecast(workload_of_recipe(recipe, None), H100, 1)
     assert tiny.step.time.bound_by == "kernel launches"
     assert tiny.step.seconds == pytest.approx(2 * 4 * launch)
-    larger = load_recipe("tiny", ["training.per_device_train_batch_size=16"])
+    larger = load_recipe("tiny", ["speed.compile=none", "training.per_device_train_batch_size=16"])
     assert forecast(workload_of_recipe(larger, None), H100, 1).step.seconds == pytest.approx(4 * launch)
-    compiled = load_recipe("tiny", ["speed.compile=blocks"])
+    compiled = load_recipe("tiny")  # auto: its blocks
     assert forecast(workload_of_recipe(compiled, None), H100, 1).step.time.launch_seconds == 0
     assert forecast(workload_of_recipe(recipe, None), H100, 1, mfu=0.4).mfu == pytest.approx(0.4)
     large = forecast(workload_of_recipe(load_recipe("7b"), load_ds_config("zero3")), H100, 8)

@@ -63,7 +63,7 @@ def test_a_gpu_that_does_not_say_how_busy_it_is_ends_no_run(monkeypatch):
 @pytest.mark.parametrize("stage", ds_config_names())
 def test_deepspeed_s_own_timer_is_off(stage):
     """It would wait for the device in every micro-batch, for a line that nobody prints."""
-    assert not get_timers_config(engine_config(load_ds_config(stage), in_bf16=True)).enabled
+    assert not get_timers_config(engine_config(load_recipe("qk-norm"), load_ds_config(stage))).enabled
 
 
 @pytest.mark.parametrize("stage", ["zero2", "null"])

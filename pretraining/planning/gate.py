@@ -28,7 +28,8 @@ def judge_plan(
         UserError: the run does not fit, and `force` is not set.
     """
     verdict = check_plan(recipe, ds_config, plan.world_size, found).enforce(force)
-    values = predicted(recipe, ds_config, plan.world_size, found.gpu, found.trains_on_processor)
+    on_processor, gpu_memory = found.trains_on_processor, found.gpu_memory_bytes
+    values = predicted(recipe, ds_config, plan.world_size, found.gpu, on_processor, gpu_memory)
     return replace(plan, predicted=values), verdict
 
 
@@ -56,7 +57,7 @@ def _memory(case: Case) -> Finding | None:
         f"{case.recipe.name} needs {num_bytes(case.need.total)} on {'each of ' if ranks > 1 else ''}{ranks} "
         f"GPU{'s' if ranks > 1 else ''} of {num_bytes(case.limit)}: {part} alone {num_bytes(case.need.parts[part])}"
     )
-    fit = nearest_fit(case.recipe, ranks, lambda need: need.total <= case.limit, case.found.gpu)
+    fit = nearest_fit(case.recipe, ranks, lambda need: need.total <= case.limit, case.found.gpu, case.limit)
     if fit is None:
         return Finding(what, "no stage, offload or micro-batch fits: take more or larger GPUs")
     return Finding(what, f"this fits ({num_bytes(fit.need.total)}): {fit.arguments}")

@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
+from pretraining.planning.gpus import cuda_needs
 from pretraining.process_group import GLOO_INTERFACE, loopback_name
 from pretraining.training.fresh_store import fresh_store, shared_with_the_launcher
 from pretraining.training.launcher import launcher_is_gone
@@ -55,6 +56,25 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     Raises `UserError` if a launcher started more processes on this machine than it has GPUs, or torch cannot use one,
     or if ranks of other hosts could not reach this one.
     """
+    backend = prepare_rank()
+    minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
+    timeout = timedelta(minutes=minutes)
+    _wait_as_long_in_every_group(timeout)
+    _check_own_name()
+    with _taken_port_named():
+        if shared_with_the_launcher():
+            _meet_in_fresh_store(backend, timeout)
+        deepspeed.init_distributed(
+            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
+        )
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def prepare_rank() -> str:
+    """Do all of `join_ranks` that needs no other rank; returns the backend, "nccl" or "gloo".
+
+    Raises `UserError` if a launcher started more processes on this machine than it has GPUs, or torch cannot use one.
+    """
     launcher_is_gone()  # remembers who it is, before the variables of a plain process are set
     if "WORLD_SIZE" not in os.environ:
         os.environ.update(_SINGLE_PROCESS, MASTER_PORT=str(_free_port()))
@@ -68,20 +88,10 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     else:
         # Only its own launcher tells DeepSpeed; else ZeRO-3 starts `numactl` at every reduction to count devices.
         os.environ.setdefault("LOCAL_SIZE", str(ranks_here()))
-        _leave_out_shared_memory()
+        leave_out_shared_memory()
     ask_the_processor_once()
     keep_compiled_operators()
-    minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
-    timeout = timedelta(minutes=minutes)
-    _wait_as_long_in_every_group(timeout)
-    _check_own_name()
-    with _taken_port_named():
-        if shared_with_the_launcher():
-            _meet_in_fresh_store(backend, timeout)
-        deepspeed.init_distributed(
-            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
-        )
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return backend
 
 
 @contextmanager
@@ -123,7 +133,7 @@ def _wait_as_long_in_every_group(timeout: timedelta) -> None:
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
 
 
-def _leave_out_shared_memory() -> None:
+def leave_out_shared_memory() -> None:
     """Keep DeepSpeed from building its reductions through shared memory, which only `inference_all_reduce` uses.
 
     deepspeed 0.19.8 (comm/torch.py) would build them for every process group, also without a ds_config: a minute of
@@ -180,8 +190,10 @@ def _claim_gpu(local_rank: int) -> None:
     except RuntimeError as error:  # such as a driver that is older than torch's CUDA: no rank can start
         reason = " ".join(str(error).split())
         what = f"GPU {local_rank} cannot be used by torch {torch.__version__} (CUDA {torch.version.cuda}): {reason}"
+        needs = cuda_needs(torch.version.cuda)
+        newer = f" to {needs['least_driver']} or newer" if needs else ""
         raise UserError(
-            f"{what}; update the driver, or install a build of torch for the CUDA it has"
+            f"{what}; update the driver{newer}, or install a build of torch for the CUDA it has"
         ) from error
 
 
