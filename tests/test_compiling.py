@@ -6,11 +6,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch._dynamo.utils import counters
-from transformers import TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from pretraining.errors import UserError
-from pretraining.model import build_loss, build_model
-from pretraining.model.compiling import blocks_of, check_compiler
+from pretraining.model import build_from_recipe, build_loss, build_model
+from pretraining.model.build import build_config
+from pretraining.model.compiling import blocks_of, check_compiler, compile_model, describe_compilation
+from pretraining.model.varlen_attention import TORCH_VARLEN, register_varlen_attention
 from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.planning.memory import memory_need
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
@@ -83,6 +85,23 @@ def test_compiled_losses_are_eager_ones(name, backend, arguments):
     assert compiled == pytest.approx(eager, abs=1e-4)
 
 
+def test_batches_of_any_number_of_documents_share_a_graph(monkeypatch):
+    """Kept apart by torch's kernel for GPUs, which is traced on tensors without values."""
+    monkeypatch.setattr("torch.is_autocast_enabled", lambda device: False)
+    register_varlen_attention()
+    config = build_config({**MODELS["llama"], "attn_implementation": TORCH_VARLEN}, TOKENIZER)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    compile_model(model, {**NONE, "compile": "auto", "compile_backend": "aot_eager"})
+    ids = torch.empty(2, 64, dtype=torch.int64, device="meta")
+    for num_documents in (3, 5, 2):
+        borders = torch.empty(num_documents + 1, dtype=torch.int32, device="meta")
+        lengths = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 64, "max_length_k": 64}
+        model(input_ids=ids, position_ids=ids, use_cache=False, **lengths).logits.float().sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"] and not counters["recompiles"]
+
+
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory) -> dict[str, dict]:
     """What `tests.compiled_ranks` found of each of its cases."""
@@ -118,7 +137,7 @@ def test_zero_3_gathers_a_block_around_its_one_graph(on_two_ranks, case):
     assert found["held_too_long"] == 0
 
 
-STAGES = ("zero0", "zero1", "zero2", "zero3")
+STAGES = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -215,6 +234,15 @@ def test_the_next_block_is_gathered_while_one_computes():
     assert engine_config(plain, ds_config)["zero_optimization"] == ds_config["zero_optimization"]
     needs = [memory_need(each, ds_config, 8).parts["gathered weights"] for each in (recipe, plain)]
     assert needs[0] - needs[1] == pytest.approx(2 * (block - 0.9 * 6656**2))
+
+
+def test_the_log_says_what_is_compiled(arguments, capsys):
+    """At the start, and why nothing is where nothing was named."""
+    build_from_recipe(load_recipe("tiny"), TOKENIZER, arguments, draw_weights=False)
+    assert "compiled: nothing (no GPU)" in capsys.readouterr().out
+    build_from_recipe(load_recipe("tiny", BLOCKS), TOKENIZER, arguments, draw_weights=False)
+    assert "compiled: every block, by aot_eager" in capsys.readouterr().out
+    assert describe_compilation(NONE) == "compiled: nothing"
 
 
 def broken(graph, inputs):

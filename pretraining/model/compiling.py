@@ -16,6 +16,9 @@ from pretraining.upstream.compiler import (
     missing_compiler,
 )
 
+BORDERS = {"cu_seq_lens_q", "cu_seq_lens_k"}
+"""Of the documents of a batch (`data.document_masking`)."""
+
 
 def check_compiler(speed: dict) -> None:
     """Raise `UserError` if the recipe names what to compile and this machine has no compiler for inductor."""
@@ -71,8 +74,13 @@ def _in_training(module: nn.Module, compiled: Callable) -> Callable:
     plain = module.forward
 
     def forward(*args, **kwargs):
-        trains = module.training and torch.is_grad_enabled()
-        return (compiled if trains else plain)(*args, **kwargs)
+        if not (module.training and torch.is_grad_enabled()):
+            return plain(*args, **kwargs)
+        for borders in (
+            kwargs.keys() & BORDERS
+        ):  # as many as the batch has documents: no graph for each number
+            torch._dynamo.maybe_mark_dynamic(kwargs[borders], 0)
+        return compiled(*args, **kwargs)
 
     return forward
 
