@@ -1,6 +1,8 @@
 """torch.compile by recipe: one graph for all blocks, compiled once; the same curve, and nothing of it in an export."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -200,6 +202,7 @@ AUTO = {
     "a mixture": ("moe-1.5b", [], "zero1", None),
     "weights on a drive": ("30b", [], "zero3_nvme", "from NVMe"),
     "dropout": ("124m", ["model.resid_pdrop=0.1"], "zero1", "dropout"),
+    "Liger's kernels": ("7b", ["training.use_liger_kernel=true"], "zero3", "Liger's kernels take its place"),
     "a recomputed mixture": (
         "moe-1.5b",
         ["training.activation_checkpointing=true"],
@@ -234,6 +237,17 @@ def test_the_next_block_is_gathered_while_one_computes():
     assert engine_config(plain, ds_config)["zero_optimization"] == ds_config["zero_optimization"]
     needs = [memory_need(each, ds_config, 8).parts["gathered weights"] for each in (recipe, plain)]
     assert needs[0] - needs[1] == pytest.approx(2 * (block - 0.9 * 6656**2))
+
+
+def test_liger_is_one_line_if_missing_and_leaves_the_loss_alone(monkeypatch, tmp_path):
+    """It would replace the model's forward by one with its own loss."""
+    recipe = load_recipe("7b", ["training.use_liger_kernel=true", "training.bf16=false"])
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(UserError, match=r"training\.use_liger_kernel needs the package 'liger_kernel'"):
+        build_arguments(recipe, None, tmp_path, 1)
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    config = build_arguments(recipe, None, tmp_path, 1).liger_kernel_config
+    assert config == {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 def test_the_log_says_what_is_compiled(arguments, capsys):

@@ -1,6 +1,7 @@
 """torch.compile as the recipe's `speed` section asks: every block by itself, or the whole model."""
 
 from collections.abc import Callable, Iterator
+from functools import wraps
 
 import torch
 import torch.distributed as dist
@@ -73,12 +74,11 @@ def _in_training(module: nn.Module, compiled: Callable) -> Callable:
     """The module's forward: compiled in passes that a backward pass follows, as it is in all others."""
     plain = module.forward
 
+    @wraps(plain)  # transformers reads the signature
     def forward(*args, **kwargs):
         if not (module.training and torch.is_grad_enabled()):
             return plain(*args, **kwargs)
-        for borders in (
-            kwargs.keys() & BORDERS
-        ):  # as many as the batch has documents: no graph for each number
+        for borders in kwargs.keys() & BORDERS:  # no graph for each number of documents
             torch._dynamo.maybe_mark_dynamic(kwargs[borders], 0)
         return compiled(*args, **kwargs)
 
@@ -127,10 +127,9 @@ class FirstPass:
         except torch.OutOfMemoryError:
             raise  # another compiler's code would need as much
         except Exception as error:
-            # Backends, Triton and the machine's C++ compiler raise what they like.
-            said = " ".join(
-                str(error).strip().partition("\n\n")[0].split()
-            )  # what follows is how to debug torch
+            # Backends, Triton and the machine's C compiler raise what they like; below the first lines is how to
+            # debug torch.
+            said = " ".join(str(error).strip().partition("\n\n")[0].split())
             return None, f"{type(error).__name__}: {said[:300]}"
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_tf32_available
 
+from pretraining.data.packages import require
 from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.memory.buffers import block_gathering
@@ -68,6 +69,15 @@ def build_arguments(
     if keywords.get("tf32"):
         # transformers sets torch's new switch alone; inductor's autotuning asks the old one, which then refuses.
         torch.set_float32_matmul_precision("high")
+    if keywords.get("use_liger_kernel"):
+        require("liger_kernel", "training.use_liger_kernel")
+        # Of norms, rotary embeddings and gated layers; the loss is the recipe's own, and so is the model's forward.
+        given = keywords.get("liger_kernel_config") or {}
+        keywords["liger_kernel_config"] = {
+            **given,
+            "cross_entropy": False,
+            "fused_linear_cross_entropy": False,
+        }
     if keywords.get("fp16") and not ON_GPU:
         what = "needs a GPU, and there is none here; set training.bf16, or neither"
         raise problem(display_path(recipe.path), "training.fp16", what)
