@@ -1,13 +1,16 @@
 """The recipe's `training` section, and what budget, command line and promises add, as TrainingArguments."""
 
+import math
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainingArguments, enable_full_determinism
 from transformers.utils import is_torch_tf32_available
 
+from pretraining.command_line import ranks_here
 from pretraining.data.packages import require
 from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
@@ -17,14 +20,11 @@ from pretraining.recipe import Recipe
 from pretraining.refusals import gathers_blocks
 from pretraining.schema import display_path, problem
 
-ON_GPU = torch.cuda.is_available()
-
 # What the promises fix: a recipe may not set these.
 FIXED = {
     "train_sampling_strategy": "sequential",  # the dataset is already in the run's global order
     "dataloader_drop_last": True,
     "ignore_data_skip": True,  # a resumed dataset starts at the consumed position
-    "accelerator_config": {"dispatch_batches": False, "split_batches": False, "non_blocking": ON_GPU},
     "average_tokens_across_devices": False,  # PretrainingTrainer counts them where ranks differ
     "ddp_find_unused_parameters": False,
     "prediction_loss_only": True,
@@ -42,6 +42,13 @@ WORKER_KEYS = (
 )
 
 
+PREFETCHED_BYTES = 64 << 20
+"""Of batches that a rank's workers keep ready: more than any shipped recipe needs for a step."""
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY_SHARE = 0.25
+"""Of the free shared memory, through which workers hand their batches on; NCCL needs some too. Docker gives 64 MB."""
+
+
 def build_arguments(
     recipe, ds_config: dict | None, output_dir: Path, accumulation_steps: int, last_step: int | None = None
 ) -> TrainingArguments:
@@ -49,16 +56,20 @@ def build_arguments(
 
     Raises `UserError` where this machine or transformers refuses a value, with its reason.
     """
+    on_gpu = torch.cuda.is_available()
     owned = {
+        "accelerator_config": {"dispatch_batches": False, "split_batches": False, "non_blocking": on_gpu},
         "output_dir": str(output_dir),
         "deepspeed": engine_config(recipe, ds_config),
         "max_steps": recipe.num_steps if last_step is None else last_step,
         "gradient_accumulation_steps": accumulation_steps,
-        "use_cpu": not ON_GPU,
+        "use_cpu": not on_gpu,
     }
     keywords = {k: v for k, v in recipe.training_keywords.items() if k not in FIXED}
     if not keywords.get("dataloader_num_workers"):  # torch refuses what concerns workers where there are none
         keywords = {k: v for k, v in keywords.items() if k not in WORKER_KEYS}
+    elif keywords.get("dataloader_prefetch_factor") is None:
+        keywords["dataloader_prefetch_factor"] = prefetch_factor(recipe, accumulation_steps)
     if keywords.get("bf16") and ds_config and zero_stage(ds_config) == 0:
         keywords["bf16"] = False  # autocast, see engine_config
     if keywords.get("tf32") and not is_torch_tf32_available():
@@ -78,11 +89,30 @@ def build_arguments(
             "cross_entropy": False,
             "fused_linear_cross_entropy": False,
         }
-    if keywords.get("fp16") and not ON_GPU:
+    if keywords.get("full_determinism"):
+        # The Trainer does it too, when the model is built: cuBLAS reads its setting at the first product.
+        enable_full_determinism(keywords.get("seed", TrainingArguments.seed))
+    if keywords.get("fp16") and not on_gpu:
         what = "needs a GPU, and there is none here; set training.bf16, or neither"
         raise problem(display_path(recipe.path), "training.fp16", what)
     with training_refusals(recipe.path):
         return TrainingArguments(**keywords, **FIXED, **owned)
+
+
+def prefetch_factor(recipe, accumulation_steps: int) -> int:
+    """Batches that each worker keeps ready, so that together they hold a whole step: at least torch's own 2.
+
+    The Trainer takes all micro-batches of a step before the first forward pass (transformers 5.23,
+    `Trainer.get_batch_samples`): what is not ready then, the GPU waits for.
+    """
+    workers = recipe.training["dataloader_num_workers"]
+    samples = max(recipe.micro_batch, recipe.training.get("per_device_eval_batch_size", 8))
+    arrays = 3 if recipe.data["document_masking"] else 2  # inputs, labels, positions, 8 bytes a token each
+    batch_bytes = 8 * arrays * samples * recipe.sequence_length
+    room = PREFETCHED_BYTES
+    if SHARED_MEMORY.is_dir():
+        room = min(room, SHARED_MEMORY_SHARE * shutil.disk_usage(SHARED_MEMORY).free / ranks_here())
+    return max(2, min(math.ceil(accumulation_steps / workers), int(room / (workers * batch_bytes))))
 
 
 def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
@@ -91,7 +121,7 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
         return None
     # DeepSpeed's throughput timer waits for the device in every micro-batch; the metrics have a clock of their own.
     config = {**ds_config, "timers": {"throughput": {"enabled": False}}}
-    if gathers_blocks(recipe, ds_config, ON_GPU):
+    if gathers_blocks(recipe, ds_config, torch.cuda.is_available()):
         zero = ds_config["zero_optimization"]
         ahead = block_gathering(zero, layer_numel(parameter_tensors(recipe.model)))
         config["zero_optimization"] = {**zero, **ahead}

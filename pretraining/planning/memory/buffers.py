@@ -48,7 +48,7 @@ def buffers(
     stage, zero = zero_stage(config), config["zero_optimization"]
     total, element = sum(tensor.numel for tensor in tensors), precision.weights
     share = total / world_size
-    bucket = element * _elements(zero, "reduce_bucket_size", REDUCE_BUCKET, width**2)
+    bucket = element * reduce_bucket(config, width)
     if stage == 3:
         return Buffers(
             buckets=bucket,
@@ -70,6 +70,28 @@ def buffers(
     if stage == 1:
         return Buffers(turns * bucket, 0, 0, FP32 * share)
     return Buffers(0, 0, 0, element * min(total, REDUCE_BUCKET) if world_size > 1 else 0)
+
+
+def reduce_bucket(config: dict, width: int) -> float:
+    """Elements of gradients that are reduced together; width: the model's."""
+    return _elements(config["zero_optimization"], "reduce_bucket_size", REDUCE_BUCKET, width**2)
+
+
+def unprotected_gradient(
+    config: dict | None, tensors: Sequence[Tensor], width: int, world_size: int
+) -> Tensor | None:
+    """The largest gradient that ZeRO-2 frees on a GPU while another stream may still read it; None if there is none.
+
+    A gradient that is larger than the bucket is reduced from where it lies. With `overlap_comm` this happens on a
+    stream of its own, and a rank that keeps no part of the gradient frees it at once, without telling the allocator of
+    that stream: the next kernel may write into it (deepspeed 0.19.8, zero/stage_1_and_2.py, `average_tensor`,
+    `clear_grad_attribute`). With an offloaded optimizer DeepSpeed tells the allocator; one rank keeps all gradients.
+    """
+    if zero_stage(config) != 2 or optimizer_device(config) != "gpu" or world_size == 1:
+        return None
+    zero, largest = config["zero_optimization"], max(tensors, key=lambda tensor: tensor.numel)
+    frees_at_once = zero.get("overlap_comm") and zero.get("contiguous_gradients", True)
+    return largest if frees_at_once and largest.numel > reduce_bucket(config, width) else None
 
 
 def optimizer_copies(

@@ -107,8 +107,13 @@ class MemoryNeed:
         return {**{name: getattr(self, name) for name in derived}, "phases": self.phases}
 
 
-def memory_need(recipe: Recipe, ds_config: dict | None, world_size: int) -> MemoryNeed:
+def memory_need(
+    recipe: Recipe, ds_config: dict | None, world_size: int, gpu_memory: float | None = None
+) -> MemoryNeed:
     """Memory of a recipe under a ds_config on `world_size` GPUs.
+
+    Args:
+        gpu_memory: bytes of one GPU: of a larger one the loss takes more; None: a processor trains, or it is not known.
 
     Raises:
         UserError: ranks x micro-batch x length does not divide the tokens per step.
@@ -123,6 +128,7 @@ def memory_need(recipe: Recipe, ds_config: dict | None, world_size: int) -> Memo
         precision,
         recomputed_one_in(recipe),
         loss=loss_of(recipe),
+        gpu_memory=gpu_memory,
     )
     width = value_of(recipe.model, "hidden_size")
     as_one = gathers_blocks(recipe, ds_config)
