@@ -1,5 +1,6 @@
 """torch.compile as the recipe's `speed` section asks: every block by itself, or the whole model."""
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
 
@@ -112,7 +113,9 @@ class FirstPass:
                 return result
             self.has_failed = True
             if failing == _rank():
-                print(f"compiled: nothing after all, rank {failing} could not: {failure}", flush=True)
+                _warn(
+                    f"blocks run uncompiled on all ranks, as rank {failing} cannot compile them ({failure})"
+                )
             del result  # before the block runs again: its graph holds activations
             return plain(*args, **kwargs)
 
@@ -145,6 +148,10 @@ def _first_failing(fails_here: bool, device: torch.device) -> int | None:
 
 def _device_of(values: tuple) -> torch.device:
     return next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
+
+
+def _warn(what: str) -> None:
+    print(f"warning: {what}; mend that, or set speed.compile to none", file=sys.stderr, flush=True)
 
 
 def _rank() -> int:
