@@ -139,13 +139,14 @@ def test_zero_3_gathers_a_block_around_its_one_graph(on_two_ranks, case):
     assert found["held_too_long"] == 0
 
 
-STAGES = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
+WHOLE = ("speed.compile=whole", *BLOCKS[1:])
+RUNS = {stage: BLOCKS for stage in ("zero0", "zero1", "zero2", "zero3", "zero3_offload")} | {"null": WHOLE}
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", RUNS)
 def test_a_compiled_run_has_the_plain_curve(workshop, stage):
     """Promise: the curve belongs to the recipe, not to what is compiled, at any stage on two ranks."""
-    run = workshop.run(stage, settings=BLOCKS)
+    run = workshop.run(stage, settings=RUNS[stage])
     assert run.losses == pytest.approx(workshop.plain().losses, abs=1e-4)
 
 
