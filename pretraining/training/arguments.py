@@ -11,6 +11,7 @@ from transformers import TrainingArguments, enable_full_determinism
 from transformers.utils import is_torch_tf32_available
 
 from pretraining.command_line import ranks_here
+from pretraining.data.packages import require
 from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.memory.buffers import block_gathering
@@ -80,6 +81,15 @@ def build_arguments(
     if keywords.get("tf32"):
         # transformers sets torch's new switch alone; inductor's autotuning asks the old one, which then refuses.
         torch.set_float32_matmul_precision("high")
+    if keywords.get("use_liger_kernel"):
+        require("liger_kernel", "training.use_liger_kernel")
+        # Of norms, rotary embeddings and gated layers; the loss is the recipe's own, and so is the model's forward.
+        given = keywords.get("liger_kernel_config") or {}
+        keywords["liger_kernel_config"] = {
+            **given,
+            "cross_entropy": False,
+            "fused_linear_cross_entropy": False,
+        }
     if keywords.get("full_determinism"):
         # The Trainer does it too, when the model is built: cuBLAS reads its setting at the first product.
         enable_full_determinism(keywords.get("seed", TrainingArguments.seed))
