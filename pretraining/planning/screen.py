@@ -198,12 +198,20 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
         ("time", f"{duration(speed['seconds'])} at {rate}, {NOT_COUNTED}"),
         *scaling_rows(speed["scaling"]),
         ("MFU", mfu_words(speed)),
+        ("kernels", _kernel_words(step["kernel_seconds"])),
         ("step", f"{duration(step['seconds'])}, bound by {step['time']['bound_by']}; {links}"),
         ("money", _money_words(cost)),
         ("energy", f"{energy(cost['energy_kwh'])} at the GPUs' rated power"),
         ("disk", f"{disk}{cadence}"),
         ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
     ]
+
+
+def _kernel_words(seconds: dict[str, float]) -> str:
+    """Where the time of a micro-batch goes at the ceiling, the largest part first."""
+    total = sum(seconds.values())
+    parts = sorted(seconds.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {spent / total:.0%}" for name, spent in parts if spent >= 0.005 * total)
 
 
 def _money_words(cost: dict) -> str:
