@@ -1,11 +1,15 @@
 """Promise: nothing committed is lost, not even with the machine: a run goes on from its uploaded checkpoint."""
 
 import shutil
+import threading
+
+import pytest
 
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import Uploader
+from pretraining.exit_codes import HANG
 from pretraining.run_dir import RunDir
-from tests.object_store import connect_to, s3_server, use_here
+from tests.object_store import Proxy, connect_to, s3_server, use_here
 from tests.runs import Run, execute
 
 UPLOAD = ("checkpoints.upload=s3://bucket/runs",)
@@ -43,3 +47,26 @@ def test_a_run_goes_on_from_the_store_on_an_empty_machine(workshop, tmp_path, mo
     assert "checkpoint-10 is newer" in refused.stderr
     written = [path for path in output.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert not written and SECRET not in first.output + second.output
+
+
+@pytest.mark.parametrize("store", ["slow", "stuck"])
+def test_the_last_upload_may_take_longer_than_a_hang(workshop, tmp_path, store):
+    """Promise: what stands still is found, what is slow is not. All its files together take longer than the limit."""
+    output, limit_seconds, over = tmp_path / "run", 6.0, threading.Event()
+    settings = (*UPLOAD, "training.save_steps=10", f"monitors.hang_minutes={limit_seconds / 60}")
+
+    def slow_or_stuck(number: int, path: str) -> None:
+        if "checkpoint-10/" in path and "?list-type" not in path:
+            over.wait(0.6 if store == "slow" else 120)
+
+    with s3_server(tmp_path / "log") as address, Proxy(address, slow_or_stuck) as proxy:
+        command = workshop.command(output, "null", 1, "plain", settings)
+        finished = execute(command, **connect_to(proxy.address))
+        over.set()
+    kinds = [event["event"] for event in Run(output).events]
+    if store == "stuck":
+        assert finished.code == HANG and "hang" in kinds, finished.output
+    else:
+        (upload,) = (event for event in Run(output).events if event["event"] == "upload")
+        assert finished.code == 0 and "hang" not in kinds, finished.output
+        assert upload["seconds"] > limit_seconds, "the test tests nothing"

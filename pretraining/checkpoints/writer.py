@@ -25,6 +25,7 @@ from pretraining.checkpoints.rank_share import RankShare, write_share
 from pretraining.checkpoints.snapshot import HostSnapshot, available_bytes, snapshot_bytes
 from pretraining.data.publishing import wait_for_disk
 from pretraining.errors import UserError
+from pretraining.heartbeat import long_work
 from pretraining.process_group import rank_and_world_size
 from pretraining.run_dir import RunDir
 
@@ -94,7 +95,8 @@ class CheckpointWriter:
             self._start(save, save.attempt(lambda: self.snapshot.take(tensors)))
             save.blocked_seconds = time.perf_counter() - began
         else:
-            save.attempt(lambda: self._write(save, tensors))
+            with long_work():
+                save.attempt(lambda: self._write(save, tensors))
             self._start(save, None)
             self.drain()
 
@@ -118,10 +120,11 @@ class CheckpointWriter:
 
     def drain(self) -> None:
         """Wait until nothing is in flight."""
-        while self._flight is not None:
-            self.poll()
-            if self._flight is not None:
-                time.sleep(_PAUSE_SECONDS)
+        with long_work():
+            while self._flight is not None:
+                self.poll()
+                if self._flight is not None:
+                    time.sleep(_PAUSE_SECONDS)
 
     def _open(self, save: RankSave, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Rank 0 makes the folder; whether every rank can copy its tensors and write behind training."""
