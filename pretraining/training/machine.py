@@ -1,6 +1,5 @@
 """What the machine of a run turns out to be, for the plan to be judged by: GPU, memory, room on the disk."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -11,10 +10,8 @@ from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
 from pretraining.planning.findings import Found
 from pretraining.planning.gpus import Gpu, find_gpu
+from pretraining.planning.memory.host import host_memory_bytes
 from pretraining.training.ranks import device_name
-
-NO_LIMIT = 1 << 60
-"""A container without a limit reports a number near the largest there is (cgroup v1) or the word max (v2)."""
 
 
 def find_machine(run_folder: Path, continues: bool, data_tokens: int) -> Found:
@@ -54,19 +51,3 @@ def _disk_room(run_folder: Path, continues: bool) -> int:
     there = next(path for path in (run_folder.absolute(), *run_folder.absolute().parents) if path.exists())
     own = [path for path in run_folder.glob("checkpoint-*/**/*") if path.is_file()] if continues else []
     return shutil.disk_usage(there).free + sum(path.stat().st_size for path in own)
-
-
-def host_memory_bytes() -> int | None:
-    """Memory of this machine, or what its container allows where that is less; None where neither is told."""
-    try:
-        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    except (ValueError, OSError):
-        return None
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = Path("/sys/fs/cgroup", name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < NO_LIMIT:
-            limits.append(int(text))
-    return min(limits)
