@@ -149,7 +149,7 @@ def test_a_bug_in_the_thread_ends_the_run_with_its_traceback(tmp_path):
 
 def test_without_room_for_a_copy_training_stands_still_instead(tmp_path, monkeypatch):
     """The snapshot never drives the machine out of memory: the same files, written in training's time."""
-    monkeypatch.setattr("pretraining.checkpoints.snapshot.available_bytes", lambda: 100)
+    monkeypatch.setattr("pretraining.checkpoints.snapshot.free_memory_bytes", lambda: 100)
     writer = writer_in(tmp_path)
     writer.save(1, tensors_of(1))
     assert (tmp_path / "checkpoint-1" / MARKER).exists() and writer.snapshot.num_bytes == 0
@@ -163,7 +163,7 @@ def test_host_memory_that_is_refused_costs_the_copy_and_not_the_run(tmp_path, mo
     def as_cuda_does(*_, **__):
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr("pretraining.checkpoints.snapshot.available_bytes", lambda: free)
+    monkeypatch.setattr("pretraining.checkpoints.snapshot.free_memory_bytes", lambda: free)
     with monkeypatch.context() as patch:
         patch.setattr("pretraining.checkpoints.snapshot.torch.empty", as_cuda_does)
         writer = writer_in(tmp_path)

@@ -5,12 +5,8 @@ from collections.abc import Mapping
 import torch
 
 from pretraining.command_line import ranks_here
-from pretraining.planning.memory.host import (
-    SNAPSHOT_ALIGNMENT,
-    available_bytes,
-    pinned_bytes,
-    snapshot_bytes,
-)
+from pretraining.host import free_memory_bytes
+from pretraining.planning.memory.host import SNAPSHOT_ALIGNMENT, pinned_bytes, snapshot_bytes
 
 
 class HostSnapshot:
@@ -43,10 +39,10 @@ class HostSnapshot:
 
         All ranks of a host must ask before one of them takes its memory.
         """
-        needed, available = _bytes_of(tensors), available_bytes()
-        if needed <= self.num_bytes or available is None:
+        needed, free = _bytes_of(tensors), free_memory_bytes()
+        if needed <= self.num_bytes or free is None:
             return True
-        return pinned_bytes(needed) - self.num_bytes < available // ranks_here()
+        return pinned_bytes(needed) - self.num_bytes < free // ranks_here()
 
     def make_room(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Take the memory that copies of `tensors` need; False if the system does not give it."""

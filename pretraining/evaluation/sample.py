@@ -42,13 +42,13 @@ def sample_text(
             max_new_tokens=min(num_tokens, room),
             pad_token_id=tokenizer.eos_token_id,
             use_cache=True,
-            streamer=_TokensCounted(),
+            streamer=TokensCounted(),
             **sampling,
         )
     return tokenizer.decode(output[0], skip_special_tokens=True)
 
 
-class _TokensCounted:
+class TokensCounted:
     """What `generate` streams its tokens to: each is progress, with parameters on NVMe a slow one."""
 
     def put(self, tokens: torch.Tensor) -> None:

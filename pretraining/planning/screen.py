@@ -27,7 +27,7 @@ from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.stand_in import family_of
 from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.tables import table
-from pretraining.planning.verbs.cost import NOT_COUNTED, disk_words, mfu_words, scaling_rows
+from pretraining.planning.verbs.cost import NOT_COUNTED, disk_words, mfu_words, scaling_rows, write_words
 from pretraining.planning.verbs.memory import host_words
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
@@ -57,19 +57,20 @@ def print_plan(
 
 def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None) -> dict:
     """Everything that `--plan` knows, as plain JSON values."""
-    plan, need = build_run_plan(recipe, ds_config, world_size), memory_need(recipe, ds_config, world_size)
+    plan, there = build_run_plan(recipe, ds_config, world_size), gpu.memory_bytes if gpu else None
+    need = memory_need(recipe, ds_config, world_size, there)
     workload = workload_of_recipe(recipe, ds_config)
     speed = forecast(workload, gpu, world_size) if gpu else None
     at_node = min(world_size, gpu.gpus_per_node if gpu else GPUS_OF_A_NODE)
     return {
         **plan.to_dict(),
-        "predicted": predicted(recipe, ds_config, world_size, gpu),
+        "predicted": predicted(recipe, ds_config, world_size, gpu, gpu_memory=there),
         "model": _model_words(recipe.model, plan),
         "precision": precision_of_products(recipe),
         "recomputation": recomputation_text(recomputed_one_in(recipe)),
         "gpu": gpu.name if gpu else None,
-        "gpu_memory_bytes": gpu.memory_bytes if gpu else None,
-        "fitting_gpus": [each.name for each in all_gpus().values() if need.total <= each.memory_bytes],
+        "gpu_memory_bytes": there,
+        "fitting_gpus": _fitting_gpus(recipe, ds_config, world_size),
         "memory": {
             **need.to_dict(),
             "gpus_of_node": at_node,
@@ -79,6 +80,13 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
         "forecast": speed.to_dict() if speed else None,
         **_verdict(recipe, ds_config, world_size, gpu),
     }
+
+
+def _fitting_gpus(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[str]:
+    """Names of the table's GPUs that hold what the recipe needs on them."""
+    sizes = {name: gpu.memory_bytes for name, gpu in all_gpus().items()}
+    needs = {size: memory_need(recipe, ds_config, world_size, size).total for size in set(sizes.values())}
+    return [name for name, size in sizes.items() if needs[size] <= size]
 
 
 def _verdict(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None) -> dict:
@@ -195,7 +203,7 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     links = f"{num_bytes(step['sent_bytes_per_gpu'])} sent by each GPU"
     rate = f"{speed['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a GPU)"
     saved = step["checkpoints"]
-    cadence = f"; a checkpoint every {duration(saved['every_seconds'])}" if saved else ""
+    cadence = f"; a checkpoint every {duration(saved['every_seconds'])}{write_words(saved)}" if saved else ""
     return [
         ("time", f"{duration(speed['seconds'])} at {rate}, {NOT_COUNTED}"),
         *scaling_rows(speed["scaling"]),
@@ -248,7 +256,7 @@ def world_sizes(recipe: Recipe, ds_config: dict | None, gpu: Gpu | None) -> str:
 
 
 def _world_size(recipe: Recipe, ds_config: dict | None, size: int, gpu: Gpu | None) -> list[str]:
-    need: MemoryNeed = memory_need(recipe, ds_config, size)
+    need: MemoryNeed = memory_need(recipe, ds_config, size, gpu.memory_bytes if gpu else None)
     accumulation = build_run_plan(recipe, ds_config, size).accumulation_steps
     cells = [f"{size:,}", f"{accumulation:,}", num_bytes(need.total)]
     if gpu is None:

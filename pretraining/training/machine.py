@@ -1,16 +1,14 @@
 """What the machine of a run turns out to be, for the plan to be judged by: GPU, memory, room on the disk."""
 
-import shutil
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from pretraining.command_line import ranks_here
-from pretraining.errors import UserError
+from pretraining.host import disk_room_bytes, host_memory_bytes
 from pretraining.planning.findings import Found
-from pretraining.planning.gpus import Gpu, find_gpu
-from pretraining.planning.memory.host import host_memory_bytes
+from pretraining.planning.gpus import known_gpu
 from pretraining.training.ranks import device_name
 
 
@@ -26,9 +24,9 @@ def find_machine(run_folder: Path, continues: bool, data_tokens: int) -> Found:
         on_gpu = torch.cuda.is_available()
         found[0] = Found(
             gpu_memory_bytes=torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
-            gpu=_known_gpu() if on_gpu else None,
+            gpu=known_gpu(device_name()) if on_gpu else None,
             has_bf16=torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else None,
-            disk_room_bytes=_disk_room(run_folder, continues),
+            disk_room_bytes=disk_room_bytes(run_folder, continues),
             host_memory_bytes=host_memory_bytes(),
             ranks_per_host=ranks_here(),
             trains_on_processor=not on_gpu,
@@ -37,17 +35,3 @@ def find_machine(run_folder: Path, continues: bool, data_tokens: int) -> Found:
         )
     dist.broadcast_object_list(found, src=0)
     return found[0]
-
-
-def _known_gpu() -> Gpu | None:
-    try:
-        return find_gpu(device_name())
-    except UserError:
-        return None
-
-
-def _disk_room(run_folder: Path, continues: bool) -> int:
-    """Free bytes where the run folder lies or will lie, and those of its checkpoints that will make room."""
-    there = next(path for path in (run_folder.absolute(), *run_folder.absolute().parents) if path.exists())
-    own = [path for path in run_folder.glob("checkpoint-*/**/*") if path.is_file()] if continues else []
-    return shutil.disk_usage(there).free + sum(path.stat().st_size for path in own)

@@ -1,9 +1,6 @@
-"""Host memory: what a rank takes of it, pinned or not, and how much of it the machine and its container allow."""
+"""Host memory of one rank: what it is for, and what pinned buffers and the copy for a save take of it."""
 
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
 from pretraining.planning.memory.precision import Precision
@@ -16,10 +13,6 @@ from pretraining.recipe import Recipe
 SNAPSHOT_ALIGNMENT = 64
 """Bytes; a tensor of any type may begin there."""
 PROCESS, BUILT, SNAPSHOT = "process", "model while it is built", "copy for a save"
-
-_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-_NO_LIMIT = 1 << 60
-"""A group without a limit reports a number near the largest there is (cgroup v1) or the word max (v2)."""
 
 
 def pinned_bytes(num_bytes: int) -> int:
@@ -87,74 +80,3 @@ def _staging(config: dict | None, tensors: Sequence[Tensor]) -> float:
         share = sum(tensor.numel for tensor in tensors)
         staging += FP32 * block.get("buffer_count", 4) * min(group, share)
     return staging
-
-
-def host_memory_bytes() -> int | None:
-    """Memory of this machine, or what its container allows if that is less; None if neither is known."""
-    try:
-        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
-    return min([physical, *(group.limit for group in _limited_groups())])
-
-
-def available_bytes() -> int | None:
-    """Host memory that is free on this machine and below its container's limit; None if the system does not say.
-
-    What a container keeps of files that it has read or written counts as free: the system gives it back.
-    """
-    try:
-        lines = (_PROC / "meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    kibibytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    if kibibytes is None:
-        return None
-    return min([int(kibibytes) * 1024, *(group.free for group in _limited_groups())])
-
-
-class _Group(NamedTuple):
-    """A control group that limits this process, in bytes."""
-
-    limit: int
-    used: int
-    files: int
-    """Part of what is used: pages of files that can be given back at once."""
-
-    @property
-    def free(self) -> int:
-        return max(0, self.limit - self.used + self.files)
-
-
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
-
-
-def _limited_groups() -> Iterator[_Group]:
-    """Each group with a limit, of this process and above it: SLURM and Kubernetes limit a job some levels higher."""
-    try:
-        lines = (_PROC / "self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root, names = (_CGROUPS / "memory", _VERSION_1) if controllers else (_CGROUPS, _VERSION_2)
-        own = root / path.lstrip(
-            "/"
-        )  # a container may not see its path, but it sees the root, which is its group
-        for folder in (own, *own.parents[: len(own.parts) - len(root.parts)]):
-            if (group := _limit_of(folder, *names)) is not None:
-                yield group
-
-
-def _limit_of(folder: Path, limit: str, used: str, files: str) -> _Group | None:
-    try:
-        text = (folder / limit).read_text().strip()
-        if not text.isdigit() or int(text) >= _NO_LIMIT:
-            return None
-        parts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return _Group(int(text), int((folder / used).read_text()), int(parts.get(files, 0)))
-    except OSError:
-        return None

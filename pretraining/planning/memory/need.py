@@ -14,6 +14,7 @@ from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.planning.tables import table
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.refusals import gathers_blocks
 
 PHASES = {
     "loss": "when the backward pass starts: all kept activations and the loss",
@@ -120,8 +121,13 @@ class MemoryNeed:
         return {**{name: getattr(self, name) for name in derived}, "phases": self.phases}
 
 
-def memory_need(recipe: Recipe, ds_config: dict | None, world_size: int) -> MemoryNeed:
+def memory_need(
+    recipe: Recipe, ds_config: dict | None, world_size: int, gpu_memory: float | None = None
+) -> MemoryNeed:
     """Memory of a recipe under a ds_config on `world_size` GPUs.
+
+    Args:
+        gpu_memory: bytes of one GPU: of a larger one the loss takes more; None: a processor trains, or it is not known.
 
     Raises:
         UserError: ranks x micro-batch x length does not divide the tokens per step.
@@ -136,9 +142,11 @@ def memory_need(recipe: Recipe, ds_config: dict | None, world_size: int) -> Memo
         precision,
         recomputed_one_in(recipe),
         loss=loss_of(recipe),
+        gpu_memory=gpu_memory,
     )
     width = value_of(recipe.model, "hidden_size")
-    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation)
+    as_one = gathers_blocks(recipe, ds_config)
+    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation, as_one)
     copies = optimizer_copies(ds_config, tensors, world_size, optimizer.copied)
     extra = replace(extra, step=extra.step + copies)
     return MemoryNeed(

@@ -30,15 +30,16 @@ def answer(options: argparse.Namespace) -> dict:
     if workload.recipe is None:
         raise UserError("memory needs the model's shape: give --recipe NAME (and --set to change it)")
     gpu = None if options.gpu is None else find_gpu(options.gpu)
-    need = memory_need(workload.recipe, workload.ds_config, options.world_size)
+    there = gpu.memory_bytes if gpu else None
+    need = memory_need(workload.recipe, workload.ds_config, options.world_size, there)
     return {
         "name": workload.name,
         "deepspeed": workload.recipe.deepspeed,
         "world_size": options.world_size,
         "micro_batch": workload.recipe.micro_batch,
         "gpu": gpu.name if gpu else None,
-        "gpu_memory_bytes": gpu.memory_bytes if gpu else None,
-        "fits": need.total <= gpu.memory_bytes if gpu else None,
+        "gpu_memory_bytes": there,
+        "fits": need.total <= there if gpu else None,
         "shrink": shrink(need, workload.recipe, workload.ds_config),
         **need.to_dict(),
     }
