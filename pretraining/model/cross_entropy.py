@@ -11,7 +11,7 @@ Bytes that a logit of 16 bits moves on a GPU between the product that writes it 
     compiled      6  torch.compile: an online softmax reads the logits once, the gradient is written over them
     Liger 0.8.5   6  its fused function waits for the GPU in both passes, tells a token's own nats only for another
                      product in the backward pass, and rounds the head's gradient before it is scaled; its kernel alone
-                     would do in our chunks, but is private, of 29 arguments, and another package
+                     would do in our chunks, but is private, of 28 arguments, and another package
     torch 2.13   40  linear_cross_entropy, logits in fp32: knows no z-loss, and sums the head's gradient in 16 bits
 
 Compiled is what a GPU gets, since it needs torch alone. A chunk moves 12 bytes for each weight of the head, too: 4
@@ -28,7 +28,7 @@ import torch
 from pretraining.data.document_masking import IGNORED
 from pretraining.planning.memory.loss import chunk_length, compiles_loss, logit_bytes
 
-TRIAL_TOKENS = 512
+TRIAL_TOKENS = 1024
 """Rows that kernels are compiled with: enough for each to be summed by one program, as those of a real chunk."""
 
 
@@ -202,8 +202,11 @@ def _softmax_over(logits: torch.Tensor, log_z: torch.Tensor, weight: torch.Tenso
 
 @cache
 def _compiled(function: Callable) -> Callable:
-    """One graph; compiled in this process, as a pool of processes on every rank is much for two kernels."""
-    return torch.compile(function, fullgraph=True, options={"compile_threads": 1})
+    """One graph, whose sums no timing decides on: equal on every rank and at every start.
+
+    It is compiled in this process: a pool of processes on every rank is much for two kernels.
+    """
+    return torch.compile(function, fullgraph=True, options={"deterministic": True, "compile_threads": 1})
 
 
 @cache
