@@ -130,6 +130,11 @@ def run_evaluation(workshop: Workshop, words: list[str]) -> None:
     succeeded(execute(warm), "bits_per_byte" if "--json" in words else "bits per byte")
 
 
+def run_doctor(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.doctor`: of this machine, as it stands."""
+    succeeded(execute(words), "nothing will break")
+
+
 def run_reporting(workshop: Workshop, words: list[str]) -> None:
     """`python -m pretraining.reporting`: of small runs, into the workshop."""
     small, page = workshop.run("zero2", by="deepspeed").folder, workshop.folder / "both.html"
@@ -189,6 +194,7 @@ SCALED = {
     r"RUN=\S+ sbatch ": run_sbatch,
     r"python -m pretraining\.checkpoints ": run_checkpoints,
     r"python -m pretraining\.reporting ": run_reporting,
+    r"python -m pretraining\.doctor ": run_doctor,
 }
 
 
@@ -239,6 +245,7 @@ def test_every_link_leads_somewhere(page):
         "-m pretraining.supervise",
         "-m pretraining.checkpoints",
         "-m pretraining.reporting",
+        "-m pretraining.doctor",
     ],
 )
 def test_every_command_has_help_with_an_example(command):

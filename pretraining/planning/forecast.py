@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pretraining.ds_config import zero_stage
 from pretraining.planning.costs import CheckpointCost, Cost, checkpoint_cost, gpu_hours, run_cost
 from pretraining.planning.gpus import Gpu
+from pretraining.planning.machine_rates import kept_rates
 from pretraining.planning.memory.precision import precision_of
 from pretraining.planning.run_plan import (
     RunPlan,
@@ -170,16 +171,17 @@ def _step(workload: Workload, gpu: Gpu, num_gpus: int, rate: float, time: StepTi
         time=time,
         sent_bytes_per_gpu=volume.total,
         loader_bytes_per_second=rate * token_bytes(recipe.model["vocab_size"]),
-        checkpoints=_checkpoints(plan, recipe, seconds, num_gpus),
+        checkpoints=_checkpoints(plan, recipe, seconds, gpu, num_gpus),
         disk=plan.disk,
     )
 
 
-def _checkpoints(plan: RunPlan, recipe: Recipe, step_seconds: float, num_gpus: int) -> CheckpointCost | None:
+def _checkpoints(
+    plan: RunPlan, recipe: Recipe, step_seconds: float, gpu: Gpu, num_gpus: int
+) -> CheckpointCost | None:
     every = save_every(recipe)
     if every is None:
         return None
-    written = checkpoints_written(recipe)
-    return checkpoint_cost(
-        plan.checkpoint_bytes, every, step_seconds, written, plan.checkpoints_kept, num_gpus
-    )
+    written, kept = checkpoints_written(recipe), plan.checkpoints_kept
+    disk = kept_rates(gpu.name, num_gpus).get("disk_bytes_per_second")
+    return checkpoint_cost(plan.checkpoint_bytes, every, step_seconds, written, kept, num_gpus, disk)

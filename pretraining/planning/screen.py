@@ -27,7 +27,7 @@ from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.stand_in import family_of
 from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.tables import table
-from pretraining.planning.verbs.cost import NOT_COUNTED, disk_words, mfu_words, scaling_rows
+from pretraining.planning.verbs.cost import NOT_COUNTED, disk_words, mfu_words, scaling_rows, write_words
 from pretraining.planning.verbs.memory import host_words
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
@@ -193,7 +193,7 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     links = f"{num_bytes(step['sent_bytes_per_gpu'])} sent by each GPU"
     rate = f"{speed['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a GPU)"
     saved = step["checkpoints"]
-    cadence = f"; a checkpoint every {duration(saved['every_seconds'])}" if saved else ""
+    cadence = f"; a checkpoint every {duration(saved['every_seconds'])}{write_words(saved)}" if saved else ""
     return [
         ("time", f"{duration(speed['seconds'])} at {rate}, {NOT_COUNTED}"),
         *scaling_rows(speed["scaling"]),

@@ -6,7 +6,9 @@ from functools import cache
 
 from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
+from pretraining.model_types import value_of
 from pretraining.planning.gpus import Gpu
+from pretraining.planning.memory.buffers import unprotected_gradient
 from pretraining.planning.memory.need import (
     MemoryNeed,
     checkpointing_of,
@@ -14,6 +16,7 @@ from pretraining.planning.memory.need import (
     recomputed_one_in,
     recomputed_share,
 )
+from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.quantities import num_bytes, recomputation_text, several
 from pretraining.planning.step_time import step_time
 from pretraining.recipe import Recipe, accumulation_steps
@@ -151,7 +154,7 @@ def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     """
     node = gpu.gpus_per_node if gpu else 8
     hpz = node == 8 and world_size > 8 and world_size % 8 == 0
-    shipped = [way for way in WAYS if (hpz or way != "zero3_hpz") and _is_accepted(recipe, way)]
+    shipped = [way for way in WAYS if (hpz or way != "zero3_hpz") and _is_accepted(recipe, way, world_size)]
     if recipe.training.get("fp16"):
         shipped = [
             way for way in shipped if way != "zero0"
@@ -159,12 +162,13 @@ def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     return shipped if recipe.deepspeed in shipped else [recipe.deepspeed, *shipped]
 
 
-def _is_accepted(recipe: Recipe, way: str) -> bool:
+def _is_accepted(recipe: Recipe, way: str, world_size: int) -> bool:
     try:
         check_run(replace(recipe, deepspeed=way), _config(way))
     except UserError:
         return False
-    return True
+    tensors, width = parameter_tensors(recipe.model), value_of(recipe.model, "hidden_size")
+    return unprotected_gradient(_config(way), tensors, width, world_size) is None
 
 
 def _variant(recipe: Recipe, way: str | None, micro_batch: int, every_n_layers: int) -> Recipe:

@@ -10,6 +10,7 @@ from pretraining.planning.sizes import model_size
 from pretraining.planning.tables import table
 from pretraining.planning.throughput import StepTime, predicted_step_seconds
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.refusals import compiled_part
 
 ADAM_BYTES = 28
 """Moved by the CPU optimizer for one element: fp32 gradient, master and moments read, the last three written."""
@@ -55,13 +56,13 @@ def step_time(
     return replace(
         time,
         offload_seconds=_offload_seconds(recipe, ds_config, world_size, accumulation, gpu),
-        launch_seconds=_launch_seconds(recipe, accumulation),
+        launch_seconds=_launch_seconds(recipe, ds_config, accumulation),
     )
 
 
-def _launch_seconds(recipe: Recipe, accumulation: int) -> float:
+def _launch_seconds(recipe: Recipe, ds_config: dict | None, accumulation: int) -> float:
     """Of all micro-batches of a rank; not known of compiled models, which launch fewer kernels."""
-    if recipe.speed["compile"] != "none":
+    if compiled_part(recipe, ds_config) != "none":
         return 0.0
     layers = model_size(recipe.model).num_layers
     return accumulation * layers * table("rates")["launch_seconds_per_layer"]["value"]

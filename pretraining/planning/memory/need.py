@@ -14,6 +14,7 @@ from pretraining.planning.memory.tensors import Tensor, parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.planning.tables import table
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.refusals import gathers_blocks
 
 PHASES = {
     "loss": "when the backward pass starts: all kept activations and the loss",
@@ -130,7 +131,8 @@ def memory_need(
         gpu_memory=gpu_memory,
     )
     width = value_of(recipe.model, "hidden_size")
-    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation)
+    as_one = gathers_blocks(recipe, ds_config)
+    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation, as_one)
     copies = optimizer_copies(ds_config, tensors, world_size, optimizer.copied)
     extra = replace(extra, step=extra.step + copies)
     return MemoryNeed(

@@ -1,0 +1,482 @@
+"""A GPU that is none: training steps of any model on a machine without one, in seconds and without its memory.
+
+Inside `fake_gpu()` torch, transformers, accelerate and DeepSpeed find a GPU and NCCL, and this process is one rank of
+as many as wanted. Tensors of the device are torch's fake tensors: they have a shape, a type and a device, and no
+numbers. Tensors of the host are real. A step that mixes the two fails, as it would on a GPU. Where the host would wait
+for the device, that is recorded and the answer is made up. Collectives are recorded too, and send nothing
+(`fake_ranks`).
+
+A build of torch without CUDA has no CUDA device that autograd accepts. The meta device stands in for it: Python sees
+`cuda:0`, torch's C++ sees `meta`. When the block ends everything is as before.
+"""
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from unittest import mock
+
+import accelerate.state
+import torch
+import torch.nn.functional as F
+from deepspeed.accelerator import real_accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.utils import import_utils
+
+from pretraining.upstream.fake_ranks import Collective, fake_ranks, forget_values
+
+aten = torch.ops.aten
+CUDA, GPU = torch.device("cuda"), torch.device("cuda", 0)
+INNER = torch.device("meta")
+"""What torch's C++ takes the device for."""
+MOST_KNOWN = 4096
+"""Elements of a tensor up to which a copy from the host is remembered."""
+REPOSITORY = Path(__file__).parents[2]
+STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
+NEVER_THE_CAUSE = ("torch/", "deepspeed/accelerator/", "deepspeed/utils/nvtx.py", "deepspeed/comm/")
+"""Packages and files that do what others ask for."""
+OWN_FILES = {__file__, str(Path(__file__).with_name("fake_ranks.py"))}
+
+
+@dataclass(frozen=True)
+class Synchronisation:
+    """One wait of the host for the device."""
+
+    kind: str
+    """item, nonzero, to host, to device (a blocking copy), device, stream, event, barrier."""
+    file: str
+    """Of the innermost frame that caused it, from its package on: `deepspeed/runtime/engine.py`."""
+    function: str
+    line: int
+
+    @property
+    def where(self) -> str:
+        """File and function, which outlast an edit of the file."""
+        return f"{self.file}:{self.function}"
+
+
+@dataclass
+class FakeGpu:
+    """What happened on the machine; both lists may be cleared between steps."""
+
+    world_size: int
+    rank: int
+    synchronisations: list[Synchronisation] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+
+    def waits(self, kind: str) -> None:
+        """Record that the host waits for the device here."""
+        self.synchronisations.append(Synchronisation(kind, *_cause(sys._getframe(1))))
+
+    def hears(self, collective: Collective) -> None:
+        """Record a collective; NCCL's barrier and objects, which travel as tensors of the device, keep the host."""
+        self.collectives.append(collective)
+        if collective.backend == "nccl" and collective.dtype is None:
+            self.waits("barrier")
+
+
+def _cause(frame: FrameType) -> tuple[str, str, int]:
+    """(file, function, line) of the innermost frame that is neither torch's nor a part of this harness."""
+    while _file_of(frame.f_code.co_filename) is None and frame.f_back is not None:
+        frame = frame.f_back
+    code = frame.f_code
+    return _file_of(code.co_filename) or code.co_filename, code.co_name, frame.f_lineno
+
+
+@cache
+def _file_of(file: str) -> str | None:
+    """`.../site-packages/deepspeed/runtime/engine.py` -> `deepspeed/runtime/engine.py`; None if it is never a cause."""
+    _, is_installed, inside = file.rpartition("site-packages/")
+    if is_installed:
+        return None if inside.startswith(NEVER_THE_CAUSE) else inside
+    if file in OWN_FILES or file.startswith((STANDARD_LIBRARY, "<")):
+        return None
+    path = Path(file)
+    return path.relative_to(REPOSITORY).as_posix() if path.is_relative_to(REPOSITORY) else path.name
+
+
+class _Calls(TorchFunctionMode):
+    """Calls from Python, before torch's C++ looks at their devices."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.device:
+            return function(*args, **(kwargs or {}))
+        args = tuple(map(_inner, args))
+        kwargs = {name: _inner(value) for name, value in (kwargs or {}).items()}
+        if function is torch.Tensor.backward:
+            with self:  # hooks are called inside
+                return _backward(*args, **kwargs)
+        on_device = bool(args) and isinstance(args[0], FakeTensor)
+        if function in _MADE_ON_THE_HOST and kwargs.get("device") == INNER:
+            return function(*args, **{**kwargs, "device": "cpu"}).to(INNER)
+        if function is torch.Tensor.new_tensor and on_device:
+            return torch.tensor(*args[1:], **{"dtype": args[0].dtype, **kwargs, "device": "cpu"}).to(INNER)
+        if function is torch.Tensor.cuda:
+            return args[0].to(INNER, non_blocking=kwargs.get("non_blocking", False))
+        if function is F.scaled_dot_product_attention and on_device:
+            return _fused_attention(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+_MADE_ON_THE_HOST = {torch.tensor, torch.as_tensor}
+
+
+def _inner(value):
+    """An argument as C++ takes it: the stand-in device for `cuda`."""
+    named = isinstance(value, str) and value.partition(":")[0] == "cuda"
+    return INNER if named or (isinstance(value, torch.device) and value.type == "cuda") else value
+
+
+def _backward(tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
+    """`Tensor.backward`, which would come back to the mode that it is called from."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _fused_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+) -> torch.Tensor:
+    """The kernels that torch takes on an H100: FlashAttention, or if that cannot be the memory-efficient one."""
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        flash = aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    key, value = (heads.repeat_interleave(query.shape[-3] // heads.shape[-3], -3) for heads in (key, value))
+    efficient = aten._scaled_dot_product_efficient_attention
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    return efficient(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
+
+
+class _Device(TorchDispatchMode):
+    """Works on the device's tensors without numbers, on the host's as ever, and notices what makes the host wait."""
+
+    def __init__(self, machine: FakeGpu):
+        super().__init__()
+        self.machine = machine
+        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.depth = 0
+
+    def device_of(self, tensor: FakeTensor) -> torch.device:
+        """What `tensor.device` says: `cuda:0` to callers, the stand-in backend to torch itself."""
+        if tensor.fake_mode.in_kernel_invocation:
+            return torch.device("meta")
+        return tensor.fake_device if self.depth else GPU
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return INNER
+        self.depth += 1
+        try:
+            return self._dispatch(func, args, kwargs or {})
+        finally:
+            self.depth -= 1
+
+    def _dispatch(self, func, args, kwargs):
+        tensors = [leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, torch.Tensor)]
+        from_device = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if "device" in kwargs:
+            kwargs["device"] = _inner(kwargs["device"])
+        target = kwargs.get("device")
+        if kwargs.pop("pin_memory", False):
+            return _pin(func(*args, **kwargs))
+        if func in _READS and from_device:
+            return self._read(func, args, kwargs)
+        if func in (aten._to_copy.default, aten.copy_.default):
+            return self._copy(func, args, kwargs)
+        if not from_device and (target is None or target.type != INNER.type):
+            return func(*args, **kwargs)
+        if func in _INDEXING:
+            args = self._indexed(args)
+        if func._schema.is_mutable:
+            forget_values(tensors)
+        with self.fakes:
+            return func(*args, **kwargs)
+
+    def _copy(self, func, args, kwargs):
+        """Between host and device: blocks unless it is asked not to and the host's memory is pinned."""
+        into, source = (None, args[0]) if func is aten._to_copy.default else args[:2]
+        target = kwargs.get("device") if into is None else into.device
+        from_device = isinstance(source, FakeTensor)
+        to_device = (
+            isinstance(into, FakeTensor)
+            if into is not None
+            else target is not None and target.type == INNER.type
+        )
+        if from_device and target is not None and target.type == "cpu":
+            non_blocking = kwargs.pop("non_blocking", False) or (into is not None and args[2:] == (True,))
+            if not (non_blocking and (into is None or _is_pinned(into))):
+                self.machine.waits("to host")
+            if into is not None:
+                return into.copy_(_values(source, into.dtype))
+            return _values(source, kwargs.get("dtype") or source.dtype)
+        if to_device and not from_device:
+            non_blocking = kwargs.get("non_blocking", False) or (into is not None and args[2:] == (True,))
+            if not non_blocking and not (into is not None and source.ndim == 0):
+                self.machine.waits("to device")
+            if into is None:
+                dtype = kwargs.get("dtype") or source.dtype
+                with self.fakes:
+                    into = aten.empty_strided.default(
+                        source.shape, source.stride(), dtype=dtype, device=target
+                    )
+            into.known_values = source.clone() if into.numel() <= MOST_KNOWN else None
+            return into
+        if from_device or to_device:
+            with self.fakes:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _read(self, func, args, kwargs):
+        """What the host cannot know without waiting: a number, or how many elements there are."""
+        tensor = args[0]
+        if func is aten._local_scalar_dense.default:
+            self.machine.waits("item")
+            return _values(tensor, tensor.dtype).item()
+        if func is aten.equal.default:
+            self.machine.waits("item")
+            return True
+        self.machine.waits("nonzero")
+        with self.fakes:
+            if func is aten.masked_select.default:
+                return tensor.new_empty(torch.broadcast_shapes(tensor.shape, args[1].shape).numel())
+            return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
+
+    def _indexed(self, args):
+        """Indices as the device needs them: those of the host are copied, masks counted; both wait."""
+        indices = []
+        for index in args[1]:
+            if index is not None and not isinstance(index, FakeTensor):
+                self.machine.waits("to device")
+                with self.fakes:
+                    index = torch.empty(index.shape, dtype=index.dtype, device=INNER)
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                self.machine.waits("nonzero")
+                with self.fakes:
+                    columns = [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.ndim)]
+                indices += columns
+            else:
+                indices.append(index)
+        return (args[0], indices, *args[2:])
+
+
+_READS = {
+    aten._local_scalar_dense.default,
+    aten.equal.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+}
+_INDEXING = {
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+}
+
+
+def _values(tensor: FakeTensor, dtype: torch.dtype) -> torch.Tensor:
+    """What the host reads: what it wrote, if nothing has changed it since, else ones.
+
+    Bytes and booleans are flags (DeepSpeed's overflow), and no flag is up.
+    """
+    known = getattr(tensor, "known_values", None)
+    if known is not None:
+        return known.to(dtype, copy=True)
+    return torch.full(tensor.shape, 0 if tensor.dtype in (torch.bool, torch.uint8) else 1, dtype=dtype)
+
+
+def _pin(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().is_pinned_here = True
+    return tensor
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and getattr(tensor.untyped_storage(), "is_pinned_here", False)
+
+
+class _Cuda:
+    """What `torch.cuda` answers, by the names it has there: one idle H100 in each of the ranks."""
+
+    def __init__(self, machine: FakeGpu):
+        self.machine = machine
+        self.streams = [_Stream(machine)]
+
+    def attributes(self) -> dict[str, object]:
+        """Name in `torch.cuda` -> stand-in."""
+        zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+        nothing = ("set_device", "empty_cache", "manual_seed", "manual_seed_all", "reset_peak_memory_stats")
+        nothing += ("_lazy_init", "set_rng_state", "reset_max_memory_allocated", "ipc_collect")
+        machine, streams = self.machine, self.streams
+        state = torch.zeros(16, dtype=torch.uint8)
+        return {
+            **{name: lambda *_, **__: 0 for name in (*zero, "current_device", "initial_seed", "utilization")},
+            **{name: lambda *_, **__: None for name in nothing},
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "is_bf16_supported": lambda *_, **__: True,
+            "is_current_stream_capturing": lambda: False,
+            "device_count": lambda: machine.world_size,
+            "get_device_name": lambda *_: "NVIDIA H100 80GB HBM3",
+            "get_device_capability": lambda *_: (9, 0),
+            "get_device_properties": lambda *_: SimpleNamespace(total_memory=80 * 10**9, **_PROPERTIES),
+            "mem_get_info": lambda *_: (80 * 10**9, 80 * 10**9),
+            "memory_stats": lambda *_: {},
+            "get_rng_state": lambda *_: state.clone(),
+            "get_rng_state_all": lambda: [state.clone()],
+            "synchronize": lambda *_: machine.waits("device"),
+            "Stream": lambda *_, **__: _Stream(machine),
+            "Event": lambda *_, **__: _Event(machine),
+            "current_stream": lambda *_: streams[-1],
+            "default_stream": lambda *_: streams[0],
+            "stream": self._on_stream,
+            "set_stream": lambda stream: streams.append(stream),
+        }
+
+    @contextlib.contextmanager
+    def _on_stream(self, stream: "_Stream | None") -> Iterator[None]:
+        self.streams.append(stream or self.streams[-1])
+        yield
+        self.streams.pop()
+
+
+_PROPERTIES = {"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "multi_processor_count": 132}
+
+
+@dataclass(eq=False)
+class _Event:
+    """Passed as soon as it is recorded."""
+
+    machine: FakeGpu
+
+    def record(self, stream=None) -> None:
+        pass
+
+    def wait(self, stream=None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self.machine.waits("event")
+
+    def elapsed_time(self, end: "_Event") -> float:
+        """Milliseconds."""
+        return 1.0
+
+
+@dataclass(eq=False)
+class _Stream:
+    """Idle; only the host's waiting for it is of interest."""
+
+    machine: FakeGpu
+    device: torch.device = GPU
+
+    def wait_stream(self, stream) -> None:
+        pass
+
+    def wait_event(self, event) -> None:
+        pass
+
+    def record_event(self, event=None) -> _Event:
+        return event or _Event(self.machine)
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        self.machine.waits("stream")
+
+
+@contextlib.contextmanager
+def fake_gpu(world_size: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
+    """A machine whose GPU this process has as rank `rank` of `world_size`, until the end of the block.
+
+    Raises:
+        RuntimeError: this process is in a process group already.
+    """
+    machine = FakeGpu(world_size, rank)
+    device = _Device(machine)
+    with contextlib.ExitStack() as undone:
+        enter = undone.enter_context
+        for owner, stand_ins in _stand_ins(machine, device).items():
+            for name, stand_in in stand_ins.items():
+                enter(mock.patch.object(owner, name, stand_in, create=True))
+        for state in ("PartialState", "AcceleratorState", "GradientState"):
+            enter(mock.patch.dict(getattr(accelerate.state, state)._shared_state, clear=True))
+        enter(_answers_forgotten())
+        enter(_precision_kept())
+        enter(
+            torch.autograd.set_multithreading_enabled(False)
+        )  # another thread would be outside of the modes
+        enter(_Calls())
+        enter(device)
+        enter(fake_ranks(rank, world_size, machine.hears))
+        torch._C._set_only_lift_cpu_tensors(
+            True
+        )  # torch.tensor(..., device="cuda") is a copy that the mode sees
+        undone.callback(torch._C._set_only_lift_cpu_tensors, False)
+        yield machine
+
+
+def _stand_ins(machine: FakeGpu, device: _Device) -> dict[object, dict[str, object]]:
+    """Owner -> its attributes inside the block."""
+    return {
+        torch.cuda: _Cuda(machine).attributes(),
+        torch._C: dict.fromkeys(("_get_accelerator", "_accelerator_getAccelerator"), lambda *_, **__: CUDA),
+        torch.accelerator: {"current_stream": lambda *_: _Stream(machine)},
+        torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop"), lambda *_: 0),
+        torch.cuda.nccl: {"version": lambda: (2, 29, 7)},
+        real_accelerator: {"ds_accelerator": CUDA_Accelerator()},
+        FakeTensor: {
+            "device": property(device.device_of),
+            "is_cuda": property(lambda tensor: True),
+            "record_stream": lambda tensor, stream: None,
+            "type": _type_of,
+            "tolist": lambda tensor: tensor.cpu().tolist(),
+        },
+        # A parameter that a model moves stays the object it is, whoever else knows it.
+        torch.__future__: {"get_swap_module_params_on_conversion": lambda: True},
+        weakref: {"getweakrefs": lambda each: []},
+        torch.Tensor: {
+            "pin_memory": lambda tensor, *_: _pin(tensor.clone()),
+            "is_pinned": lambda tensor, *_: _is_pinned(tensor),
+        },
+    }
+
+
+def _type_of(tensor: FakeTensor, dtype=None, *args, **kwargs):
+    """`torch.cuda.FloatTensor`, by which DeepSpeed sorts gradients into buckets."""
+    if dtype is None:
+        return torch.Tensor.type(tensor).replace(INNER.type, "cuda")
+    return torch.Tensor.type(tensor, dtype, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _answers_forgotten() -> Iterator[None]:
+    """transformers remembers what the machine has: not what it remembers from elsewhere, and not any longer."""
+    remembered = [each for each in vars(import_utils).values() if hasattr(each, "cache_clear")]
+    for each in remembered:
+        each.cache_clear()
+    yield
+    for each in remembered:
+        each.cache_clear()
+
+
+@contextlib.contextmanager
+def _precision_kept() -> Iterator[None]:
+    """TF32, which is set for the whole process."""
+    before = torch.backends.fp32_precision
+    yield
+    torch.backends.fp32_precision = before

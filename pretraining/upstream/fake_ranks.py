@@ -1,0 +1,215 @@
+"""Process groups in which this process is one of many ranks, the others of which do not exist.
+
+Collectives are recorded, and nothing is sent.
+What a rank receives is made up. On the device there are no numbers; on the host every rank says what this one says.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import deepspeed
+import deepspeed.comm.comm
+import deepspeed.utils.groups
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed import distributed_c10d
+from torch.utils import _pytree as pytree
+
+MOVED_BY = {"nccl": "cuda", "gloo": "cpu"}
+"""Backend -> the type of device whose tensors it can move."""
+COLLECTIVES = {
+    "all_reduce": "allreduce allreduce_coalesced",
+    "all_gather": "allgather _allgather_base all_gather_single allgather_coalesced all_gather_single_coalesced "
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter": "reduce_scatter _reduce_scatter_base reduce_scatter_single reduce_scatter_single_coalesced "
+    "reduce_scatter_tensor_coalesced",
+    "all_to_all": "alltoall alltoall_base all_to_all_single",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "receive": "recv recv_anysource",
+}
+"""Name -> the methods of torch's process groups that are it."""
+OBJECT_COLLECTIVES = ("all_gather_object", "gather_object", "broadcast_object_list")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One operation of this rank with the others of a group."""
+
+    name: str
+    """Of `COLLECTIVES` or `OBJECT_COLLECTIVES`, or `barrier`."""
+    backend: str
+    """nccl or gloo."""
+    group_size: int
+    bytes: int
+    """Of what goes in or of what comes out on this rank, whichever is more."""
+    dtype: torch.dtype | None
+    """None if no tensors are moved."""
+
+
+class FakeRanks(dist.ProcessGroup):
+    """A process group of a backend that moves only the tensors that the real one can."""
+
+    Options = SimpleNamespace
+    backend: str
+    record: Callable[[Collective], None]
+
+    def __init__(self, store: dist.Store, rank: int, size: int, *_, **__):
+        super().__init__(rank, size)
+        self.options = SimpleNamespace()
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return self.backend
+
+    def getBackendName(self) -> str:
+        return self.backend
+
+    def _get_backend(self, device: torch.device) -> "FakeRanks":
+        return self
+
+    supports_splitting = supports_coalescing = False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(MOVED_BY[self.backend])]
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        pass
+
+    def _end_coalescing(self, device: torch.device) -> FakeWork:
+        return FakeWork()
+
+    def shutdown(self) -> None:
+        pass
+
+    def barrier(self, *_, **__) -> FakeWork:
+        self.record(Collective("barrier", self.backend, self._size, 0, None))
+        return FakeWork()
+
+    def moves(self, name: str, *groups_of_tensors) -> FakeWork:
+        """Record one collective.
+
+        Raises:
+            RuntimeError: a tensor lies where the backend cannot reach it.
+        """
+        sides = [_tensors(side) for side in groups_of_tensors]
+        tensors = [tensor for side in sides for tensor in side]
+        wanted = MOVED_BY[self.backend]
+        for tensor in tensors:
+            if tensor.device.type != wanted:
+                where = f"a tensor of {tensor.device.type} was given to {name}"
+                raise RuntimeError(f"{self.backend} moves tensors of {wanted} alone, and {where}")
+        if name != "broadcast":
+            forget_values(tensors)
+        most = max((sum(tensor.nbytes for tensor in side) for side in sides), default=0)
+        dtype = tensors[0].dtype if tensors else None
+        self.record(Collective(name, self.backend, self._size, most, dtype))
+        return FakeWork()
+
+
+def forget_values(tensors: list[torch.Tensor]) -> None:
+    """What the host has written into them is no longer what they hold."""
+    for tensor in tensors:
+        tensor.known_values = None
+
+
+def _tensors(side) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(side) if isinstance(leaf, torch.Tensor)]
+
+
+def _method(name: str) -> Callable:
+    def method(self: FakeRanks, *args, **kwargs) -> FakeWork:
+        return self.moves(name, *args, *kwargs.values())
+
+    return method
+
+
+for _name, _methods in COLLECTIVES.items():
+    for _each in _methods.split():
+        setattr(FakeRanks, _each, _method(_name))
+
+
+@contextmanager
+def fake_ranks(rank: int, size: int, record: Callable[[Collective], None]) -> Iterator[None]:
+    """Rank `rank` of `size` in torch's default group, by NCCL, and in DeepSpeed's; no group is left behind.
+
+    Raises:
+        RuntimeError: this process is in a group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("this process is a rank of a real group: leave that one first")
+    stand_ins = {
+        "ProcessGroupNCCL": type("ProcessGroupNCCL", (FakeRanks,), {"backend": "nccl", "record": record}),
+        "ProcessGroupGloo": type("ProcessGroupGloo", (FakeRanks,), {"backend": "gloo", "record": record}),
+        "default_pg_nccl_timeout": timedelta(minutes=10),
+        "is_nccl_available": lambda: True,
+        "is_gloo_available": lambda: True,
+        "get_debug_level": lambda: dist.DebugLevel.OFF,
+    }
+    objects = _object_collectives(record)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    with ExitStack() as undone:
+        undone.enter_context(mock.patch.dict(os.environ, {name: str(n) for name, n in places.items()}))
+        undone.enter_context(mock.patch.multiple(distributed_c10d, create=True, **stand_ins, **objects))
+        undone.enter_context(mock.patch.multiple(dist, **objects))
+        for module in (deepspeed.comm.comm, deepspeed.utils.groups):
+            undone.enter_context(_kept(module))
+        dist.init_process_group(
+            "nccl", store=dist.HashStore(), rank=rank, world_size=size, device_id=torch.device("cuda", 0)
+        )
+        undone.callback(dist.destroy_process_group)
+        deepspeed.init_distributed(dist_backend="nccl", auto_mpi_discovery=False, verbose=False)
+        yield
+
+
+def _object_collectives(record: Callable[[Collective], None]) -> dict[str, Callable]:
+    """Those of torch that pickle what they send: every rank has the objects of this one."""
+
+    def note(name: str, group: dist.ProcessGroup | None) -> int:
+        group = group or distributed_c10d._get_default_group()
+        record(Collective(name, group.name(), group.size(), 0, None))
+        return group.size()
+
+    def all_gather_object(object_list, obj, group=None):
+        size = note("all_gather_object", group)
+        object_list[:] = [copy.deepcopy(obj) for _ in range(size)]
+
+    def gather_object(obj, object_gather_list=None, dst=None, group=None, group_dst=None):
+        size = note("gather_object", group)
+        if object_gather_list is not None:
+            object_gather_list[:] = [copy.deepcopy(obj) for _ in range(size)]
+
+    def broadcast_object_list(object_list, src=None, group=None, device=None, group_src=None):
+        note("broadcast_object_list", group)
+
+    made = (all_gather_object, gather_object, broadcast_object_list)
+    return {function.__name__: function for function in made}
+
+
+@contextmanager
+def _kept(module: ModuleType) -> Iterator[None]:
+    """The module's own variables, afterwards as before."""
+    before = dict(vars(module))
+    yield
+    vars(module).clear()
+    vars(module).update(before)
