@@ -27,6 +27,7 @@ import torch
 
 from pretraining.data.document_masking import IGNORED
 from pretraining.planning.memory.loss import chunk_length, compiles_loss, logit_bytes
+from pretraining.upstream.compiler import missing_compiler
 
 TRIAL_TOKENS = 1024
 """Rows that kernels are compiled with: enough for each to be summed by one program, as those of a real chunk."""
@@ -212,6 +213,8 @@ def _compiled(function: Callable) -> Callable:
 @cache
 def _can_compile(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
     """Compile for logits of this kind, in chunks of any length; if that fails, say so and go on without."""
+    if missing := missing_compiler():
+        return _go_on_without(f"inductor needs {missing}")
     logits = torch.zeros(TRIAL_TOKENS, vocab_size, dtype=dtype, device=device)
     log_z, weight = (torch.ones(TRIAL_TOKENS, dtype=_precision(dtype), device=device) for _ in range(2))
     for tensor in (logits, log_z, weight):
@@ -222,17 +225,17 @@ def _can_compile(device: torch.device, dtype: torch.dtype, vocab_size: int) -> b
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            cause = getattr(error, "inner_exception", error)
-            reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
-            print(
-                f"warning: the loss cannot be compiled and is computed without ({reason}); mend that, or set "
-                "loss.compile to false",
-                file=sys.stderr,
-                flush=True,
-            )
-        return False
+        cause = getattr(error, "inner_exception", error)
+        return _go_on_without(f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}")
     return True
+
+
+def _go_on_without(reason: str) -> bool:
+    """Tell once for each machine that the loss is not compiled; False."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        told = f"the loss cannot be compiled and is computed without ({reason})"
+        print(f"warning: {told}; mend that, or set loss.compile to false", file=sys.stderr, flush=True)
+    return False
 
 
 def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
