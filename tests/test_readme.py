@@ -136,6 +136,13 @@ def run_doctor(workshop: Workshop, words: list[str]) -> None:
     succeeded(execute(words), "nothing will break")
 
 
+def run_doctor_together(workshop: Workshop, words: list[str]) -> None:
+    """`deepspeed --module pretraining.doctor`: of two ranks with the small recipe."""
+    assert (
+        words[2:4] == ["--module", "pretraining.doctor"] and workshop.examined()["summary"]["will_break"] == 0
+    )
+
+
 def run_reporting(workshop: Workshop, words: list[str]) -> None:
     """`python -m pretraining.reporting`: of small runs, into the workshop."""
     small, page = workshop.run("zero2", by="deepspeed").folder, workshop.folder / "both.html"
@@ -194,6 +201,7 @@ SCALED = {
     r"python -m pretraining\.checkpoints ": run_checkpoints,
     r"python -m pretraining\.reporting ": run_reporting,
     r"python -m pretraining\.doctor ": run_doctor,
+    r"deepspeed .*--module pretraining\.doctor ": run_doctor_together,
 }
 
 
