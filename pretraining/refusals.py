@@ -179,6 +179,8 @@ def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True
         return f"not tried with {model['model_type']}"
     if any(model.get(key) for key in DROPOUTS):
         return "dropout would draw other numbers"
+    if training.get("use_liger_kernel"):
+        return "training.use_liger_kernel: Liger's kernels take its place"
     if recomputes and (training.get("activation_checkpointing_kwargs") or {}).get("offload"):
         return "recomputed layers keep their inputs on the host"
     if recomputes and model["model_type"] in MIXTURES:

@@ -1,16 +1,20 @@
 """torch.compile by recipe: one graph for all blocks, compiled once; the same curve, and nothing of it in an export."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 from torch._dynamo.utils import counters
-from transformers import TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from pretraining.errors import UserError
-from pretraining.model import build_loss, build_model
-from pretraining.model.compiling import blocks_of, check_compiler
+from pretraining.model import build_from_recipe, build_loss, build_model
+from pretraining.model.build import build_config
+from pretraining.model.compiling import blocks_of, check_compiler, compile_model, describe_compilation
+from pretraining.model.varlen_attention import TORCH_VARLEN, register_varlen_attention
 from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.planning.memory import memory_need
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
@@ -83,13 +87,30 @@ def test_compiled_losses_are_eager_ones(name, backend, arguments):
     assert compiled == pytest.approx(eager, abs=1e-4)
 
 
+def test_batches_of_any_number_of_documents_share_a_graph(monkeypatch):
+    """Kept apart by torch's kernel for GPUs, which is traced on tensors without values."""
+    monkeypatch.setattr("torch.is_autocast_enabled", lambda device: False)
+    register_varlen_attention()
+    config = build_config({**MODELS["llama"], "attn_implementation": TORCH_VARLEN}, TOKENIZER)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    compile_model(model, {**NONE, "compile": "auto", "compile_backend": "aot_eager"})
+    ids = torch.empty(2, 64, dtype=torch.int64, device="meta")
+    for num_documents in (3, 5, 2):
+        borders = torch.empty(num_documents + 1, dtype=torch.int32, device="meta")
+        lengths = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 64, "max_length_k": 64}
+        model(input_ids=ids, position_ids=ids, use_cache=False, **lengths).logits.float().sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"] and not counters["recompiles"]
+
+
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory) -> dict[str, dict]:
     """What `tests.compiled_ranks` found of each of its cases."""
     path = tmp_path_factory.mktemp("compiled") / "found.pt"
     finished = execute([*launcher("forked", 2), "-m", "tests.compiled_ranks", path])
     assert finished.code == 0, finished.output
-    assert finished.stdout.count("rank 1 could not: BackendCompilerFailed") == 2, finished.output
+    assert finished.stderr.count("as rank 1 cannot compile them (BackendCompilerFailed") == 2, finished.output
     return torch.load(path, weights_only=True)
 
 
@@ -118,13 +139,14 @@ def test_zero_3_gathers_a_block_around_its_one_graph(on_two_ranks, case):
     assert found["held_too_long"] == 0
 
 
-STAGES = ("zero0", "zero1", "zero2", "zero3")
+WHOLE = ("speed.compile=whole", *BLOCKS[1:])
+RUNS = {stage: BLOCKS for stage in ("zero0", "zero1", "zero2", "zero3", "zero3_offload")} | {"null": WHOLE}
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", RUNS)
 def test_a_compiled_run_has_the_plain_curve(workshop, stage):
     """Promise: the curve belongs to the recipe, not to what is compiled, at any stage on two ranks."""
-    run = workshop.run(stage, settings=BLOCKS)
+    run = workshop.run(stage, settings=RUNS[stage])
     assert run.losses == pytest.approx(workshop.plain().losses, abs=1e-4)
 
 
@@ -181,6 +203,7 @@ AUTO = {
     "a mixture": ("moe-1.5b", [], "zero1", None),
     "weights on a drive": ("30b", [], "zero3_nvme", "from NVMe"),
     "dropout": ("124m", ["model.resid_pdrop=0.1"], "zero1", "dropout"),
+    "Liger's kernels": ("7b", ["training.use_liger_kernel=true"], "zero3", "Liger's kernels take its place"),
     "a recomputed mixture": (
         "moe-1.5b",
         ["training.activation_checkpointing=true"],
@@ -217,6 +240,26 @@ def test_the_next_block_is_gathered_while_one_computes():
     assert needs[0] - needs[1] == pytest.approx(2 * (block - 0.9 * 6656**2))
 
 
+def test_liger_is_one_line_if_missing_and_leaves_the_loss_alone(monkeypatch, tmp_path):
+    """It would replace the model's forward by one with its own loss."""
+    recipe = load_recipe("7b", ["training.use_liger_kernel=true", "training.bf16=false"])
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(UserError, match=r"training\.use_liger_kernel needs the package 'liger_kernel'"):
+        build_arguments(recipe, None, tmp_path, 1)
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    config = build_arguments(recipe, None, tmp_path, 1).liger_kernel_config
+    assert config == {"cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+def test_the_log_says_what_is_compiled(arguments, capsys):
+    """At the start, and why nothing is where nothing was named."""
+    build_from_recipe(load_recipe("tiny"), TOKENIZER, arguments, draw_weights=False)
+    assert "compiled: nothing (no GPU)" in capsys.readouterr().out
+    build_from_recipe(load_recipe("tiny", BLOCKS), TOKENIZER, arguments, draw_weights=False)
+    assert "compiled: every block, by aot_eager" in capsys.readouterr().out
+    assert describe_compilation(NONE) == "compiled: nothing"
+
+
 def broken(graph, inputs):
     """A backend that fails in the way of one that runs out of room."""
     raise OSError("No space left on device")
@@ -237,8 +280,8 @@ def test_a_compiler_that_fails_is_one_line_and_the_run_goes_on(backend, argument
     eager = losses("gpt2", arguments)
     capsys.readouterr()
     assert losses("gpt2", arguments, compile="auto", compile_backend=backend) == eager
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("compiled:")]
-    assert len(said) == 1 and "compiled: nothing after all, rank 0 could not" in said[0]
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: blocks")]
+    assert len(said) == 1 and "run uncompiled on all ranks, as rank 0 cannot compile them" in said[0]
     assert ("C++ compiler" if backend == "inductor" else "No space left on device") in said[0]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pretraining.run_dir import RunDir
+from tests.conftest import num_gpus
 from tests.runs import BIN, REPOSITORY, Finished, Workshop, execute
 from tests.scored_tasks import write_items, write_tasks
 from tests.test_batch_ramp import RAMPED
@@ -159,11 +160,9 @@ def run_make(workshop: Workshop, words: list[str]) -> None:
     assert shown.code == 0, shown.output
     recipe = [line for line in shown.stdout.splitlines() if line and not MAKE_SETUP.search(line)]
     if words[1] == "test":
-        assert recipe[-3:] == [
-            "ruff check .",
-            "ruff format --check .",
-            "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder",
-        ]
+        lint, rest = ["ruff check .", "ruff format --check ."], "python -m pytest -n 2 --dist loadfile"
+        on_gpu = ["python -m pytest -m gpu"] if num_gpus() else []
+        assert recipe[-3 - len(on_gpu) :] == [*lint, *on_gpu, f"{rest} --no-loadscope-reorder"]
         return
     assert [line.split()[0] for line in recipe] == ["python", "deepspeed", "python"]
     for line in recipe:

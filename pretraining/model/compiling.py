@@ -1,6 +1,8 @@
 """torch.compile as the recipe's `speed` section asks: every block by itself, or the whole model."""
 
+import sys
 from collections.abc import Callable, Iterator
+from functools import wraps
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,9 @@ from pretraining.upstream.compiler import (
     gather_as_one,
     missing_compiler,
 )
+
+BORDERS = {"cu_seq_lens_q", "cu_seq_lens_k"}
+"""Of the documents of a batch (`data.document_masking`)."""
 
 
 def check_compiler(speed: dict) -> None:
@@ -70,9 +75,13 @@ def _in_training(module: nn.Module, compiled: Callable) -> Callable:
     """The module's forward: compiled in passes that a backward pass follows, as it is in all others."""
     plain = module.forward
 
+    @wraps(plain)  # transformers reads the signature
     def forward(*args, **kwargs):
-        trains = module.training and torch.is_grad_enabled()
-        return (compiled if trains else plain)(*args, **kwargs)
+        if not (module.training and torch.is_grad_enabled()):
+            return plain(*args, **kwargs)
+        for borders in kwargs.keys() & BORDERS:  # no graph for each number of documents
+            torch._dynamo.maybe_mark_dynamic(kwargs[borders], 0)
+        return compiled(*args, **kwargs)
 
     return forward
 
@@ -104,7 +113,9 @@ class FirstPass:
                 return result
             self.has_failed = True
             if failing == _rank():
-                print(f"compiled: nothing after all, rank {failing} could not: {failure}", flush=True)
+                _warn(
+                    f"blocks run uncompiled on all ranks, as rank {failing} cannot compile them ({failure})"
+                )
             del result  # before the block runs again: its graph holds activations
             return plain(*args, **kwargs)
 
@@ -119,10 +130,9 @@ class FirstPass:
         except torch.OutOfMemoryError:
             raise  # another compiler's code would need as much
         except Exception as error:
-            # Backends, Triton and the machine's C++ compiler raise what they like.
-            said = " ".join(
-                str(error).strip().partition("\n\n")[0].split()
-            )  # what follows is how to debug torch
+            # Backends, Triton and the machine's C compiler raise what they like; below the first lines is how to
+            # debug torch.
+            said = " ".join(str(error).strip().partition("\n\n")[0].split())
             return None, f"{type(error).__name__}: {said[:300]}"
 
 
@@ -138,6 +148,10 @@ def _first_failing(fails_here: bool, device: torch.device) -> int | None:
 
 def _device_of(values: tuple) -> torch.device:
     return next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
+
+
+def _warn(what: str) -> None:
+    print(f"warning: {what}; mend that, or set speed.compile to none", file=sys.stderr, flush=True)
 
 
 def _rank() -> int:

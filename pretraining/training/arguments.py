@@ -11,6 +11,7 @@ from transformers import TrainingArguments, enable_full_determinism
 from transformers.utils import is_torch_tf32_available
 
 from pretraining.command_line import ranks_here
+from pretraining.data.packages import require
 from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.memory.buffers import block_gathering
@@ -18,6 +19,7 @@ from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.recipe import Recipe
 from pretraining.refusals import gathers_blocks
 from pretraining.schema import display_path, problem
+from pretraining.training.operators import check_operators
 
 # What the promises fix: a recipe may not set these.
 FIXED = {
@@ -79,12 +81,22 @@ def build_arguments(
     if keywords.get("tf32"):
         # transformers sets torch's new switch alone; inductor's autotuning asks the old one, which then refuses.
         torch.set_float32_matmul_precision("high")
+    if keywords.get("use_liger_kernel"):
+        require("liger_kernel", "training.use_liger_kernel")
+        # Of norms, rotary embeddings and gated layers; the loss is the recipe's own, and so is the model's forward.
+        given = keywords.get("liger_kernel_config") or {}
+        keywords["liger_kernel_config"] = {
+            **given,
+            "cross_entropy": False,
+            "fused_linear_cross_entropy": False,
+        }
     if keywords.get("full_determinism"):
         # The Trainer does it too, when the model is built: cuBLAS reads its setting at the first product.
         enable_full_determinism(keywords.get("seed", TrainingArguments.seed))
     if keywords.get("fp16") and not on_gpu:
         what = "needs a GPU, and there is none here; set training.bf16, or neither"
         raise problem(display_path(recipe.path), "training.fp16", what)
+    check_operators(ds_config)
     with training_refusals(recipe.path):
         return TrainingArguments(**keywords, **FIXED, **owned)
 
