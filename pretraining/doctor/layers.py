@@ -362,7 +362,8 @@ def _curve(reduced: Recipe, trained: dict[str, Trained], left_out: list[str]) ->
         if name != "zero0"
     }
     tolerance = TOLERANCE[precision_of_products(reduced)]
-    values = {"loss_difference_by_stage": apart, "tolerance": tolerance}
+    losses = {name: found.losses for name, found in trained.items()}
+    values = {"loss_difference_by_stage": apart, "tolerance": tolerance, "losses_by_stage": losses}
     far = [name for name, difference in apart.items() if not difference <= tolerance]
     shown = ", ".join(f"{name} {three_digits(difference)}" for name, difference in apart.items())
     message = f"largest difference of the loss to zero0's in {STEPS} steps: {shown}"
