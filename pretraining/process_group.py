@@ -23,14 +23,18 @@ def loopback_name() -> str | None:
     """
     if os.environ.get(GLOO_INTERFACE):
         return None
-    name = socket.gethostname()
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        found = []
-    usable = next((address[0] for family, *_, address in found if _can_listen(family, address)), None)
+    usable = own_address()
     outside = usable is not None and not ipaddress.ip_address(usable.partition("%")[0]).is_loopback
-    return None if outside else name
+    return None if outside else socket.gethostname()
+
+
+def own_address() -> str | None:
+    """The first address of this host's own name on which it can listen; None if it has none."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    return next((address[0] for family, *_, address in found if _can_listen(family, address)), None)
 
 
 def _can_listen(family: int, address: tuple) -> bool:

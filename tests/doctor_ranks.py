@@ -4,14 +4,18 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 from pretraining.doctor import __main__ as doctor
-from pretraining.doctor import alike, cluster, devices
+from pretraining.doctor import alike, cluster, devices, folders
 from pretraining.errors import one_line_errors
+from tests.hosts import Hosts
 
-RUNS_SECONDS, STOPPED_SECONDS = 0.01, 0.06
+NAMES = ["alpha", "beta", "gamma"]
+SLOW_SECONDS = 0.1
+"""Of a product that takes some milliseconds."""
 
 
 def main(fault: str, folder: str, options: list[str]) -> None:
@@ -22,6 +26,7 @@ def main(fault: str, folder: str, options: list[str]) -> None:
         "findings": [each.to_dict() for each in findings],
         "summary": found,
     }
+    folders.LOOK_SECONDS = 2.0  # no network folder is late here
     FAULTS[fault](rank, Path(folder))
     with one_line_errors():
         doctor.main(["--output_dir", str(Path(folder, "run")), "--json", *options])
@@ -45,29 +50,20 @@ def sick(rank: int, folder: Path) -> None:
     alike.time = fast
     absolute = cluster.ProbedFolder
     cluster.ProbedFolder = lambda run, *more: absolute(run / "elsewhere", *more)
-    measure = devices.Devices.measure
+    products = devices.Devices._products
 
-    def measured_in_pulses(self) -> dict:
-        pulses = _pulses(os.getpid())
-        try:
-            return measure(self)
-        finally:
-            os.kill(pulses, signal.SIGKILL)
-            os.waitpid(pulses, 0)
+    def slow_products(self) -> tuple[float, Callable[[], None]]:
+        flops, multiply = products(self)
+        return flops, lambda: (multiply(), time.sleep(SLOW_SECONDS))
 
-    devices.Devices.measure = measured_in_pulses
+    devices.Devices._products = slow_products
 
 
-def _pulses(process: int) -> int:
-    """A process that lets another one run for a seventh of the time."""
-    child = os.fork()
-    if child:
-        return child
-    while True:
-        os.kill(process, signal.SIGSTOP)
-        time.sleep(STOPPED_SECONDS)
-        os.kill(process, signal.SIGCONT)
-        time.sleep(RUNS_SECONDS)
+def apart(rank: int, folder: Path) -> None:
+    """Each rank is a host with its own network (`tests/hosts.py`); gamma has another disk in place of the run's."""
+    made = Hosts(folder, NAMES)
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=made.address(NAMES[0]))
+    made.enter(NAMES[rank], {folder / "run": folder / "own"} if NAMES[rank] == "gamma" else {})
 
 
 def absent(rank: int, folder: Path) -> None:
@@ -100,7 +96,14 @@ def hanging(rank: int, folder: Path) -> None:
     devices.Devices.measure = lambda self: time.sleep(60) if rank else dist.barrier()
 
 
-FAULTS = {each.__name__: each for each in (healthy, sick, absent, stopped, hanging)}
+def failing(rank: int, folder: Path) -> None:
+    """Rank 1 fails before the collective that rank 0 waits in."""
+    hanging(rank, folder)
+    if rank == 1:
+        devices.Devices.measure = lambda self: 1 / 0
+
+
+FAULTS = {each.__name__: each for each in (healthy, sick, apart, absent, stopped, hanging, failing)}
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -99,6 +99,10 @@ def install_torch(folder: Path, version: str, cuda: str | None) -> None:
     install(folder, "torch", version)
 
 
+SEEN = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+"""The planted GPUs: real ones are hidden from tests."""
+
+
 def plant_gpus(folder: Path, number: int, unknown: tuple = (), **fields) -> None:
     """An nvidia-smi that tells of so many GPUs; it does not know the `unknown` fields."""
     rows = [
@@ -174,6 +178,7 @@ def examine_sick(folder: Path) -> Examined:
     command = [sys.executable, "-m", "pretraining.doctor", "--json", "--recipe", recipe, "--world_size", "64"]
     command += ["--deepspeed", "zero3_nvme", "--output_dir", run, "--data_dir", data]
     variables = {
+        **SEEN,
         "PYTHONPATH": str(folder / "packages"),
         "HF_HOME": str(folder / "hf"),
         "TORCH_EXTENSIONS_DIR": str(home / "built"),
@@ -242,6 +247,7 @@ def healthy(tmp_path_factory) -> Examined:
     with local_hub() as hub:
         variables = {**hub.environment, "PYTHONPATH": str(folder / "packages"), "HF_HOME": str(folder / "hf")}
         variables |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", FOLDER_VARIABLE: str(folder / "kept")}
+        variables |= SEEN
         words = ["--recipe", recipe, "--data_dir", folder / "data", "--output_dir", folder / "run"]
         found = examine(*words, **variables)
     found.folder = folder
@@ -304,7 +310,7 @@ def test_a_torch_for_processors_beside_gpus_and_a_hub_that_is_gone(tmp_path):
         port = closed.getsockname()[1]
     recipe = write_recipe(tmp_path, "someone/corpus", "someone/tokenizer", bf16=True)
     variables = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
-    variables |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "HF_HOME": str(tmp_path)}
+    variables |= {**SEEN, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "HF_HOME": str(tmp_path)}
     words = ["--recipe", recipe, "--data_dir", tmp_path / "data", "--output_dir", tmp_path]
     found = examine(*words, PYTHONPATH=str(tmp_path / "packages"), **variables)
     assert found.code == 2

@@ -1,6 +1,5 @@
 """You know before you pay: under a launcher the doctor names the rank, pair, host or folder that would break a run."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +17,9 @@ from pretraining.doctor.roll_call import Rank
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe, recipe_names
+from tests.doctor_ranks import NAMES
 from tests.hosts import hosts
-from tests.runs import Started, execute, free_port, launcher, made_once, on_own_port
+from tests.runs import answer_of, execute, launcher, on_own_port
 
 DOCTOR = ["-m", "pretraining.doctor"]
 TEST_SECONDS = 300
@@ -35,11 +35,6 @@ def ranks_on(*counts: int) -> SimpleNamespace:
 
 def by_check(findings: list[dict], check: str) -> list[dict]:
     return [finding for finding in findings if finding["check"] == check]
-
-
-def answer_of(output: str) -> dict:
-    """The JSON object that rank 0 printed, whatever launchers print around it."""
-    return json.JSONDecoder().raw_decode(output[output.index("{\n") :])[0]
 
 
 # ---- what is found, without ranks
@@ -174,23 +169,9 @@ def test_a_stage_that_leaves_stage_0s_curve_is_named():
 # ---- with ranks
 
 
-@pytest.fixture(scope="session")
-def healthy(workshop) -> dict:
-    """What the doctor says of two healthy ranks under the real `deepspeed`, with a recipe whose data is prepared."""
-
-    def examine() -> dict:
-        words = on_own_port(launcher("deepspeed", 2))
-        run = workshop.folder / "healthy"
-        command = [*words, "--module", "pretraining.doctor", *workshop.options("--output_dir", run, "--json")]
-        finished = execute(command, timeout=TEST_SECONDS)
-        assert finished.code == 0 and not finished.strays and not run.exists(), finished.output
-        return {**answer_of(finished.stdout), "stderr": finished.stderr}
-
-    return made_once(workshop.folder / "healthy.doctor", examine)
-
-
-def test_healthy_ranks_are_fine(healthy):
+def test_healthy_ranks_are_fine(workshop):
     """Under the launcher of the run: each rate with its unit, progress from rank 0, nothing left behind."""
+    healthy = workshop.examined()
     checks = {finding["check"]: finding for finding in healthy["findings"]}
     wanted = ["ranks alike", "shared run folder", "shared data", "pairs of ranks", "all-reduce", "all-gather"]
     wanted += ["products", "disk of all ranks", "layers", "layers' memory", "curve of stages"]
@@ -201,9 +182,9 @@ def test_healthy_ranks_are_fine(healthy):
     assert healthy["stderr"].count("doctor: ") == healthy["stderr"].count(" s: ") >= 10
 
 
-def test_the_curve_of_every_stage_is_stage_0s(healthy):
+def test_the_curve_of_every_stage_is_stage_0s(workshop):
     """The recipe's own layers through the real Trainer and engine, fp32."""
-    (curve,) = by_check(healthy["findings"], "curve of stages")
+    (curve,) = by_check(workshop.examined()["findings"], "curve of stages")
     apart = curve["values"]["loss_difference_by_stage"]
     assert set(apart) == {"zero1", "zero2", "zero3"} and max(apart.values()) < 1e-5
 
@@ -216,9 +197,9 @@ def test_torchrun_starts_it_too(tmp_path):
     assert "nothing will break" in finished.stdout and "layers" not in finished.stdout
 
 
-def examine_with(fault: str, folder: Path, *options: str) -> tuple[int, list[dict]]:
-    """Exit code and findings of two ranks of which rank 1 has the fault (`tests/doctor_ranks.py`)."""
-    command = ["forked", "2", "-m", "tests.doctor_ranks", fault, str(folder), *options]
+def examine_with(fault: str, folder: Path, *options: str, ranks: int = 2) -> tuple[int, list[dict]]:
+    """Exit code and findings of ranks with this fault (`tests/doctor_ranks.py`)."""
+    command = ["forked", str(ranks), "-m", "tests.doctor_ranks", fault, str(folder), *options]
     finished = execute(command, timeout=TEST_SECONDS)
     assert "Traceback" not in finished.stderr, finished.output
     return finished.code, answer_of(finished.stdout)["findings"]
@@ -262,6 +243,12 @@ def test_a_collective_that_hangs_ends_by_its_limit(tmp_path):
     assert findings[-1]["message"].startswith("hangs on rank 0 on ")
 
 
+def test_a_rank_that_fails_is_the_cause_of_those_that_wait(tmp_path):
+    code, findings = examine_with("failing", tmp_path)
+    assert code == 2 and findings[-1]["where"].startswith("rank 1 on ")
+    assert "ZeroDivisionError" in findings[-1]["message"] and "; rank 0 on " in findings[-1]["message"]
+
+
 def test_a_full_disk_is_named(disk_of, tmp_path):
     """Room for the file of one rank, not for those of two."""
     disk = disk_of("24m")
@@ -275,24 +262,14 @@ def test_a_full_disk_is_named(disk_of, tmp_path):
 
 def test_hosts_that_cannot_meet_are_named(tmp_path):
     """Three hosts with networks of their own: two of them cannot reach each other, and one has its own disk."""
-    shared, own = tmp_path / "shared", tmp_path / "own"
-    shared.mkdir(), own.mkdir()
-    with hosts(tmp_path, "alpha", "beta", "gamma") as made:
+    for name in ("run", "own"):
+        (tmp_path / name).mkdir()
+    with hosts(tmp_path, *NAMES) as made:
         if made is None:
             pytest.skip("may not make networks here")
         made.cut("beta", "gamma")
-        meet = {"MASTER_ADDR": made.address("alpha"), "MASTER_PORT": str(free_port())}
-        meet |= {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
-        command = ["python", "-m", "tests.doctor_ranks", "healthy", str(shared)]
-        started = [
-            Started(
-                made.on(name, command, {shared: own} if name == "gamma" else None), RANK=str(rank), **meet
-            )
-            for rank, name in enumerate(made.names)
-        ]
-        finished = [each.finish(TEST_SECONDS) for each in started]
-    findings = answer_of(finished[0].stdout)["findings"]
-    assert finished[0].code == 2, finished[0].output
+        code, findings = examine_with("apart", tmp_path, ranks=3)
+    assert code == 2
     (apart,) = [each for each in by_check(findings, "pairs of ranks") if each["verdict"] != FINE]
     assert apart["verdict"] == BREAKS and apart["where"] == "rank 1 on beta, rank 2 on gamma"
     assert "firewall" in apart["remedy"] and "GLOO_SOCKET_IFNAME=eth0" in apart["remedy"]

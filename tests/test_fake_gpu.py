@@ -1,86 +1,320 @@
-"""The GPU that is none: what runs on it mixes no devices, and what makes the host wait is on a written list."""
+"""Training, validation and sampling on a GPU that is none: no step mixes devices, and every wait is on a written list.
 
-import deepspeed
+The real Trainer steps the real DeepSpeed engine with the real loss, optimizer and monitors; `WAITS` says where the host
+waits for the device, how often, and why.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import TrainerCallback
 
+from pretraining import checkpoints, model, training
+from pretraining.checkpoints.identity import Start
+from pretraining.data.order import GlobalOrder
+from pretraining.data.packed import PackedDataset
+from pretraining.data.shards import SplitWriter, TokenSplit
+from pretraining.evaluation.hellaswag import HellaSwag, Item
+from pretraining.evaluation.sample import sample_text
+from pretraining.evaluation.validation import Validation
+from pretraining.planning import build_run_plan
+from pretraining.recipe import load_recipe
+from pretraining.refusals import load_run
+from pretraining.run_dir import RunDir
 from pretraining.upstream.fake_gpu import fake_gpu
+from tests.runs import EXPERTS, LLAMA
 
-STEPS, MICRO_BATCHES = 3, 4
+LENGTH, STEPS, ACCUMULATION = 64, 2, 2
+TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
+
+OURS, ZERO = "pretraining/training", "deepspeed/runtime/zero"
+NORM = "pretraining/upstream/gradient_norm.py:read_norm"
+
+# The written list: where the host waits for the device, and how often.
+EVERY_MICRO_BATCH = {
+    # Stage 3's reductions run on a stream of their own, and the next pass may use their buffers.
+    "zero3": {f"{ZERO}/stage3.py:independent_gradient_partition_epilogue": 1},
+}
+EVERY_STEP = {
+    # Whether the step is made: all else follows from the norm on the host.
+    "zero0": {NORM: 1},
+    "zero1": {NORM: 1},
+    "zero2": {NORM: 1},
+    # After it the parameters that stay whole are gathered.
+    "zero3": {NORM: 1, f"{ZERO}/partition_parameters.py:_allgather_params_coalesced": 1},
+    "null": {f"{OURS}/nonfinite.py:_before_step": 1},
+}
+LOSS = {f"{OURS}/loss_watch.py:read": 1}
+"""Of the step, to judge it: its forward pass was over before the norm was known, so that nothing is waited for."""
+MEASURED = {
+    f"{OURS}/layer_norms.py:_see",
+    f"{OURS}/micro_batch_norms.py:close",
+    f"{OURS}/rank_sums.py:sum_over_ranks",
+}
+"""On steps that a monitor measures, if the recipe asks for it."""
+LOGGED = {
+    "transformers/trainer.py:_maybe_log_save_evaluate",
+    "transformers/trainer.py:store_flos",
+    "transformers/trainer_pt_utils.py:distributed_broadcast_scalars",
+    f"{OURS}/step_clock.py:take",
+    f"{OURS}/stragglers.py:gather",
+    f"{OURS}/expert_load.py:_take_counts",
+    f"{OURS}/source_loss.py:_take",
+    f"{OURS}/rank_sums.py:sum_over_ranks",
+}
+"""On steps that are logged: the running loss and what else a row of metrics says."""
+MOST_A_STEP = 2
+"""At every stage but 3."""
+
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
+MIXTRAL = {
+    **{
+        key: value
+        for key, value in EXPERTS.items()
+        if key not in ("head_dim", "moe_intermediate_size", "num_experts")
+    },
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
+GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 
 
-def ds_config(stage: int, **zero) -> dict:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "timers": {"throughput": {"enabled": False}},
-        "zero_optimization": {"stage": stage, "contiguous_gradients": True, "overlap_comm": True, **zero},
+def written_recipe(folder: Path, model_section: dict, **sections: dict) -> Path:
+    """recipes/tiny.json in bf16 with another model and the keys of `sections` changed, as a file."""
+    values = load_recipe("tiny").to_dict() | {"name": "faked", "model": model_section}
+    values["data"]["tokenizer"] = {"train_vocab_size": 512}
+    values["training"] |= {"bf16": True, "logging_steps": 1, "per_device_train_batch_size": 2}
+    values["training"] |= {
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "warmup_steps": 0,
+        "logging_first_step": False,
     }
+    for name, changed in sections.items():
+        values[name] |= changed
+    path = folder / "faked.json"
+    path.write_text(json.dumps(values))
+    return path
 
 
-def small_model() -> torch.nn.Module:
-    small = {"vocab_size": 64, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**small, bos_token_id=0, eos_token_id=0, use_cache=False))
+class LastStep(TrainerCallback):
+    """Where the host waits in the last step of a training, in the log before it, and what a micro-batch waits for."""
+
+    def __init__(self, machine):
+        self.machine, self.logged, self.micro_batches, self.step = machine, Counter(), Counter(), Counter()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.logged = self.take()
+
+    def on_substep_end(self, *args, **kwargs):
+        self.micro_batches = self.take()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.step = self.take() - self.micro_batches  # the last micro-batch belongs to it
+
+    def take(self) -> Counter:
+        places = Counter(each.where for each in self.machine.synchronisations)
+        self.machine.synchronisations.clear()
+        return places
 
 
-def waits_of_each_micro_batch(machine, config: dict) -> list[list[str]]:
-    """Of the last step: where the host waited for the device."""
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=config["zero_optimization"]["stage"] == 3):
-        model = small_model()
-    model = model.to(torch.bfloat16).to("cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    tokens, found = torch.zeros(1, 8, dtype=torch.long, device="cuda"), []
-    for micro_batch in range(STEPS * MICRO_BATCHES):
-        machine.synchronisations.clear()
-        last = micro_batch % MICRO_BATCHES == MICRO_BATCHES - 1
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.set_gradient_accumulation_boundary(last)
-        engine.backward(loss)
-        if last:
-            engine.step()
-        found.append([each.where for each in machine.synchronisations])
-    engine.destroy()
-    return found[-MICRO_BATCHES:]
+@pytest.fixture(scope="module")
+def split(tmp_path_factory) -> TokenSplit:
+    """200 documents of 40 tokens."""
+    folder = tmp_path_factory.mktemp("tokens") / "train"
+    writer = SplitWriter(folder, np.dtype(np.uint16), 9_000)
+    for _ in range(200):
+        writer.append(np.arange(40, dtype=np.uint16), 80)
+    return TokenSplit(folder, writer.finish())
 
 
-@pytest.mark.parametrize("world_size", [1, 8])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_micro_batch_that_closes_no_step_does_not_wait(stage, world_size):
-    """Promise: nothing waits for the device between two steps."""
+def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, *callbacks):
+    """As train.py's, over a made-up stream of tokens in two sources; nothing is saved."""
+    tokens = machine.world_size * ACCUMULATION * 2 * LENGTH
+    budget = (f"budget.tokens_per_step={tokens}", f"budget.tokens={STEPS * tokens}")
+    recipe, config = load_run(str(recipe_path), budget, ds_config, machine.world_size)
+    run, start = RunDir(recipe_path.parent / "run"), Start()
+    plan = build_run_plan(recipe, config, machine.world_size)
+    arguments = training.build_arguments(recipe, config, run.path, plan.accumulation_steps, STEPS)
+    language_model = model.build_from_recipe(recipe, TOKENIZER, arguments, False)
+    order = GlobalOrder(2 * split.num_blocks(LENGTH), 0, "faked")
+    masks = recipe.data["document_masking"]
+    dataset = PackedDataset((split, split), LENGTH, order, 0, recipe.num_samples, masks_documents=masks)
+    watch = training.Watch(run, recipe)
+    watch.begin(lambda step: {}, plan, start, dataset.num_blocks)
+    validation = Validation.of(split, recipe)
+    return training.PretrainingTrainer(
+        model=language_model,
+        args=arguments,
+        train_dataset=dataset,
+        eval_dataset=validation.dataset,
+        data_collator=training.collate_blocks,
+        compute_loss_func=watch.loss(model.build_loss(language_model, recipe.loss)),
+        optimizer_cls_and_kwargs=training.choose_optimizer(recipe),
+        clipping=training.choose_clipping(recipe),
+        averaged_weights=checkpoints.averaged_weights,
+        validate=lambda trained, step, interrupted: validation.measure(trained, interrupted),
+        recipe_path=recipe.path,
+        journal=start.journal,
+        step_sizes=recipe.step_sizes,
+        stop=watch.stop,
+        clock=watch.speed.clock,
+        callbacks=[*watch.callbacks(TrainerCallback()), *callbacks],
+    )
+
+
+def last_step(
+    folder: Path, split, ds_config: str, world_size: int, model_section: dict, **sections
+) -> LastStep:
+    """Train a recipe for two steps."""
+    path = written_recipe(folder, model_section, **sections)
     with fake_gpu(world_size) as machine:
-        *others, _ = waits_of_each_micro_batch(machine, ds_config(stage, overlap_comm=False))
-    assert others == [[]] * (MICRO_BATCHES - 1)
+        if ds_config == "zero3":
+            machine.object_of = of_rank
+        waits = LastStep(machine)
+        trainer = make_trainer(machine, path, split, ds_config, waits)
+        trainer.train()
+        trainer.release()
+    return waits
 
 
-def test_the_wait_at_the_end_of_each_backward_pass_is_found():
-    """DeepSpeed's ZeRO-2 waits for the whole device there if it overlaps communication."""
+def of_rank(sent, rank: int):
+    """What another rank sends: under ZeRO-3 Muon's slices are those behind this one's."""
+    if not (isinstance(sent, list) and sent and isinstance(sent[0], tuple)):
+        return sent
+    return [(number, rank * numel, tensor, offset, numel) for number, _, tensor, offset, numel in sent]
+
+
+FREE = {
+    "optim": "schedule_free_adamw",
+    "lr_scheduler_type": "constant_with_warmup",
+    "lr_scheduler_kwargs": {},
+}
+MASKED, MUON = {"document_masking": True}, {"name": "muon"}
+TWO_SOURCES = {
+    "sources": [{"builtin": "python_stdlib", "name": "a"}, {"builtin": "python_stdlib", "name": "b"}]
+}
+EVERY_MONITOR = {"layer_norms_steps": 1, "noise_scale_steps": 1}
+CASES = {
+    "gpt2, fused loss": ("zero1", 8, GPT2, {"monitors": EVERY_MONITOR}),
+    "gpt2, documents apart, z-loss, muon": (
+        ("zero2", 8, GPT2, {"data": MASKED, "loss": {"z_loss": 1e-4}, "optimizer": MUON})
+    ),
+    "llama, chunked loss, sources": (
+        ("zero1", 1, LLAMA, {"loss": {"kind": "chunked", "chunk_tokens": 32}, "data": TWO_SOURCES})
+    ),
+    "llama, documents apart, muon": ("zero3", 8, LLAMA, {"data": MASKED, "optimizer": MUON}),
+    "llama, adaptive clipping": (
+        ("zero0", 8, LLAMA, {"optimizer": {"adaptive_clip": 0.01}, "monitors": EVERY_MONITOR})
+    ),
+    "qwen3, plain loss, clipping by value": (
+        (
+            "zero2",
+            8,
+            QWEN3,
+            {"loss": {"kind": "plain"}, "optimizer": {"clip_value": 1.0}, "monitors": EVERY_MONITOR},
+        )
+    ),
+    "qwen3, schedule-free": ("zero2", 1, QWEN3, {"training": FREE}),
+    "qwen3 without DeepSpeed": ("null", 1, QWEN3, {}),
+    "mixtral, router z-loss, muon": (
+        ("zero2", 1, MIXTRAL, {"loss": {"kind": "fused", "router_z_loss": 1e-3}, "optimizer": MUON})
+    ),
+    "qwen3_moe, documents apart": ("zero1", 8, EXPERTS, {"data": MASKED, "loss": {"router_z_loss": 1e-3}}),
+}
+
+
+@pytest.mark.parametrize("ds_config, world_size, section, changed", CASES.values(), ids=CASES)
+def test_a_step_waits_only_where_it_is_written(tmp_path, split, ds_config, world_size, section, changed):
+    """Promise: nothing waits for the device between two steps, and no step mixes devices."""
+    waits = last_step(tmp_path, split, ds_config, world_size, section, **changed)
+    every_step = Counter({**EVERY_STEP[ds_config], **LOSS})
+    measured = {where for where in waits.step if where in MEASURED}
+    assert not measured or "monitors" in changed
+    micro_batch = EVERY_MICRO_BATCH.get(ds_config, {})
+    assert waits.micro_batches == micro_batch
+    assert waits.step - Counter({where: waits.step[where] for where in measured}) == every_step
+    assert set(waits.logged) <= LOGGED
+    if ds_config != "zero3":
+        assert not micro_batch and every_step.total() <= MOST_A_STEP
+
+
+def test_a_wait_that_is_not_written_is_found(tmp_path, split, monkeypatch):
+    """A number of the loss that somebody reads in every micro-batch."""
+    build_loss = model.build_loss
+
+    def reading(*args):
+        loss = build_loss(*args)
+        return lambda *each, **kwargs: _read(loss(*each, **kwargs))
+
+    monkeypatch.setattr(model, "build_loss", reading)
+    waits = last_step(tmp_path, split, "zero1", 1, GPT2)
+    assert waits.micro_batches == {"tests/test_fake_gpu.py:_read": 1}
+
+
+def _read(loss: torch.Tensor) -> torch.Tensor:
+    loss.item()
+    return loss
+
+
+def test_validation_and_samples_run_on_the_device(tmp_path, split, monkeypatch):
+    """A validation waits for its sums, HellaSwag for its scores, each once; batches are copied without a wait."""
+    tokenizer = WordTokenizer()
+    items = [Item("a b", ("c", "d", "e", "f"), 0)]
     with fake_gpu(8) as machine:
-        first, *_ = waits_of_each_micro_batch(machine, ds_config(2, overlap_comm=True))
-    where = "deepspeed/runtime/zero/stage_1_and_2.py:independent_gradient_partition_epilogue"
-    assert first == [where]
+        trainer = make_trainer(machine, written_recipe(tmp_path, LLAMA), split, "zero1")
+        trained = trainer.model.to("cuda")
+        machine.synchronisations.clear()
+        trainer.validate(trained, 0, lambda: False)
+        assert [each.where for each in machine.synchronisations] == [
+            "pretraining/evaluation/validation.py:measure"
+        ]
+        machine.synchronisations.clear()
+        HellaSwag(items, tokenizer, 64, 4).measure(trained)
+        assert [each.where for each in machine.synchronisations] == [
+            "pretraining/evaluation/likelihood.py:score"
+        ]
+        unfinished = iter((True, True, False))  # made-up numbers would never say that a text has ended
+        monkeypatch.setattr(type(trained), "_has_unfinished_sequences", lambda *args, **kwargs: next(unfinished))
+        assert sample_text(trained, tokenizer, "a", 4)
+
+
+class WordTokenizer:
+    """Letters as tokens, as far as the evaluation asks."""
+
+    bos_token_id = eos_token_id = 0
+
+    def __call__(self, text: str, **_):
+        return {"input_ids": [ord(letter) % 512 for letter in text]}
+
+    def encode(self, text: str, **_) -> list[int]:
+        return self(text)["input_ids"]
+
+    def decode(self, ids, **_) -> str:
+        return " ".join(map(str, ids.tolist()))
 
 
 def test_nccl_moves_no_tensor_of_the_host():
     with fake_gpu(8) as machine:
         dist.all_reduce(torch.zeros(3, device="cuda"))
-        assert [(each.name, each.bytes, each.group_size) for each in machine.collectives] == [
-            ("all_reduce", 12, 8)
-        ]
+        done = [(each.name, each.backend, each.bytes, each.group_size) for each in machine.collectives]
+        assert done == [("all_reduce", "nccl", 12, 8)]
         with pytest.raises(RuntimeError, match="nccl moves tensors of cuda alone"):
             dist.all_reduce(torch.zeros(3))
         with pytest.raises(RuntimeError, match="gloo moves tensors of cpu alone"):
             dist.all_reduce(torch.zeros(3, device="cuda"), group=dist.new_group(backend="gloo"))
 
 
-def test_a_tensor_of_the_host_among_those_of_the_device_is_an_error():
-    with fake_gpu(), pytest.raises(RuntimeError, match="two devices"):
-        torch.zeros(3, device="cuda") + torch.zeros(3)
+def test_a_mask_of_the_host_is_an_error():
+    with fake_gpu(), pytest.raises(RuntimeError, match="same device"):
+        torch.zeros(3, device="cuda").masked_fill(torch.zeros(3, dtype=torch.bool), 0.0)
 
 
 def test_each_read_of_the_device_is_recorded_with_its_place():

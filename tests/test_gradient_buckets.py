@@ -52,7 +52,7 @@ def test_every_recipe_with_every_ds_config_is_right_or_refused(name, deepspeed):
 
 def test_the_refusal_names_the_tensor_its_size_and_the_key():
     """A ds_config with buckets that are too small: on GPUs, with more than one rank, and nowhere else."""
-    recipe, config = load_recipe("moe-1.5b"), load_ds_config("zero2")
+    recipe, config = load_recipe("moe-1.5b", deepspeed="zero2"), load_ds_config("zero2")
     config["zero_optimization"]["reduce_bucket_size"] = 50_000_000
     (line,) = judged(recipe, config)
     assert "the embedding has 51,511,296 elements" in line

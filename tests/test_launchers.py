@@ -1,5 +1,6 @@
 """The same run by deepspeed, torchrun, accelerate launch and plain python, each with a clean end."""
 
+import os
 import re
 import socket
 from datetime import timedelta
@@ -7,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from pretraining import process_group
 from pretraining.ds_config import ds_config_names
@@ -110,6 +112,33 @@ def test_every_group_waits_longer_than_the_watch_over_hangs(monkeypatch):
     ranks._wait_as_long_in_every_group(timedelta(minutes=50))
     for backend in ("nccl", "gloo"):
         assert distributed_c10d._get_default_timeout(backend) == timedelta(minutes=50)
+
+
+def test_vector_kernels_are_chosen_in_one_thread_before_ranks_meet(monkeypatch):
+    """Promise: every later loss equals the undisturbed run's, also where several threads compute.
+
+    MKL chooses kernels at a function's first call, and two threads that make it at once may get different ones.
+    """
+
+    class Met(Exception):
+        pass
+
+    def meet(**_):
+        raise Met
+
+    called = []
+    recorded = [lambda x, f=f: called.append((f.__name__, f(x).numel())) for f in ranks._VECTOR_FUNCTIONS]
+    monkeypatch.setattr(ranks, "_VECTOR_FUNCTIONS", recorded)
+    monkeypatch.setattr("deepspeed.init_distributed", meet)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    threads = torch.get_num_threads()
+    try:
+        with pytest.raises(Met):
+            ranks.join_ranks()
+    finally:
+        torch.set_num_threads(threads)
+    assert {"tanh", "exp", "log", "erf"} <= {name for name, _ in called}
+    assert {size for _, size in called} == {1}
 
 
 def test_a_driver_that_is_too_old_is_one_line(monkeypatch):

@@ -1,6 +1,7 @@
 """You know before you pay: the memory a plan predicts is what DeepSpeed and torch really hold."""
 
 import json
+import os
 import sys
 import time
 from dataclasses import replace
@@ -18,10 +19,13 @@ from pretraining.planning.gate import Found, check_plan
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory import memory_need
 from pretraining.planning.memory.advice import shrink
+from pretraining.planning.memory.host import pinned_bytes
 from pretraining.planning.memory.optimizers import optimizer_states
 from pretraining.planning.memory.tensors import parameter_tensors
+from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.search import candidates, fitting, nearest_fit
+from pretraining.quiet import MOST_ROUNDED_MIB, _pin_what_is_asked_for
 from pretraining.recipe import load_recipe, recipe_names
 from pretraining.refusals import load_run
 from pretraining.run_dir import RunDir, write_json
@@ -213,6 +217,63 @@ def test_the_large_recipes_fit_the_gpus_they_are_sized_for(name):
     need = need_of(name, 8)
     assert need.total < find_gpu("H200").memory_bytes
     assert ("offloaded states" in need.host) == (name == "65b")
+
+
+def test_pinned_memory_is_counted_as_torch_takes_it():
+    """Small buffers are rounded up to a power of two, large ones are taken as they are, as the libraries are told."""
+    assert [pinned_bytes(size) for size in (1, 4096, 4097)] == [1, 4096, 8192]
+    limit = MOST_ROUNDED_MIB << 20
+    assert pinned_bytes(limit - 1) == limit and pinned_bytes(limit + 1) == limit + 1
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:64"}),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_cached_size_mb:64"},
+        ),
+        ({"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}, {}),
+    ],
+)
+def test_torch_is_told_to_pin_large_buffers_as_they_are(monkeypatch, there, expected):
+    """In the variable that the user has set, if one is; what the user has chosen stays."""
+    variables = dict(there)
+    monkeypatch.setattr(os, "environ", variables)
+    _pin_what_is_asked_for()
+    assert variables == {**there, **expected}
+
+
+def test_the_plan_counts_the_copy_for_a_save_and_pinned_buffers():
+    """Of 30b on eight GPUs a copy of an eighth of the checkpoint; none without it; small pinned buffers rounded up."""
+    need, plan = need_of("30b", 8), build_run_plan(load_recipe("30b"), load_ds_config("zero3"), 8)
+    assert need.snapshot == pytest.approx(plan.checkpoint_bytes / 8, rel=1e-6)
+    assert need.host_bytes == need.host["process"] + need.snapshot and need.host_counted == 0
+    assert not need_of("30b", 8, None, "checkpoints.background=false").snapshot
+    assert not need_of("30b", 8, None, "training.save_strategy=no").snapshot
+    built = need_of("1.5b", 8, "zero1")
+    assert built.host_bytes == built.host["process"] + built.host["model while it is built"]
+    small = load_ds_config("zero2_offload")
+    assert memory_need(load_recipe("tiny"), small, 2).host["rounding of pinned buffers"] > 0
+    small["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
+    assert "rounding of pinned buffers" not in memory_need(load_recipe("tiny"), small, 2).host
+    answer = full_plan(load_recipe("30b"), load_ds_config("zero3"), 16, find_gpu("H200"))
+    memory = json.loads(json.dumps(answer))["memory"]
+    assert memory["gpus_of_node"] == 8 and memory["host_node_bytes"] == 8 * memory["host_bytes"]
+    assert "copy for a save), " in " ".join(as_text(answer).split())
+    assert "for a node of 8 GPUs" in " ".join(as_text(answer).split())
+
+
+def test_no_room_for_the_copy_is_warned_of_and_not_refused():
+    """The run goes on without it, slower; what is offloaded to the host it cannot do without."""
+    memory = {"gpu_memory_bytes": 141e9, "ranks_per_host": 8}
+    verdict = judge("30b", 8, host_memory_bytes=300e9, **memory)
+    (warning,) = verdict.warnings
+    assert not verdict.refusals and "a copy of the state (310 GB for 8 ranks)" in warning.what
+    assert not judge("30b", 8, host_memory_bytes=320e9, **memory).warnings
+    (refusal,) = judge("65b", 8, host_memory_bytes=1.2e12, **memory).refusals
+    assert "8 ranks keep 1.30 TB in host memory" in refusal.what
 
 
 def test_memory_falls_where_it_should():

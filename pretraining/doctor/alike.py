@@ -14,7 +14,7 @@ import torch
 from torch.distributed import Store
 
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
-from pretraining.doctor.roll_call import RollCall
+from pretraining.doctor.roll_call import RollCall, named
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.run_dir import REPOSITORY, describe_environment
 from pretraining.training.ranks import device_name
@@ -123,8 +123,8 @@ def _difference(call: RollCall, key: str, value: str, ranks: list[int], usual: s
             COSTS,
             "take nodes of one kind: the slowest GPU sets the pace, the smallest the memory",
         )
-    where = ", ".join(str(call.ranks[rank]) for rank in ranks[:4]) + (" and more" if len(ranks) > 4 else "")
-    return Finding("ranks alike", verdict, f"{key} is {value}, elsewhere {usual}", remedy, where)
+    message = f"{key} is {value}, elsewhere {usual}"
+    return Finding("ranks alike", verdict, message, remedy, named(call.ranks, ranks))
 
 
 def _uneven_hosts(call: RollCall) -> list[Finding]:

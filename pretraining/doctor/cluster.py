@@ -17,7 +17,7 @@ import torch
 from pretraining.command_line import world_size_here
 from pretraining.doctor.alike import ClockQuestion, compare_ranks, describe_rank, judge_clocks
 from pretraining.doctor.devices import measure_devices
-from pretraining.doctor.findings import BREAKS, COSTS, Finding, worst
+from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, worst
 from pretraining.doctor.folders import (
     BYTES_ELSEWHERE,
     BYTES_ON_GPU_MACHINES,
@@ -31,9 +31,8 @@ from pretraining.doctor.folders import (
 from pretraining.doctor.layers import examine_layers
 from pretraining.doctor.messages import measure_messages
 from pretraining.doctor.pairs import bound_address, meet_in_pairs
-from pretraining.doctor.roll_call import FAILED, SILENT, WAITS, RollCall, Stuck, one_line
-from pretraining.errors import UserError
-from pretraining.planning.gpus import Gpu, find_gpu
+from pretraining.doctor.roll_call import FAILED, SILENT, WAITS, RollCall, Stuck, named, one_line
+from pretraining.planning.gpus import known_gpu
 from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import Recipe
@@ -48,6 +47,8 @@ ALL_SECONDS = 175.0
 LAYERS_SECONDS = 60.0
 STEP_SECONDS = 20.0
 """Of what takes a second on a healthy cluster."""
+DESCRIBE_SECONDS = 60.0
+"""Eight ranks begin with CUDA at once, and ask git on a network folder."""
 JOIN_SECONDS = 60.0
 """NCCL makes its first group of hundreds of ranks within this."""
 
@@ -92,66 +93,65 @@ class Examination:
         """All steps; findings are complete on rank 0."""
         self._say(f"waiting for {several(self.size, 'rank')}")
         self.call = RollCall(self.rank, self.size, ARRIVAL_SECONDS)
-        if self.call.missing:
+        gone = self.call.missing
+        if gone:
             self.findings.append(self._never_came())
         else:
             try:
                 self._examine()
             except Stuck as stuck:
                 self._add_stuck(stuck)
-        self.call.part()
+                gone = [rank for rank, answer in enumerate(stuck.answers) if answer.state == SILENT]
+        self.call.part(gone)
         return self.findings
 
     def _examine(self) -> None:
-        described = self._gathered("versions, variables, devices", self._describe)
+        described = self._gathered("versions, variables, devices", self._describe, DESCRIBE_SECONDS)
         if described is not None:
             self.findings += compare_ranks(self.call, described)
         found = self._gathered("clocks", ClockQuestion(self.call).ask_or_answer)
         if found is not None:
             self.findings += judge_clocks(self.call, found)
-        with self._probed_folder() as probed:
-            self._in_folders(probed)
-            self._between_ranks(probed)
+        self._in_folders()
+        self._between_ranks()
 
-    def _in_folders(self, probed: ProbedFolder) -> None:
-        self._attempt("run folder and data folder", lambda: look_at_run_folder(self.call, probed))
+    def _in_folders(self) -> None:
+        with self._probed_folder() as probed:
+            looked = self._attempt("shared folders", lambda: look_at_run_folder(self.call, probed))
+            if worst(looked) == FINE:
+                self._attempt("disk of all ranks", lambda: self._disk(probed))
         if self.recipe is None:
             return
         name = self.recipe.data["name"]
-        digests = self._gathered("data folder", lambda: manifest_of(self.data_dir, name), silently=True)
+        digests = self._gathered("shared data", lambda: manifest_of(self.data_dir, name))
         if digests is not None:
             self.findings += judge_data(self.call, self.data_dir, name, digests)
 
-    def _between_ranks(self, probed: ProbedFolder) -> None:
-        """What needs ranks that meet, and a process group of all of them."""
+    def _between_ranks(self) -> None:
+        """What needs ranks that meet, and then a process group of all of them."""
         address = bound_address()
-        self._attempt("pairs of ranks", lambda: self._loopback(address))
+        self.findings += self._loopback(address)
         met = self._attempt(
-            "pairs of ranks", lambda: meet_in_pairs(self.call, address["address"], self.on_gpu), silently=True
+            "pairs of ranks", lambda: meet_in_pairs(self.call, address["address"], self.on_gpu)
         )
         if worst(met) == BREAKS:
-            self._say("the rest is left out: it needs ranks that meet")
-        elif (
-            self._gathered("process group of all ranks", lambda: join_ranks() and None, JOIN_SECONDS)
-            is not None
-        ):
-            self._attempt("messages", lambda: measure_messages(self.call, self.gpu, self.on_gpu))
-            self._attempt("devices", lambda: measure_devices(self.call, self.recipe, self.gpu, self.on_gpu))
-            self._attempt("disk", lambda: self._disk(probed))
-            if self.recipe is not None:
-                self._attempt("the recipe's layers", self._layers)
-            self._gathered("leaving the process group", leave_ranks)
+            return self._say("the rest is left out: it needs ranks that meet")
+        if self._gathered("process group of all ranks", lambda: join_ranks() and None, JOIN_SECONDS) is None:
             return
-        self._attempt("disk", lambda: self._disk(probed))
+        self._attempt("messages", lambda: measure_messages(self.call, self.gpu, self.on_gpu))
+        self._attempt("devices", lambda: measure_devices(self.call, self.recipe, self.gpu, self.on_gpu))
+        if self.recipe is not None:
+            self._attempt("the recipe's layers", self._layers)
+        self._gathered("leaving the process group", leave_ranks)
 
     def _describe(self) -> dict:
         prepare_rank()
-        self.gpu = _known_gpu() if self.on_gpu else None
+        self.gpu = known_gpu(device_name()) if self.on_gpu else None
         return describe_rank(self.on_gpu)
 
     def _loopback(self, address: dict) -> list[Finding]:
         """A host whose own name means the loopback cannot be reached by the others, though NCCL may work."""
-        bound = self.call.gather("addresses", address, time.monotonic() + STEP_SECONDS)
+        bound = self.call.gather("addresses", address)
         if len(self.call.nodes) == 1:
             return []
         return [
@@ -185,18 +185,12 @@ class Examination:
             raise RuntimeError(errors[0])
         return [Finding(**fields) for fields in answers[0].value]
 
-    def _attempt(
-        self, name: str, examine: Callable[[], list[Finding]], silently: bool = False
-    ) -> list[Finding]:
+    def _attempt(self, name: str, examine: Callable[[], list[Finding]]) -> list[Finding]:
         """The findings of a step, added to all; an error is a finding too."""
-        if not silently:
-            self._say(name)
+        self._say(name)
         if self._left() <= 0:
-            found = [
-                Finding(
-                    name, COSTS, "left out: the time was over", "see what took so long in the lines above"
-                )
-            ]
+            remedy = "see what took so long in the lines above"
+            found = [Finding(name, COSTS, "left out: the time was over", remedy)]
         else:
             try:
                 found = examine()
@@ -205,12 +199,9 @@ class Examination:
         self.findings += found
         return found
 
-    def _gathered(
-        self, name: str, work: Callable[[], object], seconds: float = STEP_SECONDS, silently: bool = False
-    ) -> list | None:
+    def _gathered(self, name: str, work: Callable[[], object], seconds: float = STEP_SECONDS) -> list | None:
         """What the work returned on every rank; None, and a finding for each rank that failed, if one did."""
-        if not silently:
-            self._say(name)
+        self._say(name)
         answers = self.call.step(name, work, seconds)
         failed = [rank for rank, answer in enumerate(answers) if answer.state == FAILED]
         self.findings += [
@@ -245,24 +236,27 @@ class Examination:
         )
 
     def _add_stuck(self, stuck: Stuck) -> None:
-        by_state = {
-            state: [rank for rank, answer in enumerate(stuck.answers) if answer.state == state]
-            for state in (SILENT, WAITS)
-        }
-        silent, waiting = (
-            ", ".join(str(self.call.ranks[rank]) for rank in by_state[state][:8]) for state in (SILENT, WAITS)
+        """The cause first: a rank that failed, else one that is gone, else all that wait for each other."""
+        silent, failed, waits = (
+            named(self.call.ranks, [rank for rank, each in enumerate(stuck.answers) if each.state == state])
+            for state in (SILENT, FAILED, WAITS)
         )
-        if by_state[SILENT]:
-            message = f"{silent} stopped answering" + (f"; {waiting} wait" if waiting else "")
+        waiting = f"; {waits} waited {stuck.seconds:.0f} s for it" if waits else ""
+        if failed:
+            error = next(answer.error for answer in stuck.answers if answer.state == FAILED)
+            message, where = f"{failed} failed ({error}){waiting}", failed
+            remedy = "mend what the error says; the other ranks wait for this one"
+        elif silent:
+            message, where = f"{silent} stopped answering{waiting}", silent
             remedy = "look at that process and its host: stopped, out of memory, or its network is gone"
         else:
-            message = f"hangs on {waiting}"
+            message, where = f"hangs on {waits} (for {stuck.seconds:.0f} s)", waits
             remedy = (
                 "NCCL_DEBUG=INFO says where; try NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1, NCCL_P2P_DISABLE=1"
             )
-        self.findings.append(
-            Finding(stuck.step, BREAKS, f"{message} (after {stuck.seconds:.0f} s)", remedy, silent or waiting)
-        )
+        self.findings.append(Finding(stuck.step, BREAKS, message, remedy, where))
+        if self.rank == 1 and stuck.answers[0].state == SILENT:  # nobody else would report it
+            print(as_lines(self.findings[-1:]), file=sys.stderr, flush=True)
 
     def _say(self, what: str) -> None:
         if self.rank == 0:
@@ -283,13 +277,6 @@ def _numbers(ranks: list[int]) -> str:
         else:
             parts.append([rank])
     return ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
-
-
-def _known_gpu() -> Gpu | None:
-    try:
-        return find_gpu(device_name())
-    except UserError:
-        return None
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pretraining.doctor.findings import COSTS, FINE, Finding
-from pretraining.doctor.roll_call import RollCall
+from pretraining.doctor.roll_call import RollCall, named
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.quantities import num_bytes, several, short
 from pretraining.planning.stand_in import shape_of
@@ -77,7 +77,7 @@ def measure_devices(call: RollCall, recipe: Recipe | None, gpu: Gpu | None, on_g
     slowest, together = min(rates), sum(rates)
     message = f"copies run at {num_bytes(together)}/s in all, {num_bytes(slowest)}/s on the slowest rank"
     values = {"host_memory_bytes_per_second": together, "slowest_host_memory_bytes_per_second": slowest}
-    return [*findings, Finding("host memory", FINE, message, values=values)]
+    return [*findings, Finding("copies in host memory", FINE, message, values=values)]
 
 
 class Devices:
@@ -269,7 +269,7 @@ def _copies(call: RollCall, gpu: Gpu | None, found: list[dict]) -> list[Finding]
         where, verdict, remedy = "", FINE, ""
         slow = slow_ranks(rates, HALF_OF_THE_BUS)
         if slow:
-            where, verdict = ", ".join(str(call.ranks[rank]) for rank in slow[:4]), COSTS
+            where, verdict = named(call.ranks, slow), COSTS
             remedy = "bind the rank to its GPU's socket (numactl), and see lanes: nvidia-smi -q | grep -A8 'Link Width'"
         if gpu is not None:
             message += f", {median / gpu.pcie_bytes_per_second:.0%} of {gpu.name}'s bus"

@@ -3,12 +3,13 @@
 import contextlib
 import hashlib
 import os
+import shutil
 import time
 import uuid
 from pathlib import Path
 
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
-from pretraining.doctor.roll_call import FAILED, RollCall
+from pretraining.doctor.roll_call import FAILED, RollCall, named
 from pretraining.errors import file_error
 from pretraining.planning.quantities import duration, num_bytes, several
 
@@ -89,9 +90,9 @@ class ProbedFolder:
         return time.perf_counter() - began
 
     def clear(self) -> None:
-        """Leave no trace: the ranks take turns by themselves, since only an empty folder can be removed."""
-        self._token(self.rank).unlink(missing_ok=True)
-        for path in (self.probe, *self._absent):
+        """Leave no trace, not of ranks that stopped either; no step needs the probe any more."""
+        shutil.rmtree(self.probe, ignore_errors=True)
+        for path in self._absent:
             with contextlib.suppress(OSError):
                 path.rmdir()
 
@@ -101,12 +102,12 @@ class ProbedFolder:
 
 def token_of_all(call: RollCall) -> str:
     """A name for the probes, the same on every rank."""
-    return call.gather("token", uuid.uuid4().hex[:8], time.monotonic() + LOOK_SECONDS)[0]
+    return call.gather("token", uuid.uuid4().hex[:8])[0]
 
 
 def look_at_run_folder(call: RollCall, probed: ProbedFolder) -> list[Finding]:
     """Whether all ranks write into one and the same folder."""
-    answers = call.step("run folder: tokens", probed.leave_token, LOOK_SECONDS)
+    answers = call.step("run folder: tokens", probed.leave_token, LOOK_SECONDS + 5)
     refused = [rank for rank, answer in enumerate(answers) if answer.state == FAILED]
     if refused:
         return [_refused(call, rank, answers[rank].error) for rank in refused[:8]]
@@ -119,17 +120,10 @@ def look_at_run_folder(call: RollCall, probed: ProbedFolder) -> list[Finding]:
         return [Finding(CHECK, FINE, f"{probed.folder} is one folder for {ranks} on {nodes}")]
     most = max(groups.values(), key=len)  # of groups of one size that of rank 0
     odd = [rank for rank in range(call.size) if rank not in most]
-    message = (
-        f"{probed.folder} is not shared: {_named(call, odd)} and {_named(call, most)} see different folders"
-    )
-    remedy = (
-        "name a folder on a disk that all nodes share: --output_dir; else checkpoints would lie in pieces"
-    )
-    return [Finding(CHECK, BREAKS, message, remedy, _named(call, odd))]
-
-
-def _named(call: RollCall, ranks: list[int]) -> str:
-    return ", ".join(str(call.ranks[rank]) for rank in ranks[:4]) + (" and more" if len(ranks) > 4 else "")
+    one, other = named(call.ranks, odd), named(call.ranks, most)
+    message = f"{probed.folder} is not shared: {one} and {other} see different folders"
+    remedy = "name one on a disk that all nodes share: --output_dir; else checkpoints would lie in pieces"
+    return [Finding(CHECK, BREAKS, message, remedy, one)]
 
 
 def _refused(call: RollCall, rank: int, error: str) -> Finding:
@@ -165,7 +159,7 @@ def judge_data(call: RollCall, data_dir, name: str, digests: list[str | None]) -
     lacks = all(digests[rank] is None for rank in odd)
     message = f"{place}: {'no prepared data' if lacks else 'other prepared data'} here, other ranks have it"
     remedy = "name a folder on a disk that all nodes share (--data_dir), or copy the same data to each node"
-    return [Finding(check, BREAKS, message, remedy, _named(call, odd))]
+    return [Finding(check, BREAKS, message, remedy, named(call.ranks, odd))]
 
 
 def measure_disk(

@@ -17,7 +17,7 @@ SIZES_ELSEWHERE = tuple(1 << power for power in range(10, 24, 4))
 SWEEP_SECONDS = 20.0
 """Of both messages together; a slow network is measured at smaller sizes then."""
 SAMPLE_SECONDS = 0.3
-MOST_REPEATS = 50
+MOST_REPEATS = 200
 HALF_OF_THE_LINK = 0.5
 """At the largest size NCCL reaches 0.7 to 0.9 of a healthy link (nccl-tests, PERFORMANCE.md); less than half is another
 path than the plan counts on: PCIe for NVLink, TCP for InfiniBand, one network card for eight."""

@@ -10,7 +10,6 @@ import socket
 import time
 from contextlib import closing
 from datetime import timedelta
-from ipaddress import ip_address
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.distributed import DistError, PrefixStore, Store
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.roll_call import FAILED, RollCall, one_line
 from pretraining.planning.quantities import duration, several
+from pretraining.process_group import GLOO_INTERFACE, loopback_name, own_address
 
 CHECK = "pairs of ranks"
 CONNECT_SECONDS = 3.0
@@ -100,8 +100,7 @@ def tournament(players: int) -> list[list[Pair]]:
 def bound_address() -> dict:
     """Where gloo binds here, and by which interface this host reaches rank 0: {"address", "interface", "loopback"}.
 
-    gloo takes the interface of GLOO_SOCKET_IFNAME, else what the host's own name resolves to, else the loopback
-    (torch 2.13, ProcessGroupGloo).
+    gloo takes the interface of GLOO_SOCKET_IFNAME, else the host's own name, else the loopback (see `loopback_name`).
     """
     import psutil
 
@@ -111,15 +110,10 @@ def bound_address() -> dict:
         for each in addresses
         if each.family in (socket.AF_INET, socket.AF_INET6)
     }
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    named = os.environ.get(GLOO_INTERFACE, "").split(",")[0]
     own = [address for address, name in interfaces.items() if name == named]
-    try:
-        address = own[0] if own else socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
-        socket.create_server((address, 0), family=_family(address)).close()
-    except OSError:
-        address = "127.0.0.1"
-    outward = _outward_address()
-    loopback = ip_address(address.partition("%")[0]).is_loopback
+    address = own[0] if own else own_address() or "127.0.0.1"
+    outward, loopback = _outward_address(), loopback_name() is not None
     return {"address": address, "interface": interfaces.get(outward, ""), "loopback": loopback}
 
 

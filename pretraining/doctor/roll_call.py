@@ -23,6 +23,8 @@ from pretraining.training.fresh_store import shared_with_the_launcher
 DONE, FAILED, WAITS, SILENT = "done", "failed", "waits", "silent"
 GRACE_SECONDS = 4.0
 """An answer may come so much later than the step's own limit: ranks do not begin a step at the same moment."""
+MOST_NAMED = 4
+"""Ranks in one line."""
 _POLL_SECONDS = 0.01
 
 
@@ -63,6 +65,12 @@ class Rank:
         return f"rank {self.rank} on {self.host}"
 
 
+def named(came: list[Rank], ranks: list[int]) -> str:
+    """`rank 3 on node1, rank 4 on node1`, of many the first."""
+    more = " and more" if len(ranks) > MOST_NAMED else ""
+    return ", ".join(str(came[rank]) for rank in ranks[:MOST_NAMED]) + more
+
+
 class RollCall:
     """The store, the ranks that came, and one thread for work that may hang. Every rank makes the same calls."""
 
@@ -73,18 +81,23 @@ class RollCall:
             UserError: rank 0 cannot be reached from here.
         """
         self.rank, self.size = rank, size
-        self.began = time.monotonic()
         self._server = _connect(rank, arrival_seconds)
-        self._store = _named(self._server)
-        self.work_store = _named(_client(self._server))
+        self._store = _of_attempt(self._server)
+        self.work_store = _of_attempt(_client(self._server))
         """For use inside a step: a connection of its own, since one that waits keeps others from using it."""
         self._worker = _Worker()
         self._calls = 0
         self.ranks: list[Rank | None] = self._arrive(arrival_seconds)
 
     def _arrive(self, seconds: float) -> list[Rank | None]:
+        """Rank 0 waits so long from its own start; the others know no better when that is than to wait longer."""
         mine = Rank(self.rank, socket.gethostname(), os.getpid(), int(os.environ.get("LOCAL_RANK", "0")))
-        arrived = self.gather("arrival", asdict(mine), self.began + seconds)
+        patience = seconds if self.rank == 0 else 2 * seconds
+        try:
+            arrived = self._collect_from_all("arrival", asdict(mine), time.monotonic() + patience)
+        except Stuck as stuck:
+            what = f"{mine}: rank 0 does not answer, though its port is open; look at its host, and its log"
+            raise UserError(what, on_every_rank=mine.local_rank != 0) from stuck
         return [None if fields is None else Rank(**fields) for fields in arrived]
 
     @property
@@ -113,16 +126,31 @@ class RollCall:
         Raises:
             Stuck: on every rank, if the work did not come back on one of them.
         """
-        began = time.monotonic()
+        until = time.monotonic() + seconds + GRACE_SECONDS
         mine = self._worker.run(work, seconds)
-        until = began + seconds + GRACE_SECONDS
-        gathered = self.gather(name, asdict(mine), until)
+        gathered = self._collect_from_all(name, asdict(mine), until)
         answers = [Answer() if each is None else Answer(**each) for each in gathered]
         if not all(answer.came_back for answer in answers):
             raise Stuck(name, seconds, answers)
         return answers
 
-    def gather(self, name: str, value, until: float) -> list:
+    def gather(self, name: str, value) -> list:
+        """The value of every rank, on every rank, at once.
+
+        Raises:
+            Stuck: on every rank, if one sends none.
+        """
+        gathered = self._collect_from_all(name, [value], time.monotonic() + GRACE_SECONDS)
+        if None in gathered:
+            answers = [Answer(SILENT if each is None else DONE) for each in gathered]
+            raise Stuck(name, GRACE_SECONDS, answers)
+        return [value for (value,) in gathered]
+
+    def agreed_seconds_left(self, until: float) -> float:
+        """Seconds until then by the clock of rank 0, so that all ranks decide alike."""
+        return self.gather("time that is left", until - time.monotonic())[0]
+
+    def _collect_from_all(self, name: str, value, until: float) -> list:
         """The value of every rank, on every rank; None of those that sent none until then (`time.monotonic()`).
 
         Raises:
@@ -141,11 +169,6 @@ class RollCall:
             others = [Answer(SILENT if rank == 0 else DONE) for rank in range(self.size)]
             raise Stuck(name.partition("/")[2], GRACE_SECONDS, others) from error
 
-    def agreed_seconds_left(self, until: float) -> float:
-        """Seconds until then by the clock of rank 0, so that all ranks decide alike."""
-        left = until - time.monotonic()
-        return self.gather("seconds left", left, time.monotonic() + GRACE_SECONDS)[0] or 0.0
-
     def _collect(self, name: str, until: float) -> list:
         missing = set(range(self.size))
         while missing and time.monotonic() < until:
@@ -156,14 +179,13 @@ class RollCall:
             for rank in range(self.size)
         ]
 
-    def part(self, seconds: float = GRACE_SECONDS) -> None:
-        """The last call: rank 0, whose process may hold the store, leaves after the others."""
+    def part(self, gone: list[int]) -> None:
+        """The last call: rank 0, whose process may hold the store, leaves after the others, but for those `gone`."""
         try:
             self._store.set(f"left/{self.rank}", "yes")
-            until = time.monotonic() + seconds
-            while self.rank == 0 and time.monotonic() < until:
-                if self._store.check([f"left/{rank}" for rank in range(self.size)]):
-                    return
+            others = [f"left/{rank}" for rank in range(self.size) if rank not in gone]
+            until = time.monotonic() + GRACE_SECONDS
+            while self.rank == 0 and not self._store.check(others) and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
         except DistError:
             pass  # the other side has left already
@@ -231,6 +253,6 @@ def _client(server: TCPStore) -> TCPStore:
     )
 
 
-def _named(store: Store) -> Store:
+def _of_attempt(store: Store) -> Store:
     """The store below a name of this attempt: torchrun starts its ranks again in one and the same store."""
     return PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -58,7 +58,7 @@ def score(
             batch = batches[min(number, len(batches) - 1)]
             found = _score_batch(model, [pairs[index] for index in batch], max_length)
             if number < len(batches):
-                scores[batch] = found
+                scores.index_copy_(0, _on(scores.device, batch), found)
     if world_size > 1:
         dist.all_reduce(scores)
     return [Score(nats, greedy == 1.0) for nats, greedy in scores.tolist()]
@@ -77,20 +77,24 @@ def _score_batch(model, pairs: Sequence[Pair], max_length: int) -> torch.Tensor:
     """
     device = next(model.parameters()).device
     texts = [(pair.context + pair.continuation)[-(max_length + 1) :] for pair in pairs]
-    inputs = torch.zeros(len(texts), max(2, *map(len, texts)) - 1, dtype=torch.long, device=device)
-    for row, text in zip(inputs, texts, strict=True):
-        row[: len(text) - 1] = torch.tensor(text[:-1], device=device)
-    logits = model(input_ids=inputs).logits
+    width = max(2, *map(len, texts)) - 1
+    rows = [text[:-1] + [0] * (width + 1 - len(text)) for text in texts]
+    logits = model(input_ids=_on(device, rows)).logits
     rows = zip(logits, texts, pairs, strict=True)
     return torch.stack([_score_row(row, text, len(pair.continuation)) for row, text, pair in rows])
 
 
 def _score_row(logits: torch.Tensor, text: list[int], num_scored: int) -> torch.Tensor:
     """From logits [length, vocabulary] of `text` without its last token; its last `num_scored` tokens are scored."""
-    targets = torch.tensor(text[1:], device=logits.device)[-num_scored:] if num_scored else []
+    targets = _on(logits.device, text[1:])[-num_scored:] if num_scored else []
     end = len(text) - 1
     logs = torch.log_softmax(logits[end - len(targets) : end].float(), -1)
     if not len(targets):
         return torch.tensor([0.0, 1.0], dtype=torch.float64, device=logits.device)
     chosen = logs.gather(1, targets[:, None]).double().sum()
     return torch.stack([chosen, (logs.argmax(-1) == targets).all().double()])
+
+
+def _on(device: torch.device, numbers: list) -> torch.Tensor:
+    """Integers on the device, which the host does not wait for."""
+    return torch.tensor(numbers).to(device, non_blocking=True)

@@ -169,7 +169,10 @@ class Validation:
 def _batch(blocks: list[dict[str, np.ndarray]], device) -> dict[str, torch.Tensor | int]:
     """`stack_blocks` in tensors on the device."""
     batch = stack_blocks(blocks)
-    return {k: torch.from_numpy(x).to(device) if isinstance(x, np.ndarray) else x for k, x in batch.items()}
+    return {
+        key: torch.from_numpy(x).to(device, non_blocking=True) if isinstance(x, np.ndarray) else x
+        for key, x in batch.items()
+    }
 
 
 def _summed_nats(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

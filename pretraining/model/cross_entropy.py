@@ -11,7 +11,7 @@ Bytes that a logit of 16 bits moves on a GPU between the product that writes it 
     compiled      6  torch.compile: an online softmax reads the logits once, the gradient is written over them
     Liger 0.8.5   6  its fused function waits for the GPU in both passes, tells a token's own nats only for another
                      product in the backward pass, and rounds the head's gradient before it is scaled; its kernel alone
-                     would do in our chunks, but is private, of 29 arguments, and another package
+                     would do in our chunks, but is private, of 28 arguments, and another package
     torch 2.13   40  linear_cross_entropy, logits in fp32: knows no z-loss, and sums the head's gradient in 16 bits
 
 Compiled is what a GPU gets, since it needs torch alone. A chunk moves 12 bytes for each weight of the head, too: 4
@@ -27,8 +27,9 @@ import torch
 
 from pretraining.data.document_masking import IGNORED
 from pretraining.planning.memory.loss import chunk_length, compiles_loss, logit_bytes
+from pretraining.upstream.compiler import missing_compiler
 
-TRIAL_TOKENS = 512
+TRIAL_TOKENS = 1024
 """Rows that kernels are compiled with: enough for each to be summed by one program, as those of a real chunk."""
 
 
@@ -202,13 +203,18 @@ def _softmax_over(logits: torch.Tensor, log_z: torch.Tensor, weight: torch.Tenso
 
 @cache
 def _compiled(function: Callable) -> Callable:
-    """One graph; compiled in this process, as a pool of processes on every rank is much for two kernels."""
-    return torch.compile(function, fullgraph=True, options={"compile_threads": 1})
+    """One graph, whose sums no timing decides on: equal on every rank and at every start.
+
+    It is compiled in this process: a pool of processes on every rank is much for two kernels.
+    """
+    return torch.compile(function, fullgraph=True, options={"deterministic": True, "compile_threads": 1})
 
 
 @cache
 def _can_compile(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
     """Compile for logits of this kind, in chunks of any length; if that fails, say so and go on without."""
+    if missing := missing_compiler():
+        return _go_on_without(f"inductor needs {missing}")
     logits = torch.zeros(TRIAL_TOKENS, vocab_size, dtype=dtype, device=device)
     log_z, weight = (torch.ones(TRIAL_TOKENS, dtype=_precision(dtype), device=device) for _ in range(2))
     for tensor in (logits, log_z, weight):
@@ -219,17 +225,17 @@ def _can_compile(device: torch.device, dtype: torch.dtype, vocab_size: int) -> b
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            cause = getattr(error, "inner_exception", error)
-            reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
-            print(
-                f"warning: the loss cannot be compiled and is computed without ({reason}); mend that, or set "
-                "loss.compile to false",
-                file=sys.stderr,
-                flush=True,
-            )
-        return False
+        cause = getattr(error, "inner_exception", error)
+        return _go_on_without(f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}")
     return True
+
+
+def _go_on_without(reason: str) -> bool:
+    """Tell once for each machine that the loss is not compiled; False."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        told = f"the loss cannot be compiled and is computed without ({reason})"
+        print(f"warning: {told}; mend that, or set loss.compile to false", file=sys.stderr, flush=True)
+    return False
 
 
 def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

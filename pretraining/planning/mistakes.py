@@ -16,7 +16,7 @@ from pretraining.planning.memory.buffers import reduce_bucket
 from pretraining.planning.memory.need import recomputed_one_in
 from pretraining.planning.memory.precision import precision_of
 from pretraining.planning.memory.tensors import ROUTER, parameter_tensors
-from pretraining.planning.quantities import num_bytes
+from pretraining.planning.quantities import num_bytes, several
 from pretraining.planning.sizes import model_size
 from pretraining.planning.step_time import step_time
 from pretraining.recipe import accumulation_steps
@@ -37,7 +37,7 @@ WARM_UP_TOKENS = 375_000_000
 def mistakes(case: Case) -> list[Finding]:
     """Every mistake found whose remedy can still be taken: a run that continues may not change its curve."""
     of_the_curve = (_fp16, _warm_up, _clipping, _repeats)
-    rules = (_experts, _tiny_batch, _stage, _offload, _buckets, _checkpointing)
+    rules = (_experts, _tiny_batch, _stage, _offload, _buckets, _checkpointing, _snapshot)
     rules = rules if case.found.continues else (*of_the_curve, *rules)
     return [finding for finding in (rule(case) for rule in rules) if finding]
 
@@ -192,3 +192,15 @@ def _hidden(case: Case) -> bool:
         return False
     time = step_time(case.recipe, case.ds_config, case.world_size, case.found.gpu)
     return time.communication_seconds <= HIDDEN * time.compute_seconds
+
+
+def _snapshot(case: Case) -> Finding | None:
+    """Without room for it in host memory a save is written while training waits (`checkpoints/writer.py`)."""
+    ranks, there, need = case.found.ranks_per_host, case.found.host_memory_bytes, case.need
+    held = need.on_processor if case.found.trains_on_processor else need.host_running
+    if there is None or not need.snapshot or ranks * (held + need.snapshot) <= there:
+        return None
+    copies = f"{num_bytes(ranks * need.snapshot)} for {several(ranks, 'rank')}"
+    what = f"{num_bytes(there)} of host memory leave no room for a copy of the state ({copies})"
+    what = f"{what}: training waits while a checkpoint is written"
+    return Finding(what, "more nodes share it, or save less often (training.save_steps)")

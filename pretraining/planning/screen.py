@@ -34,6 +34,8 @@ from pretraining.recipe import Recipe
 
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_PRICES = 3
+GPUS_OF_A_NODE = 8
+"""Where the kind of GPU is not known."""
 
 
 def print_plan(
@@ -59,6 +61,7 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
     need = memory_need(recipe, ds_config, world_size, there)
     workload = workload_of_recipe(recipe, ds_config)
     speed = forecast(workload, gpu, world_size) if gpu else None
+    at_node = min(world_size, gpu.gpus_per_node if gpu else GPUS_OF_A_NODE)
     return {
         **plan.to_dict(),
         "predicted": predicted(recipe, ds_config, world_size, gpu, gpu_memory=there),
@@ -68,7 +71,12 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
         "gpu": gpu.name if gpu else None,
         "gpu_memory_bytes": there,
         "fitting_gpus": _fitting_gpus(recipe, ds_config, world_size),
-        "memory": {**need.to_dict(), "shrink": shrink(need, recipe, ds_config)},
+        "memory": {
+            **need.to_dict(),
+            "gpus_of_node": at_node,
+            "host_node_bytes": at_node * need.host_bytes,
+            "shrink": shrink(need, recipe, ds_config),
+        },
         "forecast": speed.to_dict() if speed else None,
         **_verdict(recipe, ds_config, world_size, gpu),
     }
@@ -157,7 +165,9 @@ def _memory(answer: dict) -> list[tuple[str, str]]:
         ("  CUDA, NCCL, allocator", f"{num_bytes(need['reserve']):<9}{need['reserve'] / need['total']:>5.0%}")
     )
     rows.append(("largest", f"{need['largest']}; less of it: {need['shrink']}"))
-    host = f"{num_bytes(need['host_bytes'])} for each GPU ({host_words(need['host'])})"
+    node = f", {num_bytes(need['host_node_bytes'])} for a node of {several(need['gpus_of_node'], 'GPU')}"
+    node = node if need["gpus_of_node"] > 1 else ""
+    host = f"{num_bytes(need['host_bytes'])} for each GPU ({host_words(need['host'])}){node}"
     rows.append(("host memory", host))
     if answer["gpu"] is None:
         assumed = num_bytes(table("memory")["processor_bytes"]["value"])
@@ -198,12 +208,20 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
         ("time", f"{duration(speed['seconds'])} at {rate}, {NOT_COUNTED}"),
         *scaling_rows(speed["scaling"]),
         ("MFU", mfu_words(speed)),
+        ("kernels", _kernel_words(step["kernel_seconds"])),
         ("step", f"{duration(step['seconds'])}, bound by {step['time']['bound_by']}; {links}"),
         ("money", _money_words(cost)),
         ("energy", f"{energy(cost['energy_kwh'])} at the GPUs' rated power"),
         ("disk", f"{disk}{cadence}"),
         ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
     ]
+
+
+def _kernel_words(seconds: dict[str, float]) -> str:
+    """Where the time of a micro-batch goes at the ceiling, the largest part first."""
+    total = sum(seconds.values())
+    parts = sorted(seconds.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {spent / total:.0%}" for name, spent in parts if spent >= 0.005 * total)
 
 
 def _money_words(cost: dict) -> str:

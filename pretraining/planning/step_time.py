@@ -6,6 +6,7 @@ from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
 from pretraining.planning.memory.precision import precision_of
+from pretraining.planning.roofline import recipe_utilization
 from pretraining.planning.sizes import model_size
 from pretraining.planning.tables import table
 from pretraining.planning.throughput import StepTime, predicted_step_seconds
@@ -39,6 +40,8 @@ def step_time(
         UserError: the ranks do not divide the recipe's step, or the GPU lacks the precision.
     """
     accumulation = accumulation_steps(recipe, world_size)
+    precision = precision or precision_of_products(recipe)
+    mfu = mfu or recipe_utilization(recipe, ds_config, world_size, gpu, precision).mfu
     time = predicted_step_seconds(
         model_size(recipe.model),
         recipe.sequence_length,
@@ -48,7 +51,7 @@ def step_time(
         stage=zero_stage(ds_config),
         accumulation=accumulation,
         mfu=mfu,
-        precision=precision or precision_of_products(recipe),
+        precision=precision,
         recomputed=recomputed_share(recomputed_one_in(recipe)),
         width=precision_of(recipe, ds_config).weights,
         hpz=(ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1),

@@ -19,6 +19,7 @@ from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.recipe import Recipe
 from pretraining.refusals import gathers_blocks
 from pretraining.schema import display_path, problem
+from pretraining.training.operators import check_operators
 
 # What the promises fix: a recipe may not set these.
 FIXED = {
@@ -95,6 +96,7 @@ def build_arguments(
     if keywords.get("fp16") and not on_gpu:
         what = "needs a GPU, and there is none here; set training.bf16, or neither"
         raise problem(display_path(recipe.path), "training.fp16", what)
+    check_operators(ds_config)
     with training_refusals(recipe.path):
         return TrainingArguments(**keywords, **FIXED, **owned)
 

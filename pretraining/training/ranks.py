@@ -33,6 +33,19 @@ _SINGLE_PROCESS = {
 _SHORTEST_TIMEOUT_MINUTES = 30
 _AFTER_A_HANG_MINUTES = 10
 
+# What ATen hands to MKL's vector functions (ATen/cpu/vml.h) and a model or its loss may call.
+_VECTOR_FUNCTIONS = (
+    torch.cos,
+    torch.erf,
+    torch.erfc,
+    torch.exp,
+    torch.log,
+    torch.log2,
+    torch.sin,
+    torch.sqrt,
+    torch.tanh,
+)
+
 _at_leaving: list[Callable[[], None]] = []
 
 
@@ -83,6 +96,7 @@ def prepare_rank() -> str:
     os.environ.pop("ACCELERATE_DEEPSPEED_CONFIG_FILE", None)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     _share_cores(ranks_here())  # beside GPUs too: an offloaded Adam steps on them
+    choose_vector_kernels()
     if backend == "nccl":
         _claim_gpu(int(os.environ["LOCAL_RANK"]))
     else:
@@ -203,6 +217,19 @@ def _share_cores(local_world_size: int) -> None:
     num_threads = max(1, cores // local_world_size)
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     torch.set_num_threads(num_threads)
+
+
+def choose_vector_kernels() -> None:
+    """Let MKL choose the kernels of torch's vector functions now, in one thread; must come before the first pass.
+
+    MKL (2024.2, in torch 2.13's builds for x86) looks at the processor when one of them is first called, and guards
+    this against no second thread: a tensor large enough for several threads is then computed in part by another kernel
+    than every later one. This was seen in one in twelve runs on two cores: the first `tanh` of the first layer differed
+    in its last bits, thus all gradients of step 1 and, from step 6 on, the printed loss.
+    """
+    one = torch.ones(1)  # a single element never goes to a second thread
+    for function in _VECTOR_FUNCTIONS:
+        function(one)
 
 
 def _free_port() -> int:

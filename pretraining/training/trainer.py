@@ -25,6 +25,7 @@ from pretraining.training.stage_0_norm import tell_norm_at_stage_0
 from pretraining.training.step_clock import StepClock
 from pretraining.training.stopping import StoppingCallback, StopRequests
 from pretraining.training.timed_trainer import TimedTrainer
+from pretraining.upstream.gradient_norm import read_norm_once
 
 ABSENT: dict = {}
 """A micro-batch that a smaller step does not have."""
@@ -106,8 +107,11 @@ class PretrainingTrainer(TimedTrainer):
     def _get_grad_norm(self, model, grad_norm=None):
         """Of every step, before clipping; told to the callbacks that listen."""
         norm = super()._get_grad_norm(model, grad_norm)
-        tell(self.callback_handler.callbacks, "hear_gradient_norm", norm)
+        self._tell_norm(norm)
         return norm
+
+    def _tell_norm(self, norm) -> None:
+        tell(self.callback_handler.callbacks, "hear_gradient_norm", norm)
 
     def release(self) -> None:
         """Give back the memory of an engine that is not trained any further; the process group stays."""
@@ -248,8 +252,9 @@ class PretrainingTrainer(TimedTrainer):
         """Prepare as for a fresh start, then set every state in place."""
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         if self.is_deepspeed_enabled:
-            tell_norm_at_stage_0(self.model_wrapped)
+            tell_norm_at_stage_0(self.model_wrapped, self._tell_norm)
             link_slices(self.model_wrapped.optimizer)
+            read_norm_once(self.model_wrapped.optimizer)
         if resume_from_checkpoint is not None:
             self.checkpoints.load(self, Path(resume_from_checkpoint))
         return prepared

@@ -71,6 +71,8 @@ class FakeGpu:
     rank: int
     synchronisations: list[Synchronisation] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
+    object_of: Callable[[object, int], object] = lambda sent, rank: sent
+    """What another rank sends where this one sends an object."""
 
     def waits(self, kind: str) -> None:
         """Record that the host waits for the device here."""
@@ -187,11 +189,16 @@ class _Device(TorchDispatchMode):
             kwargs["device"] = _inner(kwargs["device"])
         target = kwargs.get("device")
         if kwargs.pop("pin_memory", False):
-            return _pin(func(*args, **kwargs))
+            return _pin(self._dispatch(func, args, kwargs))
         if func in _READS and from_device:
             return self._read(func, args, kwargs)
         if func in (aten._to_copy.default, aten.copy_.default):
             return self._copy(func, args, kwargs)
+        if target is not None and target.type == "cpu":  # such as empty_like of a tensor of the device
+            args = pytree.tree_map_only(
+                FakeTensor, lambda each: torch.empty(each.shape, dtype=each.dtype), args
+            )
+            return func(*args, **kwargs)
         if not from_device and (target is None or target.type != INNER.type):
             return func(*args, **kwargs)
         if func in _INDEXING:
@@ -343,8 +350,10 @@ class _Cuda:
     @contextlib.contextmanager
     def _on_stream(self, stream: "_Stream | None") -> Iterator[None]:
         self.streams.append(stream or self.streams[-1])
-        yield
-        self.streams.pop()
+        try:
+            yield
+        finally:
+            self.streams.pop()
 
 
 _PROPERTIES = {"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "multi_processor_count": 132}
@@ -422,7 +431,7 @@ def fake_gpu(world_size: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
         )  # another thread would be outside of the modes
         enter(_Calls())
         enter(device)
-        enter(fake_ranks(rank, world_size, machine.hears))
+        enter(fake_ranks(rank, world_size, machine.hears, lambda sent, other: machine.object_of(sent, other)))
         torch._C._set_only_lift_cpu_tensors(
             True
         )  # torch.tensor(..., device="cuda") is a copy that the mode sees
@@ -469,14 +478,18 @@ def _answers_forgotten() -> Iterator[None]:
     remembered = [each for each in vars(import_utils).values() if hasattr(each, "cache_clear")]
     for each in remembered:
         each.cache_clear()
-    yield
-    for each in remembered:
-        each.cache_clear()
+    try:
+        yield
+    finally:
+        for each in remembered:
+            each.cache_clear()
 
 
 @contextlib.contextmanager
 def _precision_kept() -> Iterator[None]:
     """TF32, which is set for the whole process."""
     before = torch.backends.fp32_precision
-    yield
-    torch.backends.fp32_precision = before
+    try:
+        yield
+    finally:
+        torch.backends.fp32_precision = before

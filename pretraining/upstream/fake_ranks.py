@@ -4,7 +4,6 @@ Collectives are recorded, and nothing is sent.
 What a rank receives is made up. On the device there are no numbers; on the host every rank says what this one says.
 """
 
-import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,7 +38,6 @@ COLLECTIVES = {
     "receive": "recv recv_anysource",
 }
 """Name -> the methods of torch's process groups that are it."""
-OBJECT_COLLECTIVES = ("all_gather_object", "gather_object", "broadcast_object_list")
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Collective:
     """One operation of this rank with the others of a group."""
 
     name: str
-    """Of `COLLECTIVES` or `OBJECT_COLLECTIVES`, or `barrier`."""
+    """Of `COLLECTIVES`, `barrier`, or torch's name of one that sends objects."""
     backend: str
     """nccl or gloo."""
     group_size: int
@@ -150,8 +148,12 @@ for _name, _methods in COLLECTIVES.items():
 
 
 @contextmanager
-def fake_ranks(rank: int, size: int, record: Callable[[Collective], None]) -> Iterator[None]:
+def fake_ranks(
+    rank: int, size: int, record: Callable[[Collective], None], object_of: Callable[[object, int], object]
+) -> Iterator[None]:
     """Rank `rank` of `size` in torch's default group, by NCCL, and in DeepSpeed's; no group is left behind.
+
+    object_of: what another rank sends where this one sends an object.
 
     Raises:
         RuntimeError: this process is in a group already.
@@ -166,7 +168,7 @@ def fake_ranks(rank: int, size: int, record: Callable[[Collective], None]) -> It
         "is_gloo_available": lambda: True,
         "get_debug_level": lambda: dist.DebugLevel.OFF,
     }
-    objects = _object_collectives(record)
+    objects = _object_collectives(record, object_of)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     with ExitStack() as undone:
         undone.enter_context(mock.patch.dict(os.environ, {name: str(n) for name, n in places.items()}))
@@ -182,25 +184,26 @@ def fake_ranks(rank: int, size: int, record: Callable[[Collective], None]) -> It
         yield
 
 
-def _object_collectives(record: Callable[[Collective], None]) -> dict[str, Callable]:
-    """Those of torch that pickle what they send: every rank has the objects of this one."""
+def _object_collectives(
+    record: Callable[[Collective], None], object_of: Callable[[object, int], object]
+) -> dict[str, Callable]:
+    """Those of torch that pickle what they send."""
 
-    def note(name: str, group: dist.ProcessGroup | None) -> int:
+    def gathered(name: str, obj, group: dist.ProcessGroup | None) -> list:
         group = group or distributed_c10d._get_default_group()
         record(Collective(name, group.name(), group.size(), 0, None))
-        return group.size()
+        return [obj if rank == group.rank() else object_of(obj, rank) for rank in range(group.size())]
 
     def all_gather_object(object_list, obj, group=None):
-        size = note("all_gather_object", group)
-        object_list[:] = [copy.deepcopy(obj) for _ in range(size)]
+        object_list[:] = gathered("all_gather_object", obj, group)
 
     def gather_object(obj, object_gather_list=None, dst=None, group=None, group_dst=None):
-        size = note("gather_object", group)
+        objects = gathered("gather_object", obj, group)
         if object_gather_list is not None:
-            object_gather_list[:] = [copy.deepcopy(obj) for _ in range(size)]
+            object_gather_list[:] = objects
 
     def broadcast_object_list(object_list, src=None, group=None, device=None, group_src=None):
-        note("broadcast_object_list", group)
+        gathered("broadcast_object_list", None, group)
 
     made = (all_gather_object, gather_object, broadcast_object_list)
     return {function.__name__: function for function in made}
@@ -210,6 +213,8 @@ def _object_collectives(record: Callable[[Collective], None]) -> dict[str, Calla
 def _kept(module: ModuleType) -> Iterator[None]:
     """The module's own variables, afterwards as before."""
     before = dict(vars(module))
-    yield
-    vars(module).clear()
-    vars(module).update(before)
+    try:
+        yield
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
