@@ -140,7 +140,7 @@ def test_zero_3_gathers_a_block_around_its_one_graph(on_two_ranks, case):
 
 
 WHOLE = ("speed.compile=whole", *BLOCKS[1:])
-RUNS = {stage: BLOCKS for stage in ("zero0", "zero1", "zero2", "zero3", "zero3_offload")} | {"null": WHOLE}
+RUNS = dict.fromkeys(("zero0", "zero1", "zero2", "zero3", "zero3_offload"), BLOCKS) | {"null": WHOLE}
 
 
 @pytest.mark.parametrize("stage", RUNS)
