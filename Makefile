@@ -4,7 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 RECIPE ?= tiny
 # Two processes: on two GPUs, or on the CPU where there is none; one where there is a single GPU.
-NUM_GPUS ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); echo $$(( n == 1 ? 1 : 2 )))
+GPUS     := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+NUM_GPUS ?= $(if $(filter 1,$(GPUS)),1,2)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
@@ -20,7 +21,9 @@ demo: $(VENV)/installed
 	python -m pretraining.evaluation runs/$(RECIPE) --prompt "def " --tokens 128
 
 # A file's tests stay together; runs that several files look at are made once for all processes.
+# GPUs are hidden from all tests but those marked `gpu`, which run first and alone where there is one.
 test: $(VENV)/installed-dev lint
+	$(if $(filter-out 0,$(GPUS)),python -m pytest -m gpu)
 	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-dev

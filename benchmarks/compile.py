@@ -9,7 +9,8 @@ The recipe's model and loss at its own length, bf16 on a GPU; no optimizer. `fir
 compiles; `seconds` the median of the rounds after two more; `time_ratio` (from neighbouring rounds) is against `none`;
 `graphs` those of the first pass, `recompilations` those after it. One JSON line a way. Peak bytes on a GPU only.
 
-`--zero3` runs every way under the hooks of ZeRO-3, which train.py refuses to compile: this shows why.
+`--zero3` runs under the hooks of ZeRO-3, one rank, which gather the weights of a compiled block as one; the whole model
+cannot be compiled there.
 """
 
 import os
@@ -35,7 +36,8 @@ def main() -> None:
     parser.add_argument("--zero3", action="store_true", help="under DeepSpeed's ZeRO-3, one rank")
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
-    ways = {way: {"compile": way, "fp8": "none"} for way in ("none", "blocks", "whole")}
+    names = ("none", "blocks") if options.zero3 else ("none", "blocks", "whole")
+    ways = {way: {"compile": way, "fp8": "none"} for way in names}
     ways |= {f"blocks, {kind}": {"compile": "blocks", "fp8": kind} for kind in options.fp8}
     values = {key: value for key, value in vars(options).items() if key not in ("keep", "fp8")}
     for row in measure(ways, options):
@@ -86,14 +88,17 @@ def prepared(speed: dict, options):
     layers = [f"model.{_layers_key(options.recipe)}={options.layers}"] if options.layers else []
     recipe = load_recipe(options.recipe, layers)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with TemporaryDirectory() as folder:
-        model = build_model(recipe.model, TOKENIZER, _arguments(Path(folder), device), speed=speed)
-    model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).train()
-    loss = build_loss(model, recipe.loss)
     shape = (options.micro_batch or recipe.micro_batch, recipe.sequence_length)
     ids = torch.randint(recipe.model["vocab_size"], shape, device=device)
+    born_sharded = stage_3(recipe, shape[0], device) if options.zero3 else None
+    with TemporaryDirectory() as folder:
+        arguments = _arguments(Path(folder), device, born_sharded)
+        model = build_model(recipe.model, TOKENIZER, arguments, speed=speed)
+    if not options.zero3:
+        model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    loss = build_loss(model.train(), recipe.loss)
     if options.zero3:
-        model = under_zero3(model, shape[0])
+        model = under_zero3(model, born_sharded)
 
     def step() -> None:
         found = loss(model(input_ids=ids), ids)
@@ -103,17 +108,28 @@ def prepared(speed: dict, options):
     return step
 
 
-def under_zero3(model, micro_batch: int):
-    """DeepSpeed's engine around the model, its optimizer never stepped; this process is the only rank."""
+def stage_3(recipe, micro_batch: int, device: str) -> dict:
+    """A config of ZeRO-3 whose only rank is this process, for models built after it."""
     import deepspeed
-    import torch
     from model_states import free_port
+
+    from pretraining.planning.memory.buffers import block_gathering
+    from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(alone, MASTER_PORT=os.environ.get("MASTER_PORT", str(free_port())))
-    bf16 = next(model.parameters()).dtype == torch.bfloat16
-    config = {"train_micro_batch_size_per_gpu": micro_batch, "bf16": {"enabled": bf16}}
-    config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    deepspeed.init_distributed()
+    ahead = block_gathering({}, layer_numel(parameter_tensors(recipe.model)))
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **ahead}
+    bf16 = {"enabled": device == "cuda"}
+    return {"train_micro_batch_size_per_gpu": micro_batch, "bf16": bf16, "zero_optimization": zero}
+
+
+def under_zero3(model, config: dict):
+    """DeepSpeed's engine around the model, its optimizer never stepped."""
+    import deepspeed
+    import torch
+
     optimizer = torch.optim.AdamW(model.parameters())
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
@@ -124,11 +140,11 @@ def _layers_key(recipe: str) -> str:
     return LAYERS.get(load_recipe(recipe).model["model_type"], "num_hidden_layers")
 
 
-def _arguments(folder: Path, device: str):
+def _arguments(folder: Path, device: str, ds_config: dict | None):
     from transformers import TrainingArguments
 
-    on_gpu = device == "cuda"
-    return TrainingArguments(output_dir=str(folder), use_cpu=not on_gpu, bf16=on_gpu, seed=42)
+    keywords = {"use_cpu": device != "cuda", "bf16": device == "cuda", "seed": 42}
+    return TrainingArguments(output_dir=str(folder), deepspeed=ds_config, **keywords)
 
 
 def timed(step) -> tuple[float, int | None]:

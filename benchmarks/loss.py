@@ -1,13 +1,16 @@
-"""Time and peak memory of the loss: plain, in chunks, fused with the head; forward and backward, paired.
+"""Time and peak memory of the loss: plain, chunked and fused (each compiled and not), by other libraries; paired.
 
     python benchmarks/loss.py --keep
-    python benchmarks/loss.py --dtype bf16
+    python benchmarks/loss.py --dtype bf16 --ways plain fused fused-compiled
     python benchmarks/loss.py --tokens 16384 --width 2048 --dtype bf16        (needs a GPU)
 
 The head's product is part of it: from hidden states [tokens, width] and a head [vocabulary, width] to the loss and the
 gradients of both. The ways take turns in every round. Time is the median; `peak_bytes` is the most that lay there above
-what did before, on a CPU by torch's own count of allocations. `time_ratio` (from neighbouring runs) and `memory_ratio`
-are against plain. One JSON line a way.
+what did before, on a CPU by torch's own count of allocations; `first_seconds` the first call's, with what it compiles.
+`time_ratio` (from neighbouring runs) and `memory_ratio` are against the first way. One JSON line a way.
+
+`torch` is torch's linear_cross_entropy by its own choice of chunks; `liger`, with its sum in fp32, needs a GPU and
+`pip install liger-kernel`.
 """
 
 import statistics
@@ -15,7 +18,15 @@ import time
 
 from record import parser_of, record
 
-WAYS = ("plain", "chunked", "fused")
+OURS = {
+    "plain": None,
+    "chunked": False,
+    "chunked-compiled": True,
+    "fused": False,
+    "fused-compiled": True,
+}
+"""Way -> `loss.compile`."""
+OTHERS = ("torch", "liger")
 
 
 def main() -> None:
@@ -26,31 +37,35 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--chunk_tokens", type=int, help="default: the recipe's")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ways", nargs="+", choices=(*OURS, *OTHERS), default=list(OURS))
     options = parser.parse_args()
-    values = {key: value for key, value in vars(options).items() if key != "keep"}
+    values = {key: value for key, value in vars(options).items() if key not in ("keep", "ways")}
     for row in measure(options):
         record("loss", {**values, **row}, options.keep)
 
 
 def measure(options) -> list[dict]:
     """One row a way."""
-    steps = {way: prepared(way, options) for way in WAYS}
-    peaks = {way: peak_bytes(step) for way, step in steps.items()}  # the first run of each warms up
-    seconds = {way: [] for way in WAYS}
+    steps = {way: prepared(way, options) for way in options.ways}
+    first = {way: timed(step) for way, step in steps.items()}
+    peaks = {way: peak_bytes(step) for way, step in steps.items()}
+    seconds = {way: [] for way in steps}
     for number in range(options.rounds):
-        for way in WAYS if number % 2 else reversed(WAYS):
+        for way in steps if number % 2 else reversed(steps):
             seconds[way].append(timed(steps[way]))
+    base = options.ways[0]
     return [
         {
             "way": way,
             "seconds": round(statistics.median(seconds[way]), 5),
+            "first_seconds": round(first[way], 3),
             "peak_bytes": peaks[way],
             "time_ratio": round(
-                statistics.median(a / b for a, b in zip(seconds[way], seconds["plain"], strict=True)), 4
+                statistics.median(a / b for a, b in zip(seconds[way], seconds[base], strict=True)), 4
             ),
-            "memory_ratio": round(peaks["plain"] / peaks[way], 2),
+            "memory_ratio": round(peaks[base] / peaks[way], 2),
         }
-        for way in WAYS
+        for way in steps
     ]
 
 
@@ -59,31 +74,51 @@ def prepared(way: str, options):
     import torch
     from torch import nn
 
-    from pretraining.model.cross_entropy import chunked_nats
-    from pretraining.model.loss import token_nats
-    from pretraining.model.loss_head import LossHead
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     torch.manual_seed(0)
     head = nn.Linear(options.width, options.vocab_size, bias=False, device=device, dtype=dtype)
     hidden = torch.randn(1, options.tokens, options.width, device=device, dtype=dtype, requires_grad=True)
     labels = torch.randint(options.vocab_size, (1, options.tokens), device=device)
-    if way == "fused":
-        head.__class__ = LossHead
+    summed_nats = another(way) if way in OTHERS else ours(way, head, options.chunk_tokens)
 
     def step() -> None:
-        outputs = head(hidden)
-        if way == "fused":
-            nats = head(outputs, labels, 0.0, options.chunk_tokens)
-        elif way == "chunked":
-            nats = chunked_nats(outputs.flatten(0, 1), labels.flatten(), 0.0, options.chunk_tokens)
-        else:
-            nats = token_nats(outputs, labels)
-        (nats / options.tokens).backward()
+        (summed_nats(head, hidden, labels) / options.tokens).backward()
         head.weight.grad = hidden.grad = None
 
     return step
+
+
+def ours(way: str, head, chunk_tokens: int | None):
+    """(head, hidden, labels) -> summed nats, as `loss.kind` and `loss.compile` say."""
+    from pretraining.model.cross_entropy import chunked_nats
+    from pretraining.model.loss import token_nats
+    from pretraining.model.loss_head import LossHead
+
+    compile = OURS[way]
+    if way == "plain":
+        return lambda head, hidden, labels: token_nats(head(hidden), labels)
+    if way.startswith("chunked"):
+        return lambda head, hidden, labels: chunked_nats(
+            head(hidden).flatten(0, 1), labels.flatten(), 0.0, chunk_tokens, compile
+        )
+    head.__class__ = LossHead
+    return lambda head, hidden, labels: head(head(hidden), labels, 0.0, chunk_tokens, compile)
+
+
+def another(way: str):
+    """(head, hidden, labels) -> summed nats, by torch or Liger."""
+    import torch
+
+    if way == "torch":
+        options = torch.nn.LinearCrossEntropyOptions()
+        return lambda head, hidden, labels: torch.nn.functional.linear_cross_entropy(
+            hidden.flatten(0, 1), head.weight, labels.flatten(), reduction="sum", options=options
+        )
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    liger = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)
+    return lambda head, hidden, labels: liger(head.weight, hidden.flatten(0, 1), labels.flatten())
 
 
 def timed(step) -> float:

@@ -160,7 +160,7 @@ def peaks(options: argparse.Namespace, name: str, every_n_layers: int):
     settings = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     recipe = load_recipe(name, settings, options.deepspeed)
     config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
-    need = memory_need(recipe, config, world_size)
+    need = memory_need(recipe, config, world_size, torch.cuda.get_device_properties(0).total_memory)
     torch.cuda.reset_peak_memory_stats()
     folder = Path(tempfile.mkdtemp())
     trainer = short_trainer(recipe, config, folder, ACCUMULATION, STEPS, TrainerCallback())

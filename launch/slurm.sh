@@ -5,6 +5,10 @@
 #
 # Ten minutes before its time is over (room for a save: change @600) SLURM signals this shell, which leaves a stop file
 # in the run folder. All ranks then save and the supervisors answer 75. Nothing is sent to the ranks themselves.
+#
+# The job takes whole nodes: the ranks of a node and their data workers share all its cores. If a node's own name leads to
+# a loopback address (Debian's /etc/hosts), export GLOO_SOCKET_IFNAME with the interface between the nodes.
+#SBATCH --exclusive
 #SBATCH --job-name=pretraining
 #SBATCH --ntasks-per-node=1
 #SBATCH --signal=B:USR1@600
@@ -18,7 +22,7 @@ LAUNCHER=${LAUNCHER:-torchrun --nproc_per_node=gpu --nnodes=$SLURM_NNODES --rdzv
   --rdzv_id=$SLURM_JOB_ID --rdzv_endpoint=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):${PORT:-29500}}
 
 # shellcheck disable=SC2086  # the launcher is several words
-srun python -m pretraining.supervise -- $LAUNCHER train.py "$@" --output_dir "$RUN" &
+srun --cpu-bind=none python -m pretraining.supervise -- $LAUNCHER train.py "$@" --output_dir "$RUN" &
 step=$!
 trap 'mkdir -p "$RUN" && touch "$RUN/STOP"' USR1
 trap 'kill -TERM $step' TERM

@@ -74,7 +74,8 @@ def _not_empty(text: str) -> str:
     return text
 
 
-def _named_path(text: str) -> Path:
+def named_path(text: str) -> Path:
+    """An argument that is a path, and not empty."""
     return Path(_not_empty(text))
 
 
@@ -115,7 +116,7 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
         help="a file of ds_configs/, or a path, over the recipe's; 'null' for plain data parallel",
     )
     parser.add_argument(
-        "--output_dir", type=_named_path, metavar="DIR", help="run folder (default: runs/<recipe>)"
+        "--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)"
     )
     parser.add_argument(
         "--resume",

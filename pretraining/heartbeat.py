@@ -3,7 +3,10 @@
 import json
 import os
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -30,6 +33,8 @@ class Place:
     """As `this_machine` says there."""
     began: int = 0
     """When the process began, in clock ticks since the machine started: an id alone is given out again."""
+    moves: int = 0
+    """Grows as long as a long piece of work moves, which the other ranks may have to wait for (`long_work`)."""
 
 
 class Heartbeat:
@@ -41,6 +46,7 @@ class Heartbeat:
             rank, socket.gethostname(), os.getpid(), "start", 0, 0, 0, this_machine(), _began(os.getpid())
         )
         self.arrived_at = time.monotonic()
+        self._moves, self._work_seen = 0, 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
         self.beat(0)  # who stands still from here on has said who it is
@@ -51,14 +57,66 @@ class Heartbeat:
         self.arrived_at = time.monotonic()
 
     def beat(self, number: int) -> None:
-        """Write the file anew."""
-        text = json.dumps({**asdict(self.place), "beats": number})
+        """Write the file anew. Long work that has moved since the last beat counts as progress."""
+        if (work := _work.so_far()) != self._work_seen:
+            self._work_seen = work
+            if _work.waits:
+                self._moves += 1
+                self.arrived_at = time.monotonic()
+        text = json.dumps({**asdict(self.place), "beats": number, "moves": self._moves})
         os.pwrite(self._file, text.encode().ljust(_FILE_BYTES), 0)
 
     def close(self) -> None:
         """Remove the file."""
         os.close(self._file)
         self.path.unlink(missing_ok=True)
+
+
+class _Work:
+    """What the threads of this process have done, in any unit, and whether its main thread waits for it."""
+
+    def __init__(self):
+        self.waits, self.done, self.growing = 0, 0, []
+
+    def so_far(self) -> int:
+        """Changes whenever something moves."""
+        return self.done + sum(_bytes_below(folder) for folder in list(self.growing))
+
+
+_work = _Work()
+
+
+def work_done(amount: int = 1) -> None:
+    """A part of a long piece of work is done: bytes written or sent, a token drawn. Any thread may call this."""
+    _work.done += amount
+
+
+@contextmanager
+def long_work(growing: Path | None = None) -> Iterator[None]:
+    """Inside the block the main thread does, or waits for, work that may take longer than a run may stand still.
+
+    As long as `work_done` is called, this rank makes progress, and so do those that wait for it. While the main thread
+    trains, work of other threads is no progress: it may go on although training stands still.
+
+    growing: a folder that a library fills; its size counts as work done.
+    """
+    waits = threading.current_thread() is threading.main_thread()
+    _work.waits += waits
+    if growing is not None:
+        _work.growing.append(growing)
+    try:
+        yield
+    finally:
+        _work.waits -= waits
+        if growing is not None:
+            _work.growing.remove(growing)
+
+
+def _bytes_below(folder: Path) -> int:
+    try:
+        return sum(path.stat().st_size for path in folder.iterdir())
+    except OSError:  # not there yet, or gone
+        return 0
 
 
 def heartbeat_path(folder: Path, rank: int) -> Path:

@@ -5,6 +5,11 @@ import logging
 import os
 import warnings
 
+MOST_ROUNDED_MIB = 64
+"""Pinned buffers above this are neither rounded up to a power of two nor kept once they are released."""
+
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 BENIGN = [
     # DeepSpeed finds no GPU: the run's first line names the device.
     ("DeepSpeed", "Setting accelerator to CPU"),
@@ -34,7 +39,20 @@ def prepare_imports() -> None:
     What they bring lives as long as the process. `training.collector` has the collector look again.
     """
     gc.disable()
+    _pin_what_is_asked_for()
     _import_trackers()
+
+
+def _pin_what_is_asked_for() -> None:
+    """Let torch take large buffers of pinned memory as they are; it would round 33 GiB up to 64.
+
+    It reads this once, when CUDA is first used. What a user has chosen for these buffers stays.
+    """
+    name = next((name for name in _ALLOCATOR_SETTINGS if name in os.environ), _ALLOCATOR_SETTINGS[0])
+    chosen = os.environ.get(name, "")
+    if "pinned_max_" not in chosen:
+        own = f"pinned_max_cached_size_mb:{MOST_ROUNDED_MIB}"
+        os.environ[name] = f"{chosen},{own}" if chosen else own
 
 
 def _import_trackers() -> None:

@@ -8,9 +8,10 @@ GPUs, packages, memory and disk, is judged by `train.py` alone.
 import os
 from collections.abc import Iterable
 
-from pretraining.ds_config import load_ds_config, optimizer_device, zero_stage
+from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
-from pretraining.recipe import Recipe, accumulation_steps, load_recipe
+from pretraining.model_types import is_exact
+from pretraining.recipe import Recipe, accumulation_steps, load_recipe, model_with_defaults
 from pretraining.schedules import DEFAULT_OPTIM, SCHEDULE_FREE
 from pretraining.schema import display_path, problem
 
@@ -28,6 +29,11 @@ UNRESUMABLE = {
     "adalomo": "steps inside the backward pass, before gradients are whole",
 }
 """Beginnings of names of `training.optim`, and why none of them holds the promises at any stage."""
+
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune", "cudagraphs")
+"""Modes and backends of torch.compile that record CUDA graphs."""
+DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout")
+MIXTURES = ("mixtral", "qwen3_moe")
 
 _SHARDED = "not supported: take a file of accelerate_configs/, which shards by DeepSpeed"
 LAUNCHER_SETTINGS = {
@@ -127,18 +133,65 @@ def _check_clipping(recipe: Recipe, ds_config: dict | None, where: str) -> None:
 
 
 def _check_compile(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """Compiled code ends at every hook of ZeRO-3; modes belong to one backend."""
-    speed = recipe.speed
+    """What cannot be compiled under ZeRO-3; modes belong to one backend, and some of them to weights that stay put."""
+    speed, stage = recipe.speed, zero_stage(ds_config)
     if speed["compile"] == "none":
         return
-    if zero_stage(ds_config) == 3:
-        what = "ZeRO-3 gathers the weights of every module by hooks, at each of which a compiled graph ends"
-        raise problem(
-            where, "speed.compile", f"{what}; use --deepspeed zero1 or zero2, or speed.compile none"
-        )
-    if speed["compile_mode"] and speed["compile_backend"] != "inductor":
-        what = f"is {speed['compile_mode']}, a mode of inductor, but speed.compile_backend is "
-        raise problem(where, "speed.compile_mode", f"{what}{speed['compile_backend']}; leave one of them out")
+    backend, mode = speed["compile_backend"], speed["compile_mode"]
+    if mode and backend != "inductor":
+        what = f"is {mode}, a mode of inductor, but speed.compile_backend is {backend}"
+        raise problem(where, "speed.compile_mode", f"{what}; leave one of them out")
+    if stage != 3:
+        return
+    if speed["compile"] == "whole":
+        what = "is whole, and ZeRO-3 gathers the weights by hooks, at each of which a graph ends"
+        raise problem(where, "speed.compile", f"{what}; use blocks, or --deepspeed zero1 or zero2")
+    if speed["compile"] == "blocks" and (why := _why_not_gathered_as_one(ds_config)):
+        raise problem(where, "speed.compile", f"{why}; use --deepspeed zero3_offload, or speed.compile none")
+    key, value = ("compile_mode", mode) if mode else ("compile_backend", backend)
+    if value in CUDA_GRAPHS:
+        what = f"is {value}, which records CUDA graphs of weights that stay where they are, and ZeRO-3 moves them"
+        raise problem(where, f"speed.{key}", f"{what}; leave it out, or use --deepspeed zero1 or zero2")
+
+
+def compiled_part(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True) -> str:
+    """What training passes compile: "blocks", "whole" or "none"; what `speed.compile: auto` becomes is decided here.
+
+    The plan assumes that the compiler works. If it does not, `auto` trains uncompiled (model/compiling.py).
+    """
+    if recipe.speed["compile"] != "auto":
+        return recipe.speed["compile"]
+    return "none" if why_not_compiled(recipe, ds_config, on_gpu) else "blocks"
+
+
+def gathers_blocks(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True) -> bool:
+    """Whether ZeRO-3 gathers the weights of a block as one, for its compiled code, in place of each module's."""
+    return zero_stage(ds_config) == 3 and compiled_part(recipe, ds_config, on_gpu) == "blocks"
+
+
+def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True) -> str | None:
+    """Why `speed.compile: auto` compiles nothing; None if it compiles the blocks."""
+    if not on_gpu:
+        return "no GPU"
+    model, training = model_with_defaults(recipe.model), recipe.training
+    recomputes = training.get("activation_checkpointing")
+    if not is_exact(model):
+        return f"not tried with {model['model_type']}"
+    if any(model.get(key) for key in DROPOUTS):
+        return "dropout would draw other numbers"
+    if training.get("use_liger_kernel"):
+        return "training.use_liger_kernel: Liger's kernels take its place"
+    if recomputes and (training.get("activation_checkpointing_kwargs") or {}).get("offload"):
+        return "recomputed layers keep their inputs on the host"
+    if recomputes and model["model_type"] in MIXTURES:
+        return "a mixture's recomputed layers hand router logits out"
+    return _why_not_gathered_as_one(ds_config)
+
+
+def _why_not_gathered_as_one(ds_config: dict | None) -> str | None:
+    if parameter_device(ds_config) != "nvme":
+        return None
+    return "a compiled block needs all its weights at once, and they come from NVMe one by one"
 
 
 def _check_fp8(recipe: Recipe, ds_config: dict | None, where: str) -> None:

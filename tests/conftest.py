@@ -80,9 +80,51 @@ LAUNCHING += [
     "test_streamed_run",
     "test_early_stopping",
     "test_throughput",
+    "test_doctor_cluster",
 ]
 
+# Plans know nothing of what the doctor measured on this machine, and no folder below this one can be made.
+os.environ["PRETRAINING_DOCTOR_FOLDER"] = str(Path(os.devnull, "doctor"))
 os.environ["PATH"] = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs from every test but those of `pytest -m gpu`, before torch is imported.
+
+    The others start several ranks on any machine, which meet over gloo.
+    """
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU if there is none."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU: pytest -m gpu")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail `pytest -m gpu` on a machine with a GPU if no test has run: torch cannot use what the driver lists."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.config.option.markexpr != "gpu" or reporter is None or not session.testscollected:
+        return
+    if not any(reporter.stats.get(outcome) for outcome in ("passed", "failed", "error")) and num_gpus():
+        reporter.write_line("nvidia-smi lists a GPU, and no test could use it", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@cache
+def num_gpus() -> int:
+    """GPUs that the driver lists, whether torch can use them or not."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,6 +21,8 @@ class LocalHub(ThreadingHTTPServer):
         self.commits: list[list[str]] = []
         self.created: list[dict] = []
         self.refuse_with: int | None = None
+        self.gated: set[str] = set()
+        """Repositories that nobody may read before its terms are accepted."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -81,6 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({})
 
     def do_GET(self) -> None:
+        if asked := re.match(r"/api/(?:dataset|model)s/(.+)/auth-check", self.path):
+            return self._answer_access(asked[1])
         if re.match(rf"/api/datasets/{REPOSITORY_ID}/tree/main", self.path):
             files = self.server.files.items()
             listed = [{"type": "file", "path": p, "size": len(c), "oid": "0" * 40} for p, c in files]
@@ -96,9 +100,17 @@ class _Handler(BaseHTTPRequestHandler):
     def _url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.server.server_port}{path}"
 
-    def _answer(self, values, status: int = 200) -> None:
+    def _answer_access(self, name: str) -> None:
+        if self.server.refuse_with or name in self.server.gated:
+            code = {"X-Error-Code": "GatedRepo"} if name in self.server.gated else {}
+            return self._answer({"error": "refused"}, self.server.refuse_with or 401, **code)
+        self._answer({}, 200 if name == REPOSITORY_ID else 404)
+
+    def _answer(self, values, status: int = 200, **headers: str) -> None:
         body = json.dumps(values).encode()
         self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -198,6 +198,8 @@ def environment() -> dict[str, str]:
     path = os.pathsep.join([str(BIN), kept.get("PATH", os.defpath)])
     # Passive threads: on a busy machine spinning ones would wait for each other's time slices.
     own = {"PATH": path, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_WAIT_POLICY": "PASSIVE"}
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        own["PYTHONPATH"] = str(REPOSITORY / "tests" / "hidden_gpus")
     own["PRETRAINING_MODEL_CACHE"] = str(Path(tempfile.gettempdir()) / "pretraining-tests-models")
     return {**kept, **own}
 
@@ -378,6 +380,23 @@ class Workshop:
     def plain(self, settings=()) -> Run:
         """One plain process without DeepSpeed: what every other run is compared with."""
         return self.run("null", 1, "plain", settings)
+
+    def examined(self) -> dict:
+        """What the doctor says of two ranks under the real `deepspeed`, with the small recipe; asked once."""
+        run = self.folder / "examined"
+
+        def examine() -> dict:
+            words = [*on_own_port(launcher("deepspeed", 2)), "--module", "pretraining.doctor"]
+            finished = execute([*words, *self.options("--output_dir", run, "--json")])
+            assert finished.code == 0 and not finished.strays and not run.exists(), finished.output
+            return {**answer_of(finished.stdout), "stderr": finished.stderr}
+
+        return made_once(self.folder / "examined.doctor", examine)
+
+
+def answer_of(output: str) -> dict:
+    """The JSON object that rank 0 printed, whatever launchers print around it."""
+    return json.JSONDecoder().raw_decode(output[output.index("{\n") :])[0]
 
 
 def choices(stage: str, settings=()) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from pretraining.data.document_masking import document_borders
 from pretraining.errors import UserError
 from pretraining.model import attention, build_model
 from tests.runs import MODELS, REPOSITORY
@@ -92,19 +93,57 @@ def test_the_log_says_which(arguments, capsys):
     assert "attention: sdpa_causal" in capsys.readouterr().out
 
 
-def test_flash_kernels_come_first_where_there_are_any(monkeypatch):
-    """On a GPU in 16 bit; version 3 on Hopper. What is installed is stood in for: there is no GPU here."""
+GPUS = {"Ampere": (8, 0), "Hopper": (9, 0), "Blackwell": (10, 0)}
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_each_gpu_has_its_fastest_kernel(name, monkeypatch):
+    """In 16 bit: torch's own, cuDNN's first on Hopper and Blackwell; the log says which, and what would be faster.
+
+    What is installed is stood in for: there is no GPU here.
+    """
     monkeypatch.setattr(attention.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attention.torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
-    monkeypatch.setattr(attention, "is_flash_attn_3_available", lambda: True)
+    monkeypatch.setattr(attention.torch.cuda, "get_device_capability", lambda: GPUS[name])
+    monkeypatch.setattr(attention.torch.backends.cudnn, "version", lambda: 92000)
     bf16, fp32 = SimpleNamespace(bf16=True, fp16=False), SimpleNamespace(bf16=False, fp16=False)
-    llama = {"model_type": "llama"}
-    assert attention.choose_attention(llama, bf16) == "flash_attention_3"
+    llama, hopper = {"model_type": "llama"}, name == "Hopper"
+    for has_3 in (False, True):
+        monkeypatch.setattr(attention, "is_flash_attn_3_available", lambda has_3=has_3: has_3)
+        assert attention.choose_attention(llama, bf16) == attention.SDPA_CAUSAL
+        apart = attention.choose_attention(llama, bf16, masks_documents=True)
+        assert apart == ("flash_attention_3" if hopper and has_3 else "torch_varlen")
+        assert ("flash-attn-3" in attention.describe_attention(apart, True)) == (hopper and not has_3)
     assert attention.choose_attention(llama, fp32) == attention.SDPA_CAUSAL
+    assert attention.choose_attention(llama, fp32, masks_documents=True) == "sdpa"
     assert attention.choose_attention({**llama, "attn_implementation": "eager"}, bf16) == "eager"
-    monkeypatch.setattr(attention.torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert attention.choose_attention(llama, bf16) == "flash_attention_2"
+    said = attention.describe_attention(attention.SDPA_CAUSAL)
+    assert ("cuDNN's first" in said) == (name != "Ampere")
+
+
+def test_documents_reach_flash_attention_with_their_borders(monkeypatch):
+    """One sequence a micro-batch: without the borders transformers would wait for the device in every layer."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    def waits(*_):
+        raise AssertionError("the positions were looked at")
+
+    borders = []
+
+    def kernel(query, key, value, cu_seqlens_q, **_):
+        borders.append(cu_seqlens_q.tolist())
+        return query
+
+    monkeypatch.setattr(flash, "_is_packed_sequence", waits)
+    loaded = ((None, kernel, None, None, None), (lambda **_: {}, None))
+    monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *_, **__: loaded)
+    heads = torch.zeros(1, 8, 2, 16, dtype=torch.bfloat16)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    batch = document_borders(positions.numpy())
+    given = {k: torch.from_numpy(v) if hasattr(v, "shape") else v for k, v in batch.items()}
+    flash._flash_attention_forward(
+        heads, heads, heads, None, 8, is_causal=True, position_ids=positions, **given
+    )
+    assert borders == [[0, 3, 8]]
 
 
 def test_the_requirements_of_gpus_can_be_installed():

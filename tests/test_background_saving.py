@@ -14,8 +14,10 @@ from pretraining.checkpoints.awaiting import SaveAbandoned, wait_for_receipts
 from pretraining.checkpoints.marker import MARKER
 from pretraining.checkpoints.receipts import receipt_name, write_receipt
 from pretraining.checkpoints.shard_files import rank_file
+from pretraining.checkpoints.snapshot import HostSnapshot
 from pretraining.checkpoints.writer import CheckpointWriter
 from pretraining.errors import UserError
+from pretraining.planning.memory.host import snapshot_bytes
 from pretraining.run_dir import RunDir, read_rows
 from tests.runs import Started
 from tests.saving_ranks import write_marker
@@ -147,11 +149,53 @@ def test_a_bug_in_the_thread_ends_the_run_with_its_traceback(tmp_path):
 
 def test_without_room_for_a_copy_training_stands_still_instead(tmp_path, monkeypatch):
     """The snapshot never drives the machine out of memory: the same files, written in training's time."""
-    monkeypatch.setattr("pretraining.checkpoints.writer.available_bytes", lambda: 100)
+    monkeypatch.setattr("pretraining.checkpoints.snapshot.free_memory_bytes", lambda: 100)
     writer = writer_in(tmp_path)
     writer.save(1, tensors_of(1))
     assert (tmp_path / "checkpoint-1" / MARKER).exists() and writer.snapshot.num_bytes == 0
     assert [row["event"] for row in read_rows(RunDir(tmp_path).events)] == ["no_room_for_snapshot", "save"]
+
+
+@pytest.mark.parametrize("free", [1 << 40, None])
+def test_host_memory_that_is_refused_costs_the_copy_and_not_the_run(tmp_path, monkeypatch, capsys, free):
+    """Promise: nothing is lost. What seemed free cannot be pinned: written in training's time, and said once."""
+
+    def as_cuda_does(*_, **__):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr("pretraining.checkpoints.snapshot.free_memory_bytes", lambda: free)
+    with monkeypatch.context() as patch:
+        patch.setattr("pretraining.checkpoints.snapshot.torch.empty", as_cuda_does)
+        writer = writer_in(tmp_path)
+        for step in (1, 2):
+            tensors = {"master/w@0": torch.arange(5.0)}
+            writer.save(step, tensors)
+            assert (tmp_path / f"checkpoint-{step}" / MARKER).exists()
+    assert capsys.readouterr().err.count("no host memory for a copy of 20 B a rank") == 1
+    writer.save(3, {"master/w@0": torch.arange(5.0)})
+    writer.drain()
+    events = [row["event"] for row in read_rows(RunDir(tmp_path).events)]
+    assert events == ["no_room_for_snapshot", "save"] * 2 + ["save"]
+
+
+def test_the_copy_takes_what_the_plan_says(monkeypatch):
+    """One buffer of the bytes that are checked and planned, kept for later saves, given back before a larger one."""
+    asked, empty, held = [], torch.empty, []
+
+    def recorded(size, **keywords):
+        held.append(snapshot.num_bytes)
+        asked.append((size, keywords.pop("pin_memory")))
+        return empty(size, **keywords)
+
+    snapshot = HostSnapshot()
+    monkeypatch.setattr("pretraining.checkpoints.snapshot.torch.empty", recorded)
+    for numbers in ((3, 70_000), (3, 70_000), (3, 80_000)):
+        tensors = {f"{number}": torch.full((number,), 1.5) for number in numbers}
+        planned = snapshot_bytes([4 * number for number in numbers])
+        assert snapshot.make_room(tensors) and snapshot.num_bytes == planned
+        copies = snapshot.take(tensors)
+        assert all(torch.equal(copies[name], tensors[name]) for name in tensors)
+    assert asked == [(64 + 280_000, False), (64 + 320_000, False)] and held == [0, 0]
 
 
 def test_receipts_of_an_earlier_attempt_do_not_count(tmp_path):

@@ -1,24 +1,35 @@
 """torch.compile by recipe: one graph for all blocks, compiled once; the same curve, and nothing of it in an export."""
 
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors import safe_open
 from torch._dynamo.utils import counters
-from transformers import TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from pretraining.errors import UserError
-from pretraining.model import build_loss, build_model
-from pretraining.model.compiling import blocks_of, check_compiler
+from pretraining.model import build_from_recipe, build_loss, build_model
+from pretraining.model.build import build_config
+from pretraining.model.compiling import blocks_of, check_compiler, compile_model, describe_compilation
+from pretraining.model.varlen_attention import TORCH_VARLEN, register_varlen_attention
 from pretraining.owned_keys import TRAINING_KEYS
+from pretraining.planning.memory import memory_need
+from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.recipe import load_recipe
-from pretraining.refusals import load_run
+from pretraining.refusals import compiled_part, load_run, why_not_compiled
 from pretraining.training import build_arguments
-from tests.runs import MODELS, Run, execute
+from pretraining.training.arguments import engine_config
+from pretraining.upstream.compiler import missing_compiler
+from tests.compiled_ranks import CASES
+from tests.runs import MODELS, Run, execute, launcher
 from tests.test_attention import TOKENIZER
 from tests.test_reshard import unfinished
 
 IDS = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(0))
-DEFAULT = load_recipe("tiny").speed
+NONE = {**load_recipe("tiny").speed, "compile": "none"}
 BLOCKS = ("speed.compile=blocks", "speed.compile_backend=aot_eager")
 
 
@@ -38,7 +49,7 @@ def nothing_compiled():
 def losses(name: str, arguments, checkpointing: bool = False, **speed) -> list[float]:
     """Of two training steps of a model of three layers, each with a short validation after it."""
     section = {**MODELS[name], "n_layer" if name == "gpt2" else "num_hidden_layers": 3}
-    model = build_model(section, TOKENIZER, arguments, speed={**DEFAULT, **speed}).train()
+    model = build_model(section, TOKENIZER, arguments, speed={**NONE, **speed}).train()
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     loss, found = build_loss(model, load_recipe("tiny").loss), []
@@ -76,10 +87,73 @@ def test_compiled_losses_are_eager_ones(name, backend, arguments):
     assert compiled == pytest.approx(eager, abs=1e-4)
 
 
-def test_a_compiled_run_has_the_plain_curve_and_goes_on_without(workshop, tmp_path):
-    """ZeRO-2 on two ranks: the losses of a plain process, which can go on from it; an export has the usual names."""
-    whole = workshop.run("zero2", settings=BLOCKS)
-    assert whole.losses == pytest.approx(workshop.plain().losses, abs=1e-4)
+def test_batches_of_any_number_of_documents_share_a_graph(monkeypatch):
+    """Kept apart by torch's kernel for GPUs, which is traced on tensors without values."""
+    monkeypatch.setattr("torch.is_autocast_enabled", lambda device: False)
+    register_varlen_attention()
+    config = build_config({**MODELS["llama"], "attn_implementation": TORCH_VARLEN}, TOKENIZER)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    compile_model(model, {**NONE, "compile": "auto", "compile_backend": "aot_eager"})
+    ids = torch.empty(2, 64, dtype=torch.int64, device="meta")
+    for num_documents in (3, 5, 2):
+        borders = torch.empty(num_documents + 1, dtype=torch.int32, device="meta")
+        lengths = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 64, "max_length_k": 64}
+        model(input_ids=ids, position_ids=ids, use_cache=False, **lengths).logits.float().sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"] and not counters["recompiles"]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory) -> dict[str, dict]:
+    """What `tests.compiled_ranks` found of each of its cases."""
+    path = tmp_path_factory.mktemp("compiled") / "found.pt"
+    finished = execute([*launcher("forked", 2), "-m", "tests.compiled_ranks", path])
+    assert finished.code == 0, finished.output
+    assert finished.stderr.count("as rank 1 cannot compile them (BackendCompilerFailed") == 2, finished.output
+    return torch.load(path, weights_only=True)
+
+
+SAME = {
+    case: ("gpt2 zero2" if "zero2" in case else case.split()[0])
+    for case in CASES
+    if case not in ("gpt2", "llama", "qwen3_moe", "gpt2 zero2")
+}
+"""{case: the one whose numbers it must have}."""
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_compiled_blocks_are_the_eager_ones_under_zero(on_two_ranks, case):
+    """Losses of four steps with a validation in between, and the first gradients, of two ranks at stages 2 and 3."""
+    found, wanted = on_two_ranks[case], on_two_ranks[SAME[case]]
+    assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
+    for name, gradient in found.get("gradients", {}).items():
+        torch.testing.assert_close(gradient, wanted["gradients"][name], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["gpt2 blocks", "gpt2 blocks recomputed", "llama blocks"])
+def test_zero_3_gathers_a_block_around_its_one_graph(on_two_ranks, case):
+    """No graph ends at a hook or is compiled again, though weights come and go; none is held when ZeRO lets it go."""
+    found = on_two_ranks[case]
+    assert (found["graphs"], found["graph_break"], found["recompiles"]) == (1, {}, {})
+    assert found["held_too_long"] == 0
+
+
+WHOLE = ("speed.compile=whole", *BLOCKS[1:])
+RUNS = dict.fromkeys(("zero0", "zero1", "zero2", "zero3", "zero3_offload"), BLOCKS) | {"null": WHOLE}
+
+
+@pytest.mark.parametrize("stage", RUNS)
+def test_a_compiled_run_has_the_plain_curve(workshop, stage):
+    """Promise: the curve belongs to the recipe, not to what is compiled, at any stage on two ranks."""
+    run = workshop.run(stage, settings=RUNS[stage])
+    assert run.losses == pytest.approx(workshop.plain().losses, abs=1e-4)
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_a_compiled_run_goes_on_without(workshop, tmp_path, stage):
+    """In a plain process, from the checkpoint of two ranks; an export has the usual names."""
+    whole = workshop.run(stage, settings=BLOCKS)
     with safe_open(whole.dir.export / "model.safetensors", "pt") as file:
         names = list(file.keys())
     assert names and not any("_orig_mod" in name for name in names)
@@ -90,8 +164,23 @@ def test_a_compiled_run_has_the_plain_curve_and_goes_on_without(workshop, tmp_pa
 
 
 REFUSED = {
-    "stage 3": ({"compile": "blocks"}, "speed.compile: ZeRO-3 gathers the weights of every module by hooks"),
+    "the whole model under ZeRO-3": (
+        "zero3",
+        {"compile": "whole"},
+        "speed.compile: is whole, and ZeRO-3 gathers",
+    ),
+    "blocks on a drive": (
+        "zero3_nvme",
+        {"compile": "blocks"},
+        "speed.compile: a compiled block needs all its weights",
+    ),
+    "CUDA graphs under ZeRO-3": (
+        "zero3",
+        {"compile_mode": "reduce-overhead"},
+        "speed.compile_mode: is reduce-overhead, which records CUDA graphs",
+    ),
     "a mode of another backend": (
+        "zero2",
         {"compile": "whole", "compile_backend": "aot_eager", "compile_mode": "max-autotune"},
         "speed.compile_mode: is max-autotune, a mode of inductor",
     ),
@@ -101,18 +190,131 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_compiled_is_one_line(name):
     """Bad input: what, and what to write."""
-    speed, words = REFUSED[name]
-    settings = [f"speed.{key}={value}" for key, value in speed.items()]
+    stage, speed, words = REFUSED[name]
     with pytest.raises(UserError) as error:
-        load_run("tiny", settings, "zero3" if name == "stage 3" else "zero2")
+        load_run("tiny", [f"speed.{key}={value}" for key, value in speed.items()], stage)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_missing_compiler_is_one_line(monkeypatch):
-    monkeypatch.setattr("pretraining.model.compiling.shutil.which", lambda name: None)
+AUTO = {
+    "at stage 1": ("124m", [], "zero1", None),
+    "at stage 3, recomputed": ("7b", [], "zero3", None),
+    "offloaded": ("65b", [], "zero3_offload", None),
+    "a mixture": ("moe-1.5b", [], "zero1", None),
+    "weights on a drive": ("30b", [], "zero3_nvme", "from NVMe"),
+    "dropout": ("124m", ["model.resid_pdrop=0.1"], "zero1", "dropout"),
+    "Liger's kernels": ("7b", ["training.use_liger_kernel=true"], "zero3", "Liger's kernels take its place"),
+    "a recomputed mixture": (
+        "moe-1.5b",
+        ["training.activation_checkpointing=true"],
+        "zero1",
+        "router logits",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_auto_compiles_blocks_on_a_gpu_where_it_can(name):
+    """The plan knows it from recipe and ds_config; on a machine without a GPU nothing is compiled unless asked for."""
+    recipe_name, settings, stage, why = AUTO[name]
+    recipe, ds_config = load_run(recipe_name, settings, stage)
+    assert recipe.speed["compile"] == "auto"
+    assert compiled_part(recipe, ds_config) == ("none" if why else "blocks")
+    assert (why or "None") in str(why_not_compiled(recipe, ds_config))
+    assert compiled_part(recipe, ds_config, on_gpu=False) == "none"
+    by_name = replace(recipe, speed={**recipe.speed, "compile": "blocks"})
+    assert compiled_part(by_name, ds_config, on_gpu=False) == "blocks"
+
+
+def test_the_next_block_is_gathered_while_one_computes():
+    """As transformers fills `"auto"`, most of it would be waited for; a number of the ds_config's own stays."""
+    recipe, ds_config = load_run("30b", ["speed.compile=blocks"], "zero3")
+    block = layer_numel(parameter_tensors(recipe.model))
+    zero = engine_config(recipe, ds_config)["zero_optimization"]
+    assert zero["stage3_prefetch_bucket_size"] == block and zero["stage3_max_live_parameters"] >= 2 * block
+    given = {**ds_config, "zero_optimization": {**zero, "stage3_prefetch_bucket_size": 5}}
+    assert engine_config(recipe, given)["zero_optimization"]["stage3_prefetch_bucket_size"] == 5
+    plain = replace(recipe, speed={**recipe.speed, "compile": "none"})
+    assert engine_config(plain, ds_config)["zero_optimization"] == ds_config["zero_optimization"]
+    needs = [memory_need(each, ds_config, 8).parts["gathered weights"] for each in (recipe, plain)]
+    assert needs[0] - needs[1] == pytest.approx(2 * (block - 0.9 * 6656**2))
+
+
+def test_liger_is_one_line_if_missing_and_leaves_the_loss_alone(monkeypatch, tmp_path):
+    """It would replace the model's forward by one with its own loss."""
+    recipe = load_recipe("7b", ["training.use_liger_kernel=true", "training.bf16=false"])
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(UserError, match=r"training\.use_liger_kernel needs the package 'liger_kernel'"):
+        build_arguments(recipe, None, tmp_path, 1)
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    config = build_arguments(recipe, None, tmp_path, 1).liger_kernel_config
+    assert config == {"cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+def test_the_log_says_what_is_compiled(arguments, capsys):
+    """At the start, and why nothing is where nothing was named."""
+    build_from_recipe(load_recipe("tiny"), TOKENIZER, arguments, draw_weights=False)
+    assert "compiled: nothing (no GPU)" in capsys.readouterr().out
+    build_from_recipe(load_recipe("tiny", BLOCKS), TOKENIZER, arguments, draw_weights=False)
+    assert "compiled: every block, by aot_eager" in capsys.readouterr().out
+    assert describe_compilation(NONE) == "compiled: nothing"
+
+
+def broken(graph, inputs):
+    """A backend that fails in the way of one that runs out of room."""
+    raise OSError("No space left on device")
+
+
+def breaks_backward(graph, inputs):
+    """A backend that cannot compile backward passes."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(fw_compiler=lambda graph, _: graph.forward, bw_compiler=broken)(graph, inputs)
+
+
+@pytest.mark.parametrize("backend", [broken, breaks_backward, "inductor"])
+def test_a_compiler_that_fails_is_one_line_and_the_run_goes_on(backend, arguments, monkeypatch, capsys):
+    """`auto`, a backend that raises forward or backward, or no C++ compiler: the losses of eager blocks."""
+    if backend == "inductor":
+        monkeypatch.setattr("pretraining.upstream.compiler.shutil.which", lambda name: None)
+    eager = losses("gpt2", arguments)
+    capsys.readouterr()
+    assert losses("gpt2", arguments, compile="auto", compile_backend=backend) == eager
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: blocks")]
+    assert len(said) == 1 and "run uncompiled on all ranks, as rank 0 cannot compile them" in said[0]
+    assert ("C++ compiler" if backend == "inductor" else "No space left on device") in said[0]
+
+
+GPU_NEEDS = {"triton": "package triton", "gcc": "a C compiler", "headers": "Python.h"}
+
+
+@pytest.mark.parametrize("missing", GPU_NEEDS)
+def test_what_triton_needs_is_looked_for_before_the_run(missing, monkeypatch, tmp_path):
+    """It builds a C extension of Python at its first kernel; containers often lack gcc or the headers."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: missing != "triton")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(
+        "pretraining.upstream.compiler.shutil.which", lambda name: None if missing == "gcc" else name
+    )
+    (tmp_path / "Python.h").touch()
+    folder = tmp_path / "nowhere" if missing == "headers" else tmp_path
+    monkeypatch.setattr("pretraining.upstream.compiler.sysconfig.get_paths", lambda: {"include": str(folder)})
+    assert GPU_NEEDS[missing] in missing_compiler()
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    monkeypatch.setattr("pretraining.upstream.compiler.shutil.which", lambda name: name)
+    monkeypatch.setattr(
+        "pretraining.upstream.compiler.sysconfig.get_paths", lambda: {"include": str(tmp_path)}
+    )
+    assert missing_compiler() is None
+
+
+def test_a_compiler_that_is_asked_for_by_name_must_be_there(monkeypatch):
+    monkeypatch.setattr("pretraining.upstream.compiler.shutil.which", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match=r"inductor needs a C\+\+ compiler"):
-        check_compiler({**DEFAULT, "compile": "blocks"})
+        check_compiler({**NONE, "compile": "blocks"})
+    check_compiler({**NONE, "compile": "auto"})
 
 
 def test_autotuning_finds_one_answer_about_tf32(monkeypatch, tmp_path):

@@ -122,7 +122,6 @@ def test_torch_s_kernel_is_handed_the_documents(split, arguments, name, monkeypa
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_torch_s_kernel_equals_the_mask_on_a_gpu(split, tmp_path):
     """bf16: logits of both within its rounding."""
     arguments, logits = TrainingArguments(output_dir=str(tmp_path), bf16=True, seed=7), []

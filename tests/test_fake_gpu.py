@@ -282,7 +282,9 @@ def test_validation_and_samples_run_on_the_device(tmp_path, split, monkeypatch):
             "pretraining/evaluation/likelihood.py:score"
         ]
         unfinished = iter((True, True, False))  # made-up numbers would never say that a text has ended
-        monkeypatch.setattr(type(trained), "_has_unfinished_sequences", lambda *args, **kwargs: next(unfinished))
+        monkeypatch.setattr(
+            type(trained), "_has_unfinished_sequences", lambda *args, **kwargs: next(unfinished)
+        )
         assert sample_text(trained, tokenizer, "a", 4)
 
 

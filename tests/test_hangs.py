@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from pretraining.exit_codes import HANG
+from pretraining.heartbeat import long_work, work_done
 from pretraining.run_dir import RunDir, read_rows
 
 LIMIT_SECONDS = 3.0
@@ -71,10 +72,49 @@ def one_long_step(watch, rank: int) -> None:
     time.sleep(LIMIT_SECONDS * 1.7)
 
 
+def rank_0_writes(watch, rank: int) -> None:
+    """Half as long again as the limit; the others wait for it, as in a collective."""
+    watch.heartbeat.arrive("end", 9)
+    if rank != 0:
+        return time.sleep(LIMIT_SECONDS * 1.7)
+    with long_work():
+        for _ in range(30):
+            time.sleep(LIMIT_SECONDS * 0.05)
+            work_done()
+
+
+def a_thread_writes_while_training_hangs(watch, rank: int) -> None:
+    """Bytes behind training do not hide that it stands still."""
+    watch.heartbeat.arrive("training", 5)
+    while True:
+        time.sleep(0.05)
+        work_done()
+
+
+def a_store_that_takes_nothing(watch, rank: int) -> None:
+    """A wait for the last upload in which no byte is sent."""
+    watch.heartbeat.arrive("end", 9)
+    with long_work():
+        time.sleep(120)
+
+
+def a_library_writes(watch, rank: int) -> None:
+    """An export, of which only the growing folder tells."""
+    watch.heartbeat.arrive("end", 9)
+    folder = watch.run.path / "export.partial"
+    folder.mkdir(exist_ok=True)
+    with long_work(growing=folder):
+        for _ in range(30):
+            time.sleep(LIMIT_SECONDS * 0.05)
+            with (folder / f"{rank}").open("a") as file:
+                file.write("more")
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> dict[Callable, Ranks]:
     """Runs of three ranks, all at the same time; of the first one rank is stopped, of the last all for a while."""
-    works = (collective_without_end, rank_2_in_its_loader, slow_progress, one_long_step)
+    works = (collective_without_end, rank_2_in_its_loader, slow_progress, one_long_step, rank_0_writes)
+    works += (a_thread_writes_while_training_hangs, a_store_that_takes_nothing, a_library_writes)
     runs = {work: Ranks(RunDir(tmp_path_factory.mktemp("run")), 3, work) for work in works}
     time.sleep(0.3)
     runs[collective_without_end].kill(signal.SIGSTOP, 1)
@@ -120,6 +160,20 @@ def test_slow_is_not_hung(finished):
 def test_a_job_that_was_suspended_is_given_its_time_again(finished):
     """All ranks wake up long after their last step, and none of them was hung."""
     assert finished[one_long_step].codes == [0, 0, 0]
+
+
+@pytest.mark.parametrize("work", [rank_0_writes, a_library_writes])
+def test_long_work_that_moves_is_not_hung(finished, work):
+    """A last save, upload or export longer than the limit, on one rank or on all: no alarm."""
+    run = finished[work]
+    assert run.codes == [0, 0, 0] and not run.events
+
+
+@pytest.mark.parametrize("work", [a_thread_writes_while_training_hangs, a_store_that_takes_nothing])
+def test_work_that_nobody_waits_for_or_that_does_not_move_is_no_progress(finished, work):
+    """A stuck store is found, and so is a hang behind which a thread still writes."""
+    run = finished[work]
+    assert run.codes == [HANG] * 3 and [event["event"] for event in run.events] == ["hang"]
 
 
 @pytest.mark.parametrize("arrivals, expected", [([4, 4, 4], []), ([4, 3, 4], [1]), ([4, None, 3], [1, 2])])

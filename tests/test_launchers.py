@@ -1,12 +1,16 @@
 """The same run by deepspeed, torchrun, accelerate launch and plain python, each with a clean end."""
 
+import os
 import re
 import socket
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from pretraining import process_group
 from pretraining.ds_config import ds_config_names
 from pretraining.errors import UserError
 from pretraining.training import ranks
@@ -110,6 +114,33 @@ def test_every_group_waits_longer_than_the_watch_over_hangs(monkeypatch):
         assert distributed_c10d._get_default_timeout(backend) == timedelta(minutes=50)
 
 
+def test_vector_kernels_are_chosen_in_one_thread_before_ranks_meet(monkeypatch):
+    """Promise: every later loss equals the undisturbed run's, also where several threads compute.
+
+    MKL chooses kernels at a function's first call, and two threads that make it at once may get different ones.
+    """
+
+    class Met(Exception):
+        pass
+
+    def meet(**_):
+        raise Met
+
+    called = []
+    recorded = [lambda x, f=f: called.append((f.__name__, f(x).numel())) for f in ranks._VECTOR_FUNCTIONS]
+    monkeypatch.setattr(ranks, "_VECTOR_FUNCTIONS", recorded)
+    monkeypatch.setattr("deepspeed.init_distributed", meet)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    threads = torch.get_num_threads()
+    try:
+        with pytest.raises(Met):
+            ranks.join_ranks()
+    finally:
+        torch.set_num_threads(threads)
+    assert {"tanh", "exp", "log", "erf"} <= {name for name, _ in called}
+    assert {size for _, size in called} == {1}
+
+
 def test_a_driver_that_is_too_old_is_one_line(monkeypatch):
     """Bad input: torch's own sentence, which build of torch asks, and what to do; no restart would help."""
 
@@ -118,6 +149,61 @@ def test_a_driver_that_is_too_old_is_one_line(monkeypatch):
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.set_device", refuse)
-    with pytest.raises(UserError, match=r"too old \(found version 12020\)\.; update the driver") as error:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    said = r"too old \(found version 12020\)\.; update the driver to 580 or newer"
+    with pytest.raises(UserError, match=said) as error:
         ranks._claim_gpu(0)
     assert "\n" not in str(error.value)
+
+
+ADDRESSES = {
+    "Debian's own": (["127.0.1.1"], "host"),
+    "a network's": (["127.0.0.2", "127.0.0.3"], None),
+    "none": ([], "host"),
+    "another machine's": (["192.0.2.1"], "host"),
+}
+"""Addresses of the name `host`, and what is said; 127.0.0.2 plays the one that other machines reach."""
+
+
+@pytest.mark.parametrize("kind", ADDRESSES)
+def test_a_name_that_other_hosts_cannot_reach_is_one_line(monkeypatch, kind):
+    """Bad input: NCCL would connect between hosts, gloo would not; refused at once, by one rank of the host."""
+    addresses, said = ADDRESSES[kind]
+
+    def resolve(name, *_, **__):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+
+    loopback = SimpleNamespace(is_loopback=True), SimpleNamespace(is_loopback=False)
+    monkeypatch.setattr(process_group.socket, "gethostname", lambda: "host")
+    monkeypatch.setattr(process_group.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(process_group.ipaddress, "ip_address", lambda ip: loopback[ip == "127.0.0.2"])
+    monkeypatch.delenv(process_group.GLOO_INTERFACE, raising=False)
+    assert process_group.loopback_name() == said
+    variables = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "node0"}
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    if said is None:
+        return ranks._check_own_name()
+    with pytest.raises(UserError, match=r"host, the name of this host.*GLOO_SOCKET_IFNAME") as error:
+        ranks._check_own_name()
+    assert "\n" not in str(error.value) and not error.value.on_every_rank
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError) as error:
+        ranks._check_own_name()
+    assert error.value.on_every_rank
+    for key, value in {"WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "GLOO_SOCKET_IFNAME": "eth0"}.items():
+        with monkeypatch.context() as one_host:
+            one_host.setenv(key, value)
+            ranks._check_own_name()
+
+
+@pytest.mark.parametrize("backend, device_ids", [("nccl", [3]), ("gloo", None)])
+def test_the_last_barrier_names_its_gpu(monkeypatch, backend, device_ids):
+    """Honest output: torch warns if it has to guess, as for one rank without a launcher."""
+    called = []
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: backend)
+    monkeypatch.setattr("torch.distributed.barrier", lambda **given: called.append(given))
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: called.append("left"))
+    ranks.leave_ranks()
+    assert called == [{"device_ids": device_ids}, "left"]

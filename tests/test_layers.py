@@ -22,6 +22,7 @@ FOUNDATION = {
     "evaluation_keys",
     "exit_codes",
     "heartbeat",
+    "host",
     "journal",
     "lazy",
     "metric_names",

@@ -2,22 +2,30 @@
 
 import copy
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
+from pretraining.model import cross_entropy
 from pretraining.model.cross_entropy import chunked_nats, fused_nats
 from pretraining.model.loss import build_loss, next_token_loss, token_nats
 from pretraining.model.loss_head import LossHead
 from pretraining.model.router_losses import layers_balance
-from pretraining.planning.memory.loss import default_chunk
-from tests.runs import EXPERTS, LLAMA, MODELS
+from pretraining.planning.memory.loss import chunk_length, loss_bytes
+from pretraining.planning.memory.precision import Precision
+from pretraining.upstream.fake_gpu import fake_gpu
+from tests.runs import EXPERTS, LLAMA, MODELS, REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+from loss import peak_bytes
 
 MIXTRAL = {key: value for key, value in LLAMA.items() if key != "mlp_bias"}
 MIXTRAL |= {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -26,11 +34,17 @@ FAMILIES = {
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16},
     "mixtral": MIXTRAL,
 }
-WAYS = ("plain", "chunked", "fused")
+WAYS = [("plain", None), ("chunked", False), ("chunked", True), ("fused", False), ("fused", True)]
+"""(kind, compile)"""
+GPUS = {"T4": 15_600_000_000, "A100-40GB": 42_400_000_000, "H100": 85_000_000_000, "B200": 180_000_000_000}
+"""Bytes that torch reports."""
 
 
-def settings(kind: str, chunk_tokens: int | None = 50, z_loss: float = 0.0) -> dict:
-    return {"kind": kind, "chunk_tokens": chunk_tokens, "z_loss": z_loss, "router_z_loss": 0.0}
+def settings(
+    kind: str, chunk_tokens: int | None = 50, z_loss: float = 0.0, compile: bool | None = None
+) -> dict:
+    way = {"kind": kind, "chunk_tokens": chunk_tokens, "compile": compile}
+    return {**way, "z_loss": z_loss, "router_z_loss": 0.0}
 
 
 def built(model: dict, tied: bool) -> nn.Module:
@@ -65,8 +79,8 @@ def test_every_way_has_the_plain_loss_and_its_gradients(name, tied, z_loss, toke
     """In float64, against torch's own cross-entropy: chunks that do not divide the tokens, ignored labels."""
     model = built(FAMILIES[name], tied)
     loss, gradients = loss_and_gradients(model, tokens, settings("plain", z_loss=z_loss))
-    for way in ("chunked", "fused"):
-        ours, found = loss_and_gradients(model, tokens, settings(way, z_loss=z_loss))
+    for way, compile in WAYS[1:]:
+        ours, found = loss_and_gradients(model, tokens, settings(way, z_loss=z_loss, compile=compile))
         assert ours == pytest.approx(loss, rel=1e-12)
         assert found.keys() == gradients.keys()
         for key, gradient in found.items():
@@ -136,6 +150,86 @@ def test_the_head_gives_logits_but_in_training(tokens):
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, expected)
     assert torch.equal(model.eval()(input_ids=ids).logits, expected)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_in_bf16_only_the_rounding_of_logits_and_gradients_shows(z_loss):
+    """Against the same in fp64: compiled no farther from it than not compiled, both within bf16's rounding."""
+    torch.manual_seed(0)
+    pair, labels = [torch.randn(n, 64).bfloat16() for n in (300, 1003)], torch.randint(1003, (300,))
+    labels[::7] = IGNORED
+    errors = {}
+    exact = gradients_of(fused_nats, [tensor.double() for tensor in pair], labels, z_loss, 70, False)
+    for compile in (False, True):
+        found = gradients_of(fused_nats, pair, labels, z_loss, 70, compile)
+        errors[compile] = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+    assert max(errors[False]) < 2**-6
+    assert all(a <= 1.02 * b for a, b in zip(errors[True], errors[False], strict=True)), errors
+
+
+def gradients_of(nats, tensors, *arguments) -> list[torch.Tensor]:
+    """(summed nats, gradient of each tensor) in fp64."""
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    found = nats(*leaves, *arguments)
+    (found / 300).backward()
+    return [found.detach().double(), *(leaf.grad.double() for leaf in leaves)]
+
+
+def test_one_graph_a_kernel_serves_chunks_of_any_length(nothing_compiled):
+    """Nothing is compiled while training goes on: the last chunk and a shorter micro-batch included."""
+    hidden, weight = torch.randn(200, 8, requires_grad=True), torch.randn(96, 8, requires_grad=True)
+    for tokens in (200, 130, 67):
+        labels = torch.randint(96, (tokens,))
+        fused_nats(hidden[:tokens], weight, labels, 1e-4, 64, True).backward()
+        chunked_nats((hidden[:tokens] @ weight.T), labels, 1e-4, 50, True).backward()
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"] and not counters["recompiles"]
+
+
+@pytest.fixture
+def nothing_compiled():
+    def forget() -> None:
+        torch._dynamo.reset()
+        counters.clear()
+        cross_entropy._can_compile.cache_clear()
+        cross_entropy._compiled.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+def test_a_loss_that_cannot_be_compiled_says_so_once_and_goes_on(nothing_compiled, monkeypatch, capsys):
+    """As without a compiler: the same numbers, one line, no traceback."""
+
+    def without_a_compiler(*_):
+        raise RuntimeError("no compiler here\nmore of it")
+
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend=without_a_compiler))
+    torch.manual_seed(0)
+    pair, labels = [torch.randn(n, 8) for n in (40, 33)], torch.randint(33, (40,))
+    expected = gradients_of(fused_nats, pair, labels, 0.0, 16, False)
+    for _ in range(2):
+        found = gradients_of(fused_nats, pair, labels, 0.0, 16, True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    said = capsys.readouterr().err
+    assert said.startswith("warning: the loss cannot be compiled") and said.count("\n") == 1
+    assert "(RuntimeError: no compiler here); " in said and "loss.compile" in said
+
+
+def test_the_loss_never_waits_for_the_device():
+    """On a GPU that is none, in bf16: no number is fetched to the host, no tensor of the host is mixed in."""
+    with fake_gpu() as gpu:
+        hidden, weight = (
+            torch.empty(n, 8, dtype=torch.bfloat16, device="cuda").requires_grad_() for n in (90, 96)
+        )
+        labels, each = torch.empty(90, dtype=torch.long, device="cuda"), torch.empty(90, device="cuda")
+        gpu.synchronisations.clear()
+        fused_nats(hidden, weight, labels, 1e-4, 64, False, each=each).backward()
+        chunked_nats(hidden @ weight.T, labels, 1e-4, 64, False, each=each).backward()
+        assert cross_entropy._adds_in_fp32(hidden.device), "else this test would not see that product"
+        assert not gpu.synchronisations and weight.grad.dtype == torch.bfloat16
 
 
 def test_under_autocast_the_product_is_in_bf16(tokens):
@@ -216,14 +310,14 @@ def test_every_way_tells_each_token_s_nats(tokens, z_loss):
     logits = model(input_ids=ids).logits.detach()
     expected = -logits.log_softmax(-1).gather(2, labels.clamp_min(0)[..., None]).squeeze(2)
     expected = (expected + z_loss * logits.logsumexp(-1).square()) * (labels != IGNORED)
-    for way in WAYS:
+    for way, compile in WAYS:
         asked, each = copy.deepcopy(model), torch.zeros(labels.numel())
-        loss = build_loss(asked, settings(way, z_loss=z_loss))
+        loss = build_loss(asked, settings(way, z_loss=z_loss, compile=compile))
         value = loss(asked(input_ids=ids), labels, torch.tensor(400), each=each)
         value.backward()
         torch.testing.assert_close(each.view_as(labels), expected.float(), rtol=1e-5, atol=1e-5)
         assert each.sum().item() / 400 == pytest.approx(value.item(), rel=1e-5)
-        unasked = loss_and_gradients(model, tokens, settings(way, z_loss=z_loss))[1]
+        unasked = loss_and_gradients(model, tokens, settings(way, z_loss=z_loss, compile=compile))[1]
         assert all(torch.equal(p.grad, unasked[name]) for name, p in asked.named_parameters())
 
 
@@ -245,17 +339,57 @@ def test_auto_fuses_what_can_be_fused():
     assert type(model.lm_head) is LossHead
 
 
-def test_a_chunk_has_a_fixed_number_of_bytes():
-    assert default_chunk(50304) == 640 and default_chunk(512) == 65536 and default_chunk(10**9) == 128
+def test_a_chunk_takes_what_its_device_can_spare():
+    """256 MiB of a processor; a 64th of a GPU's memory, at most a GiB; as few chunks of one length as that allows."""
+
+    def of(vocab_size, bytes_a_logit=8, gpu_memory=None):
+        return chunk_length(10**6, vocab_size, bytes_a_logit, gpu_memory, None)
+
+    assert (of(50304), of(512), of(10**9)) == (640, 62592, 128)
+    took = {name: 2 * 50304 * of(50304, 2, memory) / 2**20 for name, memory in GPUS.items()}
+    most = {"T4": 128, "A100-40GB": 512, "H100": 1024, "B200": 1024}
+    assert all(0.8 * most[name] < took[name] <= most[name] for name in GPUS), took
+    assert chunk_length(16384, 50304, 2, GPUS["H100"], None) == 8192, (
+        "two of one length, not 10,624 and 5,760"
+    )
+    assert (
+        chunk_length(16384, 50304, 2, GPUS["H100"], 37) == 37 and chunk_length(20, 50304, 2, None, 37) == 20
+    )
+
+
+@pytest.mark.parametrize("kind", ["chunked", "fused"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_plan_counts_the_bytes_that_the_loss_takes(kind, compile):
+    """The most that lies there at any moment of both passes, by torch's own count of allocations."""
+    tokens, vocab_size, width = 500, 2000, 32
+    weight = torch.randn(vocab_size, width, requires_grad=True)
+    hidden, labels = torch.randn(tokens, width, requires_grad=True), torch.randint(vocab_size, (tokens,))
+
+    def step() -> None:
+        if kind == "fused":
+            fused_nats(hidden, weight, labels, 0.0, 128, compile).backward()
+        else:
+            chunked_nats(hidden @ weight.T, labels, 0.0, 128, compile).backward()
+        hidden.grad = weight.grad = None
+
+    section, precision = settings(kind, 128, compile=compile), Precision("fp32", 4, 4, 4)
+    expected = loss_bytes(tokens, vocab_size, width, precision, section)
+    if kind == "chunked":
+        expected = max(
+            expected, 4 * (tokens * vocab_size + width * (vocab_size + tokens))
+        )  # the product's gradients
+    assert peak_bytes(step) == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_the_stages_fuse_to_the_plain_curve(workshop, stage):
-    """Two ranks, chunks that do not divide the micro-batch, the head gathered where it is sharded: the curve of the
-    plain loss in one process, within 1e-4."""
+    """Two ranks, chunks that do not divide the micro-batch, the head gathered where it is sharded (and the loss
+    compiled): the curve of the plain loss in one process, within 1e-4."""
     plain = workshop.plain(("loss.kind=plain",)).losses
-    fused = workshop.run(stage, settings=("loss.kind=fused", "loss.chunk_tokens=37")).losses
-    assert max(abs(a - b) for a, b in zip(fused, plain, strict=True)) <= 1e-4
+    compiled = ("loss.compile=true",) if stage == "zero3" else ()
+    fused = workshop.run(stage, settings=("loss.kind=fused", "loss.chunk_tokens=37", *compiled))
+    assert "cannot be compiled" not in fused.finished.output
+    assert max(abs(a - b) for a, b in zip(fused.losses, plain, strict=True)) <= 1e-4
 
 
 def test_a_mixture_of_experts_fuses_at_stage_3(workshop):

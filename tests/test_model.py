@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from pretraining.data.document_masking import IGNORED
 from pretraining.model import build_loss, build_model
 from pretraining.model.loss import next_token_loss, token_nats
+from pretraining.recipe import load_recipe, recipe_names
 from tests.runs import MODELS, OTHER_MODELS, SMALL_RECIPE, execute, launcher
 
 
@@ -107,6 +109,28 @@ def test_weight_decay_reaches_the_matrices_and_nothing_else(tmp_path, name):
     spared = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0.0 for p in g["params"]}
     assert decayed == {id(p) for p in model.parameters() if p.ndim >= 2}
     assert spared == {id(p) for p in model.parameters() if p.ndim < 2}
+
+
+def test_the_recipes_activation_is_gpt2_s_own(tmp_path):
+    """The larger recipes of GPT-2's shape write its activation as one kernel: the same losses, and so in an export."""
+    shipped = {name: load_recipe(name).model for name in recipe_names()}
+    named = {
+        name: model.get("activation_function")
+        for name, model in shipped.items()
+        if model["model_type"] == "gpt2"
+    }
+    assert {name for name, activation in named.items() if activation != "gelu_pytorch_tanh"} == {"tiny"}
+    one_kernel = {**SMALL_RECIPE["model"], "activation_function": "gelu_pytorch_tanh"}
+    ids = torch.arange(64)[None]
+    logits = [
+        built(tmp_path, model)[0].eval()(input_ids=ids).logits
+        for model in (SMALL_RECIPE["model"], one_kernel)
+    ]
+    torch.testing.assert_close(*logits, atol=1e-6, rtol=1e-5)
+    built(tmp_path, one_kernel)[0].save_pretrained(tmp_path / "export")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    assert exported.config.activation_function == "gelu_pytorch_tanh"
+    torch.testing.assert_close(exported(input_ids=ids).logits, logits[1], atol=1e-6, rtol=1e-5)
 
 
 @pytest.fixture

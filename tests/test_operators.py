@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from pretraining.ds_config import load_ds_config
+from pretraining.errors import UserError
+from pretraining.recipe import load_recipe
+from pretraining.training import operators
+from pretraining.training.arguments import build_arguments
 from tests.runs import REPOSITORY
 
 SOURCE = """
@@ -109,3 +114,35 @@ def test_a_killed_compile_stops_no_later_run(machine):
     killed.communicate()
     (kept,) = machine.cache.iterdir()
     assert sorted(path.name for path in kept.iterdir()) == ["compiling", "small.so"]
+
+
+MISSING = {
+    "compiler": ("zero2_offload", "to cpu .* a C\\+\\+ compiler"),
+    "ninja": ("zero3_offload", "to cpu .* ninja: pip install ninja"),
+    "libaio": ("zero3_nvme", "to nvme .* libaio: .* --deepspeed zero3_offload"),
+    "toolkit": ("zero3_nvme", "CUDA 13.0, and there is no nvcc here: .* CUDA_HOME"),
+    "other toolkit": ("zero3_nvme", "CUDA 13.0, and the nvcc here is of CUDA 12"),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_what_an_offload_cannot_compile_is_one_line(monkeypatch, tmp_path, name):
+    """Bad input: said before the model is built, where DeepSpeed would fail with a traceback after it."""
+    from deepspeed.ops.op_builder import async_io, builder
+
+    deepspeed, said = MISSING[name]
+    monkeypatch.setattr(operators.shutil, "which", lambda _: None if name == "compiler" else "/usr/bin/c++")
+    monkeypatch.setattr(operators.cpp_extension, "is_ninja_available", lambda: name != "ninja")
+    monkeypatch.setattr(async_io.AsyncIOBuilder, "is_compatible", lambda *_: name != "libaio")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    if name == "other toolkit":
+        monkeypatch.setattr(builder, "installed_cuda_version", lambda: (12, 8))
+    else:
+        monkeypatch.setattr(operators.cpp_extension, "CUDA_HOME", None)
+    recipe = load_recipe("tiny")
+    with pytest.raises(UserError, match=said) as error:
+        build_arguments(recipe, load_ds_config(deepspeed), tmp_path, 1)
+    assert "\n" not in str(error.value)
+    operators.check_operators(load_ds_config("zero3"))
+    operators.check_operators(None)

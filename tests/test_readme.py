@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pretraining.run_dir import RunDir
+from tests.conftest import num_gpus
 from tests.runs import BIN, REPOSITORY, Finished, Workshop, execute
 from tests.scored_tasks import write_items, write_tasks
 from tests.test_batch_ramp import RAMPED
@@ -130,6 +131,18 @@ def run_evaluation(workshop: Workshop, words: list[str]) -> None:
     succeeded(execute(warm), "bits_per_byte" if "--json" in words else "bits per byte")
 
 
+def run_doctor(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.doctor`: of this machine, as it stands."""
+    succeeded(execute(words), "nothing will break")
+
+
+def run_doctor_together(workshop: Workshop, words: list[str]) -> None:
+    """`deepspeed --module pretraining.doctor`: of two ranks with the small recipe."""
+    assert (
+        words[2:4] == ["--module", "pretraining.doctor"] and workshop.examined()["summary"]["will_break"] == 0
+    )
+
+
 def run_reporting(workshop: Workshop, words: list[str]) -> None:
     """`python -m pretraining.reporting`: of small runs, into the workshop."""
     small, page = workshop.run("zero2", by="deepspeed").folder, workshop.folder / "both.html"
@@ -147,11 +160,9 @@ def run_make(workshop: Workshop, words: list[str]) -> None:
     assert shown.code == 0, shown.output
     recipe = [line for line in shown.stdout.splitlines() if line and not MAKE_SETUP.search(line)]
     if words[1] == "test":
-        assert recipe[-3:] == [
-            "ruff check .",
-            "ruff format --check .",
-            "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder",
-        ]
+        lint, rest = ["ruff check .", "ruff format --check ."], "python -m pytest -n 2 --dist loadfile"
+        on_gpu = ["python -m pytest -m gpu"] if num_gpus() else []
+        assert recipe[-3 - len(on_gpu) :] == [*lint, *on_gpu, f"{rest} --no-loadscope-reorder"]
         return
     assert [line.split()[0] for line in recipe] == ["python", "deepspeed", "python"]
     for line in recipe:
@@ -189,6 +200,8 @@ SCALED = {
     r"RUN=\S+ sbatch ": run_sbatch,
     r"python -m pretraining\.checkpoints ": run_checkpoints,
     r"python -m pretraining\.reporting ": run_reporting,
+    r"python -m pretraining\.doctor ": run_doctor,
+    r"deepspeed .*--module pretraining\.doctor ": run_doctor_together,
 }
 
 
@@ -239,6 +252,7 @@ def test_every_link_leads_somewhere(page):
         "-m pretraining.supervise",
         "-m pretraining.checkpoints",
         "-m pretraining.reporting",
+        "-m pretraining.doctor",
     ],
 )
 def test_every_command_has_help_with_an_example(command):

@@ -16,7 +16,11 @@ from tests.runs import EXPERTS, LLAMA, execute
 
 WSD = ("training.lr_scheduler_type=warmup_stable_decay",)
 REFUSED = {
-    "compiled under ZeRO-3": (["speed.compile=blocks"], "zero3", "speed.compile: ZeRO-3 gathers the weights"),
+    "compiled whole under ZeRO-3": (
+        ["speed.compile=whole"],
+        "zero3",
+        "speed.compile: is whole, and ZeRO-3 gathers",
+    ),
     "clipped by value, offloaded": (
         ["optimizer.clip_value=1.0"],
         "zero2_offload",
@@ -182,7 +186,7 @@ MIXTURE = (
     "model.mlp_only_layers=" + json.dumps(list(range(100))),
 )
 THROUGH_COMMANDS = (
-    "compiled under ZeRO-3",
+    "compiled whole under ZeRO-3",
     "no such attention",
     "keyword of another schedule",
     "no inner width",

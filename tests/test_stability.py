@@ -79,7 +79,6 @@ def test_a_restored_score_goes_on_as_if_nothing_had_happened():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_loss_is_known_before_the_device_is_done_with_the_step():
     """What is queued after the loss is not waited for."""
     from pretraining.training.loss_watch import NumberOnItsWay

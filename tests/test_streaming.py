@@ -15,10 +15,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import xxhash
 
 from pretraining.data import CacheSettings, GlobalOrder, PackedDataset, open_prepared
 from pretraining.data.streaming import Prefetcher, RemoteData, ShardCache, StreamedSplit
-from pretraining.data.streaming.cache import CacheFull
+from pretraining.data.streaming.cache import CachedShard, CacheFull
 from pretraining.data.streaming.locks import alone
 from pretraining.data.streaming.window import Window
 from pretraining.errors import UserError
@@ -170,6 +171,36 @@ def test_the_bound_is_kept_at_all_times(prepared, connected, cache):
         done.set()
         watcher.join()
     assert 0 < max(seen) <= bound
+
+
+def test_a_part_that_becomes_a_shard_meanwhile_gives_no_room(tmp_path, monkeypatch):
+    """Fetched by one thread while another makes room: renamed is not removed, and the bound is kept."""
+    cache, size = ShardCache(tmp_path, 3000), 1000
+    content = [bytes([number]) * size for number in range(4)]
+    shards = [CachedShard("data", f"xxh128:{xxhash.xxh128(part).hexdigest()}", size) for part in content]
+    held = [cache.fetch(shards[number], lambda part=content[number]: [part]) for number in (0, 1)]
+    written, finish = threading.Event(), threading.Event()
+
+    def slowly():
+        yield content[2]
+        written.set()
+        finish.wait(30)
+
+    fetching = threading.Thread(target=lambda: held.append(cache.fetch(shards[2], slowly)))
+    fetching.start()
+    assert written.wait(30)
+    listed = cache._oldest_first
+
+    def listed_before_the_rename():
+        files = listed()
+        finish.set()
+        fetching.join()
+        return files
+
+    monkeypatch.setattr(cache, "_oldest_first", listed_before_the_rename)
+    with pytest.raises(CacheFull):
+        cache.fetch(shards[3], lambda: [content[3]])
+    assert held_bytes(tmp_path) == 3000 and len(held) == 3
 
 
 @pytest.mark.parametrize(

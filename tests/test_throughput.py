@@ -1,6 +1,7 @@
 """Honest numbers: where a step's time goes, what counts as good, which rank is slow, on runs and on known inputs."""
 
 import math
+import os
 import time
 from types import SimpleNamespace
 
@@ -12,11 +13,12 @@ from pretraining.ds_config import ds_config_names, load_ds_config
 from pretraining.metric_names import GROUPS, PLACE, grouped
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.sizes import model_size
-from pretraining.recipe import load_recipe
+from pretraining.recipe import accumulation_steps, load_recipe
 from pretraining.run_dir import RunDir, append_row
+from pretraining.training import arguments
 from pretraining.training.arguments import engine_config
 from pretraining.training.goodput import Goodput
-from pretraining.training.speed import SpeedMeter, device_memory
+from pretraining.training.speed import SpeedMeter, device_memory, device_peak_flops
 from pretraining.training.step_clock import StepClock
 from pretraining.training.stragglers import STEPS, Stragglers
 from pretraining.training.timed_trainer import time_optimizer
@@ -61,7 +63,7 @@ def test_a_gpu_that_does_not_say_how_busy_it_is_ends_no_run(monkeypatch):
 @pytest.mark.parametrize("stage", ds_config_names())
 def test_deepspeed_s_own_timer_is_off(stage):
     """It would wait for the device in every micro-batch, for a line that nobody prints."""
-    assert not get_timers_config(engine_config(load_ds_config(stage), in_bf16=True)).enabled
+    assert not get_timers_config(engine_config(load_recipe("qk-norm"), load_ds_config(stage))).enabled
 
 
 @pytest.mark.parametrize("stage", ["zero2", "null"])
@@ -100,7 +102,6 @@ def test_the_phases_add_up_to_the_time():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_device_times_its_own_phases():
     """Work that the host has only queued counts for the phase that queued it."""
     clock, matrix = StepClock(), torch.randn(4096, 4096, device="cuda")
@@ -184,8 +185,6 @@ def test_a_slow_rank_is_named_once_with_its_host_and_again_only_after_it_recover
 )
 def test_tf32_is_for_what_stays_fp32_beside_bf16(tmp_path, monkeypatch, settings, wanted):
     """On GPUs that have it; a recipe in fp32 means fp32, and one that names `tf32` is heard."""
-    from pretraining.training import arguments
-
     given = {}
     monkeypatch.setattr(arguments, "is_torch_tf32_available", lambda: True)
     monkeypatch.setattr(arguments, "TrainingArguments", lambda **keywords: given.update(keywords))
@@ -194,3 +193,78 @@ def test_tf32_is_for_what_stays_fp32_beside_bf16(tmp_path, monkeypatch, settings
     assert given.get("tf32") is wanted
     arguments.build_arguments(load_recipe("tiny", [*settings, "training.tf32=false"]), None, tmp_path, 1)
     assert given["tf32"] is False
+
+
+GB = 1_000_000_000
+
+
+@pytest.mark.parametrize(
+    "name, ranks, settings, free, wanted",
+    [
+        ("124m", 1, (), 16 * GB, 16),  # 32 micro-batches by two workers
+        ("30b", 8, (), 16 * GB, 16),
+        ("30b", 64, (), 16 * GB, 2),  # torch's own, which holds the step
+        ("30b", 8, (), 64_000_000, 3),  # a container's shared memory, eight ranks: 2 MB each
+        (
+            "124m",
+            1,
+            ("training.per_device_train_batch_size=1",),
+            16 * GB,
+            128,
+        ),  # 64 MiB, of 16 rows as validated
+        ("moe-1.5b", 1, ("data.document_masking=true",), 16 * GB, 32),
+        ("124m", 1, ("training.dataloader_prefetch_factor=5",), 16 * GB, 5),
+        ("124m", 1, ("training.dataloader_num_workers=0",), 16 * GB, None),
+    ],
+)
+def test_workers_keep_a_whole_step_ready(tmp_path, monkeypatch, name, ranks, settings, free, wanted):
+    """The Trainer asks for all micro-batches of a step at once; within bounds of memory, and the recipe's word wins."""
+    monkeypatch.setattr(arguments.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(ranks, 8)))
+    recipe = load_recipe(name, ("training.bf16=false", *settings))
+    built = arguments.build_arguments(recipe, None, tmp_path, accumulation_steps(recipe, ranks))
+    assert built.dataloader_prefetch_factor == wanted
+
+
+def test_what_is_kept_ready_is_not_the_curve(workshop):
+    """Promise: eight micro-batches a step, all of them ready: the losses of a process that reads them one by one."""
+    settings = ("training.dataloader_num_workers=2", "training.per_device_train_batch_size=1")
+    assert workshop.plain(settings).losses == pytest.approx(workshop.plain().losses, abs=1e-6)
+
+
+def test_determinism_begins_before_the_model_is_built(tmp_path, monkeypatch):
+    """Promise: the same bits again on a GPU, if the recipe asks for them: also cuBLAS's and FlashAttention's."""
+    for name in ("CUDA_LAUNCH_BLOCKING", "ASCEND_LAUNCH_BLOCKING", "HCCL_DETERMINISTIC"):
+        monkeypatch.setenv(name, "")
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+        monkeypatch.setenv(name, "not set")
+    try:
+        recipe = load_recipe("tiny", ["training.full_determinism=true"])
+        arguments.build_arguments(recipe, None, tmp_path, 1)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+        assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("NVIDIA B300 SXM6 AC", "no MFU: NVIDIA B300 SXM6 AC or its bf16 peak is not in "),
+        ("Tesla T4", "no MFU: Tesla T4 or its bf16 peak is not in "),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "MIG 1g.10gb is a slice of a GPU, and its peak is not in "),
+        ("NVIDIA H200", ""),
+    ],
+)
+def test_a_gpu_without_a_peak_is_logged_once(monkeypatch, capsys, name, said):
+    """Honest numbers: no MFU, and why, also of a run that starts again after a rollback."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
+    recipe = load_recipe("124m")
+    peaks = [device_peak_flops(recipe) for _ in range(2)]
+    lines = capsys.readouterr().out.splitlines()
+    assert (peaks[0] is None) == bool(said) and len(lines) == bool(said)
+    assert said in "".join(lines) and "".join(lines).endswith("tables/gpus.json" if said else "")

@@ -1,12 +1,16 @@
 """Promise: nothing committed is lost, not even with the machine: a run goes on from its uploaded checkpoint."""
 
 import shutil
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import Uploader
+from pretraining.exit_codes import HANG
 from pretraining.run_dir import RunDir
-from tests.object_store import connect_to, s3_server, use_here
-from tests.runs import Run, execute
+from tests.object_store import Proxy, connect_to, s3_server, use_here
+from tests.runs import Run, Started, execute
 
 UPLOAD = ("checkpoints.upload=s3://bucket/runs",)
 SECRET = "wJalrXUtnFEMIK7MDENG"
@@ -43,3 +47,31 @@ def test_a_run_goes_on_from_the_store_on_an_empty_machine(workshop, tmp_path, mo
     assert "checkpoint-10 is newer" in refused.stderr
     written = [path for path in output.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert not written and SECRET not in first.output + second.output
+
+
+def test_the_last_upload_may_take_longer_than_a_hang_as_long_as_it_gets_on(workshop, tmp_path):
+    """Promise: what stands still is found, what is slow is not. Two runs at once, each with a store of its own."""
+    seconds = {"slow": 2.5, "stuck": 120.0}  # for each request that is about the checkpoint
+    over, limit = threading.Event(), 0.25
+    settings = ("training.save_steps=10", f"monitors.hang_minutes={limit}")
+
+    def waiting(store: str) -> Callable[[int, str], None]:
+        def wait(number: int, path: str) -> None:
+            if "checkpoint-10/" in path:
+                over.wait(seconds[store])
+
+        return wait
+
+    with ExitStack() as stores:
+        address, started = stores.enter_context(s3_server(tmp_path / "log")), {}
+        for store in seconds:
+            proxy = stores.enter_context(Proxy(address, waiting(store)))
+            upload = f"checkpoints.upload=s3://bucket/{store}"
+            command = workshop.command(tmp_path / store, "null", 1, "plain", (*settings, upload))
+            started[store] = Started(command, **connect_to(proxy.address))
+        finished = {store: run.finish() for store, run in started.items()}
+        over.set()
+    events = {store: {event["event"]: event for event in Run(tmp_path / store).events} for store in seconds}
+    assert finished["slow"].code == 0 and "hang" not in events["slow"], finished["slow"].output
+    assert events["slow"]["upload"]["seconds"] > 60 * limit, "the test tests nothing"
+    assert finished["stuck"].code == HANG and "hang" in events["stuck"], finished["stuck"].output

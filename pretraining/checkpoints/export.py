@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from pretraining.checkpoints.averaged import averaged_weights
 from pretraining.checkpoints.files import files_in, follow_umask, wait_for_disk
 from pretraining.checkpoints.marker import flush_folder
+from pretraining.heartbeat import long_work
 
 
 def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, model_card: str) -> None:
@@ -31,12 +32,13 @@ def write_model_folder(
     """Write weights (of a model that need hold none itself), tokenizer and card; an older `folder` is replaced."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    _save(model, weights, partial)
-    tokenizer.save_pretrained(partial)
-    (partial / "README.md").write_text(model_card, encoding="utf-8")
-    files = files_in(partial)
-    follow_umask(files)
-    wait_for_disk(files)
+    with long_work(growing=partial):
+        _save(model, weights, partial)
+        tokenizer.save_pretrained(partial)
+        (partial / "README.md").write_text(model_card, encoding="utf-8")
+        files = files_in(partial)
+        follow_umask(files)
+        wait_for_disk(files)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     flush_folder(folder.parent)

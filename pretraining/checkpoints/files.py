@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from pretraining.heartbeat import work_done
+
 THREADS = 8  # files read at once; the checksum leaves the interpreter's lock alone while it computes
 _CHUNK_BYTES = 4 << 20
 
@@ -23,6 +25,7 @@ def file_entry(path: Path, progress: Callable[[int], None] = no_progress) -> dic
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             num_bytes += count
+            work_done(count)
             progress(count)
     return {"bytes": num_bytes, "checksum": f"xxh128:{digest.hexdigest()}"}
 
@@ -40,6 +43,7 @@ def wait_for_disk(paths: Iterable[Path]) -> None:
     for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())
+        work_done()
 
 
 def follow_umask(paths: Iterable[Path]) -> None:

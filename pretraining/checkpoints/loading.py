@@ -14,6 +14,7 @@ from pretraining.checkpoints.saving import persistent_buffers
 from pretraining.checkpoints.schedule import set_scaler, set_schedule
 from pretraining.checkpoints.shard_files import CheckpointReader
 from pretraining.errors import UserError
+from pretraining.heartbeat import long_work
 
 
 def load_checkpoint(trainer: Trainer, folder: Path) -> None:
@@ -25,7 +26,7 @@ def load_checkpoint(trainer: Trainer, folder: Path) -> None:
     reader = CheckpointReader(folder)
     live = live_state(trainer.model, trainer.optimizer)
     _refuse_other_shapes(live, reader)
-    with torch.no_grad():
+    with torch.no_grad(), long_work():
         for block in live.blocks:
             with live.held(block, changed=True):
                 set_block(block, reader)

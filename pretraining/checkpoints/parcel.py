@@ -10,6 +10,7 @@ import xxhash
 from pretraining.checkpoints.marker import MARKER
 from pretraining.checkpoints.receipts import receipt_name
 from pretraining.errors import UserError
+from pretraining.heartbeat import work_done
 
 _CHUNK_BYTES = 8 << 20
 
@@ -58,6 +59,7 @@ class Parcel:
             digest.update(chunk)
             if last:
                 yield last
+                work_done(len(last))  # the store has taken it
             last = chunk
         if f"xxh128:{digest.hexdigest()}" != entry["checksum"]:
             raise UserError(f"{name} of {self.name} has changed since it was committed")

@@ -9,6 +9,7 @@ from pretraining.checkpoints.marker import MARKER
 from pretraining.data.streaming.retries import Patience, reason_of
 from pretraining.data.streaming.store import Store
 from pretraining.errors import UserError
+from pretraining.heartbeat import work_done
 
 FIRST_CONTACT_SECONDS = 60.0
 """A store that does not answer at the start is more likely misspelt than down."""
@@ -49,6 +50,7 @@ class RemoteRun(Store):
     def write(self, path: str, open_chunks: Callable[[], Iterable[bytes]], num_bytes: int) -> None:
         """A file from its chunks; it appears whole or not at all. `open_chunks` is called for each attempt."""
         self.patience.ask(lambda: self._send(path, open_chunks(), num_bytes), self.where(path))
+        work_done()
 
     def write_bytes(self, path: str, content: bytes) -> None:
         """A small file."""

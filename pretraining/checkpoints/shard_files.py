@@ -19,6 +19,7 @@ import xxhash
 from safetensors import safe_open
 
 from pretraining.errors import UserError
+from pretraining.heartbeat import work_done
 
 FORMAT = 1
 STATE_FILE = "state.json"
@@ -70,6 +71,7 @@ def write_rank_file(
             written = 0
             while written < len(piece):
                 written += file.write(piece[written:])
+            work_done(len(piece))
             num_bytes += len(piece)
         os.fsync(file.fileno())
     return {"bytes": num_bytes, "checksum": f"xxh128:{digest.hexdigest()}"}
@@ -184,6 +186,7 @@ class CheckpointReader:
             slice_ = torch.empty(numel, dtype=part.dtype) if slice_ is None else slice_
             slice_[at - start : stop - start] = part
             at = stop
+            work_done()
         if at < end:
             raise UserError(f"{self.folder}: {state} of {parameter} is missing from element {at} on")
         return torch.empty(0) if slice_ is None else slice_

@@ -1,14 +1,12 @@
 """What a save needs of the live tensors, copied into host memory that is allocated once and kept."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
 from pretraining.command_line import ranks_here
-
-_ALIGNMENT = 64  # bytes; any type of torch may begin there
-_MEMINFO = Path("/proc/meminfo")
+from pretraining.host import free_memory_bytes
+from pretraining.planning.memory.host import SNAPSHOT_ALIGNMENT, pinned_bytes, snapshot_bytes
 
 
 class HostSnapshot:
@@ -25,37 +23,43 @@ class HostSnapshot:
         return 0 if self._memory is None else self._memory.numel()
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of `tensors`, complete when this returns; they last until the next call."""
-        self._make_room(tensors)
+        """Copies of `tensors`, for which there is room, complete when this returns; they last until the next call."""
         copies, start = {}, 0
         for name, tensor in tensors.items():
             stop = start + tensor.numel() * tensor.element_size()
             copy = self._memory[start:stop].view(tensor.dtype).view(tensor.shape)
             copy.copy_(tensor.detach(), non_blocking=True)
-            copies[name], start = copy, stop + -stop % _ALIGNMENT
+            copies[name], start = copy, stop + -stop % SNAPSHOT_ALIGNMENT
         if self._memory.is_pinned():
             torch.cuda.synchronize()
         return copies
 
-    def _make_room(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        needed = snapshot_bytes(tensors)
-        if self._memory is None or self._memory.numel() < needed:
-            self._memory = None  # never two at once
-            pinned = any(tensor.is_cuda for tensor in tensors.values())
-            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
+    def would_fit(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether this rank's share of the free host memory suffices for copies of `tensors`.
+
+        All ranks of a host must ask before one of them takes its memory.
+        """
+        needed, free = _bytes_of(tensors), free_memory_bytes()
+        if needed <= self.num_bytes or free is None:
+            return True
+        return pinned_bytes(needed) - self.num_bytes < free // ranks_here()
+
+    def make_room(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Take the memory that copies of `tensors` need; False if the system does not give it."""
+        needed = _bytes_of(tensors)
+        if self._memory is None or needed > self.num_bytes:
+            self.release()  # never two at once
+            on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+            try:
+                self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=on_gpu)
+            except RuntimeError:  # what was free a moment ago is taken, or may not be pinned
+                return False
+        return True
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._memory = None
 
 
-def snapshot_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Host memory that copies of `tensors` take, in bytes."""
-    sizes = (tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return sum(size + -size % _ALIGNMENT for size in sizes)
-
-
-def available_bytes() -> int | None:
-    """This rank's share of the host memory that is free now; None where the system does not tell."""
-    try:
-        lines = _MEMINFO.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    kibibytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return None if kibibytes is None else int(kibibytes) * 1024 // ranks_here()
+def _bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    return snapshot_bytes(tensor.nbytes for tensor in tensors.values())

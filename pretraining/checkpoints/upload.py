@@ -16,6 +16,7 @@ from pretraining.checkpoints.agreement import host_group, told_by_all
 from pretraining.checkpoints.marker import MARKER
 from pretraining.checkpoints.parcel import Parcel
 from pretraining.checkpoints.remote import RemoteRun
+from pretraining.heartbeat import long_work
 from pretraining.process_group import rank_and_world_size
 from pretraining.run_dir import RunDir
 
@@ -60,12 +61,13 @@ class Uploader:
     def drain(self, seconds: float | None = None) -> bool:
         """Wait until everything offered is up or has failed, or for so many seconds; whether that is so."""
         until = None if seconds is None else time.monotonic() + seconds
-        while not self._proceed():
-            late = until is not None and time.monotonic() > until
-            if told_by_all(late, self._group)[0]:
-                self._add_event("upload_cut_short", seconds=seconds)
-                return False
-            time.sleep(_PAUSE_SECONDS)
+        with long_work():
+            while not self._proceed():
+                late = until is not None and time.monotonic() > until
+                if told_by_all(late, self._group)[0]:
+                    self._add_event("upload_cut_short", seconds=seconds)
+                    return False
+                time.sleep(_PAUSE_SECONDS)
         return True
 
     def _proceed(self) -> bool:

@@ -22,9 +22,11 @@ from pretraining.checkpoints.awaiting import wait_for_receipts
 from pretraining.checkpoints.marker import MARKER
 from pretraining.checkpoints.rank_save import RankSave
 from pretraining.checkpoints.rank_share import RankShare, write_share
-from pretraining.checkpoints.snapshot import HostSnapshot, available_bytes, snapshot_bytes
+from pretraining.checkpoints.snapshot import HostSnapshot
 from pretraining.data.publishing import wait_for_disk
 from pretraining.errors import UserError
+from pretraining.heartbeat import long_work
+from pretraining.planning.quantities import num_bytes
 from pretraining.process_group import rank_and_world_size
 from pretraining.run_dir import RunDir
 
@@ -61,6 +63,7 @@ class CheckpointWriter:
         self._group = host_group()
         self._attempt = told_by_all(uuid.uuid4().hex, self._group)[0]
         self._num_saves = 0
+        self._reported_no_room = False
         self._flight: RankSave | None = None
         self._thread: threading.Thread | None = None
 
@@ -94,7 +97,8 @@ class CheckpointWriter:
             self._start(save, save.attempt(lambda: self.snapshot.take(tensors)))
             save.blocked_seconds = time.perf_counter() - began
         else:
-            save.attempt(lambda: self._write(save, tensors))
+            with long_work():
+                save.attempt(lambda: self._write(save, tensors))
             self._start(save, None)
             self.drain()
 
@@ -118,24 +122,35 @@ class CheckpointWriter:
 
     def drain(self) -> None:
         """Wait until nothing is in flight."""
-        while self._flight is not None:
-            self.poll()
-            if self._flight is not None:
-                time.sleep(_PAUSE_SECONDS)
+        with long_work():
+            while self._flight is not None:
+                self.poll()
+                if self._flight is not None:
+                    time.sleep(_PAUSE_SECONDS)
 
     def _open(self, save: RankSave, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Rank 0 makes the folder; whether every rank can copy its tensors and write behind training."""
         if self.rank == 0:
             save.attempt(lambda: _empty_folder(save.folder))
-        needed, available = snapshot_bytes(tensors) - self.snapshot.num_bytes, available_bytes()
-        has_room = available is None or needed < available
-        answers = told_by_all((save.failed, has_room), self._group)
+        fits = self.background and self.snapshot.would_fit(tensors)
+        answers = told_by_all((save.failed, fits), self._group)
         save.failed = save.failed or any(failed for failed, _ in answers)
-        all_have_room = all(has_room for _, has_room in answers)
-        if self.rank == 0 and self.background and not all_have_room:
-            told = {"checkpoint": save.folder.name, "needed_bytes": needed}
-            save.attempt(lambda: self.run.add_event("no_room_for_snapshot", **told))
-        return self.background and all_have_room
+        all_fit = all(fits for _, fits in answers)
+        if all_fit and all(told_by_all(self.snapshot.make_room(tensors), self._group)):
+            return True
+        self.snapshot.release()
+        if self.rank == 0 and self.background:
+            save.attempt(lambda: self._report_no_room(save))
+        return False
+
+    def _report_no_room(self, save: RankSave) -> None:
+        """An event for each save, a line for the first."""
+        self.run.add_event("no_room_for_snapshot", checkpoint=save.folder.name, needed_bytes=save.num_bytes)
+        if not self._reported_no_room:
+            size = num_bytes(save.num_bytes)
+            line = f"no host memory for a copy of {size} a rank; training waits while checkpoints are written"
+            print(f"checkpoints: {line}", file=sys.stderr, flush=True)
+        self._reported_no_room = True
 
     def _start(self, save: RankSave, copies: Mapping[str, torch.Tensor] | None) -> None:
         """A thread for what is left to do; `copies` None where the rank's files are written already."""

@@ -10,8 +10,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
 from pretraining.evaluation.likelihood import Interrupted, Pair, score
-from pretraining.evaluation.sample import evaluation_mode
+from pretraining.evaluation.sample import TokensCounted, evaluation_mode
 from pretraining.evaluation.tokens import encode
+from pretraining.heartbeat import long_work
 from pretraining.process_group import rank_and_world_size
 
 PASSED_ON = ("do_sample", "top_k", "top_p")
@@ -102,13 +103,14 @@ class HarnessModel(TemplateLM):
             sampling["temperature"] = settings["temperature"]
         stops = [stop for stop in settings["until"] if stop]
         model = getattr(self.model, "module", self.model)
-        with evaluation_mode(model):
+        with evaluation_mode(model), long_work():
             output = model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 max_new_tokens=min(settings["max_gen_toks"], most_tokens),
                 pad_token_id=self.eot_token_id,
                 use_cache=True,
+                streamer=TokensCounted(),
                 **({"stop_strings": stops, "tokenizer": self.tokenizer} if stops else {}),
                 **sampling,
             )

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pretraining.evaluation.tokens import encode
+from pretraining.heartbeat import long_work, work_done
 
 
 @torch.no_grad()
@@ -34,16 +35,27 @@ def sample_text(
         else {"do_sample": False}
     )
     prompt_ids = torch.tensor([ids], device=model.device)
-    with seeded(seed, model.device), evaluation_mode(model):
+    with seeded(seed, model.device), evaluation_mode(model), long_work():
         output = model.generate(
             prompt_ids,
             attention_mask=torch.ones_like(prompt_ids),
             max_new_tokens=min(num_tokens, room),
             pad_token_id=tokenizer.eos_token_id,
             use_cache=True,
+            streamer=TokensCounted(),
             **sampling,
         )
     return tokenizer.decode(output[0], skip_special_tokens=True)
+
+
+class TokensCounted:
+    """What `generate` streams its tokens to: each is progress, with parameters on NVMe a slow one."""
+
+    def put(self, tokens: torch.Tensor) -> None:
+        work_done()
+
+    def end(self) -> None:
+        """Nothing is left to do."""
 
 
 @contextmanager

@@ -15,11 +15,12 @@ from transformers.initialization import no_init_weights
 
 from pretraining.errors import UserError
 from pretraining.model.attention import choose_attention, describe_attention, missing_kernel
-from pretraining.model.compiling import check_compiler, compile_model
+from pretraining.model.compiling import check_compiler, compile_model, describe_compilation
 from pretraining.model.fp8 import check_fp8_hardware, convert_products
 from pretraining.model.initialise import initialise_weights
 from pretraining.mup import NO_BASE, scales_by_name
 from pretraining.recipe import model_with_defaults
+from pretraining.refusals import why_not_compiled
 
 PLAIN = {"compile": "none", "fp8": "none"}
 """A `speed` section that asks for nothing."""
@@ -46,8 +47,13 @@ def build_from_recipe(
     recipe, tokenizer: PreTrainedTokenizerBase, arguments: TrainingArguments, draw_weights: bool
 ) -> PreTrainedModel:
     """`build_model` with all that the recipe says of it."""
-    masks_documents = recipe.data["document_masking"]
-    sections = {"speed": recipe.speed, "mup": recipe.mup}
+    masks_documents, speed, why_none = recipe.data["document_masking"], recipe.speed, None
+    if speed["compile"] == "auto":
+        why_none = why_not_compiled(recipe, arguments.deepspeed, on_gpu=torch.cuda.is_available())
+        speed = {**speed, "compile": "none"} if why_none else speed
+    if arguments.process_index == 0:
+        print(describe_compilation(speed, why_none), flush=True)
+    sections = {"speed": speed, "mup": recipe.mup}
     return build_model(recipe.model, tokenizer, arguments, draw_weights, masks_documents, **sections)
 
 

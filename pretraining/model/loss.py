@@ -17,7 +17,7 @@ from pretraining.model.cross_entropy import chunked_nats
 from pretraining.model.loss_head import LossHead, can_fuse, install_loss_head
 from pretraining.model.router_losses import balance_of, router_z_loss, transformers_balance
 
-PLAIN = {"kind": "plain", "chunk_tokens": None, "z_loss": 0.0, "router_z_loss": 0.0}
+PLAIN = {"kind": "plain", "chunk_tokens": None, "compile": None, "z_loss": 0.0, "router_z_loss": 0.0}
 
 
 def token_nats(
@@ -68,7 +68,8 @@ def build_loss(model: PreTrainedModel, settings: dict = PLAIN) -> Callable:
 
 def _nats_of(model: PreTrainedModel, settings: dict) -> Callable:
     """(what the model returned as logits, labels) -> summed nats."""
-    kind, z_loss, chunk_tokens = (settings[key] for key in ("kind", "z_loss", "chunk_tokens"))
+    kind, z_loss = settings["kind"], settings["z_loss"]
+    way = {"z_loss": z_loss, "chunk_tokens": settings["chunk_tokens"], "compile": settings["compile"]}
     if kind == "fused" and not can_fuse(model):
         raise UserError(
             f"loss.kind: fused needs an output projection without bias that nothing scales, which "
@@ -77,20 +78,18 @@ def _nats_of(model: PreTrainedModel, settings: dict) -> Callable:
     if kind == "auto":
         kind = "fused" if can_fuse(model) else "chunked"
     if kind == "fused":
-        return partial(_fused, install_loss_head(model), z_loss=z_loss, chunk_tokens=chunk_tokens)
+        return partial(_fused, install_loss_head(model), **way)
     if kind == "chunked":
-        return partial(_chunked, z_loss=z_loss, chunk_tokens=chunk_tokens)
+        return partial(_chunked, **way)
     return partial(token_nats, z_loss=z_loss)
 
 
-def _fused(
-    head: LossHead, hidden, labels, z_loss: float, chunk_tokens: int | None, each=None
-) -> torch.Tensor:
-    return head(hidden, labels, z_loss, chunk_tokens, each)
+def _fused(head: LossHead, hidden, labels, **way) -> torch.Tensor:
+    return head(hidden, labels, **way)
 
 
-def _chunked(logits, labels, z_loss: float, chunk_tokens: int | None, each=None) -> torch.Tensor:
-    return chunked_nats(logits.flatten(0, 1), labels.flatten(), z_loss, chunk_tokens, each)
+def _chunked(logits, labels, **way) -> torch.Tensor:
+    return chunked_nats(logits.flatten(0, 1), labels.flatten(), **way)
 
 
 def next_token_loss(

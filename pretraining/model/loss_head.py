@@ -23,13 +23,13 @@ class LossHead(nn.Linear):
         labels: torch.Tensor | None = None,
         z_loss: float = 0.0,
         chunk_tokens: int | None = None,
+        compile: bool | None = None,
         each: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[..., width] to [..., vocabulary]; in training to itself; with labels [...] to summed nats."""
         if labels is not None:
-            rows = hidden.flatten(0, -2)
-            dtype = self.compute_dtype
-            return fused_nats(rows, self.weight, labels.flatten(), z_loss, chunk_tokens, dtype, each)
+            rows, way = hidden.flatten(0, -2), (z_loss, chunk_tokens, compile)
+            return fused_nats(rows, self.weight, labels.flatten(), *way, self.compute_dtype, each)
         if not (self.training and torch.is_grad_enabled()):
             return super().forward(hidden)
         # accelerate hands autocast's outputs on in fp32: the loss multiplies in the dtype the logits would have had.

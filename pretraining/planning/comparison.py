@@ -31,7 +31,12 @@ QUANTITIES = (
 
 
 def predicted(
-    recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None, on_processor: bool = False
+    recipe: Recipe,
+    ds_config: dict | None,
+    world_size: int,
+    gpu: Gpu | None,
+    on_processor: bool = False,
+    gpu_memory: float | None = None,
 ) -> dict[str, float | None]:
     """The quantities of a run before it starts: plan.json's `predicted`.
 
@@ -39,9 +44,10 @@ def predicted(
 
     Args:
         on_processor: no GPU: the peak is what a process takes beyond what it had before the model was built.
+        gpu_memory: bytes of one GPU, in the table or not.
     """
     values: dict[str, float | None] = dict.fromkeys(QUANTITIES)
-    need = memory_need(recipe, ds_config, world_size)
+    need = memory_need(recipe, ds_config, world_size, gpu_memory)
     values["peak_memory_bytes"] = need.on_processor if on_processor else need.allocated
     values["checkpoint_bytes"] = build_run_plan(recipe, ds_config, world_size).checkpoint_bytes
     if gpu is None or precision_of_products(recipe) not in gpu.dense_peak_flops:

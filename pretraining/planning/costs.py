@@ -49,6 +49,8 @@ class CheckpointCost:
     write_seconds: float
     failure_seconds: float
     """Mean time between failures of all GPUs together."""
+    disk: dict | None = None
+    """The disk's rate as it was measured on this machine (`machine_rates`); None if it is assumed."""
 
     @property
     def write_share(self) -> float:
@@ -113,11 +115,14 @@ def checkpoint_cost(
     written: int,
     kept: int,
     num_gpus: int,
-    disk_bytes_per_second: float | None = None,
+    disk: dict | None = None,
 ) -> CheckpointCost:
-    """Cadence, disk and lost work of a checkpoint of `num_bytes` every `every_steps` optimizer steps."""
+    """Cadence, disk and lost work of a checkpoint of `num_bytes` every `every_steps` optimizer steps.
+
+    disk: the measured rate of the disk, as `machine_rates` keeps it.
+    """
     rates = table("rates")
-    speed = disk_bytes_per_second or rates["disk_bytes_per_second"]["value"]
+    speed = (disk or rates["disk_bytes_per_second"])["value"]
     return CheckpointCost(
         bytes=num_bytes,
         every_seconds=every_steps * step_seconds,
@@ -125,4 +130,5 @@ def checkpoint_cost(
         kept=kept,
         write_seconds=num_bytes / speed,
         failure_seconds=rates["gpu_hours_between_failures"]["value"] * SECONDS_PER_HOUR / num_gpus,
+        disk=disk,
     )

@@ -75,10 +75,10 @@ class Case:
 
     def __init__(self, recipe: Recipe, ds_config: dict | None, world_size: int, found: Found):
         self.recipe, self.ds_config, self.world_size, self.found = recipe, ds_config, world_size, found
-        self.need = memory_need(recipe, ds_config, world_size)
         self.limit = found.gpu_memory_bytes
+        self.need = memory_need(recipe, ds_config, world_size, self.limit)
 
     def total_with(self, ds_config: dict | None, **training) -> float:
         """Bytes on a GPU under another ds_config or other training keys."""
         recipe = replace(self.recipe, training={**self.recipe.training, **training})
-        return memory_need(recipe, ds_config, self.world_size).total
+        return memory_need(recipe, ds_config, self.world_size, self.limit).total

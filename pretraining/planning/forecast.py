@@ -5,7 +5,9 @@ from dataclasses import asdict, dataclass, replace
 from pretraining.ds_config import zero_stage
 from pretraining.planning.costs import CheckpointCost, Cost, checkpoint_cost, gpu_hours, run_cost
 from pretraining.planning.gpus import Gpu
+from pretraining.planning.machine_rates import kept_rates
 from pretraining.planning.memory.precision import precision_of
+from pretraining.planning.roofline import ceiling, recipe_utilization
 from pretraining.planning.run_plan import (
     RunPlan,
     build_run_plan,
@@ -34,6 +36,8 @@ class StepForecast:
     """Of one optimizer step, as the run's tokens per second have it."""
     time: StepTime
     """What the products and the messages need by themselves."""
+    kernel_seconds: dict[str, float]
+    """Of one micro-batch at the ceiling, by what they are spent on (`roofline.Ceiling`)."""
     sent_bytes_per_gpu: float
     loader_bytes_per_second: float
     """Over all ranks."""
@@ -109,8 +113,8 @@ def forecast(
     Raises:
         UserError: the GPU lacks the precision, or the ranks do not divide the recipe's step.
     """
-    used = _utilization(workload, gpu, mfu)
     precision = precision or _precision(workload.recipe, gpu)
+    used = _utilization(workload, gpu, num_gpus, mfu, precision)
     at_peak = tokens_per_second(workload.training_flops_per_token, num_gpus, gpu.peak_flops(precision), 1.0)
     time = _time(workload, gpu, num_gpus, used, precision) if workload.recipe else None
     rate = at_peak * used.mfu
@@ -129,13 +133,17 @@ def forecast(
         tokens_per_second=rate,
         cost=run_cost(gpu, gpu_hours(num_gpus, workload.tokens / rate), price),
         scaling=scaling_over_nodes(gpu, num_gpus, used.assumed),
-        step=_step(workload, gpu, num_gpus, rate, time) if time else None,
+        step=_step(workload, gpu, num_gpus, precision, rate, time) if time else None,
     )
 
 
-def _utilization(workload: Workload, gpu: Gpu, mfu: float | None) -> Utilization:
+def _utilization(
+    workload: Workload, gpu: Gpu, num_gpus: int, mfu: float | None, precision: str
+) -> Utilization:
     if mfu:
         return Utilization(mfu, "given", assumed=False)
+    if workload.recipe:
+        return recipe_utilization(workload.recipe, workload.ds_config, num_gpus, gpu, precision)
     recomputation = workload.hardware_flops_per_token / workload.training_flops_per_token
     return expected_utilization(gpu, int(workload.parameters), recomputation=recomputation)
 
@@ -153,7 +161,9 @@ def _precision(recipe: Recipe | None, gpu: Gpu) -> str:
     return gpu.training_precision if recipe is None else precision_of_products(recipe)
 
 
-def _step(workload: Workload, gpu: Gpu, num_gpus: int, rate: float, time: StepTime) -> StepForecast:
+def _step(
+    workload: Workload, gpu: Gpu, num_gpus: int, precision: str, rate: float, time: StepTime
+) -> StepForecast:
     recipe, ds_config = workload.recipe, workload.ds_config
     plan = build_run_plan(recipe, ds_config, num_gpus)
     volume = communication(
@@ -168,18 +178,20 @@ def _step(workload: Workload, gpu: Gpu, num_gpus: int, rate: float, time: StepTi
     return StepForecast(
         seconds=seconds,
         time=time,
+        kernel_seconds=ceiling(recipe, ds_config, num_gpus, gpu, precision).seconds,
         sent_bytes_per_gpu=volume.total,
         loader_bytes_per_second=rate * token_bytes(recipe.model["vocab_size"]),
-        checkpoints=_checkpoints(plan, recipe, seconds, num_gpus),
+        checkpoints=_checkpoints(plan, recipe, seconds, gpu, num_gpus),
         disk=plan.disk,
     )
 
 
-def _checkpoints(plan: RunPlan, recipe: Recipe, step_seconds: float, num_gpus: int) -> CheckpointCost | None:
+def _checkpoints(
+    plan: RunPlan, recipe: Recipe, step_seconds: float, gpu: Gpu, num_gpus: int
+) -> CheckpointCost | None:
     every = save_every(recipe)
     if every is None:
         return None
-    written = checkpoints_written(recipe)
-    return checkpoint_cost(
-        plan.checkpoint_bytes, every, step_seconds, written, plan.checkpoints_kept, num_gpus
-    )
+    written, kept = checkpoints_written(recipe), plan.checkpoints_kept
+    disk = kept_rates(gpu.name, num_gpus).get("disk_bytes_per_second")
+    return checkpoint_cost(plan.checkpoint_bytes, every, step_seconds, written, kept, num_gpus, disk)

@@ -6,9 +6,12 @@ A vocabulary larger than the model's, and data that is read more often than `max
 
 from dataclasses import replace
 
+from pretraining.model_types import value_of
 from pretraining.planning.comparison import predicted
 from pretraining.planning.findings import Case, Finding, Found, Verdict
-from pretraining.planning.mistakes import mistakes
+from pretraining.planning.memory.buffers import unprotected_gradient
+from pretraining.planning.memory.tensors import parameter_tensors
+from pretraining.planning.mistakes import larger_buckets, mistakes, without_kernels
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.search import nearest_fit
@@ -25,7 +28,8 @@ def judge_plan(
         UserError: the run does not fit, and `force` is not set.
     """
     verdict = check_plan(recipe, ds_config, plan.world_size, found).enforce(force)
-    values = predicted(recipe, ds_config, plan.world_size, found.gpu, found.trains_on_processor)
+    on_processor, gpu_memory = found.trains_on_processor, found.gpu_memory_bytes
+    values = predicted(recipe, ds_config, plan.world_size, found.gpu, on_processor, gpu_memory)
     return replace(plan, predicted=values), verdict
 
 
@@ -35,11 +39,12 @@ def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, found: F
     Raises:
         UserError: the ranks do not divide the recipe's step.
     """
+    kernels = without_kernels(found.gpu)
     if found.gpu and precision_of_products(recipe) not in found.gpu.dense_peak_flops:
         found = replace(found, gpu=None)  # its speed in that precision is not known
     case = Case(recipe, ds_config, world_size, found)
-    refusals = [_memory(case), _host(case), _disk(case)]
-    return Verdict([each for each in refusals if each], mistakes(case))
+    refusals = [_memory(case), _host(case), _disk(case), _gradients(case)]
+    return Verdict([each for each in refusals if each], [*kernels, *mistakes(case)])
 
 
 def _memory(case: Case) -> Finding | None:
@@ -52,7 +57,7 @@ def _memory(case: Case) -> Finding | None:
         f"{case.recipe.name} needs {num_bytes(case.need.total)} on {'each of ' if ranks > 1 else ''}{ranks} "
         f"GPU{'s' if ranks > 1 else ''} of {num_bytes(case.limit)}: {part} alone {num_bytes(case.need.parts[part])}"
     )
-    fit = nearest_fit(case.recipe, ranks, lambda need: need.total <= case.limit, case.found.gpu)
+    fit = nearest_fit(case.recipe, ranks, lambda need: need.total <= case.limit, case.found.gpu, case.limit)
     if fit is None:
         return Finding(what, "no stage, offload or micro-batch fits: take more or larger GPUs")
     return Finding(what, f"this fits ({num_bytes(fit.need.total)}): {fit.arguments}")
@@ -100,6 +105,22 @@ def _disk(case: Case) -> Finding | None:
     if fewer:
         return Finding(what, f"keep fewer: --set checkpoints.keep_last={fewer}")
     return Finding(what, "fewer do not fit either: give --output_dir on a larger disk")
+
+
+def _gradients(case: Case) -> Finding | None:
+    """A gradient that GPUs may overwrite before it is reduced."""
+    if case.found.trains_on_processor:
+        return None
+    tensors, width = parameter_tensors(case.recipe.model), value_of(case.recipe.model, "hidden_size")
+    tensor = unprotected_gradient(case.ds_config, tensors, width, case.world_size)
+    if tensor is None:
+        return None
+    place = "" if tensor.layer is None else f" of layer {tensor.layer}"
+    what = (
+        f"the {tensor.kind}{place} has {tensor.numel:,} elements, more than reduce_bucket_size: with overlap_comm "
+        "ZeRO-2 frees its gradient while it is still being reduced, and nothing would say that it is wrong"
+    )
+    return Finding(what, f"{larger_buckets(case, tensor.numel)}, or --deepspeed zero1")
 
 
 def _fewer_checkpoints(case: Case, kept: int, room: float) -> int | None:

@@ -91,10 +91,26 @@ def find_gpu(name: str) -> Gpu:
     raise UserError(f"--gpu {name}: no such GPU; {hint} (or add yours to {FILE})")
 
 
+def known_gpu(name: str) -> Gpu | None:
+    """The GPU that torch or nvidia-smi calls by this name; None if the table does not have it."""
+    try:
+        return find_gpu(name)
+    except UserError:
+        return None
+
+
 def prices_of(gpu: Gpu) -> list[dict]:
     """Entries of tables/prices.json for this GPU, cheapest first."""
     found = [entry for entry in table("prices")["prices"] if entry["gpu"] == gpu.name]
     return sorted(found, key=lambda entry: entry["dollars_per_gpu_hour"])
+
+
+def cuda_needs(version: str | None) -> dict | None:
+    """What a build of torch for this version of CUDA needs: the entry of its major version in tables/cuda.json.
+
+    None if the build has no CUDA, or the table does not know the version.
+    """
+    return table("cuda").get((version or "").partition(".")[0])
 
 
 def _plain(name: str) -> str:

@@ -1,13 +1,22 @@
 """Common mistakes of a recipe on the machine found, each with its reason and its remedy."""
 
 import math
-from pathlib import Path
 
-from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
+from pretraining.ds_config import (
+    ds_config_names,
+    load_ds_config,
+    optimizer_device,
+    parameter_device,
+    zero_stage,
+)
 from pretraining.model_types import value_of
 from pretraining.planning.findings import Case, Finding
+from pretraining.planning.gpus import Gpu
+from pretraining.planning.memory.buffers import reduce_bucket
 from pretraining.planning.memory.need import recomputed_one_in
-from pretraining.planning.quantities import num_bytes
+from pretraining.planning.memory.precision import precision_of
+from pretraining.planning.memory.tensors import ROUTER, parameter_tensors
+from pretraining.planning.quantities import num_bytes, several
 from pretraining.planning.sizes import model_size
 from pretraining.planning.step_time import step_time
 from pretraining.recipe import accumulation_steps
@@ -28,9 +37,17 @@ WARM_UP_TOKENS = 375_000_000
 def mistakes(case: Case) -> list[Finding]:
     """Every mistake found whose remedy can still be taken: a run that continues may not change its curve."""
     of_the_curve = (_fp16, _warm_up, _clipping, _repeats)
-    rules = (_tiny_batch, _stage, _offload, _buckets, _checkpointing)
+    rules = (_experts, _tiny_batch, _stage, _offload, _buckets, _checkpointing, _snapshot)
     rules = rules if case.found.continues else (*of_the_curve, *rules)
     return [finding for finding in (rule(case) for rule in rules) if finding]
+
+
+def without_kernels(gpu: Gpu | None) -> list[Finding]:
+    """A GPU for which the pinned torch has no kernels, whatever the recipe."""
+    if gpu is None or gpu.architecture != "Volta":
+        return []
+    what = f"CUDA 13, for which the pinned torch is built, has no kernels for {gpu.name} and its generation"
+    return [Finding(what, "install a build of torch for CUDA 12, or take a later GPU")]
 
 
 def _fp16(case: Case) -> Finding | None:
@@ -67,6 +84,19 @@ def _clipping(case: Case) -> Finding | None:
     return Finding(
         "gradients are not clipped: one bad batch can end the run", "--set training.max_grad_norm=1.0"
     )
+
+
+def _experts(case: Case) -> Finding | None:
+    """Experts that are not bf16, whatever autocast says (transformers 5.23, integrations/moe.py `_grouped_mm`)."""
+    precision = precision_of(case.recipe, case.ds_config)
+    experts = any(tensor.kind == ROUTER for tensor in parameter_tensors(case.recipe.model))
+    if case.limit is None or not experts or (precision.name == "bf16" and not precision.is_autocast):
+        return None
+    weights = "fp32" if precision.is_autocast else precision.name
+    what = f"weights of experts in {weights} are multiplied one expert after another, and every layer waits for the GPU"
+    if precision.name == "bf16":
+        return Finding(what, "--deepspeed zero1, which keeps them in bf16")
+    return None if case.found.continues else Finding(what, "--set training.bf16=true --deepspeed zero1")
 
 
 def _tiny_batch(case: Case) -> Finding | None:
@@ -110,17 +140,21 @@ def _offloads(config: dict | None) -> bool:
 
 
 def _buckets(case: Case) -> Finding | None:
-    zero = (case.ds_config or {}).get("zero_optimization", {})
-    bucket = zero.get("reduce_bucket_size", 500_000_000)
-    width = value_of(case.recipe.model, "hidden_size")
-    bucket = width**2 if bucket == "auto" else bucket
-    small = bucket < min(SMALL_BUCKET, model_size(case.recipe.model).total / 4)
     on_gpus = case.limit is not None and case.world_size > 1
-    if not on_gpus or zero_stage(case.ds_config) < 2 or not small:
+    if not on_gpus or zero_stage(case.ds_config) < 2:
+        return None
+    bucket = reduce_bucket(case.ds_config, value_of(case.recipe.model, "hidden_size"))
+    if bucket >= min(SMALL_BUCKET, model_size(case.recipe.model).total / 4):
         return None
     what = f"reduce buckets of {bucket:,} elements send many small messages"
-    file = Path(case.recipe.deepspeed).name.removesuffix(".json")
-    return Finding(what, f'in a copy of ds_configs/{file}.json: "reduce_bucket_size": 50000000')
+    return Finding(what, larger_buckets(case, 50_000_000))
+
+
+def larger_buckets(case: Case, elements: int) -> str:
+    """How to set the buckets of the ds_config in use."""
+    name = case.recipe.deepspeed
+    file = f"a copy of ds_configs/{name}.json" if name in ds_config_names() else name
+    return f'in {file}: "reduce_bucket_size": {elements}'
 
 
 def _checkpointing(case: Case) -> Finding | None:
@@ -158,3 +192,15 @@ def _hidden(case: Case) -> bool:
         return False
     time = step_time(case.recipe, case.ds_config, case.world_size, case.found.gpu)
     return time.communication_seconds <= HIDDEN * time.compute_seconds
+
+
+def _snapshot(case: Case) -> Finding | None:
+    """Without room for it in host memory a save is written while training waits (`checkpoints/writer.py`)."""
+    ranks, there, need = case.found.ranks_per_host, case.found.host_memory_bytes, case.need
+    held = need.on_processor if case.found.trains_on_processor else need.host_running
+    if there is None or not need.snapshot or ranks * (held + need.snapshot) <= there:
+        return None
+    copies = f"{num_bytes(ranks * need.snapshot)} for {several(ranks, 'rank')}"
+    what = f"{num_bytes(there)} of host memory leave no room for a copy of the state ({copies})"
+    what = f"{what}: training waits while a checkpoint is written"
+    return Finding(what, "more nodes share it, or save less often (training.save_steps)")

@@ -27,13 +27,15 @@ from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.stand_in import family_of
 from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.tables import table
-from pretraining.planning.verbs.cost import NOT_COUNTED, disk_words, mfu_words, scaling_rows
+from pretraining.planning.verbs.cost import NOT_COUNTED, disk_words, mfu_words, scaling_rows, write_words
 from pretraining.planning.verbs.memory import host_words
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_PRICES = 3
+GPUS_OF_A_NODE = 8
+"""Where the kind of GPU is not known."""
 
 
 def print_plan(
@@ -55,22 +57,36 @@ def print_plan(
 
 def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None) -> dict:
     """Everything that `--plan` knows, as plain JSON values."""
-    plan, need = build_run_plan(recipe, ds_config, world_size), memory_need(recipe, ds_config, world_size)
+    plan, there = build_run_plan(recipe, ds_config, world_size), gpu.memory_bytes if gpu else None
+    need = memory_need(recipe, ds_config, world_size, there)
     workload = workload_of_recipe(recipe, ds_config)
     speed = forecast(workload, gpu, world_size) if gpu else None
+    at_node = min(world_size, gpu.gpus_per_node if gpu else GPUS_OF_A_NODE)
     return {
         **plan.to_dict(),
-        "predicted": predicted(recipe, ds_config, world_size, gpu),
+        "predicted": predicted(recipe, ds_config, world_size, gpu, gpu_memory=there),
         "model": _model_words(recipe.model, plan),
         "precision": precision_of_products(recipe),
         "recomputation": recomputation_text(recomputed_one_in(recipe)),
         "gpu": gpu.name if gpu else None,
-        "gpu_memory_bytes": gpu.memory_bytes if gpu else None,
-        "fitting_gpus": [each.name for each in all_gpus().values() if need.total <= each.memory_bytes],
-        "memory": {**need.to_dict(), "shrink": shrink(need, recipe, ds_config)},
+        "gpu_memory_bytes": there,
+        "fitting_gpus": _fitting_gpus(recipe, ds_config, world_size),
+        "memory": {
+            **need.to_dict(),
+            "gpus_of_node": at_node,
+            "host_node_bytes": at_node * need.host_bytes,
+            "shrink": shrink(need, recipe, ds_config),
+        },
         "forecast": speed.to_dict() if speed else None,
         **_verdict(recipe, ds_config, world_size, gpu),
     }
+
+
+def _fitting_gpus(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[str]:
+    """Names of the table's GPUs that hold what the recipe needs on them."""
+    sizes = {name: gpu.memory_bytes for name, gpu in all_gpus().items()}
+    needs = {size: memory_need(recipe, ds_config, world_size, size).total for size in set(sizes.values())}
+    return [name for name, size in sizes.items() if needs[size] <= size]
 
 
 def _verdict(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None) -> dict:
@@ -149,7 +165,9 @@ def _memory(answer: dict) -> list[tuple[str, str]]:
         ("  CUDA, NCCL, allocator", f"{num_bytes(need['reserve']):<9}{need['reserve'] / need['total']:>5.0%}")
     )
     rows.append(("largest", f"{need['largest']}; less of it: {need['shrink']}"))
-    host = f"{num_bytes(need['host_bytes'])} for each GPU ({host_words(need['host'])})"
+    node = f", {num_bytes(need['host_node_bytes'])} for a node of {several(need['gpus_of_node'], 'GPU')}"
+    node = node if need["gpus_of_node"] > 1 else ""
+    host = f"{num_bytes(need['host_bytes'])} for each GPU ({host_words(need['host'])}){node}"
     rows.append(("host memory", host))
     if answer["gpu"] is None:
         assumed = num_bytes(table("memory")["processor_bytes"]["value"])
@@ -185,17 +203,25 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     links = f"{num_bytes(step['sent_bytes_per_gpu'])} sent by each GPU"
     rate = f"{speed['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a GPU)"
     saved = step["checkpoints"]
-    cadence = f"; a checkpoint every {duration(saved['every_seconds'])}" if saved else ""
+    cadence = f"; a checkpoint every {duration(saved['every_seconds'])}{write_words(saved)}" if saved else ""
     return [
         ("time", f"{duration(speed['seconds'])} at {rate}, {NOT_COUNTED}"),
         *scaling_rows(speed["scaling"]),
         ("MFU", mfu_words(speed)),
+        ("kernels", _kernel_words(step["kernel_seconds"])),
         ("step", f"{duration(step['seconds'])}, bound by {step['time']['bound_by']}; {links}"),
         ("money", _money_words(cost)),
         ("energy", f"{energy(cost['energy_kwh'])} at the GPUs' rated power"),
         ("disk", f"{disk}{cadence}"),
         ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
     ]
+
+
+def _kernel_words(seconds: dict[str, float]) -> str:
+    """Where the time of a micro-batch goes at the ceiling, the largest part first."""
+    total = sum(seconds.values())
+    parts = sorted(seconds.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {spent / total:.0%}" for name, spent in parts if spent >= 0.005 * total)
 
 
 def _money_words(cost: dict) -> str:
@@ -238,7 +264,7 @@ def world_sizes(recipe: Recipe, ds_config: dict | None, gpu: Gpu | None) -> str:
 
 
 def _world_size(recipe: Recipe, ds_config: dict | None, size: int, gpu: Gpu | None) -> list[str]:
-    need: MemoryNeed = memory_need(recipe, ds_config, size)
+    need: MemoryNeed = memory_need(recipe, ds_config, size, gpu.memory_bytes if gpu else None)
     accumulation = build_run_plan(recipe, ds_config, size).accumulation_steps
     cells = [f"{size:,}", f"{accumulation:,}", num_bytes(need.total)]
     if gpu is None:

@@ -6,7 +6,9 @@ from functools import cache
 
 from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
+from pretraining.model_types import value_of
 from pretraining.planning.gpus import Gpu
+from pretraining.planning.memory.buffers import unprotected_gradient
 from pretraining.planning.memory.need import (
     MemoryNeed,
     checkpointing_of,
@@ -14,6 +16,7 @@ from pretraining.planning.memory.need import (
     recomputed_one_in,
     recomputed_share,
 )
+from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.quantities import num_bytes, recomputation_text, several
 from pretraining.planning.step_time import step_time
 from pretraining.recipe import Recipe, accumulation_steps
@@ -70,13 +73,18 @@ class Candidate:
 
 
 def candidates(
-    recipe: Recipe, world_size: int, gpu: Gpu | None = None, mfu: float | None = None
+    recipe: Recipe,
+    world_size: int,
+    gpu: Gpu | None = None,
+    mfu: float | None = None,
+    gpu_memory: float | None = None,
 ) -> Iterator[Candidate]:
     """Every combination that divides the recipe's step, whether it fits or not.
 
     Args:
         gpu: for the step times; None leaves them out.
         mfu: share of the dense peak without recomputation; None for the expected one.
+        gpu_memory: bytes of one GPU, in the table or not; None: a processor trains, or it is not known.
     """
     recomputed = sorted({*RECOMPUTED, recomputed_one_in(recipe)})
     for way in _ways(recipe, world_size, gpu):
@@ -86,7 +94,7 @@ def candidates(
                 continue
             for every_n_layers in recomputed:
                 variant = _variant(recipe, way, micro_batch, every_n_layers)
-                yield _candidate(variant, recipe, world_size, gpu, mfu)
+                yield _candidate(variant, recipe, world_size, gpu, mfu, gpu_memory)
 
 
 def fitting(
@@ -101,7 +109,8 @@ def fitting(
     Raises:
         UserError: nothing divides the step, or nothing fits (with the smallest need).
     """
-    limit, found = memory_bytes or gpu.memory_bytes, list(candidates(recipe, world_size, gpu, mfu))
+    limit = memory_bytes or gpu.memory_bytes
+    found = list(candidates(recipe, world_size, gpu, mfu, limit))
     if not found:
         accumulation_steps(_variant(recipe, recipe.deepspeed, 1, 0), world_size)
     fits = [each for each in found if each.need.total <= limit]
@@ -112,10 +121,14 @@ def fitting(
 
 
 def nearest_fit(
-    recipe: Recipe, world_size: int, fits_in: Callable[[MemoryNeed], bool], gpu: Gpu | None = None
+    recipe: Recipe,
+    world_size: int,
+    fits_in: Callable[[MemoryNeed], bool],
+    gpu: Gpu | None = None,
+    gpu_memory: float | None = None,
 ) -> Candidate | None:
     """The candidate that `fits_in` accepts with the fewest changes to the recipe, of those the fastest."""
-    fits = [each for each in candidates(recipe, world_size, gpu) if fits_in(each.need)]
+    fits = [each for each in candidates(recipe, world_size, gpu, gpu_memory=gpu_memory) if fits_in(each.need)]
     order = {way: place for place, way in enumerate(WAYS)}
 
     def distance(each: Candidate) -> tuple:
@@ -141,7 +154,7 @@ def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     """
     node = gpu.gpus_per_node if gpu else 8
     hpz = node == 8 and world_size > 8 and world_size % 8 == 0
-    shipped = [way for way in WAYS if (hpz or way != "zero3_hpz") and _is_accepted(recipe, way)]
+    shipped = [way for way in WAYS if (hpz or way != "zero3_hpz") and _is_accepted(recipe, way, world_size)]
     if recipe.training.get("fp16"):
         shipped = [
             way for way in shipped if way != "zero0"
@@ -149,12 +162,13 @@ def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     return shipped if recipe.deepspeed in shipped else [recipe.deepspeed, *shipped]
 
 
-def _is_accepted(recipe: Recipe, way: str) -> bool:
+def _is_accepted(recipe: Recipe, way: str, world_size: int) -> bool:
     try:
         check_run(replace(recipe, deepspeed=way), _config(way))
     except UserError:
         return False
-    return True
+    tensors, width = parameter_tensors(recipe.model), value_of(recipe.model, "hidden_size")
+    return unprotected_gradient(_config(way), tensors, width, world_size) is None
 
 
 def _variant(recipe: Recipe, way: str | None, micro_batch: int, every_n_layers: int) -> Recipe:
@@ -166,10 +180,15 @@ def _variant(recipe: Recipe, way: str | None, micro_batch: int, every_n_layers: 
 
 
 def _candidate(
-    variant: Recipe, recipe: Recipe, world_size: int, gpu: Gpu | None, mfu: float | None
+    variant: Recipe,
+    recipe: Recipe,
+    world_size: int,
+    gpu: Gpu | None,
+    mfu: float | None,
+    gpu_memory: float | None,
 ) -> Candidate:
     config = _config(variant.deepspeed)
-    need = memory_need(variant, config, world_size)
+    need = memory_need(variant, config, world_size, gpu_memory)
     step = step_time(variant, config, world_size, gpu, mfu) if gpu else None
     return Candidate(
         deepspeed=variant.deepspeed,

@@ -6,10 +6,12 @@ from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
 from pretraining.planning.memory.precision import precision_of
+from pretraining.planning.roofline import recipe_utilization
 from pretraining.planning.sizes import model_size
 from pretraining.planning.tables import table
 from pretraining.planning.throughput import StepTime, predicted_step_seconds
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.refusals import compiled_part
 
 ADAM_BYTES = 28
 """Moved by the CPU optimizer for one element: fp32 gradient, master and moments read, the last three written."""
@@ -38,6 +40,8 @@ def step_time(
         UserError: the ranks do not divide the recipe's step, or the GPU lacks the precision.
     """
     accumulation = accumulation_steps(recipe, world_size)
+    precision = precision or precision_of_products(recipe)
+    mfu = mfu or recipe_utilization(recipe, ds_config, world_size, gpu, precision).mfu
     time = predicted_step_seconds(
         model_size(recipe.model),
         recipe.sequence_length,
@@ -47,7 +51,7 @@ def step_time(
         stage=zero_stage(ds_config),
         accumulation=accumulation,
         mfu=mfu,
-        precision=precision or precision_of_products(recipe),
+        precision=precision,
         recomputed=recomputed_share(recomputed_one_in(recipe)),
         width=precision_of(recipe, ds_config).weights,
         hpz=(ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1),
@@ -55,13 +59,13 @@ def step_time(
     return replace(
         time,
         offload_seconds=_offload_seconds(recipe, ds_config, world_size, accumulation, gpu),
-        launch_seconds=_launch_seconds(recipe, accumulation),
+        launch_seconds=_launch_seconds(recipe, ds_config, accumulation),
     )
 
 
-def _launch_seconds(recipe: Recipe, accumulation: int) -> float:
+def _launch_seconds(recipe: Recipe, ds_config: dict | None, accumulation: int) -> float:
     """Of all micro-batches of a rank; not known of compiled models, which launch fewer kernels."""
-    if recipe.speed["compile"] != "none":
+    if compiled_part(recipe, ds_config) != "none":
         return 0.0
     layers = model_size(recipe.model).num_layers
     return accumulation * layers * table("rates")["launch_seconds_per_layer"]["value"]

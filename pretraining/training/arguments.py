@@ -1,16 +1,25 @@
 """The recipe's `training` section, and what budget, command line and promises add, as TrainingArguments."""
 
+import math
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainingArguments, enable_full_determinism
 from transformers.utils import is_torch_tf32_available
 
+from pretraining.command_line import ranks_here
+from pretraining.data.packages import require
 from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
+from pretraining.planning.memory.buffers import block_gathering
+from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
+from pretraining.recipe import Recipe
+from pretraining.refusals import gathers_blocks
 from pretraining.schema import display_path, problem
+from pretraining.training.operators import check_operators
 
 # What the promises fix: a recipe may not set these.
 FIXED = {
@@ -34,6 +43,13 @@ WORKER_KEYS = (
 )
 
 
+PREFETCHED_BYTES = 64 << 20
+"""Of batches that a rank's workers keep ready: more than any shipped recipe needs for a step."""
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY_SHARE = 0.25
+"""Of the free shared memory, through which workers hand their batches on; NCCL needs some too. Docker gives 64 MB."""
+
+
 def build_arguments(
     recipe, ds_config: dict | None, output_dir: Path, accumulation_steps: int, last_step: int | None = None
 ) -> TrainingArguments:
@@ -45,7 +61,7 @@ def build_arguments(
     owned = {
         "accelerator_config": {"dispatch_batches": False, "split_batches": False, "non_blocking": on_gpu},
         "output_dir": str(output_dir),
-        "deepspeed": engine_config(ds_config, recipe.training.get("bf16", False)),
+        "deepspeed": engine_config(recipe, ds_config),
         "max_steps": recipe.num_steps if last_step is None else last_step,
         "gradient_accumulation_steps": accumulation_steps,
         "use_cpu": not on_gpu,
@@ -53,6 +69,8 @@ def build_arguments(
     keywords = {k: v for k, v in recipe.training_keywords.items() if k not in FIXED}
     if not keywords.get("dataloader_num_workers"):  # torch refuses what concerns workers where there are none
         keywords = {k: v for k, v in keywords.items() if k not in WORKER_KEYS}
+    elif keywords.get("dataloader_prefetch_factor") is None:
+        keywords["dataloader_prefetch_factor"] = prefetch_factor(recipe, accumulation_steps)
     if keywords.get("bf16") and ds_config and zero_stage(ds_config) == 0:
         keywords["bf16"] = False  # autocast, see engine_config
     if keywords.get("tf32") and not is_torch_tf32_available():
@@ -63,20 +81,53 @@ def build_arguments(
     if keywords.get("tf32"):
         # transformers sets torch's new switch alone; inductor's autotuning asks the old one, which then refuses.
         torch.set_float32_matmul_precision("high")
+    if keywords.get("use_liger_kernel"):
+        require("liger_kernel", "training.use_liger_kernel")
+        # Of norms, rotary embeddings and gated layers; the loss is the recipe's own, and so is the model's forward.
+        given = keywords.get("liger_kernel_config") or {}
+        keywords["liger_kernel_config"] = {
+            **given,
+            "cross_entropy": False,
+            "fused_linear_cross_entropy": False,
+        }
+    if keywords.get("full_determinism"):
+        # The Trainer does it too, when the model is built: cuBLAS reads its setting at the first product.
+        enable_full_determinism(keywords.get("seed", TrainingArguments.seed))
     if keywords.get("fp16") and not on_gpu:
         what = "needs a GPU, and there is none here; set training.bf16, or neither"
         raise problem(display_path(recipe.path), "training.fp16", what)
+    check_operators(ds_config)
     with training_refusals(recipe.path):
         return TrainingArguments(**keywords, **FIXED, **owned)
 
 
-def engine_config(ds_config: dict | None, in_bf16: bool) -> dict | None:
-    """What DeepSpeed is given: the ds_config, and what follows from it and the precision."""
+def prefetch_factor(recipe, accumulation_steps: int) -> int:
+    """Batches that each worker keeps ready, so that together they hold a whole step: at least torch's own 2.
+
+    The Trainer takes all micro-batches of a step before the first forward pass (transformers 5.23,
+    `Trainer.get_batch_samples`): what is not ready then, the GPU waits for.
+    """
+    workers = recipe.training["dataloader_num_workers"]
+    samples = max(recipe.micro_batch, recipe.training.get("per_device_eval_batch_size", 8))
+    arrays = 3 if recipe.data["document_masking"] else 2  # inputs, labels, positions, 8 bytes a token each
+    batch_bytes = 8 * arrays * samples * recipe.sequence_length
+    room = PREFETCHED_BYTES
+    if SHARED_MEMORY.is_dir():
+        room = min(room, SHARED_MEMORY_SHARE * shutil.disk_usage(SHARED_MEMORY).free / ranks_here())
+    return max(2, min(math.ceil(accumulation_steps / workers), int(room / (workers * batch_bytes))))
+
+
+def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
+    """What DeepSpeed is given: the ds_config, and what follows from it, the precision and compiled blocks."""
     if not ds_config:
         return None
     # DeepSpeed's throughput timer waits for the device in every micro-batch; the metrics have a clock of their own.
     config = {**ds_config, "timers": {"throughput": {"enabled": False}}}
-    if in_bf16 and zero_stage(ds_config) == 0:
+    if gathers_blocks(recipe, ds_config, torch.cuda.is_available()):
+        zero = ds_config["zero_optimization"]
+        ahead = block_gathering(zero, layer_numel(parameter_tensors(recipe.model)))
+        config["zero_optimization"] = {**zero, **ahead}
+    if recipe.training.get("bf16") and zero_stage(ds_config) == 0:
         # DeepSpeed 0.19.8 has no bf16 engine with fp32 accumulation at stage 0: autocast over fp32 weights.
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     return config

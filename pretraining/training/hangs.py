@@ -78,6 +78,7 @@ class Watch:
         self.look_seconds = min(limit_seconds / LOOKS_PER_LIMIT, LONGEST_LOOK_SECONDS)
         self.heartbeat = Heartbeat(run.heartbeats, rank)
         self._beats_seen: dict[int, tuple[int, int]] = {}
+        self._moves_seen: dict[int, int] = {}
         self._observed_since = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look_again_and_again, name="hangs", daemon=True)
@@ -103,8 +104,8 @@ class Watch:
     def _look(self, number: int) -> None:
         self.heartbeat.beat(number)
         waited = time.monotonic() - self.heartbeat.arrived_at
-        if waited > self.limit_seconds / 2:
-            self._observe(number)
+        if waited > self.limit_seconds / 2 and self._others_move(self._observe(number)):
+            self.heartbeat.arrived_at, waited = time.monotonic(), 0.0
         if waited >= self.limit_seconds - self.look_seconds or (self.run.heartbeats / ALARM).exists():
             self._raise_alarm(number)
 
@@ -117,6 +118,12 @@ class Watch:
             if self._beats_seen.get(rank, (None,))[0] != beats:
                 self._beats_seen[rank] = (beats, number)
         return places
+
+    def _others_move(self, places: dict[int, Place | None]) -> bool:
+        """Whether a rank that this one may wait for has got on with a long piece of work since the last call."""
+        seen = self._moves_seen
+        self._moves_seen = {rank: place.moves for rank, place in places.items() if place is not None}
+        return any(moves > seen.get(rank, moves) for rank, moves in self._moves_seen.items())
 
     def _raise_alarm(self, number: int) -> None:
         """All ranks that run come here within a look of each other; the first of them reports."""

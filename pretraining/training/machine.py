@@ -1,20 +1,15 @@
 """What the machine of a run turns out to be, for the plan to be judged by: GPU, memory, room on the disk."""
 
-import os
-import shutil
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from pretraining.command_line import ranks_here
-from pretraining.errors import UserError
+from pretraining.host import disk_room_bytes, host_memory_bytes
 from pretraining.planning.findings import Found
-from pretraining.planning.gpus import Gpu, find_gpu
+from pretraining.planning.gpus import known_gpu
 from pretraining.training.ranks import device_name
-
-NO_LIMIT = 1 << 60
-"""A container without a limit reports a number near the largest there is (cgroup v1) or the word max (v2)."""
 
 
 def find_machine(run_folder: Path, continues: bool, data_tokens: int) -> Found:
@@ -29,9 +24,9 @@ def find_machine(run_folder: Path, continues: bool, data_tokens: int) -> Found:
         on_gpu = torch.cuda.is_available()
         found[0] = Found(
             gpu_memory_bytes=torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
-            gpu=_known_gpu() if on_gpu else None,
+            gpu=known_gpu(device_name()) if on_gpu else None,
             has_bf16=torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else None,
-            disk_room_bytes=_disk_room(run_folder, continues),
+            disk_room_bytes=disk_room_bytes(run_folder, continues),
             host_memory_bytes=host_memory_bytes(),
             ranks_per_host=ranks_here(),
             trains_on_processor=not on_gpu,
@@ -40,33 +35,3 @@ def find_machine(run_folder: Path, continues: bool, data_tokens: int) -> Found:
         )
     dist.broadcast_object_list(found, src=0)
     return found[0]
-
-
-def _known_gpu() -> Gpu | None:
-    try:
-        return find_gpu(device_name())
-    except UserError:
-        return None
-
-
-def _disk_room(run_folder: Path, continues: bool) -> int:
-    """Free bytes where the run folder lies or will lie, and those of its checkpoints that will make room."""
-    there = next(path for path in (run_folder.absolute(), *run_folder.absolute().parents) if path.exists())
-    own = [path for path in run_folder.glob("checkpoint-*/**/*") if path.is_file()] if continues else []
-    return shutil.disk_usage(there).free + sum(path.stat().st_size for path in own)
-
-
-def host_memory_bytes() -> int | None:
-    """Memory of this machine, or what its container allows where that is less; None where neither is told."""
-    try:
-        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    except (ValueError, OSError):
-        return None
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = Path("/sys/fs/cgroup", name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < NO_LIMIT:
-            limits.append(int(text))
-    return min(limits)

@@ -1,11 +1,14 @@
 """The most memory that training took, to stand beside what the plan predicted."""
 
+import contextlib
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-STATUS = Path("/proc/self/status")
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+FORGET_PEAK = "5"
+"""Written to CLEAR: the process's peak is what it holds now (proc(5))."""
 
 
 class PeakMemory:
@@ -15,6 +18,8 @@ class PeakMemory:
     """
 
     def __init__(self):
+        with contextlib.suppress(OSError):
+            CLEAR.write_text(FORGET_PEAK)
         self.held_before = _status_bytes("VmRSS") or 0
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()

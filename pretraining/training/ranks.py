@@ -13,6 +13,8 @@ from torch.distributed import distributed_c10d
 
 from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
+from pretraining.planning.gpus import cuda_needs
+from pretraining.process_group import GLOO_INTERFACE, loopback_name
 from pretraining.training.fresh_store import fresh_store, shared_with_the_launcher
 from pretraining.training.launcher import launcher_is_gone
 from pretraining.training.operators import ask_the_processor_once, keep_compiled_operators
@@ -30,6 +32,19 @@ _SINGLE_PROCESS = {
 # torch's own limit for a collective is half an hour: the watch over hangs, which can name the ranks, comes first.
 _SHORTEST_TIMEOUT_MINUTES = 30
 _AFTER_A_HANG_MINUTES = 10
+
+# What ATen hands to MKL's vector functions (ATen/cpu/vml.h) and a model or its loss may call.
+_VECTOR_FUNCTIONS = (
+    torch.cos,
+    torch.erf,
+    torch.erfc,
+    torch.exp,
+    torch.log,
+    torch.log2,
+    torch.sin,
+    torch.sqrt,
+    torch.tanh,
+)
 
 _at_leaving: list[Callable[[], None]] = []
 
@@ -51,6 +66,26 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
 
     Must come before the model is built: `zero.Init` reads the world size when it shards parameters.
     hang_minutes: collectives wait longer than that.
+    Raises `UserError` if a launcher started more processes on this machine than it has GPUs, or torch cannot use one,
+    or if ranks of other hosts could not reach this one.
+    """
+    backend = prepare_rank()
+    minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
+    timeout = timedelta(minutes=minutes)
+    _wait_as_long_in_every_group(timeout)
+    _check_own_name()
+    with _taken_port_named():
+        if shared_with_the_launcher():
+            _meet_in_fresh_store(backend, timeout)
+        deepspeed.init_distributed(
+            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
+        )
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def prepare_rank() -> str:
+    """Do all of `join_ranks` that needs no other rank; returns the backend, "nccl" or "gloo".
+
     Raises `UserError` if a launcher started more processes on this machine than it has GPUs, or torch cannot use one.
     """
     launcher_is_gone()  # remembers who it is, before the variables of a plain process are set
@@ -61,24 +96,16 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     os.environ.pop("ACCELERATE_DEEPSPEED_CONFIG_FILE", None)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     _share_cores(ranks_here())  # beside GPUs too: an offloaded Adam steps on them
+    choose_vector_kernels()
     if backend == "nccl":
         _claim_gpu(int(os.environ["LOCAL_RANK"]))
     else:
         # Only its own launcher tells DeepSpeed; else ZeRO-3 starts `numactl` at every reduction to count devices.
         os.environ.setdefault("LOCAL_SIZE", str(ranks_here()))
-        _leave_out_shared_memory()
+        leave_out_shared_memory()
     ask_the_processor_once()
     keep_compiled_operators()
-    minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
-    timeout = timedelta(minutes=minutes)
-    _wait_as_long_in_every_group(timeout)
-    with _taken_port_named():
-        if shared_with_the_launcher():
-            _meet_in_fresh_store(backend, timeout)
-        deepspeed.init_distributed(
-            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
-        )
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return backend
 
 
 @contextmanager
@@ -94,6 +121,23 @@ def _taken_port_named() -> Iterator[None]:
         raise UserError(f"{what}; choose another: {other}") from error
 
 
+def _check_own_name() -> None:
+    """Raise `UserError`, on one rank of this host, if ranks of other hosts could not connect to its gloo groups.
+
+    NCCL chooses an interface in its own way, and would connect.
+    """
+    meets_here = os.environ["MASTER_ADDR"].startswith(("127.", "localhost"))
+    several_hosts = int(os.environ["WORLD_SIZE"]) > ranks_here() and not meets_here
+    name = loopback_name() if several_hosts else None
+    if name is None:
+        return
+    what = f"{name}, the name of this host, leads to a loopback address, on which no other host reaches it"
+    remedy = f"set {GLOO_INTERFACE} to the interface between the hosts (`ip -brief address` lists them)"
+    raise UserError(
+        f"{what}; {remedy}, or mend /etc/hosts", on_every_rank=os.environ.get("LOCAL_RANK", "0") != "0"
+    )
+
+
 def _wait_as_long_in_every_group(timeout: timedelta) -> None:
     """Give groups that are made without a limit this one: DeepSpeed reduces in a group of its own making.
 
@@ -103,7 +147,7 @@ def _wait_as_long_in_every_group(timeout: timedelta) -> None:
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
 
 
-def _leave_out_shared_memory() -> None:
+def leave_out_shared_memory() -> None:
     """Keep DeepSpeed from building its reductions through shared memory, which only `inference_all_reduce` uses.
 
     deepspeed 0.19.8 (comm/torch.py) would build them for every process group, also without a ds_config: a minute of
@@ -139,7 +183,9 @@ def at_leaving(close: Callable[[], None]) -> None:
 
 def leave_ranks() -> None:
     """Wait for every rank, then tear the process group down, so that no launcher reports a leak."""
-    torch.distributed.barrier()
+    # torch warns if it has to guess the device, as for a single rank, whose group is bound to none
+    on_gpu = torch.distributed.get_backend() == "nccl"
+    torch.distributed.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
     while _at_leaving:
         _at_leaving.pop()()
     torch.distributed.destroy_process_group()
@@ -158,8 +204,10 @@ def _claim_gpu(local_rank: int) -> None:
     except RuntimeError as error:  # such as a driver that is older than torch's CUDA: no rank can start
         reason = " ".join(str(error).split())
         what = f"GPU {local_rank} cannot be used by torch {torch.__version__} (CUDA {torch.version.cuda}): {reason}"
+        needs = cuda_needs(torch.version.cuda)
+        newer = f" to {needs['least_driver']} or newer" if needs else ""
         raise UserError(
-            f"{what}; update the driver, or install a build of torch for the CUDA it has"
+            f"{what}; update the driver{newer}, or install a build of torch for the CUDA it has"
         ) from error
 
 
@@ -169,6 +217,19 @@ def _share_cores(local_world_size: int) -> None:
     num_threads = max(1, cores // local_world_size)
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     torch.set_num_threads(num_threads)
+
+
+def choose_vector_kernels() -> None:
+    """Let MKL choose the kernels of torch's vector functions now, in one thread; must come before the first pass.
+
+    MKL (2024.2, in torch 2.13's builds for x86) looks at the processor when one of them is first called, and guards
+    this against no second thread: a tensor large enough for several threads is then computed in part by another kernel
+    than every later one. This was seen in one in twelve runs on two cores: the first `tanh` of the first layer differed
+    in its last bits, thus all gradients of step 1 and, from step 6 on, the printed loss.
+    """
+    one = torch.ones(1)  # a single element never goes to a second thread
+    for function in _VECTOR_FUNCTIONS:
+        function(one)
 
 
 def _free_port() -> int:

@@ -2,14 +2,16 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
 from pretraining.errors import UserError
 from pretraining.planning.flops import flops_per_token
-from pretraining.planning.gpus import find_gpu
+from pretraining.planning.gpus import FILE, find_gpu
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
 from pretraining.planning.sizes import model_size
+from pretraining.process_group import rank_and_world_size
 from pretraining.recipe import Recipe
 from pretraining.step_sizes import StepSizes
 from pretraining.training.step_clock import PAUSES, StepClock
@@ -99,9 +101,18 @@ def device_peak_flops(recipe: Recipe) -> float | None:
     if not torch.cuda.is_available():
         return None
     precision = next((name for name in ("bf16", "fp16", "tf32") if recipe.training.get(name)), "fp32")
+    return _known_peak(torch.cuda.get_device_name(), precision)
+
+
+@cache
+def _known_peak(name: str, precision: str) -> float | None:
+    """The table's peak; if it has none, rank 0 logs once why there will be no MFU."""
     try:
-        return find_gpu(torch.cuda.get_device_name()).peak_flops(precision)
+        return find_gpu(name).peak_flops(precision)
     except UserError:
+        why = "is a slice of a GPU, and its peak" if " MIG " in name else f"or its {precision} peak"
+        if rank_and_world_size()[0] == 0:
+            print(f"no MFU: {name} {why} is not in {FILE}", flush=True)
         return None
 
 

@@ -80,17 +80,19 @@ def claim(path: Path) -> FileIO | None:
 
 
 def remove_unless_in_use(path: Path) -> bool:
-    """Remove a file that nobody holds a lock of; whether it is gone."""
+    """Remove a file that nobody holds a lock of; whether this call has removed it.
+
+    One that is no longer at `path` may have been renamed: its bytes are still there.
+    """
     try:
         with _open(path, os.O_RDONLY) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_still_at(file, path):
                 path.unlink()
-    except BlockingIOError:
-        return False
-    except FileNotFoundError:
+                return True
+    except (BlockingIOError, FileNotFoundError):
         pass
-    return True
+    return False
 
 
 @contextmanager

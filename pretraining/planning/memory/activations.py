@@ -66,12 +66,14 @@ def activations(
     precision: Precision,
     every_n_layers: int = 0,
     loss: dict = PLAIN,
+    gpu_memory: float | None = None,
 ) -> Activations:
     """Activations of one micro-batch.
 
     Args:
         every_n_layers: of how many layers one is recomputed, of which its input is kept alone; 0: none is.
         loss: the recipe's section.
+        gpu_memory: bytes of the GPU, which chunks of the loss go by; None: a processor trains, or it is not known.
     """
     shape = shape_of(model)
     layers = shape["n_layer"] if shape["model_type"] == "gpt2" else shape["num_hidden_layers"]
@@ -91,7 +93,7 @@ def activations(
         layers=tokens * kept,
         recomputed=tokens * (largest - boundary) if every_n_layers else 0.0,
         outside=tokens * outside + (_cast_weights(model, every_n_layers > 0) if precision.is_autocast else 0),
-        logits=loss_bytes(tokens, shape["vocab_size"], block.width, precision, loss),
+        logits=loss_bytes(tokens, shape["vocab_size"], block.width, precision, loss, gpu_memory),
         backward=tokens * _backward(shape, block, sequence_length, precision),
     )
 

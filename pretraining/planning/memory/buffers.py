@@ -10,6 +10,7 @@ from pretraining.planning.memory.tensors import Tensor, layer_numel
 REDUCE_BUCKET = 500_000_000
 MAX_REUSE_DISTANCE = 1_000_000_000
 PREFETCH_BUCKET = 50_000_000
+MAX_LIVE_PARAMETERS = 1_000_000_000
 SUB_GROUP = 1_000_000_000
 """Elements: DeepSpeed 0.19.8's defaults (runtime/zero/config.py)."""
 
@@ -35,22 +36,25 @@ def buffers(
     world_size: int,
     precision: Precision,
     accumulation: int,
+    gathers_blocks: bool = False,
 ) -> Buffers:
     """Buffers of the stage.
 
     width: the model's, which decides what `"auto"` becomes (transformers 5.23, integrations/deepspeed.py).
+    gathers_blocks: stage 3 gathers the weights of a block as one and reduces its gradients together.
     """
     if config is None:
         return Buffers(0, 0, 0, 0)
     stage, zero = zero_stage(config), config["zero_optimization"]
     total, element = sum(tensor.numel for tensor in tensors), precision.weights
     share = total / world_size
-    bucket = element * _elements(zero, "reduce_bucket_size", REDUCE_BUCKET, width**2)
+    bucket = element * reduce_bucket(config, width)
     if stage == 3:
         return Buffers(
             buckets=bucket,
-            gathered=element * _gathered(zero, tensors, width),
-            in_flight=element * max(tensor.numel for tensor in tensors),
+            gathered=element * _gathered(zero, tensors, width, gathers_blocks),
+            in_flight=element
+            * max(layer_numel(tensors) * gathers_blocks, *(tensor.numel for tensor in tensors)),
             step=0 if optimizer_device(config) != "gpu" else FP32 * min(share, _sub_group(zero)),
         )
     # two buffers take turns where reducing overlaps the backward pass (`setup_buckets`, stage_1_and_2.py)
@@ -68,6 +72,28 @@ def buffers(
     return Buffers(0, 0, 0, element * min(total, REDUCE_BUCKET) if world_size > 1 else 0)
 
 
+def reduce_bucket(config: dict, width: int) -> float:
+    """Elements of gradients that are reduced together; width: the model's."""
+    return _elements(config["zero_optimization"], "reduce_bucket_size", REDUCE_BUCKET, width**2)
+
+
+def unprotected_gradient(
+    config: dict | None, tensors: Sequence[Tensor], width: int, world_size: int
+) -> Tensor | None:
+    """The largest gradient that ZeRO-2 frees on a GPU while another stream may still read it; None if there is none.
+
+    A gradient that is larger than the bucket is reduced from where it lies. With `overlap_comm` this happens on a
+    stream of its own, and a rank that keeps no part of the gradient frees it at once, without telling the allocator of
+    that stream: the next kernel may write into it (deepspeed 0.19.8, zero/stage_1_and_2.py, `average_tensor`,
+    `clear_grad_attribute`). With an offloaded optimizer DeepSpeed tells the allocator; one rank keeps all gradients.
+    """
+    if zero_stage(config) != 2 or optimizer_device(config) != "gpu" or world_size == 1:
+        return None
+    zero, largest = config["zero_optimization"], max(tensors, key=lambda tensor: tensor.numel)
+    frees_at_once = zero.get("overlap_comm") and zero.get("contiguous_gradients", True)
+    return largest if frees_at_once and largest.numel > reduce_bucket(config, width) else None
+
+
 def optimizer_copies(
     config: dict | None, tensors: Sequence[Tensor], world_size: int, copied: str | None
 ) -> float:
@@ -76,18 +102,37 @@ def optimizer_copies(
     return FP32 * numel / (world_size if zero_stage(config) else 1)
 
 
-def _gathered(zero: dict, tensors: Sequence[Tensor], width: int) -> float:
+def _gathered(zero: dict, tensors: Sequence[Tensor], width: int, gathers_blocks: bool) -> float:
     """Elements of whole weights at a time.
 
     A weight stays gathered after its forward pass where it is used again within `stage3_max_reuse_distance`
     elements: the last half of that distance before the loss (zero/partitioned_param_coordinator.py). Beside those
     lie the layer at work and what is prefetched, never more than the model.
     """
+    if gathers_blocks:
+        zero = {**zero, **block_gathering(zero, layer_numel(tensors))}
     reuse = _elements(zero, "stage3_max_reuse_distance", MAX_REUSE_DISTANCE, MAX_REUSE_DISTANCE)
     prefetch = _elements(zero, "stage3_prefetch_bucket_size", PREFETCH_BUCKET, 0.9 * width**2)
     tables = max((tensor.numel for tensor in tensors if tensor.layer is None), default=0)
     at_work = max(layer_numel(tensors), tables)
     return min(sum(tensor.numel for tensor in tensors), reuse / 2 + at_work + prefetch)
+
+
+def block_gathering(zero: dict, block_numel: int) -> dict:
+    """What `zero_optimization` says of gathering ahead if weights are gathered a block at a time.
+
+    The next block is gathered while one computes; with transformers' `"auto"`, a share of it, the rest would be waited
+    for. What the file gives as a number stays.
+
+    Args:
+        block_numel: parameters of the largest block.
+    """
+    keys = {}
+    if zero.get("stage3_prefetch_bucket_size", "auto") == "auto":
+        keys["stage3_prefetch_bucket_size"] = block_numel
+    if zero.get("stage3_max_live_parameters", "auto") == "auto":
+        keys["stage3_max_live_parameters"] = max(MAX_LIVE_PARAMETERS, 3 * block_numel)
+    return keys
 
 
 def _sub_group(zero: dict) -> float:

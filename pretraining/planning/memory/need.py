@@ -1,19 +1,20 @@
 """The memory a run needs on each GPU, on the host and on NVMe, part by part at its peak."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
+from pretraining.ds_config import zero_stage
 from pretraining.model_types import is_exact, value_of
 from pretraining.planning.memory.activations import Activations, activations
 from pretraining.planning.memory.buffers import Buffers, buffers, optimizer_copies
+from pretraining.planning.memory.host import BUILT, PROCESS, SNAPSHOT, host_memory, most_at_once
 from pretraining.planning.memory.optimizers import ADAM, optimizer_states
-from pretraining.planning.memory.precision import SIXTEEN_BIT, Precision, precision_of
+from pretraining.planning.memory.precision import SIXTEEN_BIT, precision_of
 from pretraining.planning.memory.states import ModelState, model_state
-from pretraining.planning.memory.tensors import Tensor, parameter_tensors
+from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.planning.tables import table
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.refusals import gathers_blocks
 
 PHASES = {
     "loss": "when the backward pass starts: all kept activations and the loss",
@@ -76,8 +77,22 @@ class MemoryNeed:
 
     @property
     def host_counted(self) -> float:
-        """Host memory of one rank that is counted: all but what a process is assumed to take."""
-        return self.host_bytes - self.host.get("process", 0)
+        """Host memory that one rank cannot do without.
+
+        Neither what a process is assumed to take nor the copy for a save: without room for that one, training waits
+        until the save is written.
+        """
+        return sum(size for name, size in self.host.items() if name not in (PROCESS, SNAPSHOT))
+
+    @property
+    def host_running(self) -> float:
+        """Host memory that one rank counts on while it trains: the model that was built there has moved on."""
+        return self.host_counted - self.host.get(BUILT, 0)
+
+    @property
+    def snapshot(self) -> float:
+        """Host memory that one rank copies its state into, so that it trains on while a checkpoint is written."""
+        return self.host.get(SNAPSHOT, 0)
 
     @property
     def largest(self) -> str:
@@ -86,8 +101,8 @@ class MemoryNeed:
 
     @property
     def host_bytes(self) -> float:
-        """Host memory of one rank."""
-        return sum(self.host.values())
+        """Host memory of one rank, at its peak."""
+        return most_at_once(self.host)
 
     def to_dict(self) -> dict:
         """Plain JSON values, derived ones included."""
@@ -106,14 +121,19 @@ class MemoryNeed:
         return {**{name: getattr(self, name) for name in derived}, "phases": self.phases}
 
 
-def memory_need(recipe: Recipe, ds_config: dict | None, world_size: int) -> MemoryNeed:
+def memory_need(
+    recipe: Recipe, ds_config: dict | None, world_size: int, gpu_memory: float | None = None
+) -> MemoryNeed:
     """Memory of a recipe under a ds_config on `world_size` GPUs.
+
+    Args:
+        gpu_memory: bytes of one GPU: of a larger one the loss takes more; None: a processor trains, or it is not known.
 
     Raises:
         UserError: ranks x micro-batch x length does not divide the tokens per step.
     """
     precision, tensors = precision_of(recipe, ds_config), parameter_tensors(recipe.model)
-    accumulation, size = accumulation_steps(recipe, world_size), model_size(recipe.model)
+    accumulation = accumulation_steps(recipe, world_size)
     optimizer, state = optimizer_states(recipe), state_of_recipe(recipe, ds_config, world_size)
     held = activations(
         recipe.model,
@@ -122,15 +142,17 @@ def memory_need(recipe: Recipe, ds_config: dict | None, world_size: int) -> Memo
         precision,
         recomputed_one_in(recipe),
         loss=loss_of(recipe),
+        gpu_memory=gpu_memory,
     )
     width = value_of(recipe.model, "hidden_size")
-    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation)
+    as_one = gathers_blocks(recipe, ds_config)
+    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation, as_one)
     copies = optimizer_copies(ds_config, tensors, world_size, optimizer.copied)
     extra = replace(extra, step=extra.step + copies)
     return MemoryNeed(
         phases=_phases(state, held, extra, zero_stage(ds_config), accumulation, optimizer.name),
         num_gpus=world_size,
-        host=_host(state, ds_config, precision, size.total, tensors),
+        host=host_memory(recipe, ds_config, world_size, state, precision, tensors, optimizer),
         nvme=state.nvme,
         state=state,
         optimizer_states=optimizer.name,
@@ -209,39 +231,3 @@ def _phases(
             "copies for the step": extra.step,
         },
     }
-
-
-def _host(
-    state: ModelState, config: dict | None, precision: Precision, parameters: int, tensors: Sequence[Tensor]
-) -> dict[str, float]:
-    """Host memory of one rank: offloaded states, staging buffers, the process, and the model while it is built.
-
-    Stage 3 builds its weights sharded; the other stages build all of them on every rank, then move them to the GPU
-    (`model/build.py`). NVMe offload stages through pinned buffers (`buffer_count`, `buffer_size`:
-    deepspeed 0.19.8, runtime/zero/offload_config.py).
-    """
-    host = {"process": table("memory")["host_process_bytes"]["value"]}
-    if state.host:
-        host["offloaded states"] = state.host
-    staging = _staging(config, tensors)
-    if staging:
-        host["staging buffers"] = staging
-    if zero_stage(config) != 3:
-        built = 2 if config and precision.name == "bf16" and not precision.is_autocast else 4
-        host["model while it is built"] = built * parameters
-    return host
-
-
-def _staging(config: dict | None, tensors: Sequence[Tensor]) -> float:
-    zero = (config or {}).get("zero_optimization", {})
-    staging = 0.0
-    if optimizer_device(config) == "cpu" and zero_stage(config) < 3:
-        staging += 2 * max(tensor.numel for tensor in tensors)  # temp_grad_buffer_for_cpu_offload
-    if parameter_device(config) == "nvme":
-        block = zero["offload_param"]
-        staging += 2 * block.get("buffer_count", 5) * block.get("buffer_size", 100_000_000)
-    if optimizer_device(config) == "nvme":
-        block, group = zero["offload_optimizer"], zero.get("sub_group_size", 1_000_000_000)
-        share = sum(tensor.numel for tensor in tensors)
-        staging += 4 * block.get("buffer_count", 4) * min(group, share)
-    return staging

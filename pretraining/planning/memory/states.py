@@ -222,6 +222,26 @@ def _offloaded(
     return replace(state, host=places["cpu"], nvme=places["nvme"])
 
 
+def pinned_by_offload(config: dict | None, world_size: int, width: int, groups: Groups) -> list[int]:
+    """Bytes of each buffer that offloading to the host pins on one rank (deepspeed 0.19.8, `pin_memory`).
+
+    Stages 1 and 2 pin for each group its masters, their gradients and their 16-bit copy, and one gradient on its way
+    (zero/stage_1_and_2.py). Stage 3 pins the gradient sums, and for each sub-group its gradients (zero/stage3.py).
+
+    width: bytes of a weight.
+    """
+    block = ((config or {}).get("zero_optimization") or {}).get("offload_optimizer") or {}
+    if block.get("device") != "cpu" or not block.get("pin_memory"):
+        return []
+    if zero_stage(config) < 3:
+        slices = [_slice(_numel(group), world_size) for group in groups if group]
+        largest = max(tensor.numel for group in groups for tensor in group)
+        return [*(size * held for held in slices for size in (FP32, FP32, width)), width * largest]
+    share = int(_share(0, world_size, 3, groups))
+    size = int(config["zero_optimization"].get("sub_group_size", 1_000_000_000))
+    return [FP32 * share, *(FP32 * min(size, share - start) for start in range(0, share, size))]
+
+
 def checkpoint_bytes(tensors: Sequence[Tensor], optimizer: OptimizerStates = ADAM) -> int:
     """Bytes of one resumable checkpoint on disk, over all ranks: fp32 weights and the optimizer's states, whatever
     the stage.

@@ -126,7 +126,16 @@ def _checkpoint_rows(saved: dict) -> list[tuple[str, str]]:
     )
     failure = f"every {duration(saved['failure_seconds'])} of all GPUs; {saved['lost_share']:.1%} done twice"
     written = f"{num_bytes(saved['bytes'])} each, {saved['written']:,} written, {spacing}"
-    return [("checkpoints", written), ("a failure", failure)]
+    return [("checkpoints", f"{written}{write_words(saved)}"), ("a failure", failure)]
+
+
+def write_words(saved: dict) -> str:
+    """How long a checkpoint takes to write, if the disk was measured; nothing if its rate is an assumption."""
+    disk = saved["disk"]
+    if disk is None:
+        return ""
+    rate = f"{num_bytes(disk['value'])}/s to {disk['where']}, measured here on {disk['date']}"
+    return f", {duration(saved['write_seconds'])} to write ({rate})"
 
 
 def _link_words(time: dict) -> str:

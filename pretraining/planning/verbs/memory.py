@@ -1,10 +1,12 @@
 """Memory per GPU by part, on the host and on NVMe, of a recipe on so many GPUs."""
 
 import argparse
+import textwrap
 
 from pretraining.errors import UserError
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.advice import shrink
+from pretraining.planning.memory.host import BUILT, PROCESS, SNAPSHOT
 from pretraining.planning.memory.need import PHASES, memory_need
 from pretraining.planning.quantities import columns, gpu_count, num_bytes, several
 from pretraining.planning.workload import add_workload_arguments, workload_of
@@ -28,15 +30,16 @@ def answer(options: argparse.Namespace) -> dict:
     if workload.recipe is None:
         raise UserError("memory needs the model's shape: give --recipe NAME (and --set to change it)")
     gpu = None if options.gpu is None else find_gpu(options.gpu)
-    need = memory_need(workload.recipe, workload.ds_config, options.world_size)
+    there = gpu.memory_bytes if gpu else None
+    need = memory_need(workload.recipe, workload.ds_config, options.world_size, there)
     return {
         "name": workload.name,
         "deepspeed": workload.recipe.deepspeed,
         "world_size": options.world_size,
         "micro_batch": workload.recipe.micro_batch,
         "gpu": gpu.name if gpu else None,
-        "gpu_memory_bytes": gpu.memory_bytes if gpu else None,
-        "fits": need.total <= gpu.memory_bytes if gpu else None,
+        "gpu_memory_bytes": there,
+        "fits": need.total <= there if gpu else None,
         "shrink": shrink(need, workload.recipe, workload.ds_config),
         **need.to_dict(),
     }
@@ -53,7 +56,8 @@ def as_text(answer: dict) -> str:
     lines += [f"{phase}: {PHASES[phase]}" for phase in phases]
     lines += [f"largest: {answer['largest']}; less of it: {answer['shrink']}"]
     lines += [f"beside it: {num_bytes(answer['reserve'])} for CUDA, NCCL and the allocator (assumed)"]
-    lines += [f"host memory per GPU: {num_bytes(answer['host_bytes'])} ({host_words(answer['host'])})"]
+    host = f"host memory per GPU: {num_bytes(answer['host_bytes'])} ({host_words(answer['host'])})"
+    lines += textwrap.wrap(host, 118)
     return "\n".join(lines + ([f"NVMe per GPU: {num_bytes(answer['nvme'])}"] if answer["nvme"] else []))
 
 
@@ -73,5 +77,8 @@ def _cell(number: float | None) -> str:
 
 def host_words(parts: dict) -> str:
     """What host memory is for; of a process by itself nothing is counted."""
-    names = {name: name for name in parts} | {"process": "assumed for the process"}
-    return ", ".join(f"{num_bytes(size)} {names[name]}" for name, size in parts.items())
+    names = {name: name for name in parts} | {PROCESS: "assumed for the process"}
+    words = {name: f"{num_bytes(size)} {names[name]}" for name, size in parts.items()}
+    if BUILT in parts and SNAPSHOT in parts:
+        words[SNAPSHOT] = f"later {words[SNAPSHOT]}"
+    return ", ".join(words.values())

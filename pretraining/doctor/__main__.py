@@ -1,0 +1,136 @@
+"""Examines this machine: what it will do to a run, before it is paid for."""
+
+import argparse
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from pretraining.command_line import add_data_source, named_path, positive_integer
+from pretraining.doctor.disks import check_disks
+from pretraining.doctor.findings import Finding, as_lines, summary, summary_line
+from pretraining.doctor.gpus import check_gpus, read_gpus, torch_build
+from pretraining.doctor.launch import Launch, check_fit, plan_launch
+from pretraining.doctor.machine import check_machine
+from pretraining.doctor.reach import ask_around
+from pretraining.doctor.software import check_software, versions
+from pretraining.errors import UserError, one_line_errors
+from pretraining.exit_codes import FINISHED, USER_ERROR
+from pretraining.planning.machine_rates import RATES, keep_rates
+from pretraining.quiet import prepare_imports
+from pretraining.verbs import OneLineParser
+
+EXAMPLES = """examples:
+  python -m pretraining.doctor
+  python -m pretraining.doctor --recipe 30b
+  python -m pretraining.doctor --recipe 7b --deepspeed zero3_nvme --output_dir /fast/disk/runs/7b
+  python -m pretraining.doctor --recipe 65b --world_size 64 --json
+  torchrun --nproc_per_node=8 -m pretraining.doctor --recipe 30b
+  deepspeed --num_gpus=8 --module pretraining.doctor --recipe 30b
+
+Without a launcher the machine is examined, within seconds; under the launcher of the run, what its ranks do together
+as well. Exit code 2 if something will break the run. What is measured is kept for the plans of this machine."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Examine, print, keep what was measured, and leave with 2 if something will break."""
+    options = parse_arguments(arguments)
+    began, first = time.monotonic(), os.environ.get("RANK", "0") == "0"
+    launched = "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
+    findings, launch = examine(options) if first else ([], None)
+    if launched:
+        prepare_imports()
+        from pretraining.doctor.cluster import end_rank, examine_cluster
+
+        if first and not options.json:
+            print(as_lines(findings), flush=True)  # what follows may end in an abort that this explains
+        together = examine_cluster(options)
+        findings, shown = findings + together, together
+        if not first:
+            return end_rank(FINISHED)
+    else:
+        shown = findings
+    kept = _keep(findings, launch)
+    found = summary(findings, time.monotonic() - began)
+    if options.json:
+        print(json.dumps(_answer(findings, found, launch, kept), indent=2))
+    else:
+        print(f"{as_lines(shown)}\n\n{summary_line(found)}", flush=True)
+    code = USER_ERROR if found["will_break"] else FINISHED
+    if launched:
+        return end_rank(code)  # not in order: a step that hangs leaves a thread behind
+    if code:
+        raise SystemExit(code)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Arguments of the doctor; launchers' own (`--local_rank`) are accepted and ignored."""
+    parser = OneLineParser(
+        prog="python -m pretraining.doctor",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--recipe", metavar="NAME|PATH", help="the run that is to start here")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change one value of it"
+    )
+    parser.add_argument("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
+    parser.add_argument(
+        "--world_size",
+        type=positive_integer,
+        metavar="N",
+        help="number of processes (default: one for each GPU)",
+    )
+    parser.add_argument(
+        "--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)"
+    )
+    add_data_source(parser)
+    parser.add_argument("--json", action="store_true", help="findings, summary and versions as JSON")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.recipe is None and (options.set or options.deepspeed):
+        raise UserError("--set and --deepspeed change a recipe: give --recipe NAME with them")
+    if options.deepspeed is None:
+        options.deepspeed = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")  # of `accelerate launch`
+    return options
+
+
+def examine(options: argparse.Namespace) -> tuple[list[Finding], Launch]:
+    """Every check of this machine. torch is not imported: its first import takes longer than all of them."""
+    gpus, torch = read_gpus(), torch_build()
+    launch, refused = plan_launch(options, gpus)
+    elsewhere = ask_around(launch)  # answers come while the machine itself is looked at
+    findings = check_gpus(gpus, torch) + check_software(launch) + check_machine(launch) + check_disks(launch)
+    return [*findings, *elsewhere.findings(), *refused, *check_fit(launch)], launch
+
+
+def _keep(findings: list[Finding], launch: Launch) -> Path | None:
+    """Write the measured rates where plans look for them; a home that cannot be written keeps none."""
+    rates = {name: value for finding in findings for name, value in finding.values.items() if name in RATES}
+    gpu = launch.gpus.known.name if launch.gpus.known else None
+    try:
+        return keep_rates(rates, str(launch.run_folder), gpu, launch.world_size) if rates else None
+    except OSError:
+        return None
+
+
+def _answer(findings: list[Finding], found: dict, launch: Launch, kept: Path | None) -> dict:
+    """Plain JSON values."""
+    return {
+        "host": socket.gethostname(),
+        "world_size": launch.world_size,
+        "gpus": [gpu.name for gpu in launch.gpus.found],
+        "findings": [finding.to_dict() for finding in findings],
+        "summary": found,
+        "versions": versions(),
+        "kept": str(kept) if kept else None,
+    }
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])

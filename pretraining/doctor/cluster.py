@@ -1,0 +1,293 @@
+"""The checks under a launcher: do all ranks come, meet, agree, and send and compute as fast as they should.
+
+Every rank makes the same steps in the same order. A step that does not end on some rank ends the examination with that
+rank's name: what was found until then is reported.
+"""
+
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from pretraining.command_line import world_size_here
+from pretraining.doctor.alike import ClockQuestion, compare_ranks, describe_rank, judge_clocks
+from pretraining.doctor.devices import measure_devices
+from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, worst
+from pretraining.doctor.folders import (
+    BYTES_ELSEWHERE,
+    BYTES_ON_GPU_MACHINES,
+    ProbedFolder,
+    judge_data,
+    look_at_run_folder,
+    manifest_of,
+    measure_disk,
+    token_of_all,
+)
+from pretraining.doctor.layers import examine_layers
+from pretraining.doctor.messages import measure_messages
+from pretraining.doctor.pairs import bound_address, meet_in_pairs
+from pretraining.doctor.roll_call import FAILED, SILENT, WAITS, RollCall, Stuck, named, one_line
+from pretraining.planning.gpus import known_gpu
+from pretraining.planning.quantities import several
+from pretraining.planning.run_plan import build_run_plan
+from pretraining.recipe import Recipe
+from pretraining.refusals import load_run
+from pretraining.run_dir import REPOSITORY
+from pretraining.training.ranks import device_name, join_ranks, leave_ranks, prepare_rank
+
+ARRIVAL_SECONDS = 60.0
+"""From the first rank's imports to the last one's: a cold network folder takes that long to import torch from."""
+ALL_SECONDS = 175.0
+"""Of the whole examination; steps for which there is no time left are reported as left out."""
+LAYERS_SECONDS = 60.0
+STEP_SECONDS = 20.0
+"""Of what takes a second on a healthy cluster."""
+DESCRIBE_SECONDS = 60.0
+"""Eight ranks begin with CUDA at once, and ask git on a network folder."""
+JOIN_SECONDS = 60.0
+"""NCCL makes its first group of hundreds of ranks within this."""
+
+
+def examine_cluster(options: Namespace) -> list[Finding]:
+    """Examine the ranks that a launcher started, together; every rank calls it, rank 0 has all findings.
+
+    Progress goes to stderr from rank 0, and what libraries print goes there from all ranks.
+
+    Raises:
+        UserError: the recipe is wrong, or rank 0 cannot be reached.
+    """
+    recipe, ds_config = None, None
+    if getattr(options, "recipe", None):
+        overrides, deepspeed = getattr(options, "set", None) or (), getattr(options, "deepspeed", None)
+        recipe, ds_config = load_run(options.recipe, overrides, deepspeed, world_size_here())
+    with _printed_to_stderr():
+        return Examination(recipe, ds_config, options).run()
+
+
+def end_rank(code: int) -> None:
+    """End this process at once: a thread may hang inside a library, and would keep an orderly end waiting for ever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class Examination:
+    """One rank's part of it."""
+
+    def __init__(self, recipe: Recipe | None, ds_config: dict | None, options: Namespace):
+        self.recipe, self.ds_config = recipe, ds_config
+        default = REPOSITORY / "runs" / (recipe.name if recipe else "")
+        self.run_folder = Path(getattr(options, "output_dir", None) or default)
+        self.data_dir = getattr(options, "data_dir", None) or REPOSITORY / "data"
+        self.rank, self.size = int(os.environ["RANK"]), world_size_here()
+        self.on_gpu, self.gpu = torch.cuda.is_available(), None
+        self.findings: list[Finding] = []
+        self.began = time.monotonic()
+
+    def run(self) -> list[Finding]:
+        """All steps; findings are complete on rank 0."""
+        self._say(f"waiting for {several(self.size, 'rank')}")
+        self.call = RollCall(self.rank, self.size, ARRIVAL_SECONDS)
+        gone = self.call.missing
+        if gone:
+            self.findings.append(self._never_came())
+        else:
+            try:
+                self._examine()
+            except Stuck as stuck:
+                self._add_stuck(stuck)
+                gone = [rank for rank, answer in enumerate(stuck.answers) if answer.state == SILENT]
+        self.call.part(gone)
+        return self.findings
+
+    def _examine(self) -> None:
+        described = self._gathered("versions, variables, devices", self._describe, DESCRIBE_SECONDS)
+        if described is not None:
+            self.findings += compare_ranks(self.call, described)
+        found = self._gathered("clocks", ClockQuestion(self.call).ask_or_answer)
+        if found is not None:
+            self.findings += judge_clocks(self.call, found)
+        self._in_folders()
+        self._between_ranks()
+
+    def _in_folders(self) -> None:
+        with self._probed_folder() as probed:
+            looked = self._attempt("shared folders", lambda: look_at_run_folder(self.call, probed))
+            if worst(looked) == FINE:
+                self._attempt("disk of all ranks", lambda: self._disk(probed))
+        if self.recipe is None:
+            return
+        name = self.recipe.data["name"]
+        digests = self._gathered("shared data", lambda: manifest_of(self.data_dir, name))
+        if digests is not None:
+            self.findings += judge_data(self.call, self.data_dir, name, digests)
+
+    def _between_ranks(self) -> None:
+        """What needs ranks that meet, and then a process group of all of them."""
+        address = bound_address()
+        self.findings += self._loopback(address)
+        met = self._attempt(
+            "pairs of ranks", lambda: meet_in_pairs(self.call, address["address"], self.on_gpu)
+        )
+        if worst(met) == BREAKS:
+            return self._say("the rest is left out: it needs ranks that meet")
+        if self._gathered("process group of all ranks", lambda: join_ranks() and None, JOIN_SECONDS) is None:
+            return
+        self._attempt("messages", lambda: measure_messages(self.call, self.gpu, self.on_gpu))
+        self._attempt("devices", lambda: measure_devices(self.call, self.recipe, self.gpu, self.on_gpu))
+        if self.recipe is not None:
+            self._attempt("the recipe's layers", self._layers)
+        self._gathered("leaving the process group", leave_ranks)
+
+    def _describe(self) -> dict:
+        prepare_rank()
+        self.gpu = known_gpu(device_name()) if self.on_gpu else None
+        return describe_rank(self.on_gpu)
+
+    def _loopback(self, address: dict) -> list[Finding]:
+        """A host whose own name means the loopback cannot be reached by the others, though NCCL may work."""
+        bound = self.call.gather("addresses", address)
+        if len(self.call.nodes) == 1:
+            return []
+        return [
+            Finding(
+                "address",
+                BREAKS,
+                f"{self.call.hosts[node[0]]} listens at {bound[node[0]]['address']}, which only itself can reach: "
+                "its own name means the loopback",
+                f"set GLOO_SOCKET_IFNAME={bound[node[0]]['interface'] or 'eth0'} on every node, or mend /etc/hosts",
+                str(self.call.ranks[node[0]]),
+            )
+            for node in self.call.nodes
+            if bound[node[0]]["loopback"]
+        ]
+
+    def _disk(self, probed: ProbedFolder) -> list[Finding]:
+        size = BYTES_ON_GPU_MACHINES if self.on_gpu else BYTES_ELSEWHERE
+        plan = build_run_plan(self.recipe, self.ds_config, self.size) if self.recipe else None
+        return measure_disk(self.call, probed, size, plan and plan.checkpoint_bytes)
+
+    def _layers(self) -> list[Finding]:
+        seconds = min(LAYERS_SECONDS, self._left())
+
+        def work() -> list[dict]:
+            found = examine_layers(self.recipe, self.ds_config, self.size, seconds, self._say)
+            return [finding.to_dict() for finding in found]
+
+        answers = self.call.step("the recipe's layers", work, max(1.0, self._left()))
+        errors = [f"{self.call.ranks[rank]}: {each.error}" for rank, each in enumerate(answers) if each.error]
+        if errors:
+            raise RuntimeError(errors[0])
+        return [Finding(**fields) for fields in answers[0].value]
+
+    def _attempt(self, name: str, examine: Callable[[], list[Finding]]) -> list[Finding]:
+        """The findings of a step, added to all; an error is a finding too."""
+        self._say(name)
+        if self._left() <= 0:
+            remedy = "see what took so long in the lines above"
+            found = [Finding(name, COSTS, "left out: the time was over", remedy)]
+        else:
+            try:
+                found = examine()
+            except (RuntimeError, OSError) as error:
+                found = [_failure(name, one_line(error))]
+        self.findings += found
+        return found
+
+    def _gathered(self, name: str, work: Callable[[], object], seconds: float = STEP_SECONDS) -> list | None:
+        """What the work returned on every rank; None, and a finding for each rank that failed, if one did."""
+        self._say(name)
+        answers = self.call.step(name, work, seconds)
+        failed = [rank for rank, answer in enumerate(answers) if answer.state == FAILED]
+        self.findings += [
+            _failure(name, answers[rank].error, str(self.call.ranks[rank])) for rank in failed[:8]
+        ]
+        return None if failed else [answer.value for answer in answers]
+
+    @contextmanager
+    def _probed_folder(self) -> Iterator[ProbedFolder]:
+        probed = ProbedFolder(self.run_folder, self.rank, token_of_all(self.call))
+        try:
+            yield probed
+        finally:
+            probed.clear()
+
+    def _left(self) -> float:
+        """Seconds; asked at the same places by all ranks, whose steps end together, so that they answer alike."""
+        return self.call.agreed_seconds_left(self.began + ALL_SECONDS)
+
+    def _never_came(self) -> Finding:
+        missing, came = self.call.missing, [rank for rank in self.call.ranks if rank is not None]
+        hosts = ", ".join(sorted({rank.host for rank in came}))
+        message = (
+            f"{several(len(missing), 'rank')} of {self.size} never came within {ARRIVAL_SECONDS:.0f} s: "
+            f"{_numbers(missing)}; there are ranks on {hosts}"
+        )
+        remedy = (
+            "see that every node was started, with the same --master_addr and port, and what its log says"
+        )
+        return Finding(
+            "arrival", BREAKS, message, remedy, f"rank{'s' * (len(missing) > 1)} {_numbers(missing)}"
+        )
+
+    def _add_stuck(self, stuck: Stuck) -> None:
+        """The cause first: a rank that failed, else one that is gone, else all that wait for each other."""
+        silent, failed, waits = (
+            named(self.call.ranks, [rank for rank, each in enumerate(stuck.answers) if each.state == state])
+            for state in (SILENT, FAILED, WAITS)
+        )
+        waiting = f"; {waits} waited {stuck.seconds:.0f} s for it" if waits else ""
+        if failed:
+            error = next(answer.error for answer in stuck.answers if answer.state == FAILED)
+            message, where = f"{failed} failed ({error}){waiting}", failed
+            remedy = "mend what the error says; the other ranks wait for this one"
+        elif silent:
+            message, where = f"{silent} stopped answering{waiting}", silent
+            remedy = "look at that process and its host: stopped, out of memory, or its network is gone"
+        else:
+            message, where = f"hangs on {waits} (for {stuck.seconds:.0f} s)", waits
+            remedy = (
+                "NCCL_DEBUG=INFO says where; try NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1, NCCL_P2P_DISABLE=1"
+            )
+        self.findings.append(Finding(stuck.step, BREAKS, message, remedy, where))
+        if self.rank == 1 and stuck.answers[0].state == SILENT:  # nobody else would report it
+            print(as_lines(self.findings[-1:]), file=sys.stderr, flush=True)
+
+    def _say(self, what: str) -> None:
+        if self.rank == 0:
+            print(f"doctor: {time.monotonic() - self.began:5.1f} s: {what}", file=sys.stderr, flush=True)
+
+
+def _failure(name: str, error: str, where: str = "") -> Finding:
+    what, _, remedy = error.partition("; ")
+    return Finding(name, BREAKS, what, remedy, where)
+
+
+def _numbers(ranks: list[int]) -> str:
+    """`3, 8 to 15`."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+@contextmanager
+def _printed_to_stderr() -> Iterator[None]:
+    """Keep stdout for the answer: libraries print there, some from C++."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -1,0 +1,285 @@
+"""What each rank's device does by itself, all at once: products of the recipe's shapes, copies to and from the host."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from pretraining.doctor.findings import COSTS, FINE, Finding
+from pretraining.doctor.roll_call import RollCall, named
+from pretraining.planning.gpus import Gpu
+from pretraining.planning.quantities import num_bytes, several, short
+from pretraining.planning.stand_in import shape_of
+from pretraining.planning.step_time import precision_of_products
+from pretraining.recipe import Recipe
+
+SLOW_RANK = 0.9
+"""GPUs of one kind differ by a few percent; a rank 10 % below the median holds all others up by as much."""
+SLOW_PROCESSOR = 0.5
+"""Processes share the cores of a processor with whatever runs there: only half of the median counts."""
+HALF_OF_THE_PEAK = 0.5
+"""Wide products reach 0.6 to 0.8 of the dense peak; below half the GPU is throttled, shared, or in a slow mode."""
+WIDE = 2048
+"""Products of narrower models do not fill a GPU: what they reach says nothing about it."""
+HALF_OF_THE_BUS = 0.5
+"""Pinned copies reach 0.8 of PCIe; half means fewer lanes, or an older generation than the table's."""
+WARM_SECONDS, SAMPLE_SECONDS = 2.0, 0.3
+"""Clocks fall to what power and cooling allow within a second or two."""
+SAMPLES = 5
+PROCESSOR_FLOPS = 2e8
+"""Of one product on a processor: some milliseconds."""
+COPY_BYTES, COPY_BYTES_ELSEWHERE = 256 << 20, 32 << 20
+DEVICE_SECONDS = 30.0
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Products:
+    """The products that are measured: of a layer's feed-forward part."""
+
+    name: str
+    tokens: int
+    width: int
+    inner: int
+    precision: str
+
+
+NO_RECIPE = Products("a model of 7 billion parameters", 16_384, 4096, 14_336, "bf16")
+
+
+def products_of(recipe: Recipe | None, on_gpu: bool) -> Products:
+    """Those of a micro-batch of the recipe; on a processor of few tokens, in fp32."""
+    products = NO_RECIPE
+    if recipe is not None:
+        tokens, precision = recipe.micro_batch * recipe.sequence_length, precision_of_products(recipe)
+        products = Products(recipe.name, tokens, *widths_of(recipe), precision)
+    if on_gpu:
+        return products
+    few = max(16, int(PROCESSOR_FLOPS / (4 * products.width * products.inner)))
+    return replace(products, tokens=min(products.tokens, few), precision="fp32")
+
+
+def measure_devices(call: RollCall, recipe: Recipe | None, gpu: Gpu | None, on_gpu: bool) -> list[Finding]:
+    """Rates of products, of copies on GPUs, and of the host's memory; slow ranks by name."""
+    products = products_of(recipe, on_gpu)
+    work = Devices(products, on_gpu)
+    answers = call.step("products and copies", work.measure, DEVICE_SECONDS)
+    errors = [f"{call.ranks[rank]}: {answer.error}" for rank, answer in enumerate(answers) if answer.error]
+    if errors:
+        raise RuntimeError(errors[0])
+    found = [answer.value for answer in answers]
+    findings = _products(call, products, gpu, on_gpu, found)
+    if on_gpu:
+        findings += _copies(call, gpu, found)
+    rates = [each["host_memory_bytes_per_second"] for each in found]
+    slowest, together = min(rates), sum(rates)
+    message = f"copies run at {num_bytes(together)}/s in all, {num_bytes(slowest)}/s on the slowest rank"
+    values = {"host_memory_bytes_per_second": together, "slowest_host_memory_bytes_per_second": slowest}
+    return [*findings, Finding("copies in host memory", FINE, message, values=values)]
+
+
+class Devices:
+    """One rank's measurements."""
+
+    def __init__(self, products: Products, on_gpu: bool):
+        self.products, self.on_gpu = products, on_gpu
+        self.device = "cuda" if on_gpu else "cpu"
+
+    def measure(self) -> dict:
+        """{"flops_per_second", "state" of the GPU under load, and rates of copies}."""
+        flops, multiply = self._products()
+        rate, state = self._rate(flops, multiply)
+        copies = self._copies() if self.on_gpu else {}
+        return {
+            "flops_per_second": rate,
+            "state": state,
+            **copies,
+            "host_memory_bytes_per_second": self._host(),
+        }
+
+    def _products(self) -> tuple[float, Callable[[], None]]:
+        """FLOPs of one round, and the round: into the feed-forward part of a layer and back."""
+        tokens, width, inner = self.products.tokens, self.products.width, self.products.inner
+        make = {"dtype": DTYPES[self.products.precision], "device": self.device}
+        hidden, up, down = (
+            torch.randn(*shape, **make) for shape in ((tokens, width), (width, inner), (inner, width))
+        )
+
+        def multiply() -> None:
+            (hidden @ up) @ down
+
+        return 4.0 * tokens * width * inner, multiply
+
+    def _rate(self, flops: float, multiply: Callable[[], None]) -> tuple[float, dict]:
+        """The best of some samples, so that what else ran for a moment does not count; the GPU's state meanwhile."""
+        warm, sample = (WARM_SECONDS, SAMPLE_SECONDS) if self.on_gpu else (0.1, 0.05)
+        self._rounds(multiply, warm)
+        done, seconds = max(
+            (self._rounds(multiply, sample) for _ in range(SAMPLES)), key=lambda each: each[0] / each[1]
+        )
+        multiply()
+        state = gpu_state() if self.on_gpu else {}
+        return flops * done / seconds, state
+
+    def _rounds(self, multiply: Callable[[], None], seconds: float) -> tuple[int, float]:
+        """(rounds, seconds they took): as many as fit, the device waited for in between, seldom."""
+        done, began = 0, time.perf_counter()
+        while (passed := time.perf_counter() - began) < seconds:
+            for _ in range(8 if self.on_gpu else 1):
+                multiply()
+                done += 1
+            self._finish()
+        return done, passed
+
+    def _copies(self) -> dict[str, float]:
+        here = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+        return {
+            "to_device_bytes_per_second": self._copy_rate(there, here),
+            "from_device_bytes_per_second": self._copy_rate(here, there),
+        }
+
+    def _host(self) -> float:
+        """Bytes read and written per second."""
+        size = COPY_BYTES if self.on_gpu else COPY_BYTES_ELSEWHERE
+        source, target = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        return 2 * self._copy_rate(target, source)
+
+    def _copy_rate(self, target: torch.Tensor, source: torch.Tensor) -> float:
+        best = float("inf")
+        for _ in range(4):
+            self._finish()
+            began = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            self._finish()
+            best = min(best, time.perf_counter() - began)
+        return source.numel() / best
+
+    def _finish(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+
+def widths_of(recipe: Recipe) -> tuple[int, int]:
+    """(width of the model, inner width of its feed-forward part or of one expert)."""
+    shape = shape_of(recipe.model)
+    if shape["model_type"] == "gpt2":
+        return shape["n_embd"], shape["n_inner"] or 4 * shape["n_embd"]
+    return shape["hidden_size"], shape.get("moe_intermediate_size") or shape["intermediate_size"]
+
+
+def gpu_state() -> dict:
+    """{"clock_hz", "temperature_celsius", "watts", "held_back_by"} of this rank's GPU, as NVML says.
+
+    What it does not say is left out: all of it if nvidia-ml-py is not installed.
+    """
+    state: dict = {}
+    asked: dict[str, Callable[[], object]] = {
+        "clock_hz": lambda: 1_000_000 * torch.cuda.clock_rate(),
+        "temperature_celsius": torch.cuda.temperature,
+        "watts": lambda: torch.cuda.power_draw() / 1000,
+        "held_back_by": _held_back_by,
+    }
+    for name, ask in asked.items():
+        try:
+            state[name] = ask()
+        except Exception:  # not installed, or NVML refuses in its own way (MIG, virtual GPUs)
+            continue
+    return state
+
+
+def _held_back_by() -> list[str]:
+    """Why the clock is lower than it could be, in NVML's words."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    unique = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(
+        pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{unique}")
+    )
+    names = {
+        "the power limit": pynvml.nvmlClocksThrottleReasonSwPowerCap,
+        "heat (driver)": pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
+        "heat (hardware)": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
+        "the power supply": pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
+        "clocks set by an administrator": pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting,
+    }
+    return [name for name, bit in names.items() if reasons & bit]
+
+
+def state_in_words(state: dict) -> str:
+    """`1,410 MHz, 83 C, 690 W, held back by heat (driver)`, or an empty string."""
+    words = []
+    if "clock_hz" in state:
+        words.append(f"{state['clock_hz'] / 1e6:,.0f} MHz")
+    if "temperature_celsius" in state:
+        words.append(f"{state['temperature_celsius']} C")
+    if "watts" in state:
+        words.append(f"{state['watts']:.0f} W")
+    if state.get("held_back_by"):
+        words.append(f"held back by {' and '.join(state['held_back_by'])}")
+    return ", ".join(words)
+
+
+def slow_ranks(rates: list[float], share: float) -> list[int]:
+    """Ranks below this share of the median; of two ranks the faster one is the median."""
+    median = statistics.median_high(rates)
+    return [rank for rank, rate in enumerate(rates) if rate < share * median]
+
+
+def _products(
+    call: RollCall, products: Products, gpu: Gpu | None, on_gpu: bool, found: list[dict]
+) -> list[Finding]:
+    rates = [each["flops_per_second"] for each in found]
+    median, slowest = statistics.median_high(rates), min(rates)
+    precision = products.precision
+    kept = "product_flops" if on_gpu and precision in ("bf16", "fp16") else f"{precision}_product_flops"
+    values = {kept: median, f"slowest_{kept}": slowest}
+    message = f"{precision} products of {products.name}'s widths: {short(median)}FLOP/s a rank (median)"
+    verdict, remedy = FINE, ""
+    if gpu is not None and precision in gpu.dense_peak_flops:
+        share = median / gpu.peak_flops(precision)
+        values["share_of_peak"] = share
+        message += f", {share:.0%} of {gpu.name}'s dense peak"
+        if share < HALF_OF_THE_PEAK and products.width >= WIDE:
+            verdict = COSTS
+            remedy = "look for other processes, the power limit and heat: nvidia-smi -q -d PERFORMANCE"
+    findings = [Finding("products", verdict, message, remedy, values=values)]
+    for rank in slow_ranks(rates, SLOW_RANK if on_gpu else SLOW_PROCESSOR):
+        state = state_in_words(found[rank]["state"])
+        message = f"{short(rates[rank])}FLOP/s, {1 - rates[rank] / median:.0%} below the median"
+        message += f" ({state})" if state else ""
+        remedy = "all ranks wait for it: look for other processes there, heat, and a power limit; or leave the node out"
+        values = {"flops_per_second": rates[rank], **found[rank]["state"]}
+        findings.append(Finding("slow rank", COSTS, message, remedy, str(call.ranks[rank]), values))
+    return findings
+
+
+def _copies(call: RollCall, gpu: Gpu | None, found: list[dict]) -> list[Finding]:
+    """Both ways, of all ranks at once, since they share the bus."""
+    findings = []
+    for way, words in (("to", "from host memory to the GPU"), ("from", "from the GPU to host memory")):
+        key = f"{way}_device_bytes_per_second"
+        rates = [each[key] for each in found]
+        median, slowest = statistics.median_high(rates), min(rates)
+        values = {key: median, f"slowest_{key}": slowest}
+        message = f"{words}: {num_bytes(median)}/s a rank, {num_bytes(slowest)}/s the slowest"
+        where, verdict, remedy = "", FINE, ""
+        slow = slow_ranks(rates, HALF_OF_THE_BUS)
+        if slow:
+            where, verdict = named(call.ranks, slow), COSTS
+            remedy = "bind the rank to its GPU's socket (numactl), and see lanes: nvidia-smi -q | grep -A8 'Link Width'"
+        if gpu is not None:
+            message += f", {median / gpu.pcie_bytes_per_second:.0%} of {gpu.name}'s bus"
+            if median < HALF_OF_THE_BUS * gpu.pcie_bytes_per_second:
+                verdict = COSTS
+                remedy = (
+                    remedy
+                    or "offloading and saving wait for it: nvidia-smi -q shows the link's width and generation"
+                )
+        findings.append(
+            Finding("copies", verdict, f"{several(call.size, 'rank')} {message}", remedy, where, values)
+        )
+    return findings

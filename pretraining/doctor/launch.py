@@ -1,0 +1,170 @@
+"""The run that is to start on this machine: its recipe, its ranks, its folders, and whether its plan fits here."""
+
+import os
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pretraining.command_line import ranks_here, world_size_here
+from pretraining.data.manifest import read_manifest
+from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
+from pretraining.doctor.gpus import Gpus
+from pretraining.ds_config import optimizer_device, parameter_device
+from pretraining.errors import UserError
+from pretraining.host import host_memory_bytes
+from pretraining.planning.findings import Found
+from pretraining.planning.forecast import forecast
+from pretraining.planning.gate import check_plan
+from pretraining.planning.memory.need import MemoryNeed, memory_need
+from pretraining.planning.quantities import num_bytes, several
+from pretraining.planning.run_plan import RunPlan, build_run_plan
+from pretraining.planning.step_time import precision_of_products
+from pretraining.planning.workload import workload_of_recipe
+from pretraining.recipe import Recipe
+from pretraining.refusals import load_run
+from pretraining.run_dir import RunDir
+from pretraining.schema import REPOSITORY
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the checks of a machine must know of a run."""
+
+    gpus: Gpus
+    world_size: int
+    """Of the whole run."""
+    ranks_here: int
+    """On this machine."""
+    run_folder: Path
+    data_dir: Path | str
+    """A folder, or an address that fsspec understands."""
+    recipe: Recipe | None = None
+    """None if no recipe was named, or it is refused."""
+    ds_config: dict | None = None
+    plan: RunPlan | None = None
+    need: MemoryNeed | None = None
+
+    @property
+    def trains_on_gpus(self) -> bool:
+        """Whether there is a GPU."""
+        return bool(self.gpus.found)
+
+    @property
+    def several_machines(self) -> bool:
+        """Whether some of its ranks run elsewhere."""
+        return self.world_size > self.ranks_here
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run has begun already."""
+        return RunDir(self.run_folder).recipe.exists()
+
+    @property
+    def workers(self) -> int:
+        """Processes that read data for one rank."""
+        return int(self.recipe.training.get("dataloader_num_workers", 0)) if self.recipe else 0
+
+    @property
+    def offloads(self) -> set[str]:
+        """Where offloaded states go: "cpu", "nvme", both or none."""
+        return {optimizer_device(self.ds_config), parameter_device(self.ds_config)} - {"gpu"}
+
+    @property
+    def data_folder(self) -> Path | None:
+        """Where prepared data lies or will lie; None for an address, or without a recipe."""
+        if self.recipe is None or isinstance(self.data_dir, str):
+            return None
+        return self.data_dir / self.recipe.data["name"]
+
+    @property
+    def data_is_prepared(self) -> bool:
+        """Whether the data needs no source any more."""
+        try:
+            return isinstance(self.data_dir, str) or bool(
+                self.data_folder and read_manifest(self.data_folder)
+            )
+        except UserError:  # it is damaged, as the check of the data says
+            return True
+
+    @property
+    def save_seconds(self) -> float | None:
+        """Seconds of training between two checkpoints; None if the speed of this machine is not known."""
+        gpu = self.gpus.known
+        if self.recipe is None or gpu is None:
+            return None
+        if precision_of_products(self.recipe) not in gpu.dense_peak_flops:
+            return None
+        step = forecast(workload_of_recipe(self.recipe, self.ds_config), gpu, self.world_size).step
+        return step.checkpoints.every_seconds if step.checkpoints else None
+
+
+def plan_launch(options: Namespace, gpus: Gpus) -> tuple[Launch, list[Finding]]:
+    """The run that the options describe, and what its recipe is refused for.
+
+    Its ranks are those of the launcher, of --world_size, or one for each GPU.
+    """
+    launched = "WORLD_SIZE" in os.environ
+    world_size = options.world_size or (world_size_here() if launched else len(gpus.found) or 1)
+    here = ranks_here() if launched else min(world_size, len(gpus.found) or world_size)
+    run_folder = options.output_dir or REPOSITORY / "runs"
+    launch = Launch(gpus, world_size, here, run_folder, options.data_dir)
+    if options.recipe is None:
+        return launch, []
+    try:
+        recipe, ds_config = load_run(options.recipe, options.set, options.deepspeed, world_size)
+        plan = build_run_plan(recipe, ds_config, world_size)
+        need = memory_need(recipe, ds_config, world_size)
+    except UserError as error:
+        return launch, [Finding.of_error("recipe", error)]
+    run_folder = options.output_dir or run_folder / recipe.name
+    known = {"recipe": recipe, "ds_config": ds_config, "plan": plan, "need": need}
+    return replace(launch, run_folder=run_folder, **known), []
+
+
+def check_fit(launch: Launch) -> list[Finding]:
+    """The plan of the run against the GPUs and the host memory found here.
+
+    The disk is judged where its folder is (`disks`).
+    """
+    found, recipe = _found(launch), launch.recipe
+    if recipe is None:
+        return []
+    verdict = check_plan(recipe, launch.ds_config, launch.world_size, found)
+    findings = [Finding("plan", BREAKS, each.what, each.remedy) for each in verdict.refusals]
+    findings = findings or [Finding("plan", FINE, _fits(launch, found))]
+    findings += _crowded(launch)
+    return findings + [Finding("plan", COSTS, each.what, each.remedy) for each in verdict.warnings]
+
+
+def _found(launch: Launch) -> Found:
+    gpus = launch.gpus
+    capability = min((gpu.capability or 0 for gpu in gpus.found), default=0)
+    return Found(
+        gpu_memory_bytes=gpus.memory_bytes,
+        gpu=gpus.known,
+        has_bf16=capability >= 8 if capability else None,  # from Ampere on
+        host_memory_bytes=host_memory_bytes(),
+        ranks_per_host=launch.ranks_here,
+        trains_on_processor=not gpus.found,
+        continues=launch.continues,
+    )
+
+
+def _crowded(launch: Launch) -> list[Finding]:
+    """GPUs that are large enough, if others did not hold a part of them."""
+    needed = launch.need.total
+    full = [gpu for gpu in launch.gpus.found if needed <= gpu.memory_bytes < needed + gpu.used_bytes]
+    if not full:
+        return []
+    left = min(gpu.memory_bytes - gpu.used_bytes for gpu in full)
+    what = f"{num_bytes(left)} are left of a GPU's memory, {launch.recipe.name} needs {num_bytes(needed)}"
+    return [Finding("plan", BREAKS, what, "end the processes that hold the rest (nvidia-smi lists them)")]
+
+
+def _fits(launch: Launch, found: Found) -> str:
+    need, ranks = launch.need, several(launch.world_size, "GPU" if launch.trains_on_gpus else "rank")
+    title = f"{launch.recipe.name} with {launch.recipe.deepspeed or 'plain data parallel'} fits {ranks}"
+    if not launch.trains_on_gpus:
+        return f"{title}: {num_bytes(need.on_processor)} of memory each, beyond its libraries"
+    share = need.total / found.gpu_memory_bytes
+    return f"{title}: {num_bytes(need.total)} of {num_bytes(found.gpu_memory_bytes)} each ({share:.0%})"

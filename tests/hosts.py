@@ -1,0 +1,89 @@
+"""Machines of their own on this one: each has its network, its name, and what else is mounted there. Needs root."""
+
+import ctypes
+import hashlib
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+NEW_MOUNTS, NEW_NAMES, NEW_NETWORK = 0x00020000, 0x04000000, 0x40000000
+BIND, PRIVATE = 0x1000, 0x4000 | 0x40000
+"""Flags of clone(2) and mount(2)."""
+
+
+class Hosts:
+    """Network namespaces on one bridge, each with a host name and /etc/hosts of its own; a process enters one."""
+
+    def __init__(self, folder: Path, names: list[str]):
+        self.names, self.table = names, folder / "hosts"
+        digest = hashlib.blake2b(str(folder).encode(), digest_size=3)  # the same in every process of a test
+        self.mark, self.subnet = f"d{digest.hexdigest()}", f"10.{digest.digest()[0]}.{digest.digest()[1]}"
+        lines = [f"{self.address(name)} {name}" for name in names]
+        self.table.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+
+    def address(self, name: str) -> str:
+        return f"{self.subnet}.{self.names.index(name) + 1}"
+
+    def space(self, name: str) -> str:
+        return f"{self.mark}{name}"
+
+    def enter(self, name: str, mounts: dict[Path, Path]) -> None:
+        """Move this process there; `mounts` are {folder: what lies there instead}. It must have one thread."""
+        with Path("/run/netns", self.space(name)).open() as network:
+            _system("setns", network.fileno(), NEW_NETWORK)
+        _system("unshare", NEW_NAMES | NEW_MOUNTS)
+        socket.sethostname(name)
+        _system("mount", b"none", b"/", None, PRIVATE, None)
+        for place, source in {Path("/etc/hosts"): self.table, **mounts}.items():
+            _system("mount", os.fsencode(source), os.fsencode(place), None, BIND, None)
+
+    def cut(self, one: str, other: str) -> None:
+        """No packet reaches `other` from `one` any more."""
+        _ip("-n", self.space(one), "route", "add", "blackhole", f"{self.address(other)}/32")
+
+    def build(self) -> None:
+        bridge = f"{self.mark}b"
+        _ip("link", "add", bridge, "type", "bridge")
+        _ip("link", "set", bridge, "up")
+        for number, name in enumerate(self.names):
+            space, link = self.space(name), f"{self.mark}v{number}"
+            _ip("netns", "add", space)
+            _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
+            _ip("link", "set", link, "master", bridge, "up")
+            _ip("-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
+            for device in ("eth0", "lo"):
+                _ip("-n", space, "link", "set", device, "up")
+
+    def remove(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", self.space(name)], capture_output=True)
+        subprocess.run(["ip", "link", "del", f"{self.mark}b"], capture_output=True)
+
+
+@contextmanager
+def hosts(folder: Path, *names: str) -> Iterator[Hosts | None]:
+    """The hosts of these names; None if this system does not let us make them."""
+    made = Hosts(folder, list(names))
+    try:
+        try:
+            made.build()
+            able = True
+        except (OSError, subprocess.CalledProcessError):
+            able = False
+        yield made if able else None
+    finally:
+        made.remove()
+
+
+def _system(call: str, *arguments) -> None:
+    """A call of the C library that Python 3.11 has no name for."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if getattr(library, call)(*arguments):
+        raise OSError(ctypes.get_errno(), call)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)

@@ -1,0 +1,155 @@
+"""The plan's utilization is a ceiling that was counted: products, attention and bytes of the real model's kernels."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pretraining.planning.gpus import find_gpu
+from pretraining.planning.roofline import ceiling, layer_mode, recipe_utilization
+from pretraining.planning.step_time import precision_of_products, step_time
+from pretraining.planning.tables import table
+from pretraining.recipe import recipe_names
+from pretraining.refusals import load_run
+from tests.runs import REPOSITORY
+
+H200 = find_gpu("H200")
+
+
+def planned(name: str, *changes: str, world_size: int = 8, gpu=H200, deepspeed: str | None = None):
+    recipe, ds_config = load_run(name, list(changes), deepspeed, world_size)
+    return ceiling(recipe, ds_config, world_size, gpu, precision_of_products(recipe))
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("124m", 0.50), ("1.5b", 0.60), ("7b", 0.50), ("moe-1.5b", 0.35)]
+)
+def test_a_shipped_recipe_can_reach_this_share_of_an_h200(name, least):
+    """As shipped, on eight GPUs, with whatever the step sends."""
+    recipe, ds_config = load_run(name, [], None, 8)
+    found = ceiling(recipe, ds_config, 8, H200, "bf16")
+    time = step_time(recipe, ds_config, 8, H200)
+    assert found.mfu >= least
+    assert found.mfu * time.compute_seconds / time.seconds >= least
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_has_a_ceiling_below_what_products_sustain(name):
+    """No plan promises more than the share of the peak that products alone reach."""
+    recipe, ds_config = load_run(name, [], None, None)
+    for gpu in (H200, find_gpu("A100-80GB")):
+        precision = precision_of_products(recipe)
+        found = recipe_utilization(recipe, ds_config, 1, gpu, precision)
+        assert found.assumed and "counted" in found.source
+        assert 0.02 < found.mfu < 1.1 * table("rates")["sustained"]["products"].get(gpu.architecture)["value"]
+
+
+@pytest.mark.parametrize(
+    "slower",
+    [
+        ("speed.compile=none",),
+        ("model.activation_function=gelu_new", "speed.compile=none"),
+        ("loss.compile=false",),
+        ("loss.kind=plain",),
+        ("training.per_device_train_batch_size=2",),
+    ],
+    ids=" ".join,
+)
+def test_what_costs_kernels_lowers_the_ceiling(slower):
+    """The plan tells a user what a choice costs before he pays for it."""
+    assert planned("124m", *slower).mfu < planned("124m").mfu
+
+
+def test_recomputed_layers_lower_the_ceiling():
+    """The forward pass that is done twice takes its products, its attention and its bytes once more."""
+    once, twice = (planned("7b", f"training.activation_checkpointing={again}") for again in ("false", "true"))
+    assert twice.mfu < once.mfu
+    assert once.seconds["recomputation"] == 0 < twice.seconds["recomputation"]
+    assert twice.mfu_without_recomputation == pytest.approx(once.mfu)
+
+
+def in_process(program: str) -> dict:
+    """The JSON that a program prints whose modules are those of benchmarks/."""
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, 'benchmarks')\n{program}"]
+    finished = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict:
+    """Counts of this machine's libraries, beside the table's."""
+    return in_process(
+        "import json, record, roofline\n"
+        "found = {mode: roofline.layer_factors('gpt2', how) for mode, how in roofline.MODES.items()}\n"
+        "loss = roofline.loss_factors()\n"
+        "from types import SimpleNamespace\n"
+        "asked = dict(recipe='124m', deepspeed=None, gpu='H200', world_size=8, set=[], compile=None, top=3)\n"
+        "print(json.dumps({'gpt2': found, 'loss': loss, 'whole': roofline.ceiling_of(SimpleNamespace(**asked))}))"
+    )
+
+
+def test_the_table_is_what_the_installed_libraries_launch(counted):
+    """tables/kernels.json is counted, not believed: a new torch or transformers that moves more bytes fails here."""
+    kept = table("kernels")
+    assert counted["gpt2"] == kept["layers"]["gpt2"]
+    assert counted["loss"] == kept["loss"]
+
+
+def test_the_plan_has_the_ceiling_of_the_counted_recipe(counted):
+    """The plan's formula against the whole model, loss and engine, run at full size on tensors without storage."""
+    whole = counted["whole"]
+    assert whole["mfu_ceiling"] == pytest.approx(whole["planned_mfu_ceiling"], rel=0.03)
+    assert whole["planned_mfu_ceiling"] == pytest.approx(planned("124m").mfu, abs=1e-4)
+
+
+def test_kernels_are_counted_as_they_are_launched():
+    """FLOPs and bytes of operations whose counts are known; views launch nothing; a compiled chain is one kernel."""
+    found = in_process(
+        """
+import json, torch
+from kernels import ATTENTION, OTHER, PRODUCT, Kernels, counting_compiler, stand_in_tensors
+import torch.nn.functional as F
+kernels = Kernels()
+def work(kind):
+    total = kernels.sum(kind=kind)
+    return [total.launches, total.flops, total.bytes]
+found = {}
+with stand_in_tensors(), counting_compiler(kernels):
+    a, b = torch.empty(8, 16, dtype=torch.bfloat16), torch.empty(16, 4, dtype=torch.bfloat16)
+    cases = {
+        "product": lambda: a @ b,
+        "view": lambda: a.t().view(4, 32)[:2].unsqueeze(0),
+        "in place": lambda: a.mul_(2),
+        "copy": lambda: a.copy_(torch.empty(8, 16, dtype=torch.bfloat16)),
+        "lookup": lambda: F.embedding(torch.zeros(3, dtype=torch.long), torch.empty(1000, 16, dtype=torch.bfloat16)),
+        "attention": lambda: F.scaled_dot_product_attention(*(torch.empty(1, 2, 64, 16),) * 3, is_causal=True),
+    }
+    chain = lambda x: (x.sin() + 1).cos() * x
+    compiled = torch.compile(chain)
+    compiled(a)
+    for name, run in {**cases, "chain": lambda: chain(a), "compiled chain": lambda: compiled(a)}.items():
+        kernels.work.clear()
+        with kernels:
+            run()
+        found[name] = {kind: work(kind) for kind in (PRODUCT, ATTENTION, OTHER)}
+print(json.dumps(found))
+"""
+    )
+    assert found["product"]["product"][:2] == [1, 2 * 8 * 16 * 4]
+    assert found["view"]["other"] == [0, 0, 0]
+    assert found["in place"]["other"] == [1, 0, 2 * 8 * 16 * 2]
+    assert found["copy"]["other"] == [1, 0, 2 * 8 * 16 * 2]
+    assert found["lookup"]["other"][2] == 3 * 8 + 2 * (3 * 16 * 2)
+    assert found["attention"]["attention"][1] == 2 * 2 * 2 * 64 * 64 * 16 / 2
+    assert found["chain"]["other"][0] == 4 and found["compiled chain"]["other"] == [1, 0, 2 * 8 * 16 * 2]
+
+
+def test_layers_are_taken_as_the_run_would_run_them():
+    """Compiled where `speed.compile: auto` compiles on a GPU, eager where it does not."""
+    modes = {}
+    for changes in ([], ["speed.compile=none"], ["model.resid_pdrop=0.1"]):
+        recipe, ds_config = load_run("124m", changes, None, 1)
+        modes[" ".join(changes)] = layer_mode(recipe, ds_config)
+    assert modes == {"": "compiled", "speed.compile=none": "eager", "model.resid_pdrop=0.1": "eager"}
