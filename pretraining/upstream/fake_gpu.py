@@ -13,7 +13,7 @@ A build of torch without CUDA has no CUDA device that autograd accepts. The meta
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
