@@ -429,6 +429,7 @@ def fake_gpu(world_size: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
         enter(
             torch.autograd.set_multithreading_enabled(False)
         )  # another thread would be outside of the modes
+        enter(torch.compiler.set_stance("force_eager"))  # a compiler would ask the device for its kernels
         enter(_Calls())
         enter(device)
         enter(fake_ranks(rank, world_size, machine.hears, lambda sent, other: machine.object_of(sent, other)))
