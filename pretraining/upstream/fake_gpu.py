@@ -391,8 +391,9 @@ def _answers_forgotten() -> Iterator[None]:
 @contextlib.contextmanager
 def _precision_kept() -> Iterator[None]:
     """TF32, which is set for the whole process."""
-    before = torch.backends.fp32_precision
+    before, products = torch.backends.fp32_precision, torch.get_float32_matmul_precision()
     try:
         yield
     finally:
+        torch.set_float32_matmul_precision(products)
         torch.backends.fp32_precision = before
