@@ -110,15 +110,15 @@ def prepared(speed: dict, options):
 
 def stage_3(recipe, micro_batch: int, device: str) -> dict:
     """A config of ZeRO-3 whose only rank is this process, for models built after it."""
-    import deepspeed
     from model_states import free_port
 
     from pretraining.planning.memory.buffers import block_gathering
     from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
+    from pretraining.training import join_ranks
 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(alone, MASTER_PORT=os.environ.get("MASTER_PORT", str(free_port())))
-    deepspeed.init_distributed()
+    join_ranks()
     ahead = block_gathering({}, layer_numel(parameter_tensors(recipe.model)))
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **ahead}
     bf16 = {"enabled": device == "cuda"}

@@ -73,7 +73,7 @@ SHAPES = {
     "qwen3": dense("qwen3", DENSE),
     "mixtral": [
         section
-        for chosen, widths in ((2, DENSE), (4, DENSE[:2]), (1, DENSE[:1]))
+        for chosen, widths in ((2, DENSE), (4, DENSE[:2]), (3, DENSE[:1]))
         for section in dense("mixtral", widths, num_local_experts=8, num_experts_per_tok=chosen, **ROUTED)
     ],
 }
@@ -101,9 +101,10 @@ def main() -> None:
     )
     parser.add_argument("--top", type=int, default=10, help="kernels to list")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--families", nargs="+", choices=SHAPES, default=list(SHAPES), help="of the table")
     options = parser.parse_args()
     if options.table:
-        return write_table()
+        return write_table(options.families)
     record("roofline", ceiling_of(options), options.keep)
 
 
@@ -182,7 +183,7 @@ def count_pass(recipe, compiles: str, gpu):
     chunk = chunk_length(tokens, vocab_size, logit_bytes(2, compiled), gpu.memory_bytes, own)
     with counted_model(recipe.model, compiles) as (model, kernels):
         if recomputed_one_in(recipe):
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable(every_n_layers=recomputed_one_in(recipe))
         loss = build_loss(model, {**recipe.loss, "chunk_tokens": chunk, "compile": compiled})
         ids = torch.zeros(recipe.micro_batch, recipe.sequence_length, dtype=torch.long)
         num_items = torch.ones(())
@@ -308,16 +309,16 @@ def without_auto(config: dict) -> dict:
     }
 
 
-def write_table() -> None:
-    """Count the factors of tables/kernels.json."""
-    layers: dict[str, dict] = {}
-    for family in SHAPES:
+def write_table(families: list[str]) -> None:
+    """Count the factors of tables/kernels.json: the layers of these families, and all else."""
+    values = json.loads(TABLE.read_text(encoding="utf-8"))
+    layers = values["layers"]
+    for family in families:
         for mode, compiles in MODES.items():
             layers.setdefault(family, {})[mode] = layer_factors(family, compiles)
             print(family, mode, layers[family][mode], file=sys.stderr, flush=True)
-    about = json.loads(TABLE.read_text(encoding="utf-8"))["about"] if TABLE.exists() else []
-    values = {"about": about, "layers": layers, "activations": activation_factors(layers["gpt2"])}
-    values |= {"loss": loss_factors(), "engines": engine_factors()}
+    values |= {"activations": activation_factors(layers["gpt2"]), "loss": loss_factors()}
+    values |= {"engines": engine_factors()}
     TABLE.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 

@@ -150,7 +150,8 @@ def _utilization(
 
 def _time(workload: Workload, gpu: Gpu, num_gpus: int, used: Utilization, precision: str) -> StepTime:
     """What products, messages and offload need by themselves; a given utilization is that of whole steps."""
-    time = step_time(workload.recipe, workload.ds_config, num_gpus, gpu, used.mfu, precision)
+    mfu = None if used.assumed else used.mfu
+    time = step_time(workload.recipe, workload.ds_config, num_gpus, gpu, mfu, precision)
     if used.source != "given":
         return time
     flops = workload.training_flops_per_token * workload.recipe.tokens_per_step

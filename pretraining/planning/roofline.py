@@ -73,6 +73,7 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     backward = width * size.num_layers * layer_bytes(recipe.model, mode, "backward", tokens)
     outside = width * outside_bytes(recipe.model, mode, tokens)
     in_layers = 2 * (size.matmul - size.head) * tokens
+    in_layers -= 2 * size.num_layers * last_product(recipe.model) * tokens  # torch stops once all is there again
     again = recomputed_share(recomputed_one_in(recipe))
     engine = table("kernels")["engines"][str(zero_stage(ds_config))]
     in_step = engine["step"] + engine["step of its share"] / world_size
@@ -162,6 +163,12 @@ def layer_widths(shape: dict, tokens: int) -> dict[str, float]:
         "routed": routed,
         "expert weights": weights,
     }
+
+
+def last_product(model: dict) -> int:
+    """Entries of a layer's last matrix, which a recomputed layer need not multiply again: nothing keeps its result."""
+    widths = layer_widths(shape_of(model), tokens=1)
+    return round(widths["hidden"] * widths.get("inner", widths.get("routed inner", 0)))
 
 
 def outside_bytes(model: dict, mode: str, tokens: int) -> float:

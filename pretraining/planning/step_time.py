@@ -6,7 +6,7 @@ from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
 from pretraining.planning.memory.precision import precision_of
-from pretraining.planning.roofline import recipe_utilization
+from pretraining.planning.roofline import ceiling, recipe_utilization
 from pretraining.planning.sizes import model_size
 from pretraining.planning.tables import table
 from pretraining.planning.throughput import StepTime, predicted_step_seconds
@@ -41,7 +41,7 @@ def step_time(
     """
     accumulation = accumulation_steps(recipe, world_size)
     precision = precision or precision_of_products(recipe)
-    mfu = mfu or recipe_utilization(recipe, ds_config, world_size, gpu, precision).mfu
+    used = None if mfu else recipe_utilization(recipe, ds_config, world_size, gpu, precision)
     time = predicted_step_seconds(
         model_size(recipe.model),
         recipe.sequence_length,
@@ -50,12 +50,15 @@ def step_time(
         gpu,
         stage=zero_stage(ds_config),
         accumulation=accumulation,
-        mfu=mfu,
+        mfu=used.mfu if used else mfu,
         precision=precision,
         recomputed=recomputed_share(recomputed_one_in(recipe)),
         width=precision_of(recipe, ds_config).weights,
         hpz=(ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1),
     )
+    if used and used.assumed:
+        at_best = ceiling(recipe, ds_config, world_size, gpu, precision)
+        time = replace(time, compute_seconds=accumulation * sum(at_best.seconds.values()))
     return replace(
         time,
         offload_seconds=_offload_seconds(recipe, ds_config, world_size, accumulation, gpu),
