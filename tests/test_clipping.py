@@ -1,5 +1,7 @@
 """Clipping by value and adaptive clipping: their papers' formulas, at the stages that can do them."""
 
+import json
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.refusals import load_run
 from pretraining.training import choose_clipping
-from tests.runs import MODELS, SMALL_RECIPE
+from tests.runs import MODELS, SMALL_RECIPE, execute
 from tests.test_muon import built
 
 VALUE = ("optimizer.clip_value=0.0005", "training.max_grad_norm=0")
@@ -90,3 +92,12 @@ def test_the_stage_does_not_change_what_is_clipped_by_value(workshop):
     assert max(abs(a - b) for a, b in zip(plain, sharded, strict=True)) <= 1e-4
     assert SMALL_RECIPE["training"]["max_grad_norm"] > 0
     assert max(abs(a - b) for a, b in zip(plain, workshop.plain().losses, strict=True)) > 1e-3
+
+
+def test_the_norm_that_is_read_once_makes_the_same_steps(tmp_path):
+    """To the last digit at every stage, and a step that is not finite is refused as DeepSpeed refuses it."""
+    finished = execute(["forked", "1", "-m", "tests.norms_read_once", tmp_path / "found"])
+    assert finished.code == 0, finished.output
+    for name, (theirs, ours) in json.loads((tmp_path / "found").read_text()).items():
+        assert ours == theirs, name
+        assert ours[1] == [False, False, True, False], name

@@ -143,7 +143,8 @@ def _first_failing(fails_here: bool, device: torch.device) -> int | None:
     ranks = dist.get_world_size()
     first = torch.tensor(dist.get_rank() if fails_here else ranks, device=device)
     dist.all_reduce(first, dist.ReduceOp.MIN)
-    return first.item() if first < ranks else None
+    number = first.item()
+    return number if number < ranks else None
 
 
 def _device_of(values: tuple) -> torch.device:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from unittest import mock
 
 import accelerate.state
@@ -31,10 +31,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import import_utils
 
+from pretraining.upstream.fake_cuda import GPU, FakeCuda, FakeStream
 from pretraining.upstream.fake_ranks import Collective, fake_ranks, forget_values
 
 aten = torch.ops.aten
-CUDA, GPU = torch.device("cuda"), torch.device("cuda", 0)
+CUDA = torch.device("cuda")
 INNER = torch.device("meta")
 """What torch's C++ takes the device for."""
 MOST_KNOWN = 4096
@@ -43,7 +44,7 @@ REPOSITORY = Path(__file__).parents[2]
 STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
 NEVER_THE_CAUSE = ("torch/", "deepspeed/accelerator/", "deepspeed/utils/nvtx.py", "deepspeed/comm/")
 """Packages and files that do what others ask for."""
-OWN_FILES = {__file__, str(Path(__file__).with_name("fake_ranks.py"))}
+OWN_FILES = {str(Path(__file__).with_name(f"fake_{name}.py")) for name in ("gpu", "cuda", "ranks")}
 
 
 @dataclass(frozen=True)
@@ -309,105 +310,6 @@ def _is_pinned(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and getattr(tensor.untyped_storage(), "is_pinned_here", False)
 
 
-class _Cuda:
-    """What `torch.cuda` answers, by the names it has there: one idle H100 in each of the ranks."""
-
-    def __init__(self, machine: FakeGpu):
-        self.machine = machine
-        self.streams = [_Stream(machine)]
-
-    def attributes(self) -> dict[str, object]:
-        """Name in `torch.cuda` -> stand-in."""
-        zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-        nothing = ("set_device", "empty_cache", "manual_seed", "manual_seed_all", "reset_peak_memory_stats")
-        nothing += ("_lazy_init", "set_rng_state", "reset_max_memory_allocated", "ipc_collect")
-        machine, streams = self.machine, self.streams
-        state = torch.zeros(16, dtype=torch.uint8)
-        return {
-            **{name: lambda *_, **__: 0 for name in (*zero, "current_device", "initial_seed", "utilization")},
-            **{name: lambda *_, **__: None for name in nothing},
-            "is_available": lambda: True,
-            "is_initialized": lambda: True,
-            "is_bf16_supported": lambda *_, **__: True,
-            "is_current_stream_capturing": lambda: False,
-            "device_count": lambda: machine.world_size,
-            "get_device_name": lambda *_: "NVIDIA H100 80GB HBM3",
-            "get_device_capability": lambda *_: (9, 0),
-            "get_device_properties": lambda *_: SimpleNamespace(total_memory=80 * 10**9, **_PROPERTIES),
-            "mem_get_info": lambda *_: (80 * 10**9, 80 * 10**9),
-            "memory_stats": lambda *_: {},
-            "get_rng_state": lambda *_: state.clone(),
-            "get_rng_state_all": lambda: [state.clone()],
-            "synchronize": lambda *_: machine.waits("device"),
-            "Stream": lambda *_, **__: _Stream(machine),
-            "Event": lambda *_, **__: _Event(machine),
-            "current_stream": lambda *_: streams[-1],
-            "default_stream": lambda *_: streams[0],
-            "stream": self._on_stream,
-            "set_stream": lambda stream: streams.append(stream),
-        }
-
-    @contextlib.contextmanager
-    def _on_stream(self, stream: "_Stream | None") -> Iterator[None]:
-        self.streams.append(stream or self.streams[-1])
-        try:
-            yield
-        finally:
-            self.streams.pop()
-
-
-_PROPERTIES = {"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "multi_processor_count": 132}
-
-
-@dataclass(eq=False)
-class _Event:
-    """Passed as soon as it is recorded."""
-
-    machine: FakeGpu
-
-    def record(self, stream=None) -> None:
-        pass
-
-    def wait(self, stream=None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        self.machine.waits("event")
-
-    def elapsed_time(self, end: "_Event") -> float:
-        """Milliseconds."""
-        return 1.0
-
-
-@dataclass(eq=False)
-class _Stream:
-    """Idle; only the host's waiting for it is of interest."""
-
-    machine: FakeGpu
-    device: torch.device = GPU
-
-    def wait_stream(self, stream) -> None:
-        pass
-
-    def wait_event(self, event) -> None:
-        pass
-
-    def record_event(self, event=None) -> _Event:
-        return event or _Event(self.machine)
-
-    def query(self) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        self.machine.waits("stream")
-
-
 @contextlib.contextmanager
 def fake_gpu(world_size: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
     """A machine whose GPU this process has as rank `rank` of `world_size`, until the end of the block.
@@ -429,6 +331,7 @@ def fake_gpu(world_size: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
         enter(
             torch.autograd.set_multithreading_enabled(False)
         )  # another thread would be outside of the modes
+        enter(torch.compiler.set_stance("force_eager"))  # a compiler would ask the device for its kernels
         enter(_Calls())
         enter(device)
         enter(fake_ranks(rank, world_size, machine.hears, lambda sent, other: machine.object_of(sent, other)))
@@ -442,9 +345,9 @@ def fake_gpu(world_size: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
 def _stand_ins(machine: FakeGpu, device: _Device) -> dict[object, dict[str, object]]:
     """Owner -> its attributes inside the block."""
     return {
-        torch.cuda: _Cuda(machine).attributes(),
+        torch.cuda: FakeCuda(machine.world_size, machine.waits).attributes(),
         torch._C: dict.fromkeys(("_get_accelerator", "_accelerator_getAccelerator"), lambda *_, **__: CUDA),
-        torch.accelerator: {"current_stream": lambda *_: _Stream(machine)},
+        torch.accelerator: {"current_stream": lambda *_: FakeStream(machine.waits)},
         torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop"), lambda *_: 0),
         torch.cuda.nccl: {"version": lambda: (2, 29, 7)},
         real_accelerator: {"ds_accelerator": CUDA_Accelerator()},
@@ -488,8 +391,9 @@ def _answers_forgotten() -> Iterator[None]:
 @contextlib.contextmanager
 def _precision_kept() -> Iterator[None]:
     """TF32, which is set for the whole process."""
-    before = torch.backends.fp32_precision
+    before, products = torch.backends.fp32_precision, torch.get_float32_matmul_precision()
     try:
         yield
     finally:
+        torch.set_float32_matmul_precision(products)
         torch.backends.fp32_precision = before

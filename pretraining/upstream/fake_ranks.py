@@ -1,7 +1,7 @@
 """Process groups in which this process is one of many ranks, the others of which do not exist.
 
 Collectives are recorded, and nothing is sent.
-What a rank receives is made up. On the device there are no numbers; on the host every rank says what this one says.
+What a rank receives is made up: every rank says what this one says, and on the device there are no numbers.
 """
 
 import os
@@ -104,20 +104,22 @@ class FakeRanks(dist.ProcessGroup):
         self.record(Collective("barrier", self.backend, self._size, 0, None))
         return FakeWork()
 
-    def moves(self, name: str, *groups_of_tensors) -> FakeWork:
+    def moves(self, name: str, *args) -> FakeWork:
         """Record one collective.
 
         Raises:
             RuntimeError: a tensor lies where the backend cannot reach it.
         """
-        sides = [_tensors(side) for side in groups_of_tensors]
+        sides = [_tensors(side) for side in args]
         tensors = [tensor for side in sides for tensor in side]
         wanted = MOVED_BY[self.backend]
         for tensor in tensors:
             if tensor.device.type != wanted:
                 where = f"a tensor of {tensor.device.type} was given to {name}"
                 raise RuntimeError(f"{self.backend} moves tensors of {wanted} alone, and {where}")
-        if name != "broadcast":
+        if name == "all_reduce":
+            _add_up(tensors, self._size if args[-1].reduceOp == dist.ReduceOp.SUM else 1)
+        elif name != "broadcast":
             forget_values(tensors)
         most = max((sum(tensor.nbytes for tensor in side) for side in sides), default=0)
         dtype = tensors[0].dtype if tensors else None
@@ -129,6 +131,13 @@ def forget_values(tensors: list[torch.Tensor]) -> None:
     """What the host has written into them is no longer what they hold."""
     for tensor in tensors:
         tensor.known_values = None
+
+
+def _add_up(tensors: list[torch.Tensor], times: int) -> None:
+    """Every rank says what this one says."""
+    for tensor in tensors:
+        known = getattr(tensor, "known_values", None)
+        tensor.known_values = None if known is None else known * times
 
 
 def _tensors(side) -> list[torch.Tensor]:
