@@ -31,11 +31,13 @@ def main() -> None:
 def line_of(run) -> dict:
     """The line; `UserError` where the run has not ended, or its MFU is not known."""
     from pretraining.errors import UserError
+    from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
+    from pretraining.recipe import load_recipe
 
     measured = (run.last_event("end") or {}).get("measured", {})
     if "mfu" not in measured:
         raise UserError(f"{run.path}: no measured MFU: not a finished run on a GPU that the tables know")
-    plan, recipe, environment = (json.loads(p.read_text()) for p in (run.plan, run.recipe, run.environment))
+    plan, environment = (json.loads(p.read_text()) for p in (run.plan, run.environment))
     return {
         "benchmark": "measured_run",
         **{name: measured.get(name) for name in QUANTITIES},
@@ -44,7 +46,7 @@ def line_of(run) -> dict:
         "ranks": plan["world_size"],
         "deepspeed": plan["deepspeed"],
         "micro_batch": plan["micro_batch"],
-        "recomputes": bool(recipe["training"].get("activation_checkpointing")),
+        "recomputes": recomputed_share(recomputed_one_in(load_recipe(run.recipe))),
         "when": run.last_event("end")["time"].partition("T")[0],
         "environment": environment,
     }

@@ -96,7 +96,8 @@ def test_all_verbs_say_the_same(words, capsys):
     state = plan["model_state"]
     assert memory["phases"]["loss"].get("fp32 masters", 0) == state["masters"]
     assert memory["phases"]["loss"]["weights"] == state["parameters"]
-    assert fit["ways"][0]["step_seconds"] <= 1.02 * plan["forecast"]["step"]["seconds"]
+    if plan["memory"]["total"] <= plan["gpu_memory_bytes"]:  # else it is no way at all, and may be faster
+        assert fit["ways"][0]["step_seconds"] <= 1.02 * plan["forecast"]["step"]["seconds"]
     for way in fit["ways"]:
         if (way["deepspeed"], way["micro_batch"]) == (recipe.deepspeed, recipe.micro_batch) and not (
             way["every_n_layers"] or recipe.training.get("activation_checkpointing")

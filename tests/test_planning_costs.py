@@ -62,8 +62,11 @@ def test_every_constant_has_a_source():
         assert entry["dollars_per_gpu_hour"] > 0 and entry["source"] and entry["place"]
         assert day.fullmatch(entry["date"])
     rates = {**table("rates"), **table("memory")}
-    rates = [entry for name, entry in rates.items() if name not in ("about", "mfu")]
-    for entry in [*rates, *table("rates")["mfu"].values()]:
+    sustained = [entries for name, entries in rates["sustained"].items() if name != "about"]
+    assert all("*" in entries for entries in sustained)
+    tables = [*sustained, rates["mfu"]]
+    rates = [entry for name, entry in rates.items() if name not in ("about", "mfu", "sustained")]
+    for entry in [*rates, *(entry for entries in tables for entry in entries.values())]:
         assert entry["value"] > 0 and day.fullmatch(entry["looked_up"])
         assert re.search(r"assumption|measured|github|docs\.|20\d\d|H100", entry["source"]), entry
     for name, law in table("scaling_laws").items():

@@ -21,7 +21,7 @@ from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
-from pretraining.refusals import load_run
+from pretraining.refusals import compiled_part, load_run
 from pretraining.run_dir import RunDir
 from pretraining.schema import REPOSITORY
 
@@ -68,6 +68,16 @@ class Launch:
     def offloads(self) -> set[str]:
         """Where offloaded states go: "cpu", "nvme", both or none."""
         return {optimizer_device(self.ds_config), parameter_device(self.ds_config)} - {"gpu"}
+
+    @property
+    def compiles(self) -> bool:
+        """Whether training passes are compiled."""
+        return bool(self.recipe) and compiled_part(self.recipe, self.ds_config, self.trains_on_gpus) != "none"
+
+    @property
+    def without_compiler(self) -> str:
+        """The verdict if what compiles them is missing: `speed.compile: auto` goes on without."""
+        return COSTS if self.recipe and self.recipe.speed["compile"] == "auto" else BREAKS
 
     @property
     def data_folder(self) -> Path | None:

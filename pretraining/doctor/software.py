@@ -128,8 +128,8 @@ def needs_of(launch: Launch) -> list[Needed]:
         needs.append(Needed("bitsandbytes", f"training.optim {optim}"))
     if recipe.speed["fp8"] != "none":
         needs.append(Needed("torchao", "speed.fp8"))
-    if recipe.speed["compile"] != "none" and launch.trains_on_gpus:
-        needs.append(Needed("triton", "speed.compile"))
+    if launch.compiles and launch.trains_on_gpus:
+        needs.append(Needed("triton", "speed.compile", verdict=launch.without_compiler))
     if evaluation["tasks"]:
         needs.append(Needed("lm_eval", "evaluation.tasks"))
     attention = recipe.model.get("attn_implementation")
@@ -175,46 +175,41 @@ def _needs_of_preparation(data: dict) -> list[Needed]:
 def _compilers(launch: Launch) -> Iterator[Finding]:
     """Compilers for what is built on first use; nothing if this run builds nothing."""
     purposes = [f"offloading to {place} builds DeepSpeed's operators" for place in sorted(launch.offloads)]
-    compiles = launch.recipe is not None and launch.recipe.speed["compile"] != "none"
-    purposes += ["speed.compile builds kernels"] * compiles
+    purposes += ["speed.compile builds kernels"] * launch.compiles
     if not purposes:
         return
-    missing = list(_missing_tools(launch, compiles))
+    missing = list(_missing_tools(launch))
     why = " and ".join(purposes)
-    for what, remedy in missing:
-        yield Finding("compiler", BREAKS, f"{why}, but {what}", remedy)
+    for verdict, what, remedy in missing:
+        yield Finding("compiler", verdict, f"{why}, but {what}", remedy)
     if not missing:
         yield Finding("compiler", FINE, f"{why} on first use, about a minute; what that needs is here")
 
 
-def _missing_tools(launch: Launch, compiles: bool) -> Iterator[tuple[str, str]]:
-    """(what is missing, what to do); names are looked up as torch 2.13 and DeepSpeed 0.19.8 look them up."""
-    cxx = os.environ.get("CXX", "c++")
-    if shutil.which(cxx) is None:
-        yield f"there is no C++ compiler ({cxx}) on the PATH", "apt-get install g++, or set CXX to yours"
-    if (
-        compiles
-        and launch.trains_on_gpus
-        and not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
-    ):
-        yield (
-            "there is no C compiler (gcc) on the PATH, which triton calls",
-            "apt-get install gcc, or set CC to yours",
-        )
-    if compiles and not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        yield "Python's headers (Python.h) are missing", "apt-get install python3-dev"
+def _missing_tools(launch: Launch) -> Iterator[tuple[str, str, str]]:
+    """(verdict, what is missing, what to do); names are looked up as torch 2.13 and DeepSpeed 0.19.8 look them up."""
+    uncompiled = launch.without_compiler
+    if shutil.which(cxx := os.environ.get("CXX", "c++")) is None:
+        verdict = BREAKS if launch.offloads else uncompiled
+        yield verdict, f"there is no C++ compiler ({cxx}) on the PATH", "apt-get install g++, or set CXX to yours"
+    c_compilers = (os.environ.get("CC", "gcc"), "clang")
+    if launch.compiles and launch.trains_on_gpus and not any(map(shutil.which, c_compilers)):
+        what = "there is no C compiler (gcc) on the PATH, which triton calls"
+        yield uncompiled, what, "apt-get install gcc, or set CC to yours"
+    if launch.compiles and not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        yield uncompiled, "Python's headers (Python.h) are missing", "apt-get install python3-dev"
     kept = existing_folder(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"))
     if launch.offloads and (broken := unwritable(kept)):
         remedy = "set TORCH_EXTENSIONS_DIR to a folder that can be written"
-        yield f"what is built cannot be kept in {kept} ({broken})", remedy
+        yield BREAKS, f"what is built cannot be kept in {kept} ({broken})", remedy
     if launch.offloads and shutil.which("ninja") is None:
-        yield "there is no ninja on the PATH", "pip install ninja, and activate the environment it lies in"
+        yield BREAKS, "there is no ninja on the PATH", "pip install ninja, and activate the environment it lies in"
     if "nvme" in launch.offloads:
         if ctypes.util.find_library("aio") is None and not _header("libaio.h"):
-            yield "libaio is missing", "apt-get install libaio-dev"
+            yield BREAKS, "libaio is missing", "apt-get install libaio-dev"
         if launch.trains_on_gpus and not _cuda_home():
             remedy = "install the CUDA toolkit of torch's CUDA, or set CUDA_HOME to where it is"
-            yield "there is no CUDA toolkit (nvcc)", remedy
+            yield BREAKS, "there is no CUDA toolkit (nvcc)", remedy
 
 
 def _header(name: str) -> bool:

@@ -83,14 +83,14 @@ def expected_utilization(
     A measurement is a line of benchmarks/results/*.jsonl with `mfu` and `parameters` beside the device's name.
 
     Args:
-        recomputation: FLOPs with every layer recomputed over those without: what a line that says `recomputes`
-            is raised by.
+        recomputation: FLOPs with every layer recomputed over those without. A line is raised by as much of it as
+            its `recomputes`, the share of the layers that were recomputed.
     """
     found = [row for row in measured_utilizations(results) if _is_like(row, gpu, parameters)]
     if found:
         row = max(found, key=lambda row: row.get("when", ""))
         source = f"measured by benchmarks/{row['benchmark']}.py on {row['environment']['device']}"
-        mfu = row["mfu"] * (recomputation if row.get("recomputes") else 1)
+        mfu = row["mfu"] * (1 + row.get("recomputes", 0) * (recomputation - 1))
         return Utilization(mfu, f"{source}, {row.get('when', 'undated')}", assumed=False)
     assumed = table("rates")["mfu"]
     entry = assumed.get(gpu.name, assumed["*"])
