@@ -392,6 +392,15 @@ def test_the_stages_fuse_to_the_plain_curve(workshop, stage):
     assert max(abs(a - b) for a, b in zip(fused.losses, plain, strict=True)) <= 1e-4
 
 
+def test_a_head_of_its_own_is_trained_in_bf16_at_stage_1(workshop):
+    """Its gradient is found inside the loss, before the backward pass reaches the model's output, at which DeepSpeed
+    0.19.8 clears gradients: the head stayed as it was drawn, and the curve of stage 1 was its own."""
+    untied = (f"model={json.dumps({**MODELS['llama'], 'tie_word_embeddings': False})}", "training.bf16=true")
+    plain = workshop.run("zero1", settings=(*untied, "loss.kind=plain")).losses
+    fused = workshop.run("zero1", settings=untied).losses
+    assert max(abs(a - b) for a, b in zip(fused, plain, strict=True)) <= 2e-3
+
+
 def test_a_mixture_of_experts_fuses_at_stage_3(workshop):
     """Sharded experts, an untied head and the balancing loss, against a plain process and its plain loss."""
     experts = f"model={json.dumps({**EXPERTS, 'tie_word_embeddings': False})}"

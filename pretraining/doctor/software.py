@@ -191,7 +191,11 @@ def _missing_tools(launch: Launch) -> Iterator[tuple[str, str, str]]:
     uncompiled = launch.without_compiler
     if shutil.which(cxx := os.environ.get("CXX", "c++")) is None:
         verdict = BREAKS if launch.offloads else uncompiled
-        yield verdict, f"there is no C++ compiler ({cxx}) on the PATH", "apt-get install g++, or set CXX to yours"
+        yield (
+            verdict,
+            f"there is no C++ compiler ({cxx}) on the PATH",
+            "apt-get install g++, or set CXX to yours",
+        )
     c_compilers = (os.environ.get("CC", "gcc"), "clang")
     if launch.compiles and launch.trains_on_gpus and not any(map(shutil.which, c_compilers)):
         what = "there is no C compiler (gcc) on the PATH, which triton calls"
@@ -203,7 +207,11 @@ def _missing_tools(launch: Launch) -> Iterator[tuple[str, str, str]]:
         remedy = "set TORCH_EXTENSIONS_DIR to a folder that can be written"
         yield BREAKS, f"what is built cannot be kept in {kept} ({broken})", remedy
     if launch.offloads and shutil.which("ninja") is None:
-        yield BREAKS, "there is no ninja on the PATH", "pip install ninja, and activate the environment it lies in"
+        yield (
+            BREAKS,
+            "there is no ninja on the PATH",
+            "pip install ninja, and activate the environment it lies in",
+        )
     if "nvme" in launch.offloads:
         if ctypes.util.find_library("aio") is None and not _header("libaio.h"):
             yield BREAKS, "libaio is missing", "apt-get install libaio-dev"

@@ -73,7 +73,9 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     backward = width * size.num_layers * layer_bytes(recipe.model, mode, "backward", tokens)
     outside = width * outside_bytes(recipe.model, mode, tokens)
     in_layers = 2 * (size.matmul - size.head) * tokens
-    in_layers -= 2 * size.num_layers * last_product(recipe.model) * tokens  # torch stops once all is there again
+    in_layers -= (
+        2 * size.num_layers * last_product(recipe.model) * tokens
+    )  # torch stops once all is there again
     again = recomputed_share(recomputed_one_in(recipe))
     engine = table("kernels")["engines"][str(zero_stage(ds_config))]
     in_step = engine["step"] + engine["step of its share"] / world_size

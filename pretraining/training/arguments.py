@@ -127,6 +127,10 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
         zero = ds_config["zero_optimization"]
         ahead = block_gathering(zero, layer_numel(parameter_tensors(recipe.model)))
         config["zero_optimization"] = {**zero, **ahead}
+    if recipe.training.get("bf16") and zero_stage(ds_config) == 1:
+        # DeepSpeed 0.19.8 clears all gradients when a backward pass reaches the model's output (BF16_Optimizer,
+        # `backward_prologue`). The head's is found before that, inside the loss: it is to be added up at once.
+        config["bf16"] = {**ds_config.get("bf16", {}), "immediate_grad_update": True}
     if recipe.training.get("bf16") and zero_stage(ds_config) == 0:
         # DeepSpeed 0.19.8 has no bf16 engine with fp32 accumulation at stage 0: autocast over fp32 weights.
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
