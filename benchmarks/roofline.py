@@ -291,7 +291,7 @@ def stand_in_engine(ds_config: dict | None, world_size: int):
         "gradient_accumulation_steps": 3,
         "gradient_clipping": 1.0,
     }
-    config["bf16"] = {"enabled": "torch_autocast" not in config}
+    config["bf16"] = {**config.get("bf16", {}), "enabled": "torch_autocast" not in config}
     dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
     stack = (torch.nn.Linear(ENGINE_WIDTH, ENGINE_WIDTH, bias=False) for _ in range(ENGINE_LAYERS))
     layers = torch.nn.Sequential(*stack).to(dtype)
