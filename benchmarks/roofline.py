@@ -124,6 +124,7 @@ def ceiling_of(options: argparse.Namespace) -> dict:
     rates, size = sustained_rates(gpu, precision), model_size(recipe.model)
     planned = ceiling(recipe, ds_config, options.world_size, gpu, precision)
     kernels = count_pass(recipe, MODES[layer_mode(recipe, ds_config)], gpu)
+    waits = count_waits(ds_config, options.world_size)
     engine = count_engine(ds_config, options.world_size)
 
     seconds = {kernel: seconds_of(kernel, work, rates) for kernel, work in kernels.work.items()}
@@ -148,6 +149,7 @@ def ceiling_of(options: argparse.Namespace) -> dict:
         "micro_batch_seconds": round(total, 5),
         "seconds": {part: round(spent, 5) for part, spent in parts.items()},
         "launches": kernels.sum().launches,
+        "waits_of_engine": waits,
         "kernels": [
             {
                 **vars(kernel),
@@ -247,37 +249,49 @@ def count_engine(ds_config: dict | None, world_size: int) -> dict[str, float]:
     for _ in range(3):  # the first two steps make buffers
         kernels.work.clear()
         with kernels:
-            train_step(engine, kernels, phases)
+            list(train_step(engine, kernels, phases))
     moved = {phase: kernels.sum(phase, OTHER).bytes / parameters for phase in phases}
     micro_batch = moved["second"]
     return {"micro-batch": micro_batch, "step": sum(moved.values()) - 3 * micro_batch}
 
 
-def train_step(engine, kernels, phases: tuple[str, ...]) -> None:
-    """One optimizer step; `phases` name its micro-batches, and last the step itself."""
+def train_step(engine, kernels, phases: tuple[str, ...]) -> Iterator[str]:
+    """One optimizer step; `phases` name its micro-batches, and last the step itself. Yields each when it is over."""
     import torch
 
-    batch = torch.zeros(2, ENGINE_WIDTH, dtype=torch.bfloat16)
+    batch = torch.zeros(2, ENGINE_WIDTH, dtype=torch.bfloat16, device=engine.device)
     *micro_batches, step = phases
     for phase in micro_batches:
         kernels.phase = phase
         loss = engine(batch).float().sum()
         engine.set_gradient_accumulation_boundary(phase == micro_batches[-1])
         engine.backward(loss)
+        yield phase
     kernels.phase = step
     engine.step()
+    yield step
 
 
 def stand_in_engine(ds_config: dict | None, world_size: int):
     """(DeepSpeed's engine around a few layers as rank 0 of `world_size`, their parameters)."""
-    import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    name_ranks(world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    return initialised_engine(ds_config, "cpu"), ENGINE_LAYERS * ENGINE_WIDTH**2
+
+
+def name_ranks(world_size: int) -> None:
+    """What a launcher tells a rank."""
     os.environ.update(RANK="0", LOCAL_RANK="0", LOCAL_SIZE=str(world_size), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+def initialised_engine(ds_config: dict | None, device: str):
+    """DeepSpeed's engine as a run configures it, around a stack of linear layers."""
     import deepspeed
+    import torch
 
     from pretraining.recipe import load_recipe
     from pretraining.training.arguments import engine_config
@@ -294,10 +308,36 @@ def stand_in_engine(ds_config: dict | None, world_size: int):
     config["bf16"] = {**config.get("bf16", {}), "enabled": "torch_autocast" not in config}
     dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
     stack = (torch.nn.Linear(ENGINE_WIDTH, ENGINE_WIDTH, bias=False) for _ in range(ENGINE_LAYERS))
-    layers = torch.nn.Sequential(*stack).to(dtype)
+    layers = torch.nn.Sequential(*stack).to(device, dtype)
     optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
-    engine = deepspeed.initialize(model=layers, optimizer=optimizer, config=config)[0]
-    return engine, ENGINE_LAYERS * ENGINE_WIDTH**2
+    return deepspeed.initialize(model=layers, optimizer=optimizer, config=config)[0]
+
+
+def count_waits(ds_config: dict | None, world_size: int) -> dict:
+    """How often the host waits for the device in DeepSpeed's engine, and what a step sends, on a GPU that is none."""
+    from pretraining.training.stage_0_norm import tell_norm_at_stage_0
+    from pretraining.upstream.fake_gpu import fake_gpu
+    from pretraining.upstream.gradient_norm import read_norm_once
+
+    name_ranks(world_size)
+    with fake_gpu(world_size) as machine:
+        engine = initialised_engine(ds_config, "cuda")
+        tell_norm_at_stage_0(engine, lambda norm: None)
+        read_norm_once(engine.optimizer)
+        counted_phases = SimpleNamespace(phase="")
+        waits: dict[str, int] = {}
+        for _ in range(3):
+            waits.clear()
+            machine.synchronisations.clear()
+            machine.collectives.clear()
+            for phase in train_step(engine, counted_phases, ("first", "second", "last", "step")):
+                waits[phase] = len(machine.synchronisations)
+        engine.destroy()
+    passes = waits["second"] - waits["first"]
+    sent: dict[str, int] = {}
+    for collective in machine.collectives:
+        sent[collective.name] = sent.get(collective.name, 0) + 1
+    return {"a micro-batch": passes, "a step": waits["step"] - 3 * passes, "collectives a step": sent}
 
 
 def without_auto(config: dict) -> dict:
