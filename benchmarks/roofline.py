@@ -341,11 +341,11 @@ def count_waits(ds_config: dict | None, world_size: int) -> dict:
 
 
 def without_auto(config: dict) -> dict:
-    """The ds_config without the values that the Trainer fills in."""
+    """The ds_config without the values that the Trainer fills in, and without offloading, which is no kernel."""
     return {
         key: without_auto(value) if isinstance(value, dict) else value
         for key, value in config.items()
-        if value != "auto"
+        if value != "auto" and not key.startswith("offload_")
     }
 
 

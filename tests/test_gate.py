@@ -55,7 +55,7 @@ def test_a_measured_run_feeds_later_plans(tmp_path, monkeypatch):
     import measured_run
 
     run = RunDir(tmp_path / "run")
-    recipe, gpu = load_recipe("7b"), find_gpu("H200")
+    recipe, gpu = load_recipe("7b", ["training.activation_checkpointing=true"]), find_gpu("H200")
     plan = replace(build_run_plan(recipe, load_ds_config("zero3"), 8), predicted={"mfu": 0.3})
     for path, value in (
         (run.plan, plan.to_dict()),

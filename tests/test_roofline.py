@@ -127,7 +127,7 @@ with stand_in_tensors(), counting_compiler(kernels):
         "view": lambda: a.view(4, 32).t()[:2].unsqueeze(0),
         "in place": lambda: a.mul_(2),
         "copy": lambda: a.copy_(torch.empty(8, 16, dtype=torch.bfloat16)),
-        "lookup": lambda: F.embedding(torch.zeros(3, dtype=torch.long), torch.empty(1000, 16, dtype=torch.bfloat16)),
+        "lookup": lambda: F.embedding(torch.empty(3, dtype=torch.long), torch.empty(1000, 16, dtype=torch.bfloat16)),
         "attention": lambda: F.scaled_dot_product_attention(*(torch.empty(1, 2, 64, 16),) * 3, is_causal=True),
     }
     chain = lambda x: (x.sin() + 1).cos() * x

@@ -26,7 +26,8 @@ class ModelState:
     parameters: float
     """Weights in the precision of the forward pass."""
     gradients: float
-    """Gradients as the backward pass leaves them; from stage 2 on they exist only inside a bucket."""
+    """Gradients as the backward pass leaves them; none at stage 1 in 16 bit, where each is added to its fp32 sum at once,
+    and from stage 2 on, where they exist only inside a bucket."""
     gradient_accumulation: float
     """fp32 sums over the micro-batches of a step."""
     masters: float
@@ -92,18 +93,13 @@ def model_state(
     held = share if stage else parameters
     state = ModelState(
         parameters=weights,
-        gradients=width * parameters if stage == 0 or (stage == 1 and not _sums_are_gradients(config)) else 0,
+        gradients=width * parameters if stage == 0 or (stage == 1 and not sixteen_bit) else 0,
         gradient_accumulation=_sums(parameters, share, world_size, stage, sixteen_bit, groups),
         masters=FP32 * held if sixteen_bit or stage > 0 else 0,
         moments=_moments(optimizer, groups, parameters, world_size, stage),
         host=0,
     )
     return _offloaded(state, config, FP32 * share, width * share, accumulation)
-
-
-def _sums_are_gradients(config: dict) -> bool:
-    """fp16 at stage 1 moves each gradient into its fp32 sum at once (`grad_accum`, zero/stage_1_and_2.py)."""
-    return (config.get("fp16") or {}).get("enabled") is True
 
 
 Groups = list[list[Tensor]]
