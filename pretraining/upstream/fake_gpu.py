@@ -358,6 +358,7 @@ def _stand_ins(machine: FakeGpu, device: _Device) -> dict[object, dict[str, obje
             "type": _type_of,
             "tolist": lambda tensor: tensor.cpu().tolist(),
         },
+        F: {"linear": F.linear},  # ZeRO-3 leaves its own behind
         # A parameter that a model moves stays the object it is, whoever else knows it.
         torch.__future__: {"get_swap_module_params_on_conversion": lambda: True},
         weakref: {"getweakrefs": lambda each: []},

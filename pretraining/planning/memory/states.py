@@ -26,8 +26,8 @@ class ModelState:
     parameters: float
     """Weights in the precision of the forward pass."""
     gradients: float
-    """Gradients as the backward pass leaves them; none at stage 1 in 16 bit, where each is added to its fp32 sum at once,
-    and from stage 2 on, where they exist only inside a bucket."""
+    """Gradients as the backward pass leaves them. None at stage 1 in 16 bit, where each is added to its fp32 sum at
+    once, and none from stage 2 on, where they exist only inside a bucket."""
     gradient_accumulation: float
     """fp32 sums over the micro-batches of a step."""
     masters: float
