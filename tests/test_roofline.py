@@ -85,9 +85,9 @@ def in_process(program: str) -> dict:
 def counted() -> dict:
     """Counts of this machine's libraries, beside the table's."""
     return in_process(
-        "import json, record, roofline\n"
-        "found = {mode: roofline.layer_factors('gpt2', how) for mode, how in roofline.MODES.items()}\n"
-        "loss = roofline.loss_factors()\n"
+        "import json, kernel_factors, roofline\n"
+        "found = {mode: kernel_factors.layer_factors('gpt2', how) for mode, how in roofline.COMPILED.items()}\n"
+        "loss = kernel_factors.loss_factors()\n"
         "from types import SimpleNamespace\n"
         "asked = dict(recipe='124m', deepspeed=None, gpu='H200', world_size=8, set=[], compile=None, top=3)\n"
         "print(json.dumps({'gpt2': found, 'loss': loss, 'whole': roofline.ceiling_of(SimpleNamespace(**asked))}))"

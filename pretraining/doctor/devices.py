@@ -10,7 +10,7 @@ import torch
 from pretraining.doctor.findings import COSTS, FINE, Finding
 from pretraining.doctor.roll_call import RollCall, named
 from pretraining.planning.gpus import Gpu
-from pretraining.planning.quantities import num_bytes, several, short
+from pretraining.planning.quantities import num_bytes, several, three_digits
 from pretraining.planning.stand_in import shape_of
 from pretraining.planning.step_time import precision_of_products
 from pretraining.recipe import Recipe
@@ -242,7 +242,7 @@ def _products(
     kept = "product_flops" if on_gpu and precision in ("bf16", "fp16") else f"{precision}_product_flops"
     values = {kept: median, f"slowest_{kept}": slowest}
     shape = f"{products.tokens:,} tokens from {products.width:,} to {products.inner:,} and back"
-    message = f"{precision} products, {shape}: {short(median)}FLOP/s a rank (median)"
+    message = f"{precision} products, {shape}: {three_digits(median / 1e12)} TFLOP/s a rank (median)"
     verdict, remedy = FINE, ""
     if gpu is not None and precision in gpu.dense_peak_flops:
         share = median / gpu.peak_flops(precision)
@@ -254,7 +254,9 @@ def _products(
     findings = [Finding("products", verdict, message, remedy, values=values)]
     for rank in slow_ranks(rates, SLOW_RANK if on_gpu else SLOW_PROCESSOR):
         state = state_in_words(found[rank]["state"])
-        message = f"{short(rates[rank])}FLOP/s, {1 - rates[rank] / median:.0%} below the median"
+        message = (
+            f"{three_digits(rates[rank] / 1e12)} TFLOP/s, {1 - rates[rank] / median:.0%} below the median"
+        )
         message += f" ({state})" if state else ""
         remedy = "all ranks wait for it: look for other processes there, heat, and a power limit; or leave the node out"
         values = {"flops_per_second": rates[rank], **found[rank]["state"]}

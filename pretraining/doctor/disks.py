@@ -218,5 +218,10 @@ def _nvme_folders(launch: Launch) -> Iterator[Finding]:
             why = broken or f"{num_bytes(needed)} of states, {num_bytes(free)} free"
             remedy = "set nvme_path, in a copy of the ds_config, to a folder of a local NVMe disk with room"
             yield Finding("NVMe folder", BREAKS, f"{place}: {why}", remedy)
+        elif folder != Path(place):
+            what = f"{place} is not there: states would go to the disk of {folder}"
+            yield Finding(
+                "NVMe folder", COSTS, what, "mount it, or set nvme_path, in a copy of the ds_config, to yours"
+            )
         else:
             yield Finding("NVMe folder", FINE, f"{place}: {num_bytes(needed)} of {num_bytes(free)} free")

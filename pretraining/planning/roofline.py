@@ -2,8 +2,8 @@
 
 A training pass is products and attention, bound by FLOPs, and all other kernels, bound by the bytes they read and
 write. How many bytes a layer's kernels move for a token is linear in its widths; tables/kernels.json holds the
-factors, counted by benchmarks/roofline.py on the real model, eager and compiled. Nothing else is in it: no gap between
-kernels, no message, no wait. So it is a ceiling, and a run stays below it.
+factors, counted by benchmarks/kernel_factors.py on the real model, eager and compiled. Nothing else is in it: no gap
+between kernels, no message, no wait. So it is a ceiling, and a run stays below it.
 """
 
 from dataclasses import asdict, dataclass

@@ -83,8 +83,10 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
 
 
 def _fitting_gpus(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[str]:
-    """Names of the table's GPUs that hold what the recipe needs on them."""
-    sizes = {name: gpu.memory_bytes for name, gpu in all_gpus().items()}
+    """Names of the table's GPUs that compute in its precision and hold what the recipe needs on them."""
+    precision = precision_of_products(recipe)
+    able = {name: gpu for name, gpu in all_gpus().items() if precision in gpu.dense_peak_flops}
+    sizes = {name: gpu.memory_bytes for name, gpu in able.items()}
     needs = {size: memory_need(recipe, ds_config, world_size, size).total for size in set(sizes.values())}
     return [name for name, size in sizes.items() if needs[size] <= size]
 
@@ -124,7 +126,12 @@ def _in_short(answer: dict) -> str:
     fits = "fits" if need <= answer["gpu_memory_bytes"] else "does not fit"
     prices = [price["dollars"] for price in speed["cost"]["prices"]]
     costs = f"{dollars(min(prices))} or more" if prices else "no price known"
-    return f"{fits}; {duration(speed['seconds'])}; {costs}; {disk}"
+    return f"{fits}; {_at_least(speed)}{duration(speed['seconds'])}; {costs}; {disk}"
+
+
+def _at_least(speed: dict) -> str:
+    """A ceiling of the rate makes the time a lower bound; a measured or given one does not."""
+    return "at least " if speed["utilization"]["assumed"] else ""
 
 
 def run_facts(recipe: Recipe, plan: RunPlan, process: str) -> list[tuple[str, str]]:
@@ -205,7 +212,7 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     saved = step["checkpoints"]
     cadence = f"; a checkpoint every {duration(saved['every_seconds'])}{write_words(saved)}" if saved else ""
     return [
-        ("time", f"{duration(speed['seconds'])} at {rate}, {NOT_COUNTED}"),
+        ("time", f"{_at_least(speed)}{duration(speed['seconds'])} at {rate}, {NOT_COUNTED}"),
         *scaling_rows(speed["scaling"]),
         ("MFU", mfu_words(speed)),
         ("kernels", _kernel_words(step["kernel_seconds"])),
