@@ -176,14 +176,14 @@ def test_what_recipes_share_is_what_the_page_says(name):
 
 
 def test_model_state_bytes_per_parameter():
-    """Weights 2, gradients 2, fp32 sums 4, master and moments 12 bytes under bf16, sharded by stage."""
+    """Weights 2, fp32 sums of gradients 4, master and moments 12 bytes under bf16, sharded by stage."""
     per_parameter = {
         name: model_state(8000, load_ds_config(name), 8, sixteen_bit=True).gpu / 8000
         for name in ds_config_names()
     }
     assert per_parameter == {
         "zero0": 16,
-        "zero1": 2 + 2 + 4 + 12 / 8,
+        "zero1": 2 + 4 + 12 / 8,
         "zero2": 2 + 16 / 8,
         "zero3": 18 / 8,
         "zero2_offload": 2,
