@@ -156,14 +156,45 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
     return options
 
 
+def started_by_launcher() -> bool:
+    """Whether a launcher started this process as one of its ranks.
+
+    Raises:
+        UserError: only some of the variables are there that launchers set, or they are no numbers of ranks.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return False
+    missing = [
+        name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
+    if missing:
+        raise UserError(
+            f"WORLD_SIZE is set without {', '.join(missing)}: use a launcher, or unset WORLD_SIZE"
+        )
+    ranks, rank = world_size_here(), _number_of("RANK", least=0)
+    if rank >= ranks:
+        raise UserError(f"RANK={rank} is no rank of WORLD_SIZE={ranks}: they count from 0; use a launcher")
+    return True
+
+
 def world_size_here() -> int:
     """Number of processes the launcher started, 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number_of("WORLD_SIZE", least=1)
 
 
 def ranks_here() -> int:
     """Number of this run's processes on this machine, as torchrun and accelerate, or deepspeed, call it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+    return _number_of("LOCAL_WORLD_SIZE" if os.environ.get("LOCAL_WORLD_SIZE") else "LOCAL_SIZE", least=1)
+
+
+def _number_of(variable: str, least: int) -> int:
+    """The number in a variable of the environment, 1 if it is unset or empty."""
+    text = os.environ.get(variable) or "1"
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise UserError(
+            f"{variable}={text}: is not a whole number of at least {least}; use a launcher, or unset it"
+        )
+    return int(text)
 
 
 def _part_of_the_curve(text: str) -> str:

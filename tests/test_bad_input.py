@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -9,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from pretraining.command_line import started_by_launcher
+from pretraining.errors import UserError
 from tests.runs import REPOSITORY, Finished, Started, Workshop, contents, execute
+
+LAUNCHED = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 
 
 def refused(finished: Finished, *fragments: str) -> str:
@@ -115,6 +126,27 @@ def test_ranks_that_do_not_divide_the_step(train):
     message = "budget.tokens_per_step: 512 is not a multiple of 384 = 3 ranks"
     refused(train("--plan", "--world_size", "3"), message, "the nearest are 384 and 768")
     refused(train(WORLD_SIZE="3", RANK="0", LOCAL_RANK="0"), message)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0"}, "WORLD_SIZE is set without MASTER_ADDR"),
+        ({**LAUNCHED, "WORLD_SIZE": "two"}, "WORLD_SIZE=two: is not a whole number of at least 1"),
+        ({**LAUNCHED, "WORLD_SIZE": "0"}, "WORLD_SIZE=0: is not a whole number"),
+        ({**LAUNCHED, "RANK": "-1"}, "RANK=-1: is not a whole number of at least 0"),
+        ({**LAUNCHED, "RANK": "2"}, "RANK=2 is no rank of WORLD_SIZE=2"),
+    ],
+)
+def test_variables_of_a_launcher_that_are_left_over(variables, message, monkeypatch):
+    """One line instead of a KeyError out of a library."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(message)):
+        started_by_launcher()
 
 
 def test_the_error_is_told_by_one_rank(train):

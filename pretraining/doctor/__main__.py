@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from pretraining.command_line import add_data_source, named_path, positive_integer
+from pretraining.command_line import add_data_source, named_path, positive_integer, started_by_launcher
 from pretraining.doctor.disks import check_disks
 from pretraining.doctor.findings import Finding, as_lines, summary, summary_line
 from pretraining.doctor.gpus import check_gpus, read_gpus, torch_build
@@ -37,8 +37,8 @@ as well. Exit code 2 if something will break the run. What is measured is kept f
 def main(arguments: list[str] | None = None) -> None:
     """Examine, print, keep what was measured, and leave with 2 if something will break."""
     options = parse_arguments(arguments)
-    began, first = time.monotonic(), os.environ.get("RANK", "0") == "0"
-    launched = "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
+    began, launched = time.monotonic(), started_by_launcher()
+    first = not launched or os.environ["RANK"] == "0"
     findings, launch = examine(options) if first else ([], None)
     if launched:
         prepare_imports()

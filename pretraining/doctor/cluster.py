@@ -9,7 +9,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ from pretraining.doctor.layers import examine_layers
 from pretraining.doctor.messages import measure_messages
 from pretraining.doctor.pairs import bound_address, meet_in_pairs
 from pretraining.doctor.roll_call import FAILED, SILENT, WAITS, RollCall, Stuck, named, one_line
+from pretraining.errors import UserError
 from pretraining.planning.gpus import known_gpu
 from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import build_run_plan
@@ -59,12 +60,13 @@ def examine_cluster(options: Namespace) -> list[Finding]:
     Progress goes to stderr from rank 0, and what libraries print goes there from all ranks.
 
     Raises:
-        UserError: the recipe is wrong, or rank 0 cannot be reached.
+        UserError: rank 0 cannot be reached.
     """
     recipe, ds_config = None, None
     if getattr(options, "recipe", None):
         overrides, deepspeed = getattr(options, "set", None) or (), getattr(options, "deepspeed", None)
-        recipe, ds_config = load_run(options.recipe, overrides, deepspeed, world_size_here())
+        with suppress(UserError):  # rank 0 has found that already; the ranks can be examined without
+            recipe, ds_config = load_run(options.recipe, overrides, deepspeed, world_size_here())
     with _printed_to_stderr():
         return Examination(recipe, ds_config, options).run()
 

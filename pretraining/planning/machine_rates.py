@@ -4,6 +4,7 @@ A plan for another machine must not use these rates: they count for as many GPUs
 """
 
 import json
+import math
 import os
 import socket
 from pathlib import Path
@@ -66,5 +67,7 @@ def _read(path: Path) -> dict:
 
 
 def _is_entry(entry) -> bool:
-    is_number = isinstance(entry, dict) and isinstance(entry.get("value"), int | float)
-    return is_number and entry["value"] > 0 and {"where", "date"} <= entry.keys()
+    if not isinstance(entry, dict) or type(entry.get("value")) not in (int, float):
+        return False
+    words = all(isinstance(entry.get(name), str) for name in ("where", "date"))
+    return words and 1 <= entry["value"] < math.inf

@@ -11,7 +11,7 @@ import deepspeed
 import torch
 from torch.distributed import distributed_c10d
 
-from pretraining.command_line import ranks_here
+from pretraining.command_line import ranks_here, started_by_launcher
 from pretraining.errors import UserError
 from pretraining.planning.gpus import cuda_needs
 from pretraining.process_group import GLOO_INTERFACE, loopback_name
@@ -89,7 +89,7 @@ def prepare_rank() -> str:
     Raises `UserError` if a launcher started more processes on this machine than it has GPUs, or torch cannot use one.
     """
     launcher_is_gone()  # remembers who it is, before the variables of a plain process are set
-    if "WORLD_SIZE" not in os.environ:
+    if not started_by_launcher():
         os.environ.update(_SINGLE_PROCESS, MASTER_PORT=str(_free_port()))
     # With these two set accelerate would configure DeepSpeed from its own file, too late for zero.Init.
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
