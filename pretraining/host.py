@@ -39,9 +39,9 @@ def kernel_bytes(name: str) -> int | None:
 
 
 def existing_folder(path: Path) -> Path:
-    """The folder itself, or the nearest above it that is there already."""
+    """The folder itself, or the nearest above it that is there already and can be seen."""
     path = path.expanduser().absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
+    return next(place for place in (path, *path.parents) if os.path.exists(place))
 
 
 def disk_room_bytes(run_folder: Path, continues: bool) -> int:

@@ -57,7 +57,7 @@ class Launch:
     @property
     def continues(self) -> bool:
         """Whether the run has begun already."""
-        return RunDir(self.run_folder).recipe.exists()
+        return os.path.exists(RunDir(self.run_folder).recipe)  # False of a folder that cannot be read
 
     @property
     def workers(self) -> int:
@@ -93,7 +93,7 @@ class Launch:
             return isinstance(self.data_dir, str) or bool(
                 self.data_folder and read_manifest(self.data_folder)
             )
-        except UserError:  # it is damaged, as the check of the data says
+        except (UserError, OSError):  # it is damaged or cannot be read, as the check of the data says
             return True
 
     @property
