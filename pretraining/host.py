@@ -38,10 +38,19 @@ def kernel_bytes(name: str) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
+def is_seen(path: Path) -> bool:
+    """Whether it is there and no folder above it is closed to us (`Path.exists` raises then)."""
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
+
+
 def existing_folder(path: Path) -> Path:
     """The folder itself, or the nearest above it that is there already and can be seen."""
     path = path.expanduser().absolute()
-    return next(place for place in (path, *path.parents) if os.path.exists(place))
+    return next(place for place in (path, *path.parents) if is_seen(place))
 
 
 def disk_room_bytes(run_folder: Path, continues: bool) -> int:

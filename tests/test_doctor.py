@@ -358,6 +358,8 @@ def test_only_rank_0_speaks_under_a_launcher(monkeypatch, capsys):
         end_rank=lambda code: None,
     )
     monkeypatch.setitem(sys.modules, "pretraining.doctor.cluster", together)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     for rank, said in (("1", ""), ("0", "ranks")):
         for name in ("RANK", "LOCAL_RANK"):
             monkeypatch.setenv(name, rank)
@@ -366,6 +368,14 @@ def test_only_rank_0_speaks_under_a_launcher(monkeypatch, capsys):
         doctor.main([])
         assert (said in capsys.readouterr().out) if said else capsys.readouterr().out == ""
     assert len(asked) == 2
+
+
+def test_data_that_cannot_be_read_is_one_line_among_the_others(tmp_path):
+    """The examination goes on, whatever lies where data should."""
+    (tmp_path / "file").write_text("no folder")
+    examined = examine("--recipe", "tiny", "--data_dir", tmp_path / "file")
+    assert examined.find("data", "cannot be read").verdict == BREAKS
+    assert examined.find("disk speed", "one process writes")
 
 
 def on_gpus(number: int, world_size: int, **fields) -> Launch:

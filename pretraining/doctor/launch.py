@@ -11,7 +11,7 @@ from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.gpus import Gpus
 from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
-from pretraining.host import host_memory_bytes
+from pretraining.host import host_memory_bytes, is_seen
 from pretraining.planning.findings import Found
 from pretraining.planning.forecast import forecast
 from pretraining.planning.gate import check_plan
@@ -57,7 +57,7 @@ class Launch:
     @property
     def continues(self) -> bool:
         """Whether the run has begun already."""
-        return os.path.exists(RunDir(self.run_folder).recipe)  # False of a folder that cannot be read
+        return is_seen(RunDir(self.run_folder).recipe)
 
     @property
     def workers(self) -> int:
