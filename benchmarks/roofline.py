@@ -62,7 +62,7 @@ def ceiling_of(options: argparse.Namespace) -> dict:
     changes = [*options.set, *([f"speed.compile={options.compile}"] if options.compile else [])]
     recipe, ds_config = load_run(options.recipe, changes, options.deepspeed, options.world_size)
     gpu, precision = find_gpu(options.gpu), precision_of_products(recipe)
-    rates, size = sustained_rates(gpu, precision), model_size(recipe.model)
+    rates, size = sustained_rates(gpu, precision, options.world_size), model_size(recipe.model)
     planned = ceiling(recipe, ds_config, options.world_size, gpu, precision)
     kernels = count_pass(recipe, COMPILED[layer_mode(recipe, ds_config)], gpu)
     waits = count_waits(ds_config, options.world_size)

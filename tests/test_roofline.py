@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from pretraining.planning.gpus import find_gpu
+from pretraining.planning.machine_rates import FOLDER_VARIABLE, keep_rates
 from pretraining.planning.roofline import ceiling, layer_mode, recipe_utilization
 from pretraining.planning.step_time import precision_of_products, step_time
 from pretraining.planning.tables import table
@@ -71,6 +72,19 @@ def test_recomputed_layers_lower_the_ceiling():
     assert twice.mfu < once.mfu
     assert once.seconds["recomputation"] == 0 < twice.seconds["recomputation"]
     assert twice.mfu_without_recomputation == pytest.approx(once.mfu)
+
+
+def test_rates_measured_on_this_machine_take_the_place_of_assumed_ones(tmp_path, monkeypatch):
+    """What the doctor kept counts for as many of the same GPUs, and the plan says so."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    recipe, ds_config = load_run("7b", [], None, 8)
+    assumed = planned("7b"), step_time(recipe, ds_config, 8, H200)
+    keep_rates({"product_flops": 3e14, "all_reduce_bytes_per_second": 1e9}, "here", "H200", 8)
+    measured = planned("7b"), step_time(recipe, ds_config, 8, H200)
+    assert measured[0].seconds["products"] > 2 * assumed[0].seconds["products"]
+    assert measured[1].communication_seconds == pytest.approx(450 * assumed[1].communication_seconds)
+    assert "measured here on" in recipe_utilization(recipe, ds_config, 8, H200, "bf16").source
+    assert planned("7b", world_size=16).seconds["products"] == assumed[0].seconds["products"]
 
 
 def in_process(program: str) -> dict:

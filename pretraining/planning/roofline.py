@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pretraining.ds_config import zero_stage
 from pretraining.planning.flops import BACKWARD, flops_per_token
 from pretraining.planning.gpus import Gpu
+from pretraining.planning.machine_rates import kept_rates
 from pretraining.planning.memory.loss import chunk_length, compiles_loss, logit_bytes
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
 from pretraining.planning.memory.precision import SIXTEEN_BIT, precision_of
@@ -24,6 +25,7 @@ from pretraining.refusals import compiled_part
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass over its forward pass: five products for two, the scores are made again."""
+SIXTEEN_BIT_NAMES = ("bf16", "fp16")
 CAUSAL = 0.5
 """Share of the scores that a causal kernel computes."""
 
@@ -64,7 +66,7 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     Raises:
         UserError: the GPU has no such precision, or the ranks do not divide the recipe's step.
     """
-    rates, size = sustained_rates(gpu, precision), model_size(recipe.model)
+    rates, size = sustained_rates(gpu, precision, world_size), model_size(recipe.model)
     tokens = recipe.micro_batch * recipe.sequence_length
     width = precision_of(recipe, ds_config).compute / SIXTEEN_BIT  # the factors are those of 16-bit numbers
     mode = layer_mode(recipe, ds_config)
@@ -104,11 +106,19 @@ def recipe_utilization(
     if not measured.assumed:
         return measured
     highest = ceiling(recipe, ds_config, world_size, gpu, precision).mfu_without_recomputation
-    return Utilization(highest, "the ceiling of its kernels, counted; a run stays below it", assumed=True)
+    products = (
+        kept_rates(gpu.name, world_size).get("product_flops") if precision in SIXTEEN_BIT_NAMES else None
+    )
+    how = f", products as measured here on {products['date']}" if products else ""
+    return Utilization(
+        highest, f"the ceiling of its kernels, counted{how}; a run stays below it", assumed=True
+    )
 
 
-def sustained_rates(gpu: Gpu, precision: str) -> Rates:
-    """The shares of tables/rates.json for the GPU's architecture, of its own peaks.
+def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
+    """The shares of tables/rates.json for the GPU's architecture; of products what the doctor measured, if it did.
+
+    num_gpus: of the run; what was measured on this machine counts for as many of these GPUs alone.
 
     Raises:
         UserError: the GPU has no such precision.
@@ -119,7 +129,9 @@ def sustained_rates(gpu: Gpu, precision: str) -> Rates:
         for name in ("products", "attention", "memory")
     )
     peak = gpu.peak_flops(precision)
-    return Rates(product * peak, attention * peak, bandwidth * gpu.memory_bandwidth_bytes_per_second)
+    measured = kept_rates(gpu.name, num_gpus).get("product_flops") if precision in SIXTEEN_BIT_NAMES else None
+    products = min(peak, measured["value"]) if measured else product * peak
+    return Rates(products, attention * peak, bandwidth * gpu.memory_bandwidth_bytes_per_second)
 
 
 def layer_mode(recipe: Recipe, ds_config: dict | None) -> str:

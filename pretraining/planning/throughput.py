@@ -8,6 +8,7 @@ from pathlib import Path
 from pretraining.errors import UserError
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import Gpu, find_gpu
+from pretraining.planning.machine_rates import kept_rates
 from pretraining.planning.sizes import ModelSize
 from pretraining.planning.tables import table
 from pretraining.schema import REPOSITORY, display_path
@@ -163,7 +164,13 @@ def communication(
 
 
 def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> float:
-    """Seconds at the peak of the links: inside a node its link, else the slower of link and network."""
+    """Seconds at the rate that the doctor measured on this machine, else at the peak of the links.
+
+    The peak is that of the link inside a node, else of the slower of link and network.
+    """
+    measured = kept_rates(gpu.name, num_ranks).get("all_reduce_bytes_per_second")
+    if measured:
+        return volume.total / measured["value"]
     inside = gpu.link_bytes_per_second
     across = inside if num_ranks <= gpu.gpus_per_node else min(inside, gpu.network_bytes_per_second)
     return (volume.gradients + volume.parameters) / across + volume.inside_node / inside
