@@ -3,7 +3,9 @@
 import statistics
 import time
 from contextlib import nullcontext
+from copy import deepcopy
 
+import deepspeed
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
@@ -20,8 +22,8 @@ class PairedSteps(TrainerCallback):
     speed = None
     """The run's SpeedMeter: whoever starts training hands it over."""
 
-    def __init__(self, block_steps: int, has_bare: bool):
-        self.block_steps, self.has_bare = block_steps, has_bare
+    def __init__(self, block_steps: int, bare_loop: "type[BareLoop] | None"):
+        self.block_steps, self.bare_loop = block_steps, bare_loop
         self.bare = None
 
     def on_train_begin(self, args, state, control, model, train_dataloader, **kwargs):
@@ -37,7 +39,7 @@ class PairedSteps(TrainerCallback):
         ended = now()
         self.trainer_seconds.append((ended - self.began) / self.block_steps)
         self._take_phases(state.global_step)
-        if self.has_bare:
+        if self.bare_loop:
             with self.speed.clock.during("bare"):
                 self._bare_block()
         else:
@@ -55,7 +57,7 @@ class PairedSteps(TrainerCallback):
         if self.bare is None:
             self.trainer_peak = peak_since_then()
             self.trainer_bytes = torch.cuda.memory_allocated() if ON_GPU else 0
-            self.bare = BareLoop(self.model, self.dataset, self.args)
+            self.bare = self.bare_loop(self.model, self.dataset, self.args)
         began = now()
         for _ in range(self.block_steps):
             self.bare.step()
@@ -73,7 +75,7 @@ class PairedSteps(TrainerCallback):
             "peak_bytes": self.trainer_peak,
             "step_seconds": round(seconds, 5),
             **{f"{phase}_seconds": round(self.phases.get(phase, 0) / steps, 6) for phase in phases},
-            **(self._beside_the_bare_loop() if self.has_bare else {}),
+            **(self._beside_the_bare_loop() if self.bare_loop else {}),
             "block_steps": self.block_steps,
             "num_threads": torch.get_num_threads(),
         }
@@ -111,21 +113,47 @@ class BareLoop:
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
         self.parameters = decayed + others
+        self.over_ranks(arguments)
+
+    def over_ranks(self, arguments) -> None:
+        """Share the gradients of all ranks."""
         if self.world_size > 1:
             self.model = DistributedDataParallel(self.model)
 
-    def step(self) -> None:
-        """Forward, backward, clipping, AdamW."""
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and labels of the next micro-batch."""
         first = (self.position * self.world_size + self.rank) * self.batch_size
         self.position += 1
         batch = collate_blocks(self.dataset.__getitems__(range(first, first + self.batch_size)))
-        ids, labels = (torch.as_tensor(batch[key]).to(self.device) for key in ("input_ids", "labels"))
+        return tuple(torch.as_tensor(batch[key]).to(self.device) for key in ("input_ids", "labels"))
+
+    def step(self) -> None:
+        """Forward, backward, clipping, AdamW."""
+        ids, labels = self.batch()
         with self.autocast():
             loss = next_token_loss(self.model(input_ids=ids), labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+class EngineLoop(BareLoop):
+    """The shortest loop around a second DeepSpeed engine, configured as the run's."""
+
+    def over_ranks(self, arguments) -> None:
+        """Make the engine."""
+        config = deepcopy(arguments.hf_deepspeed_config.config)
+        self.engine = deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=config)[0]
+
+    def step(self) -> None:
+        """Forward, backward, and the engine's step, which clips."""
+        ids, labels = self.batch()
+        self.engine.backward(next_token_loss(self.engine(input_ids=ids), labels))
+        self.engine.step()
+
+
+LOOPS = {"plain": BareLoop, "engine": EngineLoop}
 
 
 def now() -> float:

@@ -2,6 +2,7 @@
 
     python benchmarks/train_step.py --shape small --deepspeed null
     python benchmarks/train_step.py --shape 124m --processes 2 --deepspeed zero2 --pairs 6
+    python benchmarks/train_step.py --shape small --deepspeed zero1 --bare engine
     python benchmarks/train_step.py --shape 1.5b --deepspeed zero2 --micro_batch 16 --keep                (needs a GPU)
     python benchmarks/train_step.py --shape 7b --layers 8 --deepspeed zero2 --micro_batch 4 --keep        (needs a GPU)
     python benchmarks/train_step.py --shape 124m --deepspeed zero2 --levers --keep
@@ -114,14 +115,14 @@ def levers_table(rows: list[tuple[str, dict | None]]) -> str:
 def run_paired(options: argparse.Namespace) -> None:
     """Run train.py's own `main` with a callback that interleaves the bare loop."""
     import torch
-    from paired_steps import PairedSteps
+    from paired_steps import LOOPS, PairedSteps
 
     on_gpu = torch.cuda.is_available()
     block_steps = options.block_steps or (BLOCK_STEPS_ON_GPU if on_gpu else SHAPES[options.shape].block_steps)
-    paired = PairedSteps(block_steps, has_bare=not options.levers)
+    paired = PairedSteps(block_steps, None if options.levers else LOOPS[options.bare])
     train_with(paired, [*recipe_arguments(options, block_steps), *step_settings(options, on_gpu)])
     if os.environ["RANK"] == "0":
-        names = ("shape", "layers", "processes", "deepspeed", "micro_batch", "pairs", "lever")
+        names = ("shape", "layers", "processes", "deepspeed", "micro_batch", "pairs", "bare", "lever")
         chosen = {name: getattr(options, name) for name in names}
         record("train_step", {**chosen, **paired.result()}, options.keep)
 
@@ -216,6 +217,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro_batch", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=15, help="measured blocks of either loop")
     parser.add_argument("--block_steps", type=int, help="steps of a block (default: by shape, 10 on a GPU)")
+    parser.add_argument(
+        "--bare",
+        choices=("plain", "engine"),
+        default="plain",
+        help="a PyTorch loop, or one around DeepSpeed's engine",
+    )
     parser.add_argument("--levers", action="store_true", help="what each lever brings, without the bare loop")
     parser.add_argument("--lever", choices=LEVERS, help="used by --levers: the last one that is added")
     return parser.parse_args()
