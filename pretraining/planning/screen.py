@@ -31,6 +31,7 @@ from pretraining.planning.verbs.cost import NOT_COUNTED, disk_words, mfu_words, 
 from pretraining.planning.verbs.memory import host_words
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
+from pretraining.refusals import compiled_part
 
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_PRICES = 3
@@ -67,6 +68,7 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
         "predicted": predicted(recipe, ds_config, world_size, gpu, gpu_memory=there),
         "model": _model_words(recipe.model, plan),
         "precision": precision_of_products(recipe),
+        "compiles": compiled_part(recipe, ds_config),
         "recomputation": recomputation_text(recomputed_one_in(recipe)),
         "gpu": gpu.name if gpu else None,
         "gpu_memory_bytes": there,
@@ -146,7 +148,8 @@ def run_facts(recipe: Recipe, plan: RunPlan, process: str) -> list[tuple[str, st
 
 def _what(answer: dict, process: str = "GPU") -> list[tuple[str, str]]:
     sharding = answer["deepspeed"] or "plain data parallel"
-    way = f"{sharding}, {answer['precision']}, {answer['recomputation']}"
+    compiled = {"blocks": ", blocks compiled", "whole": ", compiled whole"}.get(answer.get("compiles"), "")
+    way = f"{sharding}, {answer['precision']}, {answer['recomputation']}{compiled}"
     step = (
         f"{several(answer['world_size'], process)} x {several(answer['micro_batch'], 'sequence')} x "
         f"{answer['sequence_length']:,} tokens "
