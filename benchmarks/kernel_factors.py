@@ -112,10 +112,7 @@ def layer_factors(family: str, compiles: str, **changes) -> dict:
         rows.append(list(widths.values()))
         for phase, bytes_moved in moved.items():
             bytes_moved.append((three.sum(phase, OTHER).bytes - two.sum(phase, OTHER).bytes) / TOKENS)
-    factors = {}
-    for phase, bytes_moved in moved.items():
-        factors[phase] = solved(tuple(widths), rows, bytes_moved)
-        factors[f"{phase} launches"] = three.sum(phase).launches - two.sum(phase).launches
+    factors = {phase: solved(tuple(widths), rows, bytes_moved) for phase, bytes_moved in moved.items()}
     own = 3 * two.sum(kind=OTHER).bytes - 2 * three.sum(kind=OTHER).bytes
     factors["outside"] = round(own / TOKENS / widths["hidden"], 2)
     return factors

@@ -30,6 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pretraining.planning.roofline import ATTENTION_BACKWARD, CAUSAL
+
 PRODUCT, ATTENTION, OTHER = "product", "attention", "other"
 NO_KERNEL = {"_unsafe_view", "_reshape_alias", "detach", "empty", "empty_like", "empty_strided", "lift_fresh"}
 """Without data movement, though their schemas do not say that they are views."""
@@ -39,8 +41,6 @@ LOOKUPS = {"embedding", "gather", "index", "index_select"}
 """Of their first tensor they read as many elements as they write."""
 SCATTERS = {"index_put_", "scatter_", "scatter_add_", "index_add_"}
 """Of their first tensor they read and write as many elements as their last tensor has."""
-CAUSAL = 0.5
-"""Share of the scores that a causal kernel computes."""
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,9 @@ def _score_flops(query, key, value) -> float:
 
 ATTENTION_FLOPS = {
     "attention": _score_flops,
-    # five products where the forward pass has two: FlashAttention makes the scores again
-    "attention_backward": lambda gradient, query, key, value, attended: 2.5 * _score_flops(query, key, value),
+    "attention_backward": lambda gradient, query, key, value, attended: (
+        ATTENTION_BACKWARD * _score_flops(query, key, value)
+    ),
 }
 
 

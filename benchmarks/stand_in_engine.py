@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -105,9 +106,7 @@ def count_waits(ds_config: dict | None, world_size: int) -> dict:
                 waits[phase] = len(machine.synchronisations)
         engine.destroy()
     passes = waits["second"] - waits["first"]
-    sent: dict[str, int] = {}
-    for collective in machine.collectives:
-        sent[collective.name] = sent.get(collective.name, 0) + 1
+    sent = dict(Counter(collective.name for collective in machine.collectives))
     return {"a micro-batch": passes, "a step": waits["step"] - 3 * passes, "collectives a step": sent}
 
 

@@ -41,7 +41,7 @@ def test_every_recipe_has_a_ceiling_below_what_products_sustain(name):
     recipe, ds_config = load_run(name, [], None, None)
     for gpu in (H200, find_gpu("A100-80GB")):
         precision = precision_of_products(recipe)
-        found = recipe_utilization(recipe, ds_config, 1, gpu, precision)
+        found = recipe_utilization(recipe, gpu, ceiling(recipe, ds_config, 1, gpu, precision))
         assert found.assumed and "counted" in found.source
         assert 0.02 < found.mfu < 1.1 * table("rates")["sustained"]["products"].get(gpu.architecture)["value"]
 
@@ -83,7 +83,7 @@ def test_rates_measured_on_this_machine_take_the_place_of_assumed_ones(tmp_path,
     measured = planned("7b"), step_time(recipe, ds_config, 8, H200)
     assert measured[0].seconds["products"] > 2 * assumed[0].seconds["products"]
     assert measured[1].communication_seconds == pytest.approx(450 * assumed[1].communication_seconds)
-    assert "measured here on" in recipe_utilization(recipe, ds_config, 8, H200, "bf16").source
+    assert "measured here on" in recipe_utilization(recipe, H200, measured[0]).source
     assert planned("7b", world_size=16).seconds["products"] == assumed[0].seconds["products"]
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from pretraining.data.publishing import wait_for_disk
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch
 from pretraining.host import disk_room_bytes, existing_folder
@@ -100,8 +101,8 @@ def missing_operations(folder: Path) -> list[str]:
         one.write_bytes(b"1")
         attempts = {
             "file locks": lambda: _lock(one),
-            "sync of files": lambda: _sync(one),
-            "sync of folders": lambda: _sync(Path(inside)),
+            "sync of files": lambda: wait_for_disk(one),
+            "sync of folders": lambda: wait_for_disk(Path(inside)),
             "hard links": lambda: os.link(one, other),
             "renames over a file": lambda: one.replace(other),
         }
@@ -119,14 +120,6 @@ def _works(attempt) -> bool:
 def _lock(path: Path) -> None:
     with path.open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _room(launch: Launch, folder: Path) -> Finding:

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as nvidia-smi tells of them, and whether the installed torch can use them."""
+"""The GPUs of this machine, as nvidia-smi reports them, and whether the installed torch can use them."""
 
 import ctypes
 import os

@@ -1,11 +1,10 @@
 """The run that is to start on this machine: its recipe, its ranks, its folders, and whether its plan fits here."""
 
-import os
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretraining.command_line import ranks_here, world_size_here
+from pretraining.command_line import ranks_here, started_by_launcher, world_size_here
 from pretraining.data.manifest import read_manifest
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.gpus import Gpus
@@ -113,7 +112,7 @@ def plan_launch(options: Namespace, gpus: Gpus) -> tuple[Launch, list[Finding]]:
 
     Its ranks are those of the launcher, of --world_size, or one for each GPU.
     """
-    launched = "WORLD_SIZE" in os.environ
+    launched = started_by_launcher()
     world_size = options.world_size or (world_size_here() if launched else len(gpus.found) or 1)
     here = ranks_here() if launched else min(world_size, len(gpus.found) or world_size)
     run_folder = options.output_dir or REPOSITORY / "runs"

@@ -20,6 +20,7 @@ from pretraining.host import (
     system_text,
 )
 from pretraining.planning.quantities import num_bytes, several
+from pretraining.process_group import GLOO_INTERFACE
 
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
@@ -32,7 +33,7 @@ SHARED_MEMORY_FOR_NCCL = 1_000_000_000
 TOKEN_BYTES = 8
 """A batch reaches the training process as int64."""
 PREFETCHED = 2
-"""Batches that a data worker holds ready (torch's default)."""
+"""Batches that a data worker holds ready at least (`training.arguments.prefetch_factor`)."""
 FILES_OF_A_RANK = 256
 """Open at once without its messages: libraries, token shards, logs, data workers."""
 FILES_FOR_A_RANK_ELSEWHERE = 4
@@ -224,7 +225,7 @@ def _infiniband() -> Finding | None:
 
 def _own_name(launch: Launch) -> Finding:
     """gloo listens on the address that the machine's own name has."""
-    name, chosen = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME")
+    name, chosen = socket.gethostname(), os.environ.get(GLOO_INTERFACE)
     try:
         address = socket.gethostbyname(name)
     except OSError:

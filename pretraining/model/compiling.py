@@ -11,6 +11,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pretraining.errors import UserError
+from pretraining.process_group import rank_and_world_size
 from pretraining.upstream.compiler import (
     compile_in_few_processes,
     compiled_both_ways,
@@ -112,7 +113,7 @@ class FirstPass:
                 is_known = True
                 return result
             self.has_failed = True
-            if failing == _rank():
+            if failing == rank_and_world_size()[0]:
                 _warn(
                     f"blocks run uncompiled on all ranks, as rank {failing} cannot compile them ({failure})"
                 )
@@ -138,10 +139,10 @@ class FirstPass:
 
 def _first_failing(fails_here: bool, device: torch.device) -> int | None:
     """The first rank whose block failed; None if no rank's did. All ranks call it together."""
+    rank, ranks = rank_and_world_size()
     if not dist.is_initialized():
-        return 0 if fails_here else None
-    ranks = dist.get_world_size()
-    first = torch.tensor(dist.get_rank() if fails_here else ranks, device=device)
+        return rank if fails_here else None
+    first = torch.tensor(rank if fails_here else ranks, device=device)
     dist.all_reduce(first, dist.ReduceOp.MIN)
     number = first.item()
     return number if number < ranks else None
@@ -153,7 +154,3 @@ def _device_of(values: tuple) -> torch.device:
 
 def _warn(what: str) -> None:
     print(f"warning: {what}; mend that, or set speed.compile to none", file=sys.stderr, flush=True)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

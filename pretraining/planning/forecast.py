@@ -7,7 +7,7 @@ from pretraining.planning.costs import CheckpointCost, Cost, checkpoint_cost, gp
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.machine_rates import kept_rates
 from pretraining.planning.memory.precision import precision_of
-from pretraining.planning.roofline import ceiling, recipe_utilization
+from pretraining.planning.roofline import Ceiling, ceiling, recipe_utilization
 from pretraining.planning.run_plan import (
     RunPlan,
     build_run_plan,
@@ -114,12 +114,14 @@ def forecast(
         UserError: the GPU lacks the precision, or the ranks do not divide the recipe's step.
     """
     precision = precision or _precision(workload.recipe, gpu)
-    used = _utilization(workload, gpu, num_gpus, mfu, precision)
+    recipe, ds_config = workload.recipe, workload.ds_config
+    at_best = ceiling(recipe, ds_config, num_gpus, gpu, precision) if recipe else None
+    used = _utilization(workload, gpu, at_best, mfu)
     at_peak = tokens_per_second(workload.training_flops_per_token, num_gpus, gpu.peak_flops(precision), 1.0)
-    time = _time(workload, gpu, num_gpus, used, precision) if workload.recipe else None
+    time = _time(workload, gpu, num_gpus, used, precision) if recipe else None
     rate = at_peak * used.mfu
     if time:
-        rate = workload.recipe.tokens_per_step / (time.seconds if used.assumed else time.compute_seconds)
+        rate = recipe.tokens_per_step / (time.seconds if used.assumed else time.compute_seconds)
     return Forecast(
         name=workload.name,
         parameters=workload.parameters,
@@ -133,17 +135,15 @@ def forecast(
         tokens_per_second=rate,
         cost=run_cost(gpu, gpu_hours(num_gpus, workload.tokens / rate), price),
         scaling=scaling_over_nodes(gpu, num_gpus, used.assumed),
-        step=_step(workload, gpu, num_gpus, precision, rate, time) if time else None,
+        step=_step(workload, gpu, num_gpus, at_best, rate, time) if time else None,
     )
 
 
-def _utilization(
-    workload: Workload, gpu: Gpu, num_gpus: int, mfu: float | None, precision: str
-) -> Utilization:
+def _utilization(workload: Workload, gpu: Gpu, at_best: Ceiling | None, mfu: float | None) -> Utilization:
     if mfu:
         return Utilization(mfu, "given", assumed=False)
-    if workload.recipe:
-        return recipe_utilization(workload.recipe, workload.ds_config, num_gpus, gpu, precision)
+    if at_best:
+        return recipe_utilization(workload.recipe, gpu, at_best)
     recomputation = workload.hardware_flops_per_token / workload.training_flops_per_token
     return expected_utilization(gpu, int(workload.parameters), recomputation=recomputation)
 
@@ -163,7 +163,7 @@ def _precision(recipe: Recipe | None, gpu: Gpu) -> str:
 
 
 def _step(
-    workload: Workload, gpu: Gpu, num_gpus: int, precision: str, rate: float, time: StepTime
+    workload: Workload, gpu: Gpu, num_gpus: int, at_best: Ceiling, rate: float, time: StepTime
 ) -> StepForecast:
     recipe, ds_config = workload.recipe, workload.ds_config
     plan = build_run_plan(recipe, ds_config, num_gpus)
@@ -179,7 +179,7 @@ def _step(
     return StepForecast(
         seconds=seconds,
         time=time,
-        kernel_seconds=ceiling(recipe, ds_config, num_gpus, gpu, precision).seconds,
+        kernel_seconds=at_best.seconds,
         sent_bytes_per_gpu=volume.total,
         loader_bytes_per_second=rate * token_bytes(recipe.model["vocab_size"]),
         checkpoints=_checkpoints(plan, recipe, seconds, gpu, num_gpus),

@@ -6,7 +6,7 @@ factors, counted by benchmarks/kernel_factors.py on the real model, eager and co
 between kernels, no message, no wait. So it is a ceiling, and a run stays below it.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from pretraining.ds_config import zero_stage
 from pretraining.planning.flops import BACKWARD, flops_per_token
@@ -39,6 +39,8 @@ class Rates:
     attention_flops: float
     bytes: float
     """Read and written a second."""
+    products_measured_on: str | None
+    """The day on which the doctor measured products; None if their rate is assumed."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,8 @@ class Ceiling:
     """Model FLOPs over all these seconds and the dense peak."""
     mfu_without_recomputation: float
     """The same if no layer were recomputed."""
-
-    def to_dict(self) -> dict:
-        """Plain JSON values."""
-        return asdict(self)
+    products_measured_on: str | None
+    """The day on which the doctor measured this machine's products; None if their rate is assumed."""
 
 
 def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, precision: str) -> Ceiling:
@@ -74,10 +74,8 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     forward = width * size.num_layers * layer_bytes(recipe.model, mode, "forward", tokens)
     backward = width * size.num_layers * layer_bytes(recipe.model, mode, "backward", tokens)
     outside = width * outside_bytes(recipe.model, mode, tokens)
-    in_layers = 2 * (size.matmul - size.head) * tokens
-    in_layers -= (
-        2 * size.num_layers * last_product(recipe.model) * tokens
-    )  # torch stops once all is there again
+    # torch stops once all is there again, before the last product of a layer
+    recomputed = 2 * (size.matmul - size.head - size.num_layers * last_product(recipe.model)) * tokens
     again = recomputed_share(recomputed_one_in(recipe))
     engine = table("kernels")["engines"][str(zero_stage(ds_config))]
     in_step = engine["step"] + engine["step of its share"] / world_size
@@ -87,32 +85,27 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
         "other kernels": (forward + backward + outside) / rates.bytes,
         "loss": width * loss_kernel_bytes(recipe, tokens, gpu) / rates.bytes,
         "recomputation": again
-        * (in_layers / rates.product_flops + scores / rates.attention_flops + forward / rates.bytes),
+        * (recomputed / rates.product_flops + scores / rates.attention_flops + forward / rates.bytes),
         "gradients": engine["micro-batch"] * size.total / rates.bytes,
         "optimizer": in_step * size.total / rates.bytes / accumulation_steps(recipe, world_size),
     }
     at_peak = flops_per_token(size, recipe.sequence_length).training * tokens / gpu.peak_flops(precision)
     total = sum(seconds.values())
-    return Ceiling(seconds, at_peak / total, at_peak / (total - seconds["recomputation"]))
+    without = at_peak / (total - seconds["recomputation"])
+    return Ceiling(seconds, at_peak / total, without, rates.products_measured_on)
 
 
-def recipe_utilization(
-    recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, precision: str
-) -> Utilization:
+def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilization:
     """What was measured here on this GPU at this size, else the ceiling of the recipe's own kernels."""
     size = model_size(recipe.model)
     flops = flops_per_token(size, recipe.sequence_length)
     measured = expected_utilization(gpu, size.total, recomputation=flops.hardware / flops.training)
     if not measured.assumed:
         return measured
-    highest = ceiling(recipe, ds_config, world_size, gpu, precision).mfu_without_recomputation
-    products = (
-        kept_rates(gpu.name, world_size).get("product_flops") if precision in SIXTEEN_BIT_NAMES else None
-    )
-    how = f", products as measured here on {products['date']}" if products else ""
-    return Utilization(
-        highest, f"the ceiling of its kernels, counted{how}; a run stays below it", assumed=True
-    )
+    day = at_best.products_measured_on
+    how = f", products as measured here on {day}" if day else ""
+    source = f"the ceiling of its kernels, counted{how}; a run stays below it"
+    return Utilization(at_best.mfu_without_recomputation, source, assumed=True)
 
 
 def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
@@ -130,8 +123,12 @@ def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
     )
     peak = gpu.peak_flops(precision)
     measured = kept_rates(gpu.name, num_gpus).get("product_flops") if precision in SIXTEEN_BIT_NAMES else None
-    products = min(peak, measured["value"]) if measured else product * peak
-    return Rates(products, attention * peak, bandwidth * gpu.memory_bandwidth_bytes_per_second)
+    return Rates(
+        product_flops=min(peak, measured["value"]) if measured else product * peak,
+        attention_flops=attention * peak,
+        bytes=bandwidth * gpu.memory_bandwidth_bytes_per_second,
+        products_measured_on=measured["date"] if measured else None,
+    )
 
 
 def layer_mode(recipe: Recipe, ds_config: dict | None) -> str:
@@ -147,8 +144,13 @@ def layer_bytes(model: dict, mode: str, direction: str, tokens: int) -> float:
     shape, kernels = shape_of(model), table("kernels")
     factors, widths = kernels["layers"][shape["model_type"]][mode][direction], layer_widths(shape, tokens)
     written_out = kernels["activations"].get(_activation(shape), {}).get(mode, {}).get(direction, 0.0)
-    inner = widths.get("inner", widths.get("routed inner", 0))
-    return tokens * (sum(factor * widths[name] for name, factor in factors.items()) + written_out * inner)
+    moved = sum(factor * widths[name] for name, factor in factors.items())
+    return tokens * (moved + written_out * inner_width(widths))
+
+
+def inner_width(widths: dict[str, float]) -> float:
+    """Of the feed-forward part, over all experts that a token is given to."""
+    return widths["inner"] if "inner" in widths else widths["routed inner"]
 
 
 def layer_widths(shape: dict, tokens: int) -> dict[str, float]:
@@ -182,7 +184,7 @@ def layer_widths(shape: dict, tokens: int) -> dict[str, float]:
 def last_product(model: dict) -> int:
     """Entries of a layer's last matrix, which a recomputed layer need not multiply again: nothing keeps its result."""
     widths = layer_widths(shape_of(model), tokens=1)
-    return round(widths["hidden"] * widths.get("inner", widths.get("routed inner", 0)))
+    return round(widths["hidden"] * inner_width(widths))
 
 
 def outside_bytes(model: dict, mode: str, tokens: int) -> float:

@@ -41,7 +41,10 @@ def step_time(
     """
     accumulation = accumulation_steps(recipe, world_size)
     precision = precision or precision_of_products(recipe)
-    used = None if mfu else recipe_utilization(recipe, ds_config, world_size, gpu, precision)
+    used = None
+    if not mfu:
+        at_best = ceiling(recipe, ds_config, world_size, gpu, precision)
+        used = recipe_utilization(recipe, gpu, at_best)
     time = predicted_step_seconds(
         model_size(recipe.model),
         recipe.sequence_length,
@@ -57,7 +60,6 @@ def step_time(
         hpz=(ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1),
     )
     if used and used.assumed:
-        at_best = ceiling(recipe, ds_config, world_size, gpu, precision)
         time = replace(time, compute_seconds=accumulation * sum(at_best.seconds.values()))
     return replace(
         time,
