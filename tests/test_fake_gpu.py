@@ -26,7 +26,7 @@ from pretraining.evaluation.validation import Validation
 from pretraining.planning import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.refusals import load_run
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.upstream.fake_gpu import fake_gpu
 from tests.runs import EXPERTS, LLAMA
 
@@ -55,7 +55,7 @@ LOSS = {f"{OURS}/loss_watch.py:read": 1}
 MEASURED = {
     f"{OURS}/layer_norms.py:_see",
     f"{OURS}/micro_batch_norms.py:close",
-    f"{OURS}/rank_sums.py:sum_over_ranks",
+    "pretraining/runtime/process_group.py:sum_over_ranks",
 }
 """On steps that a monitor measures, if the recipe asks for it."""
 LOGGED = {
@@ -66,7 +66,7 @@ LOGGED = {
     f"{OURS}/stragglers.py:gather",
     f"{OURS}/expert_load.py:_take_counts",
     f"{OURS}/source_loss.py:_take",
-    f"{OURS}/rank_sums.py:sum_over_ranks",
+    "pretraining/runtime/process_group.py:sum_over_ranks",
 }
 """On steps that are logged: the running loss and what else a row of metrics says."""
 MOST_A_STEP = 2
@@ -140,7 +140,7 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
     tokens = machine.world_size * ACCUMULATION * 2 * LENGTH
     budget = (f"budget.tokens_per_step={tokens}", f"budget.tokens={STEPS * tokens}")
     recipe, config = load_run(str(recipe_path), budget, ds_config, machine.world_size)
-    run, start = RunDir(recipe_path.parent / "run"), Start()
+    run, start = RunFolder(recipe_path.parent / "run"), Start()
     plan = build_run_plan(recipe, config, machine.world_size)
     arguments = training.build_arguments(recipe, config, run.path, plan.accumulation_steps, STEPS)
     language_model = model.build_from_recipe(recipe, TOKENIZER, arguments, False)

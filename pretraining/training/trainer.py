@@ -13,7 +13,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments, get_schedu
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
-from pretraining.journal import NOTHING_HEALED, Journal
+from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.step_sizes import StepSizes
 from pretraining.training.arguments import training_refusals
 from pretraining.training.hearing import tell
