@@ -108,9 +108,9 @@ def fuses_with_liger(recipe: Recipe, ds_config: dict | None, on_gpu: bool) -> bo
     They fuse norms, rotary embeddings and gated layers, which GPT-2 has none of. A recipe that sets
     `training.use_liger_kernel` decides for itself.
     """
-    uncompiled = recipe.speed["compile"] == "auto" and why_not_compiled(recipe, ds_config, on_gpu) is not None
-    gated = recipe.model["model_type"] != "gpt2"
-    return on_gpu and uncompiled and gated and is_liger_kernel_available()
+    if not on_gpu or recipe.speed["compile"] != "auto" or recipe.model["model_type"] == "gpt2":
+        return False
+    return why_not_compiled(recipe, ds_config, on_gpu) is not None and is_liger_kernel_available()
 
 
 def prefetch_factor(recipe, accumulation_steps: int) -> int:
