@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.recipe import RECIPES, Recipe, load_recipe, recipe_schema
+from pretraining.recipe import RECIPES, Recipe, accumulation_steps, load_recipe, recipe_schema
 from tests.quality_texts import PROSE
 from tests.runs import Run, execute, made_once
 
@@ -79,6 +79,17 @@ def test_each_is_a_few_lines_over_a_base_and_says_what_to_look_at(path):
     assert len(path.read_text().splitlines()) <= 65
     assert recipe["description"].endswith(".") and 80 < len(recipe["description"]) < 280
     assert re.search(r"\b(Look|Compare|Open|Delete)\b", recipe["description"])
+
+
+@pytest.mark.parametrize("path", PATHS, ids=NAMES)
+def test_each_is_a_whole_recipe(path, tmp_path):
+    """By its name too, on one rank or two, and the same after being written and read again."""
+    recipe = load_recipe(f"features/{path.stem}")
+    assert recipe.words == ["--recipe", f"features/{path.stem}"] and recipe.path == path
+    assert all(accumulation_steps(recipe, ranks) for ranks in (1, 2))
+    written = tmp_path / "recipe.json"
+    written.write_text(json.dumps(recipe.to_dict()))
+    assert load_recipe(str(written)) == recipe
 
 
 def test_the_table_of_the_readme_lists_them():
