@@ -15,10 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from pretraining.curve import changes_of_run
 from pretraining.doctor import __main__ as doctor
 from pretraining.doctor import disks, gpus, machine, reach, software
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, summary, summary_line
-from pretraining.doctor.launch import Launch, plan_launch
+from pretraining.doctor.launch import Launch, check_earlier_start, plan_launch
+from pretraining.errors import UserError
 from pretraining.planning.forecast import forecast
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.machine_rates import FOLDER_VARIABLE, keep_rates, kept_rates
@@ -27,6 +29,7 @@ from pretraining.planning.verbs.cost import write_words
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.refusals import load_run
 from pretraining.runtime import host
+from pretraining.runtime.run_folder import RunFolder
 from tests.local_hub import REPOSITORY_ID, local_hub
 from tests.runs import SMALL_RECIPE, execute
 
@@ -216,7 +219,7 @@ PLANTED = {
     "read-only folder": ("data folder", BREAKS, "cannot be written (Read-only file system)", "--data_dir"),
     "gated data": ("data", BREAKS, "someone/gated: gated, and closed without a token", "HF_TOKEN"),
     "unknown tokenizer": ("tokenizer", BREAKS, "someone/missing: the hub knows no such", "HF_TOKEN"),
-    "data to prepare": ("data", COSTS, "is not prepared", "python data_prep.py --recipe"),
+    "data to prepare": ("data", BREAKS, "is not prepared", "python data_prep.py --recipe"),
 }
 """Fault -> (check, verdict, words of the message, words of the remedy)."""
 
@@ -256,8 +259,11 @@ def healthy(tmp_path_factory) -> Examined:
 
 def test_a_healthy_machine_has_none_of_these_faults(healthy):
     """Each line that the faults brought forth is gone, or says that it is fine."""
-    assert healthy.code == 0, as_lines(healthy.findings)
     checks = {each.check for each in healthy.findings if each.verdict != FINE}
+    # Verdicts agree with train.py, which refuses data that is still to be made.
+    (broken,) = (each for each in healthy.findings if each.verdict == BREAKS)
+    assert broken.check == "data" and broken.remedy.startswith("run: python data_prep.py --recipe "), broken
+    assert healthy.code == 2, as_lines(healthy.findings)
     faults = {check for check, *_ in PLANTED.values()}
     # left over: what this machine really lacks, and data that is still to be made
     assert checks & faults <= {"data", "cores", "packages", "plan", "shared memory", "filesystem"}
@@ -376,6 +382,66 @@ def test_data_that_cannot_be_read_is_one_line_among_the_others(tmp_path):
     examined = examine("--recipe", "tiny", "--data_dir", tmp_path / "file")
     assert examined.find("data", "cannot be read").verdict == BREAKS
     assert examined.find("disk speed", "one process writes")
+
+
+KEPT = {
+    "garbage": ("{garbage", "recipe.json: cannot be read"),
+    "no recipe": ("{}", "it is no recipe of a run"),
+    "a list": ("[]", "it is no recipe of a run"),
+    "another recipe": (
+        {"training.learning_rate": 1.0},
+        "holds a run of another recipe: training.learning_rate",
+    ),
+    "this recipe": ({}, None),
+}
+"""What a run folder's recipe.json holds: text, or values that differ; and what is said of it."""
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_run_folder_is_read_as_a_start_reads_it(tmp_path, name):
+    """The words are those with which train.py refuses it (`changes_of_run`)."""
+    kept, said = KEPT[name]
+    recipe, ds_config = load_run("tiny")
+    if isinstance(kept, dict):
+        kept = json.dumps(load_run("tiny", [f"{key}={value}" for key, value in kept.items()])[0].to_dict())
+    (tmp_path / "recipe.json").write_text(kept)
+    (finding,) = check_earlier_start(Launch(gpus.Gpus(), 1, 1, tmp_path, Path("data"), recipe, ds_config))
+    if said is None:
+        assert finding.verdict == FINE and changes_of_run(RunFolder(tmp_path), recipe.to_dict()) == []
+        return
+    with pytest.raises(UserError) as refused:
+        changes_of_run(RunFolder(tmp_path), recipe.to_dict())
+    assert said in finding.message and finding.verdict == BREAKS
+    assert str(refused.value) == f"{finding.message}; {finding.remedy}" and "--output_dir" in finding.remedy
+
+
+def test_what_is_not_examined_of_amds_gpus_is_said():
+    """Not fine: nothing of them was looked at."""
+    (finding,) = gpus.check_gpus(gpus.Gpus(), gpus.TorchBuild("2.13.0+rocm7.1", None))
+    assert (
+        finding.verdict == COSTS
+        and "memory errors, power, clocks and links are not checked" in finding.message
+    )
+    assert "rocm-smi" in finding.remedy and "--world_size N" in finding.remedy
+
+
+def test_the_own_name_is_judged_as_ranks_judge_it(monkeypatch):
+    """One look-up: what `join_ranks` refuses between hosts will break, and an interface that is named mends it."""
+    monkeypatch.setattr(host.socket, "gethostname", lambda: "node")
+    monkeypatch.delenv(host.GLOO_INTERFACE, raising=False)
+    several, alone = on_gpus(8, 16), on_gpus(8, 8)
+    for address, name, verdict in (
+        ("127.0.1.1", "node", BREAKS),
+        (None, "node", BREAKS),
+        ("10.0.0.7", None, FINE),
+    ):
+        monkeypatch.setattr(host, "own_address", lambda address=address: address)
+        monkeypatch.setattr(machine, "own_address", lambda address=address: address)
+        assert host.loopback_name() == name
+        assert (machine._own_name(several).verdict, machine._own_name(alone).verdict) == (verdict, FINE)
+    monkeypatch.setattr(host, "own_address", lambda: "127.0.1.1")
+    monkeypatch.setenv(host.GLOO_INTERFACE, "eth0")
+    assert machine._own_name(several).verdict == FINE and "eth0" in machine._own_name(several).message
 
 
 def on_gpus(number: int, world_size: int, **fields) -> Launch:

@@ -18,7 +18,7 @@ from pretraining.command_line import (
 from pretraining.doctor.disks import check_disks
 from pretraining.doctor.findings import Finding, as_lines, summary, summary_line
 from pretraining.doctor.gpus import check_gpus, read_gpus, torch_build
-from pretraining.doctor.launch import Launch, check_fit, plan_launch
+from pretraining.doctor.launch import Launch, check_earlier_start, check_fit, plan_launch
 from pretraining.doctor.machine import check_machine
 from pretraining.doctor.reach import ask_around
 from pretraining.doctor.software import check_software, versions
@@ -110,7 +110,8 @@ def examine(options: argparse.Namespace) -> tuple[list[Finding], Launch]:
     launch, refused = plan_launch(options, gpus)
     elsewhere = ask_around(launch)  # answers come while the machine itself is looked at
     findings = check_gpus(gpus, torch) + check_software(launch) + check_machine(launch) + check_disks(launch)
-    return [*findings, *elsewhere.findings(), *refused, *check_fit(launch)], launch
+    findings += [*elsewhere.findings(), *refused, *check_earlier_start(launch), *check_fit(launch)]
+    return findings, launch
 
 
 def _keep(findings: list[Finding], launch: Launch) -> Path | None:

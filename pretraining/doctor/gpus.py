@@ -34,6 +34,14 @@ FIELDS = (
 """What nvidia-smi is asked for; an older one that does not know a field is asked without it."""
 SECONDS = 10
 """nvidia-smi may wake eight GPUs first."""
+NOT_EXAMINED = (
+    "their driver, memory in use, memory errors, power, clocks and links are not checked here, nor whether the plan "
+    "fits them; the lines about plan, cores and packages are those of a machine without GPUs"
+)
+ON_AMD = (
+    "look at them by rocm-smi; give --world_size N, and under the launcher (deepspeed --num_gpus=N --module "
+    "pretraining.doctor) messages, products and layers are measured on them"
+)
 MEBIBYTE = 1 << 20
 IDLE_SHARE = 0.02
 """Of a GPU's memory: less is taken by the driver itself."""
@@ -187,7 +195,7 @@ def check_gpus(gpus: Gpus, torch: TorchBuild) -> list[Finding]:
         return [Finding("GPUs", BREAKS if torch.cuda else COSTS, gpus.problem, remedy)]
     if not gpus.found:
         if torch.for_amd:
-            return [Finding("GPUs", FINE, f"torch {torch.version} is for AMD's, which are not examined")]
+            return [Finding("GPUs", COSTS, f"torch {torch.version} is for AMD's: {NOT_EXAMINED}", ON_AMD)]
         hidden = "CUDA_VISIBLE_DEVICES leaves none" if gpus.driver else "none from NVIDIA"
         return [Finding("GPUs", FINE, f"{hidden}: the processor trains (torch {torch.version})")]
     rules = (_kinds, _memory_in_use, _mig, _memory_errors, _power, _slowed, _persistence)

@@ -119,7 +119,7 @@ def _prepared(launch: Launch) -> Finding:
     try:
         data = open_prepared(launch.recipe, launch.data_dir)
     except UserError as error:
-        return Finding.of_error("data", error, BREAKS if launch.data_is_prepared else COSTS)
+        return Finding.of_error("data", error)
     except OSError as error:  # it lies where nothing can be read
         what = f"{launch.data_folder} cannot be read ({error.strerror})"
         return Finding("data", BREAKS, what, "choose another --data_dir, or have it allowed to you")
