@@ -357,23 +357,31 @@ def test_a_misspelt_option_is_one_line():
 
 
 def test_only_rank_0_speaks_under_a_launcher(monkeypatch, capsys):
-    """Ranks meet in `cluster`, whose findings are added to those of the machine."""
-    asked = []
-    together = SimpleNamespace(
-        examine_cluster=lambda options: asked.append(options) or [Finding("ranks", FINE, "here")],
-        end_rank=lambda code: None,
-    )
+    """Ranks meet in `cluster`; one rank of each node examines it first, and hands over what it has found."""
+    asked, examined = [], []
+
+    def examine_cluster(options, machine):
+        asked.append(machine)
+        return machine, [Finding("ranks", FINE, "here")]
+
+    def examine(options):
+        examined.append(os.environ["RANK"])
+        return [Finding("disk", FINE, "large")], on_gpus(2, 4)
+
+    together = SimpleNamespace(examine_cluster=examine_cluster, end_rank=lambda code: None)
+    monkeypatch.setattr(doctor, "examine", examine)
     monkeypatch.setitem(sys.modules, "pretraining.doctor.cluster", together)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    for rank, said in (("1", ""), ("0", "ranks")):
-        for name in ("RANK", "LOCAL_RANK"):
-            monkeypatch.setenv(name, rank)
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
         doctor.main([])
-        assert (said in capsys.readouterr().out) if said else capsys.readouterr().out == ""
-    assert len(asked) == 2
+        said = capsys.readouterr().out
+        assert not said if rank else f"large ({socket.gethostname()})" in said and said.count("large") == 1
+    assert examined == ["0", "2"] and list(map(len, asked)) == [1, 0, 1, 0]
 
 
 def test_data_that_cannot_be_read_is_one_line_among_the_others(tmp_path):

@@ -44,20 +44,21 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     began, launched = time.monotonic(), started_by_launcher()
     first = not launched or os.environ["RANK"] == "0"
-    findings, launch = examine(options) if first else ([], None)
+    here, launch = examine(options) if not launched or os.environ["LOCAL_RANK"] == "0" else ([], None)
+    findings = shown = here
     if launched:
         prepare_imports()
         from pretraining.doctor.cluster import end_rank, examine_cluster
 
+        own = [each.on(socket.gethostname()) for each in here] if launch and launch.several_machines else here
         if first and not options.json:
-            print(as_lines(findings), flush=True)  # what follows may end in an abort that this explains
-        together = examine_cluster(options)
-        findings, shown = findings + together, together
+            print(as_lines(own), flush=True)  # what follows may end in an abort that this explains
+        of_nodes, together = examine_cluster(options, list(here))
         if not first:
             return end_rank(FINISHED)
-    else:
-        shown = findings
-    kept = _keep(findings, launch)
+        shown = [each for each in of_nodes if each not in here and each not in own] + together
+        findings, here = of_nodes + together, here + together
+    kept = _keep(here, launch)
     found = summary(findings, time.monotonic() - began)
     if options.json:
         print(json.dumps(_answer(findings, found, launch, kept), indent=2))
