@@ -22,6 +22,12 @@ def _ancestors() -> tuple[int, ...]:
     return _current_ancestors()
 
 
+@cache
+def started_by_deepspeed() -> bool:
+    """Whether the `deepspeed` command started this process; to be asked while it lives."""
+    return _launched() and _DEEPSPEED_INNER in _command(os.getppid())
+
+
 def sibling_is_gone() -> bool:
     """Whether the launcher has fewer processes left than it started here: then it is ending what is left of a crash."""
     if not _launched() or launcher_is_gone():
