@@ -196,8 +196,8 @@ def examine_sick(folder: Path) -> Examined:
 PLANTED = {
     "driver": ("driver", BREAKS, "535.183.01 is older than the 580", "update the driver to 580"),
     "capability": ("compute capability", BREAKS, "compute capability 7.0", "CUDA 12"),
-    "memory in use": ("GPU memory", COSTS, "other processes hold up to 41.9 GB", "CUDA_VISIBLE_DEVICES"),
-    "MIG": ("MIG", COSTS, "GPUs 0-7: cut into MIG slices", "-mig 0"),
+    "memory in use": ("GPU memory", COSTS, "other processes hold up to 41.9 GB", "nvidia-smi"),
+    "MIG": ("MIG", COSTS, "GPUs 0-7: cut into MIG slices", "nvidia-smi -i 0,1,2,3,4,5,6,7 -mig 0"),
     "memory errors": ("GPU memory errors", COSTS, "could not correct", "restart"),
     "power": ("power limit", COSTS, "limited to 400 W of 700 W", "nvidia-smi -pl 700"),
     "persistence": ("persistence", COSTS, "put to sleep", "nvidia-smi -pm 1"),
@@ -212,7 +212,7 @@ PLANTED = {
     "container's memory": ("plan", BREAKS, "the machine has 4.00 GB", "GPUs"),
     "container's cores": ("cores", COSTS, "1 for 8 ranks here of 2 data workers each", "--cpus-per-task"),
     "host name": ("host name", BREAKS, "doctor-test resolves to 127.0.1.1", "GLOO_SOCKET_IFNAME"),
-    "interface": ("network", BREAKS, "NCCL_SOCKET_IFNAME is ib9", "set it to one of"),
+    "interface": ("network", BREAKS, "NCCL_SOCKET_IFNAME is ib9", "or unset NCCL_SOCKET_IFNAME"),
     "slow messages": ("network", COSTS, "NCCL_P2P_DISABLE=1", "unset NCCL_P2P_DISABLE"),
     "memory filesystem": ("filesystem", COSTS, "the memory of this machine", "--output_dir"),
     "full disk": ("disk", BREAKS, "of disk, there is room for 1.05 MB", "--output_dir"),
@@ -636,7 +636,7 @@ def test_a_home_that_cannot_be_written_keeps_nothing_of_the_hub(monkeypatch, tmp
     monkeypatch.setenv("HF_HOME", "/proc/none")
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
     finding = reach._repository("tokenizer", "model", "someone/tokenizer")
-    assert finding.verdict == BREAKS and "set HF_HOME" in finding.remedy
+    assert finding.verdict == BREAKS and "export HF_HOME=" in finding.remedy
 
 
 def test_a_driver_that_does_not_answer(monkeypatch, tmp_path):

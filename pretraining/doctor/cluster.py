@@ -182,7 +182,7 @@ class Examination:
                 BREAKS,
                 f"{self.call.hosts[node[0]]} listens at {bound[node[0]]['address']}, which only itself can reach: "
                 "its own name means the loopback",
-                f"set GLOO_SOCKET_IFNAME={bound[node[0]]['interface'] or 'eth0'} on every node, or mend /etc/hosts",
+                f"export GLOO_SOCKET_IFNAME={bound[node[0]]['interface'] or 'eth0'} on every node, or mend /etc/hosts",
                 str(self.call.ranks[node[0]]),
             )
             for node in self.call.nodes

@@ -276,7 +276,9 @@ def _kinds(found: tuple[GpuFound, ...]) -> Finding | None:
     names = sorted({gpu.name for gpu in found})
     if len(names) == 1:
         return None
-    remedy = "leave the others out with CUDA_VISIBLE_DEVICES: every step waits for the slowest GPU"
+    most = max(names, key=[gpu.name for gpu in found].count)
+    chosen = ",".join(gpu.index for gpu in found if gpu.name == most)
+    remedy = f"export CUDA_VISIBLE_DEVICES={chosen}, of one kind: every step waits for the slowest GPU"
     return Finding("GPU kinds", COSTS, f"several kinds together: {', '.join(names)}", remedy)
 
 
@@ -286,7 +288,9 @@ def _memory_in_use(found: tuple[GpuFound, ...]) -> Finding | None:
         return None
     most = max(gpu.used_bytes for gpu in taken)
     what = f"{_which(taken)}: other processes hold up to {num_bytes(most)} of memory"
-    remedy = "end them (nvidia-smi lists them), or leave these GPUs out with CUDA_VISIBLE_DEVICES"
+    free = ",".join(gpu.index for gpu in found if gpu not in taken)
+    remedy = "end them (nvidia-smi lists them)"
+    remedy += f", or leave these GPUs out: export CUDA_VISIBLE_DEVICES={free}" if free else ""
     return Finding("GPU memory", COSTS, what, remedy, values={"used_bytes": most})
 
 
@@ -295,12 +299,13 @@ def _is_sliced(gpu: GpuFound) -> bool:
 
 
 def _mig(found: tuple[GpuFound, ...]) -> Finding | None:
+    indices = ",".join(gpu.index for gpu in found if _is_sliced(gpu))
     return _if_any(
         found,
         _is_sliced,
         "MIG",
         "cut into MIG slices, of which a process sees one: the plan counts on whole GPUs",
-        "turn MIG off: nvidia-smi -i INDEX -mig 0 (as root, with nothing running there)",
+        f"turn MIG off: nvidia-smi -i {indices} -mig 0 (as root, with nothing running there)",
     )
 
 

@@ -259,7 +259,8 @@ def _network_variables() -> Iterator[Finding]:
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         chosen = os.environ.get(variable, "")
         if chosen and not chosen.startswith("^") and not any(_matches(name, chosen) for name in present):
-            remedy = f"set it to one of {', '.join(present)}, or unset it"
+            choice = _outward_interface() or next((name for name in present if name != "lo"), "lo")
+            remedy = f"export {variable}={choice} (there are {', '.join(present)}), or unset {variable}"
             yield Finding(
                 "network", BREAKS, f"{variable} is {chosen}, and there is no such interface", remedy
             )

@@ -26,7 +26,6 @@ BITSANDBYTES = re.compile(r"bnb|lion|ademamix|paged|^adamw_8bit$")
 """Of the names of training.optim, those that bitsandbytes provides."""
 FLASH_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 """Name of an attention -> the module that it needs."""
-INSTALL_FLASH = "see requirements-gpu.txt"
 
 
 @dataclass(frozen=True)
@@ -110,10 +109,17 @@ def _optional(launch: Launch) -> Iterator[Finding]:
         name = needed.distribution or needed.module
         pin = _all_pins().get(name)
         command = f"pip install {name}{f'=={pin}' if pin else ''}"
-        remedy = INSTALL_FLASH if needed.module in FLASH_ATTENTION.values() else command
+        if needed.module in FLASH_ATTENTION.values():
+            command = f"{_flash_command()}, or --set model.attn_implementation=sdpa"
         yield Finding(
-            "packages", needed.verdict, f"{needed.purpose} needs {name}, which is not installed", remedy
+            "packages", needed.verdict, f"{needed.purpose} needs {name}, which is not installed", command
         )
+
+
+def _flash_command() -> str:
+    """How requirements-gpu.txt says that FlashAttention is installed, which is compiled for one architecture."""
+    text = (REPOSITORY / "requirements-gpu.txt").read_text(encoding="utf-8")
+    return re.search(r"FLASH_ATTN_CUDA_ARCHS=.*pip install .*", text)[0]
 
 
 def needs_of(launch: Launch) -> list[Needed]:

@@ -161,7 +161,7 @@ def _check_own_name() -> None:
     if name is None:
         return
     what = f"{name}, the name of this host, leads to a loopback address, on which no other host reaches it"
-    remedy = f"set {GLOO_INTERFACE} to the interface between the hosts (`ip -brief address` lists them)"
+    remedy = f"export {GLOO_INTERFACE}=INTERFACE, the one between the hosts (`ip -brief address` lists them)"
     raise UserError(
         f"{what}; {remedy}, or mend /etc/hosts", on_every_rank=os.environ.get("LOCAL_RANK", "0") != "0"
     )
