@@ -1,17 +1,22 @@
 """`python -m pretraining.planning`: its own examples work, mistakes cost one line, nothing heavy is loaded."""
 
+import contextlib
+import copy
 import json
 import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from pretraining.command_line import parse_train_arguments
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
-from pretraining.planning import print_plan, verbs
+from pretraining.planning import constants, print_plan, verbs
 from pretraining.planning.__main__ import EPILOG, main, verb_modules
+from pretraining.planning.gpus import all_gpus
 from pretraining.recipe import load_recipe
 from pretraining.schema import REPOSITORY
 
@@ -254,18 +259,90 @@ def test_laws_say_where_they_are_far_from_what_was_fitted(capsys):
     assert "beware" not in printed(capsys, ["chinchilla", "--parameters", "7b"])
 
 
-def test_a_broken_table_is_told_by_file_and_key(monkeypatch):
-    """Users edit the tables: what they break is named."""
-    from pretraining.planning import gpus
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """A copy of the tables to break; what was read of the real ones is read anew before and after."""
 
-    broken = {"gpus": {"MINE": {"dense_peak_tflops": {"bf16": 100}, "memory_bytes": -1}}}
-    monkeypatch.setattr(gpus, "table", lambda name: broken)
-    gpus.all_gpus.cache_clear()
-    try:
-        with pytest.raises(UserError, match=r"tables/gpus.json: MINE.memory_bytes is -1"):
-            gpus.find_gpu("MINE")
-    finally:
-        gpus.all_gpus.cache_clear()
+    def forget() -> None:
+        constants.table.cache_clear()
+        all_gpus.cache_clear()
+
+    shutil.copytree(constants.TABLES, tmp_path / "tables")
+    monkeypatch.setattr(constants, "TABLES", tmp_path / "tables")
+    forget()
+    yield tmp_path / "tables"
+    forget()
+
+
+def keys_of(value, above: tuple = ()) -> Iterator[tuple]:
+    """Every key of a table, those of the objects inside it too; of a list of objects its first entry alone."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:1])
+    for name, inner in inside:
+        if name not in ("about", "looked_up", "note"):
+            yield (*above, name)
+            if isinstance(inner, dict) or (isinstance(inner, list) and inner and isinstance(inner[0], dict)):
+                yield from keys_of(inner, (*above, name))
+
+
+ASKED = (
+    "memory --recipe tiny --world_size 2",
+    "cost --recipe 7b --world_size 8 --gpu H100",
+    "cost --recipe moe-1.5b --world_size 16 --gpu A100",
+    "cost --recipe tiny --world_size 1 --gpu H200 --deepspeed zero3_nvme",
+    "chinchilla --recipe 124m",
+    "gpus",
+)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in constants.TABLES.glob("*.json")))
+def test_a_broken_table_is_named_by_file_and_key(name, tables, capsys):
+    """Users edit the tables: whatever they take out, or write wrongly, costs one line, or nothing that is asked for."""
+    whole = json.loads((tables / f"{name}.json").read_text())
+    places = list(keys_of(whole))
+    alike: dict[tuple, tuple] = {}
+    for place in places:  # of GPUs, prices and fits that have the same keys one stands for all
+        alike.setdefault((len(place), place[0], *place[-1:]) if len(place) > 2 else place, place)
+    named = 0
+    for place in alike.values():
+        for value in ("missing", "a text", -1, {}, [], None):
+            broken = copy.deepcopy(whole)
+            inner = broken
+            for key in place[:-1]:
+                inner = inner[key]
+            if value == "missing":
+                del inner[place[-1]]
+            else:
+                inner[place[-1]] = value
+            (tables / f"{name}.json").write_text(json.dumps(broken))
+            constants.table.cache_clear()
+            all_gpus.cache_clear()
+            try:
+                constants.table(name)
+            except UserError as error:
+                named += 1
+                key = ".".join(map(str, place[:-1] if "is empty" in str(error) else place))
+                assert f"tables/{name}.json: {key}" in str(error)
+            else:
+                for line in ASKED:
+                    with contextlib.suppress(UserError):  # a GPU that was taken out
+                        main(line.split())
+    assert named > len(alike)
+
+
+def test_a_key_of_no_table_is_named_with_the_nearest(tables):
+    """A misspelt key would be read by nobody."""
+    text = (tables / "kernels.json").read_text()
+    (tables / "kernels.json").write_text(text.replace('"queries"', '"querys"', 1))
+    with pytest.raises(UserError, match=r"kernels.json: layers.llama.eager.forward.queries is missing"):
+        main(["cost", "--recipe", "7b", "--world_size", "8", "--gpu", "H100"])
+    (tables / "kernels.json").write_text(text.replace('"outside"', '"keyz": 1, "outside"', 1))
+    constants.table.cache_clear()
+    with pytest.raises(UserError, match=r"layers.gpt2.eager.keyz is no key of this table"):
+        main(["cost", "--recipe", "124m", "--world_size", "8", "--gpu", "H100"])
+    (tables / "rates.json").unlink()
+    constants.table.cache_clear()
+    with pytest.raises(UserError, match=r"rates.json: cannot be read"):
+        main(["cost", "--parameters", "7b", "--tokens", "1b", "--world_size", "8", "--gpu", "H100"])
 
 
 def test_the_command_exits_with_2_and_loads_nothing_heavy():

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from pretraining.model_types import value_of
 from pretraining.planning.comparison import predicted
+from pretraining.planning.constants import table
 from pretraining.planning.findings import Found
 from pretraining.planning.forecast import Forecast, forecast
 from pretraining.planning.gate import check_plan
@@ -26,7 +27,6 @@ from pretraining.planning.quantities import (
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.stand_in import family_of
 from pretraining.planning.step_time import precision_of_products
-from pretraining.planning.tables import table
 from pretraining.planning.verbs.cost import NOT_COUNTED, disk_words, mfu_words, scaling_rows, write_words
 from pretraining.planning.verbs.memory import host_words
 from pretraining.planning.workload import workload_of_recipe
