@@ -90,7 +90,7 @@ def test_all_verbs_say_the_same(words, capsys):
     recipe = load_recipe(options.recipe, options.set, options.deepspeed)
     print_plan(recipe, load_ds_config(recipe.deepspeed), options.world_size, options.gpu, True)
     plan = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    cost, memory, fit = said("cost"), said("memory"), said("fit")
+    cost, memory = said("cost"), said("memory")
     assert cost["seconds"] == plan["forecast"]["seconds"] and cost["tokens"] == plan["tokens"]
     settings = [word for setting in options.set for word in ("--set", setting)]
     flops = json.loads(printed(capsys, ["flops", "--recipe", options.recipe, *settings, "--json"]))
@@ -101,7 +101,13 @@ def test_all_verbs_say_the_same(words, capsys):
     state = plan["model_state"]
     assert memory["phases"]["loss"].get("fp32 masters", 0) == state["masters"]
     assert memory["phases"]["loss"]["weights"] == state["parameters"]
-    if plan["memory"]["total"] <= plan["gpu_memory_bytes"]:  # else it is no way at all, and may be faster
+    fits = plan["memory"]["total"] <= plan["gpu_memory_bytes"]
+    if options.deepspeed and not fits:  # none of its micro-batches does
+        with pytest.raises(UserError, match=f"does not fit.*with {options.deepspeed}: "):
+            said("fit")
+        return
+    fit = said("fit")
+    if fits:  # else it is no way at all, and may be faster
         assert fit["ways"][0]["step_seconds"] <= 1.02 * plan["forecast"]["step"]["seconds"]
     for way in fit["ways"]:
         if (way["deepspeed"], way["micro_batch"]) == (recipe.deepspeed, recipe.micro_batch) and not (
@@ -235,6 +241,38 @@ def test_the_search_gives_back_a_command_that_is_a_plan(capsys):
     options = parse_train_arguments([*words, "--plan"])
     recipe = load_recipe(options.recipe, options.set, options.deepspeed)
     assert recipe.training["learning_rate"] == 1e-4 and recipe.deepspeed.startswith("zero")
+
+
+def test_the_search_keeps_to_the_ds_config_that_is_given(capsys):
+    """`--deepspeed` chooses, as it does everywhere; what does not fit under it is said of it."""
+    line = "fit --recipe 7b --world_size 8 --gpu A100"
+    answer = json.loads(printed(capsys, [*line.split(), "--deepspeed", "zero3", "--json"]))
+    assert {way["deepspeed"] for way in answer["ways"]} == {"zero3"}
+    assert answer["fitting"] < json.loads(printed(capsys, [*line.split(), "--json"]))["fitting"]
+    plain = json.loads(
+        printed(capsys, [*line.replace("7b", "124m").split(), "--deepspeed", "null", "--json"])
+    )
+    assert {way["deepspeed"] for way in plain["ways"]} == {None}
+    assert plain["command"].endswith("--deepspeed null") or "--deepspeed null " in plain["command"]
+
+
+def test_the_search_says_how_to_see_every_way_that_fits(capsys):
+    line = ["fit", "--recipe", "7b", "--world_size", "8", "--gpu", "A100"]
+    answer, text = json.loads(printed(capsys, [*line, "--json"])), printed(capsys, line)
+    shown, fitting = len(answer["ways"]), answer["fitting"]
+    assert shown < fitting and f"{fitting} ways fit, {shown} worth a choice are shown; --all shows" in text
+    every = json.loads(printed(capsys, [*line, "--all", "--json"]))
+    assert len(every["ways"]) == fitting and every["command"] == answer["command"]
+    assert f"{fitting} ways fit\n" in printed(capsys, [*line, "--all"])
+
+
+def test_the_command_of_the_search_trains_on_the_tokens_that_were_asked_for(capsys):
+    line = ["fit", "--recipe", "7b", "--set", "training.seed=1", "--tokens", "5b", "--world_size", "8"]
+    command = json.loads(printed(capsys, [*line, "--gpu", "A100", "--json"]))["command"]
+    words = shlex.split(command)
+    options = parse_train_arguments(words[words.index("train.py") + 1 :])
+    recipe = load_recipe(options.recipe, options.set, options.deepspeed)
+    assert recipe.budget["tokens"] == 5 * 10**9 // recipe.tokens_per_step * recipe.tokens_per_step
 
 
 @pytest.mark.parametrize("gpus, nodes, each", [(1, 0, 1), (8, 0, 8), (64, 8, 8), (12, 2, 6)])

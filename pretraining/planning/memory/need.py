@@ -16,6 +16,10 @@ from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.refusals import gathers_blocks
 
+ROOMY = 0.85
+"""Share of a GPU's memory up to which a run leaves room for what the prediction does not see."""
+TIGHT = 0.95
+"""Share of a GPU's memory above which fragmentation can end a run."""
 PHASES = {
     "loss": "when the backward pass starts: all kept activations and the loss",
     "backward": "when the backward pass ends: one layer's activations and all gradients",
