@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 from tests.conftest import num_gpus
 from tests.runs import BIN, REPOSITORY, Finished, Workshop, execute
 from tests.scored_tasks import write_items, write_tasks
@@ -160,9 +160,12 @@ def run_make(workshop: Workshop, words: list[str]) -> None:
     assert shown.code == 0, shown.output
     recipe = [line for line in shown.stdout.splitlines() if line and not MAKE_SETUP.search(line)]
     if words[1] == "test":
-        lint, rest = ["ruff check .", "ruff format --check ."], "python -m pytest -n 2 --dist loadfile"
+        lint, rest = (
+            ["ruff check .", "ruff format --check .", "mypy"],
+            "python -m pytest -n 2 --dist loadfile",
+        )
         on_gpu = ["python -m pytest -m gpu"] if num_gpus() else []
-        assert recipe[-3 - len(on_gpu) :] == [*lint, *on_gpu, f"{rest} --no-loadscope-reorder"]
+        assert recipe[-4 - len(on_gpu) :] == [*lint, *on_gpu, f"{rest} --no-loadscope-reorder"]
         return
     assert [line.split()[0] for line in recipe] == ["python", "deepspeed", "python"]
     for line in recipe:
@@ -177,7 +180,7 @@ def run_supervised(workshop: Workshop, words: list[str]) -> None:
 def run_stop_file(workshop: Workshop, words: list[str]) -> None:
     """`touch runs/tiny/STOP`: the file that runs look for; tests/test_stopping.py stops one by it."""
     path = Path(words[1])
-    assert words[0] == "touch" and path == RunDir(path.parent).stop_file
+    assert words[0] == "touch" and path == RunFolder(path.parent).stop_file
 
 
 def run_sbatch(workshop: Workshop, words: list[str]) -> None:

@@ -18,7 +18,7 @@ from datetime import timedelta
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from pretraining.errors import UserError
-from pretraining.training.fresh_store import shared_with_the_launcher
+from pretraining.training.ranks import shared_with_the_launcher
 
 DONE, FAILED, WAITS, SILENT = "done", "failed", "waits", "silent"
 GRACE_SECONDS = 4.0

@@ -1,0 +1,198 @@
+"""The run folder: every path of a run spelled once, and the only ways to write there."""
+
+import calendar
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from pretraining.runtime.durable_files import append_row, keep_rows, read_rows
+from pretraining.schema import REPOSITORY
+
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+
+PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "numpy", "pyarrow")
+
+
+class RunFolder:
+    """`runs/<name>/`; nothing is created before something is written."""
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self.recipe = self.path / "recipe.json"
+        self.plan = self.path / "plan.json"
+        self.environment = self.path / "environment.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.events = self.path / "events.jsonl"
+        self.samples = self.path / "samples.jsonl"
+        self.report = self.path / "report.html"
+        self.mixture = self.path / "mixture.json"
+        self.journal = self.path / "journal.jsonl"
+        self.flagged_blocks = self.path / "flagged_blocks.jsonl"
+        self.export = self.path / "export"
+        self.stop_file = self.path / "STOP"
+        self.heartbeats = self.path / "heartbeats"
+        self.stacks = self.path / "stacks"
+        self.profile = self.path / "profile"
+        self.model = self.path / "model"
+        self.changes = self.path / "changes.json"
+        self.aside = self.path / "aside"
+        self.wandb_id = self.path / "wandb_id"
+        self.tensorboard = self.path / "tensorboard"
+
+    def checkpoint(self, step: int) -> Path:
+        """Folder of the resumable checkpoint after optimizer step `step`."""
+        return self.path / f"checkpoint-{step}"
+
+    def weights(self, step: int) -> Path:
+        """Folder of the weights alone that are left of that checkpoint."""
+        return self.path / f"weights-{step}"
+
+    def is_finished(self, recipe: dict) -> bool:
+        """Whether this folder holds the finished run of exactly this recipe, so that nothing is left to do."""
+        try:
+            same = json.loads(self.recipe.read_text(encoding="utf-8")) == recipe
+        except (OSError, ValueError):
+            return False
+        end = self.last_event("end") or {}
+        return same and "eval_loss" in end and self._export_is_whole(end)
+
+    def last_event(self, kind: str) -> dict | None:
+        """The newest row of its kind in events.jsonl."""
+        return next((row for row in reversed(read_rows(self.events)) if row.get("event") == kind), None)
+
+    def add_end(self, results: dict) -> None:
+        """The event of a finished run: its results, and the export's files by which it is known to be whole.
+
+        A stop file that came too late goes: it would stop the next run of this folder after its first step.
+        """
+        self.add_event("end", **results, export=self._export_sizes())
+        self.stop_file.unlink(missing_ok=True)
+
+    def _export_is_whole(self, end: dict) -> bool:
+        """Whether the export has every file that its run wrote, at its size; others may have come since."""
+        sizes = self._export_sizes() if self.export.is_dir() else {}
+        written = end.get("export", {"config.json": sizes.get("config.json")})
+        return bool(sizes) and all(sizes.get(name) == size for name, size in written.items())
+
+    def _export_sizes(self) -> dict[str, int]:
+        """{file: bytes} of the export."""
+        return {path.name: path.stat().st_size for path in sorted(self.export.iterdir())}
+
+    def add_event(self, kind: str, **details) -> None:
+        """Append one row to events.jsonl: what happened, when (UTC), and its details."""
+        append_row(self.events, {"time": utc_now(), "event": kind, **details})
+
+
+def utc_now() -> str:
+    """This second as events and markers spell it, `2026-01-31T12:00:00Z`."""
+    return time.strftime(_TIME_FORMAT, time.gmtime())
+
+
+def unix_seconds(when: str) -> int:
+    """The second that `utc_now` has spelled."""
+    return calendar.timegm(time.strptime(when, _TIME_FORMAT))
+
+
+def stopped_seconds(events: list[dict]) -> float:
+    """Seconds between every stop on request and the next start, in the rows of events.jsonl."""
+    total, stopped_at = 0.0, None
+    for event in events:
+        if event.get("event") in ("start", "resume") and stopped_at is not None:
+            total += unix_seconds(event["time"]) - stopped_at
+            stopped_at = None
+        elif event.get("event") == "stopped" and event.get("asked", True):
+            stopped_at = unix_seconds(event["time"])
+    return total
+
+
+class StepTotals(NamedTuple):
+    """What the steps of a run took together: the only source of its speed, so that all numbers of it agree."""
+
+    steps: float
+    seconds: float
+    tokens: float
+
+    @classmethod
+    def of(cls, logged: Iterable[tuple[float, float, float]], first_step: float = 0) -> "StepTotals":
+        """Sums over (step, seconds of a step, tokens per second): each row holds the means since the row before.
+
+        first_step: the step after which the run began.
+        """
+        seconds = tokens = 0.0
+        before = first_step
+        for step, step_seconds, tokens_per_second in logged:
+            lasted = max(0, step - before) * step_seconds
+            seconds, tokens, before = seconds + lasted, tokens + lasted * tokens_per_second, step
+        return cls(before - first_step, seconds, tokens)
+
+    def speed(self) -> dict[str, float]:
+        """{"tokens_per_second", "step_seconds", "training_seconds"}; empty if no step was timed."""
+        if self.steps <= 0 or self.seconds <= 0:
+            return {}
+        return {
+            "tokens_per_second": self.tokens / self.seconds,
+            "step_seconds": self.seconds / self.steps,
+            "training_seconds": self.seconds,
+        }
+
+
+def first_step(events: list[dict]) -> int:
+    """The step after which the run in a folder began: that of its checkpoint if it began as a branch of another."""
+    began = next((event for event in events if event.get("event") in ("start", "resume")), {})
+    return began["step"] if isinstance(began.get("step"), int) else 0
+
+
+def keep_past_rows(
+    path: Path, step: int, log_history: list[dict], of_validation: Callable[[dict], bool]
+) -> list[dict]:
+    """Forget the rows of steps that are trained again, and of a validation that is measured again; returns the rest.
+
+    A run goes on after `step`. log_history: what the checkpoint knows of: not of the closing validation, which comes
+    after it. of_validation: whether a row belongs to the validation after its step.
+    """
+    validated = any("eval_loss" in row and row["step"] == step for row in log_history)
+
+    def stays(row: dict) -> bool:
+        made = row.get("step", 0)
+        return made < step or (made == step and (validated or not of_validation(row)))
+
+    return keep_rows(path, stays)
+
+
+def describe_environment(device: str, world_size: int) -> dict:
+    """Versions, device and git state, for environment.json and the model card; no variables, no secrets."""
+    return {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "device": device,
+        "world_size": world_size,
+        "versions": {name: _version(name) for name in PACKAGES},
+        "git_commit": _git("rev-parse", "HEAD"),
+        # Kept measurements are no part of what runs.
+        "git_modified": bool(_git("status", "--porcelain", "--untracked-files=no", ":!benchmarks/results")),
+    }
+
+
+def trained_on_processor(environment: dict) -> bool:
+    """Whether a run of this environment.json had no GPU."""
+    return str(environment.get("device", "")).startswith("CPU")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        command = ["git", "-C", str(REPOSITORY), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
