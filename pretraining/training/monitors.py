@@ -1,30 +1,36 @@
-"""Everything that looks on while a run trains, put together from the recipe: stop requests, hangs, spikes, metrics."""
+"""Everything that watches a run while it trains, built from the recipe: stop requests, hangs, spikes, metrics.
 
-from collections.abc import Callable
+Callbacks may have two methods beside the Trainer's own events:
+
+- `hear_gradient_norm(norm)`: the global gradient norm of each step, before clipping; None if nobody knows it.
+- `hear_sources(sources)`: [batch] numbers of the sources of the next micro-batch, before its forward pass.
+"""
+
+import gc
+from collections.abc import Callable, Iterable
 
 from transformers import TrainerCallback
 
 from pretraining.planning import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.collector import SettledCollector
-from pretraining.training.early_stopping import early_stopping
-from pretraining.training.expert_load import ExpertLoad, experts_per_token
+from pretraining.training.gradients import LayerNormsCallback, NoiseScaleCallback
 from pretraining.training.hangs import HangCallback
-from pretraining.training.layer_norms import LayerNormsCallback
-from pretraining.training.metrics import MetricsCallback
-from pretraining.training.noise_scale import NoiseScaleCallback
-from pretraining.training.peak_memory import PeakMemory
-from pretraining.training.profile import ProfileCallback
-from pretraining.training.progress import ProgressCallback
-from pretraining.training.source_loss import source_losses
-from pretraining.training.speed import SpeedMeter
+from pretraining.training.metrics import (
+    ExpertLoad,
+    MetricsCallback,
+    ProgressCallback,
+    experts_per_token,
+    source_losses,
+)
+from pretraining.training.profile import PeakMemory, ProfileCallback
 from pretraining.training.stability import Finding, StabilityMonitor
-from pretraining.training.stopping import StopRequests
+from pretraining.training.stopping import StopRequests, early_stopping
+from pretraining.training.throughput import SpeedMeter
 from pretraining.training.trackers import build_trackers
 
 
-class Watch:
+class Monitors:
     """One for a run; `begin` starts an attempt, of which a run has several where it rolls back."""
 
     def __init__(self, run: RunFolder, recipe: Recipe):
@@ -80,3 +86,20 @@ class Watch:
     def finding(self) -> Finding | None:
         """Why the attempt was broken off, where it was."""
         return self.stability.finding
+
+
+def tell(callbacks: Iterable[TrainerCallback], method: str, value) -> None:
+    """Call `method` of those that have it."""
+    for callback in callbacks:
+        hear = getattr(callback, method, None)
+        if hear is not None:
+            hear(value)
+
+
+class SettledCollector(TrainerCallback):
+    """From the first step on only what came after it is looked at. `train.py` imports without collecting."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        gc.collect()
+        gc.freeze()
+        gc.enable()

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: heard at once, whatever the main thread waits for."""
+"""Signals that ask a run to stop: noticed at once, whatever the main thread waits for."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ class SignalListener:
     def __init__(self, in_vain: Callable[[], bool] = lambda: False):
         self.in_vain = in_vain
         self.received: int | None = None
-        self._first_heard = 0.0
+        self._first_at = 0.0
         self._read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         for number in ASKING:
@@ -37,14 +37,14 @@ class SignalListener:
         while numbers := os.read(self._read_end, 64):
             for number in numbers:
                 if number in ASKING:
-                    self._hear(number)
+                    self._note(number)
 
-    def _hear(self, number: int) -> None:
+    def _note(self, number: int) -> None:
         if number == signal.SIGTERM and self.in_vain():
             os._exit(128 + number)
         if self.received is None:
-            self.received, self._first_heard = number, time.monotonic()
-        elif number in INSISTING and time.monotonic() - self._first_heard > SAME_REQUEST_SECONDS:
+            self.received, self._first_at = number, time.monotonic()
+        elif number in INSISTING and time.monotonic() - self._first_at > SAME_REQUEST_SECONDS:
             os._exit(128 + number)
 
 

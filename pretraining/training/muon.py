@@ -4,14 +4,101 @@ Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon): the momentum of a
 weights stay where ZeRO keeps them; a matrix comes together on one rank only for its orthogonalisation.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
 
 import torch
+from torch import nn
 from torch.optim.adamw import adamw
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.pytorch_utils import Conv1D
 
-from pretraining.training.optimizers.exchange import Fragment, plan_rounds, work_on_whole
-from pretraining.training.optimizers.matrices import Matrices
-from pretraining.training.optimizers.newton_schulz import orthogonalize_all
+from pretraining.training.partitions import (
+    Fragment,
+    partition_fragments,
+    partition_tensors,
+    plan_rounds,
+    work_on_whole,
+)
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices that one parameter holds: GPT-2's queries, keys and values, or both halves of every expert."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter, whatever part of it is here."""
+    split_dim: int = 0
+    parts: int = 1
+    """So many matrices side by side along `split_dim`."""
+    transposed: bool = False
+    """Whether it is [inputs, outputs], as GPT-2's Conv1D keeps it, rather than [outputs, inputs]."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return prod(self.shape)
+
+    @property
+    def cost(self) -> int:
+        """Multiplications of one Newton-Schulz iteration, up to a constant."""
+        rows, columns = self._one()
+        return self.numel * min(rows, columns)
+
+    @property
+    def fan_out_in(self) -> tuple[int, int]:
+        """Outputs and inputs of one of the matrices."""
+        rows, columns = self._one()
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    def _one(self) -> tuple[int, int]:
+        sizes = list(self.shape)
+        sizes[self.split_dim] //= self.parts
+        return sizes[-2], sizes[-1]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """[numel] to [matrices, rows, columns], a view where the layout allows one."""
+        dim, sizes = self.split_dim, list(self.shape)
+        sizes[dim : dim + 1] = [self.parts, sizes[dim] // self.parts]
+        apart = flat.view(sizes).movedim(dim, 0)
+        return apart.reshape(-1, *apart.shape[-2:])
+
+    def put(self, matrices: torch.Tensor) -> torch.Tensor:
+        """The way back: [matrices, rows, columns] to [numel]."""
+        dim, sizes = self.split_dim, list(self.shape)
+        sizes[dim] //= self.parts
+        return matrices.view(self.parts, *sizes).movedim(0, dim).reshape(-1)
+
+
+def hidden_matrices(model: PreTrainedModel) -> dict[str, Matrices]:
+    """{name: its matrices} of every parameter that maps hidden states to hidden states.
+
+    Embeddings, the head, routers, norms and biases are none: an embedding's rows are looked up one at a time, and
+    a router's outputs are no features (Jordan 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025,
+    section 2.2).
+    """
+    head = model.get_output_embeddings()
+    found = {}
+    for module_name, module in model.named_modules():
+        if module is head or isinstance(module, nn.Embedding) or type(module).__name__.endswith("Router"):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            if len(shape) >= 2:
+                full_name = f"{module_name}.{name}" if module_name else name
+                found[full_name] = _matrices(module, full_name, shape)
+    return found
+
+
+def _matrices(module: nn.Module, name: str, shape: tuple[int, ...]) -> Matrices:
+    if isinstance(module, Conv1D):
+        fused = name.endswith("c_attn.weight")
+        return Matrices(shape, split_dim=1, parts=3 if fused else 1, transposed=True)
+    if name.endswith("gate_up_proj"):  # experts: [experts, 2 x inner, hidden]
+        return Matrices(shape, split_dim=1, parts=2)
+    return Matrices(shape)
 
 
 def spectral_scale(matrices: Matrices) -> float:
@@ -146,3 +233,67 @@ class Muon(torch.optim.Optimizer):
 def _compute_device(tensor: torch.Tensor) -> torch.device:
     """The rank's GPU, also for states that lie in host memory."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else tensor.device
+
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic: steepest at zero, so that small singular values come near 1 in five iterations (Jordan 2024)."""
+SMALLEST_NORM = 1e-7
+
+
+def orthogonalize(matrices: torch.Tensor, num_steps: int = 5) -> torch.Tensor:
+    """[n, rows, columns] to as many matrices whose singular values all lie near 1.
+
+    X <- a X + b (X X^T) X + c (X X^T)^2 X after X / |X|_F, on the side where X X^T is smaller; in bf16 on a GPU
+    (the caller's dtype), which the iteration is stable in.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(SMALLEST_NORM)
+    for _ in range(num_steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def orthogonalize_all(batches: Sequence[torch.Tensor], num_steps: int = 5) -> list[torch.Tensor]:
+    """The same for batches of various shapes; matrices of one shape go through together."""
+    alike = defaultdict(list)
+    for number, batch in enumerate(batches):
+        alike[tuple(sorted(batch.shape[1:]))].append(number)
+    found: list[torch.Tensor | None] = [None] * len(batches)
+    for numbers in alike.values():
+        tall = [batches[n].shape[1] > batches[n].shape[2] for n in numbers]
+        wide = [batches[n].mT if flip else batches[n] for n, flip in zip(numbers, tall, strict=True)]
+        results = orthogonalize(torch.cat(wide), num_steps).split([len(batch) for batch in wide])
+        for number, flip, result in zip(numbers, tall, results, strict=True):
+            found[number] = result.mT if flip else result
+    return found
+
+
+class BindPartitions(TrainerCallback):
+    """Tells Muon, once DeepSpeed has cut the parameters up, where each of them lies."""
+
+    def __init__(self, muon: Muon):
+        self.muon = muon
+
+    def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
+        zero = getattr(optimizer, "optimizer", optimizer)
+        if args.deepspeed and zero is not self.muon:
+            bind_partitions(self.muon, model, zero)
+
+
+def bind_partitions(muon: Muon, model: torch.nn.Module, zero) -> None:
+    """`Muon.bind` for a DeepSpeed optimizer of stage 1, 2 or 3."""
+    by_tensor: dict[int, list[Fragment]] = {}
+    for tensor, fragment in partition_fragments(model, zero, muon.number_of):
+        by_tensor.setdefault(id(tensor), []).append(fragment)
+
+    def locate(tensors: Sequence[torch.Tensor]) -> list[Fragment]:
+        return [
+            fragment._replace(tensor=number)
+            for number, tensor in enumerate(tensors)
+            for fragment in by_tensor.get(id(tensor), [])
+        ]
+
+    muon.bind(partition_tensors(zero), locate)
