@@ -116,7 +116,7 @@ def consulted(data: dict) -> dict:
     """What filters and decontamination go by, with checksums of the files they read, each under its dotted key."""
     found = {}
     if data.get("filters"):
-        from pretraining.data.quality import FilterChain
+        from pretraining.data.quality.chain import FilterChain
 
         chain = FilterChain.of(data["filters"])
         found = {f"data.filters.{number}": rule for number, rule in enumerate(chain.identity)}

@@ -47,7 +47,7 @@ class Cleaner:
     """The recipe's filters and its evaluation sets, and what they took out."""
 
     def __init__(self, preparation):
-        from pretraining.data.quality import FilterChain
+        from pretraining.data.quality.chain import FilterChain
 
         self.chain = FilterChain.of(preparation.data.get("filters") or [])
         index = preparation.evaluation_index
