@@ -121,7 +121,7 @@ def consulted(data: dict) -> dict:
         chain = FilterChain.of(data["filters"])
         found = {f"data.filters.{number}": rule for number, rule in enumerate(chain.identity)}
     if (data.get("decontaminate") or {}).get("folder"):
-        from pretraining.data.dedup.evaluation_sets import fingerprint_of_sets
+        from pretraining.data.dedup.decontamination import fingerprint_of_sets
 
         found["data.decontaminate.folder"] = {
             "files": fingerprint_of_sets(data["decontaminate"]["folder"], [])

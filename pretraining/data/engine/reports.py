@@ -2,7 +2,7 @@
 
 import json
 
-from pretraining.data.dedup import merge_reports
+from pretraining.data.dedup.decontamination import merge_reports
 from pretraining.data.engine.clean_stage import REPORT_NAME
 
 
