@@ -6,8 +6,7 @@ import torch
 from transformers import TrainerCallback
 
 from pretraining.data.document_masking import IGNORED
-from pretraining.data.mixing.training import source_names
-from pretraining.mixture import is_mixed
+from pretraining.mixture import is_mixed, source_names
 from pretraining.recipe import Recipe
 from pretraining.runtime.process_group import sum_over_ranks
 
