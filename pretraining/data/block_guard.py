@@ -21,12 +21,12 @@ import numpy as np
 
 from pretraining.data.shards import TokenSplit
 from pretraining.mixture import source_names
-from pretraining.recipe import Recipe
 from pretraining.runtime.durable_files import append_row
 from pretraining.schema import display_path
 
 if TYPE_CHECKING:
     from pretraining.data.prepared import PreparedData
+    from pretraining.recipe import Recipe
 
 _SAMPLED_ONE_IN = 16
 """A first look takes one token of so many."""
@@ -48,7 +48,7 @@ class Thresholds(NamedTuple):
     """Of the characters of the block's text that are U+FFFD."""
 
 
-def open_guard(path: Path, data: "PreparedData", recipe: Recipe) -> "BlockGuard":
+def open_guard(path: Path, data: "PreparedData", recipe: "Recipe") -> "BlockGuard":
     """Make the guard that lists degenerate blocks of the run in the file `path`."""
     token_bytes = tokens_of_file(data.tokenizer_path / "tokenizer.json")
     return BlockGuard(path, token_bytes, source_names(recipe.data, display_path(recipe.path)))

@@ -12,11 +12,11 @@ from pretraining.data.interleaving import Interleaving, MixtureStage
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
 from pretraining.mixture import WishedStage, is_mixed, read_stages, source_names
-from pretraining.recipe import Recipe
 from pretraining.schema import display_path, problem
 
 if TYPE_CHECKING:
     from pretraining.data.prepared import PreparedData
+    from pretraining.recipe import Recipe
 
 DEFAULT_MAX_EPOCHS = 1
 """Of a source in a mixture: repeating text is a choice to be stated (Muennighoff et al. 2023: up to 4 cost little)."""
@@ -90,7 +90,7 @@ class Mixture(NamedTuple):
         return {"first_sample": start, "samples": stop - start, "sources": rows}
 
 
-def build_mixture(data: "PreparedData", recipe: Recipe, num_samples: int) -> Mixture | None:
+def build_mixture(data: "PreparedData", recipe: "Recipe", num_samples: int) -> Mixture | None:
     """Build the recipe's mixture over the prepared data, for a run of `num_samples` samples; None if it has none.
 
     Raises:
@@ -120,7 +120,7 @@ def open_by_source(split: TokenSplit) -> dict[int, TokenSplit]:
     return {source: split.part(sources.index(source), ends[source]) for source in sorted(ends)}
 
 
-def validation_by_source(data: "PreparedData", recipe: Recipe) -> TokenSplit | dict[str, TokenSplit]:
+def validation_by_source(data: "PreparedData", recipe: "Recipe") -> TokenSplit | dict[str, TokenSplit]:
     """Open the validation split: {source: its part} if several sources with names of their own hold text."""
     names, parts = source_names(recipe.data, display_path(recipe.path)), open_by_source(data.validation)
     if len(parts) < 2 or len(set(names)) < len(names):
@@ -139,7 +139,7 @@ def _large_enough(split: TokenSplit | None, name: str, sequence_length: int, whe
 
 
 def _check_epochs(
-    mixture: Mixture, wished: Sequence[WishedStage], recipe: Recipe, num_samples: int, where: str
+    mixture: Mixture, wished: Sequence[WishedStage], recipe: "Recipe", num_samples: int, where: str
 ) -> None:
     """Refuse a run which reads a source more often than its `max_epochs`, with what would do instead."""
     draws, length = mixture.interleaving.realised(num_samples), mixture.sequence_length
@@ -183,7 +183,7 @@ def _smaller_share_or_run(
     ]
 
 
-def _check_epochs_of_stream(recipe: Recipe, num_blocks: int, num_samples: int, where: str) -> None:
+def _check_epochs_of_stream(recipe: "Recipe", num_blocks: int, num_samples: int, where: str) -> None:
     """Refuse a run without a mixture, which reads all sources equally often, if the recipe limits one of them."""
     limits: dict[int, float] = {
         place: source["max_epochs"]

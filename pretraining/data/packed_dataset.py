@@ -22,13 +22,13 @@ from pretraining.data.packing import BestFit, Stretch, cut_shares
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
 from pretraining.mixture import source_names
-from pretraining.recipe import Recipe
 from pretraining.runtime.durable_files import read_rows
-from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import display_path
 
 if TYPE_CHECKING:
     from pretraining.data.prepared import PreparedData
+    from pretraining.recipe import Recipe
+    from pretraining.runtime.run_folder import RunFolder
 
 _COUNTED_BLOCKS = 32
 """Blocks of a run whose windows are counted when it starts."""
@@ -181,7 +181,7 @@ def _document_ends(split: TokenSplit, stretches: list[Stretch]) -> np.ndarray:
 
 def build_training_dataset(
     data: "PreparedData",
-    recipe: Recipe,
+    recipe: "Recipe",
     mixture: Mixture | None,
     first_sample: int,
     num_samples: int,
@@ -201,7 +201,7 @@ def build_training_dataset(
     )
 
 
-def _order_of_run(data: "PreparedData", recipe: Recipe, mixture: Mixture | None) -> Order:
+def _order_of_run(data: "PreparedData", recipe: "Recipe", mixture: Mixture | None) -> Order:
     length, seed, group_size = recipe.sequence_length, recipe.data_seed, recipe.data.get("shuffle_shards")
     if mixture is None:
         return _order_of(data.train, length, seed, data.fingerprint, group_size)
@@ -221,7 +221,7 @@ def _order_of(split: TokenSplit, length: int, seed: int, fingerprint: str, group
 
 
 def step_origins(
-    dataset: PackedDataset, recipe: Recipe, run: RunFolder, steps_before: int
+    dataset: PackedDataset, recipe: "Recipe", run: "RunFolder", steps_before: int
 ) -> Callable[[int], dict]:
     """Make a function of the optimizer step, counted from 1, that says where its samples came from, for alerts.
 
