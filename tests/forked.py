@@ -31,7 +31,9 @@ from pretraining import checkpoints, data, evaluation, model
 from pretraining.training import monitors, trainer
 from pretraining.checkpoints import SavesBehindTraining, bring_checkpoint
 from pretraining.model import build_from_recipe, build_loss
-from pretraining.data import build_mixture, build_training_dataset, open_prepared
+from pretraining.data import open_prepared
+from pretraining.data.mixture import build_mixture
+from pretraining.data.packed_dataset import build_training_dataset
 from pretraining.training.operators import ask_the_processor_once
 ask_the_processor_once()
 cpuinfo.get_cpu_info()

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from pretraining import checkpoints, model
 from pretraining.checkpoints.identity import Start
 from pretraining.data.order import GlobalOrder
-from pretraining.data.packed import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import SplitWriter, TokenSplit
 from pretraining.evaluation.hellaswag import HellaSwag, Item
 from pretraining.evaluation.sample import sample_text

@@ -1,4 +1,4 @@
-"""The mixture as a sequence: which source the run's i-th sample comes from, and its how-manieth draw it is.
+"""How the sources of a mixture are interleaved: which source the i-th sample comes from, and which draw of it that is.
 
 Source s is due T_s(i) samples among the run's first i: a line of slope share_s in each stage. Its j-th draw may
 happen once T_s > j - 1 and must have happened when T_s >= j. Such windows can always be met, for any shares and
@@ -15,17 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-NEVER = 1 << 46
+_NEVER = 1 << 46
 """A deadline, in samples, that no run reaches; with the source's number it still fits 63 bits."""
 
 MAX_PERIOD = 1 << 20
-"""The longest schedule that is laid out sample by sample; the smallest share is one in as many."""
+"""The longest period that is laid out sample by sample; the smallest share is one in as many."""
 
-GRID_STEPS_OF_SMALLEST = 512
+_GRID_STEPS_OF_SMALLEST = 512
 """How many grid steps the smallest share gets if the grid may be fine enough: within 0.1 % of the wish."""
 
 
-class Stage(NamedTuple):
+class MixtureStage(NamedTuple):
     """Constant shares from sample `start` of the run up to `stop` (None: without end)."""
 
     start: int
@@ -34,8 +34,8 @@ class Stage(NamedTuple):
     """[sources]: samples of each in one period."""
 
     @classmethod
-    def of(cls, start: int, stop: int | None, shares: Sequence[Fraction]) -> "Stage":
-        """The stage that promises these shares, rounded to a grid where they need it."""
+    def of(cls, start: int, stop: int | None, shares: Sequence[Fraction]) -> "MixtureStage":
+        """Make the stage that promises these shares, rounded to a grid if they need it."""
         return cls(start, stop, tuple(counts_per_period(shares)))
 
     @property
@@ -49,8 +49,8 @@ class Stage(NamedTuple):
         return [Fraction(count, self.period) for count in self.counts]
 
 
-class Cycle(NamedTuple):
-    """A laid out piece of the schedule, from sample `start` on over and over until the next piece begins."""
+class _Cycle(NamedTuple):
+    """A piece of the sequence, repeated from sample `start` until the next piece begins."""
 
     start: int
     drawn: np.ndarray
@@ -63,21 +63,21 @@ class Cycle(NamedTuple):
     """[sources], int64: draws of one repetition."""
 
 
-class Schedule:
-    """sample -> (source, draw) over the stages of a run; draws of a source run on from stage to stage."""
+class Interleaving:
+    """sample -> (source, draw) over the stages of a run, in O(1); draws of a source run on from stage to stage."""
 
-    def __init__(self, stages: Sequence[Stage]):
+    def __init__(self, stages: Sequence[MixtureStage]):
         self.stages = tuple(stages)
         self.num_sources = len(self.stages[0].counts)
-        self._targets = Targets(self.stages)
-        self._cycles: list[Cycle] = []
+        self._targets = _Targets(self.stages)
+        self._cycles: list[_Cycle] = []
         drawn = [0] * self.num_sources
         for stage in self.stages:
             drawn = self._lay_out(stage, drawn)
         self._starts = np.array([cycle.start for cycle in self._cycles], np.int64)
 
-    def _lay_out(self, stage: Stage, drawn: list[int]) -> list[int]:
-        """Add the stage's pieces: periods until the state repeats, the repetition, and the run-up to the border."""
+    def _lay_out(self, stage: MixtureStage, drawn: list[int]) -> list[int]:
+        """Add the stage's pieces: periods until the state repeats, the repetition, the samples before the border."""
         position, seen, pieces = stage.start, {}, []
         # A draw due after the border has another deadline than in the periods before: no window is longer.
         last_regular = None if stage.stop is None else stage.stop - 2 * stage.period
@@ -92,8 +92,15 @@ class Schedule:
             position, drawn = position + stage.period, after
         return self._finish(stage, position, drawn)
 
-    def _repeat(self, stage, cycle: list[Cycle], position: int, drawn: list[int], last_regular) -> list[int]:
-        """`cycle` goes on from `position` as often as it fits; then the run-up."""
+    def _repeat(
+        self,
+        stage: MixtureStage,
+        cycle: list[_Cycle],
+        position: int,
+        drawn: list[int],
+        last_regular: int | None,
+    ) -> list[int]:
+        """Repeat `cycle` from `position` as often as it fits; then finish the stage."""
         if len(cycle) > 1 or cycle[0] is not self._cycles[-1]:
             self._add(position, np.concatenate([piece.sources for piece in cycle]), drawn)
         if last_regular is None:
@@ -104,7 +111,7 @@ class Schedule:
         drawn = [done + times * int(more) for done, more in zip(drawn, repeated.per_cycle, strict=True)]
         return self._finish(stage, position, drawn)
 
-    def _finish(self, stage: Stage, position: int, drawn: list[int]) -> list[int]:
+    def _finish(self, stage: MixtureStage, position: int, drawn: list[int]) -> list[int]:
         """The samples up to the stage's border, laid out one by one."""
         if position >= stage.stop:
             return drawn
@@ -112,17 +119,17 @@ class Schedule:
         self._add(position, piece, drawn)
         return after
 
-    def _add(self, start: int, sources: np.ndarray, drawn: list[int]) -> Cycle:
+    def _add(self, start: int, sources: np.ndarray, drawn: list[int]) -> _Cycle:
         ranks = np.empty(len(sources), np.int32)
         per_cycle = np.bincount(sources, minlength=self.num_sources)
         by_source = np.argsort(sources, kind="stable")
         firsts = np.repeat(np.cumsum(per_cycle) - per_cycle, per_cycle)
         ranks[by_source] = np.arange(len(sources)) - firsts
-        self._cycles.append(Cycle(start, np.array(drawn, np.int64), sources, ranks, per_cycle))
+        self._cycles.append(_Cycle(start, np.array(drawn, np.int64), sources, ranks, per_cycle))
         return self._cycles[-1]
 
     def draws(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[n] samples of the run -> their sources [n] and which draw of that source each is [n], int64."""
+        """Return the sources [n] of samples [n] of the run, and which draw of its source each is [n], int64."""
         samples = np.asarray(samples, np.int64)
         which = np.searchsorted(self._starts, samples, side="right") - 1
         sources, draws = np.empty_like(samples), np.empty_like(samples)
@@ -135,7 +142,7 @@ class Schedule:
         return sources, draws
 
     def realised(self, num_samples: int) -> np.ndarray:
-        """[sources], int64: how many of the run's first `num_samples` samples come from each."""
+        """Count the run's first `num_samples` samples that come from each source: [sources], int64."""
         if num_samples == 0:
             return np.zeros(self.num_sources, np.int64)
         cycle = self._cycles[int(np.searchsorted(self._starts, num_samples - 1, side="right")) - 1]
@@ -144,14 +151,14 @@ class Schedule:
         return cycle.drawn + times * cycle.per_cycle + partial
 
     def promised(self, num_samples: int) -> list[Fraction]:
-        """[sources]: T(num_samples), what each is due among the first samples of the run."""
+        """Return T(num_samples), what each source is due among the first samples of the run: [sources]."""
         return self._targets.at(num_samples)
 
 
-class Targets:
+class _Targets:
     """The lines T_s over the stages, and the draws that keep to them."""
 
-    def __init__(self, stages: Sequence[Stage]):
+    def __init__(self, stages: Sequence[MixtureStage]):
         self.stages = stages
         self._dues = [[Fraction(0)] * len(stages[0].counts)]
         for stage in stages[:-1]:
@@ -166,14 +173,14 @@ class Targets:
         return [due + (sample - stage.start) * share for due, share in zip(dues, stage.shares, strict=True)]
 
     def deadline(self, source: int, draw: int) -> int:
-        """By when draw number `draw` (0-based) must have happened: the first i with T(i) >= draw + 1."""
+        """Sample by which draw number `draw` (0-based) must have happened: the first i with T(i) >= draw + 1."""
         for stage, dues in zip(self.stages, self._dues, strict=True):
             if not stage.counts[source]:
                 continue
             first = stage.start + ceil((draw + 1 - dues[source]) * stage.period / stage.counts[source])
             if stage.stop is None or first <= stage.stop:
                 return first
-        return NEVER
+        return _NEVER
 
     def draw(self, start: int, stop: int, drawn: list[int]) -> tuple[np.ndarray, list[int]]:
         """Sources [stop - start], uint16, of samples inside one stage, after `drawn` of each; draws after them."""
@@ -196,6 +203,7 @@ class Targets:
         if not stage.counts[source]:
             return np.full(len(draws), start), np.array([self.deadline(source, n) for n in draws], np.int64)
         base, slope = floor(due), stage.counts[source] * due.denominator
+        # Whole numbers from here on: thousands of Fractions would take seconds. Beyond 63 bits Python's own.
         part = due.numerator - base * due.denominator
         largest = (draws.stop - base + 1) * due.denominator * stage.period
         ahead = np.arange(
@@ -204,6 +212,7 @@ class Targets:
         behind = (ahead * due.denominator - part) * stage.period
         releases = stage.start + behind // slope + 1
         deadlines = stage.start - (-(behind + due.denominator * stage.period) // slope)
+        # Only the last draws can have deadlines behind the border, at the shares of a later stage.
         for place in range(len(draws) - 1, -1, -1):
             if stage.stop is None or deadlines[place] <= stage.stop:
                 break
@@ -227,9 +236,9 @@ def _earliest_deadlines(start: int, stop: int, releases: list[int], keys: list[i
 
 
 def counts_per_period(shares: Sequence[Fraction]) -> list[int]:
-    """Samples of each source in one period, whose length is their sum: at most `MAX_PERIOD`.
+    """Return the samples of each source in one period, whose length is their sum: at most `MAX_PERIOD`.
 
-    Exact where the shares have a common denominator that small, as decimal weights do. Others go to a grid of
+    Exact if the shares have a common denominator that small, as decimal weights do. Others are rounded to a grid of
     2**-10 to 2**-20, by largest remainder; a share that is not zero never becomes zero.
     """
     denominator = lcm(*(share.denominator for share in shares))
@@ -239,9 +248,9 @@ def counts_per_period(shares: Sequence[Fraction]) -> list[int]:
 
 
 def _grid_for(smallest: Fraction) -> int:
-    """The power of two that gives the smallest share `GRID_STEPS_OF_SMALLEST`, or `MAX_PERIOD`."""
+    """The power of two that gives the smallest share `_GRID_STEPS_OF_SMALLEST`, or `MAX_PERIOD`."""
     grid = 1 << 10
-    while grid < MAX_PERIOD and grid * smallest < GRID_STEPS_OF_SMALLEST:
+    while grid < MAX_PERIOD and grid * smallest < _GRID_STEPS_OF_SMALLEST:
         grid *= 2
     return grid
 

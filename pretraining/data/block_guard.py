@@ -1,6 +1,6 @@
 """A guard on what training reads: blocks from which a model learns nothing are flagged, never changed.
 
-What it looks for, with the thresholds it uses:
+It looks for four things:
 
 dominant     one token fills most of the block: padding, whitespace, a run of one character
 few_tokens   hardly any distinct tokens: a table of digits, an ASCII drawing
@@ -12,24 +12,31 @@ no flag but for what is degenerate by eye: dumps of numbers, tables of one value
 """
 
 import json
-import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pretraining.data.shards import TokenSplit
+from pretraining.mixture import source_names
+from pretraining.runtime.durable_files import append_row
+from pretraining.schema import display_path
 
-SAMPLED_ONE_IN = 16
-"""Tokens for each one that a first look takes."""
+if TYPE_CHECKING:
+    from pretraining.data.prepared import PreparedData
+    from pretraining.recipe import Recipe
 
-PERIODS_IN_BLOCK = 8
-"""A period counts as short where the block holds at least so many of it."""
+_SAMPLED_ONE_IN = 16
+"""A first look takes one token of so many."""
+
+_PERIODS_IN_BLOCK = 8
+"""A period is short if the block holds at least so many of it."""
 
 
 class Thresholds(NamedTuple):
-    """A block is flagged where a measure reaches (for distinct tokens: stays under) its threshold."""
+    """A block is flagged if a measure reaches (distinct tokens: stays under) its threshold."""
 
     dominant_share: float = 0.6
     """Of the block's tokens that are one and the same."""
@@ -41,12 +48,18 @@ class Thresholds(NamedTuple):
     """Of the characters of the block's text that are U+FFFD."""
 
 
-class BlockGuard:
-    """Looks at blocks of token ids; what it flags becomes one JSON line in `path`.
+def open_guard(path: Path, data: "PreparedData", recipe: "Recipe") -> "BlockGuard":
+    """Make the guard that lists degenerate blocks of the run in the file `path`."""
+    token_bytes = tokens_of_file(data.tokenizer_path / "tokenizer.json")
+    return BlockGuard(path, token_bytes, source_names(recipe.data, display_path(recipe.path)))
 
-    token_bytes: for each token id the bytes it stands for (`tokens_of_file`), or None to leave out the test for
-    undecodable text. Lines are appended in one write each, so that ranks and workers may share the file; a
-    resumed run may flag a sample again.
+
+class BlockGuard:
+    """Looks at blocks of token ids; each flagged one becomes a JSON line in `path`.
+
+    Lines are appended in one write each, so that ranks and workers may share the file; a resumed run may flag a
+    sample again. token_bytes: for each token id the bytes it stands for (`tokens_of_file`), or None to leave out the
+    test for undecodable text.
     """
 
     def __init__(
@@ -72,7 +85,7 @@ class BlockGuard:
     ) -> dict[str, float]:
         """Check one block, [L + 1] ids from these stretches of its split, and write down what is wrong with it.
 
-        The document that is named is the one in which the longest stretch begins.
+        The row names the document in which the longest stretch begins.
         """
         reasons = self.reasons(tokens)
         if reasons:
@@ -80,19 +93,11 @@ class BlockGuard:
             shard, document = split.document_at(longest)
             name = self.source_names[source] if source < len(self.source_names) else source
             place = {"sample": sample, "block": block, "source": name, "shard": shard, "document": document}
-            self._write({**place, "reasons": reasons})
+            append_row(self.path, {**place, "reasons": reasons})
         return reasons
 
-    def _write(self, row: dict) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            os.write(file, (json.dumps(row, ensure_ascii=False) + "\n").encode())
-        finally:
-            os.close(file)
-
     def reasons(self, tokens: np.ndarray) -> dict[str, float]:
-        """{what is wrong: its measure} of one block of ids; empty for a sound one."""
+        """Return {what is wrong: its measure} for one block of ids; empty for a sound one."""
         limits = self.thresholds
         apart = max(1, int(limits.dominant_share * len(tokens)) - 1)
         fewest = max(3, limits.distinct_share * len(tokens))
@@ -104,7 +109,7 @@ class BlockGuard:
         return found
 
     def _undecodable_share(self, tokens: np.ndarray) -> float:
-        """Share of U+FFFD among the characters; decoded only where the tokens, one by one, could reach the limit."""
+        """Share of U+FFFD among the characters; decoded only if the tokens, one by one, could reach the limit."""
         if self._at_worst is None:
             return 0.0
         # Half the time of "raise"; no id is beyond the vocabulary.
@@ -130,11 +135,11 @@ def _is_varied(tokens: np.ndarray, apart: int, fewest: float) -> bool:
     """
     if np.count_nonzero(tokens[1:] == tokens[:-1]) >= 2 * (apart + 1) - len(tokens) - 1:
         return False
-    return len(set(tokens[::SAMPLED_ONE_IN].tolist())) >= fewest
+    return len(set(tokens[::_SAMPLED_ONE_IN].tolist())) >= fewest
 
 
 def _poor(tokens: np.ndarray, apart: int, fewest: float) -> dict[str, float]:
-    """`dominant` where a token occurs more than `apart` times, `few_tokens` below `fewest` distinct ones."""
+    """`dominant` if a token occurs more than `apart` times, `few_tokens` below `fewest` distinct ones."""
     found = {}
     # numpy sorts 32-bit integers several times faster than 16-bit ones.
     ordered = np.sort(tokens.astype(np.int32))
@@ -151,12 +156,12 @@ def _share_of_commonest(ordered: np.ndarray) -> float:
 
 
 def short_period(tokens: np.ndarray, share: float) -> int | None:
-    """The shortest period, up to an eighth of the block, with which `share` of it repeats itself; or None.
+    """Find the shortest period, up to an eighth of the block, with which `share` of it repeats itself; or None.
 
-    A period leaves a mark: the token one period after nearly any place is the token at that place. Only
-    distances that fit two of three places are tried in full.
+    In a block with a period, the token one period after nearly any place is the token at that place. Only distances
+    that fit at two of three places are tried in full.
     """
-    longest = len(tokens) // PERIODS_IN_BLOCK
+    longest = len(tokens) // _PERIODS_IN_BLOCK
     if longest < 1:
         return None
     a, b, c = (
@@ -167,3 +172,51 @@ def short_period(tokens: np.ndarray, share: float) -> int | None:
         if np.count_nonzero(tokens[distance:] == tokens[:-distance]) >= share * (len(tokens) - distance):
             return distance
     return None
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def tokens_of_file(path: Path) -> list[bytes]:
+    """Read the bytes of each token id from a tokenizer.json: byte-level BPE, or SentencePiece with byte fallback."""
+    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    vocabulary = _vocabulary(content["model"])
+    spell = _byte_level if _is_byte_level(content) else _sentence_piece
+    ids = {number: spell(text) for text, number in vocabulary.items()}
+    ids |= {number: text.encode() for text, number in added.items()}
+    return [ids.get(number, b"") for number in range(max(ids) + 1)]
+
+
+def _vocabulary(model: dict) -> dict[str, int]:
+    """BPE and WordPiece map texts to ids; Unigram lists [text, score]."""
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        return vocabulary
+    return {text: number for number, (text, _) in enumerate(vocabulary)}
+
+
+def _is_byte_level(content: dict) -> bool:
+    """Whether some part of the decoder is the byte-level one."""
+    decoder = content.get("decoder") or {}
+    return any(part.get("type") == "ByteLevel" for part in [decoder, *decoder.get("decoders", [])])
+
+
+def _byte_level(text: str) -> bytes:
+    return b"".join(_BYTE_OF_LETTER.get(letter, letter.encode()) for letter in text)
+
+
+def _sentence_piece(text: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(text)
+    return bytes([int(byte[1], 16)]) if byte else text.replace("\u2581", " ").encode()
+
+
+def _letters_of_bytes() -> dict[str, bytes]:
+    """GPT-2's alphabet: printable bytes spell themselves, the others take the letters from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): bytes([byte]) for byte in printable}
+    return letters | {chr(256 + number): bytes([byte]) for number, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _letters_of_bytes()
