@@ -1,15 +1,15 @@
 """Pretrain a causal language model: recipe x ds_config -> runs/<name>/."""
 
 from pretraining.command_line import parse_train_arguments
-from pretraining.data import (
-    CacheSettings,
+from pretraining.data.mixing.training import (
     build_mixture,
     build_training_dataset,
     open_guard,
-    open_prepared,
-    step_origins,
     validation_by_source,
 )
+from pretraining.data.origins import step_origins
+from pretraining.data.prepared import open_prepared
+from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import one_line_errors
 from pretraining.planning import build_run_plan, judge_plan, measured, print_plan
 from pretraining.quiet import prepare_imports

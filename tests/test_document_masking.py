@@ -11,8 +11,8 @@ import torch
 from transformers import TrainingArguments
 
 from pretraining.curve import changed_parts
-from pretraining.data import PackedDataset
 from pretraining.data.document_masking import IGNORED, document_borders
+from pretraining.data.packed import PackedDataset
 from pretraining.model import build_model, varlen_attention
 from pretraining.model.loss import next_token_loss
 from pretraining.recipe import load_recipe

@@ -6,12 +6,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pretraining.data import GlobalOrder, PackedDataset, TokenSplit
 from pretraining.data.mixing.grouped import GroupedOrder, blocks_starting
 from pretraining.data.mixing.mixed import MixedOrder
 from pretraining.data.mixing.quality import documents_of_blocks, full_shuffle_share, mixing_quality
 from pretraining.data.mixing.schedule import Schedule, Stage
-from pretraining.data.shards import SplitWriter
+from pretraining.data.order import GlobalOrder
+from pretraining.data.packed import PackedDataset
+from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.shards import TokenSplit
 
 LENGTH = 8
 GROUP_SIZE = 4

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pretraining.data import GlobalOrder, PackedDataset, TokenSplit
 from pretraining.data.mixing.guard import BlockGuard, short_period
 from pretraining.data.mixing.token_bytes import tokens_of_file
-from pretraining.data.shards import SplitWriter
+from pretraining.data.order import GlobalOrder
+from pretraining.data.packed import PackedDataset
+from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.shards import TokenSplit
 
 LENGTH = 512
 

@@ -10,10 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pretraining.data import PackedDataset, TokenSplit, build_mixture, build_training_dataset, format_table
 from pretraining.data.mixing.schedule import MAX_PERIOD, Schedule, Stage, counts_per_period
+from pretraining.data.mixing.table import format_table
+from pretraining.data.mixing.training import build_mixture, build_training_dataset
 from pretraining.data.order import GlobalOrder
-from pretraining.data.shards import SplitWriter
+from pretraining.data.packed import PackedDataset
+from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
 from pretraining.mixture import exact_shares, shares_of_sizes
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from pretraining.data import PackedDataset, TokenSplit
 from pretraining.data.mixing.sources import open_by_source
-from pretraining.data.shards import SplitWriter
+from pretraining.data.packed import PackedDataset
+from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.shards import TokenSplit
 from pretraining.evaluation import Validation
 from pretraining.training import join_ranks, leave_ranks
 from tests.runs import execute

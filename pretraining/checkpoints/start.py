@@ -21,8 +21,10 @@ from pretraining.checkpoints.lock import move_lock
 from pretraining.checkpoints.marker import read_marker
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.checkpoints.weights import describe_model
-from pretraining.data import PackedDataset, cuts_of_run, cuts_text, format_table
+from pretraining.data.cuts import cuts_of_run, cuts_text
+from pretraining.data.mixing.table import format_table
 from pretraining.data.mixing.training import Mixture
+from pretraining.data.packed import PackedDataset
 from pretraining.errors import UserError
 from pretraining.journal import Journal
 from pretraining.planning import RunPlan, run_facts

@@ -10,9 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import ConcatDataset
 
-from pretraining.data import PackedDataset, TokenSplit
 from pretraining.data.document_masking import IGNORED, stack_blocks
-from pretraining.data.tools.distributions import entropy_bits
+from pretraining.data.manifest import entropy_bits
+from pretraining.data.packed import PackedDataset
+from pretraining.data.shards import TokenSplit
 from pretraining.evaluation.sample import evaluation_mode
 from pretraining.process_group import rank_and_world_size
 from pretraining.recipe import Recipe

@@ -5,10 +5,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from pretraining.data.files import local_file
 from pretraining.data.manifest import digest_of
 from pretraining.data.packages import require
-from pretraining.data.text_files import read_documents
+from pretraining.data.text_files import local_file, read_documents
 from pretraining.errors import UserError
 
 READ_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz")
@@ -53,7 +52,7 @@ def _of_folder(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _of_text(path: Path) -> Iterator[str]:
-    for document in read_documents(local_file(path, path.parent), "text"):
+    for document in read_documents(local_file(path, path.parent)):
         if document.text is None:
             raise UserError(f"{document.where}: not UTF-8 text; convert the file")
         yield document.text

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.arrow_layout import write_durably
 from pretraining.data.dedup import (
     HashParts,
     MinHashSpec,
@@ -18,6 +17,7 @@ from pretraining.data.dedup import (
 )
 from pretraining.data.dedup.fates import count_fates
 from pretraining.data.dedup.parts import write_array
+from pretraining.data.shard_writer import write_durably
 from pretraining.mixture import source_name
 
 PIECES_PER_SLICE = 32
