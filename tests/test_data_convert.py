@@ -17,7 +17,7 @@ from pretraining.data.manifest import read_manifest
 from pretraining.data.prepared import open_prepared
 from pretraining.data.tools.convert import TokenBytes, draw_of_tokens, export_data, import_data
 from pretraining.data.tools.verify import verify_data
-from pretraining.exit_codes import INTERRUPTED
+from pretraining.runtime.exit_codes import INTERRUPTED
 from tests.finished_data import documents_of, make_data, refusal
 from tests.runs import Started, execute
 from tests.test_data_prep import make_texts, recipe_for

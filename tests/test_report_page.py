@@ -10,7 +10,7 @@ import pytest
 from pretraining.reporting.page_text import page_text, write_page
 from pretraining.reporting.payload import page_payload, run_payload
 from pretraining.reporting.run_record import RunRecord
-from pretraining.run_dir import append_row, write_json
+from pretraining.runtime.durable_files import append_row, write_json
 from tests.test_reporting import SCRIPT, made_run, noisy_law
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

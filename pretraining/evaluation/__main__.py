@@ -15,7 +15,7 @@ from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError, one_line_errors
 from pretraining.recipe import Recipe, load_recipe
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 
 EXAMPLES = """examples:
   python -m pretraining.evaluation runs/tiny --prompt "def "
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def find_export(folder: Path) -> Path:
     """The `from_pretrained` folder meant: `folder` itself, or that of the run in it."""
-    export = folder if (folder / "config.json").exists() else RunDir(folder).export
+    export = folder if (folder / "config.json").exists() else RunFolder(folder).export
     if not (export / "config.json").exists():
         raise UserError(f"{export}: no exported model there; it is written at the end of train.py")
     return export
@@ -45,7 +45,7 @@ def find_export(folder: Path) -> Path:
 
 def find_recipe(folder: Path, export: Path) -> Recipe | None:
     """The recipe of the run in `folder`, or beside the export; None if no run is known."""
-    run = RunDir(folder if (folder / "recipe.json").exists() else export.parent)
+    run = RunFolder(folder if (folder / "recipe.json").exists() else export.parent)
     return load_recipe(str(run.recipe)) if run.recipe.exists() else None
 
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from pretraining.evaluation.likelihood import Interrupted, Pair, score
 from pretraining.evaluation.sample import TokensCounted, evaluation_mode
 from pretraining.evaluation.tokens import encode
-from pretraining.heartbeat import long_work
-from pretraining.process_group import rank_and_world_size
+from pretraining.runtime.heartbeat import long_work
+from pretraining.runtime.process_group import rank_and_world_size
 
 PASSED_ON = ("do_sample", "top_k", "top_p")
 """What of a task's generation arguments `generate` takes as it is."""

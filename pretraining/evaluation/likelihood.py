@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pretraining.evaluation.sample import evaluation_mode
-from pretraining.process_group import rank_and_world_size
+from pretraining.runtime.process_group import rank_and_world_size
 
 
 class Pair(NamedTuple):

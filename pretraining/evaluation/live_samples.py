@@ -4,7 +4,8 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from pretraining.evaluation.sample import sample_text
 from pretraining.recipe import Recipe
-from pretraining.run_dir import RunDir, append_row, keep_past_rows
+from pretraining.runtime.durable_files import append_row
+from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 
 
 class LiveSamples(TrainerCallback):
@@ -14,7 +15,7 @@ class LiveSamples(TrainerCallback):
     see it: random generators and training mode are as before.
     """
 
-    def __init__(self, run: RunDir, recipe: Recipe, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, run: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase):
         self.run, self.tokenizer = run, tokenizer
         self.prompts, self.num_tokens = prompts_of(recipe), recipe.evaluation["sample_tokens"]
 

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pretraining.evaluation.tokens import encode
-from pretraining.heartbeat import long_work, work_done
+from pretraining.runtime.heartbeat import long_work, work_done
 
 
 @torch.no_grad()

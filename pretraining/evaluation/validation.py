@@ -15,8 +15,8 @@ from pretraining.data.manifest import entropy_bits
 from pretraining.data.packed import PackedDataset
 from pretraining.data.shards import TokenSplit
 from pretraining.evaluation.sample import evaluation_mode
-from pretraining.process_group import rank_and_world_size
 from pretraining.recipe import Recipe
+from pretraining.runtime.process_group import rank_and_world_size
 
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments
 CHUNK_TOKENS = 1024

@@ -9,7 +9,7 @@ from pretraining.errors import UserError
 from pretraining.reporting.curve_fit import Forecast, forecast
 from pretraining.reporting.run_record import RunRecord, Standing
 from pretraining.reporting.spikes import spike_rows
-from pretraining.run_dir import stopped_seconds
+from pretraining.runtime.run_folder import stopped_seconds
 
 FEWEST_ROWS = 8
 STAGNANT = 0.002

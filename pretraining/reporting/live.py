@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pretraining.reporting.priority import hurry
-from pretraining.run_dir import REPOSITORY, RunDir
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import REPOSITORY
 
 LAST_PAGE_SECONDS = 60.0
 """How long the end of a run waits for its last page."""
 
 
 @contextmanager
-def live_report(run: RunDir, every_seconds: float | None) -> Iterator[None]:
+def live_report(run: RunFolder, every_seconds: float | None) -> Iterator[None]:
     """Keep `report.html` fresh while the block runs, and write it once more after it; rank 0 only.
 
     A block that adds nothing to metrics or events, as a refused run, leaves the page as it was.
@@ -31,7 +32,7 @@ def live_report(run: RunDir, every_seconds: float | None) -> Iterator[None]:
             _stop(writer)
 
 
-def _start(run: RunDir, every_seconds: float) -> subprocess.Popen | None:
+def _start(run: RunFolder, every_seconds: float) -> subprocess.Popen | None:
     watched = [str(run.path.resolve()), "--watch", str(every_seconds), "--since", str(time.time())]
     try:
         return subprocess.Popen(

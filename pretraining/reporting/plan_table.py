@@ -1,7 +1,7 @@
 """The plan beside what was measured."""
 
 from pretraining.reporting.run_record import RunRecord
-from pretraining.run_dir import trained_on_processor
+from pretraining.runtime.run_folder import trained_on_processor
 
 QUANTITIES = {
     "tokens_per_second": ("tokens", "Tokens per second, all steps"),

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.errors import UserError
-from pretraining.heartbeat import killed_ranks
 from pretraining.reporting.metrics_file import MetricsFile
-from pretraining.run_dir import RunDir, StepTotals, first_step, read_rows, unix_seconds
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.heartbeat import killed_ranks
+from pretraining.runtime.run_folder import RunFolder, StepTotals, first_step, unix_seconds
 from pretraining.step_sizes import StepSizes
 
 STARTS = ("start", "resume")
@@ -45,7 +46,7 @@ class RunRecord:
     """
 
     def __init__(self, folder: Path):
-        self.run = RunDir(folder)
+        self.run = RunFolder(folder)
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; give run folders, such as runs/tiny")
         if not (self.run.metrics.exists() or self.run.events.exists()):
