@@ -29,9 +29,9 @@ def main() -> None:
     run = RunDir(options.output_dir or REPOSITORY / "runs" / recipe.name)
     leave_again_if_stopped(run)
     if options.resume == "auto" and run.is_finished(recipe.to_dict()):
-        from pretraining import reporting
+        from pretraining.reporting.words import report_end
 
-        return reporting.report_end(run)
+        return report_end(run)
     mixture = build_mixture(data, recipe, recipe.num_samples)
     train(recipe, ds_config, plan, data, mixture, run, options)
 
@@ -39,10 +39,11 @@ def main() -> None:
 def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
     # Plan and errors answer at once: the imports below take seconds.
     prepare_imports()
-    from pretraining import checkpoints, reporting, training
+    from pretraining import checkpoints, training
+    from pretraining.reporting.live import live_report
 
     ranks = training.joined_ranks(recipe.monitors["hang_minutes"])
-    report = reporting.live_report(run, recipe.report["every_seconds"])
+    report = live_report(run, recipe.report["every_seconds"])
     with ranks, checkpoints.sole_run(run), checkpoints.disk_errors_told(run.path), report:
         watch = training.Watch(run, recipe)
         while not pretrain(recipe, ds_config, plan, data, mixture, run, options, watch):
@@ -51,7 +52,8 @@ def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
 
 def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> bool:
     """Whether the run came to its end; False after a rollback."""
-    from pretraining import checkpoints, evaluation, model, reporting, training
+    from pretraining import checkpoints, evaluation, model, training
+    from pretraining.reporting.words import report_end
 
     resume = checkpoints.bring_checkpoint(run, recipe.checkpoints["upload"], options.resume)
     start = checkpoints.find_start(run, recipe, data.manifest, resume, options.allow_change)
@@ -112,7 +114,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
     peak_bytes = watch.memory.of_fullest_rank()
     if trainer.is_world_process_zero():
         run.add_end({**results, "measured": measured(run, recipe, plan.world_size, machine.gpu, peak_bytes)})
-        reporting.report_end(run)
+        report_end(run)
     return True
 
 
