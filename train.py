@@ -8,7 +8,6 @@ from pretraining.data import (
     open_guard,
     open_prepared,
     step_origins,
-    validation_by_source,
 )
 from pretraining.errors import one_line_errors
 from pretraining.planning import build_run_plan, judge_plan, measured, print_plan
@@ -52,7 +51,9 @@ def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
 
 def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> bool:
     """Whether the run came to its end; False after a rollback."""
-    from pretraining import checkpoints, evaluation, model, training
+    from pretraining import checkpoints, model, training
+    from pretraining.evaluation.evaluator import Evaluator
+    from pretraining.evaluation.sampling import SamplingCallback
     from pretraining.reporting.words import report_end
 
     resume = checkpoints.bring_checkpoint(run, recipe.checkpoints["upload"], options.resume)
@@ -64,7 +65,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
     last_step = start.last_step(recipe)
     arguments = training.build_arguments(recipe, ds_config, run.path, plan.accumulation_steps, last_step)
     tokenizer = model.load_tokenizer(data.tokenizer_path)
-    measures = evaluation.Measures.of(validation_by_source(data, recipe), recipe, tokenizer, last_step)
+    evaluator = Evaluator(recipe, data, tokenizer, last_step)
 
     guard, left_out = open_guard(run.flagged_blocks, data, recipe), start.journal.left_out
     train_dataset = build_training_dataset(
@@ -83,13 +84,13 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
         model=language_model,
         args=arguments,
         train_dataset=data.prefetched(train_dataset),
-        eval_dataset=measures.dataset,
+        eval_dataset=evaluator.dataset,
         data_collator=training.collate_blocks,
         compute_loss_func=watch.loss(model.build_loss(language_model, recipe.loss)),
         optimizer_cls_and_kwargs=training.choose_optimizer(recipe),
         clipping=training.choose_clipping(recipe),
         averaged_weights=checkpoints.averaged_weights,
-        validate=measures.measure,
+        validate=evaluator.measure,
         checkpoints=saves,
         recipe_path=recipe.path,
         journal=start.journal,
@@ -97,7 +98,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
         schedule_clock=start.schedule_clock(recipe),
         stop=watch.stop,
         clock=watch.speed.clock,
-        callbacks=[evaluation.LiveSamples(run, recipe, tokenizer), *watch.callbacks(saves)],
+        callbacks=[SamplingCallback(run, recipe, tokenizer), *watch.callbacks(saves)],
     )
     checkpoints.open_run(run, identity, plan, resume, mixture, language_model, tokenizer, train_dataset)
     verdict.keep(run, start.step)
@@ -107,7 +108,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
         checkpoints.roll_back(run, start, watch.finding, recipe)
         return False
 
-    results = {**trainer.closing_validation(), "unigram_bits_per_byte": measures.unigram_bits_per_byte()}
+    results = {**trainer.closing_validation(), "unigram_bits_per_byte": evaluator.unigram_bits_per_byte()}
     card = checkpoints.write_model_card(recipe.to_dict(), data.manifest, results, environment)
     checkpoints.export_model(trainer, tokenizer, run.export, card)
     saves.finish()

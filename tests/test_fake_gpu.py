@@ -20,8 +20,8 @@ from pretraining.checkpoints.identity import Start
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed import PackedDataset
 from pretraining.data.shards import SplitWriter, TokenSplit
-from pretraining.evaluation.hellaswag import HellaSwag, Item
-from pretraining.evaluation.sample import sample_text
+from pretraining.evaluation.likelihood import HellaSwag, Item
+from pretraining.evaluation.sampling import sample_text
 from pretraining.evaluation.validation import Validation
 from pretraining.planning import build_run_plan
 from pretraining.recipe import load_recipe
