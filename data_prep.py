@@ -4,7 +4,12 @@ import argparse
 import json
 from pathlib import Path
 
-from pretraining.command_line import add_recipe_arguments, not_negative_integer, positive_integer
+from pretraining.command_line import (
+    OneLineParser,
+    add_recipe_arguments,
+    not_negative_integer,
+    positive_integer,
+)
 from pretraining.data import prepare_data
 from pretraining.data.encoding.counting import count_as_text, count_data
 from pretraining.data.execution import EXECUTORS, Execution, read_slurm_options
@@ -12,7 +17,6 @@ from pretraining.data.manifest import report_text, summary_of
 from pretraining.data.prepare import Outcome, kept_text
 from pretraining.errors import one_line_errors
 from pretraining.refusals import load_run
-from pretraining.verbs import OneLineParser
 
 EXAMPLES = """examples:
   python data_prep.py --recipe tiny

@@ -11,10 +11,11 @@ from pretraining.data import (
 )
 from pretraining.errors import one_line_errors
 from pretraining.planning import build_run_plan, judge_plan, measured, print_plan
-from pretraining.quiet import prepare_imports
 from pretraining.refusals import load_run
-from pretraining.restarts import leave_again_if_stopped
-from pretraining.run_dir import REPOSITORY, RunDir, describe_environment
+from pretraining.runtime.imports import prepare_imports
+from pretraining.runtime.restarts import leave_again_if_stopped
+from pretraining.runtime.run_folder import RunFolder, describe_environment
+from pretraining.schema import REPOSITORY
 
 
 def main() -> None:
@@ -25,7 +26,7 @@ def main() -> None:
     plan = build_run_plan(recipe, ds_config, options.world_size)
     cache = CacheSettings.of(options.data_cache, options.data_cache_gb)
     data = open_prepared(recipe, options.data_dir, cache)
-    run = RunDir(options.output_dir or REPOSITORY / "runs" / recipe.name)
+    run = RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name)
     leave_again_if_stopped(run)
     if options.resume == "auto" and run.is_finished(recipe.to_dict()):
         from pretraining.reporting.words import report_end

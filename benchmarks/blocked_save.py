@@ -130,10 +130,11 @@ class Training:
 
 def writer_in(folder: Path, background: bool):
     from pretraining.checkpoints.writer import CheckpointWriter
-    from pretraining.run_dir import RunDir, write_json
+    from pretraining.runtime.durable_files import write_json
+    from pretraining.runtime.run_folder import RunFolder
 
     return CheckpointWriter(
-        RunDir(folder),
+        RunFolder(folder),
         lambda where, content: write_json(where / "committed.json", content),
         background=background,
     )

@@ -34,7 +34,8 @@ from pretraining.checkpoints.folders import committed_checkpoints
 from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.marker import write_marker
 from pretraining.checkpoints.verification import damage
-from pretraining.run_dir import RunDir, read_rows
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.run_folder import RunFolder
 
 SMALL = {
     "model.n_layer": 1,
@@ -76,7 +77,7 @@ def run_damage(options: argparse.Namespace, folder: Path) -> dict:
     """Counts of the damages by kind, and of those judged wrongly."""
     from tests.checkpoint_damage import damaged, judged_rightly
 
-    run, chance = RunDir(folder / "run"), random.Random(options.seed)
+    run, chance = RunFolder(folder / "run"), random.Random(options.seed)
     finished(run.path, options.data_dir)
     shutil.rmtree(run.export)
     folders, kinds, wrong, starts = committed_checkpoints(run), collections.Counter(), 0, 0
@@ -100,12 +101,12 @@ def run_damage(options: argparse.Namespace, folder: Path) -> dict:
     }
 
 
-def continues_from_whole(run: RunDir, harmed: list[Path], copy: Path, data_dir: Path) -> bool:
+def continues_from_whole(run: RunFolder, harmed: list[Path], copy: Path, data_dir: Path) -> bool:
     """Whether the run, started on a copy of the damaged folder, goes on from the newest whole one to its end."""
     shutil.copytree(run.path, copy)
     whole = [folder.name for folder in committed_checkpoints(run) if folder not in harmed]
     finished(copy, data_dir)
-    rows = read_rows(RunDir(copy).events)
+    rows = read_rows(RunFolder(copy).events)
     begin = next(row for row in rows if row["event"] in ("start", "resume"))
     return begin["checkpoint"] == (whole[0] if whole else None) and rows[-1]["event"] == "end"
 
@@ -198,13 +199,13 @@ def run_full_disk(options: argparse.Namespace, folder: Path) -> dict:
             # --force: the plan would refuse this disk before the first step.
             words = ["--force", "--set", f"checkpoints.on_full_disk={policy}"]
             ended = start(disk / "run", options.data_dir, *words)
-            left = committed_checkpoints(RunDir(disk / "run"))
+            left = committed_checkpoints(RunFolder(disk / "run"))
             values[policy] = {
                 "exit_code": ended.returncode,
                 "said": [line for line in ended.stderr.splitlines() if "No space left" in line][:2],
                 "tracebacks": ended.stderr.count("Traceback"),
                 "last_step_trained": max(
-                    (row["step"] for row in read_rows(RunDir(disk / "run").metrics)), default=0
+                    (row["step"] for row in read_rows(RunFolder(disk / "run").metrics)), default=0
                 ),
                 "committed": [each.name for each in left],
                 "all_whole": all(damage(each) is None for each in left),

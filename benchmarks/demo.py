@@ -18,11 +18,12 @@ from record import REPOSITORY, parser_of, record
 
 def main() -> None:
     options = parser_of(__doc__).parse_args()
-    from pretraining.run_dir import RunDir, read_rows
+    from pretraining.runtime.durable_files import read_rows
+    from pretraining.runtime.run_folder import RunFolder
 
     subprocess.run([sys.executable, "data_prep.py", "--recipe", "tiny"], cwd=REPOSITORY, check=True)
     with tempfile.TemporaryDirectory(prefix="demo_") as folder:
-        run = RunDir(Path(folder) / "tiny")
+        run = RunFolder(Path(folder) / "tiny")
         seconds = train(run.path)
         end, rows = run.last_event("end"), read_rows(run.metrics)
         plan = json.loads(run.plan.read_text())

@@ -18,10 +18,11 @@ def main() -> None:
     parser.add_argument("run", metavar="RUN", help="folder of a finished run")
     options = parser.parse_args()
     from pretraining.errors import one_line_errors
-    from pretraining.run_dir import RunDir, append_row
+    from pretraining.runtime.durable_files import append_row
+    from pretraining.runtime.run_folder import RunFolder
 
     with one_line_errors():
-        row = line_of(RunDir(options.run))
+        row = line_of(RunFolder(options.run))
     print(json.dumps(row), flush=True)
     if options.keep:
         device = row["environment"]["device"].lower().replace(" ", "-")

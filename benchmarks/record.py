@@ -27,7 +27,8 @@ def parser_of(description: str) -> argparse.ArgumentParser:
 
 def record(benchmark: str, values: dict, keep: bool) -> None:
     """Print {"benchmark", values..., "device", "when", "environment"} as one line."""
-    from pretraining.run_dir import append_row, describe_environment
+    from pretraining.runtime.durable_files import append_row
+    from pretraining.runtime.run_folder import describe_environment
 
     device = device_name()
     environment = describe_environment(device, int(os.environ.get("WORLD_SIZE", "1")))

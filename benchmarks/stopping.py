@@ -64,7 +64,7 @@ def agreement() -> dict:
 def measure_agreement() -> None:
     import torch.distributed as dist
 
-    from pretraining.training.agreement import Agreement
+    from pretraining.runtime.process_group import Agreement
 
     dist.init_process_group("gloo")
     shared = Agreement()

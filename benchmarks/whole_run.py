@@ -17,7 +17,7 @@ def prepare(recipe: str) -> None:
 
 def final_loss(recipe: str, settings: dict, launcher: str | None, deepspeed: str) -> float:
     """Validation loss after the recipe's budget, in nats per token. settings: {dotted key: value}."""
-    from pretraining.run_dir import RunDir
+    from pretraining.runtime.run_folder import RunFolder
 
     settings = {**settings, "training.report_to": "none", "training.save_strategy": "no"}
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
@@ -26,4 +26,4 @@ def final_loss(recipe: str, settings: dict, launcher: str | None, deepspeed: str
         command = [*(shlex.split(launcher) if launcher else [sys.executable]), "train.py", "--recipe", recipe]
         command += ["--deepspeed", deepspeed, "--output_dir", str(output), *words]
         subprocess.run(command, cwd=REPOSITORY, check=True, stdout=sys.stderr)
-        return RunDir(output).last_event("end")["eval_loss"]
+        return RunFolder(output).last_event("end")["eval_loss"]

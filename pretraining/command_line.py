@@ -1,15 +1,29 @@
-"""The flags that mean the same in every command of the repository."""
+"""The flags that mean the same in every command of the repository, and commands of several verbs.
+
+A verb is a module (or an object like one) with a docstring whose first line is its help, and
+
+    EXAMPLES                       command lines, shown by --help
+    add_arguments(parser)          its options; --json is there already
+    answer(options) -> dict        plain JSON values
+    as_text(answer) -> str         the same for a person
+
+It raises `UserError` for what a user can mend. If the answer itself may be a refusal, `refusal(answer)` gives its line
+or None: it follows the answer.
+"""
 
 import argparse
+import json
 import math
 import os
+import pkgutil
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import unquote
 
 from pretraining.curve import check_allowed
 from pretraining.errors import UserError
 from pretraining.schema import REPOSITORY
-from pretraining.verbs import OneLineParser
 
 TRAIN_EXAMPLES = """examples:
   deepspeed --num_gpus=8 train.py --recipe 30b
@@ -19,6 +33,14 @@ TRAIN_EXAMPLES = """examples:
   python train.py --recipe 7b --plan --world_size 8 --gpu H100
 
 The same command continues a run that was stopped or killed; --resume never starts over."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line like all others."""
+
+    def error(self, message: str) -> None:
+        """Raise `UserError` with the message and where to read on."""
+        raise UserError(f"{message} (see {self.prog} --help)")
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, remote_data: bool = False) -> None:
@@ -238,3 +260,39 @@ def positive_number(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
+
+
+def verb_modules(folder: ModuleType) -> dict[str, ModuleType]:
+    """Every module of a package verbs/, by name."""
+    names = sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
+    return {name: import_module(f"{folder.__name__}.{name}") for name in names}
+
+
+def answer_one(
+    prog: str, modules: dict[str, ModuleType], description: str, epilog: str, arguments=None
+) -> None:
+    """Answer one command line on stdout."""
+    options = _build_parser(prog, modules, description, epilog).parse_args(arguments)
+    verb = modules[options.verb]
+    answer = verb.answer(options)
+    print(json.dumps(answer, indent=2) if options.json else verb.as_text(answer), flush=True)
+    refusal = verb.refusal(answer) if hasattr(verb, "refusal") else None
+    if refusal:
+        raise UserError(refusal)
+
+
+def _build_parser(
+    prog: str, modules: dict[str, ModuleType], description: str, epilog: str
+) -> argparse.ArgumentParser:
+    shared = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = OneLineParser(prog, description=description, epilog=epilog, **shared)
+    parsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, module in modules.items():
+        first_line = module.__doc__.splitlines()[0]
+        examples = f"examples:\n{module.EXAMPLES}"
+        verb = parsers.add_parser(
+            name, help=first_line, description=module.__doc__, epilog=examples, **shared
+        )
+        module.add_arguments(verb)
+        verb.add_argument("--json", action="store_true", help="the answer as JSON")
+    return parser

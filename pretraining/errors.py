@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
-from pretraining.exit_codes import FINISHED, GAVE_UP, INTERRUPTED, USER_ERROR, tell_exit_code
-from pretraining.quiet import silence_libraries
+from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, INTERRUPTED, USER_ERROR, tell_exit_code
+from pretraining.runtime.imports import silence_libraries
 
 # Errors of files that a user can cause and mend; any other is a bug of ours.
 _WRITABLE = "choose a folder that can be written (--output_dir, --data_dir)"

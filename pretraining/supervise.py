@@ -19,8 +19,8 @@ from pathlib import Path
 
 from pretraining.command_line import not_negative_integer, positive_number
 from pretraining.errors import UserError, one_line_errors
-from pretraining.exit_codes import FINISHED, NOT_RESTARTED, SUPERVISOR
-from pretraining.restarts import RESTART, STARTED
+from pretraining.runtime.exit_codes import FINISHED, NOT_RESTARTED, SUPERVISOR
+from pretraining.runtime.restarts import RESTART, STARTED
 
 EXAMPLES = """examples:
   python -m pretraining.supervise -- deepspeed --num_gpus=8 train.py --recipe 30b

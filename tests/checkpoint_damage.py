@@ -8,13 +8,13 @@ from pathlib import Path
 from pretraining.checkpoints.files import files_in
 from pretraining.checkpoints.folders import committed_checkpoints
 from pretraining.checkpoints.marker import MARKER
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 
 KINDS = ("flip", "truncate", "delete", "swap")
 
 
 @contextmanager
-def damaged(run: RunDir, chance: random.Random) -> Iterator[tuple[str, list[Path]]]:
+def damaged(run: RunFolder, chance: random.Random) -> Iterator[tuple[str, list[Path]]]:
     """One random damage; yields its kind and the checkpoints that are not what was committed any more."""
     kind = chance.choice(KINDS)
     folders = committed_checkpoints(run)
@@ -49,10 +49,10 @@ def _differs(folder: Path, before: dict[Path, bytes]) -> bool:
     return any(not path.exists() or path.read_bytes() != content for path, content in files.items())
 
 
-def judged_rightly(run: RunDir, harmed: list[Path], folders: list[Path]) -> bool:
+def judged_rightly(run: RunFolder, harmed: list[Path], folders: list[Path]) -> bool:
     """Whether the choice is the newest whole checkpoint, and each damaged one that was tried left its event."""
     from pretraining.checkpoints.find import choose_checkpoint
-    from pretraining.run_dir import read_rows
+    from pretraining.runtime.durable_files import read_rows
 
     run.events.unlink(missing_ok=True)
     whole = [folder for folder in folders if folder not in harmed]

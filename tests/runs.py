@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pretraining.run_dir import RunDir, read_rows
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.run_folder import RunFolder
 from tests.forked import ForkedRanks
 
 Made = TypeVar("Made")
@@ -262,7 +263,7 @@ class Run:
     """The folder of a run, as a reader of its files sees it."""
 
     def __init__(self, folder: Path, finished: Finished | None = None):
-        self.dir, self.folder, self.finished = RunDir(folder), folder, finished
+        self.dir, self.folder, self.finished = RunFolder(folder), folder, finished
 
     @property
     def rows(self) -> list[dict]:

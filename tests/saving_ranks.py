@@ -11,7 +11,8 @@ import torch
 from pretraining.checkpoints.marker import MARKER
 from pretraining.checkpoints.writer import CheckpointWriter
 from pretraining.errors import UserError
-from pretraining.run_dir import RunDir, write_json
+from pretraining.runtime.durable_files import write_json
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.training import join_ranks, leave_ranks
 
 
@@ -27,7 +28,7 @@ def fail_fsync(*_) -> None:
 
 def main(folder: str, fault: str) -> None:
     rank, _ = join_ranks()
-    writer = CheckpointWriter(RunDir(folder), write_marker, on_full_disk=fault)
+    writer = CheckpointWriter(RunFolder(folder), write_marker, on_full_disk=fault)
     flushed = os.fsync
     story = []
     for step in (1, 2, 3):

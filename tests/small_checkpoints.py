@@ -9,7 +9,7 @@ from pretraining.checkpoints.receipts import write_receipt
 from pretraining.checkpoints.retention import Retention
 from pretraining.planning import build_run_plan
 from pretraining.recipe import load_recipe
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 
 SPLIT = {"documents": 1, "tokens": 1000}
 MANIFEST = {"fingerprint": "xxh128:0", "splits": {"train": SPLIT, "validation": SPLIT}}
@@ -22,7 +22,7 @@ def identity_of(*settings: str, start: Start | None = None, manifest: dict = MAN
 
 
 def save(
-    run: RunDir,
+    run: RunFolder,
     step: int,
     retention: Retention | None = None,
     identity: Identity | None = None,

@@ -18,7 +18,8 @@ from pretraining.checkpoints.snapshot import HostSnapshot
 from pretraining.checkpoints.writer import CheckpointWriter
 from pretraining.errors import UserError
 from pretraining.planning.memory.host import snapshot_bytes
-from pretraining.run_dir import RunDir, read_rows
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.run_folder import RunFolder
 from tests.runs import Started
 from tests.saving_ranks import write_marker
 
@@ -37,7 +38,7 @@ def tensors_of(seed: int) -> dict[str, torch.Tensor]:
 
 
 def writer_in(folder: Path, commit=write_marker, **choices) -> CheckpointWriter:
-    return CheckpointWriter(RunDir(folder), commit, **choices)
+    return CheckpointWriter(RunFolder(folder), commit, **choices)
 
 
 def test_what_training_does_after_the_copy_does_not_reach_the_file(tmp_path):
@@ -64,7 +65,7 @@ def test_the_synchronous_way_writes_the_same_bytes(tmp_path):
         writer.save(4, tensors_of(0), {"state.json": b'{"lr": 1}'}, {"rng": {"python": [1]}})
         assert background or (tmp_path / name / "checkpoint-4" / MARKER).exists()
         writer.drain()
-        (event,) = read_rows(RunDir(tmp_path / name).events)
+        (event,) = read_rows(RunFolder(tmp_path / name).events)
         assert event["event"] == "save" and event["background"] == background
         assert event["bytes"] == 13 + 4 * 1005 + 48 and event["blocked_seconds"] > 0
         assert (event["snapshot_bytes"] > 0) == background
@@ -130,7 +131,7 @@ def test_a_disk_that_fills_up_is_told_at_the_step_boundary(tmp_path, monkeypatch
     going_on.save(4, tensors_of(4))
     going_on.drain()
     assert [p.name for p in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-1", "checkpoint-4"]
-    events = [(row["event"], row["checkpoint"]) for row in read_rows(RunDir(tmp_path).events)]
+    events = [(row["event"], row["checkpoint"]) for row in read_rows(RunFolder(tmp_path).events)]
     assert events == [
         ("save", "checkpoint-1"),
         ("save_failed", "checkpoint-2"),
@@ -153,7 +154,7 @@ def test_without_room_for_a_copy_training_stands_still_instead(tmp_path, monkeyp
     writer = writer_in(tmp_path)
     writer.save(1, tensors_of(1))
     assert (tmp_path / "checkpoint-1" / MARKER).exists() and writer.snapshot.num_bytes == 0
-    assert [row["event"] for row in read_rows(RunDir(tmp_path).events)] == ["no_room_for_snapshot", "save"]
+    assert [row["event"] for row in read_rows(RunFolder(tmp_path).events)] == ["no_room_for_snapshot", "save"]
 
 
 @pytest.mark.parametrize("free", [1 << 40, None])
@@ -174,7 +175,7 @@ def test_host_memory_that_is_refused_costs_the_copy_and_not_the_run(tmp_path, mo
     assert capsys.readouterr().err.count("no host memory for a copy of 20 B a rank") == 1
     writer.save(3, {"master/w@0": torch.arange(5.0)})
     writer.drain()
-    events = [row["event"] for row in read_rows(RunDir(tmp_path).events)]
+    events = [row["event"] for row in read_rows(RunFolder(tmp_path).events)]
     assert events == ["no_room_for_snapshot", "save"] * 2 + ["save"]
 
 

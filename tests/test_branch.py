@@ -15,7 +15,7 @@ from pretraining.checkpoints.marker import read_marker
 from pretraining.errors import UserError
 from pretraining.planning import build_run_plan
 from pretraining.recipe import RECIPES, load_recipe, recipe_names
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.schedule import count_tokens
 from tests.runs import LLAMA, Run, contents, execute, launcher, on_own_port
 from tests.small_checkpoints import MANIFEST, identity_of, save
@@ -39,7 +39,7 @@ def branched(run: Path, *words, capsys) -> dict:
 
 def checkpoint_of(tmp_path, step: int, *settings: str) -> Path:
     """A small checkpoint of recipe `tiny` after `step` steps; the folder of its run."""
-    run, identity = RunDir(tmp_path / "base"), identity_of(*settings)
+    run, identity = RunFolder(tmp_path / "base"), identity_of(*settings)
     run.recipe.parent.mkdir()
     run.recipe.write_text(json.dumps(identity.recipe.to_dict()))
     save(run, step, identity=identity)
@@ -163,7 +163,7 @@ def test_the_stages_here_continue_their_recipes(tmp_path, capsys, path):
     """`<recipe>-<what>.json`: every key lands in the new recipe, and a run of it has a plan."""
     base = max((name for name in recipe_names() if path.stem.startswith(name)), key=len)
     run, settings = (
-        RunDir(tmp_path / base),
+        RunFolder(tmp_path / base),
         ["training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs={}"],
     )
     recipe = load_recipe(base, settings)
@@ -214,7 +214,7 @@ def test_a_stage_that_cannot_be_is_one_line(tmp_path, text, words):
 def test_what_differs_counts_as_accepted(tmp_path, capsys):
     """changes.json names each key; earlier changes stay in it."""
     earlier = {"step": 3, "key": "training.seed", "from": 1, "to": 2}
-    run, identity = RunDir(tmp_path / "base"), identity_of(*STABLE, start=Start(changes=(earlier,)))
+    run, identity = RunFolder(tmp_path / "base"), identity_of(*STABLE, start=Start(changes=(earlier,)))
     run.recipe.parent.mkdir()
     run.recipe.write_text(json.dumps(identity.recipe.to_dict()))
     save(run, 800, identity=identity)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from pretraining.checkpoints.marker import read_marker
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 from tests.runs import Run, execute
 
 
@@ -36,7 +36,7 @@ def test_pruning_can_keep_the_weights(workshop, tmp_path):
     """`--demote_to_weights`: what goes stays as a model that loads."""
     from transformers import AutoModelForCausalLM
 
-    run = RunDir(shutil.copytree(workshop.plain().folder, tmp_path / "run"))
+    run = RunFolder(shutil.copytree(workshop.plain().folder, tmp_path / "run"))
     options = ["--keep_last", "1", "--demote_to_weights", "--yes"]
     finished = execute(["forked", "0", "-m", "pretraining.checkpoints", "prune", run.path, *options])
     assert finished.code == 0, finished.output

@@ -20,16 +20,17 @@ from pretraining.checkpoints.start import record_changes
 from pretraining.checkpoints.verification import damage, share_of
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
-from pretraining.run_dir import RunDir, read_rows, write_json
+from pretraining.runtime.durable_files import read_rows, write_json
+from pretraining.runtime.run_folder import RunFolder
 from tests.checkpoint_damage import damaged, judged_rightly
 from tests.runs import committed
 from tests.small_checkpoints import MANIFEST, identity_of, save
 
 
 @pytest.fixture
-def run(tmp_path) -> RunDir:
+def run(tmp_path) -> RunFolder:
     """Checkpoints after 4, 8 and 12 steps, everything kept."""
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     for step, loss in ((4, 3.0), (8, 1.0), (12, 2.0)):
         save(run, step, eval_loss=loss, loss=loss)
     return run
@@ -142,7 +143,7 @@ def killed_at(call: int, work) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
 
 
-def demote_by_copy(run: RunDir, checkpoint: Path, folder: Path) -> bool:
+def demote_by_copy(run: RunFolder, checkpoint: Path, folder: Path) -> bool:
     """As a demotion does: whole under its name, or not at all."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -155,7 +156,7 @@ def test_retention_may_be_killed_anywhere(run, tmp_path):
     """Before each change that it makes: what is committed is whole, and the next call finishes the work."""
     rule = Retention(1, demote=demote_by_copy)
     for call in range(1000):
-        copy = RunDir(shutil.copytree(run.path, tmp_path / f"copy-{call}"))
+        copy = RunFolder(shutil.copytree(run.path, tmp_path / f"copy-{call}"))
         done = killed_at(call, lambda copy=copy: rule.apply(copy))
         left = committed_checkpoints(copy)
         assert left[0] == copy.checkpoint(12) and all(damage(folder) is None for folder in left)
@@ -179,7 +180,7 @@ def test_what_is_given_up_is_set_aside(run):
     assert [row["event"] for row in read_rows(run.events)] == ["checkpoint_set_aside"] * 2
 
 
-def accepted(run: RunDir, *settings: str, allowed=(), manifest: dict = MANIFEST) -> list[str]:
+def accepted(run: RunFolder, *settings: str, allowed=(), manifest: dict = MANIFEST) -> list[str]:
     """The keys that differ from the checkpoint after 12 steps, where the start is not refused."""
     recipe, folder = identity_of(*settings).recipe, run.checkpoint(12)
     found = changes_since(folder, read_marker(folder), recipe, manifest, run, allowed)

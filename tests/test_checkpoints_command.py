@@ -10,15 +10,15 @@ import pytest
 from pretraining.checkpoints.__main__ import main
 from pretraining.checkpoints.marker import MARKER
 from pretraining.errors import UserError
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 from tests.runs import committed, contents, execute
 from tests.small_checkpoints import identity_of, save
 
 
 @pytest.fixture
-def run(tmp_path) -> RunDir:
+def run(tmp_path) -> RunFolder:
     """A whole, a changed and an uncommitted checkpoint, one set aside, and weights without one."""
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     for step in (2, 4, 6, 8):
         save(run, step, loss=9.0 - step, eval_loss=1.0 + step)
     changed = run.checkpoint(4) / "state" / "rank_1.bin"

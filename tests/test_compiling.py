@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, TrainingArguments
 
+from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.model import build_from_recipe, build_loss, build_model
 from pretraining.model.build import build_config
@@ -20,6 +21,7 @@ from pretraining.planning.memory import memory_need
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.recipe import load_recipe
 from pretraining.refusals import compiled_part, load_run, why_not_compiled
+from pretraining.training import arguments as run_arguments
 from pretraining.training import build_arguments
 from pretraining.training.arguments import engine_config
 from pretraining.upstream.compiler import missing_compiler
@@ -238,6 +240,20 @@ def test_the_next_block_is_gathered_while_one_computes():
     assert engine_config(plain, ds_config)["zero_optimization"] == ds_config["zero_optimization"]
     needs = [memory_need(each, ds_config, 8).parts["gathered weights"] for each in (recipe, plain)]
     assert needs[0] - needs[1] == pytest.approx(2 * (block - 0.9 * 6656**2))
+
+
+def test_liger_fuses_what_no_compiler_does(monkeypatch):
+    """On a GPU, if it is installed and no block is compiled; a recipe that says so decides for itself."""
+    recomputed = ["training.activation_checkpointing=true"]
+    mixture, compiled = load_recipe("moe-1.5b", recomputed), load_recipe("7b")
+    monkeypatch.setattr(run_arguments, "is_liger_kernel_available", lambda: True)
+    assert run_arguments.fuses_with_liger(mixture, load_ds_config("zero1"), on_gpu=True)
+    assert not run_arguments.fuses_with_liger(mixture, load_ds_config("zero1"), on_gpu=False)
+    assert not run_arguments.fuses_with_liger(compiled, load_ds_config("zero3"), on_gpu=True)
+    uncompiled = load_recipe("7b", ["speed.compile=none"])
+    assert not run_arguments.fuses_with_liger(uncompiled, load_ds_config("zero3"), on_gpu=True)
+    monkeypatch.setattr(run_arguments, "is_liger_kernel_available", lambda: False)
+    assert not run_arguments.fuses_with_liger(mixture, load_ds_config("zero1"), on_gpu=True)
 
 
 def test_liger_is_one_line_if_missing_and_leaves_the_loss_alone(monkeypatch, tmp_path):

@@ -19,7 +19,7 @@ from pretraining.data.tools.convert import export_data, import_data
 from pretraining.data.tools.foreign import draw_of_tokens
 from pretraining.data.tools.token_bytes import TokenBytes
 from pretraining.data.tools.verify import verify_data
-from pretraining.exit_codes import INTERRUPTED
+from pretraining.runtime.exit_codes import INTERRUPTED
 from tests.finished_data import documents_of, make_data, refusal
 from tests.runs import Started, execute
 from tests.test_data_prep import make_texts, recipe_for

@@ -8,7 +8,8 @@ import torch
 
 from pretraining.model import build_loss
 from pretraining.model.loss import PLAIN
-from pretraining.run_dir import RunDir, read_rows
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.expert_load import FEWEST, PREFIX, WINDOWS, ExpertLoad, load_metrics
 from tests.runs import EXPERTS
 from tests.test_muon import built
@@ -29,7 +30,7 @@ def test_the_load_is_what_the_routers_chose(tmp_path, kind):
                     seen[expert] += 1
 
             module.register_forward_hook(see)
-    load = ExpertLoad(RunDir(tmp_path), EXPERTS["num_experts_per_tok"])
+    load = ExpertLoad(RunFolder(tmp_path), EXPERTS["num_experts_per_tok"])
     loss = load.around(build_loss(model, {**PLAIN, "kind": kind}))
     for _ in range(2):
         tokens = torch.randint(512, (3, 64))
@@ -64,7 +65,7 @@ def logged_windows(load: ExpertLoad, tokens_of_expert_1: list[int]) -> None:
 
 def test_a_starving_expert_is_told_of_once_until_it_recovers(tmp_path):
     """After some windows in a row, over a restart too."""
-    run, state = RunDir(tmp_path), SimpleNamespace(stateful_callbacks={})
+    run, state = RunFolder(tmp_path), SimpleNamespace(stateful_callbacks={})
     load, resumed = ExpertLoad(run, 1), ExpertLoad(run, 1)
     logged_windows(load, [3 * FEWEST, 2, 3 * FEWEST] + [2] * (WINDOWS - 1))
     assert not read_rows(run.events)

@@ -16,7 +16,8 @@ from pretraining.planning.gpus import find_gpu
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import load_recipe
-from pretraining.run_dir import RunDir, append_row, read_rows, write_json
+from pretraining.runtime.durable_files import append_row, read_rows, write_json
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
 from tests.runs import execute
 
@@ -54,7 +55,7 @@ def test_a_measured_run_feeds_later_plans(tmp_path, monkeypatch):
     """A kept line of benchmarks/measured_run.py takes the place of the assumed MFU, recomputation counted back in."""
     import measured_run
 
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     recipe, gpu = load_recipe("7b", ["training.activation_checkpointing=true"]), find_gpu("H200")
     plan = replace(build_run_plan(recipe, load_ds_config("zero3"), 8), predicted={"mfu": 0.3})
     for path, value in (
@@ -85,7 +86,7 @@ def test_warnings_are_told_once_and_kept(tmp_path, capsys, monkeypatch):
     verdict = Verdict([no], [careful])
     with pytest.raises(UserError, match=r"too large; --set a=1 .*--force"):
         verdict.enforce()
-    run = RunDir(tmp_path)
+    run = RunFolder(tmp_path)
     verdict.enforce(force=True).keep(run, 25)
     monkeypatch.setenv("RANK", "1")
     verdict.enforce(force=True).keep(run, 25)

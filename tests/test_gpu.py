@@ -167,7 +167,7 @@ def test_a_snapshot_is_a_copy_in_pinned_memory():
 
 
 PINNED = """
-from pretraining.quiet import _pin_what_is_asked_for
+from pretraining.runtime.imports import _pin_what_is_asked_for
 _pin_what_is_asked_for()
 import torch
 held = torch.empty(65 * 2**20, dtype=torch.uint8, pin_memory=True)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from pretraining.exit_codes import HANG
-from pretraining.heartbeat import long_work, work_done
-from pretraining.run_dir import RunDir, read_rows
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.exit_codes import HANG
+from pretraining.runtime.heartbeat import long_work, work_done
+from pretraining.runtime.run_folder import RunFolder
 
 LIMIT_SECONDS = 3.0
 
@@ -17,7 +18,7 @@ LIMIT_SECONDS = 3.0
 class Ranks:
     """Processes with a watch each, as ranks of one run: what they do is a function of (watch, rank)."""
 
-    def __init__(self, run: RunDir, world_size: int, work: Callable):
+    def __init__(self, run: RunFolder, world_size: int, work: Callable):
         from pretraining.training.hangs import Watch
 
         self.dir, self.processes, self.codes = run, [], []
@@ -115,7 +116,7 @@ def finished(tmp_path_factory) -> dict[Callable, Ranks]:
     """Runs of three ranks, all at the same time; of the first one rank is stopped, of the last all for a while."""
     works = (collective_without_end, rank_2_in_its_loader, slow_progress, one_long_step, rank_0_writes)
     works += (a_thread_writes_while_training_hangs, a_store_that_takes_nothing, a_library_writes)
-    runs = {work: Ranks(RunDir(tmp_path_factory.mktemp("run")), 3, work) for work in works}
+    runs = {work: Ranks(RunFolder(tmp_path_factory.mktemp("run")), 3, work) for work in works}
     time.sleep(0.3)
     runs[collective_without_end].kill(signal.SIGSTOP, 1)
     runs[one_long_step].kill(signal.SIGSTOP, 0, 1, 2)
@@ -179,7 +180,7 @@ def test_work_that_nobody_waits_for_or_that_does_not_move_is_no_progress(finishe
 @pytest.mark.parametrize("arrivals, expected", [([4, 4, 4], []), ([4, 3, 4], [1]), ([4, None, 3], [1, 2])])
 def test_who_did_not_arrive(arrivals, expected):
     """Less far than the furthest, or without a heartbeat."""
-    from pretraining.heartbeat import Place
+    from pretraining.runtime.heartbeat import Place
     from pretraining.training.hangs import not_arrived
 
     places = {

@@ -6,7 +6,7 @@ import pytest
 
 from pretraining.checkpoints.start import _refuse_lost_rollbacks
 from pretraining.errors import UserError
-from pretraining.journal import Journal
+from pretraining.runtime.journal import Journal
 from tests.poisoned import (
     CLEAN_AGAIN,
     FIRST_NOISY,

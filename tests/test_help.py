@@ -10,14 +10,13 @@ import data_prep
 from pretraining import supervise
 from pretraining.checkpoints import __main__ as checkpoints
 from pretraining.checkpoints import verbs as checkpoints_verbs
-from pretraining.command_line import parse_train_arguments
+from pretraining.command_line import parse_train_arguments, verb_modules
 from pretraining.data import __main__ as data
 from pretraining.evaluation import __main__ as evaluation
 from pretraining.planning import __main__ as planning
 from pretraining.planning.gpus import find_gpu
 from pretraining.recipe import load_recipe, recipe_names
 from pretraining.reporting import __main__ as reporting
-from pretraining.verbs import verb_modules
 from tests.runs import REPOSITORY
 
 COMMANDS = {

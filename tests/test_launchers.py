@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pretraining import process_group
 from pretraining.ds_config import ds_config_names
 from pretraining.errors import UserError
+from pretraining.runtime import host
 from pretraining.training import ranks
 from tests.runs import REPOSITORY, STEPS, execute
 
@@ -174,11 +174,11 @@ def test_a_name_that_other_hosts_cannot_reach_is_one_line(monkeypatch, kind):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
 
     loopback = SimpleNamespace(is_loopback=True), SimpleNamespace(is_loopback=False)
-    monkeypatch.setattr(process_group.socket, "gethostname", lambda: "host")
-    monkeypatch.setattr(process_group.socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(process_group.ipaddress, "ip_address", lambda ip: loopback[ip == "127.0.0.2"])
-    monkeypatch.delenv(process_group.GLOO_INTERFACE, raising=False)
-    assert process_group.loopback_name() == said
+    monkeypatch.setattr(host.socket, "gethostname", lambda: "host")
+    monkeypatch.setattr(host.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(host.ipaddress, "ip_address", lambda ip: loopback[ip == "127.0.0.2"])
+    monkeypatch.delenv(host.GLOO_INTERFACE, raising=False)
+    assert host.loopback_name() == said
     variables = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "node0"}
     for key, value in variables.items():
         monkeypatch.setenv(key, value)

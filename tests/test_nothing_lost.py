@@ -9,7 +9,7 @@ import pytest
 
 from pretraining.checkpoints.marker import read_marker, write_marker
 from pretraining.errors import UserError
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 from tests.runs import Run, committed, contents, execute, start_and_kill
 from tests.small_checkpoints import Retention, save
 
@@ -155,9 +155,9 @@ def test_a_checkpoint_of_another_format_is_refused_in_one_line(workshop, unfinis
 
 
 @pytest.fixture
-def saved(tmp_path) -> RunDir:
+def saved(tmp_path) -> RunFolder:
     """Checkpoints of 4 and 8 steps, committed by the callback with everything kept."""
-    run = RunDir(tmp_path)
+    run = RunFolder(tmp_path)
     for step in (4, 8):
         save(run, step)
     return run
@@ -230,7 +230,7 @@ def test_an_old_checkpoint_goes_only_after_a_new_one_is_committed(saved, monkeyp
 
 def test_rows_of_repeated_steps_are_dropped(tmp_path):
     """A line that a dying run left half-written ends what is kept; later steps are written again."""
-    from pretraining.run_dir import append_row, keep_rows, read_rows
+    from pretraining.runtime.durable_files import append_row, keep_rows, read_rows
 
     path = tmp_path / "metrics.jsonl"
     for step in range(1, 7):

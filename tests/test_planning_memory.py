@@ -25,10 +25,11 @@ from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.search import candidates, fitting, nearest_fit
-from pretraining.quiet import MOST_ROUNDED_MIB, _pin_what_is_asked_for
 from pretraining.recipe import load_recipe, recipe_names
 from pretraining.refusals import load_run
-from pretraining.run_dir import RunDir, write_json
+from pretraining.runtime.durable_files import write_json
+from pretraining.runtime.imports import MOST_ROUNDED_MIB, _pin_what_is_asked_for
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
 from tests.runs import execute
 from tests.test_planning import MODELS, SHIPPED, build
@@ -522,7 +523,7 @@ def test_compare_shows_both_sides(tmp_path, capsys):
     """plan.json's prediction beside what the run's end event, rows and checkpoint say; the speeds multiply out."""
     recipe = load_recipe("tiny")
     plan = {"predicted": predicted(recipe, load_ds_config("zero2"), 2, find_gpu("H100"))}
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     write_json(run.plan, plan)
     for number, seconds in enumerate((9.0, 0.5, 0.5, 0.7), start=1):
         row = {"step": 20 * number, "throughput/step_seconds": seconds}
@@ -551,7 +552,7 @@ def test_compare_shows_both_sides(tmp_path, capsys):
 @pytest.mark.parametrize("device", ["CPU (x86_64)", "NVIDIA H100"])
 def test_compare_says_which_memory_is_assumed(tmp_path, capsys, device):
     """Without a GPU a share of the prediction is the same for every run: a note says so, and no ratio judges it."""
-    run, on_processor = RunDir(tmp_path / "run"), device.startswith("CPU")
+    run, on_processor = RunFolder(tmp_path / "run"), device.startswith("CPU")
     recipe, config = load_recipe("tiny"), load_ds_config("zero2")
     write_json(run.plan, {"predicted": predicted(recipe, config, 2, None, on_processor)})
     write_json(run.environment, {"device": device})
@@ -570,10 +571,10 @@ def test_compare_leaves_out_what_it_cannot_compare(tmp_path, capsys):
     """Its own example, runs/*: whatever else lies there, each run is compared and each other thing has a line."""
     plan = {"predicted": predicted(load_recipe("tiny"), load_ds_config("zero2"), 2, None)}
     for name in ("a-begun", "z-whole"):
-        write_json(RunDir(tmp_path / name).plan, plan)
+        write_json(RunFolder(tmp_path / name).plan, plan)
     row = {"step": 1, "throughput/tokens_per_second": 4096.0, "throughput/step_seconds": 0.5}
     unclear = {**row, "step": 2, "throughput/step_seconds": None}
-    RunDir(tmp_path / "z-whole").metrics.write_text(f"{json.dumps(row)}\n{json.dumps(unclear)}\n")
+    RunFolder(tmp_path / "z-whole").metrics.write_text(f"{json.dumps(row)}\n{json.dumps(unclear)}\n")
     contents = {"folder": None, "older": '{"name": "tiny"}', "cut": '{"name": ', "list": "[]"}
     for name, text in contents.items():
         (tmp_path / name).mkdir()

@@ -9,16 +9,17 @@ import torch
 
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
-from pretraining.run_dir import RunDir, read_rows
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.profile import ProfileCallback
 from pretraining.training.profile_table import Operation, cost_table, kind_of, operations_of
 
 SETTINGS = {"memory": True, "every_rank": False}
 
 
-def profiled(tmp_path, steps, last_step: int, rank: int = 0, **settings) -> RunDir:
+def profiled(tmp_path, steps, last_step: int, rank: int = 0, **settings) -> RunFolder:
     """A run of matrix products, one of another size a step, stopped after `last_step`."""
-    run, state = RunDir(tmp_path), SimpleNamespace(global_step=0)
+    run, state = RunFolder(tmp_path), SimpleNamespace(global_step=0)
     callback = ProfileCallback(run, {**SETTINGS, "steps": steps, **settings})
     args = SimpleNamespace(process_index=rank, world_size=2)
     for step in range(1, last_step + 1):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 from tests.conftest import num_gpus
 from tests.runs import BIN, REPOSITORY, Finished, Workshop, execute
 from tests.scored_tasks import write_items, write_tasks
@@ -177,7 +177,7 @@ def run_supervised(workshop: Workshop, words: list[str]) -> None:
 def run_stop_file(workshop: Workshop, words: list[str]) -> None:
     """`touch runs/tiny/STOP`: the file that runs look for; tests/test_stopping.py stops one by it."""
     path = Path(words[1])
-    assert words[0] == "touch" and path == RunDir(path.parent).stop_file
+    assert words[0] == "touch" and path == RunFolder(path.parent).stop_file
 
 
 def run_sbatch(workshop: Workshop, words: list[str]) -> None:

@@ -19,8 +19,9 @@ from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
 from pretraining.errors import UserError
-from pretraining.journal import Journal, Rollback
-from pretraining.run_dir import RunDir, read_rows, write_json
+from pretraining.runtime.durable_files import read_rows, write_json
+from pretraining.runtime.journal import Journal, Rollback
+from pretraining.runtime.run_folder import RunFolder
 from tests.object_store import Proxy, s3_server, use_here
 from tests.runs import contents
 
@@ -48,13 +49,13 @@ def connected(monkeypatch, s3) -> str:
     return s3
 
 
-def run_in(folder: Path) -> RunDir:
-    run = RunDir(folder / NAME)
+def run_in(folder: Path) -> RunFolder:
+    run = RunFolder(folder / NAME)
     write_json(run.recipe, {"name": NAME})
     return run
 
 
-def commit(run: RunDir, step: int, ranks: int = 2, rollbacks: int = 0) -> Path:
+def commit(run: RunFolder, step: int, ranks: int = 2, rollbacks: int = 0) -> Path:
     """A committed checkpoint of `ranks` ranks, its numbers those of its step."""
     folder = run.checkpoint(step)
     folder.mkdir()
@@ -68,7 +69,7 @@ def commit(run: RunDir, step: int, ranks: int = 2, rollbacks: int = 0) -> Path:
     return folder
 
 
-def events(run: RunDir) -> list[str]:
+def events(run: RunFolder) -> list[str]:
     return [row["event"] for row in read_rows(run.events)]
 
 
@@ -81,9 +82,9 @@ def one_in_five(number: int, path: str) -> str | None:
     return ("error", "drop")[number // 5 % 2] if number % 5 == 4 else None
 
 
-def fetched(folder: Path, upload: str, newest_here: int | None = None) -> RunDir:
+def fetched(folder: Path, upload: str, newest_here: int | None = None) -> RunFolder:
     """The run as a machine that had nothing gets it."""
-    run = RunDir(folder / "empty" / NAME)
+    run = RunFolder(folder / "empty" / NAME)
     fetch_newest(run, RemoteRun(upload, NAME), newest_here)
     return run
 
@@ -164,7 +165,7 @@ def test_what_a_rollback_left_behind_is_not_fetched(tmp_path):
     assert late.checkpoint(6).exists() and Journal.read(late.journal) == journal
 
 
-def send(run: RunDir, address: str, folder: Path) -> None:
+def send(run: RunFolder, address: str, folder: Path) -> None:
     uploader = Uploader(run, RemoteRun(address, NAME))
     uploader.offer(folder)
     assert uploader.drain()

@@ -9,7 +9,7 @@ import pytest
 
 from pretraining.reporting.page import page_payload, page_text, run_payload, write_page
 from pretraining.reporting.run_record import RunRecord
-from pretraining.run_dir import append_row, write_json
+from pretraining.runtime.durable_files import append_row, write_json
 from tests.test_reporting import SCRIPT, made_run, noisy_law
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

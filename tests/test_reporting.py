@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretraining.heartbeat import Heartbeat, is_gone, killed_ranks, read_place
 from pretraining.planning.comparison import compare_run
 from pretraining.reporting import live
 from pretraining.reporting.__main__ import main
@@ -21,7 +20,9 @@ from pretraining.reporting.live import LAST, hurry, live_report
 from pretraining.reporting.page import bucket_means, kept_points, page_payload, page_text, run_payload
 from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.words import report_end, sentences
-from pretraining.run_dir import RunDir, append_row, unix_seconds, utc_now, write_json
+from pretraining.runtime.durable_files import append_row, write_json
+from pretraining.runtime.heartbeat import Heartbeat, is_gone, killed_ranks, read_place
+from pretraining.runtime.run_folder import RunFolder, unix_seconds, utc_now
 from tests.runs import REPOSITORY, execute
 
 SCRIPT = "<script>alert(1)</script></script><!-- \u2028 &amp; \"'"
@@ -31,9 +32,9 @@ def power_law(tokens, floor=2.0, scale=3.0, exponent=0.4):
     return floor + scale * (tokens / 1e6) ** -exponent
 
 
-def made_run(folder, losses, finished=False, events=(), budget=None, **more) -> RunDir:
+def made_run(folder, losses, finished=False, events=(), budget=None, **more) -> RunFolder:
     """A run folder of these logged losses, 1,000 tokens and a tenth of a second a step."""
-    run = RunDir(folder)
+    run = RunFolder(folder)
     folder.mkdir(parents=True)
     recipe = {
         "name": folder.name,
@@ -55,7 +56,7 @@ def made_run(folder, losses, finished=False, events=(), budget=None, **more) -> 
     return run
 
 
-def write_rows(run: RunDir, losses, began: float, seconds_a_row: float = 0.1) -> None:
+def write_rows(run: RunFolder, losses, began: float, seconds_a_row: float = 0.1) -> None:
     """Logged losses at these times."""
     rows = [{"step": k, "time": began + k * seconds_a_row, "train/loss": x} for k, x in enumerate(losses, 1)]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -282,7 +283,7 @@ def test_a_killed_run_is_silent_by_the_clock_of_its_reader(tmp_path, capsys):
 BEATING = (
     "import sys, time\n"
     "from pathlib import Path\n"
-    "from pretraining.heartbeat import Heartbeat\n"
+    "from pretraining.runtime.heartbeat import Heartbeat\n"
     "beating = Heartbeat(Path(sys.argv[1]), int(sys.argv[2]))\n"
     "beating.arrive('training', 110)\n"
     "beating.beat(1)\n"
@@ -454,8 +455,8 @@ def test_the_writer_ends_with_a_run_that_is_killed(tmp_path):
     program = (
         "import os, sys, time\n"
         "from pretraining.reporting.live import live_report\n"
-        "from pretraining.run_dir import RunDir\n"
-        "run = RunDir(sys.argv[1])\n"
+        "from pretraining.runtime.run_folder import RunFolder\n"
+        "run = RunFolder(sys.argv[1])\n"
         "with live_report(run, 0.1):\n"
         "    run.add_event('alert')\n"
         "    while not run.report.exists(): time.sleep(0.01)\n"

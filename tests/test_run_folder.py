@@ -14,7 +14,8 @@ from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.start import start_text
 from pretraining.errors import UserError
 from pretraining.planning import build_run_plan
-from pretraining.run_dir import RunDir, append_row
+from pretraining.runtime.durable_files import append_row
+from pretraining.runtime.run_folder import RunFolder
 from tests.runs import Run, committed, contents, execute
 from tests.small_checkpoints import identity_of, save
 
@@ -30,7 +31,7 @@ def last_line(finished) -> str:
 
 def test_a_start_says_what_it_is_and_the_layout_it_continues_from(tmp_path):
     """Recipe, folder, device, model, tokens, layout; of a checkpoint in another folder also its place."""
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     first = replace(identity_of(), environment={"device": "CPU (x86_64)"})
     lines = start_text(run, first, build_run_plan(first.recipe, None, 2)).splitlines()
     assert lines[0] == f"run     tiny in {run.path}, on CPU (x86_64)" and len(lines) == 5
@@ -41,7 +42,7 @@ def test_a_start_says_what_it_is_and_the_layout_it_continues_from(tmp_path):
     *_, line = start_text(run, again, build_run_plan(first.recipe, None, 1)).splitlines()
     done = "step 141 of 1,000, 288,768 tokens seen"
     assert line == f"continues  from checkpoint-141 (1 rank, zero3): {done}"
-    elsewhere = start_text(RunDir(tmp_path / "other"), again, build_run_plan(first.recipe, None, 1))
+    elsewhere = start_text(RunFolder(tmp_path / "other"), again, build_run_plan(first.recipe, None, 1))
     assert f"from {checkpoint} (1 rank" in " ".join(elsewhere.split())
 
 
@@ -97,7 +98,7 @@ def test_the_lock_of_a_killed_run_is_free(tmp_path):
 
 def test_a_stop_file_that_comes_too_late_does_not_stop_the_next_run(tmp_path):
     """Asked for while the model is exported: the run ends, and the request with it."""
-    run = RunDir(tmp_path)
+    run = RunFolder(tmp_path)
     run.export.mkdir()
     run.stop_file.touch()
     run.add_end({"eval_loss": 1.0})
@@ -159,7 +160,7 @@ def test_what_transformers_refuses_is_one_line_and_leaves_nothing(workshop, tmp_
 
 def test_a_finished_run_is_not_changed_afterwards(workshop, tmp_path):
     """Promise: honest numbers. Its recipe.json would tell of a run that never was."""
-    reference, run = workshop.plain(), RunDir(tmp_path / "run")
+    reference, run = workshop.plain(), RunFolder(tmp_path / "run")
     shutil.copytree(reference.folder, run.path)
     before, more = run.recipe.read_text(), ["--allow_change", "training.seed"]
     finished = execute(workshop.command(run.path, *PLAIN, ("training.seed=8",), more=more))
@@ -170,7 +171,7 @@ def test_a_finished_run_is_not_changed_afterwards(workshop, tmp_path):
 
 def test_a_spoilt_export_is_told_and_made_again(workshop, tmp_path):
     """The evaluation says that it cannot be loaded; the run's own command does not call it finished."""
-    reference, run = workshop.plain(), RunDir(tmp_path / "run")
+    reference, run = workshop.plain(), RunFolder(tmp_path / "run")
     shutil.copytree(reference.folder, run.path)
     (run.export / "model.safetensors").write_text("spoilt")
     command = ["forked", "0", "-m", "pretraining.evaluation", run.path, "--data_dir", workshop.data]
@@ -191,7 +192,7 @@ def test_files_of_a_run_follow_the_umask(workshop):
 
 def test_rows_that_no_run_wrote_are_passed_over(tmp_path):
     """events.jsonl edited by hand or cut: never a traceback, never a finished run that is none."""
-    run = RunDir(tmp_path)
+    run = RunFolder(tmp_path)
     append_row(run.events, {"event": "start"})
     append_row(run.events, {})
     assert run.last_event("start") == {"event": "start"} and run.last_event("end") is None

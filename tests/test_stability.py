@@ -13,8 +13,9 @@ import torch
 from pretraining.data.left_out import OrderWithout
 from pretraining.data.order import GlobalOrder
 from pretraining.errors import UserError
-from pretraining.journal import Journal, Rollback
-from pretraining.run_dir import RunDir, read_rows
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.journal import Journal, Rollback
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.step_sizes import StepSizes
 from pretraining.training.nonfinite import NonFiniteGuard
 from pretraining.training.plateau import Plateau
@@ -195,7 +196,7 @@ class Watched:
         self.model = build_model(
             SMALL_RECIPE["model"], SimpleNamespace(bos_token_id=0, eos_token_id=0), arguments
         )
-        self.run, self.weights = RunDir(tmp_path / "run"), []
+        self.run, self.weights = RunFolder(tmp_path / "run"), []
         monitors = {"spikes": {**SPIKES, "policy": policy}, "plateau_steps": plateau_steps}
         self.monitor = StabilityMonitor(self.run, monitors, lambda step: {"samples": [step - 1, step]})
         remaining, speed = (
@@ -236,7 +237,7 @@ def test_an_explosion_of_gradients_is_told_once(tmp_path):
     """A norm far above its course: one event for the whole stretch, with what it may be from and what to try."""
     from pretraining.training.stability import StabilityMonitor
 
-    run, draw = RunDir(tmp_path / "run"), random.Random(0)
+    run, draw = RunFolder(tmp_path / "run"), random.Random(0)
     settings = {"spikes": SPIKES, "plateau_steps": None}
     monitor = StabilityMonitor(run, settings, lambda step: {"samples": [step - 1, step]})
     norms = [math.exp(draw.gauss(0, 0.1)) for _ in range(100)]

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretraining.exit_codes import STOPPED
-from pretraining.run_dir import RunDir
+from pretraining.runtime.exit_codes import STOPPED
+from pretraining.runtime.run_folder import RunFolder
 from tests.runs import REPOSITORY, TIMEOUT_SECONDS, Run, Started, committed, execute
 
 LISTENING = (
@@ -89,13 +89,13 @@ def test_a_forked_process_does_not_ask_its_parent_to_stop(listening):
 
 def test_the_reason_is_who_asked(tmp_path, monkeypatch):
     """The run's own file is not the supervisor's, whose request counts where both are there."""
-    from pretraining.exit_codes import SUPERVISOR
+    from pretraining.runtime.exit_codes import SUPERVISOR
     from pretraining.training import stopping
 
     monkeypatch.setattr(stopping, "SignalListener", lambda in_vain: SimpleNamespace(received=None))
     monkeypatch.setenv(SUPERVISOR, str(tmp_path / "supervisor"))
     (tmp_path / "supervisor").mkdir()
-    run, reasons = RunDir(tmp_path), []
+    run, reasons = RunFolder(tmp_path), []
     for file in (run.stop_file, tmp_path / "supervisor" / "STOP"):
         file.touch()
         stop = stopping.StopRequests(run, None)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pretraining import supervise
-from pretraining.exit_codes import FINISHED, GAVE_UP, HANG, STOPPED, USER_ERROR
+from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, STOPPED, USER_ERROR
 from tests.runs import Started, execute
 
 
@@ -27,7 +27,7 @@ def scripted(folder: Path, *codes: str) -> list[str]:
     program.write_text(
         "import os, sys\n"
         f"sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from pretraining.exit_codes import tell_exit_code\n"
+        "from pretraining.runtime.exit_codes import tell_exit_code\n"
         f"log = open({str(folder / 'starts')!r}, 'a+')\n"
         "log.seek(0)\n"
         "number = len(log.readlines())\n"
@@ -78,7 +78,7 @@ def test_ranks_that_outlive_their_launcher_end_and_it_is_a_crash(tmp_path, monke
 def test_a_request_goes_past_the_launcher(tmp_path):
     """SIGTERM to the supervisor: the launcher hears nothing, the ranks find the file, the code is 75."""
     waiting = (
-        "import os, time; from pretraining.exit_codes import supervisor_file, tell_exit_code\n"
+        "import os, time; from pretraining.runtime.exit_codes import supervisor_file, tell_exit_code\n"
         "print('up', flush=True)\n"
         "while not supervisor_file('STOP').exists(): time.sleep(0.01)\n"
         "tell_exit_code(75)\n"
@@ -98,10 +98,10 @@ def test_an_unknown_command_is_one_line(tmp_path):
 
 def test_a_restart_continues_what_its_launch_began(tmp_path, monkeypatch):
     """`--resume never` and PATH count for the first start of a launch alone."""
-    from pretraining.restarts import launch_details, leave_again_if_stopped, resume_after_restart
-    from pretraining.run_dir import RunDir
+    from pretraining.runtime.restarts import launch_details, leave_again_if_stopped, resume_after_restart
+    from pretraining.runtime.run_folder import RunFolder
 
-    run = RunDir(tmp_path)
+    run = RunFolder(tmp_path)
     run.add_event("start", launch="another:1")
     monkeypatch.setenv("PRETRAINING_SUPERVISOR", str(tmp_path))
     monkeypatch.setenv("PRETRAINING_RESTART", "0")

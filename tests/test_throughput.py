@@ -14,7 +14,8 @@ from pretraining.metric_names import GROUPS, PLACE, grouped
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import accumulation_steps, load_recipe
-from pretraining.run_dir import RunDir, append_row
+from pretraining.runtime.durable_files import append_row
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.training import arguments
 from pretraining.training.arguments import engine_config
 from pretraining.training.goodput import Goodput
@@ -142,7 +143,7 @@ def event_of(kind: str, seconds_ago: float, **details) -> dict:
 
 def test_goodput_charges_what_was_done_twice_and_the_time_between(tmp_path):
     """An hour since the start, 1,200 s of it in steps whose rows stayed; a crash's time until the resume is lost."""
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     append_row(run.events, event_of("start", 3600))
     append_row(run.events, event_of("stopped", 1800, reason="its launcher is gone", asked=False))
     run.add_event("resume", checkpoint="checkpoint-100")
@@ -153,7 +154,7 @@ def test_goodput_charges_what_was_done_twice_and_the_time_between(tmp_path):
 
 def test_the_time_during_which_a_run_was_stopped_on_request_is_not_the_runs(tmp_path):
     """Stopped for 10,000 s and again for 20,000 s: goodput is of the hour in which it could train."""
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     for kind, seconds_ago in (
         ("start", 33_600),
         ("stopped", 32_000),

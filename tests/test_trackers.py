@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerCallback
 
-from pretraining.run_dir import RunDir, read_rows
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.run_folder import RunFolder
 from tests.runs import REPOSITORY, Run, execute, without_packages
 
 
@@ -36,7 +37,7 @@ def test_without_an_account_wandb_is_kept_offline(tmp_path, monkeypatch):
     """A key in the environment or in netrc is an account; the run has one name and id either way."""
     from pretraining.training.trackers import RunIdentity
 
-    run, arguments = RunDir(tmp_path), SimpleNamespace(run_name=None)
+    run, arguments = RunFolder(tmp_path), SimpleNamespace(run_name=None)
     state, netrc = SimpleNamespace(is_world_process_zero=True), tmp_path / "netrc"
     seen = []
     for account in ({}, {"WANDB_API_KEY": "k"}, {}):
@@ -61,7 +62,7 @@ def test_all_trackers_file_a_run_under_one_project(tmp_path, monkeypatch, projec
         SimpleNamespace(is_world_process_zero=True),
     )
     names = ["mlflow", "trackio", "clearml"]
-    RunIdentity(RunDir(tmp_path), "small", names, project).on_train_begin(arguments, state, None)
+    RunIdentity(RunFolder(tmp_path), "small", names, project).on_train_begin(arguments, state, None)
     assert (arguments.project, arguments.run_name) == (project or PROJECT, "small")
     assert os.environ == {"MLFLOW_EXPERIMENT_NAME": "given", "CLEARML_PROJECT": project or PROJECT}
 
@@ -125,7 +126,7 @@ def test_a_failing_tracker_stops_nothing_and_is_told_once(tmp_path):
     """Tried again, left alone for longer each time, back when it works: two events, never an exception."""
     from pretraining.training.trackers import Tracker, Trackers
 
-    run, moody = RunDir(tmp_path / "run"), Moody()
+    run, moody = RunFolder(tmp_path / "run"), Moody()
     trackers = Trackers([Tracker("moody", moody, run)])
     state = SimpleNamespace(is_world_process_zero=True, global_step=7)
     for number in range(40):
@@ -145,12 +146,12 @@ def test_trackio_holds_the_names_of_metrics_jsonl(tmp_path):
         "import sqlite3, sys\n"
         "from types import SimpleNamespace\n"
         "from transformers import TrainerState, TrainingArguments\n"
-        "from pretraining.run_dir import RunDir\n"
+        "from pretraining.runtime.run_folder import RunFolder\n"
         "from pretraining.training.trackers import build_trackers\n"
         "args = TrainingArguments(output_dir=sys.argv[1], use_cpu=True)\n"
         "state = TrainerState(is_world_process_zero=True, global_step=3)\n"
         "model = SimpleNamespace(config=None, num_parameters=lambda: 1)\n"
-        "for callback in build_trackers('trackio', RunDir(sys.argv[1]), 'small'):\n"
+        "for callback in build_trackers('trackio', RunFolder(sys.argv[1]), 'small'):\n"
         "    callback.on_train_begin(args, state, None, model=model)\n"
         "    callback.on_log(args, state, None, model=model, logs={'loss': 2.5, 'eval_loss': 3.0})\n"
         "    callback.on_train_end(args, state, None, model=model)\n"

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import Uploader
-from pretraining.exit_codes import HANG
-from pretraining.run_dir import RunDir
+from pretraining.runtime.exit_codes import HANG
+from pretraining.runtime.run_folder import RunFolder
 from tests.object_store import Proxy, connect_to, s3_server, use_here
 from tests.runs import Run, Started, execute
 
@@ -31,7 +31,7 @@ def test_a_run_goes_on_from_the_store_on_an_empty_machine(workshop, tmp_path, mo
         assert uploads[-1] == "checkpoint-10"
         use_here(monkeypatch, address)
         store = RemoteRun("s3://bucket/runs", "run")
-        uploader = Uploader(RunDir(output), store)
+        uploader = Uploader(RunFolder(output), store)
         uploader.offer(output / "checkpoint-8")
         assert uploader.drain()
         shutil.rmtree(output)

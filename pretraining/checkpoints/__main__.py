@@ -2,7 +2,7 @@
 
 import sys
 
-from pretraining import verbs as commands
+from pretraining import command_line as commands
 from pretraining.checkpoints import verbs
 from pretraining.errors import one_line_errors
 

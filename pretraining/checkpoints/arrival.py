@@ -3,17 +3,17 @@
 from pathlib import Path
 
 from pretraining.addresses import refuse_credentials
-from pretraining.checkpoints.agreement import from_rank_0
 from pretraining.checkpoints.fetch import fetch_checkpoint, fetch_newest, refuse_newer
 from pretraining.checkpoints.folders import committed_checkpoints, step_in_name, step_of
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.data.streaming import is_remote
 from pretraining.errors import UserError
-from pretraining.restarts import resume_after_restart
-from pretraining.run_dir import RunDir
+from pretraining.runtime.process_group import from_rank_0
+from pretraining.runtime.restarts import resume_after_restart
+from pretraining.runtime.run_folder import RunFolder
 
 
-def bring_checkpoint(run: RunDir, upload: str | None, resume: str) -> str:
+def bring_checkpoint(run: RunFolder, upload: str | None, resume: str) -> str:
     """What `--resume auto|never|PATH|ADDRESS` means once everything is on this machine; every rank calls this.
 
     upload: the recipe's `checkpoints.upload`. auto: the store's newest checkpoint comes where it is newer than the
@@ -34,7 +34,7 @@ def bring_checkpoint(run: RunDir, upload: str | None, resume: str) -> str:
     return resume
 
 
-def _bring(run: RunDir, address: str) -> str:
+def _bring(run: RunFolder, address: str) -> str:
     refuse_credentials(address, "--resume")
     above, _, name = address.rstrip("/").rpartition("/")
     place, _, run_name = above.rpartition("/")

@@ -13,7 +13,7 @@ from pretraining.checkpoints.saving import rank_share
 from pretraining.checkpoints.upload import Uploader
 from pretraining.checkpoints.weights import demote_checkpoint
 from pretraining.checkpoints.writer import CheckpointWriter
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 
 
 class SavesBehindTraining(RankFiles, TrainerCallback):
@@ -23,7 +23,7 @@ class SavesBehindTraining(RankFiles, TrainerCallback):
     recipe's `checkpoints`.
     """
 
-    def __init__(self, run: RunDir, identity: Identity, section: dict):
+    def __init__(self, run: RunFolder, identity: Identity, section: dict):
         self.run, self.identity = run, identity
         self.retention = Retention.of(section, demote_checkpoint, identity.recipe.evaluation["metric"])
         address = section["upload"]

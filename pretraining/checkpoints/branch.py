@@ -10,7 +10,8 @@ from pretraining.checkpoints.stage import Stage, staged_recipe
 from pretraining.curve import changed_parts
 from pretraining.recipe import load_recipe
 from pretraining.refusals import load_run
-from pretraining.run_dir import RunDir, append_row, read_rows, write_json
+from pretraining.runtime.durable_files import append_row, read_rows, write_json
+from pretraining.runtime.run_folder import RunFolder
 
 
 def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
@@ -27,7 +28,7 @@ def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
     marker, folder = read_marker(checkpoint), output.absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=folder) as unfinished:
-        run = RunDir(Path(unfinished) / output.name)
+        run = RunFolder(Path(unfinished) / output.name)
         write_json(run.recipe, {**marker["recipe"], "name": output.name})
         earlier, changed = load_recipe(str(run.recipe)), load_recipe(str(run.recipe), stage.settings)
         recipe = staged_recipe(earlier, changed, marker, stage, checkpoint)
@@ -40,7 +41,7 @@ def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
     return recipe
 
 
-def _record(run: RunDir, recipe: dict, marker: dict, stage: Stage, checkpoint: Path) -> None:
+def _record(run: RunFolder, recipe: dict, marker: dict, stage: Stage, checkpoint: Path) -> None:
     """Where it comes from, what differs, and the rollbacks that led to the checkpoint."""
     step = marker["step"]
     changes = [
@@ -48,7 +49,7 @@ def _record(run: RunDir, recipe: dict, marker: dict, stage: Stage, checkpoint: P
         for each in changed_parts(recipe, marker["recipe"])
     ]
     write_json(run.changes, [*marker["changes"], *changes])
-    for row in read_rows(RunDir(checkpoint.parent).journal)[: marker["rollbacks"]]:
+    for row in read_rows(RunFolder(checkpoint.parent).journal)[: marker["rollbacks"]]:
         append_row(run.journal, row)
     run.add_event("branch", step=step, parent=str(checkpoint), **stage._asdict())
 

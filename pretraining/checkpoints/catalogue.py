@@ -8,12 +8,12 @@ from pretraining.checkpoints.folders import checkpoint_folders, step_in_name, we
 from pretraining.checkpoints.marker import MARKER, marker_or_nothing
 from pretraining.checkpoints.verification import quick_damage
 from pretraining.errors import UserError
-from pretraining.run_dir import RunDir, unix_seconds
+from pretraining.runtime.run_folder import RunFolder, unix_seconds
 
 FROM_MARKER = ("saved", "ranks", "zero_stage", "tokens")
 
 
-def catalogue(run: RunDir) -> list[dict]:
+def catalogue(run: RunFolder) -> list[dict]:
     """One entry a folder, newest step first.
 
     {"folder", "step", "state", "reason", "bytes", "age_seconds", "saved", "ranks", "zero_stage", "tokens", "loss",
@@ -36,7 +36,7 @@ def _checkpoint(folder: Path) -> dict:
     return _entry(folder, step, "damaged" if reason else "committed", reason)
 
 
-def _set_aside(folder: Path, run: RunDir) -> dict:
+def _set_aside(folder: Path, run: RunFolder) -> dict:
     step = int(folder.name.partition(".")[0].rpartition("-")[2])
     return {**_entry(folder, step, "set aside"), "folder": str(folder.relative_to(run.path))}
 

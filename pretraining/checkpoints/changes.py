@@ -9,7 +9,7 @@ from pretraining.curve import DATA_FINGERPRINT, Change, changed_parts, refuse_ch
 from pretraining.errors import UserError
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.schedules import CONSTANT, DECAYING
 from pretraining.schema import differences, listed
 
@@ -17,7 +17,7 @@ STEP_SIZES = ("budget.tokens_per_step", "budget.ramp")
 """Keys that say how many tokens a step has."""
 
 
-def changes_of_run(run: RunDir, recipe: dict, allowed: Sequence[str]) -> list[Change]:
+def changes_of_run(run: RunFolder, recipe: dict, allowed: Sequence[str]) -> list[Change]:
     """How the recipe differs from that of the last start in this folder; `UserError` where that is not allowed."""
     if not run.recipe.exists():
         return []
@@ -27,7 +27,7 @@ def changes_of_run(run: RunDir, recipe: dict, allowed: Sequence[str]) -> list[Ch
 
 
 def changes_since(
-    checkpoint: Path, marker: dict, recipe, manifest: dict, run: RunDir, allowed
+    checkpoint: Path, marker: dict, recipe, manifest: dict, run: RunFolder, allowed
 ) -> list[Change]:
     """How recipe and data differ from the checkpoint's.
 
@@ -44,7 +44,7 @@ def changes_since(
     return changes
 
 
-def recorded_changes(run: RunDir) -> list[dict]:
+def recorded_changes(run: RunFolder) -> list[dict]:
     """What earlier starts in this folder accepted: {"step", "key", "from", "to"} each."""
     return _read_json(run.changes) if run.changes.exists() else []
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from pretraining.checkpoints.averaged import averaged_weights
 from pretraining.checkpoints.files import files_in, follow_umask, wait_for_disk
 from pretraining.checkpoints.marker import flush_folder
-from pretraining.heartbeat import long_work
+from pretraining.runtime.heartbeat import long_work
 
 
 def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, model_card: str) -> None:

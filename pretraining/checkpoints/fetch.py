@@ -11,16 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from pretraining.checkpoints.agreement import from_rank_0, told_by_all
 from pretraining.checkpoints.files import file_entry
 from pretraining.checkpoints.marker import MARKER, parse_marker
 from pretraining.checkpoints.parcel import RUN_FILES
 from pretraining.checkpoints.remote import RemoteRun
-from pretraining.data.publishing import wait_for_disk
 from pretraining.errors import UserError
-from pretraining.journal import NOTHING_HEALED, Journal
-from pretraining.process_group import rank_and_world_size
-from pretraining.run_dir import RunDir, rows_of
+from pretraining.runtime.durable_files import rows_of, sync_to_disk
+from pretraining.runtime.journal import NOTHING_HEALED, Journal
+from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, rank_and_world_size
+from pretraining.runtime.run_folder import RunFolder
 
 _RANGE_BYTES = 16 << 20
 _THREADS = 8
@@ -30,7 +29,7 @@ _ATTEMPTS = 3
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
-def fetch_newest(run: RunDir, remote: RemoteRun, newest_here: int | None) -> None:
+def fetch_newest(run: RunFolder, remote: RemoteRun, newest_here: int | None) -> None:
     """Bring the newest committed checkpoint of the store that is whole, if it is newer than the newest here.
 
     Every rank calls this. newest_here: its step; with one here a store that cannot be reached is an event, without
@@ -45,7 +44,7 @@ def fetch_newest(run: RunDir, remote: RemoteRun, newest_here: int | None) -> Non
         below = step_in(name)
 
 
-def fetch_checkpoint(run: RunDir, remote: RemoteRun, name: str) -> str | None:
+def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str) -> str | None:
     """Bring one checkpoint into the run folder, all ranks together; None, or what is wrong with it in the store.
 
     Raises `UserError` on every rank where the store fails, or where another checkpoint of that name is here.
@@ -55,7 +54,7 @@ def fetch_checkpoint(run: RunDir, remote: RemoteRun, name: str) -> str | None:
         return wrong
     rank, ranks = rank_and_world_size()
     share = dict(sorted(files.items())[rank::ranks])
-    for damage, failure in told_by_all(_fetch_share(remote, name, run.path / name, share)):
+    for damage, failure in gather_from_ranks(_fetch_share(remote, name, run.path / name, share)):
         if failure:
             raise UserError(failure)
         wrong = wrong or damage
@@ -102,13 +101,13 @@ def _is_in_force(remote: RemoteRun, name: str, journal: Journal) -> bool:
     return not journal.overtakes(step_in(name), marker.get("rollbacks", 0))
 
 
-def _journal(run: RunDir, remote: RemoteRun) -> Journal:
+def _journal(run: RunFolder, remote: RemoteRun) -> Journal:
     """This machine's or the store's: the one that knows more rollbacks."""
     there = Journal.of(rows_of((remote.read_if_there(run.journal.name) or b"").decode(errors="replace")))
     return max(Journal.read(run.journal), there, key=lambda journal: len(journal.rollbacks))
 
 
-def _newest_unless_unreachable(run: RunDir, remote: RemoteRun, above: int, below: int) -> str | None:
+def _newest_unless_unreachable(run: RunFolder, remote: RemoteRun, above: int, below: int) -> str | None:
     try:
         first_contact = remote.at_first_contact()
         if below == sys.maxsize:
@@ -126,7 +125,7 @@ def _newest_unless_unreachable(run: RunDir, remote: RemoteRun, above: int, below
         return None
 
 
-def _pass_over(run: RunDir, where: str, reason: str) -> None:
+def _pass_over(run: RunFolder, where: str, reason: str) -> None:
     run.add_event("remote_checkpoint_passed_over", checkpoint=where, reason=reason)
     print(f"checkpoints: {where} is passed over: {reason}", file=sys.stderr, flush=True)
 
@@ -197,7 +196,7 @@ def _is_whole(path: Path, entry: dict) -> bool:
     return path.is_file() and path.stat().st_size == entry["bytes"] and file_entry(path) == entry
 
 
-def _finish(run: RunDir, remote: RemoteRun, name: str, marker: bytes) -> None:
+def _finish(run: RunFolder, remote: RemoteRun, name: str, marker: bytes) -> None:
     """What belongs to the run, where the machine is empty or knows fewer rollbacks; then the marker."""
     if (journal := _journal(run, remote)) != NOTHING_HEALED:
         journal.write(run.journal)
@@ -211,10 +210,10 @@ def _finish(run: RunDir, remote: RemoteRun, name: str, marker: bytes) -> None:
 def _write(path: Path, content: bytes) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(content)
-    wait_for_disk(partial)
-    wait_for_disk(path.parent)  # the names of the files that a marker vouches for
+    sync_to_disk(partial)
+    sync_to_disk(path.parent)  # the names of the files that a marker vouches for
     partial.replace(path)
-    wait_for_disk(path.parent)
+    sync_to_disk(path.parent)
 
 
 def _bar(where: str, files: dict):

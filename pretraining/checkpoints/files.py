@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pretraining.heartbeat import work_done
+from pretraining.runtime.heartbeat import work_done
 
 THREADS = 8  # files read at once; the checksum leaves the interpreter's lock alone while it computes
 _CHUNK_BYTES = 4 << 20

@@ -2,17 +2,16 @@
 
 from pathlib import Path
 
-from pretraining.checkpoints.agreement import from_rank_0, told_by_all
 from pretraining.checkpoints.folders import committed_checkpoints
 from pretraining.checkpoints.marker import MARKER, marker_or_nothing
 from pretraining.checkpoints.verification import changed_files, quick_damage, share_of
 from pretraining.errors import UserError
-from pretraining.journal import NOTHING_HEALED, Journal
-from pretraining.process_group import rank_and_world_size
-from pretraining.run_dir import RunDir
+from pretraining.runtime.journal import NOTHING_HEALED, Journal
+from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, rank_and_world_size
+from pretraining.runtime.run_folder import RunFolder
 
 
-def choose_checkpoint(run: RunDir, resume: str, journal: Journal = NOTHING_HEALED) -> Path | None:
+def choose_checkpoint(run: RunFolder, resume: str, journal: Journal = NOTHING_HEALED) -> Path | None:
     """The checkpoint that `--resume auto|never|PATH` means, on every rank; None starts from the beginning.
 
     auto: the newest committed checkpoint that is whole and that no rollback of `journal` has left behind; a damaged
@@ -37,7 +36,7 @@ def damage_seen_by_all(folder: Path, of_run: bool = False) -> str | None:
     if reason is not None:
         return reason
     rank, ranks = rank_and_world_size()
-    found = told_by_all(changed_files(folder, share_of(files, rank, ranks)))
+    found = gather_from_ranks(changed_files(folder, share_of(files, rank, ranks)))
     return next((reason for changed in found for reason in changed.values()), None)
 
 
@@ -47,11 +46,11 @@ def is_overtaken(folder: Path, journal: Journal) -> bool:
     return bool(marker) and journal.overtakes(marker["step"], marker.get("rollbacks", 0))
 
 
-def _candidates(run: RunDir, journal: Journal) -> list[Path]:
+def _candidates(run: RunFolder, journal: Journal) -> list[Path]:
     return [folder for folder in committed_checkpoints(run) if not is_overtaken(folder, journal)]
 
 
-def _pass_over(run: RunDir, folder: Path, reason: str) -> None:
+def _pass_over(run: RunFolder, folder: Path, reason: str) -> None:
     run.add_event("checkpoint_passed_over", checkpoint=folder.name, reason=reason)
     print(f"{folder} is damaged ({reason}): passed over for the one before", flush=True)
 

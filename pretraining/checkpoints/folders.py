@@ -6,20 +6,20 @@ import time
 from pathlib import Path
 
 from pretraining.checkpoints.marker import MARKER, flush_folder, read_marker
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 
 
-def checkpoint_folders(run: RunDir) -> list[Path]:
+def checkpoint_folders(run: RunFolder) -> list[Path]:
     """Every `checkpoint-<step>`, committed or not, newest step first."""
     return _by_step(run.path, "checkpoint")
 
 
-def weights_folders(run: RunDir) -> list[Path]:
+def weights_folders(run: RunFolder) -> list[Path]:
     """Every `weights-<step>`: what retention left of a checkpoint, newest step first."""
     return _by_step(run.path, "weights")
 
 
-def committed_checkpoints(run: RunDir) -> list[Path]:
+def committed_checkpoints(run: RunFolder) -> list[Path]:
     """Folders that carry the commit marker, newest step first."""
     return [folder for folder in checkpoint_folders(run) if (folder / MARKER).exists()]
 
@@ -41,7 +41,7 @@ def remove_checkpoint(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def remove_uncommitted(run: RunDir) -> None:
+def remove_uncommitted(run: RunFolder) -> None:
     """Delete what a killed save left behind, so that its files cannot mix with the next save's."""
     for folder in checkpoint_folders(run):
         if not (folder / MARKER).exists():
@@ -51,7 +51,7 @@ def remove_uncommitted(run: RunDir) -> None:
         shutil.rmtree(partial)
 
 
-def set_aside_after(run: RunDir, step: int, spared: Path | None = None) -> list[Path]:
+def set_aside_after(run: RunFolder, step: int, spared: Path | None = None) -> list[Path]:
     """Move what was saved after `step` to `aside/`: the run goes on from there, and will come to those steps again.
 
     They are damaged ones, or those of a part of the run that is given up; none is deleted. `spared` stays: the

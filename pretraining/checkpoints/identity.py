@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pretraining.checkpoints.marker import read_marker
 from pretraining.curve import curve_parts
-from pretraining.journal import NOTHING_HEALED, Journal
 from pretraining.recipe import Recipe
-from pretraining.run_dir import utc_now
+from pretraining.runtime.journal import NOTHING_HEALED, Journal
+from pretraining.runtime.run_folder import utc_now
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pretraining.checkpoints.saving import persistent_buffers
 from pretraining.checkpoints.schedule import set_scaler, set_schedule
 from pretraining.checkpoints.shard_files import CheckpointReader
 from pretraining.errors import UserError
-from pretraining.heartbeat import long_work
+from pretraining.runtime.heartbeat import long_work
 
 
 def load_checkpoint(trainer: Trainer, folder: Path) -> None:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from pretraining.checkpoints.agreement import from_rank_0
 from pretraining.errors import UserError
-from pretraining.run_dir import RunDir
+from pretraining.runtime.process_group import from_rank_0
+from pretraining.runtime.run_folder import RunFolder
 
 LOCK = ".lock"
 PATIENCE_SECONDS = 5.0
@@ -19,7 +19,7 @@ PATIENCE_SECONDS = 5.0
 
 
 @contextmanager
-def sole_run(run: RunDir) -> Iterator[None]:
+def sole_run(run: RunFolder) -> Iterator[None]:
     """Hold the run folder, on rank 0 for all ranks; at the end no trace is left where nothing was written.
 
     The system releases the lock when the process ends, however it ends.

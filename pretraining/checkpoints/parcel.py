@@ -10,7 +10,7 @@ import xxhash
 from pretraining.checkpoints.marker import MARKER
 from pretraining.checkpoints.receipts import receipt_name
 from pretraining.errors import UserError
-from pretraining.heartbeat import work_done
+from pretraining.runtime.heartbeat import work_done
 
 _CHUNK_BYTES = 8 << 20
 

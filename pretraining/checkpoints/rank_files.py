@@ -7,7 +7,7 @@ from transformers import Trainer
 from pretraining.checkpoints.loading import load_checkpoint, load_random_state, load_running_loss
 from pretraining.checkpoints.rank_share import write_share
 from pretraining.checkpoints.saving import rank_share
-from pretraining.process_group import rank_and_world_size
+from pretraining.runtime.process_group import rank_and_world_size
 
 
 class RankFiles:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from pretraining.run_dir import write_json
+from pretraining.runtime.durable_files import write_json
 
 
 def receipt_name(rank: int, ranks: int) -> str:

@@ -9,7 +9,7 @@ from pretraining.checkpoints.marker import MARKER
 from pretraining.data.streaming.retries import Patience, reason_of
 from pretraining.data.streaming.store import Store
 from pretraining.errors import UserError
-from pretraining.heartbeat import work_done
+from pretraining.runtime.heartbeat import work_done
 
 FIRST_CONTACT_SECONDS = 60.0
 """A store that does not answer at the start is more likely misspelt than down."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from pretraining.checkpoints.folders import committed_checkpoints, remove_checkpoint, step_in_name
 from pretraining.checkpoints.marker import marker_or_nothing
 from pretraining.metric_names import lower_is_better
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 
-Demote = Callable[[RunDir, Path, Path], bool]
+Demote = Callable[[RunFolder, Path, Path], bool]
 
 
 class Kept(NamedTuple):
@@ -61,13 +61,13 @@ class Retention:
         every = [each for each in newest if self.keep_every and each.step % self.keep_every == 0]
         return {each.step for each in (*newest[: self.keep_last], *best, *every)}
 
-    def doomed(self, run: RunDir) -> list[Path]:
+    def doomed(self, run: RunFolder) -> list[Path]:
         """The committed checkpoints that go, oldest first."""
         folders = committed_checkpoints(run)
         kept = self.kept_steps(Kept(step_in_name(each), measured_at(each, self.metric)) for each in folders)
         return [folder for folder in reversed(folders) if step_in_name(folder) not in kept]
 
-    def apply(self, run: RunDir) -> list[Path]:
+    def apply(self, run: RunFolder) -> list[Path]:
         """Remove what does not stay, called after a commit; killed at any point, the next call goes on.
 
         Returns the checkpoints that had to go.

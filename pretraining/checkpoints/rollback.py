@@ -2,17 +2,17 @@
 
 from dataclasses import asdict
 
-from pretraining.checkpoints.agreement import from_rank_0
 from pretraining.checkpoints.find import is_overtaken
 from pretraining.checkpoints.folders import committed_checkpoints, step_in_name
 from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.verification import quick_damage
 from pretraining.errors import GaveUp
-from pretraining.journal import Journal, Rollback
-from pretraining.run_dir import RunDir
+from pretraining.runtime.journal import Journal, Rollback
+from pretraining.runtime.process_group import from_rank_0
+from pretraining.runtime.run_folder import RunFolder
 
 
-def roll_back(run: RunDir, start: Start, finding, recipe) -> None:
+def roll_back(run: RunFolder, start: Start, finding, recipe) -> None:
     """Write a rollback into the journal, which the next `find_start` follows; every rank calls it.
 
     start: where this attempt began. finding: the `step` whose loss was the reason, and why (`sentence`). Leaves out
@@ -27,7 +27,7 @@ def roll_back(run: RunDir, start: Start, finding, recipe) -> None:
         raise GaveUp(last_words)
 
 
-def _roll_back_on_rank_0(run: RunDir, start: Start, finding, recipe) -> str | None:
+def _roll_back_on_rank_0(run: RunFolder, start: Start, finding, recipe) -> str | None:
     """What to say at the end, or None after a rollback."""
     spikes, done = recipe.monitors["spikes"], len(start.journal.rollbacks)
     step, why, allowed = finding.step, finding.sentence, spikes["max_rollbacks"]
@@ -41,7 +41,7 @@ def _roll_back_on_rank_0(run: RunDir, start: Start, finding, recipe) -> str | No
     return None
 
 
-def _planned(run: RunDir, start: Start, step: int, spikes: dict, recipe) -> Rollback:
+def _planned(run: RunFolder, start: Start, step: int, spikes: dict, recipe) -> Rollback:
     """Steps are counted from 0 here: `step - 1` is the one whose loss was the reason."""
     first_step = max(0, step - 1 - spikes["skip_steps"])
     last_step = step - 1 + spikes["skip_steps"]
@@ -53,7 +53,7 @@ def _planned(run: RunDir, start: Start, step: int, spikes: dict, recipe) -> Roll
     return Rollback(step, to_step, positions, spikes["lr_factor"], spikes["lr_steps"])
 
 
-def _good_step(run: RunDir, journal: Journal, most_steps: int) -> int:
+def _good_step(run: RunFolder, journal: Journal, most_steps: int) -> int:
     """Steps of the newest checkpoint with at most `most_steps`; 0, the beginning, where there is none.
 
     The files' bytes are compared when it is loaded: where they have changed, an earlier one is taken then.
@@ -67,7 +67,7 @@ def _good_step(run: RunDir, journal: Journal, most_steps: int) -> int:
     return 0
 
 
-def _last_words(run: RunDir, why: str, policy: str, rollbacks: int) -> str:
+def _last_words(run: RunFolder, why: str, policy: str, rollbacks: int) -> str:
     done = f" after {rollbacks} rollbacks" if rollbacks else ""
     return (
         f"{run.path}: training gave up{done} (monitors.spikes.policy {policy}): {why}; {run.events} says what "

@@ -7,7 +7,7 @@ from pretraining.checkpoints.folders import committed_checkpoints, step_in_name
 from pretraining.checkpoints.marker import MARKER
 from pretraining.command_line import not_negative_integer
 from pretraining.errors import UserError
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 
 
 def add_run(parser: argparse.ArgumentParser, or_checkpoint: bool = False) -> None:
@@ -21,11 +21,11 @@ def add_step(parser: argparse.ArgumentParser, which: str) -> None:
     parser.add_argument("--step", type=not_negative_integer, metavar="N", help=f"that checkpoint ({which})")
 
 
-def run_of(folder: Path) -> RunDir:
+def run_of(folder: Path) -> RunFolder:
     """The run in a folder; `UserError` where there is none."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name a run folder, as runs/tiny")
-    run = RunDir(folder)
+    run = RunFolder(folder)
     if not run.recipe.exists() and not any(folder.glob("checkpoint-*")):
         raise UserError(f"{folder}: no run folder (no recipe.json, no checkpoint-*)")
     return run

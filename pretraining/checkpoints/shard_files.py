@@ -19,7 +19,7 @@ import xxhash
 from safetensors import safe_open
 
 from pretraining.errors import UserError
-from pretraining.heartbeat import work_done
+from pretraining.runtime.heartbeat import work_done
 
 FORMAT = 1
 STATE_FILE = "state.json"

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 
 from pretraining.command_line import ranks_here
-from pretraining.host import free_memory_bytes
 from pretraining.planning.memory.host import SNAPSHOT_ALIGNMENT, pinned_bytes, snapshot_bytes
+from pretraining.runtime.host import free_memory_bytes
 
 
 class HostSnapshot:

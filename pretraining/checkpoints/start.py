@@ -7,7 +7,6 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pretraining.checkpoints.agreement import from_rank_0
 from pretraining.checkpoints.changes import (
     changes_of_run,
     changes_since,
@@ -24,16 +23,18 @@ from pretraining.checkpoints.weights import describe_model
 from pretraining.data import PackedDataset, cuts_of_run, cuts_text, format_table
 from pretraining.data.mixing.training import Mixture
 from pretraining.errors import UserError
-from pretraining.journal import Journal
 from pretraining.planning import RunPlan, run_facts
 from pretraining.planning.quantities import facts, several
 from pretraining.recipe import Recipe
-from pretraining.restarts import launch_details
-from pretraining.run_dir import RunDir, write_json
+from pretraining.runtime.durable_files import write_json
+from pretraining.runtime.journal import Journal
+from pretraining.runtime.process_group import from_rank_0
+from pretraining.runtime.restarts import launch_details
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import display_path
 
 
-def find_start(run: RunDir, recipe, manifest: dict, resume: str, allowed: Sequence[str]) -> Start:
+def find_start(run: RunFolder, recipe, manifest: dict, resume: str, allowed: Sequence[str]) -> Start:
     """Where to begin or continue, on every rank: rank 0 decides, every rank gets its answer or its `UserError`.
 
     resume: as `bring_checkpoint` resolved it. allowed: keys of the recipe, or sections, that may differ from what the
@@ -48,7 +49,7 @@ def find_start(run: RunDir, recipe, manifest: dict, resume: str, allowed: Sequen
     return replace(start, journal=journal)
 
 
-def _refuse_lost_rollbacks(checkpoint: Path | None, run: RunDir, journal: Journal) -> None:
+def _refuse_lost_rollbacks(checkpoint: Path | None, run: RunFolder, journal: Journal) -> None:
     known = read_marker(checkpoint).get("rollbacks", 0) if checkpoint else 0
     if known > len(journal.rollbacks):
         raise UserError(
@@ -58,7 +59,7 @@ def _refuse_lost_rollbacks(checkpoint: Path | None, run: RunDir, journal: Journa
         )
 
 
-def _start_at(checkpoint: Path | None, run: RunDir, recipe, manifest: dict, allowed) -> Start:
+def _start_at(checkpoint: Path | None, run: RunFolder, recipe, manifest: dict, allowed) -> Start:
     if checkpoint is None:
         return Start()
     read_state(checkpoint)  # refuses another format before anything starts
@@ -77,7 +78,7 @@ def _start_at(checkpoint: Path | None, run: RunDir, recipe, manifest: dict, allo
 
 
 def open_run(
-    run: RunDir,
+    run: RunFolder,
     identity: Identity,
     plan: RunPlan,
     resume: str,
@@ -121,7 +122,7 @@ def open_run(
     from_rank_0(write)
 
 
-def start_text(run: RunDir, identity: Identity, plan: RunPlan) -> str:
+def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
     """What a run is and where it begins, in a few lines."""
     recipe, start = identity.recipe, identity.start
     rows = [("run", f"{recipe.name} in {display_path(run.path)}, on {identity.environment['device']}")]
@@ -135,7 +136,7 @@ def start_text(run: RunDir, identity: Identity, plan: RunPlan) -> str:
     return facts(rows)
 
 
-def record_changes(run: RunDir, start: Start, recipe: Recipe) -> None:
+def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
     """Say and keep what was changed on request. Before the recipe is written: a start killed in between is asked again
     for what it accepted.
     """
@@ -153,7 +154,7 @@ def record_changes(run: RunDir, start: Start, recipe: Recipe) -> None:
         write_json(run.changes, list(start.changes))
 
 
-def _set_aside(run: RunDir) -> None:
+def _set_aside(run: RunFolder) -> None:
     """Keep what an earlier run left in this folder, under another name."""
     if run.recipe.exists():
         aside = run.path.with_name(f"{run.path.name}.{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")

@@ -12,13 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from pretraining.addresses import masked
-from pretraining.checkpoints.agreement import host_group, told_by_all
 from pretraining.checkpoints.marker import MARKER
 from pretraining.checkpoints.parcel import Parcel
 from pretraining.checkpoints.remote import RemoteRun
-from pretraining.heartbeat import long_work
-from pretraining.process_group import rank_and_world_size
-from pretraining.run_dir import RunDir
+from pretraining.runtime.heartbeat import long_work
+from pretraining.runtime.process_group import gather_from_ranks, host_group, rank_and_world_size
+from pretraining.runtime.run_folder import RunFolder
 
 _PAUSE_SECONDS = 0.05
 _RECEIPT_PAUSE_SECONDS = 1.0
@@ -34,7 +33,7 @@ class Uploader:
     mirror: checkpoints that retention removes here (`forget`) are removed there too, after the next one is complete.
     """
 
-    def __init__(self, run: RunDir, remote: RemoteRun, mirror: bool = True):
+    def __init__(self, run: RunFolder, remote: RemoteRun, mirror: bool = True):
         self.run, self.remote, self.mirror = run, remote, mirror
         self.rank, self.ranks = rank_and_world_size()
         self._group = host_group()
@@ -64,7 +63,7 @@ class Uploader:
         with long_work():
             while not self._proceed():
                 late = until is not None and time.monotonic() > until
-                if told_by_all(late, self._group)[0]:
+                if gather_from_ranks(late, self._group)[0]:
                     self._add_event("upload_cut_short", seconds=seconds)
                     return False
                 time.sleep(_PAUSE_SECONDS)
@@ -73,7 +72,7 @@ class Uploader:
     def _proceed(self) -> bool:
         """Where all ranks are idle, the next one begins; whether nothing is left. The ranks agree here."""
         busy = self._thread is not None and self._thread.is_alive()
-        states = told_by_all((busy, self._failure), self._group)
+        states = gather_from_ranks((busy, self._failure), self._group)
         failures = [failure for _, failure in states if failure]
         if failures:
             self._given_up.set()  # rank 0 may wait for a receipt that will not come

@@ -21,12 +21,12 @@ from pretraining.checkpoints.model_card import write_model_card
 from pretraining.checkpoints.shard_files import CheckpointReader, read_state
 from pretraining.checkpoints.verification import damage
 from pretraining.errors import UserError
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 
 _BUFFER = "buffer"
 
 
-def describe_model(run: RunDir, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def describe_model(run: RunFolder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Keep in the run folder what its checkpoints do not hold and an export needs: config and tokenizer."""
     partial = run.model.with_name(run.model.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -50,7 +50,7 @@ def export_checkpoint(checkpoint: Path, description: Path, folder: Path) -> None
     write_model_folder(model, read_weights(checkpoint), tokenizer, folder, card)
 
 
-def demote_checkpoint(run: RunDir, checkpoint: Path, folder: Path) -> bool:
+def demote_checkpoint(run: RunFolder, checkpoint: Path, folder: Path) -> bool:
     """Keep of a checkpoint its weights alone, as `folder`; whether the checkpoint may go now.
 
     A damaged one has no weights to trust and may go; where there is no room for them it stays. Both leave an event.

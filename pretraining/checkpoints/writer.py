@@ -17,18 +17,17 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoints.agreement import host_group, told_by_all
 from pretraining.checkpoints.awaiting import wait_for_receipts
 from pretraining.checkpoints.marker import MARKER
 from pretraining.checkpoints.rank_save import RankSave
 from pretraining.checkpoints.rank_share import RankShare, write_share
 from pretraining.checkpoints.snapshot import HostSnapshot
-from pretraining.data.publishing import wait_for_disk
 from pretraining.errors import UserError
-from pretraining.heartbeat import long_work
 from pretraining.planning.quantities import num_bytes
-from pretraining.process_group import rank_and_world_size
-from pretraining.run_dir import RunDir
+from pretraining.runtime.durable_files import sync_to_disk
+from pretraining.runtime.heartbeat import long_work
+from pretraining.runtime.process_group import gather_from_ranks, host_group, rank_and_world_size
+from pretraining.runtime.run_folder import RunFolder
 
 _PAUSE_SECONDS = 0.01
 
@@ -47,7 +46,7 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        run: RunDir,
+        run: RunFolder,
         commit: Commit,
         after_commit: Callable[[], None] = lambda: None,
         on_committed: Callable[[Path], None] = lambda folder: None,
@@ -61,7 +60,7 @@ class CheckpointWriter:
         self.last: dict | None = None
         """The newest finished save, as its event tells it."""
         self._group = host_group()
-        self._attempt = told_by_all(uuid.uuid4().hex, self._group)[0]
+        self._attempt = gather_from_ranks(uuid.uuid4().hex, self._group)[0]
         self._num_saves = 0
         self._reported_no_room = False
         self._flight: RankSave | None = None
@@ -109,7 +108,7 @@ class CheckpointWriter:
         """
         if self._flight is None:
             return
-        reports = told_by_all(self._flight.report(), self._group)
+        reports = gather_from_ranks(self._flight.report(), self._group)
         if any(report["failed"] for report in reports):
             self._abandon(reports)
         elif all(report["done"] for report in reports):
@@ -133,10 +132,10 @@ class CheckpointWriter:
         if self.rank == 0:
             save.attempt(lambda: _empty_folder(save.folder))
         fits = self.background and self.snapshot.would_fit(tensors)
-        answers = told_by_all((save.failed, fits), self._group)
+        answers = gather_from_ranks((save.failed, fits), self._group)
         save.failed = save.failed or any(failed for failed, _ in answers)
         all_fit = all(fits for _, fits in answers)
-        if all_fit and all(told_by_all(self.snapshot.make_room(tensors), self._group)):
+        if all_fit and all(gather_from_ranks(self.snapshot.make_room(tensors), self._group)):
             return True
         self.snapshot.release()
         if self.rank == 0 and self.background:
@@ -169,7 +168,7 @@ class CheckpointWriter:
         began = time.perf_counter()
         share = RankShare(tensors, save.files, {"save": save.name, **save.receipt})
         write_share(share, save.folder, self.rank, self.ranks)
-        wait_for_disk(save.folder)
+        sync_to_disk(save.folder)
         save.write_seconds = time.perf_counter() - began
 
     def _commit(self, save: RankSave) -> None:
@@ -193,7 +192,7 @@ class CheckpointWriter:
         """Forget the save, on every rank alike; what failed first of the lowest rank is told."""
         self._flight.abandoned.set()
         save = self._close()
-        told_by_all(None, self._group)  # no thread writes there any more
+        gather_from_ranks(None, self._group)  # no thread writes there any more
         told, mendable = next(report["error"] for report in reports if report["error"])
         if not mendable:
             raise RuntimeError(f"{save.folder.name} could not be saved:\n{told}")

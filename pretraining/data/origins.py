@@ -7,14 +7,15 @@ import numpy as np
 
 from pretraining.data.mixing.training import source_names
 from pretraining.data.packed import PackedDataset
-from pretraining.run_dir import RunDir, read_rows
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import display_path
 
 MOST_SAMPLES = 16
 """Samples whose documents are named."""
 
 
-def step_origins(dataset: PackedDataset, recipe, run: RunDir, steps_before: int) -> Callable[[int], dict]:
+def step_origins(dataset: PackedDataset, recipe, run: RunFolder, steps_before: int) -> Callable[[int], dict]:
     """`describe_step` as a function of the optimizer step, for a dataset that begins after `steps_before` steps."""
     names = source_names(recipe.data, display_path(recipe.path))
     tokens_before, length = recipe.step_sizes.tokens_at(steps_before), recipe.sequence_length
@@ -26,7 +27,7 @@ def step_origins(dataset: PackedDataset, recipe, run: RunDir, steps_before: int)
 
 
 def describe_step(
-    dataset: PackedDataset, first_sample: Callable[[int], int], names: list[str], run: RunDir, step: int
+    dataset: PackedDataset, first_sample: Callable[[int], int], names: list[str], run: RunFolder, step: int
 ) -> dict:
     """{"samples", "documents", "flagged"} of optimizer step `step`, counted from 1.
 

@@ -14,6 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import TextIO
 
+from pretraining.runtime.durable_files import sync_to_disk
+
 
 @contextmanager
 def preparation_lock(folder: Path) -> Iterator[Path | None]:
@@ -113,12 +115,12 @@ def publish(folder: Path) -> Path | None:
     """
     building = _building(folder)
     for path in [*building.rglob("*"), building]:
-        wait_for_disk(path)
+        sync_to_disk(path)
     if folder.exists() and any(folder.iterdir()):
         folder.rename(_previous(folder))
     building.rename(folder)
     kept = _keep_previous(folder)
-    wait_for_disk(folder.parent)
+    sync_to_disk(folder.parent)
     if work_folder(folder).exists():
         shutil.rmtree(work_folder(folder))
     return kept
@@ -130,12 +132,3 @@ def _building(folder: Path) -> Path:
 
 def _previous(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.previous"
-
-
-def wait_for_disk(path: Path) -> None:
-    """fsync of a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

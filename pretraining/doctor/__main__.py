@@ -8,7 +8,13 @@ import sys
 import time
 from pathlib import Path
 
-from pretraining.command_line import add_data_source, named_path, positive_integer, started_by_launcher
+from pretraining.command_line import (
+    OneLineParser,
+    add_data_source,
+    named_path,
+    positive_integer,
+    started_by_launcher,
+)
 from pretraining.doctor.disks import check_disks
 from pretraining.doctor.findings import Finding, as_lines, summary, summary_line
 from pretraining.doctor.gpus import check_gpus, read_gpus, torch_build
@@ -17,10 +23,9 @@ from pretraining.doctor.machine import check_machine
 from pretraining.doctor.reach import ask_around
 from pretraining.doctor.software import check_software, versions
 from pretraining.errors import UserError, one_line_errors
-from pretraining.exit_codes import FINISHED, USER_ERROR
 from pretraining.planning.machine_rates import RATES, keep_rates
-from pretraining.quiet import prepare_imports
-from pretraining.verbs import OneLineParser
+from pretraining.runtime.exit_codes import FINISHED, USER_ERROR
+from pretraining.runtime.imports import prepare_imports
 
 EXAMPLES = """examples:
   python -m pretraining.doctor

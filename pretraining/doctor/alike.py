@@ -16,7 +16,8 @@ from torch.distributed import Store
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.roll_call import RollCall, named
 from pretraining.planning.quantities import duration, num_bytes, several
-from pretraining.run_dir import REPOSITORY, describe_environment
+from pretraining.runtime.run_folder import describe_environment
+from pretraining.schema import REPOSITORY
 from pretraining.training.ranks import device_name
 
 LIBRARIES = (

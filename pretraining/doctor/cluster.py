@@ -38,7 +38,7 @@ from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import Recipe
 from pretraining.refusals import load_run
-from pretraining.run_dir import REPOSITORY
+from pretraining.schema import REPOSITORY
 from pretraining.training.ranks import device_name, join_ranks, leave_ranks, prepare_rank
 
 ARRIVAL_SECONDS = 60.0

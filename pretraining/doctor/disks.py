@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pretraining.data.publishing import wait_for_disk
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch
-from pretraining.host import disk_room_bytes, existing_folder
 from pretraining.planning.findings import Found
 from pretraining.planning.gate import check_plan
 from pretraining.planning.quantities import duration, num_bytes
+from pretraining.runtime.durable_files import sync_to_disk
+from pretraining.runtime.host import disk_room_bytes, existing_folder
 
 NETWORK = ("nfs", "cifs", "smb", "fuse", "9p", "sshfs", "davfs")
 """Beginnings of the names of filesystems that another machine serves, and that may keep fewer promises."""
@@ -101,8 +101,8 @@ def missing_operations(folder: Path) -> list[str]:
         one.write_bytes(b"1")
         attempts = {
             "file locks": lambda: _lock(one),
-            "sync of files": lambda: wait_for_disk(one),
-            "sync of folders": lambda: wait_for_disk(Path(inside)),
+            "sync of files": lambda: sync_to_disk(one),
+            "sync of folders": lambda: sync_to_disk(Path(inside)),
             "hard links": lambda: os.link(one, other),
             "renames over a file": lambda: one.replace(other),
         }

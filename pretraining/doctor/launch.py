@@ -10,7 +10,6 @@ from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.gpus import Gpus
 from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
-from pretraining.host import host_memory_bytes, is_seen
 from pretraining.planning.findings import Found
 from pretraining.planning.forecast import forecast
 from pretraining.planning.gate import check_plan
@@ -21,7 +20,8 @@ from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.refusals import compiled_part, load_run
-from pretraining.run_dir import RunDir
+from pretraining.runtime.host import host_memory_bytes, is_seen
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
 
 
@@ -56,7 +56,7 @@ class Launch:
     @property
     def continues(self) -> bool:
         """Whether the run has begun already."""
-        return is_seen(RunDir(self.run_folder).recipe)
+        return is_seen(RunFolder(self.run_folder).recipe)
 
     @property
     def workers(self) -> int:

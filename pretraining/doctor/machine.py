@@ -11,7 +11,9 @@ from urllib.parse import urlsplit
 
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch
-from pretraining.host import (
+from pretraining.planning.quantities import num_bytes, several
+from pretraining.runtime.host import (
+    GLOO_INTERFACE,
     container_memory_bytes,
     cores,
     free_memory_bytes,
@@ -19,8 +21,6 @@ from pretraining.host import (
     kernel_bytes,
     system_text,
 )
-from pretraining.planning.quantities import num_bytes, several
-from pretraining.process_group import GLOO_INTERFACE
 
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")

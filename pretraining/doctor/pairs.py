@@ -18,7 +18,7 @@ from torch.distributed import DistError, PrefixStore, Store
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.roll_call import FAILED, RollCall, one_line
 from pretraining.planning.quantities import duration, several
-from pretraining.process_group import GLOO_INTERFACE, loopback_name, own_address
+from pretraining.runtime.host import GLOO_INTERFACE, loopback_name, own_address
 
 CHECK = "pairs of ranks"
 CONNECT_SECONDS = 3.0

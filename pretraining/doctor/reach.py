@@ -25,7 +25,7 @@ from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch
 from pretraining.doctor.software import trackers_of
 from pretraining.errors import UserError
-from pretraining.host import existing_folder
+from pretraining.runtime.host import existing_folder
 
 SECONDS = 3.0
 """For all answers together: they are asked for at the same time."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from pretraining.doctor.disks import unwritable
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch
-from pretraining.host import existing_folder
+from pretraining.runtime.host import existing_folder
 from pretraining.schema import REPOSITORY
 
 LEAST_PYTHON = (3, 11)

@@ -15,7 +15,7 @@ from pretraining.data import CacheSettings, open_prepared, validation_by_source
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import UserError, one_line_errors
 from pretraining.recipe import Recipe, load_recipe
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 
 EXAMPLES = """examples:
   python -m pretraining.evaluation runs/tiny --prompt "def "
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def find_export(folder: Path) -> Path:
     """Find the `from_pretrained` folder: `folder` itself, or the export of the run in it."""
-    export = folder if (folder / "config.json").exists() else RunDir(folder).export
+    export = folder if (folder / "config.json").exists() else RunFolder(folder).export
     if not (export / "config.json").exists():
         raise UserError(f"{export}: no exported model there; it is written at the end of train.py")
     return export
@@ -46,7 +46,7 @@ def find_export(folder: Path) -> Path:
 
 def find_recipe(folder: Path, export: Path) -> Recipe | None:
     """Load the recipe of the run in `folder`, or beside the export; None if no run is known."""
-    run = RunDir(folder if (folder / "recipe.json").exists() else export.parent)
+    run = RunFolder(folder if (folder / "recipe.json").exists() else export.parent)
     return load_recipe(str(run.recipe)) if run.recipe.exists() else None
 
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from pretraining.evaluation.likelihood import Interrupted, Pair, score
 from pretraining.evaluation.sampling import TokensCounted, encode, evaluation_mode
-from pretraining.heartbeat import long_work
-from pretraining.process_group import rank_and_world_size
+from pretraining.runtime.heartbeat import long_work
+from pretraining.runtime.process_group import rank_and_world_size
 
 PASSED_ON = ("do_sample", "top_k", "top_p")
 """Generation arguments of a task that `generate` takes unchanged."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from pretraining.data.packages import require
 from pretraining.errors import UserError
 from pretraining.evaluation.sampling import encode, evaluation_mode
-from pretraining.process_group import rank_and_world_size
+from pretraining.runtime.process_group import rank_and_world_size
 
 HELLASWAG_FIELDS = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
 

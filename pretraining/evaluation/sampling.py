@@ -13,9 +13,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from pretraining.heartbeat import long_work, work_done
 from pretraining.recipe import Recipe
-from pretraining.run_dir import RunDir, append_row, keep_past_rows
+from pretraining.runtime.durable_files import append_row
+from pretraining.runtime.heartbeat import long_work, work_done
+from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 
 
 class SamplingCallback(TrainerCallback):
@@ -26,7 +27,7 @@ class SamplingCallback(TrainerCallback):
     and training mode are as before.
     """
 
-    def __init__(self, run: RunDir, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, run: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.run, self.tokenizer = run, tokenizer
         self.prompts, self.num_tokens = prompts_of(recipe), recipe.evaluation["sample_tokens"]
 

@@ -14,8 +14,8 @@ from pretraining.data import PackedDataset, TokenSplit
 from pretraining.data.document_masking import IGNORED, stack_blocks
 from pretraining.data.tools.distributions import entropy_bits
 from pretraining.evaluation.sampling import evaluation_mode
-from pretraining.process_group import rank_and_world_size
 from pretraining.recipe import Recipe
+from pretraining.runtime.process_group import rank_and_world_size
 
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments
 CHUNK_TOKENS = 1024

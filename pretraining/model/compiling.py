@@ -11,7 +11,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pretraining.errors import UserError
-from pretraining.process_group import rank_and_world_size
+from pretraining.runtime.process_group import rank_and_world_size
 from pretraining.upstream.compiler import (
     compile_in_few_processes,
     compiled_both_ways,

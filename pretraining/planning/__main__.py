@@ -3,7 +3,7 @@
 import sys
 from types import ModuleType
 
-from pretraining import verbs as commands
+from pretraining import command_line as commands
 from pretraining.errors import one_line_errors
 from pretraining.planning import verbs
 

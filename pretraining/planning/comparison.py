@@ -17,7 +17,8 @@ from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.throughput import model_flops_utilization
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
-from pretraining.run_dir import RunDir, StepTotals, first_step, read_rows, trained_on_processor
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.run_folder import RunFolder, StepTotals, first_step, trained_on_processor
 
 QUANTITIES = (
     "peak_memory_bytes",
@@ -63,7 +64,7 @@ def predicted(
 
 
 def measured(
-    run: RunDir, recipe: Recipe, world_size: int, gpu: Gpu | None, peak_memory_bytes: int | None
+    run: RunFolder, recipe: Recipe, world_size: int, gpu: Gpu | None, peak_memory_bytes: int | None
 ) -> dict[str, float]:
     """The same quantities of a run that has ended, for its end event; what could not be measured is left out."""
     values = _observed(run)
@@ -108,7 +109,7 @@ def compare_run(folder: Path) -> dict:
     Raises:
         UserError: not a run folder, or one in which nothing was predicted and nothing was measured.
     """
-    run = RunDir(folder)
+    run = RunFolder(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}")
     if not run.plan.is_file():
@@ -152,7 +153,7 @@ def _is_number(value) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _observed(run: RunDir) -> dict[str, float]:
+def _observed(run: RunFolder) -> dict[str, float]:
     """The speed of all steps together; bytes of the newest checkpoint."""
     names = ("step", "throughput/step_seconds", "throughput/tokens_per_second")
     rows = [[row.get(name) for name in names] for row in map(grouped_names, read_rows(run.metrics))]

@@ -8,7 +8,7 @@ from pretraining.errors import UserError
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import memory_need
 from pretraining.recipe import Recipe
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Verdict:
                 print(f"warning: {finding}", file=sys.stderr, flush=True)
         return self
 
-    def keep(self, run: RunDir, step: int) -> None:
+    def keep(self, run: RunFolder, step: int) -> None:
         """Write an event for each refusal that was forced and each warning, on rank 0. step: where the run starts."""
         for kind, findings in {"forced": self.refusals, "warning": self.warnings}.items():
             for finding in findings if _is_rank_0() else ():

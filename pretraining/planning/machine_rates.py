@@ -9,7 +9,8 @@ import os
 import socket
 from pathlib import Path
 
-from pretraining.run_dir import utc_now, write_json
+from pretraining.runtime.durable_files import write_json
+from pretraining.runtime.run_folder import utc_now
 
 FOLDER_VARIABLE = "PRETRAINING_DOCTOR_FOLDER"
 RATES = {

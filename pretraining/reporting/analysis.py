@@ -9,7 +9,7 @@ import numpy as np
 
 from pretraining.errors import UserError
 from pretraining.reporting.run_record import RunRecord, Standing
-from pretraining.run_dir import stopped_seconds
+from pretraining.runtime.run_folder import stopped_seconds
 
 FEWEST_ROWS = 8
 """Rows with a loss below which a curve has no rate and no phase."""

@@ -15,7 +15,8 @@ from pretraining.errors import UserError
 from pretraining.reporting.analysis import track_record_of
 from pretraining.reporting.page import page_payload, page_text, run_payload, write_page
 from pretraining.reporting.run_record import RunRecord
-from pretraining.run_dir import REPOSITORY, RunDir
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import REPOSITORY
 
 LAST_PAGE_SECONDS = 60.0
 """How long the end of a run waits for its last page."""
@@ -26,7 +27,7 @@ LAST = 19
 
 
 @contextmanager
-def live_report(run: RunDir, every_seconds: float | None) -> Iterator[None]:
+def live_report(run: RunFolder, every_seconds: float | None) -> Iterator[None]:
     """Keep `report.html` fresh while the block runs, and write it once more after it; on rank 0 only.
 
     A block that adds nothing to metrics or events, such as a refused run, leaves the page as it was. The writer ends
@@ -43,7 +44,7 @@ def live_report(run: RunDir, every_seconds: float | None) -> Iterator[None]:
             _stop(writer)
 
 
-def _start(run: RunDir, every_seconds: float) -> subprocess.Popen | None:
+def _start(run: RunFolder, every_seconds: float) -> subprocess.Popen | None:
     watched = [str(run.path.resolve()), "--watch", str(every_seconds), "--since", str(time.time())]
     try:
         return subprocess.Popen(

@@ -15,7 +15,8 @@ import numpy as np
 from pretraining.reporting.analysis import Analysis, analyze
 from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.words import sentences
-from pretraining.run_dir import trained_on_processor
+from pretraining.runtime.durable_files import replacing
+from pretraining.runtime.run_folder import trained_on_processor
 
 PAGE = Path(__file__).resolve().parent / "assets"
 """What every page holds: structure, style, scripts and the chart library."""
@@ -90,11 +91,9 @@ def _fixed_parts() -> dict[str, str]:
 
 def write_page(path: Path, text: str) -> None:
     """Replace the page atomically: a reader sees the old page or the new one, never half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    # Lone surrogates, which no browser can show, become question marks.
-    partial.write_bytes(text.encode("utf-8", errors="replace"))
-    partial.replace(path)
+    with replacing(path, "wb") as file:
+        # Lone surrogates, which no browser can show, become question marks.
+        file.write(text.encode("utf-8", errors="replace"))
 
 
 def page_payload(runs: list[dict], every_seconds: float | None) -> dict:

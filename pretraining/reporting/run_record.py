@@ -11,9 +11,10 @@ import numpy as np
 import orjson
 
 from pretraining.errors import UserError
-from pretraining.heartbeat import killed_ranks
 from pretraining.metric_names import PLACE, grouped
-from pretraining.run_dir import RunDir, StepTotals, first_step, read_rows, unix_seconds
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.heartbeat import killed_ranks
+from pretraining.runtime.run_folder import RunFolder, StepTotals, first_step, unix_seconds
 from pretraining.step_sizes import StepSizes
 
 STARTS = ("start", "resume")
@@ -48,7 +49,7 @@ class RunRecord:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.run = RunDir(folder)
+        self.run = RunFolder(folder)
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; give run folders, such as runs/tiny")
         if not (self.run.metrics.exists() or self.run.events.exists()):

@@ -7,7 +7,7 @@ import time
 from pretraining.planning.quantities import duration, num_bytes
 from pretraining.reporting.analysis import Analysis
 from pretraining.reporting.run_record import RunRecord, Standing
-from pretraining.run_dir import RunDir, stopped_seconds
+from pretraining.runtime.run_folder import RunFolder, stopped_seconds
 
 PHASES = {
     "not begun": "No step has been logged yet.",
@@ -142,7 +142,7 @@ def _goodput(found: Analysis) -> str:
     return f"{text}."
 
 
-def report_end(run: RunDir) -> None:
+def report_end(run: RunFolder) -> None:
     """Print, on rank 0, the results of a finished run, what it took, and where its files are."""
     if os.environ.get("RANK", "0") == "0":
         print(end_text(RunRecord(run.path)), flush=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from transformers import TrainerCallback
 
 from pretraining.metric_names import is_better, worst_value
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 
 
 class EarlyStopping(TrainerCallback):
@@ -18,7 +18,7 @@ class EarlyStopping(TrainerCallback):
     them by more than `min_improvement`.
     """
 
-    def __init__(self, run: RunDir, metric: str, patience: int, min_improvement: float):
+    def __init__(self, run: RunFolder, metric: str, patience: int, min_improvement: float):
         self.run, self.metric = run, f"eval_{metric}"
         self.patience, self.min_improvement = patience, min_improvement
 
@@ -45,7 +45,7 @@ class EarlyStopping(TrainerCallback):
         return worse >= self.patience
 
 
-def early_stopping(run: RunDir, section: dict) -> list[EarlyStopping]:
+def early_stopping(run: RunFolder, section: dict) -> list[EarlyStopping]:
     """What the recipe's `evaluation` section asks for: one callback, or none."""
     if section["patience"] is None:
         return []

@@ -9,9 +9,9 @@ from transformers.trainer_callback import ExportableState
 
 from pretraining.model_types import is_exact
 from pretraining.recipe import Recipe, model_with_defaults
-from pretraining.run_dir import RunDir
+from pretraining.runtime.process_group import sum_over_ranks
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.alerts import advice
-from pretraining.training.rank_sums import sum_over_ranks
 
 PREFIX = "stability/expert_load/"
 STARVED = 0.1
@@ -36,7 +36,7 @@ class ExpertLoad(TrainerCallback, ExportableState):
     model's outputs. A starving expert is told of once, until it has recovered.
     """
 
-    def __init__(self, run: RunDir, chosen: int):
+    def __init__(self, run: RunFolder, chosen: int):
         """chosen: experts a token is sent to."""
         self.run, self.chosen = run, chosen
         self.counts: torch.Tensor | None = None

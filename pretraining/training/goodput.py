@@ -2,7 +2,8 @@
 
 import time
 
-from pretraining.run_dir import RunDir, StepTotals, first_step, read_rows, stopped_seconds, unix_seconds
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.run_folder import RunFolder, StepTotals, first_step, stopped_seconds, unix_seconds
 
 SECONDS = "throughput/step_seconds"
 
@@ -14,7 +15,7 @@ class Goodput:
     The time between a stop on request and the next start is not the run's: it counts on neither side.
     """
 
-    def __init__(self, run: RunDir, kept_rows: list[dict]):
+    def __init__(self, run: RunFolder, kept_rows: list[dict]):
         """kept_rows: of metrics.jsonl, up to the step that training continues from."""
         events = read_rows(run.events)
         starts = [number for number, row in enumerate(events) if row.get("event") == "start"]

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
-from pretraining.exit_codes import HANG, tell_exit_code
-from pretraining.heartbeat import Heartbeat, Place, read_place
-from pretraining.run_dir import RunDir, utc_now
-from pretraining.training.agreement import Agreement
+from pretraining.runtime.exit_codes import HANG, tell_exit_code
+from pretraining.runtime.heartbeat import Heartbeat, Place, read_place
+from pretraining.runtime.process_group import Agreement
+from pretraining.runtime.run_folder import RunFolder, utc_now
 from pretraining.training.ranks import at_leaving
 
 LOOKS_PER_LIMIT = 20
@@ -29,7 +29,7 @@ ALARM = "ALARM"
 class HangCallback(TrainerCallback):
     """Tells the heartbeat what the Trainer comes to. hang_minutes None: no watch."""
 
-    def __init__(self, run: RunDir, hang_minutes: float | None):
+    def __init__(self, run: RunFolder, hang_minutes: float | None):
         self.run, self.hang_minutes, self.watch = run, hang_minutes, None
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -73,7 +73,7 @@ class Watch:
     limit_seconds: from the last arrival to the naming.
     """
 
-    def __init__(self, run: RunDir, limit_seconds: float, rank: int, world_size: int):
+    def __init__(self, run: RunFolder, limit_seconds: float, rank: int, world_size: int):
         self.run, self.limit_seconds, self.rank, self.world_size = run, limit_seconds, rank, world_size
         self.look_seconds = min(limit_seconds / LOOKS_PER_LIMIT, LONGEST_LOOK_SECONDS)
         self.heartbeat = Heartbeat(run.heartbeats, rank)

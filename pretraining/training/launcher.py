@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 from pretraining.command_line import ranks_here
-from pretraining.heartbeat import process_fields
+from pretraining.runtime.heartbeat import process_fields
 
 # The inner process of the `deepspeed` command, which has no handler for SIGTERM: killed, it leaves this one behind.
 _DEEPSPEED_INNER = b"deepspeed.launcher.launch"

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from transformers import TrainerCallback
 
-from pretraining.run_dir import RunDir
+from pretraining.runtime.process_group import sum_over_ranks
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.optimizers import partition_fragments
-from pretraining.training.rank_sums import sum_over_ranks
 
 PREFIX = "stability/gradient_norm/"
 _BLOCK = re.compile(r".*?\.\d+(?=\.)")
@@ -93,7 +93,7 @@ class LayerNorms:
 class LayerNormsCallback(TrainerCallback):
     """Measures every `every_steps`-th step, for the next row of metrics, and the step after an alert, as an event."""
 
-    def __init__(self, run: RunDir, every_steps: int | None, alerted_step: Callable[[], int | None]):
+    def __init__(self, run: RunFolder, every_steps: int | None, alerted_step: Callable[[], int | None]):
         """alerted_step: the last step that an alert was told of, the same on every rank."""
         self.run, self.every_steps, self.alerted_step = run, every_steps, alerted_step
         self.norms: LayerNorms | None = None

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from pretraining.command_line import ranks_here
-from pretraining.host import disk_room_bytes, host_memory_bytes
 from pretraining.planning.findings import Found
 from pretraining.planning.gpus import known_gpu
+from pretraining.runtime.host import disk_room_bytes, host_memory_bytes
 from pretraining.training.ranks import device_name
 
 

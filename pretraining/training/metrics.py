@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from transformers import TrainerCallback
 
 from pretraining.metric_names import grouped_names
-from pretraining.run_dir import RunDir, append_row, keep_past_rows
+from pretraining.runtime.durable_files import append_row
+from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 from pretraining.training.goodput import Goodput
 from pretraining.training.speed import SpeedMeter, device_memory
 from pretraining.training.stragglers import Stragglers
@@ -21,7 +22,7 @@ class MetricsCallback(TrainerCallback):
     Comes first among the callbacks that log, so that metrics.jsonl and the trackers hold the same numbers.
     """
 
-    def __init__(self, run: RunDir, speed: SpeedMeter, tokens_per_epoch: float):
+    def __init__(self, run: RunFolder, speed: SpeedMeter, tokens_per_epoch: float):
         self.run, self.speed, self.tokens_per_epoch = run, speed, tokens_per_epoch
 
     def on_train_begin(self, args, state, control, optimizer=None, **kwargs):

@@ -9,8 +9,8 @@ import sys
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.training.micro_batch_norms import MicroBatchNorms
-from pretraining.training.rank_sums import sum_over_ranks
 
 MEMORY = 0.9
 """Of the running means: what one measurement leaves of the ones before it."""

@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from pretraining.upstream.zero_optimizers import drop_refused_sums
+
 
 class NonFiniteGuard:
     """Sees to it, and counts.
@@ -38,18 +40,8 @@ class NonFiniteGuard:
         took_away, self._took_away, self._norm = self._took_away, False, None
         refused = took_away or bool(getattr(self.optimizer, "step_was_skipped", False))
         if refused:
-            _forget_sums(getattr(self.optimizer, "optimizer", None))
+            drop_refused_sums(getattr(self.optimizer, "optimizer", None))
         return refused
-
-
-def _forget_sums(zero) -> None:
-    """Stages 1 and 2 with offload keep a refused step's sums of gradients, and every later step would be refused.
-
-    deepspeed 0.19.8 (`DeepSpeedZeroOptimizer.step`) drops them only without offload; it matters where they are fp32
-    and the weights are not.
-    """
-    if getattr(zero, "cpu_offload", False) and hasattr(zero, "averaged_gradients"):
-        zero.averaged_gradients.update(dict.fromkeys(zero.averaged_gradients))
 
 
 def _norm_of(parameters: list[torch.Tensor]) -> float:

@@ -23,9 +23,9 @@ import cpuinfo
 import torch
 import torch.utils.cpp_extension as cpp_extension
 
-from pretraining.data.publishing import wait_for_disk
 from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
+from pretraining.runtime.durable_files import sync_to_disk
 
 _HEADERS = Path(find_spec("deepspeed").origin).parent
 """Header files below this folder are DeepSpeed's own; others belong to the compilers."""
@@ -116,7 +116,7 @@ def _compile(load: Callable, library: Path, sources: list[str], **keywords):
     part = Path(tempfile.mkdtemp(prefix="part-", dir=library.parent))
     try:
         module = load(library.stem, sources, build_directory=str(part), **keywords)
-        wait_for_disk(part / library.name)
+        sync_to_disk(part / library.name)
         (part / library.name).rename(library)
     finally:
         shutil.rmtree(part, ignore_errors=True)

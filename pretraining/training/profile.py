@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity
 from transformers import TrainerCallback
 
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.profile_table import cost_table, operations_of
 
 MOST_ALLOCATIONS = 200_000
@@ -20,7 +20,7 @@ class ProfileCallback(TrainerCallback):
     The traced steps are slower than others, and so are the rows of metrics that hold them.
     """
 
-    def __init__(self, run: RunDir, settings: dict):
+    def __init__(self, run: RunFolder, settings: dict):
         """settings: `monitors.profile` of the recipe."""
         steps = settings["steps"]
         self.run, self.settings = run, settings

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from pretraining.command_line import ranks_here, started_by_launcher
 from pretraining.errors import UserError
 from pretraining.planning.gpus import cuda_needs
-from pretraining.process_group import GLOO_INTERFACE, loopback_name
+from pretraining.runtime.host import GLOO_INTERFACE, loopback_name
 from pretraining.training.fresh_store import fresh_store, shared_with_the_launcher
 from pretraining.training.launcher import launcher_is_gone
 from pretraining.training.operators import ask_the_processor_once, keep_compiled_operators

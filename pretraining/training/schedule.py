@@ -6,7 +6,7 @@ from functools import partial
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pretraining.errors import UserError
-from pretraining.journal import Journal
+from pretraining.runtime.journal import Journal
 from pretraining.step_sizes import StepSizes
 
 Rate = Callable[[float], float]

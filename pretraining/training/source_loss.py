@@ -9,7 +9,7 @@ from pretraining.data.document_masking import IGNORED
 from pretraining.data.mixing.training import source_names
 from pretraining.mixture import is_mixed
 from pretraining.recipe import Recipe
-from pretraining.training.rank_sums import sum_over_ranks
+from pretraining.runtime.process_group import sum_over_ranks
 
 
 class SourceLoss(TrainerCallback):

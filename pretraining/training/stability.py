@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.alerts import advice
 from pretraining.training.loss_watch import LossWatch
 from pretraining.training.nonfinite import NonFiniteGuard
@@ -32,7 +32,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
     stop) sets `finding`; the caller acts on it once `train` has returned.
     """
 
-    def __init__(self, run: RunDir, monitors: dict, origins: Callable[[int], dict]):
+    def __init__(self, run: RunFolder, monitors: dict, origins: Callable[[int], dict]):
         """origins: from an optimizer step (counted from 1) to what its samples are, for the events."""
         self.run, self.settings, self.origins = run, monitors["spikes"], origins
         self.policy = self.settings["policy"]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
-from pretraining.exit_codes import STOPPED, supervisor_file, tell_exit_code
-from pretraining.restarts import STARTED, launch_details
-from pretraining.run_dir import RunDir
-from pretraining.training.agreement import Agreement
+from pretraining.runtime.exit_codes import STOPPED, supervisor_file, tell_exit_code
+from pretraining.runtime.process_group import Agreement
+from pretraining.runtime.restarts import STARTED, launch_details
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.launcher import launcher_is_gone, sibling_is_gone
 from pretraining.training.signals import SignalListener
 
@@ -30,7 +30,7 @@ class StopRequests:
     time_limit_hours: wall-clock hours after which the run asks itself; None for no limit.
     """
 
-    def __init__(self, run: RunDir, time_limit_hours: float | None):
+    def __init__(self, run: RunFolder, time_limit_hours: float | None):
         self._looked_at, self._seen, self._agreed = 0.0, NOT_ASKED, NOT_ASKED
         self.run, self.agreement = run, Agreement()
         # A launcher whose rank has crashed ends the others: they would wait for it in vain, and the launcher for them.

@@ -6,7 +6,7 @@ import statistics
 import torch
 import torch.distributed as dist
 
-from pretraining.process_group import rank_and_world_size
+from pretraining.runtime.process_group import rank_and_world_size
 
 SLOW = 1.25
 """A rank is slow from this multiple of the median on ..."""

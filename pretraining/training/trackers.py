@@ -9,7 +9,7 @@ from transformers.integrations import get_reporting_integration_callbacks, integ
 
 from pretraining.errors import UserError
 from pretraining.metric_names import grouped_names
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 
 # tracker -> the package that provides it
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio", "mlflow": "mlflow"}
@@ -34,7 +34,7 @@ integration_utils.rewrite_logs = grouped_names
 
 
 def build_trackers(
-    report_to: str | list[str], run: RunDir, run_name: str, project: str | None = None
+    report_to: str | list[str], run: RunFolder, run_name: str, project: str | None = None
 ) -> list[TrainerCallback]:
     """What follows the run for its trackers; `project` as the recipe's `training` has it, if it does.
 
@@ -70,7 +70,7 @@ class Tracker:
     LONGEST_PAUSE = 1024
     """Logs."""
 
-    def __init__(self, name: str, callback: TrainerCallback, run: RunDir):
+    def __init__(self, name: str, callback: TrainerCallback, run: RunFolder):
         self.name, self.callback, self.run = name, callback, run
         self.failures = self.logs_to_pass = 0
 
@@ -134,7 +134,7 @@ class RunIdentity(TrainerCallback):
     Comes before the trackers' own callbacks, which read these variables when training begins.
     """
 
-    def __init__(self, run: RunDir, run_name: str, names: list[str], project: str | None = None):
+    def __init__(self, run: RunFolder, run_name: str, names: list[str], project: str | None = None):
         self.run, self.run_name, self.names, self.project = run, run_name, names, project or PROJECT
 
     def on_train_begin(self, args, state, control, **kwargs):

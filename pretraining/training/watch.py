@@ -6,7 +6,7 @@ from transformers import TrainerCallback
 
 from pretraining.planning import RunPlan
 from pretraining.recipe import Recipe
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.collector import SettledCollector
 from pretraining.training.early_stopping import early_stopping
 from pretraining.training.expert_load import ExpertLoad, experts_per_token
@@ -27,7 +27,7 @@ from pretraining.training.trackers import build_trackers
 class Watch:
     """One for a run; `begin` starts an attempt, of which a run has several where it rolls back."""
 
-    def __init__(self, run: RunDir, recipe: Recipe):
+    def __init__(self, run: RunFolder, recipe: Recipe):
         self.run, self.recipe = run, recipe
         self.stop = StopRequests(run, recipe.checkpoints["time_limit_hours"])
         self.hangs = HangCallback(run, recipe.monitors["hang_minutes"])

@@ -15,7 +15,7 @@ from pretraining.checkpoints.selection import add_run, chosen_checkpoints
 from pretraining.checkpoints.verification import damage
 from pretraining.command_line import not_negative_integer, not_negative_number, positive_integer
 from pretraining.errors import UserError
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 
 EXAMPLES = """  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay 1-sqrt --steps 2000
   python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay linear --steps 500 --output runs/short
@@ -59,7 +59,7 @@ def answer(options: argparse.Namespace) -> dict:
     settings = (*(settings_of(options.stage) if options.stage else ()), *options.set)
     stage = Stage(options.steps, options.decay, options.min_lr_ratio, settings)
     branch(checkpoint, stage, output)
-    words = ["train.py", "--recipe", str(RunDir(output).recipe), "--output_dir", str(output)]
+    words = ["train.py", "--recipe", str(RunFolder(output).recipe), "--output_dir", str(output)]
     told = {"checkpoint": str(checkpoint), "step": step, "run": str(output)}
     return {**told, "last_step": step + options.steps, "command": shlex.join(words)}
 

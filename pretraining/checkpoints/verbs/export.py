@@ -12,8 +12,8 @@ from pretraining.checkpoints.selection import add_run, add_step, chosen_checkpoi
 from pretraining.checkpoints.verification import damage
 from pretraining.errors import UserError
 from pretraining.planning.quantities import num_bytes
-from pretraining.quiet import prepare_imports
-from pretraining.run_dir import RunDir
+from pretraining.runtime.imports import prepare_imports
+from pretraining.runtime.run_folder import RunFolder
 
 EXAMPLES = """  python -m pretraining.checkpoints export runs/tiny
   python -m pretraining.checkpoints export runs/tiny --step 750 --to out/tiny-750
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def answer(options: argparse.Namespace) -> dict:
     """{"checkpoint", "step", "export", "bytes"}."""
     checkpoint = chosen_checkpoints(options.run, options.step)[0]
-    run = RunDir(checkpoint.parent)
+    run = RunFolder(checkpoint.parent)
     reason = damage(checkpoint)
     if reason:
         raise UserError(f"{checkpoint}: the checkpoint is damaged: {reason}; choose another with --step")

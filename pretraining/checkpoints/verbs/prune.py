@@ -15,7 +15,7 @@ from pretraining.checkpoints.retention import Kept, Retention, measured_at
 from pretraining.checkpoints.selection import add_run, run_of
 from pretraining.command_line import not_negative_integer, positive_integer
 from pretraining.planning.quantities import columns, num_bytes
-from pretraining.run_dir import RunDir
+from pretraining.runtime.run_folder import RunFolder
 
 EXAMPLES = """  python -m pretraining.checkpoints prune runs/tiny
   python -m pretraining.checkpoints prune runs/tiny --keep_last 1 --yes
@@ -52,7 +52,7 @@ def answer(options: argparse.Namespace) -> dict:
     return {**plan, "removed": True}
 
 
-def _plan(run: RunDir, options: argparse.Namespace) -> dict:
+def _plan(run: RunFolder, options: argparse.Namespace) -> dict:
     section = _section(run, options)
     entries = catalogue(run)
     committed = [each for each in entries if each["state"] == "committed"]
@@ -71,7 +71,7 @@ def _plan(run: RunDir, options: argparse.Namespace) -> dict:
     }
 
 
-def _section(run: RunDir, options: argparse.Namespace) -> dict:
+def _section(run: RunFolder, options: argparse.Namespace) -> dict:
     """The recipe's `checkpoints`, with what the command line says over it; everything kept without a recipe."""
     section = {"keep_last": None, "keep_best": 0, "keep_every": None, "demote_to_weights": False}
     section["metric"] = "loss"
@@ -83,7 +83,7 @@ def _section(run: RunDir, options: argparse.Namespace) -> dict:
     return section | {key: value for key, value in given.items() if value is not None and value is not False}
 
 
-def _remove(run: RunDir, entry: dict, demote: bool) -> None:
+def _remove(run: RunFolder, entry: dict, demote: bool) -> None:
     folder: Path = run.path / entry["folder"]
     if demote and entry["state"] == "committed" and not run.weights(entry["step"]).exists():
         from pretraining.checkpoints.weights import demote_checkpoint

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.data.publishing import wait_for_disk
 from pretraining.errors import UserError
+from pretraining.runtime.durable_files import sync_to_disk
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def run_task(stage: Stage, work: Path, number: int) -> None:
     try:
         stage.run(number, part)
         for path in [*part.rglob("*"), part]:
-            wait_for_disk(path)
+            sync_to_disk(path)
         _rename(part, finished)
     finally:
         shutil.rmtree(part, ignore_errors=True)

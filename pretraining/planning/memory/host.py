@@ -7,8 +7,8 @@ from pretraining.planning.memory.precision import Precision
 from pretraining.planning.memory.states import FP32, ModelState, checkpoint_bytes, pinned_by_offload
 from pretraining.planning.memory.tensors import Tensor
 from pretraining.planning.tables import table
-from pretraining.quiet import MOST_ROUNDED_MIB
 from pretraining.recipe import Recipe
+from pretraining.runtime.imports import MOST_ROUNDED_MIB
 
 SNAPSHOT_ALIGNMENT = 64
 """Bytes; a tensor of any type may begin there."""

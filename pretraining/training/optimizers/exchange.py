@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from pretraining.process_group import rank_and_world_size
+from pretraining.runtime.process_group import rank_and_world_size
 
 ROUND_NUMEL = 2**28
 """Elements of the matrices that are under way at once: bounds the buffers of a step."""

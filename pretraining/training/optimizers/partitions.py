@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from transformers import TrainerCallback
 
-from pretraining.process_group import rank_and_world_size
+from pretraining.runtime.process_group import rank_and_world_size
 from pretraining.training.optimizers.exchange import Fragment
 from pretraining.training.optimizers.muon import Muon
 

@@ -3,8 +3,8 @@
 import os
 import socket
 
-from pretraining.exit_codes import STOPPED, SUPERVISOR, tell_exit_code
-from pretraining.run_dir import RunDir
+from pretraining.runtime.exit_codes import STOPPED, SUPERVISOR, tell_exit_code
+from pretraining.runtime.run_folder import RunFolder
 
 RESTART = "PRETRAINING_RESTART"
 """Variable: how often a supervisor has started this run again."""
@@ -26,13 +26,13 @@ def launch_details() -> dict:
     return {}
 
 
-def resume_after_restart(run: RunDir, resume: str) -> str:
+def resume_after_restart(run: RunFolder, resume: str) -> str:
     """`--resume` as typed, or `auto` where this launch has opened the run already and now starts it again."""
     launches = [(run.last_event(kind) or {}).get("launch") for kind in ("start", "resume")]
     return "auto" if _restarts() and launch_details()["launch"] in launches else resume
 
 
-def leave_again_if_stopped(run: RunDir) -> None:
+def leave_again_if_stopped(run: RunFolder) -> None:
     """Raise `SystemExit(75)` where this launch was asked to stop: `torchrun --max-restarts` takes that for a crash."""
     stopped = run.last_event("stopped") or {}
     if _restarts() and stopped.get("launch") == launch_details()["launch"]:

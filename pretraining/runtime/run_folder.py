@@ -2,7 +2,6 @@
 
 import calendar
 import json
-import os
 import platform
 import subprocess
 import time
@@ -11,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+from pretraining.runtime.durable_files import append_row, keep_rows, read_rows
 from pretraining.schema import REPOSITORY
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
@@ -18,7 +18,7 @@ _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "numpy", "pyarrow")
 
 
-class RunDir:
+class RunFolder:
     """`runs/<name>/`; nothing is created before something is written."""
 
     def __init__(self, path: Path | str):
@@ -110,44 +110,6 @@ def stopped_seconds(events: list[dict]) -> float:
     return total
 
 
-def write_json(path: Path, value) -> None:
-    """Write atomically: a reader, or a restart after a kill, sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def append_row(path: Path, row: dict) -> None:
-    """Append one JSON line in a single write."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def read_rows(path: Path) -> list[dict]:
-    """Rows of a JSON-lines file, up to the first line that is no row: a dying run left it half-written."""
-    return rows_of(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else []
-
-
-def rows_of(text: str) -> list[dict]:
-    """The same of a file's content."""
-    rows = []
-    for line in text.split("\n"):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if not isinstance(row, dict):
-            break
-        rows.append(row)
-    return rows
-
-
 class StepTotals(NamedTuple):
     """What the steps of a run took together: the only source of its speed, so that all numbers of it agree."""
 
@@ -183,18 +145,6 @@ def first_step(events: list[dict]) -> int:
     """The step after which the run in a folder began: that of its checkpoint if it began as a branch of another."""
     began = next((event for event in events if event.get("event") in ("start", "resume")), {})
     return began["step"] if isinstance(began.get("step"), int) else 0
-
-
-def keep_rows(path: Path, stays: Callable[[dict], bool]) -> list[dict]:
-    """Forget the rows of what a resumed run is about to repeat; returns those that stay."""
-    kept = [row for row in read_rows(path) if stays(row)]
-    if path.exists():
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(
-            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8"
-        )
-        partial.replace(path)
-    return kept
 
 
 def keep_past_rows(

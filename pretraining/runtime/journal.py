@@ -5,12 +5,11 @@ run that is killed and started again repeats what the journal says.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pretraining.run_dir import read_rows
+from pretraining.runtime.durable_files import read_rows, replacing
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,8 @@ class Journal:
 
     def write(self, path: Path) -> None:
         """Write the whole file anew, atomically and down to the disk."""
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("w", encoding="utf-8") as file:
+        with replacing(path) as file:
             file.writelines(json.dumps(asdict(row)) + "\n" for row in self.rollbacks)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
 
     @property
     def left_out(self) -> list[tuple[int, int]]:

@@ -1,8 +1,12 @@
-"""What this machine has for its processes: memory, cores, room on a disk; less, if a container around them says so."""
+"""What this machine has for its processes: memory, cores, room on a disk (less, if its container says so), and a name
+under which other machines reach it.
+"""
 
+import ipaddress
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +15,9 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _NO_LIMIT = 1 << 60
 """A container without a limit reports a number near the largest there is (cgroup v1) or the word max (v2)."""
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The network interface that gloo listens on; without it, the one to which the host's own name leads."""
 
 
 def host_memory_bytes() -> int | None:
@@ -128,3 +135,34 @@ def _groups(controller: str, file: str, file_of_v1: str) -> Iterator[tuple[Path,
 def _whole(path: Path) -> int | None:
     text = system_text(path)
     return int(text) if text.isdigit() else None
+
+
+def loopback_name() -> str | None:
+    """This host's own name if gloo would listen under it where no other host can reach it; None if all is well.
+
+    Gloo takes the first address of the name that this host can listen on, and the loopback address if there is none
+    (torch 2.13, `ProcessGroupGloo::createDefaultDevice`). On Debian and Ubuntu, /etc/hosts gives the name to 127.0.1.1.
+    """
+    if os.environ.get(GLOO_INTERFACE):
+        return None
+    usable = own_address()
+    outside = usable is not None and not ipaddress.ip_address(usable.partition("%")[0]).is_loopback
+    return None if outside else socket.gethostname()
+
+
+def own_address() -> str | None:
+    """The first address of this host's own name on which it can listen; None if it has none."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    return next((address[0] for family, *_, address in found if _can_listen(family, address)), None)
+
+
+def _can_listen(family: int, address: tuple) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind(address)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""What every process of a run needs: its ranks, its machine, its run folder, durable files, signs of life."""
