@@ -52,9 +52,11 @@ def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
 
 def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> bool:
     """Whether the run came to its end; False after a rollback."""
-    from pretraining import checkpoints, model, training
+    from pretraining import checkpoints, training
     from pretraining.evaluation.evaluator import Evaluator
     from pretraining.evaluation.sampling import SamplingCallback
+    from pretraining.model.build import build_from_recipe, load_tokenizer
+    from pretraining.model.loss import build_loss
     from pretraining.reporting.words import report_end
 
     resume = checkpoints.bring_checkpoint(run, recipe.checkpoints["upload"], options.resume)
@@ -65,7 +67,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
 
     last_step = start.last_step(recipe)
     arguments = training.build_arguments(recipe, ds_config, run.path, plan.accumulation_steps, last_step)
-    tokenizer = model.load_tokenizer(data.tokenizer_path)
+    tokenizer = load_tokenizer(data.tokenizer_path)
     evaluator = Evaluator(recipe, data, tokenizer, last_step)
 
     guard, left_out = open_guard(run.flagged_blocks, data, recipe), start.journal.left_out
@@ -76,7 +78,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
     # before the model is built, which is a part of the memory that is measured
     watch.begin(step_origins(train_dataset, recipe, run, start.step), plan, start, train_dataset.num_blocks)
     draws_weights = start.checkpoint is None
-    language_model = model.build_from_recipe(recipe, tokenizer, arguments, draws_weights)
+    language_model = build_from_recipe(recipe, tokenizer, arguments, draws_weights)
 
     environment = describe_environment(training.device_name(), plan.world_size)
     identity = checkpoints.Identity.of(recipe, plan, data.manifest, environment, start)
@@ -87,7 +89,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
         train_dataset=data.prefetched(train_dataset),
         eval_dataset=evaluator.dataset,
         data_collator=training.collate_blocks,
-        compute_loss_func=watch.loss(model.build_loss(language_model, recipe.loss)),
+        compute_loss_func=watch.loss(build_loss(language_model, recipe.loss)),
         optimizer_cls_and_kwargs=training.choose_optimizer(recipe),
         clipping=training.choose_clipping(recipe),
         averaged_weights=checkpoints.averaged_weights,

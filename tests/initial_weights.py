@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pretraining.ds_config import load_ds_config
-from pretraining.model import build_model
+from pretraining.model.build import build_model
 from pretraining.training import build_arguments, join_ranks, leave_ranks
 from tests.runs import MODELS, OTHER_MODELS, SMALL_RECIPE
 

@@ -16,7 +16,7 @@ from pretraining.evaluation.__main__ import main
 from pretraining.evaluation.evaluator import Evaluator
 from pretraining.evaluation.harness import Harness, scores_of
 from pretraining.evaluation.validation import IGNORED
-from pretraining.model import build_from_recipe
+from pretraining.model.build import build_from_recipe
 from pretraining.recipe import load_recipe
 from tests.runs import MODELS, SMALL_RECIPE, execute
 from tests.scored_tasks import write_items, write_tasks
