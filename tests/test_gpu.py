@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import TrainingArguments
 
-from pretraining.checkpoints.snapshot import HostSnapshot
+from pretraining.checkpoints.background import HostSnapshot
 from pretraining.model import attention, build_model
 from pretraining.model.varlen_attention import TORCH_VARLEN
 from pretraining.training.speed import device_peak_flops

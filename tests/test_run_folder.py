@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pretraining.checkpoints.identity import Start
-from pretraining.checkpoints.start import start_text
+from pretraining.checkpoints.opening import start_text
 from pretraining.errors import UserError
 from pretraining.planning import build_run_plan
 from pretraining.runtime.durable_files import append_row
@@ -107,10 +107,10 @@ def test_a_stop_file_that_comes_too_late_does_not_stop_the_next_run(tmp_path):
 
 def test_a_run_folder_that_is_removed_meanwhile_is_one_line(tmp_path):
     """Whichever file was wanted; a file that is missing in a folder that is there stays a bug of ours."""
-    from pretraining.checkpoints import disk_errors_told
+    from pretraining.checkpoints.disk_errors import one_line_disk_errors
 
     for folder, expected in ((tmp_path / "gone", UserError), (tmp_path, FileNotFoundError)):
-        with pytest.raises(expected), disk_errors_told(folder):
+        with pytest.raises(expected), one_line_disk_errors(folder):
             (folder / "sub" / "metrics.jsonl").open("a")
 
 
