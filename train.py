@@ -42,7 +42,7 @@ def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
     prepare_imports()
     from pretraining import reporting, training
     from pretraining.checkpoints.disk_errors import one_line_disk_errors
-    from pretraining.checkpoints.lock import lock_run
+    from pretraining.runtime.lock import lock_run
 
     ranks = training.joined_ranks(recipe.monitors["hang_minutes"])
     report = reporting.live_report(run, recipe.report["every_seconds"])
@@ -57,8 +57,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
     from pretraining import evaluation, model, reporting, training
     from pretraining.checkpoints.export import averaged_weights, export_model, write_model_card
     from pretraining.checkpoints.manager import CheckpointManager
-    from pretraining.checkpoints.opening import open_run
-    from pretraining.checkpoints.resume import find_start
+    from pretraining.checkpoints.resume import find_start, open_run
     from pretraining.checkpoints.rollback import roll_back
 
     start = find_start(run, recipe, data.manifest, options.resume, options.allow_change)

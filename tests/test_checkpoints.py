@@ -18,8 +18,7 @@ from pretraining.checkpoints.folders import (
 )
 from pretraining.checkpoints.format import FORMAT, MARKER, read_marker, receipt_name, write_marker
 from pretraining.checkpoints.identity import Start
-from pretraining.checkpoints.opening import record_changes
-from pretraining.checkpoints.resume import changes_since, choose_checkpoint
+from pretraining.checkpoints.resume import changes_since, choose_checkpoint, record_changes
 from pretraining.checkpoints.retention import Kept, Retention
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe

@@ -102,7 +102,7 @@ def test_prune_shows_first_and_removes_when_told(run, capsys):
 
 def test_prune_leaves_a_run_that_is_writing_alone(run):
     """What looks uncommitted may be on its way."""
-    from pretraining.checkpoints.lock import lock_idle_run
+    from pretraining.runtime.lock import lock_idle_run
 
     with lock_idle_run(run.path):
         before = contents(run.path)

@@ -21,12 +21,12 @@ from pretraining.checkpoints.folders import (
     step_of,
 )
 from pretraining.checkpoints.format import MARKER
-from pretraining.checkpoints.lock import lock_idle_run
 from pretraining.checkpoints.retention import Kept, Retention, measured_at
 from pretraining.command_line import answer_one, not_negative_integer, not_negative_number, positive_integer
 from pretraining.errors import UserError, one_line_errors
 from pretraining.planning.quantities import columns, duration, num_bytes
 from pretraining.runtime.imports import prepare_imports
+from pretraining.runtime.lock import lock_idle_run
 from pretraining.runtime.run_folder import RunFolder
 
 # torch and transformers take seconds to import: the verbs that need them import their modules when they answer.

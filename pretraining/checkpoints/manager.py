@@ -1,7 +1,8 @@
-"""The CheckpointManager: what the Trainer saves and loads with, and what happens to a checkpoint once it is committed.
+"""The CheckpointManager, with which the Trainer saves and loads.
 
-A save: the Trainer's state is copied (trainer_state.py) and training goes on; a thread writes and commits it
-(background.py, format.py), removes old checkpoints (retention.py) and uploads the new one (upload.py).
+A save in order: this rank's share of the Trainer's state is gathered (trainer_state.py), copied and written in the
+background (background.py), and committed (format.py). Then old checkpoints are removed (retention.py) and the new one
+is uploaded (upload.py). Loading reads the files (shard_files.py) into the live state (live_state.py).
 """
 
 from pathlib import Path

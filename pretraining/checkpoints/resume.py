@@ -1,32 +1,46 @@
-"""Where a run begins or goes on: the checkpoint that `--resume` means, and what may differ from its run.
+"""Where a run begins or goes on (`find_start`), and the first writes of that start (`open_run`).
 
-Rank 0 looks at the folder and decides, all ranks verify the bytes together, and nothing is loaded before.
+Rank 0 looks at the folder and decides, all ranks verify the bytes of the checkpoint together, and nothing is loaded
+before. Between the two the caller builds model and Trainer: whatever refuses the start has written nothing yet.
 """
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pretraining.checkpoints.export import describe_model
 from pretraining.checkpoints.fetch import resolve_resume
 from pretraining.checkpoints.folders import (
     changed_files,
     committed_checkpoints,
     quick_damage,
+    remove_uncommitted,
+    set_aside_after,
     share_of,
 )
 from pretraining.checkpoints.format import MARKER, marker_or_nothing, read_marker
-from pretraining.checkpoints.identity import Start, described_data
+from pretraining.checkpoints.identity import Identity, Start, described_data
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.curve import DATA_FINGERPRINT, Change, changed_parts, refuse_changes
+from pretraining.data import PackedDataset, cuts_of_run, cuts_text, format_table
+from pretraining.data.mixing.training import Mixture
 from pretraining.errors import UserError
+from pretraining.planning import RunPlan, run_facts
+from pretraining.planning.quantities import facts, several
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
+from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
+from pretraining.runtime.lock import move_lock
 from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, rank_and_world_size
+from pretraining.runtime.restarts import launch_details
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schedules import CONSTANT, DECAYING
-from pretraining.schema import differences, listed
+from pretraining.schema import differences, display_path, listed
 
 STEP_SIZES = ("budget.tokens_per_step", "budget.ramp")
 """Keys that say how many tokens a step has."""
@@ -164,32 +178,15 @@ def changes_since(
     if any(change.key.startswith("model.") for change in changes):
         _refuse_other_shape(checkpoint, marker["recipe"]["model"], recipe.model)
     changes += _data_change(marker["data"], described_data(recipe, manifest), changes)
-    recorded = [(each["key"], each["to"]) for each in recorded_changes(run)]
+    recorded = [(each["key"], each["to"]) for each in _recorded_changes(run)]
     new = [change for change in changes if (change.key, change.now) not in recorded]
     refuse_changes(new, allowed, checkpoint, "checkpoint")
     return changes
 
 
-def recorded_changes(run: RunFolder) -> list[dict]:
+def _recorded_changes(run: RunFolder) -> list[dict]:
     """Return what earlier starts in this folder accepted: {"step", "key", "from", "to"} each."""
     return _read_json(run.changes) if run.changes.exists() else []
-
-
-def effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
-    """Return what a recorded change of the steps' sizes does to the learning rate, and the way out; "" if nothing.
-
-    A schedule that counts steps goes on at the same step, which is another share of the run than before.
-    """
-    kind, last = recipe.training.get("lr_scheduler_type", "linear"), start.last_step(recipe)
-    is_flat = kind == CONSTANT[0] or (kind in CONSTANT and start.step >= recipe.warmup_steps(last))
-    if change["key"] not in STEP_SIZES or recipe.schedule_counts_tokens or is_flat:
-        return ""
-    keys = "budget.warmup_tokens (in place of training.warmup_steps)"
-    keys += " or budget.decay_tokens" if kind == DECAYING else ""
-    return (
-        f"the learning rate moves by it: the schedule {kind} counts steps, and has {last - start.step:,} left after "
-        f"{start.step:,}, whatever their tokens; {keys} lets it count tokens, so that the rate stays where it is"
-    )
 
 
 def _data_change(earlier: dict, now: dict, changes: list[Change]) -> list[Change]:
@@ -214,3 +211,106 @@ def _read_json(path: Path) -> dict | list:
         raise UserError(
             f"{path}: cannot be read ({error}); remove it or choose another --output_dir"
         ) from error
+
+
+def open_run(
+    run: RunFolder,
+    identity: Identity,
+    plan: RunPlan,
+    mixture: Mixture | None,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: PackedDataset,
+) -> None:
+    """Write what the run is into its folder, on rank 0, after every check, and print it.
+
+    Checkpoints that do not count any more go first: the files of a killed save, and what was saved after the step
+    from which the run goes on. Then recipe, plan, environment, the model's config with the tokenizer, mixture.
+    """
+
+    def write() -> None:
+        start = identity.start
+        if start.starts_over:
+            _set_aside(run)
+        remove_uncommitted(run)
+        set_aside_after(run, start.step, spared=start.checkpoint)
+        record_changes(run, start, identity.recipe)
+        write_json(run.recipe, identity.recipe.to_dict())
+        write_json(run.plan, plan.to_dict())
+        write_json(run.environment, identity.environment)
+        describe_model(run, model, tokenizer)
+        print(start_text(run, identity, plan), flush=True)
+        if mixture is not None:
+            table = mixture.table(identity.recipe.num_samples)
+            write_json(run.mixture, table)
+            print(format_table(table))
+        cuts = cuts_of_run(dataset)
+        if cuts is not None:
+            print(cuts_text(cuts))
+        run.add_event(
+            "resume" if start.checkpoint else "start",
+            step=start.step,
+            checkpoint=start.checkpoint and start.checkpoint.name,
+            **plan.layout,
+            **launch_details(),
+            **({} if cuts is None else {"cuts": cuts}),
+        )
+
+    from_rank_0(write)
+
+
+def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
+    """Return what a run is and where it begins, in a few lines."""
+    recipe, start = identity.recipe, identity.start
+    rows = [("run", f"{recipe.name} in {display_path(run.path)}, on {identity.environment['device']}")]
+    rows += run_facts(recipe, plan, "rank")
+    if start.checkpoint is not None:
+        marker, place = read_marker(start.checkpoint), start.checkpoint
+        name = place.name if place.parent.absolute() == run.path.absolute() else display_path(place)
+        stage = "no DeepSpeed" if marker["zero_stage"] is None else f"zero{marker['zero_stage']}"
+        done = f"step {start.step:,} of {start.last_step(recipe):,}, {start.tokens:,} tokens seen"
+        rows.append(("continues", f"from {name} ({several(marker['ranks'], 'rank')}, {stage}): {done}"))
+    return facts(rows)
+
+
+def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
+    """Print and keep what was changed on request."""
+    # Before the recipe is written: a start that is killed in between is asked again for what it accepted.
+    known = _recorded_changes(run)
+    for change in start.changes:
+        if change in known:
+            continue
+        effect = _effect_on_rate(change, recipe, start)
+        run.add_event("change_accepted", **change, **({"effect": effect} if effect else {}))
+        words = (
+            f"{change['key']} is {change['to']!r} from step {change['step']:,} on, and was {change['from']!r}"
+        )
+        print(f"accepted: {words}{'; ' if effect else ''}{effect}", flush=True)
+    if start.changes or known:
+        write_json(run.changes, list(start.changes))
+
+
+def _effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
+    """Return what a recorded change of the steps' sizes does to the learning rate, and the way out; "" if nothing.
+
+    A schedule that counts steps goes on at the same step, which is another share of the run than before.
+    """
+    kind, last = recipe.training.get("lr_scheduler_type", "linear"), start.last_step(recipe)
+    is_flat = kind == CONSTANT[0] or (kind in CONSTANT and start.step >= recipe.warmup_steps(last))
+    if change["key"] not in STEP_SIZES or recipe.schedule_counts_tokens or is_flat:
+        return ""
+    keys = "budget.warmup_tokens (in place of training.warmup_steps)"
+    keys += " or budget.decay_tokens" if kind == DECAYING else ""
+    return (
+        f"the learning rate moves by it: the schedule {kind} counts steps, and has {last - start.step:,} left after "
+        f"{start.step:,}, whatever their tokens; {keys} lets it count tokens, so that the rate stays where it is"
+    )
+
+
+def _set_aside(run: RunFolder) -> None:
+    """Keep what an earlier run left in this folder under another name."""
+    if run.recipe.exists():
+        aside = run.path.with_name(f"{run.path.name}.{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
+        run.path.rename(aside)
+        move_lock(aside, run.path)  # this process goes on holding the new folder
+        print(f"the earlier run of {run.path} is kept as {aside}")
