@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 from urllib.parse import unquote
 
 from pretraining.curve import check_allowed
@@ -40,7 +41,7 @@ The same command continues a run that was stopped or killed; --resume never star
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line like all others."""
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         """Raise `UserError` with the message and where to read on."""
         raise UserError(f"{message} (see {self.prog} --help)")
 
@@ -270,7 +271,13 @@ def verb_modules(folder: ModuleType) -> dict[str, ModuleType]:
     return {name: import_module(f"{folder.__name__}.{name}") for name in names}
 
 
-def answer_one(prog: str, verbs: Mapping[str, object], description: str, epilog: str, arguments=None) -> None:
+def answer_one(
+    prog: str,
+    verbs: Mapping[str, object],
+    description: str,
+    epilog: str,
+    arguments: list[str] | None = None,
+) -> None:
     """Answer one command line on stdout."""
     options = _build_parser(prog, verbs, description, epilog).parse_args(arguments)
     verb = verbs[options.verb]

@@ -118,7 +118,9 @@ def test_a_finished_run_started_again_changes_nothing(workshop):
     again = execute(workshop.command(run.folder))
     assert again.code == 0 and str(run.dir.export) in again.stdout
     watched = execute(workshop.command(run.folder, "zero3", settings=("monitors.layer_norms_steps=3",)))
-    assert watched.code == 0 and str(run.dir.export) in watched.stdout, "what is trained and measured is the same"
+    assert watched.code == 0 and str(run.dir.export) in watched.stdout, (
+        "what is trained and measured is the same"
+    )
     assert contents(run.folder) == before
 
 

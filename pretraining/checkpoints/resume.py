@@ -25,9 +25,10 @@ from pretraining.checkpoints.folders import (
 from pretraining.checkpoints.format import MARKER, marker_or_nothing, read_marker
 from pretraining.checkpoints.identity import Identity, Start, described_data
 from pretraining.checkpoints.shard_files import read_state
-from pretraining.curve import DATA_FINGERPRINT, Change, changed_parts, refuse_changes
-from pretraining.data import PackedDataset, cuts_of_run, cuts_text, format_table
-from pretraining.data.mixing.training import Mixture
+from pretraining.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
+from pretraining.data.mixture import Mixture, format_table
+from pretraining.data.packed_dataset import PackedDataset
+from pretraining.data.packing import cuts_text
 from pretraining.errors import UserError
 from pretraining.planning import RunPlan, run_facts
 from pretraining.planning.quantities import facts, several
@@ -57,7 +58,7 @@ def find_start(run: RunFolder, recipe: Recipe, manifest: dict, resume: str, allo
     resume = resolve_resume(run, recipe.checkpoints["upload"], resume)
     if resume == "never":
         return Start(starts_over=True)
-    from_rank_0(lambda: _changes_of_run(run, recipe.to_dict(), allowed))
+    from_rank_0(lambda: changes_of_run(run, recipe.to_dict(), allowed))
     journal = from_rank_0(lambda: Journal.read(run.journal))
     checkpoint = choose_checkpoint(run, resume, journal)
     start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, manifest, allowed))
@@ -157,15 +158,6 @@ def _refuse_uncommitted(folder: Path) -> None:
         raise UserError(f"--resume {folder}: no committed checkpoint there ({MARKER} is missing)")
 
 
-def _changes_of_run(run: RunFolder, recipe: dict, allowed: Sequence[str]) -> list[Change]:
-    """Return how the recipe differs from that of the folder's last start; `UserError` for what is not allowed."""
-    if not run.recipe.exists():
-        return []
-    changes = changed_parts(recipe, _read_json(run.recipe))
-    refuse_changes(changes, allowed, run.path, "run")
-    return changes
-
-
 def changes_since(
     checkpoint: Path, marker: dict, recipe: Recipe, manifest: dict, run: RunFolder, allowed: Sequence[str]
 ) -> list[Change]:
@@ -244,7 +236,7 @@ def open_run(
             table = mixture.table(identity.recipe.num_samples)
             write_json(run.mixture, table)
             print(format_table(table))
-        cuts = cuts_of_run(dataset)
+        cuts = dataset.cut_shares()
         if cuts is not None:
             print(cuts_text(cuts))
         run.add_event(
