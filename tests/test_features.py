@@ -25,6 +25,7 @@ SETTINGS = {
     "compiled-blocks": ("speed.compile_backend=eager",),  # inductor: tests/test_compiling.py
     "gradient-statistics": ("monitors.noise_scale_steps=1", "monitors.layer_norms_steps=1"),
     "early-stopping": ("evaluation.patience=1", "evaluation.min_improvement=9", "training.eval_steps=1"),
+    "healing": ("data.mixture.stages.0.until=2048", "data.mixture.stages.1.until=4096"),
     "profile": ("monitors.profile.steps=2",),
     "tasks": ("evaluation.task_steps=3", "evaluation.task_limit=2"),
     "warmup-stable-decay": ("budget.warmup_tokens=2048", "budget.decay_tokens=2048"),
@@ -138,7 +139,7 @@ def _shortened(recipe: Recipe, texts: dict[str, Path], uploads: Path) -> list[st
             source = {"path": str(texts["builtin"]), **{k: v for k, v in source.items() if k != "builtin"}}
             source = {k: v for k, v in source.items() if k in ("path", "name", "weight", "max_epochs")}
             settings.append(f"data.sources.{number}={json.dumps(source)}")
-        else:
+        elif "dataset" in source:
             folder = {"dataset": str(texts["dataset"]), "config": None, "revision": None}
             settings += [f"data.sources.{number}.{key}={json.dumps(value)}" for key, value in folder.items()]
     settings += [f"budget.tokens={STEPS * recipe.tokens_per_step}", "data.tokenizer.train_vocab_size=320"]
