@@ -28,7 +28,7 @@ from pretraining.data.mixing.mixed import MixedOrder
 from pretraining.data.mixing.quality import mixing_quality
 from pretraining.data.mixing.schedule import Schedule, Stage
 from pretraining.data.order import GlobalOrder, Order
-from pretraining.mixture import exact_shares, shares_of_sizes
+from pretraining.recipe.data import exact_shares, shares_of_sizes
 
 NUM_BLOCKS = 10**9
 BLOCKS_PER_SHARD = 1 << 15

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
-from pretraining.model_types import is_exact
 from pretraining.recipe import Recipe, accumulation_steps, load_recipe, model_with_defaults
-from pretraining.schedules import DEFAULT_OPTIM, SCHEDULE_FREE
+from pretraining.recipe.model import is_exact
+from pretraining.recipe.schedule import SCHEDULE_FREE
+from pretraining.recipe.training import DEFAULT_OPTIM
 from pretraining.schema import display_path, problem
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")

@@ -15,10 +15,10 @@ from pretraining.model import build_from_recipe, build_loss, build_model
 from pretraining.model.build import build_config
 from pretraining.model.compiling import blocks_of, check_compiler, compile_model, describe_compilation
 from pretraining.model.varlen_attention import TORCH_VARLEN, register_varlen_attention
-from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.planning.memory import memory_need
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.recipe import load_recipe
+from pretraining.recipe.training import TRAINING_KEYS
 from pretraining.refusals import compiled_part, load_run, why_not_compiled
 from pretraining.training import build_arguments
 from pretraining.training.arguments import engine_config

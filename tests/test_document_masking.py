@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from pretraining.curve import changed_parts
 from pretraining.data import PackedDataset
 from pretraining.data.document_masking import IGNORED, document_borders
 from pretraining.model import build_model, varlen_attention
 from pretraining.model.loss import next_token_loss
 from pretraining.recipe import load_recipe
+from pretraining.recipe.curve import changed_parts
 from pretraining.training import collate_blocks
 from tests.runs import LLAMA, MODELS, execute, made_once
 from tests.test_attention import TOKENIZER

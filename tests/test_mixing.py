@@ -15,7 +15,7 @@ from pretraining.data.mixing.schedule import MAX_PERIOD, Schedule, Stage, counts
 from pretraining.data.order import GlobalOrder
 from pretraining.data.shards import SplitWriter
 from pretraining.errors import UserError
-from pretraining.mixture import exact_shares, shares_of_sizes
+from pretraining.recipe.data import exact_shares, shares_of_sizes
 
 LENGTH = 8
 SIZES = {"web": 6000, "code": 3000, "books": 1000}

@@ -13,10 +13,10 @@ import torch
 from pretraining.data.left_out import OrderWithout
 from pretraining.data.order import GlobalOrder
 from pretraining.errors import UserError
+from pretraining.recipe.budget import StepSizes
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.step_sizes import StepSizes
 from pretraining.training.nonfinite import NonFiniteGuard
 from pretraining.training.plateau import Plateau
 from pretraining.training.schedule import apply_schedule_now, lower_rates
@@ -201,7 +201,7 @@ class Watched:
         self.monitor = StabilityMonitor(self.run, monitors, lambda step: {"samples": [step - 1, step]})
         remaining, speed = (
             iter(enumerate(losses)),
-            SpeedMeter(StepSizes.of({"tokens_per_step": 8}), len(losses)),
+            SpeedMeter(StepSizes.of(8), len(losses)),
         )
 
         def loss(outputs, labels, num_items_in_batch=None):

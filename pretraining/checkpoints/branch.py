@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pretraining.checkpoints.marker import MARKER, flush_folder, read_marker
 from pretraining.checkpoints.stage import Stage, staged_recipe
-from pretraining.curve import changed_parts
 from pretraining.recipe import load_recipe
+from pretraining.recipe.curve import changed_parts
 from pretraining.refusals import load_run
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder

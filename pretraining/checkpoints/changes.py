@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretraining.checkpoints.identity import Start, described_data
-from pretraining.curve import DATA_FINGERPRINT, Change, changed_parts, refuse_changes
 from pretraining.errors import UserError
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
+from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, refuse_changes
+from pretraining.recipe.schedule import CONSTANT, DECAYING
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schedules import CONSTANT, DECAYING
 from pretraining.schema import differences, listed
 
 STEP_SIZES = ("budget.tokens_per_step", "budget.ramp")

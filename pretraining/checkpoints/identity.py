@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretraining.checkpoints.marker import read_marker
-from pretraining.curve import curve_parts
 from pretraining.recipe import Recipe
+from pretraining.recipe.curve import curve_parts
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.run_folder import utc_now
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from pretraining.checkpoints.identity import Start
 from pretraining.errors import UserError, nearest
-from pretraining.mixture import block_of
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, recipe_schema
-from pretraining.schedules import DECAYING, SCHEDULE_FREE, STABLE
+from pretraining.recipe.data import block_of
+from pretraining.recipe.schedule import DECAYING, SCHEDULE_FREE, STABLE
 from pretraining.schema import display_path, problem, read_json
 
 DECIDED = {"training": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")}

@@ -25,7 +25,6 @@ from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.model import build_from_recipe, build_loss
-from pretraining.model_types import is_exact, own_key, value_of
 from pretraining.planning.comparison import predicted
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import Gpu, known_gpu
@@ -35,6 +34,7 @@ from pretraining.planning.sizes import model_size
 from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.throughput import model_flops_utilization
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.recipe.model import is_exact, own_key, value_of
 from pretraining.refusals import check_run
 from pretraining.training import (
     PretrainingTrainer,

@@ -12,7 +12,7 @@ from pretraining.evaluation.harness import Harness
 from pretraining.evaluation.hellaswag import HellaSwag, read_items
 from pretraining.evaluation.likelihood import Interrupted
 from pretraining.evaluation.validation import Validation
-from pretraining.recipe import Recipe, model_positions
+from pretraining.recipe import Recipe
 
 
 class Scorer(Protocol):
@@ -44,7 +44,7 @@ class Measures:
         Raises `UserError` for a task that there is not, data that cannot be read, lm-eval that is not installed.
         """
         section, validation = recipe.evaluation, Validation.of(splits, recipe)
-        shape = {"max_length": model_positions(recipe.model), "batch_size": validation.batch_size}
+        shape = {"max_length": recipe.model.max_position_embeddings, "batch_size": validation.batch_size}
         scorers = scorers_of(
             section["tasks"], section["hellaswag"], tokenizer, section["task_limit"], **shape
         )

@@ -7,7 +7,7 @@ from transformers.utils import is_flash_attn_3_available
 
 from pretraining.errors import UserError
 from pretraining.model.varlen_attention import TORCH_VARLEN, register_varlen_attention
-from pretraining.model_types import is_exact
+from pretraining.recipe.model import is_exact
 
 SDPA_CAUSAL = "sdpa_causal"
 """torch's kernels told that the mask is causal. transformers' own `sdpa` looks for packed documents in every forward

@@ -18,8 +18,8 @@ from pretraining.model.attention import choose_attention, describe_attention, mi
 from pretraining.model.compiling import check_compiler, compile_model, describe_compilation
 from pretraining.model.fp8 import check_fp8_hardware, convert_products
 from pretraining.model.initialise import initialise_weights
-from pretraining.mup import NO_BASE, scales_by_name
 from pretraining.recipe import model_with_defaults
+from pretraining.recipe.mup import Mup, scales_by_name
 from pretraining.refusals import why_not_compiled
 
 PLAIN = {"compile": "none", "fp8": "none"}
@@ -64,7 +64,7 @@ def build_model(
     draw_weights: bool = True,
     masks_documents: bool = False,
     speed: dict = PLAIN,
-    mup: dict = NO_BASE,
+    mup: Mup = Mup(),
 ) -> PreTrainedModel:
     """Build the model with its initial weights; the same weights at every ZeRO stage and world size.
 

@@ -5,7 +5,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pretraining.model.cross_entropy import fused_nats
-from pretraining.model_types import EXACT
+from pretraining.recipe.model import EXACT
 
 
 class LossHead(nn.Linear):

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from pretraining.model_types import EXACT
+from pretraining.recipe.model import EXACT
 
 COEFFICIENT = "router_aux_loss_coef"
 Routers = tuple[torch.Tensor, ...]

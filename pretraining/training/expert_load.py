@@ -7,8 +7,8 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from pretraining.model_types import is_exact
 from pretraining.recipe import Recipe, model_with_defaults
+from pretraining.recipe.model import is_exact
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.alerts import advice

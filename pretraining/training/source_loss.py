@@ -7,8 +7,8 @@ from transformers import TrainerCallback
 
 from pretraining.data.document_masking import IGNORED
 from pretraining.data.mixing.training import source_names
-from pretraining.mixture import is_mixed
 from pretraining.recipe import Recipe
+from pretraining.recipe.data import is_mixed
 from pretraining.runtime.process_group import sum_over_ranks
 
 

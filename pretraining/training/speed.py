@@ -12,8 +12,8 @@ from pretraining.planning.gpus import FILE, find_gpu
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
+from pretraining.recipe.budget import StepSizes
 from pretraining.runtime.process_group import rank_and_world_size
-from pretraining.step_sizes import StepSizes
 from pretraining.training.step_clock import PAUSES, StepClock
 
 

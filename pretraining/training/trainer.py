@@ -13,8 +13,8 @@ from transformers import PrinterCallback, Trainer, TrainingArguments, get_schedu
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
+from pretraining.recipe.budget import StepSizes
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
-from pretraining.step_sizes import StepSizes
 from pretraining.training.arguments import training_refusals
 from pretraining.training.hearing import tell
 from pretraining.training.optimizers import BindPartitions, Muon, counting_by_tensor, describe_groups

@@ -18,7 +18,7 @@ from pretraining.data.dedup import (
 )
 from pretraining.data.dedup.fates import count_fates
 from pretraining.data.dedup.parts import write_array
-from pretraining.mixture import source_name
+from pretraining.recipe.data import source_name
 
 PIECES_PER_SLICE = 32
 """Pieces for each slice of the comparison: a slice then holds in memory what some hundred pieces of text need."""

@@ -5,7 +5,7 @@ from fractions import Fraction
 from math import ceil
 
 from pretraining.data.mixing.schedule import Schedule
-from pretraining.mixture import WishedStage
+from pretraining.recipe.data import WishedStage
 from pretraining.schema import problem
 
 DEFAULT_MAX_EPOCHS = 1

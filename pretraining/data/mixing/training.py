@@ -19,7 +19,7 @@ from pretraining.data.order import GlobalOrder, Order
 from pretraining.data.packed import PackedDataset
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
-from pretraining.mixture import is_mixed, read_stages, source_names
+from pretraining.recipe.data import is_mixed, read_stages, source_names
 from pretraining.schema import display_path, problem
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pretraining.data.manifest import MANIFEST_NAME, read_manifest
 from pretraining.data.tools.documents import SplitDocuments
 from pretraining.errors import UserError, nearest
-from pretraining.mixture import source_name
+from pretraining.recipe.data import source_name
 
 if TYPE_CHECKING:
     import tokenizers

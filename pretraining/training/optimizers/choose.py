@@ -5,8 +5,8 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from pretraining.mup import Scales, scales_by_name
 from pretraining.recipe import model_with_defaults
+from pretraining.recipe.mup import Scales, scales_by_name
 from pretraining.refusals import own_groups
 from pretraining.training.optimizers.groups import by_scales, split_parameters
 from pretraining.training.optimizers.matrices import hidden_matrices

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from pretraining.mup import Scales
+from pretraining.recipe.mup import Scales
 from pretraining.training.optimizers.matrices import hidden_matrices
 
 Named = dict[str, nn.Parameter]

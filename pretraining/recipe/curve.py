@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.errors import UserError, nearest
-from pretraining.model_types import other_model_types
 from pretraining.recipe import recipe_schema
+from pretraining.recipe.model import other_model_types
 from pretraining.schema import differences
 
 # `training` keys that change where the work happens or what is recorded, not the curve.
