@@ -87,15 +87,14 @@ def initialised_engine(ds_config: dict | None, device: str):
 
 def count_waits(ds_config: dict | None, world_size: int) -> dict:
     """How often the host waits for the device in DeepSpeed's engine, and what a step sends, on a GPU that is none."""
-    from pretraining.training.stage_0_norm import tell_norm_at_stage_0
     from pretraining.upstream.fake_gpu import fake_gpu
-    from pretraining.upstream.gradient_norm import read_norm_once
+    from pretraining.upstream.zero_optimizers import keep_norm_at_stage_0, mend_optimizer
 
     name_ranks(world_size)
     with fake_gpu(world_size) as machine:
         engine = initialised_engine(ds_config, "cuda")
-        tell_norm_at_stage_0(engine, lambda norm: None)
-        read_norm_once(engine.optimizer)
+        keep_norm_at_stage_0(engine, lambda norm: None)
+        mend_optimizer(engine.optimizer)
         counted_phases = SimpleNamespace(phase="")
         waits: dict[str, int] = {}
         for _ in range(3):

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, TrainingArguments
 
+from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.model import build_from_recipe, build_loss, build_model
 from pretraining.model.build import build_config
@@ -20,8 +21,8 @@ from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.recipe import load_recipe
 from pretraining.recipe.training import TRAINING_KEYS
 from pretraining.refusals import compiled_part, load_run, why_not_compiled
-from pretraining.training import build_arguments
-from pretraining.training.arguments import engine_config
+from pretraining.training import arguments as run_arguments
+from pretraining.training.arguments import build_arguments, engine_config
 from pretraining.upstream.compiler import missing_compiler
 from tests.compiled_ranks import CASES
 from tests.runs import MODELS, Run, execute, launcher
@@ -240,6 +241,20 @@ def test_the_next_block_is_gathered_while_one_computes():
     assert needs[0] - needs[1] == pytest.approx(2 * (block - 0.9 * 6656**2))
 
 
+def test_liger_fuses_what_no_compiler_does(monkeypatch):
+    """On a GPU, if it is installed and no block is compiled; a recipe that says so decides for itself."""
+    recomputed = ["training.activation_checkpointing=true"]
+    mixture, compiled = load_recipe("moe-1.5b", recomputed), load_recipe("7b")
+    monkeypatch.setattr(run_arguments, "is_liger_kernel_available", lambda: True)
+    assert run_arguments.fuses_with_liger(mixture, load_ds_config("zero1"), on_gpu=True)
+    assert not run_arguments.fuses_with_liger(mixture, load_ds_config("zero1"), on_gpu=False)
+    assert not run_arguments.fuses_with_liger(compiled, load_ds_config("zero3"), on_gpu=True)
+    uncompiled = load_recipe("7b", ["speed.compile=none"])
+    assert not run_arguments.fuses_with_liger(uncompiled, load_ds_config("zero3"), on_gpu=True)
+    monkeypatch.setattr(run_arguments, "is_liger_kernel_available", lambda: False)
+    assert not run_arguments.fuses_with_liger(mixture, load_ds_config("zero1"), on_gpu=True)
+
+
 def test_liger_is_one_line_if_missing_and_leaves_the_loss_alone(monkeypatch, tmp_path):
     """It would replace the model's forward by one with its own loss."""
     recipe = load_recipe("7b", ["training.use_liger_kernel=true", "training.bf16=false"])
@@ -276,7 +291,7 @@ def breaks_backward(graph, inputs):
 def test_a_compiler_that_fails_is_one_line_and_the_run_goes_on(backend, arguments, monkeypatch, capsys):
     """`auto`, a backend that raises forward or backward, or no C++ compiler: the losses of eager blocks."""
     if backend == "inductor":
-        monkeypatch.setattr("pretraining.upstream.compiler.shutil.which", lambda name: None)
+        monkeypatch.setattr("pretraining.upstream.toolchain.shutil.which", lambda name: None)
     eager = losses("gpt2", arguments)
     capsys.readouterr()
     assert losses("gpt2", arguments, compile="auto", compile_backend=backend) == eager
@@ -295,22 +310,24 @@ def test_what_triton_needs_is_looked_for_before_the_run(missing, monkeypatch, tm
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: missing != "triton")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(
-        "pretraining.upstream.compiler.shutil.which", lambda name: None if missing == "gcc" else name
+        "pretraining.upstream.toolchain.shutil.which", lambda name: None if missing == "gcc" else name
     )
     (tmp_path / "Python.h").touch()
     folder = tmp_path / "nowhere" if missing == "headers" else tmp_path
-    monkeypatch.setattr("pretraining.upstream.compiler.sysconfig.get_paths", lambda: {"include": str(folder)})
+    monkeypatch.setattr(
+        "pretraining.upstream.toolchain.sysconfig.get_paths", lambda: {"include": str(folder)}
+    )
     assert GPU_NEEDS[missing] in missing_compiler()
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    monkeypatch.setattr("pretraining.upstream.compiler.shutil.which", lambda name: name)
+    monkeypatch.setattr("pretraining.upstream.toolchain.shutil.which", lambda name: name)
     monkeypatch.setattr(
-        "pretraining.upstream.compiler.sysconfig.get_paths", lambda: {"include": str(tmp_path)}
+        "pretraining.upstream.toolchain.sysconfig.get_paths", lambda: {"include": str(tmp_path)}
     )
     assert missing_compiler() is None
 
 
 def test_a_compiler_that_is_asked_for_by_name_must_be_there(monkeypatch):
-    monkeypatch.setattr("pretraining.upstream.compiler.shutil.which", lambda name: None)
+    monkeypatch.setattr("pretraining.upstream.toolchain.shutil.which", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match=r"inductor needs a C\+\+ compiler"):
         check_compiler({**NONE, "compile": "blocks"})

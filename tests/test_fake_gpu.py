@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from transformers import TrainerCallback
 
-from pretraining import checkpoints, model, training
+from pretraining import checkpoints, model
 from pretraining.checkpoints.identity import Start
 from pretraining.data.order import GlobalOrder
-from pretraining.data.packed import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import SplitWriter, TokenSplit
 from pretraining.evaluation.hellaswag import HellaSwag, Item
 from pretraining.evaluation.sample import sample_text
@@ -27,34 +28,34 @@ from pretraining.planning import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.refusals import load_run
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.training.arguments import build_arguments, collate_blocks
+from pretraining.training.monitors import Monitors
+from pretraining.training.optimizers import choose_clipping, choose_optimizer
+from pretraining.training.trainer import PretrainingTrainer
+from pretraining.upstream.fake_cuda import FakeStream
 from pretraining.upstream.fake_gpu import fake_gpu
 from tests.runs import EXPERTS, LLAMA
 
 LENGTH, STEPS, ACCUMULATION = 64, 2, 2
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 
-OURS, ZERO = "pretraining/training", "deepspeed/runtime/zero"
-NORM = "pretraining/upstream/gradient_norm.py:read_norm"
+OURS = "pretraining/training"
+NORM = "pretraining/upstream/zero_optimizers.py:read_norm"
 
 # The written list: where the host waits for the device, and how often.
-EVERY_MICRO_BATCH = {
-    # Stage 3's reductions run on a stream of their own, and the next pass may use their buffers.
-    "zero3": {f"{ZERO}/stage3.py:independent_gradient_partition_epilogue": 1},
-}
 EVERY_STEP = {
     # Whether the step is made: all else follows from the norm on the host.
     "zero0": {NORM: 1},
     "zero1": {NORM: 1},
     "zero2": {NORM: 1},
-    # After it the parameters that stay whole are gathered.
-    "zero3": {NORM: 1, f"{ZERO}/partition_parameters.py:_allgather_params_coalesced": 1},
-    "null": {f"{OURS}/nonfinite.py:_before_step": 1},
+    "zero3": {NORM: 1},
+    "null": {f"{OURS}/stability.py:_before_step": 1},
 }
-LOSS = {f"{OURS}/loss_watch.py:read": 1}
+LOSS = {f"{OURS}/stability.py:read": 1}
 """Of the step, to judge it: its forward pass was over before the norm was known, so that nothing is waited for."""
 MEASURED = {
-    f"{OURS}/layer_norms.py:_see",
-    f"{OURS}/micro_batch_norms.py:close",
+    f"{OURS}/gradients.py:_see",
+    f"{OURS}/gradients.py:close",
     "pretraining/runtime/process_group.py:sum_over_ranks",
 }
 """On steps that a monitor measures, if the recipe asks for it."""
@@ -62,15 +63,15 @@ LOGGED = {
     "transformers/trainer.py:_maybe_log_save_evaluate",
     "transformers/trainer.py:store_flos",
     "transformers/trainer_pt_utils.py:distributed_broadcast_scalars",
-    f"{OURS}/step_clock.py:take",
-    f"{OURS}/stragglers.py:gather",
-    f"{OURS}/expert_load.py:_take_counts",
-    f"{OURS}/source_loss.py:_take",
+    f"{OURS}/throughput.py:take",
+    f"{OURS}/throughput.py:gather",
+    f"{OURS}/metrics.py:_take_counts",
+    f"{OURS}/metrics.py:_take",
     "pretraining/runtime/process_group.py:sum_over_ranks",
 }
 """On steps that are logged: the running loss and what else a row of metrics says."""
 MOST_A_STEP = 2
-"""At every stage but 3."""
+"""Waits of the host, at every stage."""
 
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
 MIXTRAL = {
@@ -142,23 +143,23 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
     recipe, config = load_run(str(recipe_path), budget, ds_config, machine.world_size)
     run, start = RunFolder(recipe_path.parent / "run"), Start()
     plan = build_run_plan(recipe, config, machine.world_size)
-    arguments = training.build_arguments(recipe, config, run.path, plan.accumulation_steps, STEPS)
+    arguments = build_arguments(recipe, config, run.path, plan.accumulation_steps, STEPS)
     language_model = model.build_from_recipe(recipe, TOKENIZER, arguments, False)
     order = GlobalOrder(2 * split.num_blocks(LENGTH), 0, "faked")
     masks = recipe.data["document_masking"]
     dataset = PackedDataset((split, split), LENGTH, order, 0, recipe.num_samples, masks_documents=masks)
-    watch = training.Watch(run, recipe)
+    watch = Monitors(run, recipe)
     watch.begin(lambda step: {}, plan, start, dataset.num_blocks)
     validation = Validation.of(split, recipe)
-    return training.PretrainingTrainer(
+    return PretrainingTrainer(
         model=language_model,
         args=arguments,
         train_dataset=dataset,
         eval_dataset=validation.dataset,
-        data_collator=training.collate_blocks,
+        data_collator=collate_blocks,
         compute_loss_func=watch.loss(model.build_loss(language_model, recipe.loss)),
-        optimizer_cls_and_kwargs=training.choose_optimizer(recipe),
-        clipping=training.choose_clipping(recipe),
+        optimizer_cls_and_kwargs=choose_optimizer(recipe),
+        clipping=choose_clipping(recipe),
         averaged_weights=checkpoints.averaged_weights,
         validate=lambda trained, step, interrupted: validation.measure(trained, interrupted),
         recipe_path=recipe.path,
@@ -238,12 +239,27 @@ def test_a_step_waits_only_where_it_is_written(tmp_path, split, ds_config, world
     every_step = Counter({**EVERY_STEP[ds_config], **LOSS})
     measured = {where for where in waits.step if where in MEASURED}
     assert not measured or "monitors" in changed
-    micro_batch = EVERY_MICRO_BATCH.get(ds_config, {})
-    assert waits.micro_batches == micro_batch
+    assert not waits.micro_batches
     assert waits.step - Counter({where: waits.step[where] for where in measured}) == every_step
     assert set(waits.logged) <= LOGGED
-    if ds_config != "zero3":
-        assert not micro_batch and every_step.total() <= MOST_A_STEP
+    assert every_step.total() <= MOST_A_STEP
+
+
+def test_a_pass_comes_after_the_reductions_of_the_one_before(tmp_path, split, monkeypatch):
+    """Promise: the curve. Stage 3 reduces on its own stream; the device keeps the order, the host does not wait."""
+    ordered, found = [], []
+    monkeypatch.setattr(FakeStream, "wait_stream", lambda later, earlier: ordered.append((later, earlier)))
+    end_pass = DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue
+
+    def end_watched(optimizer):
+        ordered.clear()
+        end_pass(optimizer)
+        found.append((torch.cuda.current_stream(), optimizer.reduce_and_partition_stream) in ordered)
+
+    name = "independent_gradient_partition_epilogue"
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, name, end_watched)
+    last_step(tmp_path, split, "zero3", 8, LLAMA)
+    assert found == [True] * STEPS * ACCUMULATION
 
 
 def test_a_wait_that_is_not_written_is_found(tmp_path, split, monkeypatch):

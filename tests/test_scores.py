@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from pretraining.data import CacheSettings, open_prepared, validation_by_source
+from pretraining.data import CacheSettings, open_prepared
+from pretraining.data.mixture import validation_by_source
 from pretraining.errors import UserError
 from pretraining.evaluation import Measures
 from pretraining.evaluation.harness import Harness, load_tasks, scores_of

@@ -10,7 +10,8 @@ from pretraining.command_line import (
     not_negative_number,
     positive_integer,
 )
-from pretraining.data import CacheSettings, open_prepared, validation_by_source
+from pretraining.data import CacheSettings, open_prepared
+from pretraining.data.mixture import validation_by_source
 from pretraining.errors import UserError, one_line_errors
 from pretraining.recipe import Recipe, load_recipe
 from pretraining.runtime.run_folder import RunFolder

@@ -21,6 +21,7 @@ from pretraining.model.initialise import initialise_weights
 from pretraining.recipe import model_with_defaults
 from pretraining.recipe.mup import Mup, scales_by_name
 from pretraining.refusals import why_not_compiled
+from pretraining.upstream.zero3_build import no_zero3_draw
 
 PLAIN = {"compile": "none", "fp8": "none"}
 """A `speed` section that asks for nothing."""
@@ -77,7 +78,7 @@ def build_model(
     attention = choose_attention(model, arguments, masks_documents)
     config = build_config({**model, "attn_implementation": attention}, tokenizer)
     try:
-        with no_init_weights():
+        with no_init_weights(), no_zero3_draw():
             built = AutoModelForCausalLM.from_config(config, dtype=_parameter_dtype(arguments))
     except KeyError as error:
         raise UserError(f"model.rope_parameters: transformers has no rope_type {error}") from error

@@ -26,7 +26,7 @@ BORDERS = {"cu_seq_lens_q", "cu_seq_lens_k"}
 def check_compiler(speed: dict) -> None:
     """Raise `UserError` if the recipe names what to compile and this machine has no compiler for inductor."""
     if speed["compile"] in ("blocks", "whole") and (missing := _missing(speed)):
-        raise UserError(f"speed.compile: inductor needs {missing}; install it, or set speed.compile to none")
+        raise UserError(f"speed.compile: inductor needs {missing}; install it, or --set speed.compile=none")
 
 
 def _missing(speed: dict) -> str | None:
@@ -153,4 +153,4 @@ def _device_of(values: tuple) -> torch.device:
 
 
 def _warn(what: str) -> None:
-    print(f"warning: {what}; mend that, or set speed.compile to none", file=sys.stderr, flush=True)
+    print(f"warning: {what}; mend that, or --set speed.compile=none", file=sys.stderr, flush=True)

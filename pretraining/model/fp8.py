@@ -31,7 +31,7 @@ def check_fp8_hardware(speed: dict) -> None:
     if capability is None or capability < HOPPER:
         has = "there is no GPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
         raise UserError(
-            f"{key} needs a GPU of compute capability 9.0 (Hopper) or later, and {has} here; set it to none"
+            f"{key} needs a GPU of compute capability 9.0 (Hopper) or later, and {has} here; --set speed.fp8=none"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from pretraining.addresses import masked
 from pretraining.ds_config import short_name
 from pretraining.errors import UserError, nearest
-from pretraining.recipe.model import checked_model
+from pretraining.recipe.model import checked_model, refuse_names_of_others
 from pretraining.recipe.recipe import RECIPES, SECTIONS, Recipe
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.training import TRAINING_KEYS
@@ -22,7 +22,7 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str
     """Read a recipe by its name in recipes/ or by its path, apply `--set` overrides, and check all of it.
 
     Args:
-        name_or_path: `tiny`, or a path that ends in .json.
+        name_or_path: `tiny`, `features/muon`, or a path that ends in .json.
         overrides: `section.key=value` texts, applied in order.
         deepspeed: takes the place of the recipe's `deepspeed`; "null" means none.
 
@@ -32,11 +32,11 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str
     """
     path = _find(str(name_or_path))
     where = display_path(path)
-    values = read_json(path)
-    _check_owners(values, where)
+    values = _read(path)
+    refuse_names_of_others(values.get("model"), where)
     overrides = list(overrides)
     for override in overrides:
-        _check_owners(_as_nested(override), f"--set {override}")
+        _check_override(override, values.get("model"))
     values = _apply_overrides(check(values, recipe_schema(), where), overrides)
     if deepspeed is not None:
         values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed
@@ -83,9 +83,44 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.json") if path.name != "schema.json")
 
 
+def _read(path: Path) -> dict:
+    """The sections of a recipe's file, over those of the one base it may name."""
+    where, own = display_path(path), read_json(path)
+    _check_owners(own, where)
+    if "base" not in own:
+        return own
+    name = check(own.pop("base"), recipe_schema()["properties"]["base"], where, "base")
+    try:
+        base_path = path.parent / name if name.endswith(".json") else _find(name)
+    except UserError as error:
+        raise problem(where, "base", str(error).removeprefix("--recipe ")) from None
+    base = read_json(base_path)
+    if "base" in base:
+        what = f"{display_path(base_path)} has a base itself; name that one, or a recipe without"
+        raise problem(where, "base", what)
+    load_recipe(str(base_path))  # so that a mistake in the base is reported with the base's name
+    return _merged(base, own)
+
+
+def _merged(base: dict, own: dict) -> dict:
+    """`own` over `base`, key by key in each section; lists and objects in a section replace the base's whole.
+
+    A model that names its type is another model and inherits nothing. The base's name and description stay its own.
+    """
+    merged = {key: value for key, value in base.items() if key not in ("name", "description")}
+    for key, value in own.items():
+        inherited = merged.get(key)
+        extends = isinstance(value, dict) and isinstance(inherited, dict) and "model_type" not in value
+        merged[key] = {**inherited, **value} if extends else value
+    return merged
+
+
 def _find(name_or_path: str) -> Path:
-    if name_or_path.endswith(".json") or "/" in name_or_path:
+    if name_or_path.endswith(".json"):
         return Path(name_or_path)
+    if "/" in name_or_path:  # a name in a folder of recipes/: features/muon
+        path = RECIPES / f"{name_or_path}.json"
+        return path if path.is_file() else Path(name_or_path)
     path = RECIPES / f"{name_or_path}.json"
     if name_or_path == "schema" or not path.is_file():
         names = recipe_names()
@@ -104,6 +139,17 @@ def _check_owners(values: dict, where: str) -> None:
     for key in training if isinstance(training, dict) else ():
         if key in TRAINING_KEYS:
             raise problem(where, f"training.{key}", f"does not belong here: {TRAINING_KEYS[key]}")
+
+
+def _check_override(override: str, model: Any) -> None:
+    """A `--set` text names neither a key of another owner, nor a base, nor another model type's name of a key."""
+    nested, where = _as_nested(override), f"--set {override}"
+    _check_owners(nested, where)
+    if "base" in nested:
+        raise problem(where, "base", "is named in a recipe's file alone; --recipe takes another")
+    if isinstance(model, dict):
+        kind = {"model_type": model.get("model_type")}
+        refuse_names_of_others({**nested.get("model", {}), **kind}, where)
 
 
 def _as_nested(override: str) -> dict:

@@ -48,6 +48,13 @@ SECTIONS: dict[str, type[Section]] = {
 """Our own."""
 TOP_LEVEL = {
     "$schema": {"type": "string"},
+    "base": {
+        "type": "string",
+        "minLength": 1,
+        "description": "Another recipe, by name or by its path from this file, without a base of its own: its keys hold "
+        "where this file says nothing. Lists and objects in a section replace the base's; so does a model with a "
+        "model_type.",
+    },
     "name": {
         "type": "string",
         "description": "Name of the run and of its folder runs/<name>; the file's name where left out.",

@@ -6,18 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import TrainingArguments, enable_full_determinism
-from transformers.utils import is_torch_tf32_available
+from transformers.utils import is_liger_kernel_available, is_torch_tf32_available
 
 from pretraining.command_line import ranks_here
+from pretraining.data.document_masking import stack_blocks
 from pretraining.data.packages import require
 from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.memory.buffers import block_gathering
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.recipe import Recipe
-from pretraining.refusals import gathers_blocks
+from pretraining.refusals import gathers_blocks, why_not_compiled
 from pretraining.schema import display_path, problem
 from pretraining.training.operators import check_operators
 
@@ -81,7 +83,8 @@ def build_arguments(
     if keywords.get("tf32"):
         # transformers sets torch's new switch alone; inductor's autotuning asks the old one, which then refuses.
         torch.set_float32_matmul_precision("high")
-    if keywords.get("use_liger_kernel"):
+    keywords.setdefault("use_liger_kernel", fuses_with_liger(recipe, ds_config, on_gpu))
+    if keywords["use_liger_kernel"]:
         require("liger_kernel", "training.use_liger_kernel")
         # Of norms, rotary embeddings and gated layers; the loss is the recipe's own, and so is the model's forward.
         given = keywords.get("liger_kernel_config") or {}
@@ -99,6 +102,17 @@ def build_arguments(
     check_operators(ds_config)
     with training_refusals(recipe.path):
         return TrainingArguments(**keywords, **FIXED, **owned)
+
+
+def fuses_with_liger(recipe: Recipe, ds_config: dict | None, on_gpu: bool) -> bool:
+    """Whether Liger's kernels do what no compiler does: if `speed.compile: auto` compiles no blocks on this GPU.
+
+    They fuse norms, rotary embeddings and gated layers, which GPT-2 has none of. A recipe that sets
+    `training.use_liger_kernel` decides for itself.
+    """
+    if not on_gpu or recipe.speed["compile"] != "auto" or recipe.model["model_type"] == "gpt2":
+        return False
+    return why_not_compiled(recipe, ds_config, on_gpu) is not None and is_liger_kernel_available()
 
 
 def prefetch_factor(recipe, accumulation_steps: int) -> int:
@@ -144,3 +158,9 @@ def training_refusals(recipe_path: Path) -> Iterator[None]:
         yield
     except (TypeError, ValueError, ImportError) as error:
         raise UserError(f"recipe {display_path(recipe_path)}: training: {error}") from error
+
+
+def collate_blocks(blocks: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor | int]:
+    """`stack_blocks` in tensors: what the model's forward pass takes."""
+    batch = stack_blocks(blocks)
+    return {key: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for key, x in batch.items()}

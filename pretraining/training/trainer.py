@@ -15,17 +15,16 @@ from transformers.utils import logging
 
 from pretraining.recipe.budget import StepSizes
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
+from pretraining.runtime.signals import ignore_in_worker
 from pretraining.training.arguments import training_refusals
-from pretraining.training.hearing import tell
-from pretraining.training.optimizers import BindPartitions, Muon, counting_by_tensor, describe_groups
-from pretraining.training.round_robin import link_slices
+from pretraining.training.monitors import tell
+from pretraining.training.muon import BindPartitions, Muon
+from pretraining.training.optimizers import describe_groups
 from pretraining.training.schedule import count_tokens, follow_step_sizes, lower_rates
-from pretraining.training.signals import ignore_in_worker
-from pretraining.training.stage_0_norm import tell_norm_at_stage_0
-from pretraining.training.step_clock import StepClock
+from pretraining.training.schedule_free import counting_by_tensor
 from pretraining.training.stopping import StoppingCallback, StopRequests
-from pretraining.training.timed_trainer import TimedTrainer
-from pretraining.upstream.gradient_norm import read_norm_once
+from pretraining.training.throughput import StepClock, TimedTrainer
+from pretraining.upstream.zero_optimizers import keep_norm_at_stage_0, mend_optimizer
 
 ABSENT: dict = {}
 """A micro-batch that a smaller step does not have."""
@@ -252,9 +251,8 @@ class PretrainingTrainer(TimedTrainer):
         """Prepare as for a fresh start, then set every state in place."""
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         if self.is_deepspeed_enabled:
-            tell_norm_at_stage_0(self.model_wrapped, self._tell_norm)
-            link_slices(self.model_wrapped.optimizer)
-            read_norm_once(self.model_wrapped.optimizer)
+            keep_norm_at_stage_0(self.model_wrapped, self._tell_norm)
+            mend_optimizer(self.model_wrapped.optimizer)
         if resume_from_checkpoint is not None:
             self.checkpoints.load(self, Path(resume_from_checkpoint))
         return prepared
