@@ -18,6 +18,7 @@ import pytest
 from pretraining.data import open_prepared, prepare_data
 from pretraining.data.corpus import prefetch
 from pretraining.errors import UserError
+from pretraining.recipe.data import Data
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WORDS = [
@@ -61,7 +62,7 @@ def recipe_for(*sources: Path | str | dict, **data) -> SimpleNamespace:
     return SimpleNamespace(
         name="small",
         words=["--recipe", "small"],
-        data=section,
+        data=Data.of(section),
         model={"vocab_size": 512},
         sequence_length=32,
     )

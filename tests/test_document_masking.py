@@ -8,7 +8,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from pretraining.curve import changed_parts
 from transformers import TrainingArguments
 
 from pretraining.data.document_masking import IGNORED, document_borders
@@ -16,6 +15,7 @@ from pretraining.data.packed_dataset import PackedDataset
 from pretraining.model import build_model, varlen_attention
 from pretraining.model.loss import next_token_loss
 from pretraining.recipe import load_recipe
+from pretraining.recipe.curve import changed_parts
 from pretraining.training.arguments import collate_blocks
 from tests.runs import LLAMA, MODELS, execute, made_once
 from tests.test_attention import TOKENIZER

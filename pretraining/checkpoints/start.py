@@ -19,7 +19,6 @@ from pretraining.checkpoints.lock import move_lock
 from pretraining.checkpoints.marker import read_marker
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.checkpoints.weights import describe_model
-from pretraining.curve import changes_of_run
 from pretraining.data.mixture import Mixture, format_table
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.packing import cuts_text
@@ -27,6 +26,7 @@ from pretraining.errors import UserError
 from pretraining.planning import RunPlan, run_facts
 from pretraining.planning.quantities import facts, several
 from pretraining.recipe import Recipe
+from pretraining.recipe.curve import changes_of_run
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.journal import Journal
 from pretraining.runtime.process_group import from_rank_0

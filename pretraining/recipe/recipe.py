@@ -51,8 +51,8 @@ TOP_LEVEL = {
     "base": {
         "type": "string",
         "minLength": 1,
-        "description": "Another recipe, by name or by its path from this file, without a base of its own: its keys hold "
-        "where this file says nothing. Lists and objects in a section replace the base's; so does a model with a "
+        "description": "Another recipe, by name or by its path from this file, without a base of its own: its keys "
+        "hold where this file says nothing. Lists and objects in a section replace the base's; so does a model with a "
         "model_type.",
     },
     "name": {
