@@ -1,7 +1,7 @@
 """What is refused before anything is built: all that recipe, ds_config and number of ranks tell by themselves.
 
 The plan, `data_prep.py`, `train.py` and `branch` read their recipe through `load_run`, so none of them accepts what
-another refuses. A recipe's own sections are checked when it is read (recipe_checks.py). What the machine decides, its
+another refuses. A recipe's own sections are checked when it is read (recipe/checks.py). What the machine decides, its
 GPUs, packages, memory and disk, is judged by `train.py` alone.
 """
 

@@ -27,9 +27,10 @@ import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen3_moe.modeling_qwen3_moe
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from pretraining import checkpoints, data, evaluation, model
+from pretraining import data, evaluation, model
 from pretraining.training import monitors, trainer
-from pretraining.checkpoints import SavesBehindTraining, bring_checkpoint
+from pretraining.checkpoints.manager import CheckpointManager
+from pretraining.checkpoints.resume import find_start
 from pretraining.model import build_from_recipe, build_loss
 from pretraining.data import open_prepared
 from pretraining.data.mixture import build_mixture

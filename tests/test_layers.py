@@ -18,7 +18,6 @@ FOUNDATION = {
     "command_line",
     "ds_config",
     "errors",
-    "lazy",
     "metric_names",
     "recipe",
     "refusals",
