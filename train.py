@@ -1,10 +1,11 @@
 """Pretrain a causal language model: recipe x ds_config -> runs/<name>/."""
 
 from pretraining.command_line import parse_train_arguments
-from pretraining.data import CacheSettings, open_prepared
 from pretraining.data.block_guard import open_guard
 from pretraining.data.mixture import build_mixture, validation_by_source
 from pretraining.data.packed_dataset import build_training_dataset, step_origins
+from pretraining.data.prepared import open_prepared
+from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import one_line_errors
 from pretraining.planning import build_run_plan, judge_plan, measured, print_plan
 from pretraining.refusals import load_run

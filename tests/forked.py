@@ -30,9 +30,9 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from pretraining import checkpoints, data, evaluation, model, training
 from pretraining.checkpoints import SavesBehindTraining, bring_checkpoint
 from pretraining.model import build_from_recipe, build_loss
-from pretraining.data import open_prepared
 from pretraining.data.mixture import build_mixture
 from pretraining.data.packed_dataset import build_training_dataset
+from pretraining.data.prepared import open_prepared
 from pretraining.training.operators import ask_the_processor_once
 ask_the_processor_once()
 cpuinfo.get_cpu_info()

@@ -20,7 +20,8 @@ from pretraining import checkpoints, model, training
 from pretraining.checkpoints.identity import Start
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shards import SplitWriter, TokenSplit
+from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.shards import TokenSplit
 from pretraining.evaluation.hellaswag import HellaSwag, Item
 from pretraining.evaluation.sample import sample_text
 from pretraining.evaluation.validation import Validation

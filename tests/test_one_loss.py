@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from pretraining.checkpoints.export import write_model_folder
-from pretraining.data import open_prepared
 from pretraining.data.mixture import validation_by_source
+from pretraining.data.prepared import open_prepared
 from pretraining.evaluation import Measures
 from pretraining.evaluation.__main__ import main
 from pretraining.evaluation.harness import Harness, scores_of

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from pretraining.data import CacheSettings, open_prepared
 from pretraining.data.mixture import validation_by_source
+from pretraining.data.prepared import open_prepared
+from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError
 from pretraining.evaluation import Measures
 from pretraining.evaluation.harness import Harness, load_tasks, scores_of

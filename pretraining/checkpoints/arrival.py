@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from pretraining.addresses import refuse_credentials
+from pretraining.addresses import is_remote, refuse_credentials
 from pretraining.checkpoints.fetch import fetch_checkpoint, fetch_newest, refuse_newer
 from pretraining.checkpoints.folders import committed_checkpoints, step_in_name, step_of
 from pretraining.checkpoints.remote import RemoteRun
-from pretraining.data.streaming import is_remote
 from pretraining.errors import UserError
 from pretraining.runtime.process_group import from_rank_0
 from pretraining.runtime.restarts import resume_after_restart

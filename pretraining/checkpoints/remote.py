@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pretraining.checkpoints.marker import MARKER
-from pretraining.data.streaming.retries import Patience, reason_of
-from pretraining.data.streaming.store import Store
+from pretraining.data.streaming.store import Patience, Store, reason_of
 from pretraining.errors import UserError
 from pretraining.runtime.heartbeat import work_done
 

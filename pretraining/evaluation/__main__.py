@@ -10,8 +10,9 @@ from pretraining.command_line import (
     not_negative_number,
     positive_integer,
 )
-from pretraining.data import CacheSettings, open_prepared
 from pretraining.data.mixture import validation_by_source
+from pretraining.data.prepared import open_prepared
+from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError, one_line_errors
 from pretraining.recipe import Recipe, load_recipe
 from pretraining.runtime.run_folder import RunFolder

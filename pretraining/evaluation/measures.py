@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pretraining.data import TokenSplit
+from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError, nearest
 from pretraining.evaluation.harness import Harness
 from pretraining.evaluation.hellaswag import HellaSwag, read_items
