@@ -14,8 +14,8 @@ from pretraining.data.mixture import open_by_source
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
-from pretraining.evaluation import Validation
-from pretraining.training import join_ranks, leave_ranks
+from pretraining.evaluation.validation import Validation
+from pretraining.training.ranks import join_ranks, leave_ranks
 from tests.runs import execute
 
 LENGTH = 8

@@ -8,7 +8,6 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pretraining.checkpoints.changes import (
-    changes_of_run,
     changes_since,
     effect_on_rate,
     recorded_changes,
@@ -20,6 +19,7 @@ from pretraining.checkpoints.lock import move_lock
 from pretraining.checkpoints.marker import read_marker
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.checkpoints.weights import describe_model
+from pretraining.curve import changes_of_run
 from pretraining.data.mixture import Mixture, format_table
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.packing import cuts_text
