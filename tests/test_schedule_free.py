@@ -6,7 +6,7 @@ from schedulefree import AdamWScheduleFree, SGDScheduleFree
 from transformers import AutoModelForCausalLM
 
 from pretraining.averaging import AVERAGING, Z
-from pretraining.checkpoints.averaged import averaged
+from pretraining.checkpoints.export import averaged
 from pretraining.checkpoints.shard_files import CheckpointReader, assemble
 from pretraining.data.prepared import open_prepared
 from pretraining.errors import UserError
