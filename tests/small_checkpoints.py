@@ -7,7 +7,7 @@ from pretraining.checkpoints.files import file_entries
 from pretraining.checkpoints.identity import Identity, Start, metrics_at
 from pretraining.checkpoints.receipts import write_receipt
 from pretraining.checkpoints.retention import Retention
-from pretraining.planning import build_run_plan
+from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.runtime.run_folder import RunFolder
 

@@ -17,7 +17,7 @@ from pretraining.checkpoints.shard_files import rank_file
 from pretraining.checkpoints.snapshot import HostSnapshot
 from pretraining.checkpoints.writer import CheckpointWriter
 from pretraining.errors import UserError
-from pretraining.planning.memory.host import snapshot_bytes
+from pretraining.planning.memory.need import snapshot_bytes
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
 from tests.runs import Started

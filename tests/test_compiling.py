@@ -17,7 +17,7 @@ from pretraining.model.build import build_config
 from pretraining.model.compiling import blocks_of, check_compiler, compile_model, describe_compilation
 from pretraining.model.varlen_attention import TORCH_VARLEN, register_varlen_attention
 from pretraining.owned_keys import TRAINING_KEYS
-from pretraining.planning.memory import memory_need
+from pretraining.planning.memory.need import memory_need
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.recipe import load_recipe
 from pretraining.refusals import compiled_part, load_run, why_not_compiled

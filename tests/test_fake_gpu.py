@@ -24,7 +24,7 @@ from pretraining.data.shards import SplitWriter, TokenSplit
 from pretraining.evaluation.hellaswag import HellaSwag, Item
 from pretraining.evaluation.sample import sample_text
 from pretraining.evaluation.validation import Validation
-from pretraining.planning import build_run_plan
+from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.refusals import load_run
 from pretraining.runtime.run_folder import RunFolder

@@ -8,11 +8,12 @@ import pytest
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
-from pretraining.planning import build_run_plan, throughput
+from pretraining.planning import throughput
 from pretraining.planning.comparison import QUANTITIES, compare_run
-from pretraining.planning.findings import Finding, Verdict
-from pretraining.planning.forecast import forecast
+from pretraining.planning.costs import forecast
+from pretraining.planning.gate import Finding, Verdict
 from pretraining.planning.gpus import find_gpu
+from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import load_recipe

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pretraining.ds_config import ds_config_names, load_ds_config
-from pretraining.planning.findings import Found
-from pretraining.planning.gate import check_plan
+from pretraining.planning.gate import Found, check_plan
 from pretraining.planning.memory.buffers import unprotected_gradient
 from pretraining.planning.memory.tensors import EMBEDDING, Tensor
 from pretraining.recipe import load_recipe, recipe_names

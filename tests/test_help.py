@@ -23,7 +23,7 @@ COMMANDS = {
     "train.py": (parse_train_arguments, ()),
     "data_prep.py": (data_prep.parse_arguments, ()),
     "data": (data.main, data.RUNS),
-    "planning": (planning.main, planning.verb_modules()),
+    "planning": (planning.main, planning.VERBS),
     "evaluation": (evaluation.main, ()),
     "checkpoints": (checkpoints.main, verb_modules(checkpoints_verbs)),
     "reporting": (reporting.main, ("analyze",)),

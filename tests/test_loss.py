@@ -19,8 +19,8 @@ from pretraining.model.cross_entropy import chunked_nats, fused_nats
 from pretraining.model.loss import build_loss, next_token_loss, token_nats
 from pretraining.model.loss_head import LossHead
 from pretraining.model.router_losses import layers_balance
-from pretraining.planning.memory.loss import chunk_length, loss_bytes
-from pretraining.planning.memory.precision import Precision
+from pretraining.planning.memory.activations import chunk_length, loss_bytes
+from pretraining.planning.memory.tensors import Precision
 from pretraining.upstream.fake_gpu import fake_gpu
 from tests.runs import EXPERTS, LLAMA, MODELS, REPOSITORY
 

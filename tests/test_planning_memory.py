@@ -17,10 +17,8 @@ from pretraining.planning.__main__ import main
 from pretraining.planning.comparison import QUANTITIES, predicted
 from pretraining.planning.gate import Found, check_plan
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.memory import memory_need
-from pretraining.planning.memory.advice import shrink
-from pretraining.planning.memory.host import pinned_bytes
-from pretraining.planning.memory.optimizers import optimizer_states
+from pretraining.planning.memory.need import memory_need, pinned_bytes, shrink
+from pretraining.planning.memory.states import optimizer_states
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.screen import as_text, full_plan

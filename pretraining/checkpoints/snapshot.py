@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from pretraining.command_line import ranks_here
-from pretraining.planning.memory.host import SNAPSHOT_ALIGNMENT, pinned_bytes, snapshot_bytes
+from pretraining.planning.memory.need import SNAPSHOT_ALIGNMENT, pinned_bytes, snapshot_bytes
 from pretraining.runtime.host import free_memory_bytes
 
 

@@ -23,8 +23,9 @@ from pretraining.checkpoints.weights import describe_model
 from pretraining.data import PackedDataset, cuts_of_run, cuts_text, format_table
 from pretraining.data.mixing.training import Mixture
 from pretraining.errors import UserError
-from pretraining.planning import RunPlan, run_facts
 from pretraining.planning.quantities import facts, several
+from pretraining.planning.run_plan import RunPlan
+from pretraining.planning.screen import run_facts
 from pretraining.recipe import Recipe
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.journal import Journal

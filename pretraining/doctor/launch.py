@@ -10,13 +10,12 @@ from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.gpus import Gpus
 from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
-from pretraining.planning.findings import Found
-from pretraining.planning.forecast import forecast
-from pretraining.planning.gate import check_plan
+from pretraining.planning.costs import forecast
+from pretraining.planning.gate import Found, check_plan
 from pretraining.planning.memory.need import MemoryNeed, memory_need
 from pretraining.planning.quantities import num_bytes, several
 from pretraining.planning.run_plan import RunPlan, build_run_plan
-from pretraining.planning.step_time import precision_of_products
+from pretraining.planning.throughput import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.refusals import compiled_part, load_run

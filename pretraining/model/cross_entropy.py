@@ -26,7 +26,7 @@ from functools import cache
 import torch
 
 from pretraining.data.document_masking import IGNORED
-from pretraining.planning.memory.loss import chunk_length, compiles_loss, logit_bytes
+from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.upstream.compiler import missing_compiler
 
 TRIAL_TOKENS = 1024

@@ -4,19 +4,114 @@ A vocabulary larger than the model's, and data that is read more often than `max
 `data/` when it is opened.
 """
 
-from dataclasses import replace
+import math
+import os
+import sys
+from dataclasses import asdict, dataclass, field, replace
 
+from pretraining.ds_config import (
+    ds_config_names,
+    load_ds_config,
+    optimizer_device,
+    parameter_device,
+    zero_stage,
+)
+from pretraining.errors import UserError
 from pretraining.model_types import value_of
 from pretraining.planning.comparison import predicted
-from pretraining.planning.findings import Case, Finding, Found, Verdict
-from pretraining.planning.memory.buffers import unprotected_gradient
-from pretraining.planning.memory.tensors import parameter_tensors
-from pretraining.planning.mistakes import larger_buckets, mistakes, without_kernels
-from pretraining.planning.quantities import num_bytes
+from pretraining.planning.gpus import Gpu
+from pretraining.planning.memory.buffers import reduce_bucket, unprotected_gradient
+from pretraining.planning.memory.need import ROOMY, TIGHT, memory_need, recomputed_one_in
+from pretraining.planning.memory.tensors import ROUTER, parameter_tensors, precision_of
+from pretraining.planning.quantities import num_bytes, several
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.search import nearest_fit
-from pretraining.planning.step_time import precision_of_products
-from pretraining.recipe import Recipe
+from pretraining.planning.sizes import model_size
+from pretraining.planning.throughput import precision_of_products, step_time
+from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.schedules import WITHOUT_WARMUP
+
+MANY_EPOCHS = 4
+HIDDEN = 0.5
+"""Share of the products' time up to which messages at the links' peak are hidden behind them."""
+SMALL_BUCKET = 5_000_000
+"""Elements: below this, messages are bound by latency (DeepSpeed's own default is 500 million)."""
+WARM_UP_TOKENS = 375_000_000
+"""GPT-3 warms up over 375 million tokens at every size (Brown et al. 2020, appendix B)."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the machine and the prepared data turned out to be; None for what is not known."""
+
+    gpu_memory_bytes: float | None = None
+    """Of one GPU; None too where the processor trains."""
+    gpu: Gpu | None = None
+    """Its entry in tables/gpus.json, where it has one."""
+    has_bf16: bool | None = None
+    disk_room_bytes: float | None = None
+    """For this run's checkpoints, where the run folder lies: free, or taken by those it has already."""
+    host_memory_bytes: float | None = None
+    """Of this machine, or what its container allows."""
+    ranks_per_host: int = 1
+    trains_on_processor: bool = False
+    data_tokens: int | None = None
+    """Training tokens of the prepared data."""
+    continues: bool = False
+    """Whether the run has begun already, so that its recipe may not change the curve any more."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong or unwise."""
+
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Refusals stop a run, unless it is forced; warnings are printed."""
+
+    refusals: list[Finding] = field(default_factory=list)
+    warnings: list[Finding] = field(default_factory=list)
+
+    def enforce(self, force: bool = False) -> "Verdict":
+        """Itself, its warnings printed by rank 0; raises `UserError` with the first refusal, unless forced."""
+        if self.refusals and not force:
+            raise UserError(f"{self.refusals[0]} (--force goes on regardless)")
+        if _is_rank_0():
+            for finding in (*self.refusals, *self.warnings):
+                print(f"warning: {finding}", file=sys.stderr, flush=True)
+        return self
+
+    def keep(self, run: RunFolder, step: int) -> None:
+        """Write an event for each refusal that was forced and each warning, on rank 0. step: where the run starts."""
+        for kind, findings in {"forced": self.refusals, "warning": self.warnings}.items():
+            for finding in findings if _is_rank_0() else ():
+                run.add_event(kind, step=step, **asdict(finding))
+
+
+def _is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+class Case:
+    """One question, with what several answers need."""
+
+    def __init__(self, recipe: Recipe, ds_config: dict | None, world_size: int, found: Found):
+        self.recipe, self.ds_config, self.world_size, self.found = recipe, ds_config, world_size, found
+        self.limit = found.gpu_memory_bytes
+        self.need = memory_need(recipe, ds_config, world_size, self.limit)
+
+    def total_with(self, ds_config: dict | None, **training) -> float:
+        """Bytes on a GPU under another ds_config or other training keys."""
+        recipe = replace(self.recipe, training={**self.recipe.training, **training})
+        return memory_need(recipe, ds_config, self.world_size, self.limit).total
 
 
 def judge_plan(
@@ -39,12 +134,12 @@ def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, found: F
     Raises:
         UserError: the ranks do not divide the recipe's step.
     """
-    kernels = without_kernels(found.gpu)
+    kernels = _without_kernels(found.gpu)
     if found.gpu and precision_of_products(recipe) not in found.gpu.dense_peak_flops:
         found = replace(found, gpu=None)  # its speed in that precision is not known
     case = Case(recipe, ds_config, world_size, found)
     refusals = [_memory(case), _host(case), _disk(case), _gradients(case)]
-    return Verdict([each for each in refusals if each], [*kernels, *mistakes(case)])
+    return Verdict([each for each in refusals if each], [*kernels, *_mistakes(case)])
 
 
 def _memory(case: Case) -> Finding | None:
@@ -120,7 +215,7 @@ def _gradients(case: Case) -> Finding | None:
         f"the {tensor.kind}{place} has {tensor.numel:,} elements, more than reduce_bucket_size: with overlap_comm "
         "ZeRO-2 frees its gradient while it is still being reduced, and nothing would say that it is wrong"
     )
-    return Finding(what, f"{larger_buckets(case, tensor.numel)}, or --deepspeed zero1")
+    return Finding(what, f"{_larger_buckets(case, tensor.numel)}, or --deepspeed zero1")
 
 
 def _fewer_checkpoints(case: Case, kept: int, room: float) -> int | None:
@@ -130,3 +225,175 @@ def _fewer_checkpoints(case: Case, kept: int, room: float) -> int | None:
         if build_run_plan(recipe, case.ds_config, case.world_size).checkpoint_disk_bytes <= room:
             return keep
     return None
+
+
+def _mistakes(case: Case) -> list[Finding]:
+    """Every mistake found whose remedy can still be taken: a run that continues may not change its curve."""
+    of_the_curve = (_fp16, _warm_up, _clipping, _repeats)
+    rules = (_experts, _tiny_batch, _needless_zero_3, _offload, _buckets, _checkpointing, _snapshot)
+    rules = rules if case.found.continues else (*of_the_curve, *rules)
+    return [finding for finding in (rule(case) for rule in rules) if finding]
+
+
+def _without_kernels(gpu: Gpu | None) -> list[Finding]:
+    """A GPU for which the pinned torch has no kernels, whatever the recipe."""
+    if gpu is None or gpu.architecture != "Volta":
+        return []
+    what = f"CUDA 13, for which the pinned torch is built, has no kernels for {gpu.name} and its generation"
+    return [Finding(what, "install a build of torch for CUDA 12, or take a later GPU")]
+
+
+def _fp16(case: Case) -> Finding | None:
+    if not (case.recipe.training.get("fp16") and case.found.has_bf16):
+        return None
+    what = "fp16 overflows above 65,504 and needs loss scaling, and this GPU has bf16"
+    return Finding(what, "--set training.fp16=false --set training.bf16=true")
+
+
+def _warm_up(case: Case) -> Finding | None:
+    """2 / (1 - beta2) steps (Ma and Yarats 2021, section 5), from a billion parameters on GPT-3's tokens too."""
+    steps = case.recipe.num_steps
+    given, kind = case.recipe.warmup_steps(steps), case.recipe.training.get("lr_scheduler_type", "linear")
+    if given and kind in WITHOUT_WARMUP:
+        what = f"training.lr_scheduler_type {kind} has no warm-up: the rate is whole from the first step on"
+        return Finding(
+            f"{what}, whatever training.warmup_steps says", "write constant_with_warmup, or 0 steps"
+        )
+    needed = round(2 / max(1 - case.recipe.training.get("adam_beta2", 0.999), 1e-9))
+    if model_size(case.recipe.model).total >= 1e9:
+        needed = max(needed, WARM_UP_TOKENS // case.recipe.tokens_per_step)
+    needed = min(needed, max(1, steps // 10))
+    if given >= needed:
+        return None
+    what = f"warm-up of {given} steps is short for this size: the optimizer's running means are not settled"
+    if case.recipe.budget["warmup_tokens"] is not None:
+        return Finding(what, f"--set budget.warmup_tokens={needed * case.recipe.tokens_per_step}")
+    return Finding(what, f"--set training.warmup_steps={needed}")
+
+
+def _clipping(case: Case) -> Finding | None:
+    if case.recipe.training.get("max_grad_norm", 1.0):
+        return None
+    return Finding(
+        "gradients are not clipped: one bad batch can end the run", "--set training.max_grad_norm=1.0"
+    )
+
+
+def _experts(case: Case) -> Finding | None:
+    """Experts that are not bf16, whatever autocast says (transformers 5.23, integrations/moe.py `_grouped_mm`)."""
+    precision = precision_of(case.recipe, case.ds_config)
+    experts = any(tensor.kind == ROUTER for tensor in parameter_tensors(case.recipe.model))
+    if case.limit is None or not experts or (precision.name == "bf16" and not precision.is_autocast):
+        return None
+    weights = "fp32" if precision.is_autocast else precision.name
+    what = f"weights of experts in {weights} are multiplied one expert after another, and every layer waits for the GPU"
+    if precision.name == "bf16":
+        return Finding(what, "--deepspeed zero1, which keeps them in bf16")
+    return None if case.found.continues else Finding(what, "--set training.bf16=true --deepspeed zero1")
+
+
+def _tiny_batch(case: Case) -> Finding | None:
+    if case.recipe.micro_batch > 1 or accumulation_steps(case.recipe, case.world_size) > 1:
+        return None
+    what = "one sequence a GPU and step, without accumulation: small kernels, and a message after each"
+    return Finding(what, "use fewer GPUs, or a larger budget.tokens_per_step")
+
+
+def _needless_zero_3(case: Case) -> Finding | None:
+    if (
+        case.limit is None
+        or zero_stage(case.ds_config) != 3
+        or case.world_size == 1
+        or _offloads(case.ds_config)
+    ):
+        return None
+    simple = case.total_with(load_ds_config("zero1"))
+    if _hidden(case):
+        return None
+    if simple > ROOMY * case.limit:
+        return None
+    what = f"ZeRO-3 gathers the weights twice in every pass, and ZeRO-1 would fit ({num_bytes(simple)})"
+    return Finding(what, "--deepspeed zero1")
+
+
+def _offload(case: Case) -> Finding | None:
+    if case.limit is None or not _offloads(case.ds_config):
+        return None
+    name = f"zero{zero_stage(case.ds_config)}"
+    here = case.total_with(load_ds_config(name))
+    if here > ROOMY * case.limit:
+        return None
+    return Finding(
+        f"offloading slows every step, and all of it fits the GPU ({num_bytes(here)})", f"--deepspeed {name}"
+    )
+
+
+def _offloads(config: dict | None) -> bool:
+    return optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
+
+
+def _buckets(case: Case) -> Finding | None:
+    on_gpus = case.limit is not None and case.world_size > 1
+    if not on_gpus or zero_stage(case.ds_config) < 2:
+        return None
+    bucket = reduce_bucket(case.ds_config, value_of(case.recipe.model, "hidden_size"))
+    if bucket >= min(SMALL_BUCKET, model_size(case.recipe.model).total / 4):
+        return None
+    what = f"reduce buckets of {bucket:,} elements send many small messages"
+    return Finding(what, _larger_buckets(case, 50_000_000))
+
+
+def _larger_buckets(case: Case, elements: int) -> str:
+    """How to set the buckets of the ds_config in use."""
+    name = case.recipe.deepspeed
+    file = f"a copy of ds_configs/{name}.json" if name in ds_config_names() else name
+    return f'in {file}: "reduce_bucket_size": {elements}'
+
+
+def _checkpointing(case: Case) -> Finding | None:
+    if case.limit is None:
+        return None
+    if not recomputed_one_in(case.recipe):
+        if not TIGHT * case.limit < case.need.total <= case.limit:
+            return None
+        what = f"{num_bytes(case.need.total)} of {num_bytes(case.limit)}: fragmentation can end the run"
+        return Finding(what, "--set training.activation_checkpointing=true")
+    without = case.total_with(case.ds_config, activation_checkpointing=False)
+    if without > ROOMY * case.limit:
+        return None
+    what = f"activation checkpointing costs a third more FLOPs, and it fits without ({num_bytes(without)})"
+    return Finding(what, "--set training.activation_checkpointing=false")
+
+
+def _repeats(case: Case) -> Finding | None:
+    """Up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)."""
+    tokens, there = case.recipe.budget["tokens"], case.found.data_tokens
+    stated = any(source.get("max_epochs") for source in case.recipe.data["sources"])
+    if not there or stated or tokens <= MANY_EPOCHS * there:
+        return None
+    what = f"budget.tokens reads the {there:,} training tokens {tokens / there:.1f} times: after four it teaches little"
+    unit = case.recipe.tokens_per_step
+    fewer = f", or --set budget.tokens={MANY_EPOCHS * there // unit * unit}" if there >= unit else ""
+    return Finding(
+        what, f"add text{fewer}; --set data.sources.0.max_epochs={math.ceil(tokens / there)} states it"
+    )
+
+
+def _hidden(case: Case) -> bool:
+    """Whether the links are known and carry the step's messages well within the time of its products."""
+    if case.found.gpu is None:
+        return False
+    time = step_time(case.recipe, case.ds_config, case.world_size, case.found.gpu)
+    return time.communication_seconds <= HIDDEN * time.compute_seconds
+
+
+def _snapshot(case: Case) -> Finding | None:
+    """Without room for it in host memory a save is written while training waits (`checkpoints/writer.py`)."""
+    ranks, there, need = case.found.ranks_per_host, case.found.host_memory_bytes, case.need
+    held = need.on_processor if case.found.trains_on_processor else need.host_running
+    if there is None or not need.snapshot or ranks * (held + need.snapshot) <= there:
+        return None
+    copies = f"{num_bytes(ranks * need.snapshot)} for {several(ranks, 'rank')}"
+    what = f"{num_bytes(there)} of host memory leave no room for a copy of the state ({copies})"
+    what = f"{what}: training waits while a checkpoint is written"
+    return Finding(what, "more nodes share it, or save less often (training.save_steps)")

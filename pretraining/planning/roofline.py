@@ -1,4 +1,4 @@
-"""The most of a GPU's peak that a recipe can reach: what its kernels must compute and move, at the rates GPUs sustain.
+"""The share of a GPU's peak that a recipe reaches: measured here, or the most that its kernels allow.
 
 A training pass is products and attention, bound by FLOPs, and all other kernels, bound by the bytes they read and
 write. How many bytes a layer's kernels move for a token is linear in its widths; tables/kernels.json holds the
@@ -6,28 +6,104 @@ factors, counted by benchmarks/kernel_factors.py on the real model, eager and co
 between kernels, no message, no wait. So it is a ceiling, and a run stays below it.
 """
 
+import json
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from pretraining.ds_config import zero_stage
+from pretraining.errors import UserError
 from pretraining.planning.constants import table
-from pretraining.planning.flops import BACKWARD, flops_per_token
-from pretraining.planning.gpus import Gpu
-from pretraining.planning.machine_rates import kept_rates
-from pretraining.planning.memory.loss import chunk_length, compiles_loss, logit_bytes
+from pretraining.planning.gpus import Gpu, find_gpu, kept_rates
+from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
-from pretraining.planning.memory.precision import SIXTEEN_BIT, precision_of
-from pretraining.planning.memory.tensors import num_experts
-from pretraining.planning.sizes import model_size
-from pretraining.planning.stand_in import shape_of
-from pretraining.planning.throughput import Utilization, expected_utilization
+from pretraining.planning.memory.tensors import SIXTEEN_BIT, num_experts, precision_of
+from pretraining.planning.shapes import shape_of
+from pretraining.planning.sizes import BACKWARD, flops_per_token, model_size
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.refusals import compiled_part
+from pretraining.schema import REPOSITORY, display_path
 
+RESULTS = REPOSITORY / "benchmarks" / "results"
+SAME_SIZE = 1.25
+"""Models whose parameters differ by no more than this factor count as the same size."""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass over its forward pass: five products for two, the scores are made again."""
 SIXTEEN_BIT_NAMES = ("bf16", "fp16")
 CAUSAL = 0.5
 """Share of the scores that a causal kernel computes."""
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """A model FLOPs utilization (share of the dense peak) and where it comes from."""
+
+    mfu: float
+    """Where nothing is recomputed."""
+    source: str
+    assumed: bool
+    """Neither given nor measured here: it knows nothing of this run's messages."""
+
+
+def expected_utilization(
+    gpu: Gpu, parameters: int, results: Path = RESULTS, recomputation: float = 1.0
+) -> Utilization:
+    """What this repository measured on this GPU at this size, else the assumption of tables/rates.json.
+
+    A measurement is a line of benchmarks/results/*.jsonl with `mfu` and `parameters` beside the device's name.
+
+    Args:
+        recomputation: FLOPs with every layer recomputed over those without. A line is raised by as much of it as
+            its `recomputes`, the share of the layers that were recomputed.
+    """
+    found = [row for row in measured_utilizations(results) if _is_like(row, gpu, parameters)]
+    if found:
+        row = max(found, key=lambda row: row.get("when", ""))
+        source = f"measured by benchmarks/{row['benchmark']}.py on {row['environment']['device']}"
+        mfu = row["mfu"] * (1 + row.get("recomputes", 0) * (recomputation - 1))
+        return Utilization(mfu, f"{source}, {row.get('when', 'undated')}", assumed=False)
+    assumed = table("rates")["mfu"]
+    entry = assumed.get(gpu.name, assumed["*"])
+    return Utilization(entry["value"], entry["source"], assumed=True)
+
+
+@cache
+def measured_utilizations(results: Path) -> tuple[dict, ...]:
+    """The kept results that tell a utilization.
+
+    Raises:
+        UserError: a line that is not JSON.
+    """
+    files = {path: path.read_text(encoding="utf-8").splitlines() for path in sorted(results.glob("*.jsonl"))}
+    rows = [_row(path, n, line) for path in files for n, line in enumerate(files[path], 1) if '"mfu"' in line]
+    return tuple(row for row in rows if row.get("mfu") and row.get("parameters"))
+
+
+def _row(path: Path, number: int, line: str) -> dict:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{display_path(path)}: line {number}: not JSON ({error}); remove it") from None
+
+
+def _is_like(row: dict, gpu: Gpu, parameters: int) -> bool:
+    try:
+        device = find_gpu(row["environment"]["device"])
+    except (UserError, KeyError):
+        return False
+    return device == gpu and 1 / SAME_SIZE <= row["parameters"] / parameters <= SAME_SIZE
+
+
+def tokens_per_second(flops: float, num_gpus: int, peak_flops: float, mfu: float) -> float:
+    """Tokens per second of all GPUs, at `flops` FLOPs a token (the MFU's definition, PaLM appendix B)."""
+    return num_gpus * peak_flops * mfu / flops
+
+
+def model_flops_utilization(
+    tokens_per_second: float, flops: float, num_gpus: int, peak_flops: float
+) -> float:
+    """MFU: the share of the dense peak spent on `flops` FLOPs a token (PaLM, section 4.1 and appendix B)."""
+    return tokens_per_second * flops / (num_gpus * peak_flops)
 
 
 @dataclass(frozen=True)

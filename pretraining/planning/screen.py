@@ -6,12 +6,25 @@ from dataclasses import asdict
 from pretraining.model_types import value_of
 from pretraining.planning.comparison import predicted
 from pretraining.planning.constants import table
-from pretraining.planning.findings import Found
-from pretraining.planning.forecast import Forecast, forecast
-from pretraining.planning.gate import check_plan
+from pretraining.planning.costs import (
+    NOT_COUNTED,
+    Forecast,
+    disk_words,
+    forecast,
+    mfu_words,
+    scaling_rows,
+    write_words,
+)
+from pretraining.planning.gate import Found, check_plan
 from pretraining.planning.gpus import Gpu, all_gpus, find_gpu
-from pretraining.planning.memory.advice import shrink
-from pretraining.planning.memory.need import PHASES, MemoryNeed, memory_need, recomputed_one_in
+from pretraining.planning.memory.need import (
+    PHASES,
+    MemoryNeed,
+    host_words,
+    memory_need,
+    recomputed_one_in,
+    shrink,
+)
 from pretraining.planning.quantities import (
     columns,
     dollars,
@@ -25,10 +38,8 @@ from pretraining.planning.quantities import (
     short,
 )
 from pretraining.planning.run_plan import RunPlan, build_run_plan
-from pretraining.planning.stand_in import family_of
-from pretraining.planning.step_time import precision_of_products
-from pretraining.planning.verbs.cost import NOT_COUNTED, disk_words, mfu_words, scaling_rows, write_words
-from pretraining.planning.verbs.memory import host_words
+from pretraining.planning.shapes import family_of
+from pretraining.planning.throughput import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.refusals import compiled_part

@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
 
 from pretraining.command_line import ranks_here, started_by_launcher
 from pretraining.errors import UserError
-from pretraining.planning.findings import Found
+from pretraining.planning.gate import Found
 from pretraining.planning.gpus import cuda_needs, known_gpu
 from pretraining.runtime.heartbeat import process_fields
 from pretraining.runtime.host import GLOO_INTERFACE, disk_room_bytes, host_memory_bytes, loopback_name

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pretraining.ds_config import optimizer_device, zero_stage
-from pretraining.planning.memory.precision import FP32, Precision
-from pretraining.planning.memory.tensors import Tensor, layer_numel
+from pretraining.planning.memory.tensors import FP32, Precision, Tensor, layer_numel
 
 REDUCE_BUCKET = 500_000_000
 MAX_REUSE_DISTANCE = 1_000_000_000
