@@ -11,7 +11,7 @@ from pretraining.planning.memory.states import checkpoint_bytes, optimizer_state
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.quantities import columns, duration, gpu_count, num_bytes, share
 from pretraining.planning.roofline import model_flops_utilization
-from pretraining.planning.shapes import shape_of
+from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.planning.throughput import pipeline_bubble
 from pretraining.planning.workload import Workload, add_workload_arguments, workload_of
@@ -70,21 +70,15 @@ class LayoutMemory:
 def layer_shape(model: dict) -> LayerShape:
     """The shape of a recipe's model section."""
     shape = shape_of(model)
-    if shape["model_type"] == "gpt2":
-        width, heads = shape["n_embd"], shape["n_head"]
-        inner, layers = shape["n_inner"] or 4 * width, shape["n_layer"]
-        return LayerShape(width, heads, heads, width // heads, layers, inner, False, shape["vocab_size"])
-    width, heads = shape["hidden_size"], shape["num_attention_heads"]
-    experts = shape.get("num_local_experts") or shape.get("num_experts")
-    inner = shape.get("moe_intermediate_size") or shape["intermediate_size"]
+    widths = widths_of(shape)
     return LayerShape(
-        width=width,
-        heads=heads,
-        key_value_heads=shape["num_key_value_heads"] or heads,
-        head_size=shape["head_dim"] or width // heads,
-        layers=shape["num_hidden_layers"],
-        inner=inner * (shape["num_experts_per_tok"] if experts else 1),
-        gated=True,
+        width=widths.hidden,
+        heads=widths.heads,
+        key_value_heads=widths.key_value_heads,
+        head_size=widths.head_size,
+        layers=widths.layers,
+        inner=widths.expert_inner * widths.chosen_experts,
+        gated=shape["model_type"] != "gpt2",
         vocab_size=shape["vocab_size"],
     )
 
@@ -104,9 +98,9 @@ def activation_bytes_per_token(shape: LayerShape) -> int:
 
 def gpu_parameters(size: ModelSize, tensor: int, pipeline: int) -> float:
     """Parameters on a GPU of the first stage, or the last where that holds more: its layers and a table."""
-    table = max(size.embedding, size.parts.head)
+    vocabulary = max(size.embedding, size.parts.head)
     layers = size.total - size.embedding - size.parts.head
-    whole = layers + size.embedding + size.parts.head if pipeline == 1 else layers / pipeline + table
+    whole = layers + size.embedding + size.parts.head if pipeline == 1 else layers / pipeline + vocabulary
     return whole / tensor
 
 
@@ -141,7 +135,7 @@ def layout_memory(
         weights_and_gradients=held * (BF16 + FP32),
         optimizer=held * optimizer_width / shards,
         activations=activations,
-        # as in memory/activations.py: fp32 log-probabilities, their gradient, the logits' gradient
+        # as a plain loss in memory/activations.py: fp32 log-probabilities, their gradient, the logits' gradient
         logits=3 * FP32 * tokens * shape.vocab_size / tensor,
     )
 

@@ -17,8 +17,8 @@ from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, find_gpu, kept_rates
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
-from pretraining.planning.memory.tensors import SIXTEEN_BIT, num_experts, precision_of
-from pretraining.planning.shapes import shape_of
+from pretraining.planning.memory.tensors import SIXTEEN_BIT, precision_of
+from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.planning.sizes import BACKWARD, flops_per_token, model_size
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.refusals import compiled_part
@@ -234,26 +234,19 @@ def layer_widths(shape: dict, tokens: int) -> dict[str, float]:
 
     `routed` counts a token once for every expert it is given to; the experts' weights are shared among the tokens.
     """
+    of_layer = widths_of(shape)
     if shape["model_type"] == "gpt2":
-        return {"hidden": shape["n_embd"], "inner": shape["n_inner"] or 4 * shape["n_embd"]}
-    heads, hidden = shape["num_attention_heads"], shape["hidden_size"]
-    head_size = shape["head_dim"] or hidden // heads
-    widths = {
-        "hidden": hidden,
-        "queries": heads * head_size,
-        "keys": (shape["num_key_value_heads"] or heads) * head_size,
-    }
+        return {"hidden": of_layer.hidden, "inner": of_layer.inner}
+    widths = {"hidden": of_layer.hidden, "queries": of_layer.queries, "keys": of_layer.keys}
     routed = shape.get("num_experts_per_tok")
     if not routed:
-        return {**widths, "inner": shape["intermediate_size"]}
-    inner = shape.get("moe_intermediate_size") or shape["intermediate_size"]
-    weights = 3 * num_experts(shape) * hidden * inner / tokens
+        return {**widths, "inner": of_layer.inner}
     return {
         **widths,
-        "routed hidden": routed * hidden,
-        "routed inner": routed * inner,
+        "routed hidden": routed * of_layer.hidden,
+        "routed inner": routed * of_layer.expert_inner,
         "routed": routed,
-        "expert weights": weights,
+        "expert weights": 3 * of_layer.experts * of_layer.hidden * of_layer.expert_inner / tokens,
     }
 
 

@@ -7,8 +7,8 @@ them; benchmarks/memory.py compares the counts with torch's memory tracker.
 from dataclasses import dataclass
 from math import ceil
 
-from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, Precision, is_mixture, num_experts
-from pretraining.planning.shapes import shape_of
+from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, Precision
+from pretraining.planning.shapes import Widths, is_mixture, shape_of, widths_of
 from pretraining.planning.sizes import model_size
 
 ELEMENTWISE_SAVED = {"gelu_new": 4, "relu": 0}
@@ -53,13 +53,9 @@ class Activations:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer's shape; the widths of the products in elements."""
+    """What of a model decides the activations of its layers."""
 
-    width: int
-    heads: int
-    queries: int
-    keys: int
-    inner: int
+    widths: Widths
     saved_by_activation: int
     dropouts: int
     """Dropouts on the residual stream with a probability above zero."""
@@ -84,15 +80,19 @@ def activations(
     """
     shape = shape_of(model)
     layers = shape["n_layer"] if shape["model_type"] == "gpt2" else shape["num_hidden_layers"]
-    tokens, block = micro_batch * sequence_length, _widths(shape)
-    by_layer = [_layer(shape, block, index, sequence_length, precision) for index in range(layers)]
-    largest, boundary = max(by_layer), precision.residual * block.width
+    tokens, layer = micro_batch * sequence_length, _layer_of(shape)
+    by_layer = [_layer(shape, layer, index, sequence_length, precision) for index in range(layers)]
+    largest, boundary = max(by_layer), precision.residual * layer.widths.hidden
     if every_n_layers:
         again = [index % every_n_layers == 0 for index in range(layers)]
         kept = sum(boundary if redo else size for redo, size in zip(again, by_layer, strict=True))
     else:
         kept = sum(by_layer)
-    outside = _norm(shape, block.width, precision) + precision.compute * block.width + TOKEN_INPUT_BYTES
+    outside = (
+        _norm(shape, layer.widths.hidden, precision)
+        + precision.compute * layer.widths.hidden
+        + TOKEN_INPUT_BYTES
+    )
     if every_n_layers and shape.get("attn_implementation") == "eager":
         outside += precision.weights * sequence_length  # the mask is an argument of every recomputed layer
     return Activations(
@@ -100,8 +100,8 @@ def activations(
         layers=tokens * kept,
         recomputed=tokens * (largest - boundary) if every_n_layers else 0.0,
         outside=tokens * outside + (_cast_weights(model, every_n_layers > 0) if precision.is_autocast else 0),
-        logits=loss_bytes(tokens, shape["vocab_size"], block.width, precision, loss, gpu_memory),
-        backward=tokens * _backward(shape, block, sequence_length, precision),
+        logits=loss_bytes(tokens, shape["vocab_size"], layer.widths.hidden, precision, loss, gpu_memory),
+        backward=tokens * _backward(shape, layer, sequence_length, precision),
     )
 
 
@@ -112,29 +112,23 @@ def _cast_weights(model: dict, checkpointing: bool) -> int:
     return SIXTEEN_BIT * (size.head + (0 if checkpointing else layers))
 
 
-def _widths(shape: dict) -> _Layer:
-    if shape["model_type"] == "gpt2":
-        width, heads = shape["n_embd"], shape["n_head"]
-        inner, function = shape["n_inner"] or 4 * width, shape["activation_function"]
-        dropouts = 2 if shape["resid_pdrop"] else 0
-        keys, attention_dropout = width, bool(shape["attn_pdrop"])
-        queries = width
-    else:
-        width, heads = shape["hidden_size"], shape["num_attention_heads"]
-        head_size = shape["head_dim"] or width // heads
-        queries, keys = heads * head_size, (shape["num_key_value_heads"] or heads) * head_size
-        inner, function, dropouts = shape["intermediate_size"], shape["hidden_act"], 0
-        attention_dropout = bool(shape["attention_dropout"])
-    saved = ELEMENTWISE_SAVED.get(function, 1)
-    return _Layer(width, heads, queries, keys, inner, saved, dropouts, attention_dropout)
+def _layer_of(shape: dict) -> _Layer:
+    gpt2 = shape["model_type"] == "gpt2"
+    function = shape["activation_function" if gpt2 else "hidden_act"]
+    return _Layer(
+        widths=widths_of(shape),
+        saved_by_activation=ELEMENTWISE_SAVED.get(function, 1),
+        dropouts=2 if gpt2 and shape["resid_pdrop"] else 0,
+        attention_dropout=bool(shape["attn_pdrop" if gpt2 else "attention_dropout"]),
+    )
 
 
-def _layer(shape: dict, block: _Layer, index: int, length: int, precision: Precision) -> float:
+def _layer(shape: dict, layer: _Layer, index: int, length: int, precision: Precision) -> float:
     """Bytes a token of one layer."""
-    norms = 2 * _norm(shape, block.width, precision) + block.dropouts * block.width
-    attention = _attention(shape, block, length, precision)
+    norms = 2 * _norm(shape, layer.widths.hidden, precision) + layer.dropouts * layer.widths.hidden
+    attention = _attention(shape, layer, length, precision)
     mixture = shape["model_type"] != "gpt2" and is_mixture(shape, index)
-    return norms + attention + (_experts if mixture else _feed_forward)(shape, block, precision)
+    return norms + attention + (_experts if mixture else _feed_forward)(shape, layer, precision)
 
 
 def _norm(shape: dict, width: int, precision: Precision, groups: int = 1) -> float:
@@ -144,7 +138,7 @@ def _norm(shape: dict, width: int, precision: Precision, groups: int = 1) -> flo
     return FP32 * width + FP32 * groups + precision.residual * width
 
 
-def _attention(shape: dict, block: _Layer, length: int, precision: Precision) -> float:
+def _attention(shape: dict, layer: _Layer, length: int, precision: Precision) -> float:
     """Input of the projections, queries, keys, values, the result, and what the kernel keeps.
 
     Flash and memory-efficient kernels keep one fp32 number a head and token (Dao et al. 2022, section 3); eager
@@ -152,50 +146,52 @@ def _attention(shape: dict, block: _Layer, length: int, precision: Precision) ->
     """
     width, gpt2 = precision.compute, shape["model_type"] == "gpt2"
     casts = 1 if gpt2 or not precision.is_autocast else 3
-    inputs = casts * width * block.width
+    inputs = casts * width * layer.widths.hidden
     if shape["model_type"].startswith("qwen3"):
-        inputs += _head_norms(shape, block, precision)
+        inputs += _head_norms(shape, layer, precision)
     if shape.get("attn_implementation") != "eager":
-        return inputs + width * (2 * block.queries + 2 * block.keys) + FP32 * block.heads
-    pairs = block.heads * length
+        return inputs + width * (2 * layer.widths.queries + 2 * layer.widths.keys) + FP32 * layer.widths.heads
+    pairs = layer.widths.heads * length
     fp32_first = precision.compute < FP32 and (not gpt2 or precision.is_autocast)
     probabilities = pairs * (width + (FP32 if fp32_first else 0))
-    if block.attention_dropout:
+    if layer.attention_dropout:
         probabilities += pairs * (width + 1)
-    return inputs + 4 * width * block.queries + probabilities
+    return inputs + 4 * width * layer.widths.queries + probabilities
 
 
-def _head_norms(shape: dict, block: _Layer, precision: Precision) -> float:
+def _head_norms(shape: dict, layer: _Layer, precision: Precision) -> float:
     """Qwen3's norms of every query and key head."""
     narrow = Precision(precision.name, precision.weights, precision.compute, precision.compute)
-    key_heads = block.heads * block.keys // block.queries
-    return _norm(shape, block.queries, narrow, block.heads) + _norm(shape, block.keys, narrow, key_heads)
+    key_heads = layer.widths.heads * layer.widths.keys // layer.widths.queries
+    return _norm(shape, layer.widths.queries, narrow, layer.widths.heads) + _norm(
+        shape, layer.widths.keys, narrow, key_heads
+    )
 
 
-def _feed_forward(shape: dict, block: _Layer, precision: Precision) -> float:
+def _feed_forward(shape: dict, layer: _Layer, precision: Precision) -> float:
     """Input, inner activations before and after the activation function; of a gated one both halves."""
     width = precision.compute
     if shape["model_type"] == "gpt2":
-        return width * (block.width + (block.saved_by_activation + 1) * block.inner)
+        return width * (layer.widths.hidden + (layer.saved_by_activation + 1) * layer.widths.inner)
     casts = 2 if precision.is_autocast else 1
-    return width * (casts * block.width + (block.saved_by_activation + 3) * block.inner)
+    return width * (casts * layer.widths.hidden + (layer.saved_by_activation + 3) * layer.widths.inner)
 
 
-def _experts(shape: dict, block: _Layer, precision: Precision) -> float:
+def _experts(shape: dict, layer: _Layer, precision: Precision) -> float:
     """A mixture: each token's inner activations once for every expert it is routed to, and the router in fp32."""
     width, chosen = precision.compute, shape["num_experts_per_tok"]
     inner = shape.get("moe_intermediate_size") or shape["intermediate_size"]
-    router = 2 * FP32 * num_experts(shape)
-    return width * (block.width + chosen * (2 * block.width + 4 * inner)) + router
+    router = 2 * FP32 * layer.widths.experts
+    return width * (layer.widths.hidden + chosen * (2 * layer.widths.hidden + 4 * inner)) + router
 
 
-def _backward(shape: dict, block: _Layer, length: int, precision: Precision) -> float:
+def _backward(shape: dict, layer: _Layer, length: int, precision: Precision) -> float:
     """Gradients at the widest point of a layer's backward pass: of the inner activations, or of all pairs."""
     width = precision.compute
-    inner = (3 if shape["model_type"] == "gpt2" else 2) * width * block.inner
+    inner = (3 if shape["model_type"] == "gpt2" else 2) * width * layer.widths.inner
     if shape.get("attn_implementation") == "eager":
-        return max(inner, 2 * FP32 * block.heads * length) + precision.residual * block.width
-    return inner + precision.residual * block.width
+        return max(inner, 2 * FP32 * layer.widths.heads * length) + precision.residual * layer.widths.hidden
+    return inner + precision.residual * layer.widths.hidden
 
 
 def compiles_loss(compile: bool | None, on_gpu: bool) -> bool:
