@@ -17,6 +17,7 @@ from pretraining.planning.parallelism import (
     layer_shape,
     layout_memory,
     layouts,
+    pipeline_bubble,
 )
 from pretraining.planning.roofline import expected_utilization
 from pretraining.planning.scaling_laws import extra_steps, extra_tokens, step_law
@@ -24,7 +25,6 @@ from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.planning.throughput import (
     communication,
     communication_seconds,
-    pipeline_bubble,
     predicted_step_seconds,
 )
 from pretraining.planning.workload import workload_of_recipe

@@ -51,7 +51,7 @@ def predicted(
 ) -> dict[str, float | None]:
     """The quantities of a run before it starts: plan.json's `predicted`.
 
-    What depends on the speed is None where the GPU is not in the table, or lacks the recipe's precision.
+    What depends on the speed is None if the GPU is not in the table, or lacks the recipe's precision.
 
     Args:
         on_processor: no GPU: the peak is what a process takes beyond what it had before the model was built.
@@ -88,7 +88,7 @@ def measured(
     return values
 
 
-def compare_runs(folders: Iterable[Path]) -> dict:
+def _compare_runs(folders: Iterable[Path]) -> dict:
     """{"runs": one entry for each run folder, "left_out": [{"run", "why"}]}; see `compare_run`.
 
     Raises:
@@ -193,7 +193,7 @@ class CompareVerb:
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Every run that can be compared, in the order given, and why the others are left out."""
-        return compare_runs(options.runs)
+        return _compare_runs(options.runs)
 
     def as_text(self, answer: dict) -> str:
         """A line for each run and quantity that is known on either side; then a line for each run that is left out."""

@@ -71,7 +71,7 @@ class Cost:
 
     gpu_hours: float
     prices: tuple[Price, ...]
-    """Cheapest first; empty where the table has no price for the GPU."""
+    """Cheapest first; empty if the table has no price for the GPU."""
     energy_kwh: float
     """GPUs at their rated power, times the data centre's overhead."""
 
@@ -116,67 +116,6 @@ class CheckpointCost:
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
-def gpu_hours(num_gpus: int, seconds: float) -> float:
-    """GPUs times hours."""
-    return num_gpus * seconds / SECONDS_PER_HOUR
-
-
-def run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
-    """Dollars at every known provider, and energy, of `hours` GPU-hours.
-
-    Args:
-        own_price: dollars per GPU-hour that take the place of the table's.
-    """
-    entries = [
-        {"provider": "yours", "place": "--price", "dollars_per_gpu_hour": own_price, "source": "given"}
-    ]
-    entries = entries if own_price else prices_of(gpu)
-    prices = tuple(
-        Price(
-            provider=entry["provider"],
-            place=entry["place"],
-            dollars_per_gpu_hour=entry["dollars_per_gpu_hour"],
-            dollars=hours * entry["dollars_per_gpu_hour"],
-            date=entry.get("date"),
-            source=entry["source"],
-        )
-        for entry in entries
-    )
-    return Cost(hours, prices, energy_kwh(gpu.watts, hours))
-
-
-def energy_kwh(watts: float, hours: float, overhead: float | None = None) -> float:
-    """Energy of `hours` GPU-hours at rated power times the overhead (PUE) (Touvron et al. 2023, section 6)."""
-    overhead = overhead or table("rates")["power_usage_effectiveness"]["value"]
-    return watts * hours * overhead / 1000
-
-
-def checkpoint_cost(
-    num_bytes: float,
-    every_steps: int,
-    step_seconds: float,
-    written: int,
-    kept: int,
-    num_gpus: int,
-    disk: dict | None = None,
-) -> CheckpointCost:
-    """Cadence, disk and lost work of a checkpoint of `num_bytes` every `every_steps` optimizer steps.
-
-    disk: the measured rate of the disk, as `machine_rates` keeps it.
-    """
-    rates = table("rates")
-    speed = (disk or rates["disk_bytes_per_second"])["value"]
-    return CheckpointCost(
-        bytes=num_bytes,
-        every_seconds=every_steps * step_seconds,
-        written=written,
-        kept=kept,
-        write_seconds=num_bytes / speed,
-        failure_seconds=rates["gpu_hours_between_failures"]["value"] * SECONDS_PER_HOUR / num_gpus,
-        disk=disk,
-    )
-
-
 @dataclass(frozen=True)
 class StepForecast:
     """What a recipe and its ds_config add: the step, its messages, its data and its checkpoints."""
@@ -191,7 +130,7 @@ class StepForecast:
     loader_bytes_per_second: float
     """Over all ranks."""
     checkpoints: CheckpointCost | None
-    """None where the recipe saves none."""
+    """None if the recipe saves none."""
     disk: dict[str, int]
     """Bytes by what they are for (`RunPlan.disk`)."""
 
@@ -220,9 +159,9 @@ class Forecast:
     tokens_per_second: float
     cost: Cost
     scaling: dict | None
-    """What is assumed where the GPUs lie in more than one node; None in one."""
+    """What is assumed if the GPUs are in more than one node; None in one."""
     step: StepForecast | None
-    """None where no recipe says what a step is."""
+    """None if no recipe says what a step is."""
 
     @property
     def seconds(self) -> float:
@@ -282,10 +221,14 @@ def forecast(
         utilization=used,
         mfu=rate / at_peak,
         tokens_per_second=rate,
-        cost=run_cost(gpu, gpu_hours(num_gpus, workload.tokens / rate), price),
+        cost=_run_cost(gpu, gpu_hours(num_gpus, workload.tokens / rate), price),
         scaling=scaling_over_nodes(gpu, num_gpus, used.assumed),
         step=_step(workload, gpu, num_gpus, at_best, rate, time) if time else None,
     )
+
+
+def _precision(recipe: Recipe | None, gpu: Gpu) -> str:
+    return gpu.training_precision if recipe is None else precision_of_products(recipe)
 
 
 def _utilization(workload: Workload, gpu: Gpu, at_best: Ceiling | None, mfu: float | None) -> Utilization:
@@ -305,10 +248,6 @@ def _time(workload: Workload, gpu: Gpu, num_gpus: int, used: Utilization, precis
         return time
     flops = workload.training_flops_per_token * workload.recipe.tokens_per_step
     return replace(time, compute_seconds=flops / (num_gpus * gpu.peak_flops(precision) * used.mfu))
-
-
-def _precision(recipe: Recipe | None, gpu: Gpu) -> str:
-    return gpu.training_precision if recipe is None else precision_of_products(recipe)
 
 
 def _step(
@@ -345,6 +284,67 @@ def _checkpoints(
     written, kept = checkpoints_written(recipe), plan.checkpoints_kept
     disk = kept_rates(gpu.name, num_gpus).get("disk_bytes_per_second")
     return checkpoint_cost(plan.checkpoint_bytes, every, step_seconds, written, kept, num_gpus, disk)
+
+
+def _run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
+    """Dollars at every known provider, and energy, of `hours` GPU-hours.
+
+    Args:
+        own_price: dollars per GPU-hour that take the place of the table's.
+    """
+    entries = [
+        {"provider": "yours", "place": "--price", "dollars_per_gpu_hour": own_price, "source": "given"}
+    ]
+    entries = entries if own_price else prices_of(gpu)
+    prices = tuple(
+        Price(
+            provider=entry["provider"],
+            place=entry["place"],
+            dollars_per_gpu_hour=entry["dollars_per_gpu_hour"],
+            dollars=hours * entry["dollars_per_gpu_hour"],
+            date=entry.get("date"),
+            source=entry["source"],
+        )
+        for entry in entries
+    )
+    return Cost(hours, prices, energy_kwh(gpu.watts, hours))
+
+
+def gpu_hours(num_gpus: int, seconds: float) -> float:
+    """GPUs times hours."""
+    return num_gpus * seconds / SECONDS_PER_HOUR
+
+
+def energy_kwh(watts: float, hours: float, overhead: float | None = None) -> float:
+    """Energy of `hours` GPU-hours at rated power times the overhead (PUE) (Touvron et al. 2023, section 6)."""
+    overhead = overhead or table("rates")["power_usage_effectiveness"]["value"]
+    return watts * hours * overhead / 1000
+
+
+def checkpoint_cost(
+    num_bytes: float,
+    every_steps: int,
+    step_seconds: float,
+    written: int,
+    kept: int,
+    num_gpus: int,
+    disk: dict | None = None,
+) -> CheckpointCost:
+    """Cadence, disk and lost work of a checkpoint of `num_bytes` every `every_steps` optimizer steps.
+
+    disk: the measured rate of the disk, as `machine_rates` keeps it.
+    """
+    rates = table("rates")
+    speed = (disk or rates["disk_bytes_per_second"])["value"]
+    return CheckpointCost(
+        bytes=num_bytes,
+        every_seconds=every_steps * step_seconds,
+        written=written,
+        kept=kept,
+        write_seconds=num_bytes / speed,
+        failure_seconds=rates["gpu_hours_between_failures"]["value"] * SECONDS_PER_HOUR / num_gpus,
+        disk=disk,
+    )
 
 
 class CostVerb:

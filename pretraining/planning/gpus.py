@@ -81,7 +81,7 @@ class Gpu:
 
     @property
     def training_precision(self) -> str:
-        """bf16 where the GPU has it, else fp16."""
+        """bf16 if the GPU has it, else fp16."""
         return "bf16" if "bf16" in self.dense_peak_flops else "fp16"
 
 
@@ -148,7 +148,7 @@ def _gpu(name: str, entry: dict) -> Gpu:
     )
 
 
-def rates_file() -> Path:
+def _rates_file() -> Path:
     """The file of this host: in $PRETRAINING_DOCTOR_FOLDER or ~/.cache/pretraining/doctor."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = Path(os.environ.get(FOLDER_VARIABLE) or cache / "pretraining" / "doctor")
@@ -160,14 +160,14 @@ def keep_rates(rates: dict[str, float], where: str, gpu: str | None, num_gpus: i
 
     Args:
         rates: values of names in RATES.
-        where: the folder, or the hosts, of the measurement.
+        where: folder or hosts of the measurement.
         gpu: name of the GPUs in tables/gpus.json; None if there are none, or the table does not know them.
         num_gpus: of the run that was measured, over all its machines.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    path, machine = rates_file(), _machine(gpu, num_gpus)
+    path, machine = _rates_file(), _machine(gpu, num_gpus)
     entries = {name: {"value": rates[name], "where": where, "date": utc_now()[:10]} for name in rates}
     write_json(path, {**_read_rates(path), machine: {**kept_rates(gpu, num_gpus), **entries}})
     return path
@@ -175,7 +175,7 @@ def keep_rates(rates: dict[str, float], where: str, gpu: str | None, num_gpus: i
 
 def kept_rates(gpu: str | None, num_gpus: int) -> dict[str, dict]:
     """Of each rate that was measured on this host beside these GPUs {"value", "where", "date"}; empty if none was."""
-    entries = _read_rates(rates_file()).get(_machine(gpu, num_gpus))
+    entries = _read_rates(_rates_file()).get(_machine(gpu, num_gpus))
     entries = entries if isinstance(entries, dict) else {}
     return {name: entries[name] for name in RATES if _is_rate(entries.get(name))}
 
@@ -186,7 +186,7 @@ def _machine(gpu: str | None, num_gpus: int) -> str:
 
 
 def _read_rates(path: Path) -> dict:
-    """A file that is missing or damaged says nothing: it is measured again in a second."""
+    """Read the file; one that is missing or damaged is empty, as measuring again takes a second."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -13,7 +13,6 @@ from pretraining.planning.quantities import columns, duration, gpu_count, num_by
 from pretraining.planning.roofline import model_flops_utilization
 from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
-from pretraining.planning.throughput import pipeline_bubble
 from pretraining.planning.workload import Workload, add_workload_arguments, workload_of
 
 BF16, FP32 = 2, 4
@@ -65,79 +64,6 @@ class LayoutMemory:
     def to_dict(self) -> dict:
         """The parts and the total."""
         return {**asdict(self), "total": self.total}
-
-
-def layer_shape(model: dict) -> LayerShape:
-    """The shape of a recipe's model section."""
-    shape = shape_of(model)
-    widths = widths_of(shape)
-    return LayerShape(
-        width=widths.hidden,
-        heads=widths.heads,
-        key_value_heads=widths.key_value_heads,
-        head_size=widths.head_size,
-        layers=widths.layers,
-        inner=widths.expert_inner * widths.chosen_experts,
-        gated=shape["model_type"] != "gpt2",
-        vocab_size=shape["vocab_size"],
-    )
-
-
-def activation_bytes_per_token(shape: LayerShape) -> int:
-    """Bytes one layer keeps per token for its backward pass, in bf16 with fused attention.
-
-    Korthikanti et al. 2022, section 4.1, without dropout masks: 32 h for GPT. Inputs of the two norms, input of
-    the attention, queries, keys, values, its result, input of the feed-forward layer, and its inner values:
-    two of them, four where it is gated.
-    """
-    queries = shape.heads * shape.head_size
-    attention = shape.width + queries + 2 * shape.key_value_width + queries
-    feed_forward = shape.width + shape.inner * (4 if shape.gated else 2)
-    return BF16 * (2 * shape.width + attention + feed_forward)
-
-
-def gpu_parameters(size: ModelSize, tensor: int, pipeline: int) -> float:
-    """Parameters on a GPU of the first stage, or the last where that holds more: its layers and a table."""
-    vocabulary = max(size.embedding, size.parts.head)
-    layers = size.total - size.embedding - size.parts.head
-    whole = layers + size.embedding + size.parts.head if pipeline == 1 else layers / pipeline + vocabulary
-    return whole / tensor
-
-
-def layout_memory(
-    size: ModelSize,
-    shape: LayerShape,
-    tokens: float,
-    tensor: int,
-    pipeline: int,
-    shards: int,
-    in_flight: int,
-    recompute: bool,
-    optimizer_width: float = 3 * FP32,
-) -> LayoutMemory:
-    """Memory of the fullest GPU.
-
-    Weights and fp32 gradients are 6 bytes a parameter, the optimizer's master weights and Adam's moments 12, shared
-    by the `shards` data- and context-parallel ranks as Megatron-LM's distributed optimizer does (ZeRO stage 1).
-    Under 1F1B the first stage holds the activations of `in_flight` micro-batches (Narayanan et al. 2021, section
-    2.2); tensor parallelism with sequence parallelism divides all of them (Korthikanti et al. 2022, table 2);
-    with recomputation only each layer's input stays, and one layer's activations beside them.
-
-    Args:
-        tokens: of one micro-batch on one GPU, that is after context parallelism.
-        optimizer_width: bytes a parameter of master weights and the optimizer's states.
-    """
-    held, layers = gpu_parameters(size, tensor, pipeline), shape.layers / pipeline
-    one_layer = activation_bytes_per_token(shape) * tokens / tensor
-    kept = BF16 * shape.width * tokens / tensor if recompute else one_layer
-    activations = in_flight * layers * kept + (one_layer if recompute else 0)
-    return LayoutMemory(
-        weights_and_gradients=held * (BF16 + FP32),
-        optimizer=held * optimizer_width / shards,
-        activations=activations,
-        # as a plain loss in memory/activations.py: fp32 log-probabilities, their gradient, the logits' gradient
-        logits=3 * FP32 * tokens * shape.vocab_size / tensor,
-    )
 
 
 @dataclass(frozen=True)
@@ -204,7 +130,7 @@ def layouts(
 ) -> list[Layout]:
     """Every layout that divides the model, the step and the GPUs, and fits their memory; fastest first.
 
-    Tensor parallelism stays inside a node (Narayanan et al. 2021, takeaway 1). A layout recomputes only where
+    Tensor parallelism stays inside a node (Narayanan et al. 2021, takeaway 1). A layout recomputes only if
     it would not fit otherwise.
 
     Args:
@@ -236,7 +162,7 @@ def layouts(
 
 
 def _candidates(cluster: _Cluster) -> Iterator[Layout]:
-    """Both kinds of each division: without recomputation, and with it where the first does not fit."""
+    """Both kinds of each division: without recomputation, and with it if the first does not fit."""
     for tensor, pipeline, context, data, micro_batch in _divisions(cluster):
         layout = _layout(cluster, data, tensor, pipeline, context, micro_batch, recompute=False)
         if layout.memory.total > cluster.gpu.memory_bytes:
@@ -303,8 +229,91 @@ def _layout(
     )
 
 
+def layer_shape(model: dict) -> LayerShape:
+    """The shape of a recipe's model section."""
+    shape = shape_of(model)
+    widths = widths_of(shape)
+    return LayerShape(
+        width=widths.hidden,
+        heads=widths.heads,
+        key_value_heads=widths.key_value_heads,
+        head_size=widths.head_size,
+        layers=widths.layers,
+        inner=widths.expert_inner * widths.chosen_experts,
+        gated=shape["model_type"] != "gpt2",
+        vocab_size=shape["vocab_size"],
+    )
+
+
+def layout_memory(
+    size: ModelSize,
+    shape: LayerShape,
+    tokens: float,
+    tensor: int,
+    pipeline: int,
+    shards: int,
+    in_flight: int,
+    recompute: bool,
+    optimizer_width: float = 3 * FP32,
+) -> LayoutMemory:
+    """Memory of the fullest GPU.
+
+    Weights and fp32 gradients are 6 bytes a parameter, the optimizer's master weights and Adam's moments 12, shared
+    by the `shards` data- and context-parallel ranks as Megatron-LM's distributed optimizer does (ZeRO stage 1).
+    Under 1F1B the first stage holds the activations of `in_flight` micro-batches (Narayanan et al. 2021, section
+    2.2); tensor parallelism with sequence parallelism divides all of them (Korthikanti et al. 2022, table 2);
+    with recomputation only each layer's input stays, and one layer's activations beside them.
+
+    Args:
+        tokens: of one micro-batch on one GPU, that is after context parallelism.
+        optimizer_width: bytes a parameter of master weights and the optimizer's states.
+    """
+    held, layers = gpu_parameters(size, tensor, pipeline), shape.layers / pipeline
+    one_layer = activation_bytes_per_token(shape) * tokens / tensor
+    kept = BF16 * shape.width * tokens / tensor if recompute else one_layer
+    activations = in_flight * layers * kept + (one_layer if recompute else 0)
+    return LayoutMemory(
+        weights_and_gradients=held * (BF16 + FP32),
+        optimizer=held * optimizer_width / shards,
+        activations=activations,
+        # as a plain loss in memory/activations.py: fp32 log-probabilities, their gradient, the logits' gradient
+        logits=3 * FP32 * tokens * shape.vocab_size / tensor,
+    )
+
+
+def gpu_parameters(size: ModelSize, tensor: int, pipeline: int) -> float:
+    """Parameters on a GPU of the first stage, or the last if that holds more: its layers and a table."""
+    vocabulary = max(size.embedding, size.parts.head)
+    layers = size.total - size.embedding - size.parts.head
+    whole = layers + size.embedding + size.parts.head if pipeline == 1 else layers / pipeline + vocabulary
+    return whole / tensor
+
+
+def activation_bytes_per_token(shape: LayerShape) -> int:
+    """Bytes one layer keeps per token for its backward pass, in bf16 with fused attention.
+
+    Korthikanti et al. 2022, section 4.1, without dropout masks: 32 h for GPT. Inputs of the two norms, input of
+    the attention, queries, keys, values, its result, input of the feed-forward layer, and its inner values:
+    two of them, four if it is gated.
+    """
+    queries = shape.heads * shape.head_size
+    attention = shape.width + queries + 2 * shape.key_value_width + queries
+    feed_forward = shape.width + shape.inner * (4 if shape.gated else 2)
+    return BF16 * (2 * shape.width + attention + feed_forward)
+
+
+def pipeline_bubble(stages: int, microbatches: int, chunks: int = 1) -> float:
+    """Idle time over ideal time of a pipeline, (p - 1) / (v m): Narayanan et al. 2021, section 2.2.
+
+    Args:
+        microbatches: m, per pipeline and optimizer step.
+        chunks: v, model chunks per GPU of the interleaved schedule.
+    """
+    return (stages - 1) / (chunks * microbatches)
+
+
 def _tensor_bytes(shape: LayerShape, tokens: float, tensor: int, recompute: bool) -> float:
-    """A layer's all-reduces: two forward, two backward, and two more where the forward pass is repeated.
+    """A layer's all-reduces: two forward, two backward, and two more if the forward pass is repeated.
 
     Megatron-LM (Shoeybi et al. 2019), figure 4; a ring sends 2 (t - 1) / t of the message.
     """

@@ -39,10 +39,88 @@ class Utilization:
     """A model FLOPs utilization (share of the dense peak) and where it comes from."""
 
     mfu: float
-    """Where nothing is recomputed."""
+    """If nothing is recomputed."""
     source: str
     assumed: bool
     """Neither given nor measured here: it knows nothing of this run's messages."""
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What one micro-batch takes on one GPU if nothing waits."""
+
+    seconds: dict[str, float]
+    """By what they are spent on; those of the optimizer are shared among the micro-batches of a step."""
+    mfu: float
+    """Model FLOPs over all these seconds and the dense peak."""
+    mfu_without_recomputation: float
+    """The same if no layer were recomputed."""
+    products_measured_on: str | None
+    """The day on which the doctor measured this machine's products; None if their rate is assumed."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU sustains in training."""
+
+    product_flops: float
+    """FLOPs a second of large matrix products."""
+    attention_flops: float
+    bytes: float
+    """Read and written a second."""
+    products_measured_on: str | None
+    """The day on which the doctor measured products; None if their rate is assumed."""
+
+
+def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilization:
+    """What was measured here on this GPU at this size, else the ceiling of the recipe's own kernels."""
+    size = model_size(recipe.model)
+    flops = flops_per_token(size, recipe.sequence_length)
+    measured = expected_utilization(gpu, size.total, recomputation=flops.hardware / flops.training)
+    if not measured.assumed:
+        return measured
+    day = at_best.products_measured_on
+    how = f", products as measured here on {day}" if day else ""
+    source = f"the ceiling of its kernels, counted{how}; a run stays below it"
+    return Utilization(at_best.mfu_without_recomputation, source, assumed=True)
+
+
+def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, precision: str) -> Ceiling:
+    """The most that a recipe's kernels reach on this GPU.
+
+    Args:
+        precision: of the products: bf16, fp16, tf32 or fp32.
+
+    Raises:
+        UserError: the GPU has no such precision, or the ranks do not divide the recipe's step.
+    """
+    rates, size = sustained_rates(gpu, precision, world_size), model_size(recipe.model)
+    tokens = recipe.micro_batch * recipe.sequence_length
+    width = precision_of(recipe, ds_config).compute / SIXTEEN_BIT  # the factors are those of 16-bit numbers
+    mode = layer_mode(recipe, ds_config)
+    scores = CAUSAL * 4 * size.num_layers * size.attention_width * recipe.sequence_length * tokens
+    forward = width * size.num_layers * _layer_bytes(recipe.model, mode, "forward", tokens)
+    backward = width * size.num_layers * _layer_bytes(recipe.model, mode, "backward", tokens)
+    outside = width * _outside_bytes(recipe.model, mode, tokens)
+    skipped = size.num_layers * last_product(recipe.model) if _skips_last_product(recipe, ds_config) else 0
+    recomputed = 2 * (size.matmul - size.head - skipped) * tokens
+    again = recomputed_share(recomputed_one_in(recipe))
+    engine = table("kernels")["engines"][str(zero_stage(ds_config))]
+    in_step = engine["step"] + engine["step of its share"] / world_size
+    seconds = {
+        "products": (1 + BACKWARD) * 2 * size.matmul * tokens / rates.product_flops,
+        "attention": (1 + ATTENTION_BACKWARD) * scores / rates.attention_flops,
+        "other kernels": (forward + backward + outside) / rates.bytes,
+        "loss": width * _loss_kernel_bytes(recipe, tokens, gpu) / rates.bytes,
+        "recomputation": again
+        * (recomputed / rates.product_flops + scores / rates.attention_flops + forward / rates.bytes),
+        "gradients": engine["micro-batch"] * size.total / rates.bytes,
+        "optimizer": in_step * size.total / rates.bytes / accumulation_steps(recipe, world_size),
+    }
+    at_peak = flops_per_token(size, recipe.sequence_length).training * tokens / gpu.peak_flops(precision)
+    total = sum(seconds.values())
+    without = at_peak / (total - seconds["recomputation"])
+    return Ceiling(seconds, at_peak / total, without, rates.products_measured_on)
 
 
 def expected_utilization(
@@ -56,7 +134,7 @@ def expected_utilization(
         recomputation: FLOPs with every layer recomputed over those without. A line is raised by as much of it as
             its `recomputes`, the share of the layers that were recomputed.
     """
-    found = [row for row in measured_utilizations(results) if _is_like(row, gpu, parameters)]
+    found = [row for row in _measured_utilizations(results) if _is_like(row, gpu, parameters)]
     if found:
         row = max(found, key=lambda row: row.get("when", ""))
         source = f"measured by benchmarks/{row['benchmark']}.py on {row['environment']['device']}"
@@ -68,8 +146,8 @@ def expected_utilization(
 
 
 @cache
-def measured_utilizations(results: Path) -> tuple[dict, ...]:
-    """The kept results that tell a utilization.
+def _measured_utilizations(results: Path) -> tuple[dict, ...]:
+    """The kept results that hold a utilization.
 
     Raises:
         UserError: a line that is not JSON.
@@ -106,84 +184,6 @@ def model_flops_utilization(
     return tokens_per_second * flops / (num_gpus * peak_flops)
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a GPU sustains in training."""
-
-    product_flops: float
-    """FLOPs a second of large matrix products."""
-    attention_flops: float
-    bytes: float
-    """Read and written a second."""
-    products_measured_on: str | None
-    """The day on which the doctor measured products; None if their rate is assumed."""
-
-
-@dataclass(frozen=True)
-class Ceiling:
-    """What one micro-batch takes on one GPU if nothing waits."""
-
-    seconds: dict[str, float]
-    """By what they are spent on; those of the optimizer are shared among the micro-batches of a step."""
-    mfu: float
-    """Model FLOPs over all these seconds and the dense peak."""
-    mfu_without_recomputation: float
-    """The same if no layer were recomputed."""
-    products_measured_on: str | None
-    """The day on which the doctor measured this machine's products; None if their rate is assumed."""
-
-
-def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, precision: str) -> Ceiling:
-    """The most that a recipe's kernels reach on this GPU.
-
-    Args:
-        precision: of the products: bf16, fp16, tf32 or fp32.
-
-    Raises:
-        UserError: the GPU has no such precision, or the ranks do not divide the recipe's step.
-    """
-    rates, size = sustained_rates(gpu, precision, world_size), model_size(recipe.model)
-    tokens = recipe.micro_batch * recipe.sequence_length
-    width = precision_of(recipe, ds_config).compute / SIXTEEN_BIT  # the factors are those of 16-bit numbers
-    mode = layer_mode(recipe, ds_config)
-    scores = CAUSAL * 4 * size.num_layers * size.attention_width * recipe.sequence_length * tokens
-    forward = width * size.num_layers * layer_bytes(recipe.model, mode, "forward", tokens)
-    backward = width * size.num_layers * layer_bytes(recipe.model, mode, "backward", tokens)
-    outside = width * outside_bytes(recipe.model, mode, tokens)
-    skipped = size.num_layers * last_product(recipe.model) if skips_last_product(recipe, ds_config) else 0
-    recomputed = 2 * (size.matmul - size.head - skipped) * tokens
-    again = recomputed_share(recomputed_one_in(recipe))
-    engine = table("kernels")["engines"][str(zero_stage(ds_config))]
-    in_step = engine["step"] + engine["step of its share"] / world_size
-    seconds = {
-        "products": (1 + BACKWARD) * 2 * size.matmul * tokens / rates.product_flops,
-        "attention": (1 + ATTENTION_BACKWARD) * scores / rates.attention_flops,
-        "other kernels": (forward + backward + outside) / rates.bytes,
-        "loss": width * loss_kernel_bytes(recipe, tokens, gpu) / rates.bytes,
-        "recomputation": again
-        * (recomputed / rates.product_flops + scores / rates.attention_flops + forward / rates.bytes),
-        "gradients": engine["micro-batch"] * size.total / rates.bytes,
-        "optimizer": in_step * size.total / rates.bytes / accumulation_steps(recipe, world_size),
-    }
-    at_peak = flops_per_token(size, recipe.sequence_length).training * tokens / gpu.peak_flops(precision)
-    total = sum(seconds.values())
-    without = at_peak / (total - seconds["recomputation"])
-    return Ceiling(seconds, at_peak / total, without, rates.products_measured_on)
-
-
-def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilization:
-    """What was measured here on this GPU at this size, else the ceiling of the recipe's own kernels."""
-    size = model_size(recipe.model)
-    flops = flops_per_token(size, recipe.sequence_length)
-    measured = expected_utilization(gpu, size.total, recomputation=flops.hardware / flops.training)
-    if not measured.assumed:
-        return measured
-    day = at_best.products_measured_on
-    how = f", products as measured here on {day}" if day else ""
-    source = f"the ceiling of its kernels, counted{how}; a run stays below it"
-    return Utilization(at_best.mfu_without_recomputation, source, assumed=True)
-
-
 def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
     """The shares of tables/rates.json for the GPU's architecture; of products what the doctor measured, if it did.
 
@@ -212,7 +212,7 @@ def layer_mode(recipe: Recipe, ds_config: dict | None) -> str:
     return "eager" if compiled_part(recipe, ds_config, on_gpu=True) == "none" else "compiled"
 
 
-def layer_bytes(model: dict, mode: str, direction: str, tokens: int) -> float:
+def _layer_bytes(model: dict, mode: str, direction: str, tokens: int) -> float:
     """Bytes that the kernels of one layer move for a micro-batch in 16 bit, products and attention left out.
 
     direction: `forward` or `backward`.
@@ -221,10 +221,10 @@ def layer_bytes(model: dict, mode: str, direction: str, tokens: int) -> float:
     factors, widths = kernels["layers"][shape["model_type"]][mode][direction], layer_widths(shape, tokens)
     written_out = kernels["activations"].get(_activation(shape), {}).get(mode, {}).get(direction, 0.0)
     moved = sum(factor * widths[name] for name, factor in factors.items())
-    return tokens * (moved + written_out * inner_width(widths))
+    return tokens * (moved + written_out * _inner_width(widths))
 
 
-def inner_width(widths: dict[str, float]) -> float:
+def _inner_width(widths: dict[str, float]) -> float:
     """Of the feed-forward part, over all experts that a token is given to."""
     return widths["inner"] if "inner" in widths else widths["routed inner"]
 
@@ -253,10 +253,10 @@ def layer_widths(shape: dict, tokens: int) -> dict[str, float]:
 def last_product(model: dict) -> int:
     """Entries of a layer's last matrix, which a recomputed layer need not multiply again: nothing keeps its result."""
     widths = layer_widths(shape_of(model), tokens=1)
-    return round(widths["hidden"] * inner_width(widths))
+    return round(widths["hidden"] * _inner_width(widths))
 
 
-def skips_last_product(recipe: Recipe, ds_config: dict | None) -> bool:
+def _skips_last_product(recipe: Recipe, ds_config: dict | None) -> bool:
     """Whether a recomputed layer stops before its last product: torch stops once all that was kept is there again.
 
     Under ZeRO-3 DeepSpeed's linear function (runtime/zero/linear.py, `zero3_linear_wrap`) keeps its input only after it
@@ -265,14 +265,14 @@ def skips_last_product(recipe: Recipe, ds_config: dict | None) -> bool:
     return zero_stage(ds_config) < 3 or recipe.model["model_type"] == "gpt2"
 
 
-def outside_bytes(model: dict, mode: str, tokens: int) -> float:
+def _outside_bytes(model: dict, mode: str, tokens: int) -> float:
     """Bytes that embeddings and the last norm move, forward and backward, for a micro-batch in 16 bit."""
     shape = shape_of(model)
     factor = table("kernels")["layers"][shape["model_type"]][mode]["outside"]
     return tokens * factor * layer_widths(shape, tokens)["hidden"]
 
 
-def loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu) -> float:
+def _loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu) -> float:
     """Bytes that the loss moves beside the head's products, in 16 bit."""
     vocab_size, hidden = recipe.model["vocab_size"], layer_widths(shape_of(recipe.model), tokens)["hidden"]
     kind = {"auto": "fused"}.get(recipe.loss["kind"], recipe.loss["kind"])

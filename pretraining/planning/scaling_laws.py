@@ -75,7 +75,7 @@ class ParametricLoss:
         return self.E + self.A * parameters**-self.alpha + self.B * tokens**-self.beta
 
     def tokens_for(self, loss: float, parameters: float) -> float:
-        """Tokens that bring a model of this size to `loss`; infinite where it is too small for it."""
+        """Tokens that bring a model of this size to `loss`; infinite if it is too small for it."""
         left = loss - self.E - self.A * parameters**-self.alpha
         return (self.B / left) ** (1 / self.beta) if left > 0 else math.inf
 
@@ -117,8 +117,8 @@ def kaplan_frontier() -> Frontier:
     return Frontier(scale * PF_DAY**-exponent, exponent, law["source"])
 
 
-def extrapolates(given: Allocation) -> str | None:
-    """What the laws were fitted on, where the allocation is far from it."""
+def _extrapolates(given: Allocation) -> str | None:
+    """What the laws were fitted on if the allocation is far from it, else None."""
     fitted = table("scaling_laws")["fitted_on"]
     pairs = ((given.parameters, fitted["parameters"]), (given.tokens, fitted["tokens"]))
     near = all(low / FAR <= value <= high * FAR for value, (low, high) in pairs)
@@ -172,7 +172,7 @@ def _power_law(xs: list[float], ys: list[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Hint:
-    """What one source would choose; None where it says nothing."""
+    """What one source would choose; None if it says nothing."""
 
     learning_rate: float | None
     batch_tokens: float | None
@@ -188,7 +188,7 @@ def critical_batch_tokens(loss: float) -> float:
     return law["scale_tokens"] / loss ** (1 / law["exponent"])
 
 
-def critical_batch_growth(tokens_factor: float) -> float:
+def _critical_batch_growth(tokens_factor: float) -> float:
     """Growth of the critical batch with `tokens_factor` times the tokens (Zhang et al. 2024), at any size."""
     return tokens_factor ** table("scaling_laws")["zhang"]["exponent"]
 
@@ -274,7 +274,7 @@ class ChinchillaVerb:
                 approach: _numbers(each, frontier(approach).source) for approach, each in optima.items()
             },
             "kaplan": _numbers(kaplan_frontier().at_flops(best.flops), kaplan_frontier().source),
-            "extrapolates": extrapolates(chosen),
+            "extrapolates": _extrapolates(chosen),
             "chosen": _numbers(chosen, "given" if has_both else DEFAULT),
             "tokens_over_optimum": chosen.tokens / frontier().at_parameters(chosen.parameters).tokens,
             "loss": loss,
@@ -309,7 +309,7 @@ class ChinchillaVerb:
             lines.append(
                 (f"with {served} tokens served", f"{words} reach it for {inference['saved']:.0%} less in all")
             )
-        growth = f"twice the tokens raise it {critical_batch_growth(2):.2f} times (Zhang et al. 2024)"
+        growth = f"twice the tokens raise it {_critical_batch_growth(2):.2f} times (Zhang et al. 2024)"
         at_loss = f"{short(critical)} tokens at that loss (Kaplan et al. 2020, equation 1.4)"
         lines.append(("critical batch", f"{at_loss}; {growth}"))
         for name, hint in answer["hints"].items():

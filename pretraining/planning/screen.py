@@ -15,7 +15,7 @@ from pretraining.planning.costs import (
     scaling_rows,
     write_words,
 )
-from pretraining.planning.gate import Found, check_plan
+from pretraining.planning.gate import Machine, check_plan
 from pretraining.planning.gpus import Gpu, all_gpus, find_gpu
 from pretraining.planning.memory.need import (
     PHASES,
@@ -106,7 +106,7 @@ def _fitting_gpus(recipe: Recipe, ds_config: dict | None, world_size: int) -> li
 
 
 def _verdict(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None) -> dict:
-    found = Found(gpu.memory_bytes, gpu, "bf16" in gpu.dense_peak_flops) if gpu else Found()
+    found = Machine(gpu.memory_bytes, gpu, "bf16" in gpu.dense_peak_flops) if gpu else Machine()
     verdict = check_plan(recipe, ds_config, world_size, found)
     return {
         "refusals": [asdict(each) for each in verdict.refusals],

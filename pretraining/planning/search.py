@@ -64,7 +64,7 @@ class Candidate:
     """Of so many layers one is recomputed; 0: nothing is."""
     need: MemoryNeed
     step_seconds: float | None
-    """None where the GPU is not one of the table's."""
+    """None if the GPU is not one of the table's."""
     offload_seconds: float
     """Part of the step: transfers to the host, its optimizer, NVMe."""
     changes: tuple[str, ...]
@@ -90,33 +90,6 @@ class Candidate:
             **{name: getattr(self, name) for name in (*names, "arguments", "why")},
             "memory": self.need.to_dict(),
         }
-
-
-def candidates(
-    recipe: Recipe,
-    world_size: int,
-    gpu: Gpu | None = None,
-    mfu: float | None = None,
-    gpu_memory: float | None = None,
-    own_ds_config: bool = False,
-) -> Iterator[Candidate]:
-    """Every combination that divides the recipe's step, whether it fits or not.
-
-    Args:
-        gpu: for the step times; None leaves them out.
-        mfu: share of the dense peak without recomputation; None for the expected one.
-        gpu_memory: bytes of one GPU, in the table or not; None: a processor trains, or it is not known.
-        own_ds_config: the recipe's ds_config alone.
-    """
-    recomputed = sorted({*RECOMPUTED, recomputed_one_in(recipe)})
-    for way in [recipe.deepspeed] if own_ds_config else _ways(recipe, world_size, gpu):
-        for micro_batch in sorted({*MICRO_BATCHES, recipe.micro_batch}):
-            at_once = world_size * micro_batch * recipe.sequence_length
-            if any(size % at_once for size in recipe.step_sizes.all):
-                continue
-            for every_n_layers in recomputed:
-                variant = _variant(recipe, way, micro_batch, every_n_layers)
-                yield _candidate(variant, recipe, world_size, gpu, mfu, gpu_memory)
 
 
 def fitting(
@@ -153,6 +126,29 @@ def fitting(
     ]
 
 
+def worth_choosing(ways: list[Candidate]) -> list[Candidate]:
+    """Of ways in the order of `fitting` those that a choice is between, the best first.
+
+    No way beats one of them, and each needs less memory than every one before it.
+    """
+    totals, burdens = [each.need.total for each in ways], [_burdens(each) for each in ways]
+
+    def beaten(place: int) -> bool:
+        """Whether another way is as fast, smaller, and burdened by nothing that this one is free of."""
+        return any(
+            SAME * totals[other] < totals[place]
+            and each.step_seconds <= ways[place].step_seconds
+            and all(more <= here for more, here in zip(burdens[other], burdens[place], strict=True))
+            for other, each in enumerate(ways)
+        )
+
+    found: list[int] = []
+    for place in range(len(ways)):
+        if (not found or SAME * totals[place] < totals[found[-1]]) and not beaten(place):
+            found.append(place)
+    return [ways[place] for place in found]
+
+
 def nearest_fit(
     recipe: Recipe,
     world_size: int,
@@ -175,6 +171,33 @@ def nearest_fit(
     return min(fits, key=distance, default=None)
 
 
+def candidates(
+    recipe: Recipe,
+    world_size: int,
+    gpu: Gpu | None = None,
+    mfu: float | None = None,
+    gpu_memory: float | None = None,
+    own_ds_config: bool = False,
+) -> Iterator[Candidate]:
+    """Every combination that divides the recipe's step, whether it fits or not.
+
+    Args:
+        gpu: for the step times; None leaves them out.
+        mfu: share of the dense peak without recomputation; None for the expected one.
+        gpu_memory: bytes of one GPU, in the table or not; None: a processor trains, or it is not known.
+        own_ds_config: the recipe's ds_config alone.
+    """
+    recomputed = sorted({*RECOMPUTED, recomputed_one_in(recipe)})
+    for way in [recipe.deepspeed] if own_ds_config else _ways(recipe, world_size, gpu):
+        for micro_batch in sorted({*MICRO_BATCHES, recipe.micro_batch}):
+            at_once = world_size * micro_batch * recipe.sequence_length
+            if any(size % at_once for size in recipe.step_sizes.all):
+                continue
+            for every_n_layers in recomputed:
+                variant = _variant(recipe, way, micro_batch, every_n_layers)
+                yield _candidate(variant, recipe, world_size, gpu, mfu, gpu_memory)
+
+
 @cache
 def _config(way: str | None) -> dict | None:
     return load_ds_config(way) if way else None
@@ -183,7 +206,7 @@ def _config(way: str | None) -> dict | None:
 def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     """The recipe's own ds_config and the shipped ones that `train.py` accepts with it (refusals.py).
 
-    hpZ only where its eight ranks are a node among several.
+    hpZ only if its eight ranks are a node among several.
     """
     node = gpu.gpus_per_node if gpu else 8
     hpz = node == 8 and world_size > 8 and world_size % 8 == 0
@@ -247,29 +270,6 @@ def _changes(variant: Recipe, recipe: Recipe) -> tuple[str, ...]:
     if recomputes and every_n_layers != checkpointing_of(recipe)[1]:
         changes.append(f"--set training.activation_checkpointing_kwargs.every_n_layers={every_n_layers}")
     return tuple(changes)
-
-
-def worth_choosing(ways: list[Candidate]) -> list[Candidate]:
-    """Of ways in the order of `fitting` those that a choice is between, the best first.
-
-    No way beats one of them, and each needs less memory than every one before it.
-    """
-    totals, burdens = [each.need.total for each in ways], [_burdens(each) for each in ways]
-
-    def beaten(place: int) -> bool:
-        """Whether another way is as fast, smaller, and burdened by nothing that this one is free of."""
-        return any(
-            SAME * totals[other] < totals[place]
-            and each.step_seconds <= ways[place].step_seconds
-            and all(more <= here for more, here in zip(burdens[other], burdens[place], strict=True))
-            for other, each in enumerate(ways)
-        )
-
-    found: list[int] = []
-    for place in range(len(ways)):
-        if (not found or SAME * totals[place] < totals[found[-1]]) and not beaten(place):
-            found.append(place)
-    return [ways[place] for place in found]
 
 
 def _burdens(each: Candidate) -> tuple[bool, float, int]:

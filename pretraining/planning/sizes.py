@@ -26,7 +26,7 @@ class PartSizes:
     """The matrices that choose among the experts."""
     norms: int
     head: int
-    """Output projection; 0 where it is tied to the token table."""
+    """Output projection; 0 if it is tied to the token table."""
 
     @property
     def total(self) -> int:

@@ -17,22 +17,6 @@ ADAM_BYTES = 28
 
 
 @dataclass(frozen=True)
-class Communication:
-    """Bytes that one rank sends in one optimizer step."""
-
-    gradients: float
-    parameters: float
-    """Gathered weights; with hpZ only what crosses nodes."""
-    inside_node: float
-    """What hpZ gathers inside the node instead."""
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.gradients + self.parameters + self.inside_node
-
-
-@dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimizer step, and what decides them."""
 
@@ -61,108 +45,6 @@ class StepTime:
             "kernel launches": self.launch_seconds,
         }
         return max(parts, key=parts.get)
-
-
-def communication(
-    parameters: int, stage: int, num_ranks: int, accumulation: int = 1, width: int = 2, hpz: int = 1
-) -> Communication:
-    """Bytes one rank sends per optimizer step: ZeRO (Rajbhandari et al. 2020), section 7.
-
-    Without accumulation 2 psi elements at stages 0 to 2 (gradients reduced and something gathered, psi each)
-    and 3 psi at stage 3 (weights gathered for the forward and again for the backward pass). With accumulation,
-    DeepSpeed 0.19 reduces at stages 0 and 1 once a step, at stage 2 after every micro-batch (its gradients
-    exist only as shards: runtime/zero/stage_1_and_2.py), and stage 3 repeats all of it. A ring sends
-    (n - 1) / n of each. hpZ (ZeRO++, Wang et al. 2023) serves the backward pass's gather inside the node.
-
-    Args:
-        width: bytes an element; DeepSpeed and torch send gradients in the precision that holds the weights.
-        hpz: ranks of a secondary partition (zero_hpz_partition_size), 1 for none.
-    """
-    once = parameters * width * (num_ranks - 1) / num_ranks
-    if stage < 2:
-        return Communication(once, once, 0.0)
-    if stage == 2:
-        return Communication(once * accumulation, once, 0.0)
-    gathers = once * accumulation
-    if hpz <= 1:
-        return Communication(gathers, 2 * gathers, 0.0)
-    return Communication(gathers, gathers, accumulation * parameters * width * (hpz - 1) / hpz)
-
-
-def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> float:
-    """Seconds at the rate that the doctor measured on this machine, else at the peak of the links.
-
-    The peak is that of the link inside a node, else of the slower of link and network.
-    """
-    measured = kept_rates(gpu.name, num_ranks).get("all_reduce_bytes_per_second")
-    if measured:
-        return volume.total / measured["value"]
-    inside = gpu.link_bytes_per_second
-    across = inside if num_ranks <= gpu.gpus_per_node else min(inside, gpu.network_bytes_per_second)
-    return (volume.gradients + volume.parameters) / across + volume.inside_node / inside
-
-
-def scaling_over_nodes(gpu: Gpu, num_gpus: int, utilization_is_assumed: bool = True) -> dict | None:
-    """{"nodes", "assumption"} of GPUs that lie in more than one node; None in one.
-
-    The tables hold no measured loss between nodes: time has a lower bound by the links' peaks, and nothing more.
-    """
-    nodes = -(-num_gpus // gpu.gpus_per_node)
-    if nodes == 1:
-        return None
-    words = "perfect scaling is assumed: each GPU is as fast as in one node"
-    if utilization_is_assumed:
-        rate = f"{gpu.network_bytes_per_second / 1e9:g} GB/s a GPU"
-        words += f", unless a step's messages at the network's peak ({rate}) take longer than its products"
-    return {"nodes": nodes, "assumption": f"{words}; latency, congestion and slow nodes are not counted"}
-
-
-def predicted_step_seconds(
-    size: ModelSize,
-    sequence_length: int,
-    tokens_per_step: int,
-    num_gpus: int,
-    gpu: Gpu,
-    *,
-    stage: int = 0,
-    accumulation: int = 1,
-    mfu: float | None = None,
-    precision: str | None = None,
-    recomputed: float = 0.0,
-    width: int = 2,
-    hpz: int = 1,
-) -> StepTime:
-    """Seconds of one optimizer step of data-parallel training.
-
-    Args:
-        mfu: share of the dense peak without recomputation; None for the expected one.
-        precision: of the products; None for the GPU's training precision.
-        recomputed: share of the layers under activation checkpointing: the kernels run as fast, on more FLOPs.
-        width: bytes an element that is sent; 4 where the weights are held in fp32, under autocast too.
-    """
-    precision = precision or gpu.training_precision
-    counted = flops_per_token(size, sequence_length)
-    ratio = counted.hardware / counted.training
-    mfu = mfu or expected_utilization(gpu, size.total, recomputation=ratio).mfu
-    flops = counted.training + recomputed * counted.recomputed
-    rate = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), mfu)
-    volume = communication(size.total, stage, num_gpus, accumulation, width, hpz)
-    return StepTime(tokens_per_step / rate, communication_seconds(volume, gpu, num_gpus))
-
-
-def pipeline_bubble(stages: int, microbatches: int, chunks: int = 1) -> float:
-    """Idle time over ideal time of a pipeline, (p - 1) / (v m): Narayanan et al. 2021, section 2.2.
-
-    Args:
-        microbatches: m, per pipeline and optimizer step.
-        chunks: v, model chunks per GPU of the interleaved schedule.
-    """
-    return (stages - 1) / (chunks * microbatches)
-
-
-def precision_of_products(recipe: Recipe) -> str:
-    """bf16, fp16, tf32 or fp32, as the recipe's `training` says."""
-    return next((name for name in ("bf16", "fp16", "tf32") if recipe.training.get(name)), "fp32")
 
 
 def step_time(
@@ -209,6 +91,114 @@ def step_time(
         offload_seconds=_offload_seconds(recipe, ds_config, world_size, accumulation, gpu),
         launch_seconds=_launch_seconds(recipe, ds_config, accumulation),
     )
+
+
+def precision_of_products(recipe: Recipe) -> str:
+    """bf16, fp16, tf32 or fp32, as the recipe's `training` says."""
+    return next((name for name in ("bf16", "fp16", "tf32") if recipe.training.get(name)), "fp32")
+
+
+def predicted_step_seconds(
+    size: ModelSize,
+    sequence_length: int,
+    tokens_per_step: int,
+    num_gpus: int,
+    gpu: Gpu,
+    *,
+    stage: int = 0,
+    accumulation: int = 1,
+    mfu: float | None = None,
+    precision: str | None = None,
+    recomputed: float = 0.0,
+    width: int = 2,
+    hpz: int = 1,
+) -> StepTime:
+    """Seconds of one optimizer step of data-parallel training.
+
+    Args:
+        mfu: share of the dense peak without recomputation; None for the expected one.
+        precision: of the products; None for the GPU's training precision.
+        recomputed: share of the layers under activation checkpointing: the kernels run as fast, on more FLOPs.
+        width: bytes an element that is sent; 4 if the weights are held in fp32, under autocast too.
+    """
+    precision = precision or gpu.training_precision
+    counted = flops_per_token(size, sequence_length)
+    ratio = counted.hardware / counted.training
+    mfu = mfu or expected_utilization(gpu, size.total, recomputation=ratio).mfu
+    flops = counted.training + recomputed * counted.recomputed
+    rate = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), mfu)
+    volume = communication(size.total, stage, num_gpus, accumulation, width, hpz)
+    return StepTime(tokens_per_step / rate, communication_seconds(volume, gpu, num_gpus))
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Bytes that one rank sends in one optimizer step."""
+
+    gradients: float
+    parameters: float
+    """Gathered weights; with hpZ only what crosses nodes."""
+    inside_node: float
+    """What hpZ gathers inside the node instead."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.gradients + self.parameters + self.inside_node
+
+
+def communication(
+    parameters: int, stage: int, num_ranks: int, accumulation: int = 1, width: int = 2, hpz: int = 1
+) -> Communication:
+    """Bytes one rank sends per optimizer step: ZeRO (Rajbhandari et al. 2020), section 7.
+
+    Without accumulation 2 psi elements at stages 0 to 2 (gradients reduced and something gathered, psi each)
+    and 3 psi at stage 3 (weights gathered for the forward and again for the backward pass). With accumulation,
+    DeepSpeed 0.19 reduces at stages 0 and 1 once a step, at stage 2 after every micro-batch (its gradients
+    exist only as shards: runtime/zero/stage_1_and_2.py), and stage 3 repeats all of it. A ring sends
+    (n - 1) / n of each. hpZ (ZeRO++, Wang et al. 2023) serves the backward pass's gather inside the node.
+
+    Args:
+        width: bytes an element; DeepSpeed and torch send gradients in the precision that holds the weights.
+        hpz: ranks of a secondary partition (zero_hpz_partition_size), 1 for none.
+    """
+    once = parameters * width * (num_ranks - 1) / num_ranks
+    if stage < 2:
+        return Communication(once, once, 0.0)
+    if stage == 2:
+        return Communication(once * accumulation, once, 0.0)
+    gathers = once * accumulation
+    if hpz <= 1:
+        return Communication(gathers, 2 * gathers, 0.0)
+    return Communication(gathers, gathers, accumulation * parameters * width * (hpz - 1) / hpz)
+
+
+def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> float:
+    """Seconds at the rate that the doctor measured on this machine, else at the peak of the links.
+
+    The peak is that of the link inside a node, else of the slower of link and network.
+    """
+    measured = kept_rates(gpu.name, num_ranks).get("all_reduce_bytes_per_second")
+    if measured:
+        return volume.total / measured["value"]
+    inside = gpu.link_bytes_per_second
+    across = inside if num_ranks <= gpu.gpus_per_node else min(inside, gpu.network_bytes_per_second)
+    return (volume.gradients + volume.parameters) / across + volume.inside_node / inside
+
+
+def scaling_over_nodes(gpu: Gpu, num_gpus: int, utilization_is_assumed: bool = True) -> dict | None:
+    """{"nodes", "assumption"} of GPUs in more than one node; None in one.
+
+    The tables hold no measured loss between nodes: time has a lower bound by the links' peaks, and nothing more.
+    """
+    nodes = -(-num_gpus // gpu.gpus_per_node)
+    if nodes == 1:
+        return None
+    words = "perfect scaling is assumed: each GPU is as fast as in one node"
+    if utilization_is_assumed:
+        rate = f"{gpu.network_bytes_per_second / 1e9:g} GB/s a GPU"
+        words += f", unless a step's messages at the network's peak ({rate}) take longer than its products"
+    return {"nodes": nodes, "assumption": f"{words}; latency, congestion and slow nodes are not counted"}
 
 
 def _launch_seconds(recipe: Recipe, ds_config: dict | None, accumulation: int) -> float:

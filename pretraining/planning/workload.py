@@ -61,7 +61,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
     if options.set or options.deepspeed:
         raise UserError("--set and --deepspeed change a recipe: give --recipe NAME instead of --parameters")
     n = options.parameters
-    # 6 N (Kaplan et al. 2020); another forward pass where the layers are recomputed
+    # 6 N (Kaplan et al. 2020); another forward pass if the layers are recomputed
     return Workload(
         f"{short(n)} parameters", n, n, options.tokens, 6 * n, 8 * n, None, None, None, None, None
     )

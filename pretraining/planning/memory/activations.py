@@ -20,7 +20,7 @@ TOKEN_INPUT_BYTES = 24
 """Ids, labels and positions, int64 each."""
 PLAIN = {"kind": "plain", "chunk_tokens": None, "compile": None}
 ON_PROCESSOR = 256 * 2**20
-"""Bytes of one chunk where a processor trains."""
+"""Bytes of one chunk if a processor trains."""
 ON_GPU = 2**30
 """Bytes of one chunk on a GPU, but no more than a GPU_SHAREth of its memory."""
 GPU_SHARE = 64
@@ -41,25 +41,14 @@ class Activations:
     outside: float
     """Final norm, input of the head, ids and labels; under autocast also the weights' 16-bit copies."""
     logits: float
-    """Loss at its peak (`memory/loss.py`)."""
+    """Loss at its peak (`loss_bytes`)."""
     backward: float
     """Gradients of a layer's own activations while its backward pass runs."""
 
     @property
     def kept(self) -> float:
-        """What lies there when the loss is computed."""
+        """What is held when the loss is computed."""
         return self.layers + self.outside
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """What of a model decides the activations of its layers."""
-
-    widths: Widths
-    saved_by_activation: int
-    dropouts: int
-    """Dropouts on the residual stream with a probability above zero."""
-    attention_dropout: bool
 
 
 def activations(
@@ -79,29 +68,25 @@ def activations(
         gpu_memory: bytes of the GPU, which chunks of the loss go by; None: a processor trains, or it is not known.
     """
     shape = shape_of(model)
-    layers = shape["n_layer"] if shape["model_type"] == "gpt2" else shape["num_hidden_layers"]
-    tokens, layer = micro_batch * sequence_length, _layer_of(shape)
-    by_layer = [_layer(shape, layer, index, sequence_length, precision) for index in range(layers)]
-    largest, boundary = max(by_layer), precision.residual * layer.widths.hidden
+    tokens, widths = micro_batch * sequence_length, widths_of(shape)
+    by_layer = [_layer(shape, widths, index, sequence_length, precision) for index in range(widths.layers)]
+    largest, boundary = max(by_layer), precision.residual * widths.hidden
     if every_n_layers:
-        again = [index % every_n_layers == 0 for index in range(layers)]
+        again = [index % every_n_layers == 0 for index in range(widths.layers)]
         kept = sum(boundary if redo else size for redo, size in zip(again, by_layer, strict=True))
     else:
         kept = sum(by_layer)
-    outside = (
-        _norm(shape, layer.widths.hidden, precision)
-        + precision.compute * layer.widths.hidden
-        + TOKEN_INPUT_BYTES
-    )
+    outside = _norm(shape, widths.hidden, precision) + precision.compute * widths.hidden + TOKEN_INPUT_BYTES
     if every_n_layers and shape.get("attn_implementation") == "eager":
-        outside += precision.weights * sequence_length  # the mask is an argument of every recomputed layer
+        # the mask is an argument of every recomputed layer
+        outside += precision.weights * sequence_length
     return Activations(
         per_layer=tokens * largest,
         layers=tokens * kept,
         recomputed=tokens * (largest - boundary) if every_n_layers else 0.0,
         outside=tokens * outside + (_cast_weights(model, every_n_layers > 0) if precision.is_autocast else 0),
-        logits=loss_bytes(tokens, shape["vocab_size"], layer.widths.hidden, precision, loss, gpu_memory),
-        backward=tokens * _backward(shape, layer, sequence_length, precision),
+        logits=loss_bytes(tokens, shape["vocab_size"], widths.hidden, precision, loss, gpu_memory),
+        backward=tokens * _backward(shape, widths, sequence_length, precision),
     )
 
 
@@ -112,23 +97,18 @@ def _cast_weights(model: dict, checkpointing: bool) -> int:
     return SIXTEEN_BIT * (size.head + (0 if checkpointing else layers))
 
 
-def _layer_of(shape: dict) -> _Layer:
-    gpt2 = shape["model_type"] == "gpt2"
-    function = shape["activation_function" if gpt2 else "hidden_act"]
-    return _Layer(
-        widths=widths_of(shape),
-        saved_by_activation=ELEMENTWISE_SAVED.get(function, 1),
-        dropouts=2 if gpt2 and shape["resid_pdrop"] else 0,
-        attention_dropout=bool(shape["attn_pdrop" if gpt2 else "attention_dropout"]),
-    )
-
-
-def _layer(shape: dict, layer: _Layer, index: int, length: int, precision: Precision) -> float:
+def _layer(shape: dict, widths: Widths, index: int, length: int, precision: Precision) -> float:
     """Bytes a token of one layer."""
-    norms = 2 * _norm(shape, layer.widths.hidden, precision) + layer.dropouts * layer.widths.hidden
-    attention = _attention(shape, layer, length, precision)
+    # one byte an element for the mask of each dropout on the residual stream
+    dropouts = 2 if shape.get("resid_pdrop") else 0
+    norms = 2 * _norm(shape, widths.hidden, precision) + dropouts * widths.hidden
+    attention = _attention(shape, widths, length, precision)
     mixture = shape["model_type"] != "gpt2" and is_mixture(shape, index)
-    return norms + attention + (_experts if mixture else _feed_forward)(shape, layer, precision)
+    return (
+        norms
+        + attention
+        + (_experts(widths, precision) if mixture else _feed_forward(shape, widths, precision))
+    )
 
 
 def _norm(shape: dict, width: int, precision: Precision, groups: int = 1) -> float:
@@ -138,7 +118,7 @@ def _norm(shape: dict, width: int, precision: Precision, groups: int = 1) -> flo
     return FP32 * width + FP32 * groups + precision.residual * width
 
 
-def _attention(shape: dict, layer: _Layer, length: int, precision: Precision) -> float:
+def _attention(shape: dict, widths: Widths, length: int, precision: Precision) -> float:
     """Input of the projections, queries, keys, values, the result, and what the kernel keeps.
 
     Flash and memory-efficient kernels keep one fp32 number a head and token (Dao et al. 2022, section 3); eager
@@ -146,52 +126,51 @@ def _attention(shape: dict, layer: _Layer, length: int, precision: Precision) ->
     """
     width, gpt2 = precision.compute, shape["model_type"] == "gpt2"
     casts = 1 if gpt2 or not precision.is_autocast else 3
-    inputs = casts * width * layer.widths.hidden
+    inputs = casts * width * widths.hidden
     if shape["model_type"].startswith("qwen3"):
-        inputs += _head_norms(shape, layer, precision)
+        inputs += _head_norms(shape, widths, precision)
     if shape.get("attn_implementation") != "eager":
-        return inputs + width * (2 * layer.widths.queries + 2 * layer.widths.keys) + FP32 * layer.widths.heads
-    pairs = layer.widths.heads * length
+        return inputs + width * (2 * widths.queries + 2 * widths.keys) + FP32 * widths.heads
+    pairs = widths.heads * length
     fp32_first = precision.compute < FP32 and (not gpt2 or precision.is_autocast)
     probabilities = pairs * (width + (FP32 if fp32_first else 0))
-    if layer.attention_dropout:
+    if shape["attn_pdrop" if gpt2 else "attention_dropout"]:
         probabilities += pairs * (width + 1)
-    return inputs + 4 * width * layer.widths.queries + probabilities
+    return inputs + 4 * width * widths.queries + probabilities
 
 
-def _head_norms(shape: dict, layer: _Layer, precision: Precision) -> float:
+def _head_norms(shape: dict, widths: Widths, precision: Precision) -> float:
     """Qwen3's norms of every query and key head."""
     narrow = Precision(precision.name, precision.weights, precision.compute, precision.compute)
-    key_heads = layer.widths.heads * layer.widths.keys // layer.widths.queries
-    return _norm(shape, layer.widths.queries, narrow, layer.widths.heads) + _norm(
-        shape, layer.widths.keys, narrow, key_heads
-    )
+    of_queries = _norm(shape, widths.queries, narrow, widths.heads)
+    return of_queries + _norm(shape, widths.keys, narrow, widths.key_value_heads)
 
 
-def _feed_forward(shape: dict, layer: _Layer, precision: Precision) -> float:
+def _feed_forward(shape: dict, widths: Widths, precision: Precision) -> float:
     """Input, inner activations before and after the activation function; of a gated one both halves."""
-    width = precision.compute
-    if shape["model_type"] == "gpt2":
-        return width * (layer.widths.hidden + (layer.saved_by_activation + 1) * layer.widths.inner)
+    width, gpt2 = precision.compute, shape["model_type"] == "gpt2"
+    saved = ELEMENTWISE_SAVED.get(shape["activation_function" if gpt2 else "hidden_act"], 1)
+    if gpt2:
+        return width * (widths.hidden + (saved + 1) * widths.inner)
+    # autocast casts the input once for each of the gate's halves
     casts = 2 if precision.is_autocast else 1
-    return width * (casts * layer.widths.hidden + (layer.saved_by_activation + 3) * layer.widths.inner)
+    return width * (casts * widths.hidden + (saved + 3) * widths.inner)
 
 
-def _experts(shape: dict, layer: _Layer, precision: Precision) -> float:
+def _experts(widths: Widths, precision: Precision) -> float:
     """A mixture: each token's inner activations once for every expert it is routed to, and the router in fp32."""
-    width, chosen = precision.compute, shape["num_experts_per_tok"]
-    inner = shape.get("moe_intermediate_size") or shape["intermediate_size"]
-    router = 2 * FP32 * layer.widths.experts
-    return width * (layer.widths.hidden + chosen * (2 * layer.widths.hidden + 4 * inner)) + router
+    width, router = precision.compute, 2 * FP32 * widths.experts
+    of_expert = 2 * widths.hidden + 4 * widths.expert_inner
+    return width * (widths.hidden + widths.chosen_experts * of_expert) + router
 
 
-def _backward(shape: dict, layer: _Layer, length: int, precision: Precision) -> float:
+def _backward(shape: dict, widths: Widths, length: int, precision: Precision) -> float:
     """Gradients at the widest point of a layer's backward pass: of the inner activations, or of all pairs."""
     width = precision.compute
-    inner = (3 if shape["model_type"] == "gpt2" else 2) * width * layer.widths.inner
+    inner = (3 if shape["model_type"] == "gpt2" else 2) * width * widths.inner
     if shape.get("attn_implementation") == "eager":
-        return max(inner, 2 * FP32 * layer.widths.heads * length) + precision.residual * layer.widths.hidden
-    return inner + precision.residual * layer.widths.hidden
+        return max(inner, 2 * FP32 * widths.heads * length) + precision.residual * widths.hidden
+    return inner + precision.residual * widths.hidden
 
 
 def compiles_loss(compile: bool | None, on_gpu: bool) -> bool:

@@ -15,6 +15,7 @@ from pretraining.planning.memory.buffers import Buffers, buffers, optimizer_copi
 from pretraining.planning.memory.states import (
     ADAM,
     ModelState,
+    OptimizerStates,
     checkpoint_bytes,
     model_state,
     optimizer_states,
@@ -101,7 +102,7 @@ class MemoryNeed:
 
     @property
     def on_processor(self) -> float:
-        """Bytes that a rank takes where the processor trains, beyond what it had before the model was built.
+        """Bytes that a rank takes if the processor trains, beyond what it had before the model was built.
 
         Nobody touches the pages of the buckets' flat buffers.
         """
@@ -136,7 +137,7 @@ class MemoryNeed:
     @property
     def host_bytes(self) -> float:
         """Host memory of one rank, at its peak."""
-        return most_at_once(self.host)
+        return _most_at_once(self.host)
 
     def to_dict(self) -> dict:
         """Plain JSON values, derived ones included."""
@@ -186,7 +187,7 @@ def memory_need(
     return MemoryNeed(
         phases=_phases(state, held, extra, zero_stage(ds_config), accumulation, optimizer.name),
         num_gpus=world_size,
-        host=host_memory(recipe, ds_config, world_size, state, precision, tensors, optimizer),
+        host=_host_memory(recipe, ds_config, world_size, state, precision, tensors, optimizer),
         nvme=state.nvme,
         state=state,
         optimizer_states=optimizer.name,
@@ -207,7 +208,7 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
 
 
 def loss_of(recipe: Recipe) -> dict:
-    """The recipe's section with what `kind: auto` becomes: fused where the head is known (`model/loss.py`)."""
+    """The recipe's section with what `kind: auto` becomes: fused if the head is known (`model/loss.py`)."""
     kind = recipe.loss["kind"]
     if kind != "auto":
         return recipe.loss
@@ -236,7 +237,7 @@ def _phases(
 ) -> dict[str, dict[str, float]]:
     """The three moments at which a step's memory can peak.
 
-    When a backward pass starts, gradients of earlier micro-batches lie there; the fp32 sums of stage 2 too, those
+    When a backward pass starts, gradients of earlier micro-batches are held; the fp32 sums of stage 2 too, those
     of stages 1 and 3 always (observed with deepspeed 0.19.8: benchmarks/model_states.py).
     """
     always = {"weights": state.parameters, "fp32 masters": state.masters, optimizer: state.moments}
@@ -281,14 +282,14 @@ def snapshot_bytes(sizes: Iterable[int]) -> int:
     return sum(size + -size % SNAPSHOT_ALIGNMENT for size in sizes)
 
 
-def host_memory(
+def _host_memory(
     recipe: Recipe,
     config: dict | None,
     world_size: int,
     state: ModelState,
     precision: Precision,
     tensors: Sequence[Tensor],
-    optimizer,
+    optimizer: OptimizerStates,
 ) -> dict[str, float]:
     """Host memory of one rank in bytes, by use: the process, offloaded states, buffers, a model on its way, a save.
 
@@ -314,7 +315,7 @@ def host_memory(
     return host
 
 
-def most_at_once(host: dict[str, float]) -> float:
+def _most_at_once(host: dict[str, float]) -> float:
     """Bytes of a rank at their peak: the model has moved to the GPU before the first save."""
     return sum(host.values()) - min(host.get(BUILT, 0), host.get(SNAPSHOT, 0))
 
@@ -325,12 +326,12 @@ def _staging(config: dict | None, tensors: Sequence[Tensor]) -> float:
     if optimizer_device(config) == "cpu" and zero_stage(config) < 3:
         staging += 2 * max(tensor.numel for tensor in tensors)  # temp_grad_buffer_for_cpu_offload
     if parameter_device(config) == "nvme":
-        block = zero["offload_param"]
-        staging += 2 * block.get("buffer_count", 5) * block.get("buffer_size", 100_000_000)
+        settings = zero["offload_param"]
+        staging += 2 * settings.get("buffer_count", 5) * settings.get("buffer_size", 100_000_000)
     if optimizer_device(config) == "nvme":
-        block, group = zero["offload_optimizer"], zero.get("sub_group_size", 1_000_000_000)
+        settings, group = zero["offload_optimizer"], zero.get("sub_group_size", 1_000_000_000)
         share = sum(tensor.numel for tensor in tensors)
-        staging += FP32 * block.get("buffer_count", 4) * min(group, share)
+        staging += FP32 * settings.get("buffer_count", 4) * min(group, share)
     return staging
 
 

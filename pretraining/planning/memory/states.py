@@ -75,7 +75,7 @@ def _numbers_each(tensor: Tensor, numbers: int) -> float:
 
 
 def _in_8_bit(tensor: Tensor, numbers: int) -> float:
-    """Bytes and the scale of each block; small tensors and embeddings (transformers 5.23, trainer.py) in fp32."""
+    """Bytes and the scale of each group of elements; small tensors and embeddings (transformers 5.23, trainer.py) in fp32."""
     if tensor.numel < SMALLEST_IN_8_BIT or tensor.kind == EMBEDDING:
         return _numbers_each(tensor, numbers)
     return numbers * (tensor.numel + FP32 * -(-tensor.numel // ELEMENTS_A_SCALE))
@@ -123,7 +123,7 @@ class ModelState:
     gradient_accumulation: float
     """fp32 sums over the micro-batches of a step."""
     masters: float
-    """fp32 master weights; 0 where the weights themselves are the masters."""
+    """fp32 master weights; 0 if the weights themselves are the masters."""
     moments: float
     """What the optimizer keeps beside them: of AdamW, two moments in fp32."""
     host: float
@@ -293,7 +293,7 @@ def _offloaded(
     Gradient sums go with the optimizer, and a second fp32 set of gradients is there for the step: each master's
     `.grad` (deepspeed 0.19.8, zero/stage3.py `initialize_optimizer_states`; zero/stage_1_and_2.py, where the sums
     are needed only with accumulation). Stages 1 and 2 also keep their slice in 16 bit on the host
-    (`param_buffer_of_bit16_for_cpu_offload_groups`). On NVMe lie masters and moments; gradients stay in memory.
+    (`param_buffer_of_bit16_for_cpu_offload_groups`). Masters and moments are on NVMe, gradients stay in memory.
     """
     places, zero = {"gpu": 0.0, "cpu": 0.0, "nvme": 0.0}, zero_stage(config)
     if optimizer_device(config) != "gpu":
@@ -318,8 +318,8 @@ def pinned_by_offload(config: dict | None, world_size: int, width: int, groups: 
 
     width: bytes of a weight.
     """
-    block = ((config or {}).get("zero_optimization") or {}).get("offload_optimizer") or {}
-    if block.get("device") != "cpu" or not block.get("pin_memory"):
+    settings = ((config or {}).get("zero_optimization") or {}).get("offload_optimizer") or {}
+    if settings.get("device") != "cpu" or not settings.get("pin_memory"):
         return []
     if zero_stage(config) < 3:
         slices = [_slice(_numel(group), world_size) for group in groups if group]

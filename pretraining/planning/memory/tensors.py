@@ -53,7 +53,7 @@ class Tensor:
     kind: str
     """An embedding (a tied head is one), the head, a router, a hidden matrix, or a vector: a norm or a bias."""
     layer: int | None
-    """None for what lies outside the layers."""
+    """None for what is outside the layers."""
     factors: int
     """Rows and columns of its matrices together; of a vector its elements."""
 
