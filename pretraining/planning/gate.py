@@ -90,7 +90,10 @@ class Verdict:
         return self
 
     def keep(self, run: RunFolder, step: int) -> None:
-        """Write an event for each refusal that was forced and each warning, on rank 0. step: at which the run starts."""
+        """Write an event for each refusal that was forced and each warning, on rank 0.
+
+        step: at which the run starts.
+        """
         for kind, objections in {"forced": self.refusals, "warning": self.warnings}.items():
             for objection in objections if _is_rank_0() else ():
                 run.add_event(kind, step=step, **asdict(objection))

@@ -75,7 +75,8 @@ def _numbers_each(tensor: Tensor, numbers: int) -> float:
 
 
 def _in_8_bit(tensor: Tensor, numbers: int) -> float:
-    """Bytes and the scale of each group of elements; small tensors and embeddings (transformers 5.23, trainer.py) in fp32."""
+    """A byte a number and a scale for each group of them; small tensors and embeddings stay fp32."""
+    # embeddings: transformers 5.23, trainer.py
     if tensor.numel < SMALLEST_IN_8_BIT or tensor.kind == EMBEDDING:
         return _numbers_each(tensor, numbers)
     return numbers * (tensor.numel + FP32 * -(-tensor.numel // ELEMENTS_A_SCALE))
