@@ -10,7 +10,13 @@ from pathlib import Path
 from pretraining.addresses import refuse_credentials
 from pretraining.ds_config import short_name
 from pretraining.errors import UserError, nearest
-from pretraining.model_types import checked_model, is_exact, other_properties, value_of
+from pretraining.model_types import (
+    checked_model,
+    is_exact,
+    other_properties,
+    refuse_names_of_others,
+    value_of,
+)
 from pretraining.overrides import apply_overrides
 from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.recipe_checks import check_fit, check_folder_name
@@ -155,14 +161,19 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str
     path = _find(str(name_or_path))
     where = display_path(path)
     values = _read(path)
+    refuse_names_of_others(values.get("model"), where)
     schema = recipe_schema()
     overrides = list(overrides)
     for override in overrides:
-        _check_owners(_as_nested(override), f"--set {override}")
+        nested = _as_nested(override)
+        _check_owners(nested, f"--set {override}")
         if override.partition("=")[0] == "base":
             raise problem(
                 f"--set {override}", "base", "is named in a recipe's file alone; --recipe takes another"
             )
+        if isinstance(model := values.get("model"), dict):
+            kind = {"model_type": model.get("model_type")}
+            refuse_names_of_others({**nested.get("model", {}), **kind}, f"--set {override}")
     values = apply_overrides(check(values, schema, where), overrides, schema)
     if deepspeed is not None:
         values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed

@@ -22,11 +22,7 @@ from pretraining.planning.parallelism import (
 from pretraining.planning.roofline import expected_utilization
 from pretraining.planning.scaling_laws import extra_steps, extra_tokens, step_law
 from pretraining.planning.sizes import flops_per_token, model_size
-from pretraining.planning.throughput import (
-    communication,
-    communication_seconds,
-    predicted_step_seconds,
-)
+from pretraining.planning.throughput import communication, communication_seconds, predicted_step_seconds
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import load_recipe
 

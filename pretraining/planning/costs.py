@@ -93,7 +93,7 @@ class CheckpointCost:
     failure_seconds: float
     """Mean time between failures of all GPUs together."""
     disk: dict | None = None
-    """The disk's rate as it was measured on this machine (`machine_rates`); None if it is assumed."""
+    """The disk's rate as it was measured on this machine (`gpus.kept_rates`); None if it is assumed."""
 
     @property
     def write_share(self) -> float:
@@ -332,7 +332,7 @@ def checkpoint_cost(
 ) -> CheckpointCost:
     """Cadence, disk and lost work of a checkpoint of `num_bytes` every `every_steps` optimizer steps.
 
-    disk: the measured rate of the disk, as `machine_rates` keeps it.
+    disk: the measured rate of the disk, as `gpus.kept_rates` has it.
     """
     rates = table("rates")
     speed = (disk or rates["disk_bytes_per_second"])["value"]

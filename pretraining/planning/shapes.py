@@ -23,8 +23,11 @@ from pretraining.model_types import is_exact, value_of
 from pretraining.recipe import model_with_defaults
 from pretraining.schema import REPOSITORY
 
-MODULE = "pretraining.model.meta_count"
-SOURCES = [REPOSITORY / "pretraining" / "model" / name for name in ("meta_count.py", "module_order.py")]
+MODULE = "pretraining.model.counting"
+SOURCES = [
+    REPOSITORY / "pretraining" / name
+    for name in ("model/counting.py", "model/initial_weights.py", "upstream/model_classes.py")
+]
 HOW = "counted by building on the meta device"
 GATED = 2.5
 """Matrices of width x inner in a feed-forward layer above which it is taken for a gated one (three, else two)."""

@@ -6,6 +6,7 @@ that started the ranks, so that none outlives it unseen; and this machine, by wh
 
 import os
 import platform
+import re
 import socket
 import time
 import uuid
@@ -24,6 +25,7 @@ from pretraining.command_line import ranks_here, started_by_launcher
 from pretraining.errors import UserError
 from pretraining.planning.gate import Machine
 from pretraining.planning.gpus import cuda_needs, known_gpu
+from pretraining.runtime.exit_codes import HANG
 from pretraining.runtime.heartbeat import process_fields
 from pretraining.runtime.host import GLOO_INTERFACE, disk_room_bytes, host_memory_bytes, loopback_name
 from pretraining.training.operators import ask_the_processor_once, keep_compiled_operators
@@ -41,6 +43,8 @@ _SINGLE_PROCESS = {
 # torch's own limit for a collective is half an hour: the watch over hangs, which can name the ranks, comes first.
 _SHORTEST_TIMEOUT_MINUTES = 30
 _AFTER_A_HANG_MINUTES = 10
+# At the start ranks wait for each other as long as for a hang; a cold network folder takes minutes to import from.
+_SHORTEST_MEETING_MINUTES = 5
 
 # What ATen hands to MKL's vector functions (ATen/cpu/vml.h) and a model or its loss may call.
 _VECTOR_FUNCTIONS = (
@@ -74,18 +78,19 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     """Join the process group (NCCL on GPUs, gloo on CPU) and return (rank, world size).
 
     Must come before the model is built: `zero.Init` reads the world size when it shards parameters.
-    hang_minutes: collectives wait longer than that.
+    hang_minutes: collectives wait longer than that, and the ranks for each other at the start as long.
     Raises `UserError` if a launcher started more processes on this machine than it has GPUs, or torch cannot use one,
-    or if ranks of other hosts could not reach this one.
+    if ranks of other hosts could not reach this one, or if a rank does not come.
     """
     backend = prepare_rank()
     minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
     timeout = timedelta(minutes=minutes)
     _wait_as_long_in_every_group(timeout)
     _check_own_name()
-    with _taken_port_named():
-        if shared_with_the_launcher():
-            _meet_in_fresh_store(backend, timeout)
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        patience = timedelta(minutes=max(_SHORTEST_MEETING_MINUTES, hang_minutes or minutes))
+        _meet(backend, timeout, patience)
+    with _meeting(timeout):
         deepspeed.init_distributed(
             dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
         )
@@ -117,17 +122,41 @@ def prepare_rank() -> str:
     return backend
 
 
+class RanksMissing(UserError):
+    """Some ranks never came: another start may find them."""
+
+    exit_code = HANG
+
+
 @contextmanager
-def _taken_port_named() -> Iterator[None]:
-    """One line if another run on this machine listens where this one's ranks are to meet."""
+def _meeting(patience: timedelta) -> Iterator[None]:
+    """One line if ranks do not meet: another run listens on their port, or one of them does not come."""
     try:
         yield
-    except torch.distributed.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
+    except (torch.distributed.DistError, TimeoutError) as error:
+        said, place = str(error), f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        if "EADDRINUSE" in said:
+            what = f"port {os.environ['MASTER_PORT']} is taken, perhaps by another run on this machine"
+            other = (
+                "deepspeed --master_port=N, torchrun --master_port=N, accelerate launch --main_process_port=N"
+            )
+            raise UserError(f"{what}; choose another: {other}") from error
+        if not isinstance(error, TimeoutError) and not re.search("timed? ?out", said, re.I):
             raise
-        what = f"port {os.environ['MASTER_PORT']} is taken, perhaps by another run on this machine"
-        other = "deepspeed --master_port=N, torchrun --master_port=N, accelerate launch --main_process_port=N"
-        raise UserError(f"{what}; choose another: {other}") from error
+        no_rank_0 = "client socket" in said
+        came = re.search(r"(\d+)/(\d+) clients joined", said)
+        if no_rank_0:
+            what = f"rank {os.environ['RANK']} did not reach rank 0 at {place}"
+        else:
+            what = (
+                f"{came[1]} of {came[2]} ranks came to {place}" if came else f"not every rank came to {place}"
+            )
+        minutes = patience.total_seconds() / 60
+        remedy = (
+            "see in the logs of the others what ended them or holds them up, then type the same command again"
+        )
+        # Rank 0, if there is one, speaks for all.
+        raise RanksMissing(f"{what} within {minutes:g} minutes; {remedy}", not no_rank_0) from error
 
 
 def _check_own_name() -> None:
@@ -141,7 +170,7 @@ def _check_own_name() -> None:
     if name is None:
         return
     what = f"{name}, the name of this host, leads to a loopback address, on which no other host reaches it"
-    remedy = f"set {GLOO_INTERFACE} to the interface between the hosts (`ip -brief address` lists them)"
+    remedy = f"export {GLOO_INTERFACE}=INTERFACE, the one between the hosts (`ip -brief address` lists them)"
     raise UserError(
         f"{what}; {remedy}, or mend /etc/hosts", on_every_rank=os.environ.get("LOCAL_RANK", "0") != "0"
     )
@@ -166,17 +195,30 @@ def leave_out_shared_memory() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _meet_in_fresh_store(backend: str, timeout: timedelta) -> None:
-    """Make the process group as DeepSpeed would, which takes the one it finds."""
+def _meet(backend: str, timeout: timedelta, patience: timedelta) -> None:
+    """Make the process group as DeepSpeed would, which takes the one it finds.
+
+    torch's own way would wait at the start as long as collectives may take: a rank that ended during its imports would
+    keep the others for half an hour.
+
+    Raises:
+        RanksMissing: a rank did not come within `patience`.
+    """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    bound = backend == "nccl" and ranks > 1
+    with _meeting(patience):
+        if shared_with_the_launcher():
+            store = fresh_store(rank, ranks, patience)
+        else:
+            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = TCPStore(*place, ranks, is_master=rank == 0, timeout=patience, multi_tenant=True)
+    store.set_timeout(timeout)
     torch.distributed.init_process_group(
         backend,
-        store=fresh_store(rank, ranks, timeout),
+        store=store,
         rank=rank,
         world_size=ranks,
         timeout=timeout,
-        device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])) if bound else None,
+        device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])) if backend == "nccl" else None,
     )
 
 
@@ -306,6 +348,12 @@ def launcher_is_gone() -> bool:
 def _ancestors() -> tuple[int, ...]:
     """Processes that launched this one, nearest first."""
     return _current_ancestors()
+
+
+@cache
+def started_by_deepspeed() -> bool:
+    """Whether the `deepspeed` command started this process; to be asked while it lives."""
+    return _launched() and _DEEPSPEED_INNER in _command(os.getppid())
 
 
 def sibling_is_gone() -> bool:

@@ -18,7 +18,7 @@ from pretraining.runtime.process_group import Agreement
 from pretraining.runtime.restarts import STARTED, launch_details
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.runtime.signals import SignalListener
-from pretraining.training.ranks import launcher_is_gone, sibling_is_gone
+from pretraining.training.ranks import launcher_is_gone, sibling_is_gone, started_by_deepspeed
 
 NOT_ASKED, LAUNCHER_GONE, STOP_FILE, SUPERVISOR, TIME_LIMIT, A_SIGNAL = 0, 1, 2, 3, 4, 64
 """What the ranks agree on, by the largest: a signal is its number above the last."""
@@ -39,7 +39,7 @@ class StopRequests:
         self.signals = SignalListener(in_vain=lambda: not self._agreed and sibling_is_gone())
         started = float(os.environ.get(STARTED, time.time()))
         self._until = None if time_limit_hours is None else started + time_limit_hours * 3600
-        self._files = self._files_to_look_at()
+        self._files, self._by_deepspeed = self._files_to_look_at(), started_by_deepspeed()
 
     def agreed(self) -> bool:
         """Whether all ranks stop now: a collective until they have agreed, the same answer on every rank."""
@@ -56,7 +56,10 @@ class StopRequests:
             self.run.stop_file.unlink(missing_ok=True)
             details = launch_details() if asked else {"asked": False}
             self.run.add_event("stopped", step=step, reason=self.reason, **details)
-            line = f"stopped at step {step}: {self.reason}; the same command continues"
+            why = self.reason
+            if self._by_deepspeed and why == signal.SIGTERM.name:
+                why += " (deepspeed sends it for Ctrl-C too)"
+            line = f"stopped at step {step}: {why}; the same command continues"
             print(line, file=sys.stderr, flush=True)
         if asked:
             tell_exit_code(STOPPED)
