@@ -3,6 +3,7 @@
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from pretraining.errors import did_you_mean, nearest_names
 from pretraining.schema import check, problem
@@ -39,7 +40,7 @@ def own_key(model: dict, name: str) -> str:
     return other_model_types()["types"][model["model_type"]]["names"].get(name, name)
 
 
-def value_of(model: dict, name: str):
+def value_of(model: dict, name: str) -> Any:
     """The section's value for a common name; None where it has none."""
     return model.get(own_key(model, name))
 

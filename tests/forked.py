@@ -27,7 +27,8 @@ import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen3_moe.modeling_qwen3_moe
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from pretraining import checkpoints, data, evaluation, model, training
+from pretraining import checkpoints, data, evaluation, model
+from pretraining.training import monitors, trainer
 from pretraining.checkpoints import SavesBehindTraining, bring_checkpoint
 from pretraining.model import build_from_recipe, build_loss
 from pretraining.data import build_mixture, build_training_dataset, open_prepared

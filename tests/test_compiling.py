@@ -22,8 +22,7 @@ from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.recipe import load_recipe
 from pretraining.refusals import compiled_part, load_run, why_not_compiled
 from pretraining.training import arguments as run_arguments
-from pretraining.training import build_arguments
-from pretraining.training.arguments import engine_config
+from pretraining.training.arguments import build_arguments, engine_config
 from pretraining.upstream.compiler import missing_compiler
 from tests.compiled_ranks import CASES
 from tests.runs import MODELS, Run, execute, launcher

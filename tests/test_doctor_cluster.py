@@ -18,7 +18,7 @@ from pretraining.doctor.roll_call import Rank
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe, recipe_names
-from pretraining.training import peak_memory
+from pretraining.training import profile
 from tests.doctor_ranks import NAMES
 from tests.hosts import hosts
 from tests.runs import answer_of, execute, launcher, on_own_port
@@ -172,8 +172,8 @@ def test_peak_memory_counts_from_its_making():
     """What the process held before, and gave back, is not the model's."""
     held = b"x" * (200 << 20)
     del held
-    memory = peak_memory.PeakMemory()
-    assert peak_memory._status_bytes("VmHWM") - memory.held_before < 50 << 20
+    memory = profile.PeakMemory()
+    assert profile._status_bytes("VmHWM") - memory.held_before < 50 << 20
 
 
 def test_a_line_that_is_not_the_same_on_every_node_names_its_nodes():

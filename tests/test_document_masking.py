@@ -16,7 +16,7 @@ from pretraining.data.document_masking import IGNORED, document_borders
 from pretraining.model import build_model, varlen_attention
 from pretraining.model.loss import next_token_loss
 from pretraining.recipe import load_recipe
-from pretraining.training import collate_blocks
+from pretraining.training.arguments import collate_blocks
 from tests.runs import LLAMA, MODELS, execute, made_once
 from tests.test_attention import TOKENIZER
 from tests.test_batch_ramp import RAMPED

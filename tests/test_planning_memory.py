@@ -170,7 +170,7 @@ def trainer_of(recipe, folder):
 
 def test_muon_keeps_one_momentum_for_hidden_matrices():
     """The optimizer that training builds, stepped: two moments for tables, norms and biases, one for the rest."""
-    from pretraining.training.optimizers.choose import build_optimizer
+    from pretraining.training.optimizers import build_optimizer
 
     for name, model in {**MODELS, "tiny": SHIPPED["tiny"]}.items():
         recipe = replace(load_recipe("tiny", ["optimizer.name=muon"]), model=model)

@@ -16,7 +16,7 @@ from tests.runs import REPOSITORY, TIMEOUT_SECONDS, Run, Started, committed, exe
 
 LISTENING = (
     "import os, sys, time\n"
-    "sys.path.append('pretraining/training')\n"  # without the room's seconds of imports
+    "sys.path.append('pretraining/runtime')\n"  # without the room's seconds of imports
     "import signals\n"
     "signals.SAME_REQUEST_SECONDS = 0.3\n"
     "listener = signals.SignalListener()\n"

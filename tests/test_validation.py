@@ -14,7 +14,7 @@ from pretraining.data import PackedDataset, TokenSplit
 from pretraining.data.mixing.sources import open_by_source
 from pretraining.data.shards import SplitWriter
 from pretraining.evaluation import Validation
-from pretraining.training import join_ranks, leave_ranks
+from pretraining.training.ranks import join_ranks, leave_ranks
 from tests.runs import execute
 
 LENGTH = 8

@@ -36,15 +36,11 @@ from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.throughput import model_flops_utilization
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.refusals import check_run
-from pretraining.training import (
-    PretrainingTrainer,
-    build_arguments,
-    choose_clipping,
-    choose_optimizer,
-    collate_blocks,
-    device_name,
-)
-from pretraining.training.peak_memory import PeakMemory
+from pretraining.training.arguments import build_arguments, collate_blocks
+from pretraining.training.optimizers import choose_clipping, choose_optimizer
+from pretraining.training.profile import PeakMemory
+from pretraining.training.ranks import device_name
+from pretraining.training.trainer import PretrainingTrainer
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 STEPS, WARM_STEPS = 6, 2

@@ -19,7 +19,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from pretraining.doctor.findings import few_of
 from pretraining.errors import UserError
-from pretraining.training.fresh_store import shared_with_the_launcher
+from pretraining.training.ranks import shared_with_the_launcher
 
 DONE, FAILED, WAITS, SILENT = "done", "failed", "waits", "silent"
 GRACE_SECONDS = 4.0

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from pretraining.model.module_order import children_first, parameters_near
@@ -51,7 +51,7 @@ def describe(model: dict) -> dict:
     }
 
 
-def build_on_meta(model: dict) -> tuple[PreTrainedModel, object]:
+def build_on_meta(model: dict) -> tuple[PreTrainedModel, PreTrainedConfig]:
     """The model without storage, and its config."""
     config = AutoConfig.for_model(**{"use_cache": False, **model})
     with torch.device("meta"), no_init_weights():
