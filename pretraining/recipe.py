@@ -167,13 +167,13 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str
     for override in overrides:
         nested = _as_nested(override)
         _check_owners(nested, f"--set {override}")
-        if isinstance(model := values.get("model"), dict):
-            kind = {"model_type": model.get("model_type")}
-            refuse_names_of_others({**nested.get("model", {}), **kind}, f"--set {override}")
         if override.partition("=")[0] == "base":
             raise problem(
                 f"--set {override}", "base", "is named in a recipe's file alone; --recipe takes another"
             )
+        if isinstance(model := values.get("model"), dict):
+            kind = {"model_type": model.get("model_type")}
+            refuse_names_of_others({**nested.get("model", {}), **kind}, f"--set {override}")
     values = apply_overrides(check(values, schema, where), overrides, schema)
     if deepspeed is not None:
         values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed

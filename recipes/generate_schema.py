@@ -21,7 +21,7 @@ from schema_generator.ds_config import ds_config_schema  # noqa: E402
 from schema_generator.from_types import described, first_sentence, type_schema  # noqa: E402
 from schema_generator.model_types import bounded, largest, other_model_types  # noqa: E402
 
-from pretraining.data.quality import filters_schema  # noqa: E402
+from pretraining.data.quality.chain import filters_schema  # noqa: E402
 from pretraining.owned_keys import TRAINING_KEYS  # noqa: E402
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pretraining.data.left_out import OrderWithout
-from pretraining.data.order import GlobalOrder
+from pretraining.data.order import GlobalOrder, OrderWithout
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.journal import Journal, Rollback

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from pretraining.data.document_masking import IGNORED
-from pretraining.data.mixing.training import source_names
+from pretraining.data.tools.finished import source_names
 from pretraining.metric_names import grouped_names
 from pretraining.mixture import is_mixed
 from pretraining.model_types import is_exact

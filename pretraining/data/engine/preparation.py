@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.data.corpus import Batch, read_batches
-from pretraining.data.dedup.fates import TRAIN, VALIDATION
-from pretraining.data.documents import Document
+from pretraining.data.dedup.clusters import TRAIN, VALIDATION
 from pretraining.data.engine.clean_stage import INDEX_NAME, clean, index_evaluation_sets, read_texts
 from pretraining.data.engine.duplicate_stages import decide_fates, gather_signatures, match, num_slices
 from pretraining.data.engine.pieces import Piece, cut_sources, gather
@@ -20,6 +19,7 @@ from pretraining.data.engine.tokenizer_stage import make_tokenizer
 from pretraining.data.manifest import FORMAT, consulted, digest_of
 from pretraining.data.progress import Progress, Silence
 from pretraining.data.publishing import work_folder
+from pretraining.data.text_files import Document
 from pretraining.data.tokenizer import local_fingerprint
 
 STATE_NAME = "preparation.pickle"
@@ -114,7 +114,7 @@ class Preparation:
         section = self.data.get("decontaminate")
         if not section:
             return None
-        from pretraining.data.dedup.evaluation_sets import fingerprint_of_sets
+        from pretraining.data.dedup.decontamination import fingerprint_of_sets
 
         key = digest_of(section, fingerprint_of_sets(section["folder"], section["tasks"]))
         return Stage("evaluation-sets", [key], lambda number, folder: index_evaluation_sets(self, folder))
