@@ -66,7 +66,7 @@ ON_PROCESSOR = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
-"""Where the processor trains, no value of the model is larger than this."""
+"""If the processor trains, no value of the model is larger than this."""
 PROCESSOR_LENGTH, PROCESSOR_LAYERS, PROCESSOR_MICRO_BATCH = 128, 2, 2
 PROCESSOR_PARAMETERS = 20_000_000
 """Of a model type whose keys are not known here well enough to make it narrower."""
@@ -179,7 +179,7 @@ def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
 
 
 def _narrow(model: dict) -> dict:
-    """The section with no value above ON_PROCESSOR's; ids of special tokens lie beyond its vocabulary."""
+    """The section with no value above ON_PROCESSOR's; ids of special tokens are beyond its vocabulary."""
     narrow = {key: value for key, value in model.items() if not key.endswith("_token_id")}
     for key, most in ON_PROCESSOR.items():
         if isinstance(model.get(key), int):

@@ -313,8 +313,9 @@ def _optional(launch: Launch) -> Iterator[Finding]:
         name = needed.distribution or needed.module
         pin = _all_pins().get(name)
         command = f"pip install {name}{f'=={pin}' if pin else ''}"
-        if needed.module in FLASH_ATTENTION.values():
-            command = f"{_flash_command()}, or --set model.attn_implementation=sdpa"
+        if needed.module in FLASH_ATTENTION.values():  # the third version is built from its repository alone
+            install = [_flash_command()] if needed.module == "flash_attn" else []
+            command = ", or ".join([*install, "--set model.attn_implementation=sdpa"])
         yield Finding(
             "packages", needed.verdict, f"{needed.purpose} needs {name}, which is not installed", command
         )
@@ -341,6 +342,8 @@ def needs_of(launch: Launch) -> list[Needed]:
     # Builds of torch for CUDA bring triton; a build for processors beside GPUs does not.
     if launch.compiles and launch.trains_on_gpus:
         needs.append(Needed("triton", "speed.compile", verdict=launch.without_compiler))
+    elif compiles_loss(recipe.loss["compile"], launch.trains_on_gpus):
+        needs.append(Needed("triton", "loss.compile", verdict=COSTS))
     if evaluation["tasks"]:
         needs.append(Needed("lm_eval", "evaluation.tasks"))
     attention = recipe.model.get("attn_implementation")

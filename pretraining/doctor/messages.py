@@ -51,7 +51,7 @@ def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:
     """One finding for all pairs that met, and one for each pair of hosts that could not.
 
     Args:
-        address: where this rank listens, as `bound_address` says.
+        address: the one on which this rank listens, as `bound_address` says.
 
     Raises:
         Stuck: a pair hangs inside a library; it is named by the ranks that did not answer.
@@ -101,6 +101,7 @@ def rounds_of(nodes: list[list[int]]) -> list[list[Pair]]:
 
 def tournament(players: int) -> list[list[Pair]]:
     """Rounds in which each player meets every other once: one stays, the others move on by one place."""
+    # The circle method of round-robin tournaments; who faces None has a pause.
     places: list[int | None] = [*range(players)]
     if players % 2:
         places.append(None)
@@ -114,7 +115,7 @@ def tournament(players: int) -> list[list[Pair]]:
 
 
 def bound_address() -> dict:
-    """Where gloo binds here, and by which interface this host reaches rank 0: {"address", "interface", "loopback"}.
+    """What gloo binds here, and how this host reaches rank 0: {"address", "interface", "loopback"}.
 
     gloo takes the interface of GLOO_SOCKET_IFNAME, else the host's own name, else the loopback (see `loopback_name`).
     """
@@ -251,6 +252,7 @@ def _all_met(call: RollCall, met: int, slowest: float, left_out: int) -> list[Fi
 
 def _not_met(call: RollCall, failed: dict[Pair, list[str]]) -> list[Finding]:
     """One for each two hosts, with the first of their pairs."""
+    # A firewall is one cause for all pairs of two hosts.
     by_hosts: dict[tuple[str, str], list[Pair]] = {}
     for pair in failed:
         by_hosts.setdefault((call.hosts[pair[0]], call.hosts[pair[1]]), []).append(pair)
@@ -265,18 +267,19 @@ def _not_met(call: RollCall, failed: dict[Pair, list[str]]) -> list[Finding]:
 
 def _pair_remedy(errors: list[str]) -> str:
     said, interface = " ".join(errors), bound_address()["interface"] or "eth0"
-    names = f"GLOO_SOCKET_IFNAME={interface} and NCCL_SOCKET_IFNAME={interface}"
     if "nccl " in said:
+        # By the commonest cause first: each is tried alone, and left out again if it does not help.
         return (
-            f"NCCL_DEBUG=INFO says why; try NCCL_SOCKET_IFNAME={interface}, NCCL_IB_DISABLE=1 (without InfiniBand), "
-            "and inside one node NCCL_P2P_DISABLE=1 or a larger /dev/shm"
+            f"export NCCL_DEBUG=INFO says why; try export NCCL_SOCKET_IFNAME={interface}, NCCL_IB_DISABLE=1 (without "
+            "InfiniBand), and inside one node NCCL_P2P_DISABLE=1 or a larger /dev/shm"
         )
+    names = f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
     return f"open all TCP ports between the two (firewall, security group), or name the network's interface: {names}"
 
 
 def measure_messages(call: RollCall, gpu: Gpu | None, on_gpu: bool) -> list[Finding]:
     """A finding for each kind of message; beside the link's peak if the GPU is known. Needs the process group."""
-    if call.size == 1:
+    if call.size == 1:  # nobody to send to
         return []
     sweep = Sweep("cuda" if on_gpu else "cpu", SIZES_ON_GPU if on_gpu else SIZES_ELSEWHERE)
     answers = call.step("all-reduce and all-gather by size", sweep.measure, 2 * SWEEP_SECONDS)
@@ -285,6 +288,7 @@ def measure_messages(call: RollCall, gpu: Gpu | None, on_gpu: bool) -> list[Find
         raise RuntimeError(errors[0])
     findings = []
     for kind in sweep.kinds:
+        # A message is over when its slowest rank has it.
         slowest = {
             int(size): max(answer.value[kind][size] for answer in answers) for size in answers[0].value[kind]
         }
@@ -329,7 +333,7 @@ class Sweep:
     def _seconds(self, send: Callable[[], object], repeats: int) -> float:
         self._finish()
         began = time.perf_counter()
-        for _ in range(repeats):
+        for _ in range(repeats):  # one after another without a wait, as gradients of a step
             send()
         self._finish()
         return (time.perf_counter() - began) / repeats
