@@ -15,9 +15,8 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from pretraining.data.document_masking import IGNORED
-from pretraining.data.tools.finished import source_names
 from pretraining.metric_names import grouped_names
-from pretraining.mixture import is_mixed
+from pretraining.mixture import is_mixed, source_names
 from pretraining.model_types import is_exact
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.runtime.durable_files import append_row
