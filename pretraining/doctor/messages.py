@@ -130,8 +130,9 @@ def bound_address() -> dict:
     named = os.environ.get(GLOO_INTERFACE, "").split(",")[0]
     own = [address for address, name in interfaces.items() if name == named]
     address = own[0] if own else own_address() or "127.0.0.1"
-    outward, loopback = _outward_address(), loopback_name() is not None
-    return {"address": address, "interface": interfaces.get(outward, ""), "loopback": loopback}
+    outward = interfaces.get(_outward_address(), "")
+    interface = "" if outward == "lo" else outward  # rank 0 is on this host: the way to others is not known
+    return {"address": address, "interface": interface, "loopback": loopback_name() is not None}
 
 
 def _family(address: str) -> int:
