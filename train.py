@@ -1,14 +1,10 @@
 """Pretrain a causal language model: recipe x ds_config -> runs/<name>/."""
 
 from pretraining.command_line import parse_train_arguments
-from pretraining.data import (
-    CacheSettings,
-    build_mixture,
-    build_training_dataset,
-    open_guard,
-    open_prepared,
-    step_origins,
-)
+from pretraining.data import CacheSettings, open_prepared
+from pretraining.data.block_guard import open_guard
+from pretraining.data.mixture import build_mixture
+from pretraining.data.packed_dataset import build_training_dataset, step_origins
 from pretraining.errors import one_line_errors
 from pretraining.planning import build_run_plan, judge_plan, measured, print_plan
 from pretraining.refusals import load_run
@@ -39,34 +35,40 @@ def main() -> None:
 def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
     # Plan and errors answer at once: the imports below take seconds.
     prepare_imports()
-    from pretraining import checkpoints, training
+    from pretraining import checkpoints
     from pretraining.reporting.live import live_report
+    from pretraining.training.monitors import Monitors
+    from pretraining.training.ranks import joined_ranks
 
-    ranks = training.joined_ranks(recipe.monitors["hang_minutes"])
+    ranks = joined_ranks(recipe.monitors["hang_minutes"])
     report = live_report(run, recipe.report["every_seconds"])
     with ranks, checkpoints.sole_run(run), checkpoints.disk_errors_told(run.path), report:
-        watch = training.Watch(run, recipe)
-        while not pretrain(recipe, ds_config, plan, data, mixture, run, options, watch):
+        monitors = Monitors(run, recipe)
+        while not pretrain(recipe, ds_config, plan, data, mixture, run, options, monitors):
             options.resume = "auto"  # rolled back: again from an earlier checkpoint, as the journal now says
 
 
-def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> bool:
+def pretrain(recipe, ds_config, plan, data, mixture, run, options, monitors) -> bool:
     """Whether the run came to its end; False after a rollback."""
-    from pretraining import checkpoints, training
+    from pretraining import checkpoints
     from pretraining.evaluation.evaluator import Evaluator
     from pretraining.evaluation.sampling import SamplingCallback
     from pretraining.model.build import build_from_recipe, load_tokenizer
     from pretraining.model.loss import build_loss
     from pretraining.reporting.words import report_end
+    from pretraining.training.arguments import build_arguments, collate_blocks
+    from pretraining.training.optimizers import choose_clipping, choose_optimizer
+    from pretraining.training.ranks import device_name, find_machine
+    from pretraining.training.trainer import PretrainingTrainer
 
     resume = checkpoints.bring_checkpoint(run, recipe.checkpoints["upload"], options.resume)
     start = checkpoints.find_start(run, recipe, data.manifest, resume, options.allow_change)
     continues = options.resume != "never" and (run.recipe.exists() or start.checkpoint is not None)
-    machine = training.find_machine(run.path, continues, data.train.num_tokens)
+    machine = find_machine(run.path, continues, data.train.num_tokens)
     plan, verdict = judge_plan(plan, recipe, ds_config, machine, options.force)
 
     last_step = start.last_step(recipe)
-    arguments = training.build_arguments(recipe, ds_config, run.path, plan.accumulation_steps, last_step)
+    arguments = build_arguments(recipe, ds_config, run.path, plan.accumulation_steps, last_step)
     tokenizer = load_tokenizer(data.tokenizer_path)
     evaluator = Evaluator(recipe, data, tokenizer, last_step)
 
@@ -76,22 +78,24 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
     )
 
     # before the model is built, which is a part of the memory that is measured
-    watch.begin(step_origins(train_dataset, recipe, run, start.step), plan, start, train_dataset.num_blocks)
+    monitors.begin(
+        step_origins(train_dataset, recipe, run, start.step), plan, start, train_dataset.num_blocks
+    )
     draws_weights = start.checkpoint is None
     language_model = build_from_recipe(recipe, tokenizer, arguments, draws_weights)
 
-    environment = describe_environment(training.device_name(), plan.world_size)
+    environment = describe_environment(device_name(), plan.world_size)
     identity = checkpoints.Identity.of(recipe, plan, data.manifest, environment, start)
     saves = checkpoints.SavesBehindTraining(run, identity, recipe.checkpoints)
-    trainer = training.PretrainingTrainer(
+    trainer = PretrainingTrainer(
         model=language_model,
         args=arguments,
         train_dataset=data.prefetched(train_dataset),
         eval_dataset=evaluator.dataset,
-        data_collator=training.collate_blocks,
-        compute_loss_func=watch.loss(build_loss(language_model, recipe.loss)),
-        optimizer_cls_and_kwargs=training.choose_optimizer(recipe),
-        clipping=training.choose_clipping(recipe),
+        data_collator=collate_blocks,
+        compute_loss_func=monitors.loss(build_loss(language_model, recipe.loss)),
+        optimizer_cls_and_kwargs=choose_optimizer(recipe),
+        clipping=choose_clipping(recipe),
         averaged_weights=checkpoints.averaged_weights,
         validate=evaluator.measure,
         checkpoints=saves,
@@ -99,23 +103,23 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, watch) -> boo
         journal=start.journal,
         step_sizes=recipe.step_sizes,
         schedule_clock=start.schedule_clock(recipe),
-        stop=watch.stop,
-        clock=watch.speed.clock,
-        callbacks=[SamplingCallback(run, recipe, tokenizer), *watch.callbacks(saves)],
+        stop=monitors.stop,
+        clock=monitors.speed.clock,
+        callbacks=[SamplingCallback(run, recipe, tokenizer), *monitors.callbacks(saves)],
     )
     checkpoints.open_run(run, identity, plan, resume, mixture, language_model, tokenizer, train_dataset)
     verdict.keep(run, start.step)
     trainer.train(resume_from_checkpoint=start.checkpoint)
-    if watch.finding is not None:
+    if monitors.finding is not None:
         trainer.release()
-        checkpoints.roll_back(run, start, watch.finding, recipe)
+        checkpoints.roll_back(run, start, monitors.finding, recipe)
         return False
 
     results = {**trainer.closing_validation(), "unigram_bits_per_byte": evaluator.unigram_bits_per_byte()}
     card = checkpoints.write_model_card(recipe.to_dict(), data.manifest, results, environment)
     checkpoints.export_model(trainer, tokenizer, run.export, card)
     saves.finish()
-    peak_bytes = watch.memory.of_fullest_rank()
+    peak_bytes = monitors.memory.of_fullest_rank()
     if trainer.is_world_process_zero():
         run.add_end({**results, "measured": measured(run, recipe, plan.world_size, machine.gpu, peak_bytes)})
         report_end(run)

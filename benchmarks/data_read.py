@@ -27,8 +27,9 @@ from time import perf_counter
 import numpy as np
 from record import parser_of, record
 
-from pretraining.data import PackedDataset, TokenSplit
+from pretraining.data import TokenSplit
 from pretraining.data.document_masking import masked_block
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import SplitWriter
 
 LENGTH = 2048

@@ -133,16 +133,16 @@ def train_with(callback, words: list[str]) -> None:
     The callback is given the run's `speed`, its SpeedMeter.
     """
     import train
-    from pretraining.training.progress import ProgressCallback
-    from pretraining.training.watch import Watch
+    from pretraining.training.metrics import ProgressCallback
+    from pretraining.training.monitors import Monitors
 
-    callbacks = Watch.callbacks
+    callbacks = Monitors.callbacks
 
-    def with_ours(watch: Watch, saves) -> list:
+    def with_ours(watch: Monitors, saves) -> list:
         callback.speed = watch.speed
         return [callback, *(c for c in callbacks(watch, saves) if not isinstance(c, ProgressCallback))]
 
-    Watch.callbacks = with_ours
+    Monitors.callbacks = with_ours
     sys.argv = ["train.py", *words]
     train.main()
 

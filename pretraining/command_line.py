@@ -19,6 +19,7 @@ import pkgutil
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 from urllib.parse import unquote
 
 from pretraining.curve import check_allowed
@@ -38,7 +39,7 @@ The same command continues a run that was stopped or killed; --resume never star
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line like all others."""
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         """Raise `UserError` with the message and where to read on."""
         raise UserError(f"{message} (see {self.prog} --help)")
 
@@ -269,7 +270,11 @@ def verb_modules(folder: ModuleType) -> dict[str, ModuleType]:
 
 
 def answer_one(
-    prog: str, modules: dict[str, ModuleType], description: str, epilog: str, arguments=None
+    prog: str,
+    modules: dict[str, ModuleType],
+    description: str,
+    epilog: str,
+    arguments: list[str] | None = None,
 ) -> None:
     """Answer one command line on stdout."""
     options = _build_parser(prog, modules, description, epilog).parse_args(arguments)

@@ -1,5 +1,6 @@
 """What the loss curve belongs to: the parts of a recipe that a run folder may not change between two starts."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 from pretraining.errors import UserError, nearest
 from pretraining.model_types import other_model_types
 from pretraining.recipe import recipe_schema
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import differences
 
 # `training` keys that change where the work happens or what is recorded, not the curve.
@@ -94,6 +96,25 @@ def changed_parts(recipe: dict, earlier: dict) -> list[Change]:
         key for key in ours.keys() | theirs.keys() if differences(theirs.get(key), ours.get(key))
     )
     return [Change(key, theirs.get(key), ours.get(key)) for key in changed]
+
+
+def changes_of_run(run: RunFolder, recipe: dict, allowed: Iterable[str] = ()) -> list[Change]:
+    """How a resolved recipe differs from that of the last start in this folder.
+
+    Raises:
+        UserError: it differs where that is not `allowed`, or the file that was kept is no recipe of a run.
+    """
+    if not run.recipe.exists():
+        return []
+    try:
+        changes = changed_parts(recipe, json.loads(run.recipe.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        reason = error if isinstance(error, OSError | ValueError) else "it is no recipe of a run"
+        raise UserError(
+            f"{run.recipe}: cannot be read ({reason}); remove it or choose another --output_dir"
+        ) from error
+    refuse_changes(changes, allowed, run.path, "run")
+    return changes
 
 
 def refuse_changes(changes: list[Change], allowed: Iterable[str], place: Path, what: str) -> None:

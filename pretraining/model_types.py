@@ -3,8 +3,9 @@
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from pretraining.errors import nearest_names
+from pretraining.errors import did_you_mean, nearest_names
 from pretraining.schema import check, problem
 
 EXACT = ("gpt2", "llama", "mixtral", "qwen3", "qwen3_moe")
@@ -39,9 +40,22 @@ def own_key(model: dict, name: str) -> str:
     return other_model_types()["types"][model["model_type"]]["names"].get(name, name)
 
 
-def value_of(model: dict, name: str):
+def value_of(model: dict, name: str) -> Any:
     """The section's value for a common name; None where it has none."""
     return model.get(own_key(model, name))
+
+
+def refuse_names_of_others(model: object, where: str) -> None:
+    """Raise `UserError` for a key that another type of model has, with this type's own name for the same.
+
+    `n_layer` of a Llama is `num_hidden_layers`. A section without a known type is left to the checks that follow.
+    """
+    if not isinstance(model, dict) or model.get("model_type") not in (*EXACT, *other_model_types()["types"]):
+        return
+    common = {name: key for key, name in GPT2_NAMES.items()}
+    for key in model if is_exact(model) else model.keys() - other_properties(model).keys():
+        if (own := own_key(model, common.get(key, key))) != key:
+            raise problem(where, f"model.{key}", f"unknown key{did_you_mean([own])}")
 
 
 def other_properties(model: dict) -> dict:

@@ -10,7 +10,13 @@ from pathlib import Path
 from pretraining.addresses import refuse_credentials
 from pretraining.ds_config import short_name
 from pretraining.errors import UserError, nearest
-from pretraining.model_types import checked_model, is_exact, other_properties, value_of
+from pretraining.model_types import (
+    checked_model,
+    is_exact,
+    other_properties,
+    refuse_names_of_others,
+    value_of,
+)
 from pretraining.overrides import apply_overrides
 from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.recipe_checks import check_fit, check_folder_name
@@ -144,7 +150,7 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str
     """Read a recipe by its name in recipes/ or by its path, apply `--set` overrides, and check all of it.
 
     Args:
-        name_or_path: `tiny`, or a path that ends in .json.
+        name_or_path: `tiny`, `features/muon`, or a path that ends in .json.
         overrides: `section.key=value` texts, applied in order.
         deepspeed: takes the place of the recipe's `deepspeed`; "null" means none.
 
@@ -154,12 +160,20 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str
     """
     path = _find(str(name_or_path))
     where = display_path(path)
-    values = read_json(path)
-    _check_owners(values, where)
+    values = _read(path)
+    refuse_names_of_others(values.get("model"), where)
     schema = recipe_schema()
     overrides = list(overrides)
     for override in overrides:
-        _check_owners(_as_nested(override), f"--set {override}")
+        nested = _as_nested(override)
+        _check_owners(nested, f"--set {override}")
+        if override.partition("=")[0] == "base":
+            raise problem(
+                f"--set {override}", "base", "is named in a recipe's file alone; --recipe takes another"
+            )
+        if isinstance(model := values.get("model"), dict):
+            kind = {"model_type": model.get("model_type")}
+            refuse_names_of_others({**nested.get("model", {}), **kind}, f"--set {override}")
     values = apply_overrides(check(values, schema, where), overrides, schema)
     if deepspeed is not None:
         values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed
@@ -230,9 +244,44 @@ def accumulation_steps(recipe: Recipe, world_size: int) -> int:
     return steps
 
 
+def _read(path: Path) -> dict:
+    """The sections of a recipe's file, over those of the one base it may name."""
+    where, own = display_path(path), read_json(path)
+    _check_owners(own, where)
+    if "base" not in own:
+        return own
+    name = check(own.pop("base"), recipe_schema()["properties"]["base"], where, "base")
+    try:
+        base_path = path.parent / name if name.endswith(".json") else _find(name)
+    except UserError as error:
+        raise problem(where, "base", str(error).removeprefix("--recipe ")) from None
+    base = read_json(base_path)
+    if "base" in base:
+        what = f"{display_path(base_path)} has a base itself; name that one, or a recipe without"
+        raise problem(where, "base", what)
+    load_recipe(str(base_path))  # so that a mistake in the base is reported with the base's name
+    return _merged(base, own)
+
+
+def _merged(base: dict, own: dict) -> dict:
+    """`own` over `base`, key by key in each section; lists and objects in a section replace the base's whole.
+
+    A model that names its type is another model and inherits nothing. The base's name and description stay its own.
+    """
+    merged = {key: value for key, value in base.items() if key not in ("name", "description")}
+    for key, value in own.items():
+        inherited = merged.get(key)
+        extends = isinstance(value, dict) and isinstance(inherited, dict) and "model_type" not in value
+        merged[key] = {**inherited, **value} if extends else value
+    return merged
+
+
 def _find(name_or_path: str) -> Path:
-    if name_or_path.endswith(".json") or "/" in name_or_path:
+    if name_or_path.endswith(".json"):
         return Path(name_or_path)
+    if "/" in name_or_path:  # a name in a folder of recipes/: features/muon
+        path = RECIPES / f"{name_or_path}.json"
+        return path if path.is_file() else Path(name_or_path)
     path = RECIPES / f"{name_or_path}.json"
     if name_or_path == "schema" or not path.is_file():
         names = recipe_names()

@@ -64,7 +64,7 @@ def _parse(text: str, where: str) -> Any:
         raise UserError(f"{where}: line {error.lineno} column {error.colno}: {error.msg}") from None
 
 
-def load_json(text: str, where: str, **options) -> Any:
+def load_json(text: str, where: str, **options: Any) -> Any:
     """`json.loads` that refuses (`UserError`) what is no number of a recipe: NaN, Infinity, 1e400."""
 
     def refuse(constant: str) -> None:

@@ -1,4 +1,4 @@
-"""Write recipes/schema.json, pretraining/model_types.json and ds_configs/schema.json from the installed libraries.
+"""Write the schemas of recipes/ and ds_configs/ and pretraining/model_types.json from the installed libraries.
 
 Editors complete and check a recipe by them ("$schema": "schema.json" is its first line); load_recipe and
 load_ds_config check by the same files, without importing either library.
@@ -21,7 +21,7 @@ from schema_generator.ds_config import ds_config_schema  # noqa: E402
 from schema_generator.from_types import described, first_sentence, type_schema  # noqa: E402
 from schema_generator.model_types import bounded, largest, other_model_types  # noqa: E402
 
-from pretraining.data.quality import filters_schema  # noqa: E402
+from pretraining.data.quality.chain import filters_schema  # noqa: E402
 from pretraining.owned_keys import TRAINING_KEYS  # noqa: E402
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -199,6 +199,29 @@ def recipe_schema() -> dict:
     return schema
 
 
+def variant_schema(recipe: dict) -> dict:
+    """The schema of a file that names a base: the recipe's keys by reference, none of which it must hold itself.
+
+    Only for editors: `load_recipe` checks what such a file and its base are together.
+    """
+    properties = {}
+    for name, section in recipe["properties"].items():
+        reference = f"../schema.json#/properties/{name}"
+        properties[name] = {"$ref": reference}
+        if name == "model":  # one that names its type is complete, as in any recipe
+            properties[name] = {"if": {"required": ["model_type"]}, "then": {"$ref": reference}}
+        elif "required" in section:
+            inner = {key: {"$ref": f"{reference}/properties/{key}"} for key in section["properties"]}
+            properties[name] = {"type": "object", "properties": inner, "additionalProperties": False}
+    return {
+        "title": "A variant of a recipe",
+        "type": "object",
+        "properties": properties,
+        "required": ["base", "description"],
+        "additionalProperties": False,
+    }
+
+
 def one_line_each(sections: dict[str, dict]) -> str:
     """JSON of two levels, an entry a line: what changes with an upgrade of transformers shows type by type."""
     blocks = []
@@ -213,6 +236,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is stale")
     check = parser.parse_args().check
     schemas = {"recipes/schema.json": recipe_schema(), "ds_configs/schema.json": ds_config_schema()}
+    schemas["recipes/features/schema.json"] = variant_schema(schemas["recipes/schema.json"])
     texts = {name: json.dumps({"$schema": DRAFT, **schema}, indent=1) for name, schema in schemas.items()}
     texts["pretraining/model_types.json"] = one_line_each(other_model_types(list(SHAPE_KEYS)))
     stale = []

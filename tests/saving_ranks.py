@@ -13,7 +13,7 @@ from pretraining.checkpoints.writer import CheckpointWriter
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training import join_ranks, leave_ranks
+from pretraining.training.ranks import join_ranks, leave_ranks
 
 
 def write_marker(folder: Path, content: dict) -> None:

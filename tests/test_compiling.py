@@ -22,8 +22,7 @@ from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.recipe import load_recipe
 from pretraining.refusals import compiled_part, load_run, why_not_compiled
 from pretraining.training import arguments as run_arguments
-from pretraining.training import build_arguments
-from pretraining.training.arguments import engine_config
+from pretraining.training.arguments import build_arguments, engine_config
 from pretraining.upstream.compiler import missing_compiler
 from tests.compiled_ranks import CASES
 from tests.runs import MODELS, Run, execute, launcher
@@ -292,7 +291,7 @@ def breaks_backward(graph, inputs):
 def test_a_compiler_that_fails_is_one_line_and_the_run_goes_on(backend, arguments, monkeypatch, capsys):
     """`auto`, a backend that raises forward or backward, or no C++ compiler: the losses of eager blocks."""
     if backend == "inductor":
-        monkeypatch.setattr("pretraining.upstream.compiler.shutil.which", lambda name: None)
+        monkeypatch.setattr("pretraining.upstream.toolchain.shutil.which", lambda name: None)
     eager = losses("gpt2", arguments)
     capsys.readouterr()
     assert losses("gpt2", arguments, compile="auto", compile_backend=backend) == eager
@@ -311,22 +310,24 @@ def test_what_triton_needs_is_looked_for_before_the_run(missing, monkeypatch, tm
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: missing != "triton")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(
-        "pretraining.upstream.compiler.shutil.which", lambda name: None if missing == "gcc" else name
+        "pretraining.upstream.toolchain.shutil.which", lambda name: None if missing == "gcc" else name
     )
     (tmp_path / "Python.h").touch()
     folder = tmp_path / "nowhere" if missing == "headers" else tmp_path
-    monkeypatch.setattr("pretraining.upstream.compiler.sysconfig.get_paths", lambda: {"include": str(folder)})
+    monkeypatch.setattr(
+        "pretraining.upstream.toolchain.sysconfig.get_paths", lambda: {"include": str(folder)}
+    )
     assert GPU_NEEDS[missing] in missing_compiler()
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    monkeypatch.setattr("pretraining.upstream.compiler.shutil.which", lambda name: name)
+    monkeypatch.setattr("pretraining.upstream.toolchain.shutil.which", lambda name: name)
     monkeypatch.setattr(
-        "pretraining.upstream.compiler.sysconfig.get_paths", lambda: {"include": str(tmp_path)}
+        "pretraining.upstream.toolchain.sysconfig.get_paths", lambda: {"include": str(tmp_path)}
     )
     assert missing_compiler() is None
 
 
 def test_a_compiler_that_is_asked_for_by_name_must_be_there(monkeypatch):
-    monkeypatch.setattr("pretraining.upstream.compiler.shutil.which", lambda name: None)
+    monkeypatch.setattr("pretraining.upstream.toolchain.shutil.which", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match=r"inductor needs a C\+\+ compiler"):
         check_compiler({**NONE, "compile": "blocks"})

@@ -9,7 +9,7 @@ import torch
 from pretraining.model.loss import PLAIN, build_loss
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.expert_load import FEWEST, PREFIX, WINDOWS, ExpertLoad, load_metrics
+from pretraining.training.metrics import FEWEST, PREFIX, WINDOWS, ExpertLoad, load_metrics
 from tests.runs import EXPERTS
 from tests.test_muon import built
 

@@ -100,7 +100,7 @@ def test_embeddings_are_tied_and_another_seed_is_another_start(tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_weight_decay_reaches_the_matrices_and_nothing_else(tmp_path, name):
     """Norms and biases are not decayed; embeddings and every projection are."""
-    from pretraining.training import PretrainingTrainer
+    from pretraining.training.trainer import PretrainingTrainer
 
     model, arguments = built(tmp_path, MODELS[name])
     optimizer = PretrainingTrainer(
@@ -201,9 +201,10 @@ def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dic
     from pretraining.runtime.durable_files import read_rows
     from pretraining.runtime.run_folder import RunFolder
     from pretraining.step_sizes import StepSizes
-    from pretraining.training import PretrainingTrainer, build_arguments, collate_blocks
+    from pretraining.training.arguments import build_arguments, collate_blocks
     from pretraining.training.metrics import MetricsCallback
-    from pretraining.training.speed import SpeedMeter
+    from pretraining.training.throughput import SpeedMeter
+    from pretraining.training.trainer import PretrainingTrainer
 
     training = {"logging_steps": logging_steps, "per_device_train_batch_size": 1, "save_strategy": "no"}
     recipe = SimpleNamespace(

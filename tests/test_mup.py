@@ -24,7 +24,7 @@ RATE, DECAY, EPSILON = 0.01, 0.1, 1e-3
 
 def our_optimizer(model, section: dict, mup: dict, rate: float = RATE, **settings) -> torch.optim.Optimizer:
     """As a recipe of this model and base has it."""
-    from pretraining.training.optimizers.choose import build_optimizer
+    from pretraining.training.optimizers import build_optimizer
 
     def scales_of(names, rule):
         return scales_by_name(names, model_with_defaults(section), mup, rule)

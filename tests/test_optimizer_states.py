@@ -15,7 +15,7 @@ from pretraining.checkpoints.saving import rank_tensors
 from pretraining.checkpoints.schedule import schedule_state, set_schedule
 from pretraining.checkpoints.shard_files import CheckpointReader, rank_file, write_rank_file
 from pretraining.errors import UserError
-from pretraining.training.optimizers import counting_by_tensor
+from pretraining.training.schedule_free import counting_by_tensor
 
 OPTIMIZERS = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01),

@@ -6,7 +6,9 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from pretraining.data import GlobalOrder, PackedDataset, TokenSplit
+from pretraining.data import TokenSplit
+from pretraining.data.order import GlobalOrder
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import SplitWriter
 
 LENGTH = 8

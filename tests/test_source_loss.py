@@ -8,7 +8,7 @@ from pretraining.data.document_masking import IGNORED
 from pretraining.metric_names import grouped
 from pretraining.model.cross_entropy import token_nats
 from pretraining.model.loss import PLAIN, build_loss
-from pretraining.training.source_loss import SourceLoss
+from pretraining.training.metrics import SourceLoss
 from tests.runs import MODELS
 
 

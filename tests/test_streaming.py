@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from pretraining.data import CacheSettings, GlobalOrder, PackedDataset, open_prepared
+from pretraining.data import CacheSettings, open_prepared
+from pretraining.data.order import GlobalOrder
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.streaming import Prefetcher, RemoteData, ShardCache, StreamedSplit
 from pretraining.data.streaming.cache import CachedShard, CacheFull
 from pretraining.data.streaming.locks import alone

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from pretraining.data import PackedDataset, TokenSplit
-from pretraining.data.mixing.sources import open_by_source
+from pretraining.data import TokenSplit
+from pretraining.data.mixture import open_by_source
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import SplitWriter
 from pretraining.evaluation.validation import Validation
-from pretraining.training import join_ranks, leave_ranks
+from pretraining.training.ranks import join_ranks, leave_ranks
 from tests.runs import execute
 
 LENGTH = 8

@@ -1,7 +1,6 @@
 """What may not differ between the starts of a run: refused by name, or accepted on request and recorded."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from pretraining.checkpoints.identity import Start, described_data
@@ -15,15 +14,6 @@ from pretraining.schema import differences, listed
 
 STEP_SIZES = ("budget.tokens_per_step", "budget.ramp")
 """Keys that say how many tokens a step has."""
-
-
-def changes_of_run(run: RunFolder, recipe: dict, allowed: Sequence[str]) -> list[Change]:
-    """How the recipe differs from that of the last start in this folder; `UserError` where that is not allowed."""
-    if not run.recipe.exists():
-        return []
-    changes = changed_parts(recipe, _read_json(run.recipe))
-    refuse_changes(changes, allowed, run.path, "run")
-    return changes
 
 
 def changes_since(

@@ -8,7 +8,6 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pretraining.checkpoints.changes import (
-    changes_of_run,
     changes_since,
     effect_on_rate,
     recorded_changes,
@@ -20,8 +19,10 @@ from pretraining.checkpoints.lock import move_lock
 from pretraining.checkpoints.marker import read_marker
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.checkpoints.weights import describe_model
-from pretraining.data import PackedDataset, cuts_of_run, cuts_text, format_table
-from pretraining.data.mixing.training import Mixture
+from pretraining.curve import changes_of_run
+from pretraining.data.mixture import Mixture, format_table
+from pretraining.data.packed_dataset import PackedDataset
+from pretraining.data.packing import cuts_text
 from pretraining.errors import UserError
 from pretraining.planning import RunPlan, run_facts
 from pretraining.planning.quantities import facts, several
@@ -107,7 +108,7 @@ def open_run(
             table = mixture.table(identity.recipe.num_samples)
             write_json(run.mixture, table)
             print(format_table(table))
-        cuts = cuts_of_run(dataset)
+        cuts = dataset.cut_shares()
         if cuts is not None:
             print(cuts_text(cuts))
         run.add_event(

@@ -14,16 +14,6 @@ _HOME = {
     "PreparedData": "prepared",
     "verify": "manifest",
     "TokenSplit": "shards",
-    "GlobalOrder": "order",
-    "PackedDataset": "packed",
-    "build_mixture": "mixing.training",
-    "build_training_dataset": "mixing.training",
-    "validation_by_source": "mixing.training",
-    "open_guard": "mixing.training",
-    "step_origins": "origins",
-    "format_table": "mixing.table",
-    "cuts_of_run": "cuts",
-    "cuts_text": "cuts",
 }
 
 __all__ = list(_HOME)

@@ -116,12 +116,12 @@ def consulted(data: dict) -> dict:
     """What filters and decontamination go by, with checksums of the files they read, each under its dotted key."""
     found = {}
     if data.get("filters"):
-        from pretraining.data.quality import FilterChain
+        from pretraining.data.quality.chain import FilterChain
 
         chain = FilterChain.of(data["filters"])
         found = {f"data.filters.{number}": rule for number, rule in enumerate(chain.identity)}
     if (data.get("decontaminate") or {}).get("folder"):
-        from pretraining.data.dedup.evaluation_sets import fingerprint_of_sets
+        from pretraining.data.dedup.decontamination import fingerprint_of_sets
 
         found["data.decontaminate.folder"] = {
             "files": fingerprint_of_sets(data["decontaminate"]["folder"], [])

@@ -12,7 +12,7 @@ from pretraining.data.manifest import (
     tokenizer_difference,
     verify,
 )
-from pretraining.data.packed import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.address import is_remote
 from pretraining.data.streaming.settings import CacheSettings

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretraining.command_line import ranks_here, started_by_launcher, world_size_here
+from pretraining.curve import changes_of_run
 from pretraining.data.manifest import read_manifest
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.gpus import Gpus
@@ -128,6 +129,17 @@ def plan_launch(options: Namespace, gpus: Gpus) -> tuple[Launch, list[Finding]]:
     run_folder = options.output_dir or run_folder / recipe.name
     known = {"recipe": recipe, "ds_config": ds_config, "plan": plan, "need": need}
     return replace(launch, run_folder=run_folder, **known), []
+
+
+def check_earlier_start(launch: Launch) -> list[Finding]:
+    """What the run folder holds of an earlier start, read as `train.py` reads it: damaged, or another recipe's run."""
+    if launch.recipe is None or not launch.continues:
+        return []
+    try:
+        changes_of_run(RunFolder(launch.run_folder), launch.recipe.to_dict())
+    except UserError as error:
+        return [Finding.of_error("run folder", error)]
+    return [Finding("run folder", FINE, f"{launch.run_folder} holds a run of this recipe, which goes on")]
 
 
 def check_fit(launch: Launch) -> list[Finding]:

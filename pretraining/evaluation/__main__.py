@@ -11,7 +11,8 @@ from pretraining.command_line import (
     not_negative_number,
     positive_integer,
 )
-from pretraining.data import CacheSettings, open_prepared, validation_by_source
+from pretraining.data import CacheSettings, open_prepared
+from pretraining.data.mixture import validation_by_source
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import UserError, one_line_errors
 from pretraining.recipe import Recipe, load_recipe

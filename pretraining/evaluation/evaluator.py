@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from pretraining.data import validation_by_source
+from pretraining.data.mixture import validation_by_source
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import UserError, nearest
 from pretraining.evaluation.harness import Harness

@@ -10,8 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import ConcatDataset
 
-from pretraining.data import PackedDataset, TokenSplit
+from pretraining.data import TokenSplit
 from pretraining.data.document_masking import IGNORED, stack_blocks
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.tools.distributions import entropy_bits
 from pretraining.evaluation.sampling import evaluation_mode
 from pretraining.recipe import Recipe

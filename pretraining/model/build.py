@@ -7,7 +7,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    PretrainedConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainingArguments,
@@ -28,12 +28,13 @@ from pretraining.mup import NO_BASE, scales_by_name
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.refusals import why_not_compiled
 from pretraining.upstream.model_classes import attention_of
+from pretraining.upstream.zero3_build import no_zero3_draw
 
 PLAIN = {"compile": "none", "fp8": "none"}
 """A `speed` section that asks for nothing."""
 
 
-def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Build the transformers config of the recipe's `model` section, with the tokenizer's special tokens."""
     keywords = {k: v for k, v in model.items() if k != "model_type"}
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -89,7 +90,7 @@ def build_model(
     attention = choose_attention(model, arguments, masks_documents)
     config = build_config({**model, "attn_implementation": attention}, tokenizer)
     try:
-        with no_init_weights():  # drawn below, the same at every stage
+        with no_init_weights(), no_zero3_draw():  # drawn below, the same at every stage
             built = AutoModelForCausalLM.from_config(config, dtype=_parameter_dtype(arguments))
     except KeyError as error:
         raise UserError(f"model.rope_parameters: transformers has no rope_type {error}") from error

@@ -34,7 +34,7 @@ MULTIPLE = 16
 def check_compiler(speed: dict) -> None:
     """Raise `UserError` if the recipe names what to compile and this machine has no compiler for inductor."""
     if speed["compile"] in ("blocks", "whole") and (missing := _missing(speed)):
-        raise UserError(f"speed.compile: inductor needs {missing}; install it, or set speed.compile to none")
+        raise UserError(f"speed.compile: inductor needs {missing}; install it, or --set speed.compile=none")
 
 
 def _missing(speed: dict) -> str | None:
@@ -168,7 +168,7 @@ def _device_of(values: tuple) -> torch.device:
 
 
 def _warn(what: str) -> None:
-    print(f"warning: {what}; mend that, or set speed.compile to none", file=sys.stderr, flush=True)
+    print(f"warning: {what}; mend that, or --set speed.compile=none", file=sys.stderr, flush=True)
 
 
 def check_fp8_hardware(speed: dict) -> None:
@@ -180,7 +180,7 @@ def check_fp8_hardware(speed: dict) -> None:
     if capability is None or capability < HOPPER:
         has = "there is no GPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
         raise UserError(
-            f"{key} needs a GPU of compute capability 9.0 (Hopper) or later, and {has} here; set it to none"
+            f"{key} needs a GPU of compute capability 9.0 (Hopper) or later, and {has} here; --set speed.fp8=none"
         )
 
 

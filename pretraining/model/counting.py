@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from pretraining.model.initial_weights import drawing_faults
@@ -52,7 +52,7 @@ def describe(model: dict) -> dict:
     }
 
 
-def build_on_meta(model: dict) -> tuple[PreTrainedModel, PretrainedConfig]:
+def build_on_meta(model: dict) -> tuple[PreTrainedModel, PreTrainedConfig]:
     """Build the model without storage, and find the config of its text part."""
     config = AutoConfig.for_model(**{"use_cache": False, **model})
     with torch.device("meta"), no_init_weights():
@@ -107,13 +107,13 @@ def _head(built: PreTrainedModel) -> torch.Tensor | None:
     return getattr(module, "weight", None)
 
 
-def _first(config: PretrainedConfig, names: tuple[str, ...]) -> int:
+def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int:
     """Read the first of these keys that is a number; 0 if there is none."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value), 0)
 
 
-def _attention_width(config: PretrainedConfig) -> int:
+def _attention_width(config: PreTrainedConfig) -> int:
     """Multiply the heads by the mean of the sizes of a head's keys and values."""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -301,7 +301,7 @@ def _compiled(function: Callable) -> Callable:
 def _can_compile(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
     """Compile for logits of this kind, in chunks of any length; if that fails, warn and return False."""
     if missing := missing_compiler():
-        return _go_on_without(f"inductor needs {missing}")
+        return _go_on_without(f"inductor needs {missing}", alike_on_machine=True)
     logits = torch.zeros(TRIAL_TOKENS, vocab_size, dtype=dtype, device=device)
     log_z, weight = (torch.ones(TRIAL_TOKENS, dtype=_precision(dtype), device=device) for _ in range(2))
     for tensor in (logits, log_z, weight):
@@ -313,15 +313,23 @@ def _can_compile(device: torch.device, dtype: torch.dtype, vocab_size: int) -> b
         raise
     except Exception as error:
         cause = getattr(error, "inner_exception", error)
-        return _go_on_without(f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}")
+        reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+        return _go_on_without(reason, alike_on_machine=False)
     return True
 
 
-def _go_on_without(reason: str) -> bool:
-    """Warn once for each machine that the loss is not compiled; return False."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        what = f"the loss cannot be compiled and is computed without ({reason})"
-        print(f"warning: {what}; mend that, or set loss.compile to false", file=sys.stderr, flush=True)
+def _go_on_without(reason: str, alike_on_machine: bool) -> bool:
+    """Warn once that the loss is not compiled here; return False.
+
+    Args:
+        alike_on_machine: whether every rank of this machine meets the same; then its first rank warns for all.
+    """
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if is_first or not alike_on_machine:
+        on_rank = "" if is_first else f" on rank {os.environ['RANK']}"
+        what = f"the loss cannot be compiled{on_rank} and is computed without ({reason})"
+        remedy = "mend that, or --set loss.compile=false"
+        print(f"warning: {what}; {remedy}", file=sys.stderr, flush=True)
     return False
 
 

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import TrainingArguments, enable_full_determinism
 from transformers.utils import is_liger_kernel_available, is_torch_tf32_available
 
 from pretraining.command_line import ranks_here
+from pretraining.data.document_masking import stack_blocks
 from pretraining.data.packages import require
 from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
@@ -108,9 +110,9 @@ def fuses_with_liger(recipe: Recipe, ds_config: dict | None, on_gpu: bool) -> bo
     They fuse norms, rotary embeddings and gated layers, which GPT-2 has none of. A recipe that sets
     `training.use_liger_kernel` decides for itself.
     """
-    uncompiled = recipe.speed["compile"] == "auto" and why_not_compiled(recipe, ds_config, on_gpu) is not None
-    gated = recipe.model["model_type"] != "gpt2"
-    return on_gpu and uncompiled and gated and is_liger_kernel_available()
+    if not on_gpu or recipe.speed["compile"] != "auto" or recipe.model["model_type"] == "gpt2":
+        return False
+    return why_not_compiled(recipe, ds_config, on_gpu) is not None and is_liger_kernel_available()
 
 
 def prefetch_factor(recipe, accumulation_steps: int) -> int:
@@ -156,3 +158,9 @@ def training_refusals(recipe_path: Path) -> Iterator[None]:
         yield
     except (TypeError, ValueError, ImportError) as error:
         raise UserError(f"recipe {display_path(recipe_path)}: training: {error}") from error
+
+
+def collate_blocks(blocks: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor | int]:
+    """`stack_blocks` in tensors: what the model's forward pass takes."""
+    batch = stack_blocks(blocks)
+    return {key: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for key, x in batch.items()}

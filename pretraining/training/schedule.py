@@ -46,7 +46,7 @@ def follow_step_sizes(scheduler: LRScheduler, step_sizes: StepSizes) -> None:
             scheduler,
             partial(_times, factor=step_sizes.lr_factor),
             "budget.ramp.lr_scaling",
-            "set it to none",
+            "--set budget.ramp.lr_scaling=none",
         )
 
 

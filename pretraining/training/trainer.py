@@ -14,15 +14,16 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
+from pretraining.runtime.signals import ignore_in_worker
 from pretraining.step_sizes import StepSizes
 from pretraining.training.arguments import training_refusals
-from pretraining.training.hearing import tell
-from pretraining.training.optimizers import BindPartitions, Muon, counting_by_tensor, describe_groups
+from pretraining.training.monitors import tell
+from pretraining.training.muon import BindPartitions, Muon
+from pretraining.training.optimizers import describe_groups
 from pretraining.training.schedule import count_tokens, follow_step_sizes, lower_rates
-from pretraining.training.signals import ignore_in_worker
-from pretraining.training.step_clock import StepClock
+from pretraining.training.schedule_free import counting_by_tensor
 from pretraining.training.stopping import StoppingCallback, StopRequests
-from pretraining.training.timed_trainer import TimedTrainer
+from pretraining.training.throughput import StepClock, TimedTrainer
 from pretraining.upstream.zero_optimizers import keep_norm_at_stage_0, mend_optimizer
 
 ABSENT: dict = {}

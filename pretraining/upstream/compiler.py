@@ -12,13 +12,12 @@
 """
 
 import os
-import shutil
-import sysconfig
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
 from torch import nn
+
+from pretraining.upstream.toolchain import missing_for_kernels
 
 WORKERS = 4
 """Processes of each rank that compile kernels: a block has some twenty."""
@@ -26,28 +25,14 @@ WORKERS = 4
 
 def missing_compiler() -> str | None:
     """What inductor lacks on this machine to generate code for its device; None if nothing."""
-    return _missing_on_gpu() if torch.cuda.is_available() else _missing_on_processor()
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        from torch.utils._triton import has_triton
 
-
-def _missing_on_gpu() -> str | None:
-    """triton 3.7 builds a small C extension of Python at its first kernel (backends/nvidia/driver.py)."""
-    from torch.utils._triton import has_triton
-
-    if not has_triton():
-        return "the package triton, which this torch was built without"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "a C compiler (gcc) for triton"
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
-        return "Python's headers (Python.h, of the package python3-dev) for triton"
-    return None
-
-
-def _missing_on_processor() -> str | None:
-    from torch._inductor import config
-
-    names = config.cpp.cxx if isinstance(config.cpp.cxx, list | tuple) else (config.cpp.cxx,)
-    found = any(name and shutil.which(name) for name in names)
-    return None if found else "a C++ compiler (g++)"
+        if not has_triton():
+            return "the package triton, which this torch was built without"
+    missing = next(missing_for_kernels(on_gpu), None)
+    return missing and missing.what
 
 
 def compile_in_few_processes() -> None:

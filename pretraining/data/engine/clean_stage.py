@@ -10,8 +10,8 @@ import numpy as np
 
 from pretraining.data.arrow_layout import write_durably
 from pretraining.data.corpus import Batch, read_batches
-from pretraining.data.dedup import MinHashSpec, hash_texts, sign_piece
-from pretraining.data.dedup.parts import write_array
+from pretraining.data.dedup.minhash import MinHashSpec, sign_piece
+from pretraining.data.dedup.pairs import hash_texts, write_array
 from pretraining.data.documents import Document
 
 TEXTS_NAME, REPORT_NAME = "texts.arrow", "report.json"
@@ -21,7 +21,7 @@ ROWS_AT_ONCE = 256
 
 def index_evaluation_sets(preparation, folder: Path) -> None:
     """The stage `evaluation sets`: the n-grams that no text may hold."""
-    from pretraining.data.dedup import DecontaminationSpec, build_index, read_evaluation_sets
+    from pretraining.data.dedup.decontamination import DecontaminationSpec, build_index, read_evaluation_sets
 
     section = dict(preparation.data["decontaminate"])
     sets = read_evaluation_sets(section.pop("folder"), section.pop("tasks"))
@@ -47,7 +47,7 @@ class Cleaner:
     """The recipe's filters and its evaluation sets, and what they took out."""
 
     def __init__(self, preparation):
-        from pretraining.data.quality import FilterChain
+        from pretraining.data.quality.chain import FilterChain
 
         self.chain = FilterChain.of(preparation.data.get("filters") or [])
         index = preparation.evaluation_index

@@ -6,18 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.data.arrow_layout import write_durably
-from pretraining.data.dedup import (
-    HashParts,
-    MinHashSpec,
-    SignatureParts,
-    assign_fates,
-    cluster,
-    duplicates_report,
-    exact_pairs,
-    match_slice,
-)
-from pretraining.data.dedup.fates import count_fates
-from pretraining.data.dedup.parts import write_array
+from pretraining.data.dedup.clusters import assign_fates, cluster, count_fates, duplicates_report
+from pretraining.data.dedup.minhash import MinHashSpec
+from pretraining.data.dedup.pairs import HashParts, SignatureParts, exact_pairs, match_slice, write_array
 from pretraining.mixture import source_name
 
 PIECES_PER_SLICE = 32

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.data.corpus import Batch, read_batches
-from pretraining.data.dedup.fates import TRAIN, VALIDATION
+from pretraining.data.dedup.clusters import TRAIN, VALIDATION
 from pretraining.data.documents import Document
 from pretraining.data.engine.clean_stage import INDEX_NAME, clean, index_evaluation_sets, read_texts
 from pretraining.data.engine.duplicate_stages import decide_fates, gather_signatures, match, num_slices
@@ -114,7 +114,7 @@ class Preparation:
         section = self.data.get("decontaminate")
         if not section:
             return None
-        from pretraining.data.dedup.evaluation_sets import fingerprint_of_sets
+        from pretraining.data.dedup.decontamination import fingerprint_of_sets
 
         key = digest_of(section, fingerprint_of_sets(section["folder"], section["tasks"]))
         return Stage("evaluation-sets", [key], lambda number, folder: index_evaluation_sets(self, folder))

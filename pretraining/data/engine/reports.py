@@ -2,7 +2,7 @@
 
 import json
 
-from pretraining.data.dedup import merge_reports
+from pretraining.data.dedup.decontamination import merge_reports
 from pretraining.data.engine.clean_stage import REPORT_NAME
 
 
@@ -12,7 +12,7 @@ def reports_of(preparation) -> dict:
         return {}
     pieces, found = _piece_reports(preparation), {}
     if preparation.data.get("filters"):
-        from pretraining.data.quality import FilterReport
+        from pretraining.data.quality.report import FilterReport
 
         merged = FilterReport.merged([FilterReport.from_dict(piece["filters"]) for piece in pieces])
         found["filters"] = merged.to_dict()
@@ -40,7 +40,7 @@ def as_text(manifest: dict) -> str:
     """The reports of a manifest as tables; empty where the recipe asked for nothing of the kind."""
     parts = []
     if "filters" in manifest:
-        from pretraining.data.quality import FilterReport
+        from pretraining.data.quality.report import FilterReport
 
         parts.append(FilterReport.from_dict(manifest["filters"]).as_text())
     if "decontamination" in manifest:
