@@ -1,10 +1,11 @@
 """Pretrain a causal language model: recipe x ds_config -> runs/<name>/."""
 
 from pretraining.command_line import parse_train_arguments
-from pretraining.data import CacheSettings, open_prepared
 from pretraining.data.block_guard import open_guard
 from pretraining.data.mixture import build_mixture
 from pretraining.data.packed_dataset import build_training_dataset, step_origins
+from pretraining.data.prepared import open_prepared
+from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import one_line_errors
 from pretraining.planning import build_run_plan, judge_plan, measured, print_plan
 from pretraining.refusals import load_run
@@ -35,14 +36,15 @@ def main() -> None:
 def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
     # Plan and errors answer at once: the imports below take seconds.
     prepare_imports()
-    from pretraining import checkpoints
+    from pretraining.checkpoints.disk_errors import one_line_disk_errors
     from pretraining.reporting.live import live_report
+    from pretraining.runtime.lock import lock_run
     from pretraining.training.monitors import Monitors
     from pretraining.training.ranks import joined_ranks
 
     ranks = joined_ranks(recipe.monitors["hang_minutes"])
     report = live_report(run, recipe.report["every_seconds"])
-    with ranks, checkpoints.sole_run(run), checkpoints.disk_errors_told(run.path), report:
+    with ranks, lock_run(run), one_line_disk_errors(run.path), report:
         monitors = Monitors(run, recipe)
         while not pretrain(recipe, ds_config, plan, data, mixture, run, options, monitors):
             options.resume = "auto"  # rolled back: again from an earlier checkpoint, as the journal now says
@@ -50,7 +52,10 @@ def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
 
 def pretrain(recipe, ds_config, plan, data, mixture, run, options, monitors) -> bool:
     """Whether the run came to its end; False after a rollback."""
-    from pretraining import checkpoints
+    from pretraining.checkpoints.export import averaged_weights, export_model, write_model_card
+    from pretraining.checkpoints.manager import CheckpointManager
+    from pretraining.checkpoints.resume import find_start, open_run
+    from pretraining.checkpoints.rollback import roll_back
     from pretraining.evaluation.evaluator import Evaluator
     from pretraining.evaluation.sampling import SamplingCallback
     from pretraining.model.build import build_from_recipe, load_tokenizer
@@ -61,8 +66,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, monitors) -> 
     from pretraining.training.ranks import device_name, find_machine
     from pretraining.training.trainer import PretrainingTrainer
 
-    resume = checkpoints.bring_checkpoint(run, recipe.checkpoints["upload"], options.resume)
-    start = checkpoints.find_start(run, recipe, data.manifest, resume, options.allow_change)
+    start = find_start(run, recipe, data.manifest, options.resume, options.allow_change)
     continues = options.resume != "never" and (run.recipe.exists() or start.checkpoint is not None)
     machine = find_machine(run.path, continues, data.train.num_tokens)
     plan, verdict = judge_plan(plan, recipe, ds_config, machine, options.force)
@@ -85,8 +89,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, monitors) -> 
     language_model = build_from_recipe(recipe, tokenizer, arguments, draws_weights)
 
     environment = describe_environment(device_name(), plan.world_size)
-    identity = checkpoints.Identity.of(recipe, plan, data.manifest, environment, start)
-    saves = checkpoints.SavesBehindTraining(run, identity, recipe.checkpoints)
+    checkpoints = CheckpointManager(run, recipe, plan, data, start, environment)
     trainer = PretrainingTrainer(
         model=language_model,
         args=arguments,
@@ -96,29 +99,29 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, monitors) -> 
         compute_loss_func=monitors.loss(build_loss(language_model, recipe.loss)),
         optimizer_cls_and_kwargs=choose_optimizer(recipe),
         clipping=choose_clipping(recipe),
-        averaged_weights=checkpoints.averaged_weights,
+        averaged_weights=averaged_weights,
         validate=evaluator.measure,
-        checkpoints=saves,
+        checkpoints=checkpoints,
         recipe_path=recipe.path,
         journal=start.journal,
         step_sizes=recipe.step_sizes,
         schedule_clock=start.schedule_clock(recipe),
         stop=monitors.stop,
         clock=monitors.speed.clock,
-        callbacks=[SamplingCallback(run, recipe, tokenizer), *monitors.callbacks(saves)],
+        callbacks=[SamplingCallback(run, recipe, tokenizer), *monitors.callbacks(checkpoints)],
     )
-    checkpoints.open_run(run, identity, plan, resume, mixture, language_model, tokenizer, train_dataset)
+    open_run(run, checkpoints.identity, plan, mixture, language_model, tokenizer, train_dataset)
     verdict.keep(run, start.step)
     trainer.train(resume_from_checkpoint=start.checkpoint)
     if monitors.finding is not None:
         trainer.release()
-        checkpoints.roll_back(run, start, monitors.finding, recipe)
+        roll_back(run, start, monitors.finding, recipe)
         return False
 
     results = {**trainer.closing_validation(), "unigram_bits_per_byte": evaluator.unigram_bits_per_byte()}
-    card = checkpoints.write_model_card(recipe.to_dict(), data.manifest, results, environment)
-    checkpoints.export_model(trainer, tokenizer, run.export, card)
-    saves.finish()
+    card = write_model_card(recipe.to_dict(), data.manifest, results, environment)
+    export_model(trainer, tokenizer, run.export, card)
+    checkpoints.wait_for_upload()
     peak_bytes = monitors.memory.of_fullest_rank()
     if trainer.is_world_process_zero():
         run.add_end({**results, "measured": measured(run, recipe, plan.world_size, machine.gpu, peak_bytes)})

@@ -118,16 +118,37 @@ def run_group(options: argparse.Namespace) -> None:
 
 def train(options: argparse.Namespace, start: str | None) -> list[float]:
     """Losses of the steps from a saved checkpoint, or from the first one on, to the end."""
-    from pretraining import checkpoints
-
     layout = name_of((options.stages, options.ranks))
     resume = options.worker / start / f"checkpoint-{SAVED_AFTER}" if start else None
     trainer = build_trainer(options, options.worker / (layout if start is None else "resumed"), resume)
-    trainer.checkpoints = checkpoints.RankFiles()
+    trainer.checkpoints = RankFiles()
     trainer.train(resume_from_checkpoint=resume)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     close(trainer)
     return losses[SAVED_AFTER:] if resume else losses
+
+
+class RankFiles:
+    """Saves before it returns and commits nothing; loads as a `CheckpointManager` does."""
+
+    def save(self, trainer) -> None:
+        from pretraining.checkpoints.background import write_share
+        from pretraining.checkpoints.trainer_state import rank_share
+        from pretraining.runtime.process_group import rank_and_world_size
+
+        folder = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_share(rank_share(trainer), folder, *rank_and_world_size())
+
+    def load_state(self, trainer, folder: Path) -> None:
+        from pretraining.checkpoints.trainer_state import load_state
+
+        load_state(trainer, folder)
+
+    def load_position(self, trainer, folder: Path) -> None:
+        from pretraining.checkpoints.trainer_state import load_position
+
+        load_position(trainer, folder)
 
 
 def build_trainer(options: argparse.Namespace, folder: Path, resume: Path | None):

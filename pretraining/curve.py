@@ -1,15 +1,19 @@
 """What the loss curve belongs to: the parts of a recipe that a run folder may not change between two starts."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pretraining.errors import UserError, nearest
 from pretraining.model_types import other_model_types
 from pretraining.recipe import recipe_schema
-from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import differences
+
+if TYPE_CHECKING:
+    from pretraining.runtime.run_folder import RunFolder  # which asks for the parts of the curve
 
 # `training` keys that change where the work happens or what is recorded, not the curve.
 NEUTRAL_TRAINING_KEYS = frozenset(

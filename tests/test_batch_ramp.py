@@ -5,8 +5,8 @@ from itertools import accumulate
 
 import pytest
 
+from pretraining.checkpoints.format import read_marker
 from pretraining.checkpoints.identity import Start
-from pretraining.checkpoints.marker import read_marker
 from pretraining.curve import changed_parts
 from pretraining.errors import UserError
 from pretraining.recipe import accumulation_steps, load_recipe

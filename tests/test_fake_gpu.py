@@ -16,11 +16,16 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from transformers import TrainerCallback
 
+<<<<<<< HEAD
 from pretraining import checkpoints
+=======
+from pretraining.checkpoints.export import averaged_weights
+>>>>>>> main
 from pretraining.checkpoints.identity import Start
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shards import SplitWriter, TokenSplit
+from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.shards import TokenSplit
 from pretraining.evaluation.likelihood import HellaSwag, Item
 from pretraining.evaluation.sampling import sample_text
 from pretraining.evaluation.validation import Validation
@@ -162,7 +167,11 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
         compute_loss_func=watch.loss(losses.build_loss(language_model, recipe.loss)),
         optimizer_cls_and_kwargs=choose_optimizer(recipe),
         clipping=choose_clipping(recipe),
+<<<<<<< HEAD
         averaged_weights=checkpoints.averaged_weights,
+=======
+        averaged_weights=averaged_weights,
+>>>>>>> main
         validate=lambda trained, step, interrupted: validation.measure(trained, interrupted),
         recipe_path=recipe.path,
         journal=start.journal,

@@ -10,10 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import ConcatDataset
 
-from pretraining.data import TokenSplit
 from pretraining.data.document_masking import IGNORED, stack_blocks
+from pretraining.data.manifest import entropy_bits
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.tools.distributions import entropy_bits
+from pretraining.data.shards import TokenSplit
 from pretraining.evaluation.sampling import evaluation_mode
 from pretraining.recipe import Recipe
 from pretraining.runtime.process_group import rank_and_world_size

@@ -192,7 +192,7 @@ def _hidden(case: Case) -> bool:
 
 
 def _snapshot(case: Case) -> Finding | None:
-    """Without room for it in host memory a save is written while training waits (`checkpoints/writer.py`)."""
+    """Without room for it in host memory a save is written while training waits (`checkpoints/background.py`)."""
     ranks, there, need = case.found.ranks_per_host, case.found.host_memory_bytes, case.need
     held = need.on_processor if case.found.trains_on_processor else need.host_running
     if there is None or not need.snapshot or ranks * (held + need.snapshot) <= there:

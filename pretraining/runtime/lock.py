@@ -19,26 +19,26 @@ PATIENCE_SECONDS = 5.0
 
 
 @contextmanager
-def sole_run(run: RunFolder) -> Iterator[None]:
-    """Hold the run folder, on rank 0 for all ranks; at the end no trace is left where nothing was written.
+def lock_run(run: RunFolder) -> Iterator[None]:
+    """Lock the run folder, on rank 0 for all ranks. At the end a folder in which nothing was written is removed.
 
     The system releases the lock when the process ends, however it ends.
 
     Raises:
         UserError: on every rank, with nothing written: which process holds the folder.
     """
-    held: list[TextIO] = []
-    from_rank_0(lambda: held.append(lock_folder(run.path)))
+    locks: list[TextIO] = []  # one on rank 0, none on the others
+    from_rank_0(lambda: locks.append(lock_folder(run.path)))
     try:
         yield
     finally:
-        for lock in held:
+        for lock in locks:
             _release(lock, run.path)
 
 
 @contextmanager
-def folder_held(folder: Path) -> Iterator[None]:
-    """Hold a run folder that exists against runs, in one process; `UserError` where a run holds it."""
+def lock_idle_run(folder: Path) -> Iterator[None]:
+    """Lock a run folder that exists, in one process, so that no run begins there; `UserError` if a run holds it."""
     lock = lock_folder(folder, patience_seconds=0)
     try:
         yield
@@ -47,7 +47,7 @@ def folder_held(folder: Path) -> Iterator[None]:
 
 
 def lock_folder(folder: Path, patience_seconds: float = PATIENCE_SECONDS) -> TextIO:
-    """Make the folder and lock it until the file returned is closed. `UserError` names who holds it already."""
+    """Make the folder and lock it until the file returned is closed; `UserError` says which process holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + patience_seconds
     while (lock := _try_lock(folder / LOCK)) is None:
@@ -65,13 +65,13 @@ def lock_folder(folder: Path, patience_seconds: float = PATIENCE_SECONDS) -> Tex
 
 
 def move_lock(folder: Path, new_folder: Path) -> None:
-    """Keep the lock in `new_folder` instead: it belongs to the file, not to its name."""
+    """Move the lock to `new_folder`: it belongs to the open file, whatever its name."""
     new_folder.mkdir()
     (folder / LOCK).rename(new_folder / LOCK)
 
 
 def _try_lock(path: Path) -> TextIO | None:
-    """The locked file, or None; one that its last holder removed meanwhile counts for nothing."""
+    """Return the locked file, or None if another process holds it, or has just removed it."""
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,7 +84,7 @@ def _try_lock(path: Path) -> TextIO | None:
 
 
 def _holder(path: Path) -> str | None:
-    """What the process that holds the lock says of itself; None if it has left meanwhile."""
+    """Return what the process that holds the lock wrote about itself; None if it has left meanwhile."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

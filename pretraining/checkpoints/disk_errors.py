@@ -13,14 +13,15 @@ from pretraining.planning.quantities import num_bytes
 
 # torch's zip writer (RuntimeError), and the Rust libraries safetensors and tokenizers.
 _TORCH_WRITER = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs")
+
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 @contextmanager
-def disk_errors_told(folder: Path) -> Iterator[None]:
-    """Turn what the libraries raise where `folder` cannot be written into the `UserError` it is.
+def one_line_disk_errors(folder: Path) -> Iterator[None]:
+    """Turn what the libraries raise if `folder` cannot be written into a `UserError`.
 
-    Incomplete checkpoints that a full disk leaves behind are removed by the next start.
+    The next start removes incomplete checkpoints that a full disk has left.
     """
     try:
         yield
@@ -49,7 +50,7 @@ def _disk_error(error: Exception, folder: Path) -> UserError | None:
 
 
 def _failed_write(folder: Path) -> UserError:
-    """torch does not keep the reason: the free space of the disk tells it."""
+    """torch does not keep the reason: the free space of the disk shows it."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < 1e6:
         return file_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
