@@ -16,11 +16,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from transformers import TrainerCallback
 
-<<<<<<< HEAD
-from pretraining import checkpoints
-=======
 from pretraining.checkpoints.export import averaged_weights
->>>>>>> main
 from pretraining.checkpoints.identity import Start
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
@@ -167,11 +163,7 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
         compute_loss_func=watch.loss(losses.build_loss(language_model, recipe.loss)),
         optimizer_cls_and_kwargs=choose_optimizer(recipe),
         clipping=choose_clipping(recipe),
-<<<<<<< HEAD
-        averaged_weights=checkpoints.averaged_weights,
-=======
         averaged_weights=averaged_weights,
->>>>>>> main
         validate=lambda trained, step, interrupted: validation.measure(trained, interrupted),
         recipe_path=recipe.path,
         journal=start.journal,

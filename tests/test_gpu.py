@@ -12,11 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import TrainingArguments
 
-<<<<<<< HEAD
-from pretraining.checkpoints.snapshot import HostSnapshot
-=======
 from pretraining.checkpoints.background import HostSnapshot
->>>>>>> main
 from pretraining.model import attention
 from pretraining.model.attention import TORCH_VARLEN
 from pretraining.model.build import build_model

@@ -11,11 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from pretraining.checkpoints.export import write_model_folder
-<<<<<<< HEAD
-from pretraining.data import open_prepared
-=======
 from pretraining.data.prepared import open_prepared
->>>>>>> main
 from pretraining.evaluation.__main__ import main
 from pretraining.evaluation.evaluator import Evaluator
 from pretraining.evaluation.harness import Harness, scores_of

@@ -5,12 +5,8 @@ import sys
 
 import pytest
 
-<<<<<<< HEAD
-from pretraining.data import CacheSettings, open_prepared
-=======
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import CacheSettings
->>>>>>> main
 from pretraining.errors import UserError
 from pretraining.evaluation.evaluator import Evaluator
 from pretraining.evaluation.harness import Harness, load_tasks, scores_of

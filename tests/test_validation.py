@@ -12,12 +12,8 @@ import torch
 
 from pretraining.data.mixture import open_by_source
 from pretraining.data.packed_dataset import PackedDataset
-<<<<<<< HEAD
-from pretraining.data.shards import SplitWriter
-=======
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
->>>>>>> main
 from pretraining.evaluation.validation import Validation
 from pretraining.training.ranks import join_ranks, leave_ranks
 from tests.runs import execute

@@ -11,15 +11,9 @@ from pretraining.command_line import (
     not_negative_number,
     positive_integer,
 )
-<<<<<<< HEAD
-from pretraining.data import CacheSettings, open_prepared
-from pretraining.data.mixture import validation_by_source
-from pretraining.data.prepared import PreparedData
-=======
 from pretraining.data.mixture import validation_by_source
 from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
->>>>>>> main
 from pretraining.errors import UserError, one_line_errors
 from pretraining.recipe import Recipe, load_recipe
 from pretraining.runtime.run_folder import RunFolder
