@@ -23,7 +23,7 @@ from pretraining.doctor.machine import check_machine
 from pretraining.doctor.reach import ask_around
 from pretraining.doctor.software import check_software, versions
 from pretraining.errors import UserError, one_line_errors
-from pretraining.planning.machine_rates import RATES, keep_rates
+from pretraining.planning.gpus import RATES, keep_rates
 from pretraining.runtime.exit_codes import FINISHED, USER_ERROR
 from pretraining.runtime.imports import prepare_imports
 

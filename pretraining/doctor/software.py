@@ -14,7 +14,7 @@ from pretraining.doctor.disks import unwritable
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.gpus import torch_build
 from pretraining.doctor.launch import Launch
-from pretraining.planning.memory.loss import compiles_loss
+from pretraining.planning.memory.activations import compiles_loss
 from pretraining.runtime.host import existing_folder
 from pretraining.schema import REPOSITORY
 from pretraining.upstream.toolchain import Missing, missing_for_kernels, missing_for_operators
