@@ -302,7 +302,7 @@ class Prune:
         run = _run_of(options.run)
         if not options.yes:
             return self._plan(run, options)
-        with lock_idle_run(run.path):
+        with lock_idle_run(run.path):  # before the plan: a run that began now would save meanwhile
             plan = self._plan(run, options)
             for entry in plan["checkpoints"]:
                 self._remove(run, entry, demote=plan["demote_to_weights"])
@@ -316,6 +316,7 @@ class Prune:
             Kept(each["step"], measured_at(run.path / each["folder"], section["metric"]))
             for each in committed
         )
+        # Checkpoints of another version are kept: that version may still go on from them.
         going = [each for each in entries if each["state"] in self.USELESS]
         going += [each for each in committed if each["step"] not in kept]
         return {

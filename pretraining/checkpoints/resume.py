@@ -58,6 +58,7 @@ def find_start(run: RunFolder, recipe: Recipe, manifest: dict, resume: str, allo
     resume = resolve_resume(run, recipe.checkpoints["upload"], resume)
     if resume == "never":
         return Start(starts_over=True)
+    # First what costs nothing to refuse: verifying a checkpoint reads all its bytes.
     from_rank_0(lambda: changes_of_run(run, recipe.to_dict(), allowed))
     journal = from_rank_0(lambda: Journal.read(run.journal))
     checkpoint = choose_checkpoint(run, resume, journal)
@@ -120,6 +121,7 @@ def _damage_seen_by_all(folder: Path, of_run: bool = False) -> str | None:
     reason, files = from_rank_0(lambda: quick_damage(folder, of_run))
     if reason is not None:
         return reason
+    # The ranks share the reading: a large checkpoint is verified in the time that loading it takes.
     rank, ranks = rank_and_world_size()
     found = gather_from_ranks(changed_files(folder, share_of(files, rank, ranks)))
     return next((reason for changed in found for reason in changed.values()), None)
@@ -167,9 +169,12 @@ def changes_since(
     allowed, and for one that no checkpoint can follow: other shapes of the weights.
     """
     changes = changed_parts(recipe.to_dict(), marker["recipe"])
-    if any(change.key.startswith("model.") for change in changes):
+    if any(
+        change.key.startswith("model.") for change in changes
+    ):  # no request can change the weights' shapes
         _refuse_other_shape(checkpoint, marker["recipe"]["model"], recipe.model)
     changes += _data_change(marker["data"], described_data(recipe, manifest), changes)
+    # A start may have been killed before it saved: the checkpoint does not know yet what was accepted then.
     recorded = [(each["key"], each["to"]) for each in _recorded_changes(run)]
     new = [change for change in changes if (change.key, change.now) not in recorded]
     refuse_changes(new, allowed, checkpoint, "checkpoint")
@@ -225,6 +230,7 @@ def open_run(
         if start.starts_over:
             _set_aside(run)
         remove_uncommitted(run)
+        # The next start would go on from a later checkpoint, whose course this start has left.
         set_aside_after(run, start.step, spared=start.checkpoint)
         record_changes(run, start, identity.recipe)
         write_json(run.recipe, identity.recipe.to_dict())

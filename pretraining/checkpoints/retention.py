@@ -75,6 +75,7 @@ class Retention:
         removed = self.to_remove(run)
         for folder in removed:
             weights = run.weights(step_in_name(folder))
+            # They exist if an earlier call was killed between the two.
             if self.demote is None or weights.exists() or self.demote(run, folder, weights):
                 remove_checkpoint(folder)
         return removed
