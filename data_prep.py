@@ -10,11 +10,10 @@ from pretraining.command_line import (
     not_negative_integer,
     positive_integer,
 )
-from pretraining.data import prepare_data
-from pretraining.data.encoding.counting import count_as_text, count_data
+from pretraining.data.counting import count_as_text, count_data
 from pretraining.data.execution import EXECUTORS, Execution, read_slurm_options
 from pretraining.data.manifest import report_text, summary_of
-from pretraining.data.prepare import Outcome, kept_text
+from pretraining.data.prepare import Outcome, kept_text, prepare_data
 from pretraining.errors import one_line_errors
 from pretraining.refusals import load_run
 

@@ -1,10 +1,11 @@
 """Pretrain a causal language model: recipe x ds_config -> runs/<name>/."""
 
 from pretraining.command_line import parse_train_arguments
-from pretraining.data import CacheSettings, open_prepared
 from pretraining.data.block_guard import open_guard
-from pretraining.data.mixture import build_mixture, validation_by_source
+from pretraining.data.mixture import build_mixture
 from pretraining.data.packed_dataset import build_training_dataset, step_origins
+from pretraining.data.prepared import open_prepared
+from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import one_line_errors
 from pretraining.planning import build_run_plan, judge_plan, measured, print_plan
 from pretraining.refusals import load_run
@@ -25,9 +26,9 @@ def main() -> None:
     run = RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name)
     leave_again_if_stopped(run)
     if options.resume == "auto" and run.is_finished(recipe.to_dict()):
-        from pretraining import reporting
+        from pretraining.reporting.words import report_end
 
-        return reporting.report_end(run)
+        return report_end(run)
     mixture = build_mixture(data, recipe, recipe.num_samples)
     train(recipe, ds_config, plan, data, mixture, run, options)
 
@@ -35,14 +36,14 @@ def main() -> None:
 def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
     # Plan and errors answer at once: the imports below take seconds.
     prepare_imports()
-    from pretraining import reporting
     from pretraining.checkpoints.disk_errors import one_line_disk_errors
+    from pretraining.reporting.live import live_report
     from pretraining.runtime.lock import lock_run
     from pretraining.training.monitors import Monitors
     from pretraining.training.ranks import joined_ranks
 
     ranks = joined_ranks(recipe.monitors["hang_minutes"])
-    report = reporting.live_report(run, recipe.report["every_seconds"])
+    report = live_report(run, recipe.report["every_seconds"])
     with ranks, lock_run(run), one_line_disk_errors(run.path), report:
         monitors = Monitors(run, recipe)
         while not pretrain(recipe, ds_config, plan, data, mixture, run, options, monitors):
@@ -51,11 +52,15 @@ def train(recipe, ds_config, plan, data, mixture, run, options) -> None:
 
 def pretrain(recipe, ds_config, plan, data, mixture, run, options, monitors) -> bool:
     """Whether the run came to its end; False after a rollback."""
-    from pretraining import evaluation, model, reporting
     from pretraining.checkpoints.export import averaged_weights, export_model, write_model_card
     from pretraining.checkpoints.manager import CheckpointManager
     from pretraining.checkpoints.resume import find_start, open_run
     from pretraining.checkpoints.rollback import roll_back
+    from pretraining.evaluation.evaluator import Evaluator
+    from pretraining.evaluation.sampling import SamplingCallback
+    from pretraining.model.build import build_from_recipe, load_tokenizer
+    from pretraining.model.loss import build_loss
+    from pretraining.reporting.words import report_end
     from pretraining.training.arguments import build_arguments, collate_blocks
     from pretraining.training.optimizers import choose_clipping, choose_optimizer
     from pretraining.training.ranks import device_name, find_machine
@@ -68,8 +73,8 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, monitors) -> 
 
     last_step = start.last_step(recipe)
     arguments = build_arguments(recipe, ds_config, run.path, plan.accumulation_steps, last_step)
-    tokenizer = model.load_tokenizer(data.tokenizer_path)
-    measures = evaluation.Measures.of(validation_by_source(data, recipe), recipe, tokenizer, last_step)
+    tokenizer = load_tokenizer(data.tokenizer_path)
+    evaluator = Evaluator(recipe, data, tokenizer, last_step)
 
     guard, left_out = open_guard(run.flagged_blocks, data, recipe), start.journal.left_out
     train_dataset = build_training_dataset(
@@ -81,7 +86,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, monitors) -> 
         step_origins(train_dataset, recipe, run, start.step), plan, start, train_dataset.num_blocks
     )
     draws_weights = start.checkpoint is None
-    language_model = model.build_from_recipe(recipe, tokenizer, arguments, draws_weights)
+    language_model = build_from_recipe(recipe, tokenizer, arguments, draws_weights)
 
     environment = describe_environment(device_name(), plan.world_size)
     checkpoints = CheckpointManager(run, recipe, plan, data, start, environment)
@@ -89,13 +94,13 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, monitors) -> 
         model=language_model,
         args=arguments,
         train_dataset=data.prefetched(train_dataset),
-        eval_dataset=measures.dataset,
+        eval_dataset=evaluator.dataset,
         data_collator=collate_blocks,
-        compute_loss_func=monitors.loss(model.build_loss(language_model, recipe.loss)),
+        compute_loss_func=monitors.loss(build_loss(language_model, recipe.loss)),
         optimizer_cls_and_kwargs=choose_optimizer(recipe),
         clipping=choose_clipping(recipe),
         averaged_weights=averaged_weights,
-        validate=measures.measure,
+        validate=evaluator.measure,
         checkpoints=checkpoints,
         recipe_path=recipe.path,
         journal=start.journal,
@@ -103,7 +108,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, monitors) -> 
         schedule_clock=start.schedule_clock(recipe),
         stop=monitors.stop,
         clock=monitors.speed.clock,
-        callbacks=[evaluation.LiveSamples(run, recipe, tokenizer), *monitors.callbacks(checkpoints)],
+        callbacks=[SamplingCallback(run, recipe, tokenizer), *monitors.callbacks(checkpoints)],
     )
     open_run(run, checkpoints.identity, plan, mixture, language_model, tokenizer, train_dataset)
     verdict.keep(run, start.step)
@@ -113,14 +118,14 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, monitors) -> 
         roll_back(run, start, monitors.finding, recipe)
         return False
 
-    results = {**trainer.closing_validation(), "unigram_bits_per_byte": measures.unigram_bits_per_byte()}
+    results = {**trainer.closing_validation(), "unigram_bits_per_byte": evaluator.unigram_bits_per_byte()}
     card = write_model_card(recipe.to_dict(), data.manifest, results, environment)
     export_model(trainer, tokenizer, run.export, card)
     checkpoints.wait_for_upload()
     peak_bytes = monitors.memory.of_fullest_rank()
     if trainer.is_world_process_zero():
         run.add_end({**results, "measured": measured(run, recipe, plan.world_size, machine.gpu, peak_bytes)})
-        reporting.report_end(run)
+        report_end(run)
     return True
 
 

@@ -82,7 +82,8 @@ def prepared(speed: dict, options):
     """A function that runs one micro-batch forward and backward, through the repository's own model and loss."""
     import torch
 
-    from pretraining.model import build_loss, build_model
+    from pretraining.model.build import build_model
+    from pretraining.model.loss import build_loss
     from pretraining.recipe import load_recipe
 
     layers = [f"model.{_layers_key(options.recipe)}={options.layers}"] if options.layers else []

@@ -25,6 +25,9 @@ from types import SimpleNamespace
 from pretraining.data import open_prepared
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
+from pretraining.data.order import GlobalOrder
+from pretraining.data.packed import PackedDataset
+from pretraining.data.prepared import open_prepared
 root, length, batch = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 section = json.loads((root / "sparse" / "manifest.json").read_text())["data"]
 section["name"] = "sparse"
@@ -62,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
 def build_sparse_data(folder: Path, num_tokens: int) -> int:
     """A data set of `num_tokens` zeros that passes every check of an open; its number of train shards."""
     from pretraining.data.manifest import FORMAT, content_fingerprint, deciding_section
-    from pretraining.data.shards import SHARD_TOKENS
+    from pretraining.data.shard_writer import SHARD_TOKENS
     from pretraining.data.tokenizer import fingerprint_of
 
     (folder / "tokenizer").mkdir(parents=True)
@@ -112,7 +115,7 @@ def shard_template(path: Path, num_tokens: int) -> tuple[bytes, bytes, dict]:
     """Bytes before and after the tokens of a real shard of zeros, and its entry of the manifest."""
     import numpy as np
 
-    from pretraining.data.shards import SplitWriter
+    from pretraining.data.shard_writer import SplitWriter
 
     tokens = np.zeros(num_tokens, np.uint16)
     writer = SplitWriter(path, tokens.dtype, num_tokens)

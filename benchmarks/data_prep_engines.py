@@ -82,9 +82,9 @@ def shards(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
 
     import pretraining.data.engine.executors
     import pretraining.data.engine.finish  # noqa: F401
-    from pretraining.data import prepare_data
-    from pretraining.data.encoding import encoder as encoding
+    from pretraining.data import encoder as encoding
     from pretraining.data.manifest import read_manifest
+    from pretraining.data.prepare import prepare_data
     from pretraining.data.shards import TokenSplit
 
     sources = [{"path": str(root / "corpus-*.jsonl")}]
@@ -113,7 +113,7 @@ def shards(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
 
 def open_encoder(root: Path, backend: str):
     """The encoder of the trained tokenizer, loaded and checked."""
-    from pretraining.data.encoding import Encoder
+    from pretraining.data.encoder import Encoder
     from pretraining.data.tokenizer import describe_tokenizer
 
     folder = root / "tokenizer"

@@ -14,10 +14,10 @@ from time import perf_counter
 import numpy as np
 from record import parser_of, record
 
-from pretraining.data import TokenSplit
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.packing import WINDOW_BLOCKS, cuts_of_split
+from pretraining.data.shards import TokenSplit
 from pretraining.data.tools.finished import open_finished
 
 

@@ -154,8 +154,9 @@ class RankFiles:
 def build_trainer(options: argparse.Namespace, folder: Path, resume: Path | None):
     from types import SimpleNamespace
 
-    from pretraining import model as room
     from pretraining.ds_config import load_ds_config
+    from pretraining.model.build import build_model
+    from pretraining.model.loss import build_loss
     from pretraining.planning import build_run_plan
     from pretraining.recipe import load_recipe
     from pretraining.training.arguments import build_arguments, collate_blocks
@@ -168,14 +169,14 @@ def build_trainer(options: argparse.Namespace, folder: Path, resume: Path | None
         recipe.training["save_strategy"] = "no"
     arguments = build_arguments(recipe, config, folder, plan.accumulation_steps)
     tokens = SimpleNamespace(bos_token_id=0, eos_token_id=0)
-    model = room.build_model(recipe.model, tokens, arguments, draw_weights=resume is None)
+    model = build_model(recipe.model, tokens, arguments, draw_weights=resume is None)
     first = SAVED_AFTER * recipe.samples_per_step if resume else 0
     return PretrainingTrainer(
         model=model,
         args=arguments,
         train_dataset=blocks(recipe)[first:],
         data_collator=collate_blocks,
-        compute_loss_func=room.build_loss(model, recipe.loss),
+        compute_loss_func=build_loss(model, recipe.loss),
         validate=lambda model, step, interrupted: {},
         recipe_path=recipe.path,
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from pretraining import model as room
+from pretraining.model.loss import build_loss
 from pretraining.recipe import Recipe
 from pretraining.training.arguments import build_arguments
 from pretraining.training.optimizers import choose_optimizer
@@ -33,7 +33,7 @@ def short_trainer(
         model=built,
         args=arguments,
         train_dataset=[{"input_ids": block, "labels": block}] * (recipe.samples_per_step * steps),
-        compute_loss_func=room.build_loss(built, recipe.loss),
+        compute_loss_func=build_loss(built, recipe.loss),
         optimizer_cls_and_kwargs=choose_optimizer(recipe),
         validate=lambda model: {},
         recipe_path=recipe.path,

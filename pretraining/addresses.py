@@ -14,6 +14,11 @@ _SHORTEST_SECRET = 8
 """Characters: what is shorter may be an everyday word."""
 
 
+def is_remote(address: object) -> bool:
+    """Say if `address` names a store (`s3://`, `gs://`, `hf://`, `https://`) rather than a path of this machine."""
+    return isinstance(address, str) and "://" in address
+
+
 def refuse_credentials(address: str, key: str) -> None:
     """Raise `UserError`, without repeating it, where an address holds a password or a signature.
 

@@ -14,8 +14,9 @@ from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.integrations import HfDeepSpeedConfig
 
-from pretraining.model import build_loss, build_model
+from pretraining.model.build import build_model
 from pretraining.model.compiling import blocks_of
+from pretraining.model.loss import build_loss
 from pretraining.planning.memory.buffers import block_gathering
 from pretraining.recipe import load_recipe
 from pretraining.training.ranks import join_ranks, leave_ranks

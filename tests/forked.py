@@ -35,6 +35,14 @@ from pretraining.model import build_from_recipe, build_loss
 from pretraining.data import open_prepared
 from pretraining.data.mixture import build_mixture
 from pretraining.data.packed_dataset import build_training_dataset
+from pretraining.data.mixing.training import build_mixture, build_training_dataset
+from pretraining.data.prepared import open_prepared
+from pretraining import checkpoints, data, training
+from pretraining.evaluation.evaluator import Evaluator
+from pretraining.checkpoints import SavesBehindTraining, bring_checkpoint
+from pretraining.model.build import build_from_recipe
+from pretraining.model.loss import build_loss
+from pretraining.data import build_mixture, build_training_dataset, open_prepared
 from pretraining.training.operators import ask_the_processor_once
 ask_the_processor_once()
 cpuinfo.get_cpu_info()

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
-from pretraining.model import build_from_recipe, build_loss, build_model
-from pretraining.model.build import build_config
+from pretraining.model.attention import TORCH_VARLEN, register_kernels
+from pretraining.model.build import build_config, build_from_recipe, build_model
 from pretraining.model.compiling import blocks_of, check_compiler, compile_model, describe_compilation
-from pretraining.model.varlen_attention import TORCH_VARLEN, register_varlen_attention
+from pretraining.model.loss import build_loss
 from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.planning.memory import memory_need
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
@@ -91,7 +91,7 @@ def test_compiled_losses_are_eager_ones(name, backend, arguments):
 def test_batches_of_any_number_of_documents_share_a_graph(monkeypatch):
     """Kept apart by torch's kernel for GPUs, which is traced on tensors without values."""
     monkeypatch.setattr("torch.is_autocast_enabled", lambda device: False)
-    register_varlen_attention()
+    register_kernels()
     config = build_config({**MODELS["llama"], "attn_implementation": TORCH_VARLEN}, TOKENIZER)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()

@@ -12,12 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pretraining.data import open_prepared
 from pretraining.data.__main__ import main
 from pretraining.data.manifest import read_manifest
-from pretraining.data.tools.convert import export_data, import_data
-from pretraining.data.tools.foreign import draw_of_tokens
-from pretraining.data.tools.token_bytes import TokenBytes
+from pretraining.data.prepared import open_prepared
+from pretraining.data.tools.convert import TokenBytes, draw_of_tokens, export_data, import_data
 from pretraining.data.tools.verify import verify_data
 from pretraining.runtime.exit_codes import INTERRUPTED
 from tests.finished_data import documents_of, make_data, refusal

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pretraining.data.encoding import count_data
+from pretraining.data.counting import count_data
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from tests.runs import REPOSITORY

@@ -15,8 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretraining.data import open_prepared, prepare_data
 from pretraining.data.corpus import prefetch
+from pretraining.data.prepare import prepare_data
+from pretraining.data.prepared import open_prepared
 from pretraining.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -295,7 +296,7 @@ def _peak_bytes(folder: Path, megabytes: int) -> int:
             file.writelines(json.dumps({"text": f"{repeat} {text}"}) + "\n" for text in texts)
     program = (
         "import sys; from pathlib import Path; from tests.test_data_prep import *\n"
-        "from pretraining.data import shards; shards.SHARD_TOKENS = 1 << 18\n"
+        "from pretraining.data import shard_writer; shard_writer.SHARD_TOKENS = 1 << 18\n"
         f"prepare(Path({str(folder / 'data')!r}), recipe_for({str(source)!r}, name='m{megabytes}'))\n"
         "print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')))"
     )

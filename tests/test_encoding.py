@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 
 from pretraining.data.corpus import Batch
-from pretraining.data.encoding import Encoder, count_data, selection
-from pretraining.data.encoding.adversarial import adversarial_texts
-from pretraining.data.encoding.backends import Fastokens
-from pretraining.data.encoding.coverage import uncovered_texts
-from pretraining.data.encoding.encoder import CHECKED_ONE_IN, close_documents, is_checked
+from pretraining.data.counting import count_data
+from pretraining.data.encoder import CHECKED_ONE_IN, Encoder, close_documents, is_checked
+from pretraining.data.encoder_backends import BACKENDS, Fastokens, adversarial_texts, uncovered_texts
 from pretraining.data.engine.preparation import Preparation
 from pretraining.data.engine.tokenize_stage import runs_of
 from pretraining.data.engine.tokenizer_stage import _training_batches
-from pretraining.data.shards import SplitWriter
+from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.sources import open_source
 from pretraining.data.tokenizer import END_OF_TEXT, describe_tokenizer, train_tokenizer
 from pretraining.errors import UserError
@@ -109,7 +107,7 @@ def test_a_lie_during_encoding_stops_with_the_document_named(folder: Path, monke
     pytest.importorskip("fastokens")
     texts = [f"document {number}" for number in range(3 * CHECKED_ONE_IN)]
     checked = [number for number, text in enumerate(texts) if is_checked(text)]
-    monkeypatch.setitem(selection.BACKENDS, "fastokens", lying(1))
+    monkeypatch.setitem(BACKENDS, "fastokens", lying(1))
     encoder = open_encoder(folder, "auto")
     assert checked and encoder.backend.name == "fastokens"
     with pytest.raises(
@@ -133,7 +131,7 @@ def test_the_checked_share_depends_on_the_text_alone(folder: Path) -> None:
 def test_a_backend_that_fails_the_first_check_is_replaced_by_the_reference(folder: Path, monkeypatch) -> None:
     """`auto` falls back with one sentence where the corpus shows a difference; a named backend is refused."""
     pytest.importorskip("fastokens")
-    monkeypatch.setitem(selection.BACKENDS, "fastokens", lying(1))
+    monkeypatch.setitem(BACKENDS, "fastokens", lying(1))
     sample = ["document of the corpus"]
     encoder = open_encoder(folder, "auto", sample=sample)
     assert encoder.backend.name == "tokenizers"
@@ -206,7 +204,7 @@ def test_flat_runs_write_the_shards_of_single_documents(
     tmp_path: Path, monkeypatch, shard_documents: int
 ) -> None:
     """The shards' bytes depend on the documents, not on the runs they were appended in; long ones included."""
-    monkeypatch.setattr("pretraining.data.shards.SHARD_DOCUMENTS", shard_documents)
+    monkeypatch.setattr("pretraining.data.shard_writer.SHARD_DOCUMENTS", shard_documents)
     draw = np.random.default_rng(4)
     documents = [
         draw.integers(0, 60_000, size).astype(UINT16) for size in draw.choice([1, 3, 9, 60, 130], 70)

@@ -16,15 +16,17 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from transformers import TrainerCallback
 
-from pretraining import model
 from pretraining.checkpoints.export import averaged_weights
 from pretraining.checkpoints.identity import Start
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shards import SplitWriter, TokenSplit
-from pretraining.evaluation.hellaswag import HellaSwag, Item
-from pretraining.evaluation.sample import sample_text
+from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.shards import TokenSplit
+from pretraining.evaluation.likelihood import HellaSwag, Item
+from pretraining.evaluation.sampling import sample_text
 from pretraining.evaluation.validation import Validation
+from pretraining.model import loss as losses
+from pretraining.model.build import build_from_recipe
 from pretraining.planning import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.refusals import load_run
@@ -145,7 +147,7 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
     run, start = RunFolder(recipe_path.parent / "run"), Start()
     plan = build_run_plan(recipe, config, machine.world_size)
     arguments = build_arguments(recipe, config, run.path, plan.accumulation_steps, STEPS)
-    language_model = model.build_from_recipe(recipe, TOKENIZER, arguments, False)
+    language_model = build_from_recipe(recipe, TOKENIZER, arguments, False)
     order = GlobalOrder(2 * split.num_blocks(LENGTH), 0, "faked")
     masks = recipe.data["document_masking"]
     dataset = PackedDataset((split, split), LENGTH, order, 0, recipe.num_samples, masks_documents=masks)
@@ -158,7 +160,7 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
         train_dataset=dataset,
         eval_dataset=validation.dataset,
         data_collator=collate_blocks,
-        compute_loss_func=watch.loss(model.build_loss(language_model, recipe.loss)),
+        compute_loss_func=watch.loss(losses.build_loss(language_model, recipe.loss)),
         optimizer_cls_and_kwargs=choose_optimizer(recipe),
         clipping=choose_clipping(recipe),
         averaged_weights=averaged_weights,
@@ -265,13 +267,13 @@ def test_a_pass_comes_after_the_reductions_of_the_one_before(tmp_path, split, mo
 
 def test_a_wait_that_is_not_written_is_found(tmp_path, split, monkeypatch):
     """A number of the loss that somebody reads in every micro-batch."""
-    build_loss = model.build_loss
+    build_loss = losses.build_loss
 
     def reading(*args):
         loss = build_loss(*args)
         return lambda *each, **kwargs: _read(loss(*each, **kwargs))
 
-    monkeypatch.setattr(model, "build_loss", reading)
+    monkeypatch.setattr(losses, "build_loss", reading)
     waits = last_step(tmp_path, split, "zero1", 1, GPT2)
     assert waits.micro_batches == {"tests/test_fake_gpu.py:_read": 1}
 

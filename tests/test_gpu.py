@@ -13,8 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import TrainingArguments
 
 from pretraining.checkpoints.background import HostSnapshot
-from pretraining.model import attention, build_model
-from pretraining.model.varlen_attention import TORCH_VARLEN
+from pretraining.model import attention
+from pretraining.model.attention import TORCH_VARLEN
+from pretraining.model.build import build_model
 from pretraining.training.throughput import device_peak_flops
 from tests.runs import MODELS, Run, Workshop, execute, made_once
 from tests.test_attention import TOKENIZER

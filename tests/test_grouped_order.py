@@ -7,11 +7,11 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pretraining.data import TokenSplit
 from pretraining.data.interleaving import Interleaving, MixtureStage
 from pretraining.data.order import GlobalOrder, GroupedOrder, MixedOrder, blocks_starting
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shards import SplitWriter
+from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.shards import TokenSplit
 from pretraining.schema import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pretraining.data import TokenSplit
 from pretraining.data.block_guard import BlockGuard, short_period, tokens_of_file
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shards import SplitWriter
+from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.shards import TokenSplit
 
 LENGTH = 512
 

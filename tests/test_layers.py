@@ -20,7 +20,6 @@ FOUNDATION = {
     "ds_config",
     "errors",
     "evaluation_keys",
-    "lazy",
     "metric_names",
     "mixture",
     "model_types",

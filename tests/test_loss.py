@@ -15,10 +15,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
 from pretraining.model import cross_entropy
-from pretraining.model.cross_entropy import chunked_nats, fused_nats
-from pretraining.model.loss import build_loss, next_token_loss, token_nats
-from pretraining.model.loss_head import LossHead
-from pretraining.model.router_losses import layers_balance
+from pretraining.model.cross_entropy import LossHead, chunked_nats, fused_nats, token_nats
+from pretraining.model.loss import build_loss, layers_balance, next_token_loss
 from pretraining.planning.memory.loss import chunk_length, loss_bytes
 from pretraining.planning.memory.precision import Precision
 from pretraining.upstream.fake_gpu import fake_gpu

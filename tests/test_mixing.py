@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pretraining.data import TokenSplit
 from pretraining.data.interleaving import MAX_PERIOD, Interleaving, MixtureStage, counts_per_period
 from pretraining.data.mixture import build_mixture, format_table
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset, build_training_dataset
-from pretraining.data.shards import SplitWriter
+from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
 from pretraining.mixture import exact_shares, shares_of_sizes
 

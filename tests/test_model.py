@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pretraining.data.document_masking import IGNORED
-from pretraining.model import build_loss, build_model
-from pretraining.model.loss import next_token_loss, token_nats
+from pretraining.model.build import build_model
+from pretraining.model.cross_entropy import token_nats
+from pretraining.model.loss import build_loss, next_token_loss
 from pretraining.recipe import load_recipe, recipe_names
 from tests.runs import MODELS, OTHER_MODELS, SMALL_RECIPE, execute, launcher
 

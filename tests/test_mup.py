@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pretraining.errors import UserError
-from pretraining.model import build_model
+from pretraining.model.build import build_model
 from pretraining.mup import Scales, scales_by_name
 from pretraining.recipe import load_recipe, model_with_defaults
 from pretraining.refusals import load_run

@@ -6,10 +6,10 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from pretraining.data import TokenSplit
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.shards import SplitWriter
+from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.shards import TokenSplit
 
 LENGTH = 8
 

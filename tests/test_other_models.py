@@ -22,7 +22,7 @@ QWEN2 = {**LLAMA, "model_type": "qwen2", "use_cache": False}
 @pytest.fixture(autouse=True)
 def counts_here(monkeypatch):
     """Counts in this process, which has torch: the program's own function, without the seconds of its imports."""
-    from pretraining.model.meta_count import describe
+    from pretraining.model.counting import describe
 
     monkeypatch.setattr(counting, "_built", lambda section: describe(json.loads(section)))
     monkeypatch.setattr(counting, "_read", lambda path: None)
@@ -177,7 +177,7 @@ def test_weights_that_no_module_draws_are_found():
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from pretraining.model.meta_count import drawing_faults
+    from pretraining.model.initial_weights import drawing_faults
 
     class Inner(nn.Module):
         def __init__(self):

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from pretraining.averaging import AVERAGING, Z
 from pretraining.checkpoints.export import averaged
 from pretraining.checkpoints.shard_files import CheckpointReader, assemble
-from pretraining.data import open_prepared
+from pretraining.data.prepared import open_prepared
 from pretraining.errors import UserError
 from pretraining.evaluation.validation import Validation
 from pretraining.recipe import load_recipe

@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pretraining.data import TokenSplit, open_prepared, verify
-from pretraining.data.shards import SplitWriter, token_dtype
+from pretraining.data.manifest import verify
+from pretraining.data.prepared import open_prepared
+from pretraining.data.shard_writer import SplitWriter
+from pretraining.data.shards import TokenSplit, token_dtype
 from pretraining.errors import UserError
 from tests.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
 

@@ -10,11 +10,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pretraining.data.documents import Extent
 from pretraining.data.engine.pieces import cut_sources, gather
-from pretraining.data.files import list_files
 from pretraining.data.sources import FileSource, HubSource, open_source
-from pretraining.data.text_files import READABLE_SUFFIXES
+from pretraining.data.text_files import READABLE_SUFFIXES, Extent, list_files
 from pretraining.errors import UserError
 from tests.runs import REPOSITORY, execute
 

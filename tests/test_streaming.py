@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from pretraining.data import CacheSettings, open_prepared
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.streaming import Prefetcher, RemoteData, ShardCache, StreamedSplit
-from pretraining.data.streaming.cache import CachedShard, CacheFull
-from pretraining.data.streaming.locks import alone
-from pretraining.data.streaming.window import Window
+from pretraining.data.prepared import open_prepared
+from pretraining.data.streaming.cache import CachedShard, CacheFull, CacheSettings, ShardCache, exclusive_lock
+from pretraining.data.streaming.prefetch import Prefetcher, Window
+from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
 from pretraining.errors import UserError
 from tests.object_store import CREDENTIALS, Proxy, connect_to, s3_server, shared_memory, upload, use_here
 from tests.runs import REPOSITORY
@@ -61,7 +60,7 @@ def in_sequence(split) -> SimpleNamespace:
 def held_bytes(cache: Path) -> int:
     """Of shards and parts, at one moment: nothing is evicted meanwhile, and a part that becomes a shard counts once."""
     files: dict[int, int] = {}
-    with alone(cache / ".lock") if cache.exists() else contextlib.nullcontext():
+    with exclusive_lock(cache / ".lock") if cache.exists() else contextlib.nullcontext():
         for path in (*cache.glob("*/*.part"), *cache.glob("*/*.arrow")):
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
@@ -81,7 +80,7 @@ def prepared(tmp_path_factory, s3) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("prepared")
     recipe = recipe_for(write_jsonl(folder / "corpus.jsonl", make_texts(120)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pretraining.data.shards.SHARD_TOKENS", 1000)
+        patch.setattr("pretraining.data.shard_writer.SHARD_TOKENS", 1000)
         prepare(folder / "data", recipe)
     local = open_prepared(recipe, folder / "data")
     shards = local.train.shard_entries
@@ -218,7 +217,7 @@ def test_a_store_that_fails_one_request_in_five_loses_nothing(
     prepared, connected, cache, treatment, packing, monkeypatch
 ):
     """Errors, closed connections, half answers and flipped bits: the same stream in the same order."""
-    monkeypatch.setattr("pretraining.data.streaming.retries.FIRST_DELAY_SECONDS", 0.001)
+    monkeypatch.setattr("pretraining.data.streaming.store.FIRST_DELAY_SECONDS", 0.001)
 
     def one_in_five(number, path):
         return treatment if number % 5 == 4 and ".arrow" in path else None
@@ -304,7 +303,7 @@ def test_a_shard_in_use_is_never_evicted(prepared, connected, cache):
     assert (split.read(start, start + 10) == prepared.local.train.read(start, start + 10)).all()
     assert path.exists()
     del view
-    holder.let_go(idle_only=False)
+    holder.unmap(idle_only=False)
     split.read(start, start + 10)
     assert not path.exists() and len(list(cache.glob("*/*.arrow"))) == 1
 
@@ -317,7 +316,7 @@ def test_a_block_over_a_border_fetches_no_second_shard(prepared, connected, cach
     assert len(list(cache.glob("*/*.arrow"))) == 1
 
 
-def test_shards_that_are_not_read_any_more_are_let_go(prepared, connected, cache):
+def test_shards_that_are_not_read_any_more_are_unmap(prepared, connected, cache):
     """A reader that moves on holds what it reads, not all it ever read."""
     split = open_split(prepared.address, cache, 10**9)
     for number in range(8):

@@ -14,12 +14,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from pretraining.addresses import refuse_credentials
+from pretraining.addresses import is_remote, refuse_credentials
 from pretraining.checkpoints.folders import committed_checkpoints, step_in_name, step_of
 from pretraining.checkpoints.format import MARKER, file_entry, parse_marker
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import RUN_FILES
-from pretraining.data.streaming import is_remote
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import replacing, rows_of, sync_to_disk
 from pretraining.runtime.journal import NOTHING_HEALED, Journal

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.checkpoints.format import MARKER
-from pretraining.data.streaming.retries import Patience, reason_of
-from pretraining.data.streaming.store import Store
+from pretraining.data.streaming.store import Patience, Store, reason_of
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import replacing
 from pretraining.runtime.heartbeat import work_done

@@ -7,8 +7,42 @@ import signal
 import sys
 from pathlib import Path
 
-from pretraining.data.tools.arguments import parse_arguments
+from pretraining.command_line import not_negative_integer, positive_integer
 from pretraining.errors import Interrupted, UserError, one_line_errors
+
+EXAMPLES = """examples:
+  python -m pretraining.data verify data/python-stdlib
+  python -m pretraining.data stats data/python-stdlib
+  python -m pretraining.data inspect data/python-stdlib --count 2
+  python -m pretraining.data inspect data/python-stdlib --block 5 --sequence_length 512
+  python -m pretraining.data convert data/python-stdlib --to megatron /fast/disk/megatron
+  python -m pretraining.data push data/python-stdlib my-name/python-stdlib --dry_run
+
+Every verb has its own --help."""
+
+EXAMPLES_OF = {
+    "verify": """examples:
+  python -m pretraining.data verify data/python-stdlib
+  python -m pretraining.data verify data/python-stdlib --json""",
+    "stats": """examples:
+  python -m pretraining.data stats data/python-stdlib
+  python -m pretraining.data stats data/python-stdlib --no-tokens --json
+  python -m pretraining.data stats data/python-stdlib --no-tokens --sequence_length 512""",
+    "inspect": """examples:
+  python -m pretraining.data inspect data/python-stdlib --split validation --count 5 --seed 1
+  python -m pretraining.data inspect data/python-stdlib --document 17
+  python -m pretraining.data inspect data/python-stdlib --search "def main" --count 1
+  python -m pretraining.data inspect data/python-stdlib --block 5 --sequence_length 512
+  python -m pretraining.data inspect data/python-stdlib --sample 1000 --recipe tiny""",
+    "convert": """examples:
+  python -m pretraining.data convert data/python-stdlib --to megatron exported/python-stdlib
+  python -m pretraining.data convert data/python-stdlib --to datatrove exported/python-stdlib
+  python -m pretraining.data convert data/theirs --from megatron corpus_text_document --tokenizer gpt2
+  python -m pretraining.data convert data/theirs --from datatrove tokenized/ --tokenizer gpt2""",
+    "push": """examples:
+  python -m pretraining.data push data/python-stdlib my-name/python-stdlib --dry_run
+  python -m pretraining.data push data/python-stdlib my-name/python-stdlib --private""",
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -128,6 +162,124 @@ RUNS = {
     "convert": run_convert,
     "push": run_push,
 }
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """`verb`, `folder`, `json`, `after_interrupt` (what an interrupt leaves) and the verb's own options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pretraining.data",
+        description="Verify, measure, read, convert and publish prepared data.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    _verb(verbs, "verify", "compare every file of a data set with its manifest")
+    _add_stats(_verb(verbs, "stats", "counts, document lengths, token frequencies"))
+    _add_inspect(_verb(verbs, "inspect", "documents as text; what a block is made of"))
+    _add_convert(_verb(verbs, "convert", "to and from Megatron .bin/.idx and datatrove .ds"))
+    _add_push(_verb(verbs, "push", "upload a data set to the Hugging Face hub"))
+    return parser.parse_args(arguments)
+
+
+def _verb(verbs, name: str, summary: str) -> argparse.ArgumentParser:
+    """A subcommand with DIR, --json and its examples."""
+    parser = verbs.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=EXAMPLES_OF[name],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="data set, such as data/python-stdlib")
+    parser.add_argument(
+        "--json", action="store_true", help="print the answer as JSON, without a progress bar"
+    )
+    parser.set_defaults(after_interrupt="nothing was changed")
+    return parser
+
+
+def _add_stats(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-tokens",
+        dest="tokens",
+        action="store_false",
+        help="counts and lengths only; no shard is read whole",
+    )
+    parser.add_argument(
+        "--top", type=positive_integer, default=10, metavar="N", help="tokens listed at each end (10)"
+    )
+    parser.add_argument(
+        "--sequence_length",
+        type=positive_integer,
+        metavar="L",
+        help="also which share of train's documents the ends of blocks of L tokens cut, in sequence and packed by "
+        "best fit",
+    )
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--document", type=int, metavar="N", help="this document of the split, from 0")
+    which.add_argument("--search", metavar="TEXT", help="the first documents whose text holds TEXT")
+    which.add_argument("--block", type=int, metavar="B", help="a block and the documents it is made of")
+    which.add_argument("--sample", type=int, metavar="I", help="sample I of a run of --recipe, from 0")
+    parser.add_argument("--split", default="train", help="train (default) or validation")
+    parser.add_argument(
+        "--sequence_length", type=positive_integer, metavar="L", help="with --block: inputs a block"
+    )
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME|PATH",
+        help="with --sample: its length, order and packing; with --block: its length",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value of --recipe"
+    )
+    parser.add_argument(
+        "--count", type=positive_integer, metavar="K", help="documents to show (3 at random, else 1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="draw of the random documents (default 0)")
+    parser.add_argument(
+        "--max_chars", type=not_negative_integer, default=2000, help="of each text (default 2000; 0: all)"
+    )
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument(
+        "--to",
+        dest="export_to",
+        nargs=2,
+        metavar=("FORM", "OUT"),
+        help="write DIR as megatron or datatrove to OUT",
+    )
+    way.add_argument(
+        "--from",
+        dest="import_from",
+        nargs=2,
+        metavar=("FORM", "PATH"),
+        help="make DIR of a prefix, file or folder",
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="NAME|PATH", help="with --from: what the tokens were made with"
+    )
+    parser.add_argument(
+        "--validation_share",
+        type=float,
+        default=0.005,
+        metavar="SHARE",
+        help="with --from: documents kept for validation, by a hash of their tokens (default 0.005)",
+    )
+
+
+def _add_push(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "repo_id", metavar="OWNER/NAME", help="data set repository; made where it does not exist"
+    )
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument("--dry_run", action="store_true", help="list the files and the card; send nothing")
+    parser.set_defaults(after_interrupt="the same command goes on where it stopped")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from queue import Empty, Full, Queue
 
 import xxhash
 
-from pretraining.data.documents import Document
+from pretraining.data.text_files import Document
 from pretraining.errors import UserError
 
 SPLIT_SEED = 0x73706C6974

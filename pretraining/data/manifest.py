@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pretraining.data.publishing import kept_beside
 from pretraining.data.tokenizer import local_fingerprint
@@ -11,6 +12,9 @@ from pretraining.mixture import source_name
 from pretraining.recipe import recipe_schema
 from pretraining.recipe_defaults import filled_deeply
 from pretraining.schema import Difference, check, differences
+
+if TYPE_CHECKING:
+    import numpy
 
 FORMAT = 2
 MANIFEST_NAME = "manifest.json"
@@ -168,6 +172,14 @@ def digest_of(*parts) -> str:
 def content_fingerprint(splits: dict) -> str:
     """Identity of the tokens, whatever machine or folder holds them; it keys the order."""
     return digest_of([[name, splits[name]["dtype"], splits[name]["checksum"]] for name in sorted(splits)])
+
+
+def entropy_bits(counts: "numpy.ndarray") -> float:
+    """Compute the total bits that tokens of these counts [vocab_size] cost under their own frequencies."""
+    import numpy as np
+
+    seen = counts[counts > 0]
+    return float(-(seen * np.log2(seen / seen.sum())).sum())
 
 
 def read_manifest(folder: Path) -> dict | None:

@@ -4,6 +4,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from pretraining.addresses import is_remote
 from pretraining.data.manifest import (
     data_differences,
     fitting_beside,
@@ -14,8 +15,7 @@ from pretraining.data.manifest import (
 )
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
-from pretraining.data.streaming.address import is_remote
-from pretraining.data.streaming.settings import CacheSettings
+from pretraining.data.streaming.cache import CacheSettings
 from pretraining.data.tokenizer import check_vocabulary, fingerprint_of
 from pretraining.errors import UserError
 from pretraining.schema import REPOSITORY, listed
@@ -48,7 +48,7 @@ class PreparedData:
         """The same samples; where the train shards come from an address, they are fetched ahead of need."""
         if isinstance(self.train.folder, Path) or dataset.order is None:
             return dataset
-        from pretraining.data.streaming.prefetched_dataset import prefetched
+        from pretraining.data.streaming.prefetch import prefetched
 
         return prefetched(dataset)
 
@@ -77,7 +77,8 @@ def open_prepared(recipe, data_root: Path | str, cache: CacheSettings | None = N
 
 
 def _open_remote(recipe, data_root: str, cache: CacheSettings) -> PreparedData:
-    from pretraining.data.streaming import RemoteData, ShardCache, StreamedSplit
+    from pretraining.data.streaming.cache import ShardCache
+    from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
 
     remote = RemoteData(f"{data_root}/{recipe.data['name']}", ShardCache(cache.folder, cache.max_bytes))
     manifest = remote.read_manifest()

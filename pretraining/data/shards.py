@@ -1,39 +1,37 @@
-"""Token shards, writer and reader side by side: an Arrow dataset on disk, read as one flat stream of tokens.
+"""Token shards as they are read: an Arrow dataset on disk, mapped as one flat stream of tokens.
 
 Each split is a folder as `datasets.save_to_disk` writes it. A row is a document: `input_ids` (its tokens with
 the EOS that closes it) and `num_bytes` (the UTF-8 length of its text). A shard is one record batch, so the
 values buffer of `input_ids` is the shard's token stream and its offsets are the document ends.
 """
 
+import mmap
 import os
 import resource
-from array import array
 from bisect import bisect_right
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from time import perf_counter_ns
+from typing import BinaryIO, Self
 
 import numpy as np
 
-from pretraining.data.arrow_layout import arrow_array, arrow_schema, buffer_positions, write_dataset_files
-from pretraining.data.mapped_shard import Shard, map_shard
-from pretraining.data.token_digest import digest_of_documents, joined_digest
 from pretraining.errors import UserError
 
-SHARD_TOKENS = 64_000_000
-"""128 MB a shard in uint16: few files at 10^11 tokens, and one shard is still a quick fetch."""
+PROBE_INTERVAL = 64
+"""One read in so many is timed, to learn if the shard's pages are in memory."""
 
-SHARD_DOCUMENTS = 4_000_000
-"""Bounds the offsets of a shard (16 bytes a document) where the documents are tiny."""
+SLOW_TOUCH_NS = 20_000
+"""A page in memory is touched in under 5,000 ns, one on a disk in over 50,000."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest unsigned type that holds every id: uint16 up to 65,536 ids, uint32 above."""
+    """Choose the smallest unsigned type that holds every id: uint16 up to 65,536 ids, uint32 above."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
 def checksum_of_file(path: Path) -> str:
-    """`xxh128:<hex>` of the whole file: several GB/s, against damage rather than forgery."""
+    """Compute `xxh128:<hex>` of the whole file: several GB/s, against damage rather than forgery."""
     import xxhash
 
     digest = xxhash.xxh128()
@@ -43,128 +41,75 @@ def checksum_of_file(path: Path) -> str:
     return f"xxh128:{digest.hexdigest()}"
 
 
-class SplitWriter:
-    """Appends documents to one split through a single preallocated buffer of a shard's size.
+class Shard:
+    """The arrays of one open shard. `reads` counts calls of `view`, so that idle shards can be unmapped.
 
-    `finish()` returns the split's entry of the manifest: counts, checksum of the tokens, and its shards.
+    tokens [tokens]: uint16 or uint32. ends [documents]: int64, where each document ends, in tokens of this
+    shard. num_bytes [documents]: uint64, the UTF-8 bytes of each document's text.
     """
 
-    def __init__(self, folder: Path, dtype: np.dtype, shard_tokens: int | None = None):
-        folder.mkdir(parents=True)
-        self.folder, self.dtype = folder, dtype
-        self._tokens = np.empty(shard_tokens or SHARD_TOKENS, dtype)
-        self._ends = array("q", [0])
-        self._num_bytes = array("Q")
-        self._shards: list[dict] = []
-        self._source = 0
+    __slots__ = ("_advise", "_mapped", "_tokens_at", "ends", "num_bytes", "reads", "tokens")
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens appended so far, in this shard and those before."""
-        return sum(shard["tokens"] for shard in self._shards) + self._ends[-1]
+    def __init__(self, mapped: mmap.mmap, entry: dict, dtype: np.dtype):
+        at, count = entry["buffers"], entry["documents"]
+        self._mapped, self._tokens_at = mapped, at["input_ids"]
+        self.tokens = np.frombuffer(mapped, dtype, entry["tokens"], at["input_ids"])
+        self.ends = np.frombuffer(mapped, "<i8", count + 1, at["offsets"])[1:]
+        self.num_bytes = np.frombuffer(mapped, "<u8", count, at["num_bytes"])
+        self.reads, self._advise = 0, False
 
-    def begin_source(self, number: int) -> None:
-        """What follows is of source `number`: a shard holds documents of one source."""
-        if number != self._source and self._num_bytes:
-            self._write_shard()
-        self._source = number
+    def view(self, start: int, count: int) -> np.ndarray:
+        """View up to `count` tokens from `start`. Pages that are not in memory are asked for in one request."""
+        self.reads = reads = self.reads + 1
+        if reads % PROBE_INTERVAL != 1 and not self._advise:
+            return self.tokens[start : start + count]
+        return self._asked_for(self.tokens[start : start + count], start)
 
-    def append(self, tokens: np.ndarray, num_bytes: int) -> None:
-        """Add one document: its tokens with the closing EOS, and the bytes of its text."""
-        self.extend(tokens, np.array([len(tokens)]), np.array([num_bytes]))
-
-    def extend(self, tokens: np.ndarray, ends: np.ndarray, num_bytes: np.ndarray) -> None:
-        """Add a run of documents: document i is `tokens[ends[i - 1]:ends[i]]`, its text has `num_bytes[i]` bytes.
-
-        The shards do not depend on how documents are gathered into runs.
-        """
-        first = start = 0
-        while first < len(ends):
-            fitting = self._num_fitting(ends[first:] - start)
-            if fitting:
-                last = first + fitting
-                self._append_run(
-                    tokens[start : ends[last - 1]], ends[first:last] - start, num_bytes[first:last]
-                )
-                first, start = last, int(ends[last - 1])
-            elif self._num_bytes:
-                self._write_shard()
-            else:  # one document larger than a shard gets a shard of its own
-                self._tokens = np.empty(int(ends[first]) - start, self.dtype)
-
-    def _num_fitting(self, ends: np.ndarray) -> int:
-        """How many of the documents that end at `ends` the open shard still takes."""
-        fitting = int(np.searchsorted(ends, len(self._tokens) - self._ends[-1], side="right"))
-        return min(fitting, SHARD_DOCUMENTS - len(self._num_bytes))
-
-    def _append_run(self, tokens: np.ndarray, ends: np.ndarray, num_bytes: np.ndarray) -> None:
-        start = self._ends[-1]
-        self._tokens[start : start + len(tokens)] = tokens
-        self._ends.frombytes((ends + start).astype(np.int64).tobytes())
-        self._num_bytes.frombytes(np.asarray(num_bytes).astype(np.uint64).tobytes())
-
-    def _write_shard(self) -> None:
-        import pyarrow as pa
-
-        count = self._ends[-1]
-        values = arrow_array(self._tokens[:count])
-        rows = pa.LargeListArray.from_arrays(arrow_array(np.asarray(self._ends)), values)
-        schema = arrow_schema(self.dtype)
-        path = self.folder / f"data-{len(self._shards):05d}.arrow"
-        with path.open("wb") as file:
-            with pa.ipc.new_stream(file, schema) as stream:
-                num_bytes = arrow_array(np.asarray(self._num_bytes))
-                stream.write_batch(pa.record_batch([rows, num_bytes], schema=schema))
-            file.flush()
-            os.fsync(file.fileno())
-        self._shards.append(self._entry(path))
-        self._ends, self._num_bytes = array("q", [0]), array("Q")
-
-    def _entry(self, path: Path) -> dict:
-        return {
-            "file": path.name,
-            "source": self._source,
-            "documents": len(self._num_bytes),
-            "tokens": self._ends[-1],
-            "bytes": sum(self._num_bytes),
-            "size": path.stat().st_size,
-            "buffers": buffer_positions(path),
-            "checksum": checksum_of_file(path),
-            "tokens_digest": digest_of_documents(self._tokens, np.asarray(self._ends)[1:]),
-        }
-
-    def finish(self) -> dict:
-        """Write the last shard and the JSON files `load_from_disk` expects; returns the manifest entry."""
-        if self._num_bytes or not self._shards:
-            self._write_shard()
-        for number, shard in enumerate(self._shards):
-            name = f"data-{number:05d}-of-{len(self._shards):05d}.arrow"
-            (self.folder / shard["file"]).rename(self.folder / name)
-            shard["file"] = name
-        return split_entry(self.folder, self._shards, self.dtype.name)
+    def _asked_for(self, view: np.ndarray, start: int) -> np.ndarray:
+        if self.reads % PROBE_INTERVAL == 1 and len(view):
+            self._advise = _touch_ns(view) > SLOW_TOUCH_NS
+        if self._advise:
+            first = self._tokens_at + start * view.itemsize
+            page = first - first % mmap.PAGESIZE
+            self._mapped.madvise(mmap.MADV_WILLNEED, page, first + view.nbytes - page)
+        return view
 
 
-def split_entry(folder: Path, shards: list[dict], dtype: str) -> dict:
-    """A split's part of the manifest, from its shards' entries; writes the JSON files `load_from_disk` expects."""
-    checksum = joined_digest([s["tokens_digest"] for s in shards], [s["documents"] for s in shards])
-    write_dataset_files(folder, [shard["file"] for shard in shards], np.dtype(dtype), checksum)
-    totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
-    return {**totals, "dtype": dtype, "checksum": checksum, "shards": shards}
+def _touch_ns(view: np.ndarray) -> int:
+    """Measure the nanoseconds that reading the first token takes."""
+    start = perf_counter_ns()
+    view[0]
+    return perf_counter_ns() - start
 
 
-def between(ends: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Those of the ordered `ends` with low < end <= high."""
-    return ends[slice(*np.searchsorted(ends, (low, high), side="right"))]
+def map_shard(file: BinaryIO, where: str, entry: dict, dtype: np.dtype) -> Shard:
+    """Map one shard by the buffer positions of its manifest entry; UserError if it is not that shard.
+
+    pyarrow could map it as well, but has the kernel read the whole file ahead (`MemoryMappedFile::ReadAt`).
+    Blocks are read in random order, so only the pages asked for are worth reading. The mapping keeps its own
+    descriptor, and with it any lock on `file`, until the last view of it is gone.
+    """
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    mapped.madvise(mmap.MADV_RANDOM)
+    shard = Shard(mapped, entry, dtype)
+    if entry["documents"] and shard.ends[-1] != entry["tokens"]:
+        raise UserError(f"{where}: damaged shard: its documents do not end with its tokens; prepare it again")
+    return shard
 
 
 def open_shard(path: Path, entry: dict, dtype: np.dtype) -> Shard:
-    """Map the shard at `path`; UserError where it is not the one of its manifest entry."""
+    """Map the shard at `path`; UserError if it is not the one of its manifest entry."""
     with path.open("rb") as file:
         return map_shard(file, str(path), entry, dtype)
 
 
+def between(ends: np.ndarray, low: int, high: int) -> np.ndarray:
+    """Select from the ordered `ends` those with low < end <= high."""
+    return ends[slice(*np.searchsorted(ends, (low, high), side="right"))]
+
+
 def _most_open_shards() -> int:
-    """A mapped shard holds a file descriptor: half of those a process may have."""
+    """Take half the file descriptors a process may have: each mapped shard needs one."""
     return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
@@ -195,7 +140,7 @@ class TokenSplit:
         return self._entry["shards"]
 
     def part(self, first: int, stop: int) -> Self:
-        """The stream of the shards [first, stop) alone: one source of several."""
+        """Open the stream of the shards [first, stop) alone: one source of several."""
         shards = self._entry["shards"][first:stop]
         totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
         return self._of_entry({**self._entry, **totals, "shards": shards})
@@ -208,7 +153,7 @@ class TokenSplit:
         return np.cumsum([0] + [shard[key] for shard in self._entry["shards"]], dtype=np.int64)
 
     def _check_shards(self) -> None:
-        """UserError for the first shard that is not there with its size; one look at the folder finds all."""
+        """Raise UserError for the first shard that is not there with its size; the folder is listed once."""
         try:
             with os.scandir(self.folder) as files:
                 found = {file.name: file.stat() for file in files}
@@ -229,7 +174,7 @@ class TokenSplit:
         return {**self.__dict__, "_open": {}}
 
     def _shard(self, number: int) -> Shard:
-        """The shard, mapped now or before."""
+        """Return the shard, mapped now or before."""
         if number not in self._open:
             while len(self._open) >= self._most_open:
                 del self._open[next(iter(self._open))]  # the one opened first
@@ -237,7 +182,7 @@ class TokenSplit:
         return self._open[number]
 
     def map_anew(self, number: int) -> Shard:
-        """The shard, mapped by its file; UserError if the file is of another data set than when this one was opened."""
+        """Map the shard; UserError if its file belongs to another data set than when this one was opened."""
         entry = self._entry["shards"][number]
         path = self.folder / entry["file"]
         with suppress(FileNotFoundError), path.open("rb") as file:
@@ -251,16 +196,16 @@ class TokenSplit:
         )
 
     def locate(self, token: int) -> tuple[int, int]:
-        """The shard that holds the token at position `token` of the stream, and its position in there."""
+        """Find the shard that holds the token at position `token` of the stream, and the position in it."""
         number = bisect_right(self._starts_list, token) - 1
         return number, token - self._starts_list[number]
 
     def shards_at(self, tokens: np.ndarray) -> np.ndarray:
-        """[n] numbers (int64) of the shards that hold the tokens at positions [n] of the stream."""
+        """Find the shards [n] int64 that hold the tokens at positions [n] of the stream."""
         return np.searchsorted(self._token_starts, tokens, side="right") - 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [stop - start] of the stream: a read-only view inside a shard, a copy across a border."""
+        """Read tokens [stop - start] of the stream: a read-only view inside a shard, a copy across a border."""
         if not 0 <= start < stop <= self.num_tokens:
             return self._no_tokens(start, stop)
         starts = self._starts_list
@@ -276,7 +221,7 @@ class TokenSplit:
         raise IndexError(f"tokens {start}:{stop} of a stream of {self.num_tokens}")
 
     def _gather(self, number: int, offset: int, wanted: int) -> np.ndarray:
-        """`wanted` tokens from `offset` of shard `number` on, out of as many shards as it takes."""
+        """Read `wanted` tokens from `offset` of shard `number` on, out of as many shards as it takes."""
         pieces = [self._first_piece(number, offset, wanted)]
         while (missing := wanted - sum(map(len, pieces))) > 0:
             number += 1
@@ -287,15 +232,15 @@ class TokenSplit:
         return self._shard(number).view(offset, count)
 
     def _next_piece(self, number: int, count: int) -> np.ndarray:
-        """Up to `count` tokens from the beginning of a shard that is read only because a block ends in it."""
+        """Read up to `count` tokens from the beginning of a shard that is read only because a block ends in it."""
         return self._shard(number).view(0, count)
 
     def num_blocks(self, sequence_length: int) -> int:
-        """Blocks of `sequence_length` inputs and as many targets; neighbours share one token."""
+        """Count the blocks of `sequence_length` inputs and as many targets; neighbours share one token."""
         return max(0, (self.num_tokens - 1) // sequence_length)
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
-        """[ends], int64: positions p of the stream, start < p <= stop, at which a document has just ended."""
+        """List the positions p of the stream, start < p <= stop, at which a document has just ended: [ends] int64."""
         if start >= stop:
             return np.empty(0, np.int64)
         first, last = self.locate(start)[0], self.locate(stop - 1)[0]
@@ -306,11 +251,11 @@ class TokenSplit:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _ends_between(self, number: int, low: int, high: int) -> np.ndarray:
-        """Ends p of documents in shard `number`, low < p <= high, in tokens of the shard."""
+        """List the ends p of documents in shard `number`, low < p <= high, in tokens of the shard."""
         return between(self._shard(number).ends, low, high)
 
     def bytes_before(self, token: int) -> float:
-        """UTF-8 bytes of text in the first `token` tokens of the stream.
+        """Count the UTF-8 bytes of text in the first `token` tokens of the stream.
 
         Exact for whole documents; the document the cut falls in counts by its share of tokens (its EOS is one
         of them).
@@ -331,7 +276,7 @@ class TokenSplit:
         return self._token_starts
 
     def document_at(self, token: int) -> tuple[str, int]:
-        """The shard's file and the row in it that hold the document which the token of the stream belongs to."""
+        """Find the shard's file, and the row in it, of the document that holds the token of the stream."""
         number, offset = self.locate(token)
         row = int(np.searchsorted(self._shard(number).ends, offset, side="right"))
         return self._entry["shards"][number]["file"], row

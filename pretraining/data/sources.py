@@ -3,15 +3,23 @@
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from pretraining.data.documents import Document, Extent, check_columns, text_of
-from pretraining.data.files import InputFile, list_files, local_file
 from pretraining.data.manifest import digest_of
 from pretraining.data.packages import require
-from pretraining.data.text_files import READABLE_SUFFIXES, WHOLE_FILE_SUFFIXES, cut_file, read_documents
+from pretraining.data.text_files import (
+    WHOLE_FILE_SUFFIXES,
+    Document,
+    Extent,
+    InputFile,
+    TextColumn,
+    cut_file,
+    list_files,
+    local_file,
+    read_documents,
+)
 from pretraining.errors import UserError, nearest
 
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -22,13 +30,13 @@ class FileSource:
     """Text files of this machine or of a store, sorted by their path below the source's root."""
 
     files: list[InputFile]
-    text_column: str
+    column: TextColumn = field(default_factory=TextColumn)
     large_pieces: ClassVar[bool] = False
 
     def documents(self, extents: Iterable[Extent] | None = None) -> Iterator[Document]:
         """Every document of the extents (of every file), one file open at a time."""
         for extent in [Extent(number) for number in range(len(self.files))] if extents is None else extents:
-            yield from read_documents(self.files[extent.file], self.text_column, extent)
+            yield from read_documents(self.files[extent.file], self.column, extent)
 
     def cut(self, piece_bytes: int) -> list[list[Extent]]:
         """The source in pieces of about `piece_bytes` of text: a function of the files alone."""
@@ -70,7 +78,9 @@ class HubSource:
     config: str | None
     split: str
     revision: str | None
-    text_column: str
+    column: TextColumn = field(default_factory=TextColumn)
+    key: str = "data.sources"
+    """Of the recipe, for error messages."""
     large_pieces: ClassVar[bool] = True
     """A file of a hub dataset holds hundreds of megabytes, and is a piece."""
 
@@ -78,7 +88,7 @@ class HubSource:
         """Every row of the extents (of the split) in the hub's order; nothing is kept on disk."""
         rows = self._stream()
         if rows.column_names:
-            check_columns(rows.column_names, self.text_column, self.dataset)
+            self.column.check(rows.column_names, self.dataset)
         for extent in [Extent(number) for number in range(rows.num_shards)] if extents is None else extents:
             part = rows.shard(rows.num_shards, extent.file)
             yield from self._rows(
@@ -89,7 +99,7 @@ class HubSource:
         try:
             for number, row in enumerate(rows, start=1):
                 where = f"{place}:row {number}"
-                yield Document(text_of(row, self.text_column, where), where)
+                yield Document(self.column.text_of(row, where), where)
         except (OSError, ValueError, RuntimeError) as error:
             raise self._unreachable(error) from error
 
@@ -117,7 +127,7 @@ class HubSource:
         reason = str(error).strip().partition("\n")[0]
         return UserError(
             f"dataset {self.dataset!r}: cannot be read ({type(error).__name__}: {reason}); "
-            "check dataset, config, split and revision in data.sources, and the network"
+            f"check dataset, config, split and revision in {self.key}, and the network"
         )
 
     def fingerprint(self) -> dict:
@@ -131,7 +141,7 @@ class HubSource:
             return {**known, "commit": self._commit()}
         inside = [each.relative_to(folder) for each in sorted(folder.rglob("*")) if each.is_file()]
         shown = [folder / name for name in inside if not any(part.startswith(".") for part in name.parts)]
-        return {**known, **FileSource([local_file(path, folder) for path in shown], "").fingerprint()}
+        return {**known, **FileSource([local_file(path, folder) for path in shown]).fingerprint()}
 
     def _commit(self) -> str | None:
         """The hub's commit hash of the revision, so that a dataset that moved on is prepared anew."""
@@ -144,28 +154,32 @@ class HubSource:
             return self.revision
 
 
-def open_source(spec: dict) -> FileSource | HubSource:
-    """The source that one entry of `data.sources` describes; UserError where there is nothing to read."""
-    column = spec.get("text_column", "text")
+def open_source(spec: dict, number: int = 0) -> FileSource | HubSource:
+    """Open the source that entry `number` of `data.sources` describes; UserError if there is nothing to read."""
+    key = f"data.sources.{number}"
+    column = TextColumn(spec.get("text_column", "text"), f"{key}.text_column")
     if "builtin" in spec:
-        return _builtin_source(spec["builtin"])
+        return _builtin_source(spec["builtin"], f"{key}.builtin")
     if "dataset" in spec:
-        return HubSource(
-            spec["dataset"], spec.get("config"), spec.get("split", "train"), spec.get("revision"), column
-        )
+        place = spec["dataset"], spec.get("config"), spec.get("split", "train"), spec.get("revision")
+        return HubSource(*place, column, key)
     if "path" in spec:
-        return FileSource(list_files(spec["path"], READABLE_SUFFIXES), column)
-    raise UserError(f"data.sources: {spec} names no source; give one of builtin, path, dataset")
+        return FileSource(list_files(spec["path"], key=f"{key}.path"), column)
+    raise UserError(f"{key}: {spec} names no source; give one of builtin, path, dataset")
 
 
-def _builtin_source(name: str) -> FileSource:
+def open_sources(specs: list[dict]) -> list[FileSource | HubSource]:
+    """Open every entry of `data.sources`."""
+    return [open_source(spec, number) for number, spec in enumerate(specs)]
+
+
+def _builtin_source(name: str, key: str) -> FileSource:
     if name != "python_stdlib":
         raise UserError(
-            f"data.sources: unknown builtin {name!r}{nearest(name, ['python_stdlib'])} "
-            "(there is: python_stdlib)"
+            f"{key}: unknown builtin {name!r}{nearest(name, ['python_stdlib'])} (there is: python_stdlib)"
         )
     root = Path(sysconfig.get_path("stdlib"))
-    return FileSource([local_file(path, root) for path in sorted(_stdlib_files(root))], "text")
+    return FileSource([local_file(path, root) for path in sorted(_stdlib_files(root))])
 
 
 def _stdlib_files(root: Path) -> Iterator[Path]:

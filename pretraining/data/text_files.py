@@ -1,27 +1,27 @@
-"""The documents of one text file, by its suffix: .txt, .jsonl (.gz, .zst), .parquet, .warc(.gz), plain sources."""
+"""Files of text, here or at any fsspec address (`s3://`, `hf://`, `gs://`, `https://`): listed, cut and read.
 
+The suffix says how a file is read: .txt, .jsonl (.gz, .zst), .parquet, .warc(.gz), .wet, plain sources.
+"""
+
+import glob
 import gzip
 import io
 import json
 import zlib
 from collections.abc import Iterator
 from contextlib import closing
-from typing import BinaryIO
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, NamedTuple
 
 import orjson
 
-from pretraining.data.documents import Document, Extent, damaged, decode, text_of
-from pretraining.data.files import InputFile
+from pretraining.addresses import is_remote
 from pretraining.data.packages import require
-from pretraining.data.parquet_files import cut_parquet, read_parquet
-from pretraining.data.warc_files import read_warc
-from pretraining.errors import UserError
+from pretraining.errors import UserError, nearest
 
 WHOLE_FILE_SUFFIXES = (".txt", ".py", ".rst", ".md", ".html")
-"""One document a file. Of these, a user's folder is searched for .txt alone; the standard library for all."""
-
-MAX_LINE_BYTES = 1 << 30
-"""A longer line would fill the memory, and no document of a corpus is that long."""
+"""One document a file. A user's folder is searched for .txt alone of these, the standard library for all."""
 
 WARC_SUFFIXES = (".warc", ".warc.gz", ".warc.wet.gz", ".wet")
 EXPANSION = 3
@@ -29,9 +29,200 @@ EXPANSION = 3
 
 READABLE_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", *WARC_SUFFIXES)
 
+VERSION_KEYS = ("ETag", "etag", "md5Hash", "crc32c", "mtime", "LastModified", "last_modified", "created")
+"""What stores call the thing that changes with a file's content, best first."""
+
+BUFFER_BYTES = 1 << 20
+"""Bytes read from a file at once: a line of JSON holds a whole document, many times Python's default of 8 KB."""
+
+MAX_LINE_BYTES = 1 << 30
+"""A longer line would fill the memory, and no document of a corpus is that long."""
+
+_PARQUET_ROWS = 256
+"""Rows of a .parquet file decoded at once."""
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file of a source."""
+
+    address: str
+    """A local path, or an fsspec address."""
+    name: str
+    """Its path below the source's root, with `/`."""
+    num_bytes: int
+    version: str
+    """Changes when the content does: modification time in ns, or the store's own tag."""
+
+    def open(self) -> BinaryIO:
+        """Open the file for reading bytes; a remote one is fetched as it is read."""
+        if not is_remote(self.address):
+            return Path(self.address).open("rb", buffering=BUFFER_BYTES)
+        return require("fsspec", f"reading {self.address}").open(self.address, "rb").open()
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if a file of this machine has changed since the files were listed."""
+        if is_remote(self.address):
+            return
+        path = Path(self.address)
+        if not path.is_file() or replace(local_file(path, path.parent), name=self.name) != self:
+            raise UserError(
+                f"{self.address}: changed or removed while it was being prepared; run the same command again once "
+                "nobody writes there"
+            )
+
+
+class Document(NamedTuple):
+    """One text and the place it came from, for error messages. `text` is None if the bytes are not UTF-8."""
+
+    text: str | None
+    where: str
+
+
+class Extent(NamedTuple):
+    """A part of a source: of its file number `file`, the bytes, row groups or rows from `start` to `stop`."""
+
+    file: int
+    start: int = 0
+    stop: int | None = None
+    """None: to the end."""
+
+
+@dataclass(frozen=True)
+class TextColumn:
+    """The column, or key, of a row that holds its text."""
+
+    name: str = "text"
+    key: str = "data.sources"
+    """The recipe's key that names it, for error messages."""
+
+    def text_of(self, row: dict, where: str) -> str:
+        """Take the text of one row; UserError if the column is missing (lists those there are) or is not a text."""
+        if self.name not in row:
+            self.check(list(row), where)
+        text = row[self.name]
+        if not isinstance(text, str):
+            found = "null" if text is None else type(text).__name__
+            raise UserError(f"{where}: {self.name!r} is {found}, expected a text; mend or remove the row")
+        return text
+
+    def check(self, columns: list[str], where: str) -> None:
+        """Raise UserError, which lists `columns`, unless the column is one of them."""
+        if self.name not in columns:
+            listed = ", ".join(map(str, columns)) or "none"
+            raise UserError(
+                f"{where}: no column {self.name!r}{nearest(self.name, map(str, columns))} "
+                f"(columns: {listed}); set {self.key}"
+            )
+
+
+def list_files(
+    spec: str, suffixes: tuple[str, ...] = READABLE_SUFFIXES, key: str = "data.sources"
+) -> list[InputFile]:
+    """List the files that a path, folder or glob names, by name; UserError if there is none to read.
+
+    In a folder only those with one of `suffixes` count; a file or glob that names others is refused.
+    key: the recipe's key that holds `spec`, for error messages.
+    """
+    if not spec.strip():
+        raise UserError(f"{key}: path is empty; name a file, a folder or a glob")
+    found = (_remote_files if is_remote(spec) else _local_files)(spec, suffixes, key)
+    if not found:
+        raise UserError(f"{key}: {spec}: no readable file there ({', '.join(suffixes)})")
+    return sorted(found, key=lambda file: PurePosixPath(file.name).parts)
+
+
+def local_file(path: Path, root: Path) -> InputFile:
+    """Describe a file of this machine as it is now."""
+    status = path.stat()
+    return InputFile(str(path), path.relative_to(root).as_posix(), status.st_size, str(status.st_mtime_ns))
+
+
+def _local_files(spec: str, suffixes: tuple[str, ...], key: str) -> list[InputFile]:
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        files = (each for each in path.rglob("*") if _has_suffix(each.name, suffixes) and each.is_file())
+        return [local_file(each, path) for each in files]
+    if path.is_file():
+        return [local_file(_readable(path, suffixes, key), path.parent)]
+    if glob.has_magic(spec):
+        fixed = next(number for number, part in enumerate(path.parts) if glob.has_magic(part))
+        root = Path(*path.parts[:fixed])
+        matches = root.glob(str(Path(*path.parts[fixed:])))
+        return [local_file(_readable(each, suffixes, key), root) for each in matches if each.is_file()]
+    raise UserError(f"{key}: {spec}: no such file or folder (looked in {Path.cwd()})")
+
+
+def _readable(path: Path | PurePosixPath, suffixes: tuple[str, ...], key: str) -> Path | PurePosixPath:
+    if not _has_suffix(path.name, suffixes):
+        raise UserError(
+            f"{key}: {path}: unknown suffix; readable are {', '.join(suffixes)}, and folders or globs of them"
+        )
+    return path
+
+
+def _has_suffix(name: str, suffixes: tuple[str, ...]) -> bool:
+    return name.lower().endswith(suffixes)
+
+
+def _remote_files(spec: str, suffixes: tuple[str, ...], key: str) -> list[InputFile]:
+    fsspec = require("fsspec", f"reading {spec}")
+    try:
+        system, path = fsspec.core.url_to_fs(spec)
+        entries = _remote_entries(system, path, suffixes, key)
+    except ImportError as error:  # fsspec names the package that this kind of address needs
+        raise UserError(f"{key}: {spec}: {error}") from error
+    except UserError:
+        raise
+    except Exception as error:  # every store has its own classes
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"{key}: {spec}: cannot be reached ({type(error).__name__}: {reason}); check the address, the "
+            "credentials and the network"
+        ) from error
+    # Not isdir(): to answer, fsspec's HTTP would fetch a whole file.
+    is_folder = path not in entries and not glob.has_magic(path)
+    root = path.rstrip("/") if is_folder else _fixed_part(path)
+    return [_remote_file(system, name, info, root) for name, info in entries.items()]
+
+
+def _remote_entries(system, path: str, suffixes: tuple[str, ...], key: str) -> dict[str, dict]:
+    """List {path: what the store says of it} of the files that `path` names."""
+    if glob.has_magic(path):
+        entries = system.glob(path, detail=True)
+        return {_named(name, suffixes, key): info for name, info in entries.items() if info["type"] == "file"}
+    try:
+        info = system.info(path)  # `exists` would take every fault of the network for an absence
+    except FileNotFoundError as error:
+        place = system.unstrip_protocol(path)
+        raise UserError(f"{key}: {place}: no such file or folder can be reached there") from error
+    if info["type"] == "file":
+        return {_named(path, suffixes, key): info}
+    return {
+        name: info for name, info in system.find(path, detail=True).items() if _has_suffix(name, suffixes)
+    }
+
+
+def _named(name: str, suffixes: tuple[str, ...], key: str) -> str:
+    _readable(PurePosixPath(name), suffixes, key)
+    return name
+
+
+def _fixed_part(path: str) -> str:
+    """Take the folder above the first part of `path` that holds a wildcard, or above its file."""
+    parts = path.split("/")  # not PurePosixPath: the path may be a whole URL
+    fixed = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    return "/".join(parts[:fixed])
+
+
+def _remote_file(system, path: str, info: dict, root: str) -> InputFile:
+    name = path.removeprefix(root).lstrip("/")
+    version = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
+    return InputFile(system.unstrip_protocol(path), name, int(info.get("size") or 0), version)
+
 
 def cut_file(file: InputFile, number: int, piece_bytes: int) -> list[tuple[Extent, int]]:
-    """The file in extents of about `piece_bytes` of text, each with its size in bytes of text (estimated).
+    """Cut the file into extents of about `piece_bytes` of text, each with its size in bytes of text (estimated).
 
     Plain .jsonl is cut anywhere (a line belongs to the extent it begins in), .parquet between row groups; all
     else is one extent.
@@ -45,7 +236,7 @@ def cut_file(file: InputFile, number: int, piece_bytes: int) -> list[tuple[Exten
             for at in starts
         ]
     if file.name.lower().endswith(".parquet") and file.num_bytes * EXPANSION > piece_bytes:
-        return cut_parquet(file, number, piece_bytes)
+        return _cut_parquet(file, number, piece_bytes)
     return [(Extent(number), _text_bytes(file))]
 
 
@@ -54,22 +245,24 @@ def _text_bytes(file: InputFile) -> int:
     return file.num_bytes * (EXPANSION if compressed else 1)
 
 
-def read_documents(file: InputFile, text_column: str, extent: Extent | None = None) -> Iterator[Document]:
+def read_documents(
+    file: InputFile, column: TextColumn | None = None, extent: Extent | None = None
+) -> Iterator[Document]:
     """Stream the documents of `file` (of an extent of it), in order, holding a few of them at a time.
 
     Raises UserError for a damaged file, an invalid JSON line, a missing or null text column.
     """
-    extent, name = extent or Extent(0), file.name.lower()
+    column, extent, name = column or TextColumn(), extent or Extent(0), file.name.lower()
     try:
         if name.endswith(".parquet"):
-            yield from read_parquet(file, text_column, extent)
+            yield from _read_parquet(file, column, extent)
         elif name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
-            yield from _read_json_lines(file, text_column, extent)
+            yield from _read_json_lines(file, column, extent)
         elif name.endswith(WARC_SUFFIXES):
-            yield from read_warc(file)
+            yield from _read_warc(file)
         else:
             with file.open() as opened:
-                yield decode(opened.read().removeprefix(b"\xef\xbb\xbf"), file.address)
+                yield _decode(opened.read().removeprefix(b"\xef\xbb\xbf"), file.address)
     except PermissionError as error:
         raise UserError(
             f"{file.address}: no permission to read it; make it readable or leave it out"
@@ -78,19 +271,37 @@ def read_documents(file: InputFile, text_column: str, extent: Extent | None = No
         raise UserError(f"{file.address}: it was there when the preparation began and is gone now") from error
 
 
-def _read_json_lines(file: InputFile, text_column: str, extent: Extent) -> Iterator[Document]:
+def _decode(raw: bytes, where: str) -> Document:
+    """Decode UTF-8; where that fails, a Document without text whose `where` names the bad byte's line."""
+    try:
+        return Document(raw.decode("utf-8"), where)
+    except UnicodeDecodeError as error:
+        line = 1 + raw.count(b"\n", 0, error.start)
+        return Document(None, f"{where}:line {line}")
+
+
+def _damaged(address: str, error: Exception) -> UserError:
+    """Make the error of a file that ends too early or cannot be parsed."""
+    reason = str(error).partition("\n")[0].rstrip(".")
+    return UserError(f"{address}: the file is truncated or damaged ({reason}); fetch it again")
+
+
+# JSON lines.
+
+
+def _read_json_lines(file: InputFile, column: TextColumn, extent: Extent) -> Iterator[Document]:
     with closing(_open_lines(file)) as lines:
         for place, raw in _lines_of(lines, file, extent):
             where = f"{file.address}:{place}"
-            text = _text_of_line(raw, text_column)
+            text = _text_of_line(raw, column.name)
             if text is not None:
                 yield Document(text, where)
             elif not raw.isspace():
-                yield _json_document(raw, where, text_column)
+                yield _json_document(raw, where, column)
 
 
 def _lines_of(lines: BinaryIO, file: InputFile, extent: Extent) -> Iterator[tuple[str, bytes]]:
-    """The lines that begin in the extent, each with its place: a line number, or a byte where none is known."""
+    """Read the lines that begin in the extent, each with its place: a line number, or a byte if none is known."""
     at = 0
     if extent.start:
         lines.seek(extent.start - 1)
@@ -107,20 +318,20 @@ def _lines_of(lines: BinaryIO, file: InputFile, extent: Extent) -> Iterator[tupl
         at += len(raw)
 
 
-def _text_of_line(raw: bytes, text_column: str) -> str | None:
-    """The text of an ordinary JSON line, in a third of `json`'s time; None for `json` to take or explain.
+def _text_of_line(raw: bytes, key: str) -> str | None:
+    """Read the text of an ordinary JSON line in a third of `json`'s time; None leaves the line to `json`.
 
     orjson knows neither NaN nor half a surrogate pair.
     """
     try:
-        text = orjson.loads(raw)[text_column]
+        text = orjson.loads(raw)[key]
     except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
         return None
     return text if isinstance(text, str) else None
 
 
 def _open_lines(file: InputFile) -> BinaryIO:
-    """A byte stream of lines. pyarrow reads zstd, for it alone reports a stream that ends too early."""
+    """Open a byte stream of lines. pyarrow reads zstd, for it alone reports a stream that ends too early."""
     opened = file.open()
     if file.name.lower().endswith(".gz"):
         return gzip.open(opened, "rb")
@@ -135,20 +346,20 @@ def _whole_lines(lines: BinaryIO, file: InputFile) -> Iterator[bytes]:
         while raw := lines.readline(MAX_LINE_BYTES):
             yield raw
     except (EOFError, OSError, zlib.error) as error:
-        raise damaged(file.address, error) from error
+        raise _damaged(file.address, error) from error
 
 
-def _json_document(raw: bytes, where: str, text_column: str) -> Document:
-    line = decode(raw, where).text
+def _json_document(raw: bytes, where: str, column: TextColumn) -> Document:
+    line = _decode(raw, where).text
     if line is None:
         return Document(None, where)
     row = _parse(line.removeprefix("\ufeff"), where)
     if not isinstance(row, dict):
-        raise UserError(f"{where}: expected a JSON object with the key {text_column!r}, found {line[:40]!r}")
-    return Document(text_of(row, text_column, where), where)
+        raise UserError(f"{where}: expected a JSON object with the key {column.name!r}, found {line[:40]!r}")
+    return Document(column.text_of(row, where), where)
 
 
-def _parse(line: str, where: str):
+def _parse(line: str, where: str) -> object:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
@@ -156,3 +367,83 @@ def _parse(line: str, where: str):
     except (RecursionError, ValueError) as error:  # brackets a thousand deep, a number of thousands of digits
         reason = str(error).partition(";")[0]
     raise UserError(f"{where}: not valid JSON ({reason}); mend or remove the line")
+
+
+# Parquet.
+
+
+def _cut_parquet(file: InputFile, number: int, piece_bytes: int) -> list[tuple[Extent, int]]:
+    """Cut between row groups, by the sizes in the file's footer."""
+    with _open_parquet(file) as parquet:
+        sizes = [
+            parquet.metadata.row_group(n).total_byte_size for n in range(parquet.metadata.num_row_groups)
+        ]
+    extents, start, size = [], 0, 0
+    for group, group_bytes in enumerate(sizes):
+        size += group_bytes
+        if size >= piece_bytes or group == len(sizes) - 1:
+            extents.append((Extent(number, start, group + 1), size))
+            start, size = group + 1, 0
+    return extents or [(Extent(number), 0)]
+
+
+def _read_parquet(file: InputFile, column: TextColumn, extent: Extent) -> Iterator[Document]:
+    with _open_parquet(file) as parquet:
+        import pyarrow as pa
+
+        column.check(parquet.schema_arrow.names, file.address)
+        counts = [parquet.metadata.row_group(n).num_rows for n in range(parquet.metadata.num_row_groups)]
+        groups = range(extent.start, len(counts) if extent.stop is None else extent.stop)
+        row = sum(counts[: extent.start])
+        try:
+            for batch in parquet.iter_batches(
+                _PARQUET_ROWS, row_groups=list(groups), columns=[column.name], use_threads=False
+            ):
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    where = f"{file.address}:row {row}"
+                    yield Document(column.text_of({column.name: text}, where), where)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise _damaged(file.address, error) from error
+
+
+def _open_parquet(file: InputFile):
+    require("pyarrow", f"reading {file.address}")
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    try:
+        return parquet.ParquetFile(file.open() if is_remote(file.address) else file.address)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise _damaged(file.address, error) from error
+
+
+# Web archives.
+
+
+def _read_warc(file: InputFile) -> Iterator[Document]:
+    """Read plain-text records (WET) as they are, and of web pages (WARC) the main text that trafilatura finds."""
+    require("warcio", f"reading {file.address}")
+    from warcio.archiveiterator import ArchiveIterator
+    from warcio.exceptions import ArchiveLoadFailed
+
+    with closing(file.open()) as opened:
+        try:
+            for record in ArchiveIterator(opened):
+                where = f"{file.address}:{record.rec_headers.get_header('WARC-Target-URI')}"
+                if record.rec_type == "conversion":
+                    yield _decode(record.content_stream().read(), where)
+                elif record.rec_type == "response" and _is_page(record):
+                    yield Document(_main_text(record.content_stream().read(), file), where)
+        except ArchiveLoadFailed as error:
+            raise _damaged(file.address, error) from error
+
+
+def _is_page(record) -> bool:
+    kind = record.http_headers.get_header("Content-Type", "") if record.http_headers else ""
+    return kind.startswith(("text/html", "application/xhtml"))
+
+
+def _main_text(page: bytes, file: InputFile) -> str:
+    trafilatura = require("trafilatura", f"the text of web pages in {file.address}")
+    return trafilatura.extract(page, favor_precision=True, include_comments=False) or ""

@@ -24,7 +24,8 @@ from pretraining.data.document_masking import masked_block
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
-from pretraining.model import build_from_recipe, build_loss
+from pretraining.model.build import build_from_recipe
+from pretraining.model.loss import build_loss
 from pretraining.model_types import is_exact, own_key, value_of
 from pretraining.planning.comparison import predicted
 from pretraining.planning.flops import flops_per_token

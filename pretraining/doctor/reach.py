@@ -14,12 +14,11 @@ from urllib.error import HTTPError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
 
-from pretraining.addresses import masked
-from pretraining.data import open_prepared
-from pretraining.data.files import is_remote, list_files
+from pretraining.addresses import is_remote, masked
 from pretraining.data.packages import require
-from pretraining.data.streaming.retries import PATIENCE_VARIABLE, reason_of
-from pretraining.data.text_files import READABLE_SUFFIXES
+from pretraining.data.prepared import open_prepared
+from pretraining.data.streaming.store import PATIENCE_VARIABLE, reason_of
+from pretraining.data.text_files import READABLE_SUFFIXES, list_files
 from pretraining.doctor.disks import unwritable
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch

@@ -1,4 +1,15 @@
-"""torch's compiler and ZeRO-3's hooks, as far as compiled blocks need what neither library documents."""
+"""torch's compiler and ZeRO-3's hooks, as far as compiled code needs what neither library documents; torch 2.13.0.
+
+- What inductor lacks (`missing_compiler`): `torch.utils._triton.has_triton` and `torch._inductor.config`, because torch
+  finds a missing compiler only in the first pass. Held by tests/test_compiling.py.
+- Its processes (`compile_in_few_processes`): `torch._inductor.config.compile_threads`, up to 32 on every rank.
+- The backward pass (`compiled_both_ways`): `force_non_lazy_backward_lowering` of `torch._functorch.config`, so that it
+  fails in the first call, if it fails. Held by tests/test_compiling.py.
+- Lengths that vary (`let_length_vary`, `fix_no_length`): `torch._dynamo.maybe_mark_dynamic` and `mark_dynamic`, which
+  torch documents in its private module alone. Otherwise each number of documents or tokens would be a graph. Held by
+  tests/test_compiling.py and tests/test_loss.py; may go once torch.compiler has them.
+- Leaves of ZeRO-3 (`gather_as_one`): public, but explained nowhere; deepspeed 0.19.8. Held by tests/test_compiling.py.
+"""
 
 import os
 from collections.abc import Callable, Iterable
@@ -30,6 +41,16 @@ def compile_in_few_processes() -> None:
         from torch._inductor import config
 
         config.compile_threads = min(WORKERS, config.compile_threads or WORKERS)
+
+
+def let_length_vary(tensor: torch.Tensor) -> None:
+    """Ask for a graph that takes any length of the first dimension; torch may still fix it."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def fix_no_length(tensor: torch.Tensor) -> None:
+    """Demand a graph that takes any length of the first dimension; torch raises if it would fix it."""
+    torch._dynamo.mark_dynamic(tensor, 0)
 
 
 def compiled_both_ways(compiled: Callable) -> Callable:

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from pretraining.data.dedup.ngrams import MAX_NGRAM, Units, batches_of, ngrams_of, units_of
-from pretraining.data.files import local_file
 from pretraining.data.manifest import digest_of
 from pretraining.data.packages import require
-from pretraining.data.text_files import read_documents
+from pretraining.data.text_files import local_file, read_documents
 from pretraining.errors import UserError
 
 _FILTER_BITS = 24
@@ -223,7 +222,7 @@ def _of_folder(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _of_text(path: Path) -> Iterator[str]:
-    for document in read_documents(local_file(path, path.parent), "text"):
+    for document in read_documents(local_file(path, path.parent)):
         if document.text is None:
             raise UserError(f"{document.where}: not UTF-8 text; convert the file")
         yield document.text

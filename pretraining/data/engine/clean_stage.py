@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.arrow_layout import write_durably
 from pretraining.data.corpus import Batch, read_batches
 from pretraining.data.dedup.minhash import MinHashSpec, sign_piece
 from pretraining.data.dedup.pairs import hash_texts, write_array
-from pretraining.data.documents import Document
+from pretraining.data.shard_writer import write_durably
+from pretraining.data.text_files import Document
 
 TEXTS_NAME, REPORT_NAME = "texts.arrow", "report.json"
 INDEX_NAME = "index.pickle"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.arrow_layout import write_durably
 from pretraining.data.dedup.clusters import assign_fates, cluster, count_fates, duplicates_report
 from pretraining.data.dedup.minhash import MinHashSpec
 from pretraining.data.dedup.pairs import HashParts, SignatureParts, exact_pairs, match_slice, write_array
+from pretraining.data.shard_writer import write_durably
 from pretraining.mixture import source_name
 
 PIECES_PER_SLICE = 32

@@ -8,16 +8,21 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.arrow_layout import write_durably
 from pretraining.data.corpus import empty_corpus
 from pretraining.data.engine.reports import as_text, cleaning_skips, reports_of
 from pretraining.data.engine.tokenize_stage import RESULT_NAME, SPLITS
-from pretraining.data.manifest import FORMAT, MANIFEST_NAME, content_fingerprint, deciding_section
+from pretraining.data.manifest import (
+    FORMAT,
+    MANIFEST_NAME,
+    content_fingerprint,
+    deciding_section,
+    entropy_bits,
+)
 from pretraining.data.publishing import discard, publish, start_building
-from pretraining.data.shards import SplitWriter, open_shard, split_entry
+from pretraining.data.shard_writer import SplitWriter, split_entry, write_durably
+from pretraining.data.shards import open_shard
 from pretraining.data.split_sizes import SplitSizes, check_blocks
 from pretraining.data.tokenizer import describe_tokenizer
-from pretraining.data.tools.distributions import entropy_bits
 from pretraining.errors import UserError
 from pretraining.mixture import source_name
 

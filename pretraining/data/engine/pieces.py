@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from pretraining.data.documents import Extent
+from pretraining.data.text_files import Extent
 
 PIECE_BYTES = 16 << 20
 """Text of a piece, the unit of filtering: minutes of the slowest filter, seconds of the others."""

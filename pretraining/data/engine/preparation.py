@@ -10,7 +10,6 @@ import numpy as np
 
 from pretraining.data.corpus import Batch, read_batches
 from pretraining.data.dedup.clusters import TRAIN, VALIDATION
-from pretraining.data.documents import Document
 from pretraining.data.engine.clean_stage import INDEX_NAME, clean, index_evaluation_sets, read_texts
 from pretraining.data.engine.duplicate_stages import decide_fates, gather_signatures, match, num_slices
 from pretraining.data.engine.pieces import Piece, cut_sources, gather
@@ -20,6 +19,7 @@ from pretraining.data.engine.tokenizer_stage import make_tokenizer
 from pretraining.data.manifest import FORMAT, consulted, digest_of
 from pretraining.data.progress import Progress, Silence
 from pretraining.data.publishing import work_folder
+from pretraining.data.text_files import Document
 from pretraining.data.tokenizer import local_fingerprint
 
 STATE_NAME = "preparation.pickle"

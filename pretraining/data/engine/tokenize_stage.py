@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.arrow_layout import write_durably
 from pretraining.data.corpus import Batch, prefetch
-from pretraining.data.encoding import Encoder
-from pretraining.data.shards import SplitWriter, token_dtype
+from pretraining.data.encoder import Encoder
+from pretraining.data.shard_writer import SplitWriter, write_durably
+from pretraining.data.shards import token_dtype
 from pretraining.data.split_sizes import SplitSizes
 from pretraining.data.tokenizer import describe_tokenizer
 

@@ -1,6 +1,6 @@
 """The shards a machine has fetched: shared by its processes, checked, and never larger than their limit.
 
-    <root>/<data fingerprint>/<checksum>.arrow    a shard, whole and checked; in use while someone holds its lock
+    <root>/<data fingerprint>/<checksum>.arrow    a shard, whole and checked; in use while a process holds its lock
     <root>/<data fingerprint>/<checksum>.part     one being fetched, its room already taken; stale if nobody locks it
     <root>/.lock                                  held while room is made and taken
 
@@ -9,14 +9,61 @@ A killed process leaves at most a .part that nobody locks: the next that needs t
 
 import contextlib
 import errno
+import fcntl
 import os
+import shutil
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from pretraining.data.streaming.locks import alone, claim, is_still_at, open_in_use, remove_unless_in_use
 from pretraining.errors import UserError
+
+FOLDER_VARIABLE = "PRETRAINING_DATA_CACHE"
+GIGABYTES_VARIABLE = "PRETRAINING_DATA_CACHE_GB"
+DEFAULT_SHARE = 0.5
+"""Of the room on the disk (free, or taken by the cache already) if no limit is given."""
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """The folder of the cache and its limit in bytes. One folder may serve many data sets, runs and processes."""
+
+    folder: Path
+    max_bytes: int
+
+    @classmethod
+    def of(cls, folder: Path | None = None, gigabytes: float | None = None) -> "CacheSettings":
+        """Take what the command line says, else the environment, else the user's cache folder and half its disk."""
+        folder = folder or Path(os.environ.get(FOLDER_VARIABLE) or _default_folder())
+        if gigabytes is None and os.environ.get(GIGABYTES_VARIABLE):
+            gigabytes = _gigabytes(os.environ[GIGABYTES_VARIABLE])
+        folder = folder.expanduser()
+        return cls(folder, _half_the_room(folder) if gigabytes is None else int(gigabytes * 1e9))
+
+
+def _default_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "pretraining" / "data"
+
+
+def _gigabytes(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise UserError(f"{GIGABYTES_VARIABLE} is {text!r}; set it to a number of gigabytes above 0")
+    return number
+
+
+def _half_the_room(folder: Path) -> int:
+    existing = next((place for place in (folder, *folder.parents) if place.exists()), Path("/"))
+    held = sum(path.stat().st_size for path in folder.glob("*/*.arrow"))
+    return int((shutil.disk_usage(existing).free + held) * DEFAULT_SHARE)
 
 
 class ShardBusy(Exception):
@@ -32,7 +79,7 @@ class DamagedDownload(OSError):
 
 
 class CachedShard(NamedTuple):
-    """What the cache knows a shard by. Named by its content: the same shard of two data sets is one file."""
+    """A shard as the cache names it: by its content, so that the same shard of two data sets is one file."""
 
     data_fingerprint: str
     checksum: str
@@ -45,7 +92,7 @@ class CachedShard(NamedTuple):
 
 
 class ShardCache:
-    """One cache folder and its limit in bytes. Picklable; holds nothing open itself."""
+    """One cache folder and its limit in bytes. Picklable; it keeps no file open itself."""
 
     def __init__(self, root: Path, max_bytes: int):
         self.root, self.max_bytes = Path(root), max_bytes
@@ -54,7 +101,7 @@ class ShardCache:
         return self.root / f"{shard.name}{suffix}"
 
     def check_fits(self, size: int) -> None:
-        """UserError where a shard of `size` bytes is larger than the cache may become."""
+        """Raise UserError if a shard of `size` bytes is larger than the cache may become."""
         if size > self.max_bytes:
             raise UserError(
                 f"{self.root}: the cache may hold {self.max_bytes / 1e9:.3g} GB, one shard has {size / 1e9:.3g} GB; "
@@ -62,32 +109,32 @@ class ShardCache:
             )
 
     def open(self, shard: CachedShard) -> FileIO | None:
-        """The shard's file, protected from eviction until it and every map of it are closed; None if not here."""
+        """Open the shard, protected from eviction until file and maps are closed; None if it is not here."""
         path = self._path(shard, ".arrow")
-        file = open_in_use(path)
+        file = _open_in_use(path)
         if file is None:
             return None
-        if os.fstat(file.fileno()).st_size != shard.size:  # cut by a stranger
+        if os.fstat(file.fileno()).st_size != shard.size:  # cut by another program
             file.close()
-            remove_unless_in_use(path)
+            _remove_unless_in_use(path)
             return None
-        with contextlib.suppress(PermissionError):  # the file of another user: its age stays
+        with contextlib.suppress(PermissionError):  # a file of another user keeps its age
             os.utime(path)
         return file
 
     def holds(self, shard: CachedShard) -> bool:
-        """Whether the shard is here, without taking it into use."""
+        """Say if the shard is here, without protecting it."""
         return self._path(shard, ".arrow").exists()
 
     def fetch(self, shard: CachedShard, chunks: Callable[[], Iterable[bytes]]) -> FileIO:
-        """Fetch the shard unless it is here; its file, as `open` gives it.
+        """Fetch the shard unless it is here; return its file, as `open` does.
 
-        Raises ShardBusy while someone else fetches it, CacheFull where no room can be made, DamagedDownload
-        where the checksum differs, UserError for what the disk has wrong.
+        Raises ShardBusy while another process or thread fetches it, CacheFull if no room can be made, DamagedDownload
+        if the checksum differs, UserError if the disk refuses.
         """
         with self.disk_faults():
             self._path(shard, ".part").parent.mkdir(parents=True, exist_ok=True)
-            part = claim(self._path(shard, ".part"))
+            part = _claim(self._path(shard, ".part"))
             if part is None:
                 raise ShardBusy
             with part:
@@ -100,23 +147,23 @@ class ShardCache:
     def _fill(self, part: FileIO, shard: CachedShard, chunks: Callable[[], Iterable[bytes]]) -> None:
         path = self._path(shard, ".part")
         try:
-            if not self.holds(shard):  # it may have come since the caller looked
+            if not self.holds(shard):  # another process may have fetched it meanwhile
                 self._take_room(part, shard.size)
                 _write_checked(part, chunks(), shard.checksum)
                 path.rename(self._path(shard, ".arrow"))
         finally:
-            if is_still_at(part, path):
+            if _is_still_at(part, path):
                 path.unlink()
 
     def _take_room(self, part: FileIO, size: int) -> None:
-        """Evict what is least recently needed until `size` more bytes fit, and take them."""
+        """Evict the shards that were not needed for longest until `size` more bytes fit, and take these bytes."""
         self.check_fits(size)
-        with alone(self.root / ".lock"):
+        with exclusive_lock(self.root / ".lock"):
             held = sum(path_size for _, path_size, _ in self._files())
             for path, path_size in self._oldest_first():
                 if held + size <= self.max_bytes and _allocated(part, size):
                     return
-                if remove_unless_in_use(path):
+                if _remove_unless_in_use(path):
                     held -= path_size
             if held + size > self.max_bytes:
                 raise CacheFull
@@ -124,7 +171,7 @@ class ShardCache:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.root))
 
     def _files(self) -> Iterator[tuple[Path, int, tuple]]:
-        """(path, bytes, age) of all shards and parts: parts come first, then the longest unneeded shards."""
+        """List (path, bytes, age) of all files: parts are evicted first, then the longest unneeded shards."""
         for pattern in ("*/*.part", "*/*.arrow"):
             for path in self.root.glob(pattern):
                 with contextlib.suppress(FileNotFoundError):
@@ -136,7 +183,7 @@ class ShardCache:
 
     @contextlib.contextmanager
     def disk_faults(self) -> Iterator[None]:
-        """Tell what the disk has wrong in one line."""
+        """Turn what the disk refuses into one line."""
         from pretraining.data.prepare import DISK_FAULTS
 
         try:
@@ -170,14 +217,14 @@ def _write_checked(part: FileIO, chunks: Iterable[bytes], checksum: str) -> None
 
 
 def _allocated(part: FileIO, size: int) -> bool:
-    """Take `size` bytes of the disk for the file; False where the disk has not got them."""
+    """Take `size` bytes of the disk for the file; False if the disk has not so many."""
     try:
         os.posix_fallocate(part.fileno(), 0, size)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             part.truncate(0)
             return False
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # what file systems without fallocate say
             raise
         part.truncate(size)
     return True
@@ -185,3 +232,97 @@ def _allocated(part: FileIO, size: int) -> bool:
 
 def _round_up(num_bytes: int) -> str:
     return f"{max(num_bytes / 1e9, 0.01):.2g}"
+
+
+# File locks, which the kernel releases if their holder dies, however it dies. A lock (flock) belongs to an open file,
+# which a forked child inherits. The child closes its copies at once, else it would hold, for its whole life, locks that
+# a thread of its parent has given up.
+
+_locked: weakref.WeakSet[FileIO] = weakref.WeakSet()
+_opening = threading.Lock()
+
+
+def _close_inherited() -> None:
+    for file in list(_locked):
+        file.close()
+    _locked.clear()
+    _opening.release()
+
+
+os.register_at_fork(
+    before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_close_inherited
+)
+
+
+def _open(path: Path, flags: int) -> FileIO:
+    """Open the file unbuffered, and note it as one that a forked child must close."""
+    with _opening:
+        file = FileIO(os.open(path, flags, 0o644), "r+" if flags & os.O_RDWR else "r")
+        _locked.add(file)
+    return file
+
+
+def _is_still_at(file: FileIO, path: Path) -> bool:
+    """Say if `path` is (still) the name of this open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _open_in_use(path: Path) -> FileIO | None:
+    """Open a file for reading under a shared lock, which protects it from eviction; None if there is none.
+
+    The lock lives as long as any duplicate of the descriptor: a memory map of the file keeps it.
+    """
+    while True:
+        try:
+            file = _open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        fcntl.flock(file, fcntl.LOCK_SH)
+        if _is_still_at(file, path):
+            return file
+        file.close()  # evicted between open and lock
+
+
+def _claim(path: Path) -> FileIO | None:
+    """Open an empty file at `path` under an exclusive lock; None if another process or thread has claimed it.
+
+    A file that a dead process left there is taken over.
+    """
+    while True:
+        file = _open(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        if _is_still_at(file, path):
+            file.truncate(0)
+            return file
+        file.close()
+
+
+def _remove_unless_in_use(path: Path) -> bool:
+    """Remove a file unless somebody has it locked; True if this call has removed it.
+
+    A file that is no longer at `path` may have been renamed: its bytes still take room.
+    """
+    try:
+        with _open(path, os.O_RDONLY) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_still_at(file, path):
+                path.unlink()
+                return True
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    return False
+
+
+@contextlib.contextmanager
+def exclusive_lock(path: Path) -> Iterator[None]:
+    """Wait for the one lock at `path` and hold it."""
+    with _open(path, os.O_RDWR | os.O_CREAT) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,35 +1,91 @@
-"""Fetching ahead: threads that bring the shards of the coming samples into the cache and keep them there."""
+"""Fetching ahead: which shards the coming samples need, and the threads that bring them into the cache in time."""
 
 import os
 import threading
 import weakref
 from collections.abc import Sequence
 from io import FileIO
+from typing import Protocol
 
+import numpy as np
+
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.streaming.cache import CacheFull, ShardBusy
-from pretraining.data.streaming.streamed_split import StreamedSplit
-from pretraining.data.streaming.window import Key, ShardNeeds, Window
+from pretraining.data.streaming.remote_data import StreamedSplit
 from pretraining.errors import UserError
 
 NUM_THREADS = 4
 """Shards fetched at once by a process; the processes of a machine share the work shard by shard."""
 
 SHARE_OF_CACHE = 0.75
-"""What one process may keep ahead; the rest is for validation and for processes that are a little behind."""
+"""Of the cache, what one process may fill ahead; the rest is for validation and for processes a little behind."""
 
 WAIT_SECONDS = 0.2
 END_SECONDS = 5.0
-"""A thread in the middle of a request is left to end by itself."""
+"""So long `close` waits for a thread; one in the middle of a request ends by itself."""
+
+SCANNED_SAMPLES = 4096
+"""Samples whose shards are looked up in one step."""
+
+Key = tuple[int, int]
+"""(number of the split, number of the shard in it)"""
+
+
+class PrefetchedDataset:
+    """The samples of `dataset`, unchanged; each read moves the prefetcher on."""
+
+    def __init__(self, dataset: PackedDataset, prefetcher: "Prefetcher"):
+        self.dataset, self.prefetcher = dataset, prefetcher
+        self._remote = prefetcher.splits[0].remote
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[dict]:
+        """Read the samples of one batch."""
+        self.prefetcher.advance(self.dataset.first_sample + min(indices))
+        self._remote.count_reads(len(indices))
+        return self.dataset.__getitems__(indices)
+
+
+def prefetched(dataset: PackedDataset) -> PrefetchedDataset:
+    """Prefetch for a dataset over StreamedSplits in an order; UserError if the cache is too small for it."""
+    orders = getattr(dataset.order, "orders", [dataset.order])
+    groups = [getattr(order, "group_size", None) for order in orders]
+    _check_room(dataset.splits, groups)
+    end = dataset.first_sample + len(dataset)
+    return PrefetchedDataset(dataset, Prefetcher(dataset.shard_needs(), dataset.splits, end))
+
+
+def _check_room(splits: Sequence[StreamedSplit], groups: Sequence[int | None]) -> None:
+    """Raise UserError if the cache may not keep what the order needs at once.
+
+    groups: for each split the number of shards that are shuffled together, None for all of them.
+    """
+    sizes = [sorted((e["size"] for e in split.shard_entries), reverse=True) for split in splits]
+    kept = [size for shards, group in zip(sizes, groups, strict=True) for size in shards[:group]]
+    cache = splits[0].remote.cache
+    if sum(kept) > cache.max_bytes * SHARE_OF_CACHE:
+        most = int(cache.max_bytes * SHARE_OF_CACHE // max(kept) // len(splits))
+        raise UserError(
+            f"{cache.root}: the order of the run needs {len(kept):,} shards ({sum(kept) / 1e9:.3g} GB) at once, the "
+            f"cache may hold {cache.max_bytes / 1e9:.3g} GB: raise --data_cache_gb to "
+            f"{sum(kept) / SHARE_OF_CACHE / 1e9 + 0.05:.1f}"
+            + (f", or shuffle by groups of shards: --set data.shuffle_shards={most}" if most else "")
+        )
 
 
 class Prefetcher:
-    """Brings shards into the cache in the order the run needs them. Never changes what is read, only when.
+    """Brings shards into the cache in the order the run needs them. It changes when they are read, never what is read.
 
-    `advance(sample)` tells where the run is; it costs nothing and starts the threads in whichever process reads
-    (a DataLoader worker, forked or spawned, has its own). What lies ahead is kept under a lock from eviction.
+    `advance(sample)` says where the run is. It costs nothing, and starts the threads in whichever process reads: a
+    DataLoader worker, forked or spawned, has its own. A lock protects from eviction what the coming samples need.
     """
 
-    def __init__(self, needs: ShardNeeds, splits: Sequence[StreamedSplit], num_samples: int):
+    def __init__(self, needs: "ShardNeeds", splits: Sequence[StreamedSplit], num_samples: int):
         """splits: those `needs` numbers; num_samples: of the whole run, from sample 0 on."""
         self.needs, self.splits, self.num_samples = needs, list(splits), num_samples
         self.cache = self.splits[0].remote.cache
@@ -48,7 +104,7 @@ class Prefetcher:
         self._work: _Work | None = None
 
     def advance(self, sample: int) -> None:
-        """The run reads samples from `sample` on (those before are done with, in this process)."""
+        """Take note that the run reads samples from `sample` on, and in this process none before it any more."""
         if self._process != os.getpid():
             self._process, self._work = os.getpid(), _Work(self)
             self._work.position = sample
@@ -57,14 +113,14 @@ class Prefetcher:
         self._work.position = sample
 
     def close(self) -> None:
-        """End the threads of this process and let go of what they kept."""
+        """End the threads of this process and release the shards they kept."""
         if self._work is not None and self._process == os.getpid():
             self._work.end()
         self._forget()
 
 
 class _Work:
-    """The threads of one process and what they hold."""
+    """The threads of one process, and the shards they keep from eviction."""
 
     def __init__(self, prefetcher: Prefetcher):
         self.splits, self.position = prefetcher.splits, 0
@@ -99,7 +155,7 @@ class _Work:
                 self._fetch(key)
 
     def _next(self) -> Key | None:
-        """The first shard of the window that is neither here nor being fetched by a thread of this process."""
+        """Choose the first shard of the window that is neither here nor being fetched by a thread of this process."""
         with self._turn:
             self.window.move(self.position)
             for key in [key for key in self.held if key not in self.window.last_needs]:
@@ -111,7 +167,7 @@ class _Work:
         return None
 
     def _fetch(self, key: Key) -> None:
-        """Bring the shard here and hold it for the window."""
+        """Bring the shard here and keep it for the window."""
         split = self.splits[key[0]]
         entry = split.shard_entries[key[1]]
         try:
@@ -120,10 +176,77 @@ class _Work:
         except (ShardBusy, CacheFull):
             file = None
             self.stop.wait(WAIT_SECONDS)  # other threads take the shards after it meanwhile
-        except UserError:  # the read that needs the shard will ask again, and tell
+        except UserError:  # the read that needs the shard will ask again, and raise it
             file = None
             self._failed.add(key)
         with self._turn:
             self._fetching.discard(key)
             if file is not None:
                 self.held[key] = file
+
+
+class ShardNeeds(Protocol):
+    """sample -> shard, for the order of a run over one or several splits."""
+
+    def of(self, samples: np.ndarray) -> np.ndarray:
+        """[n, 2] int64: the split and the shard in it that each sample's block starts in."""
+        ...
+
+
+class Window:
+    """The shards needed from a position on, in order of first need, up to `max_bytes` of them.
+
+    shard_bytes: for each split the sizes of its shards.
+    """
+
+    def __init__(self, needs: ShardNeeds, shard_bytes: Sequence[Sequence[int]], stop: int, max_bytes: int):
+        self.needs, self.shard_bytes, self.stop, self.max_bytes = needs, shard_bytes, stop, max_bytes
+        self.last_needs: dict[Key, int] = {}
+        """Shard -> the last sample known to need it, in order of first need."""
+        self.num_bytes = 0
+        self._scanned: int | None = None
+        self._num_shards = sum(map(len, shard_bytes))
+
+    def move(self, position: int) -> None:
+        """Forget shards last needed before `position`; look as far ahead as there is room."""
+        if self._scanned is None or position > self._scanned:
+            self._scanned = position
+        for key in [key for key, last in self.last_needs.items() if last < position]:
+            del self.last_needs[key]
+            self.num_bytes -= self.shard_bytes[key[0]][key[1]]
+        while self._scanned < self.stop and self._has_room(position) and self._scan():
+            pass
+
+    def _has_room(self, position: int) -> bool:
+        """Say if to look further: with every shard in the window, one step ahead finds when each is needed last."""
+        return len(self.last_needs) < self._num_shards or self._scanned < position + SCANNED_SAMPLES
+
+    def _scan(self) -> bool:
+        """Look at the next samples; False if one of them needs a shard that finds no room."""
+        start = self._scanned
+        samples = np.arange(start, min(start + SCANNED_SAMPLES, self.stop))
+        needed = self.needs.of(samples)
+        numbers, firsts, places = np.unique(
+            (needed[:, 0] << 32) | needed[:, 1], return_index=True, return_inverse=True
+        )
+        keys = [(number >> 32, number & 0xFFFFFFFF) for number in numbers.tolist()]
+        halt = self._add(keys, firsts, len(samples))
+        lasts = np.full(len(keys), -1)
+        lasts[places[:halt]] = np.arange(halt)  # of equal places numpy keeps the last
+        for key, last in zip(keys, lasts.tolist(), strict=True):
+            if last >= 0:
+                self.last_needs[key] = start + last
+        self._scanned = start + halt
+        return halt == len(samples)
+
+    def _add(self, keys: list[Key], firsts: np.ndarray, count: int) -> int:
+        """Take in new shards, first needed first; returns how many samples found room for theirs."""
+        for index in np.argsort(firsts).tolist():
+            key = keys[index]
+            if key not in self.last_needs:
+                size = self.shard_bytes[key[0]][key[1]]
+                if self.last_needs and self.num_bytes + size > self.max_bytes:
+                    return int(firsts[index])
+                self.last_needs[key] = 0
+                self.num_bytes += size
+        return count

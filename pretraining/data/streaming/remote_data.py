@@ -1,17 +1,23 @@
-"""A data set at an fsspec address: manifest and tokenizer at once, shards when they are asked for."""
+"""A data set at an fsspec address: manifest and tokenizer at once, shards when they are asked for.
 
+`RemoteData` finds and fetches; `StreamedSplit` reads what was fetched as `TokenSplit` reads files of this machine.
+"""
+
+import os
 import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 
+import numpy as np
+
 from pretraining.data.manifest import MANIFEST_NAME, parse_manifest
+from pretraining.data.shards import Shard, TokenSplit, between, map_shard
 from pretraining.data.streaming.cache import CachedShard, CacheFull, DamagedDownload, ShardBusy, ShardCache
-from pretraining.data.streaming.retries import Patience, tell
-from pretraining.data.streaming.store import Store
+from pretraining.data.streaming.store import Patience, Store, log_line
 from pretraining.data.tokenizer import COMPANION_FILES, fingerprint_of
 from pretraining.errors import UserError
 
@@ -19,15 +25,19 @@ FIRST_CONTACT_SECONDS = 60.0
 """A store that does not answer at the start is more likely misspelt than down."""
 
 POLL_SECONDS = 0.02
-TOLD_AFTER_SECONDS = 20.0
+REPORTED_AFTER_SECONDS = 20.0
 ROOM_PATIENCE_SECONDS = 2.0
-"""So long a read waits for other processes to let go of a shard before it goes around the cache."""
+"""So long a read waits for other processes to release a shard before it goes around the cache."""
 
 FEWEST_READS, READS_PER_MAP = 256, 16
-"""A shard not read in so many reads, of a random order over all that are open, is not needed (1 in e^16 is)."""
+"""A shard not read in so many reads of a random order over all open ones is not needed (1 in e^16 is)."""
 
 DOWNLOADS = 3
 """A shard that comes damaged so often is damaged in the store."""
+
+
+LARGEST_DIRECT_SHARE = 1 / 8
+"""A block that goes on into a shard that is not here takes up to this share of its tokens straight from the store."""
 
 
 class RemoteData:
@@ -38,7 +48,7 @@ class RemoteData:
         self.store = store or Store(address)
         self.fingerprint, self._until_sweep = "", FEWEST_READS
         self.splits: weakref.WeakSet = weakref.WeakSet()
-        """Open splits of this process, asked to let go of shards they do not read."""
+        """Open splits of this process, which unmap the shards they do not read."""
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "splits": []}
@@ -47,7 +57,7 @@ class RemoteData:
         self.__dict__.update(state, splits=weakref.WeakSet())
 
     def read_manifest(self) -> dict:
-        """The manifest; UserError where there is none, it may not be read, or a shard is larger than the cache."""
+        """Read the manifest; UserError if there is none, it may not be read, or a shard is larger than the cache."""
         patience = Patience(min(FIRST_CONTACT_SECONDS, self.store.patience.seconds))
         content, where = Store(self.address, patience).read(MANIFEST_NAME), self.store.where(MANIFEST_NAME)
         again = "copy the data there again", "prepare the data again and copy it there"
@@ -58,7 +68,7 @@ class RemoteData:
         return manifest
 
     def local_folder(self, manifest: dict) -> Path:
-        """A folder of this machine with the data set's `tokenizer/`, fetched unless it is there."""
+        """Find the folder of this machine with the data set's `tokenizer/`; fetch it unless it is there."""
         expected = manifest["tokenizer"]["fingerprint"]
         folder = self.cache.root / self.fingerprint / f"tokenizer-{expected}"
         if not (folder / "tokenizer" / "tokenizer.json").is_file():
@@ -98,14 +108,14 @@ class RemoteData:
             raise
 
     def cached(self, entry: dict) -> CachedShard:
-        """How the cache knows the shard of a manifest entry."""
+        """Name the shard of a manifest entry as the cache does."""
         return CachedShard(self.fingerprint, entry["checksum"], entry["size"])
 
     def fetch(self, split: str, entry: dict, wanted: Callable[[], bool] = lambda: True) -> FileIO:
-        """The shard's file, fetched if need be; it is in use until it and its maps are closed.
+        """Fetch the shard if need be and return its file, which is protected until it and its maps are closed.
 
-        Raises ShardBusy, CacheFull, and UserError where the store fails or its shard is damaged. `wanted` is asked
-        between the requests: a fetch that nobody wants any more ends with ShardBusy.
+        Raises ShardBusy, CacheFull, and UserError if the store fails or its shard is damaged. `wanted` is called
+        between the requests: if it says False, the fetch ends with ShardBusy.
         """
         path = f"{split}/{entry['file']}"
         for attempt in range(1, DOWNLOADS + 1):
@@ -118,47 +128,172 @@ class RemoteData:
                         "again (python -m pretraining.data verify finds all such shards)",
                         on_every_rank=False,
                     ) from damage
-                tell(f"{self.store.where(path)}: came damaged ({damage}), fetching it again")
+                log_line(f"{self.store.where(path)}: came damaged ({damage}), fetching it again")
         raise AssertionError
 
-    def _chunks(self, path: str, entry: dict, wanted: Callable[[], bool]):
+    def _chunks(self, path: str, entry: dict, wanted: Callable[[], bool]) -> Iterator[bytes]:
         for chunk in self.store.chunks(path, entry["size"]):
             if not wanted():
                 raise ShardBusy
             yield chunk
 
     def open(self, split: str, entry: dict) -> FileIO:
-        """The shard's file, waiting for it; CacheFull where no room is made for it in time."""
-        start, told, full_since = time.monotonic(), False, None
+        """Wait for the shard's file; CacheFull if no room is made for it in time."""
+        start, reported, full_since = time.monotonic(), False, None
         while (file := self.cache.open(self.cached(entry))) is None:
             try:
                 return self.fetch(split, entry)
             except CacheFull:
                 full_since = full_since or time.monotonic()
-                self.let_go()
+                self.unmap()
                 if time.monotonic() - full_since > ROOM_PATIENCE_SECONDS:
                     raise
             except ShardBusy:
                 full_since = None
             waited = time.monotonic() - start
-            if waited > TOLD_AFTER_SECONDS and not told:
-                tell(f"waiting for {self.store.where(split)}/{entry['file']}, {waited:.0f} s now")
-                told = True
+            if waited > REPORTED_AFTER_SECONDS and not reported:
+                log_line(f"waiting for {self.store.where(split)}/{entry['file']}, {waited:.0f} s now")
+                reported = True
             time.sleep(POLL_SECONDS)
         return file
 
     def count_reads(self, count: int) -> None:
-        """So many blocks are about to be read in this process; from time to time what is no longer read is let go."""
+        """Count blocks about to be read in this process; from time to time, unmap the shards that are read no more."""
         self._until_sweep -= count
         if self._until_sweep <= 0:
-            self.let_go(idle_only=True)
+            self.unmap(idle_only=True)
             self._until_sweep = max(FEWEST_READS, READS_PER_MAP * self.num_maps())
 
-    def let_go(self, idle_only: bool = False) -> None:
-        """Close this process's maps of shards, or those not read since the last time."""
+    def unmap(self, idle_only: bool = False) -> None:
+        """Close this process's maps of shards, or only those not read since the last time."""
         for split in list(self.splits):
-            split.let_go(idle_only)
+            split.unmap(idle_only)
 
     def num_maps(self) -> int:
-        """Shards that this process has mapped."""
+        """Count the shards that this process has mapped."""
         return sum(split.num_maps() for split in self.splits)
+
+
+class StreamedSplit(TokenSplit):
+    """TokenSplit over shards that `remote` fetches. The bytes, their order and every method are the same.
+
+    A shard is protected from eviction while it is mapped here, and unmapped when reads have moved on.
+    """
+
+    def __init__(self, remote: RemoteData, name: str, entry: dict):
+        self.remote, self.name = remote, name
+        super().__init__(name, entry)
+        self.folder = remote.store.where(name)
+        self._enter()
+        self._reads_at_sweep: dict[int, int] = {}
+        self._reported = False
+
+    def _of_entry(self, entry: dict) -> "StreamedSplit":
+        return type(self)(self.remote, self.name, entry)
+
+    def _check_shards(self) -> None:
+        """Do nothing: a shard is checked when it is fetched."""
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "_reads_at_sweep": {}}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._enter()
+
+    def _enter(self) -> None:
+        self.remote.splits.add(self)
+        _splits.add(self)
+
+    def num_maps(self) -> int:
+        """Count the shards mapped here."""
+        return len(self._open)
+
+    def unmap(self, idle_only: bool) -> None:
+        """Close the maps, or only those not read since the last sweep."""
+        for number, shard in list(self._open.items()):
+            if not idle_only or shard.reads == self._reads_at_sweep.get(number):
+                self._open.pop(number, None)
+        self._reads_at_sweep = {number: shard.reads for number, shard in self._open.items()}
+
+    def map_anew(self, number: int) -> Shard:
+        """Fetch the shard unless it is here, and map it."""
+        entry = self._entry["shards"][number]
+        with self.remote.open(self.name, entry) as file:
+            return map_shard(file, self._where(number), entry, self.dtype)
+
+    def _where(self, number: int) -> str:
+        return f"{self.folder}/{self._entry['shards'][number]['file']}"
+
+    def _shard(self, number: int) -> Shard:
+        try:
+            return super()._shard(number)
+        except CacheFull as error:
+            raise UserError(
+                f"{self.remote.cache.root}: all that the cache may hold is in use, {self._where(number)} finds no "
+                "room; raise --data_cache_gb",
+                on_every_rank=False,
+            ) from error
+
+    def _first_piece(self, number: int, offset: int, count: int) -> np.ndarray:
+        shard = self._open.get(number)
+        if shard is None:
+            try:
+                shard = super()._shard(number)
+            except CacheFull:
+                self._report_full_cache()
+                return self._direct(number, offset, count)
+        return shard.view(offset, count)
+
+    def _next_piece(self, number: int, count: int) -> np.ndarray:
+        if self._is_near(number) or count > LARGEST_DIRECT_SHARE * self._entry["shards"][number]["tokens"]:
+            return self._first_piece(number, 0, count)
+        return self._direct(number, 0, count)
+
+    def _is_near(self, number: int) -> bool:
+        """Say if the shard is mapped, or in the cache."""
+        cached = self.remote.cached(self._entry["shards"][number])
+        return number in self._open or self.remote.cache.holds(cached)
+
+    def _ends_between(self, number: int, low: int, high: int) -> np.ndarray:
+        if low >= 0 or self._is_near(number):
+            try:
+                return between(super()._shard(number).ends, low, high)
+            except CacheFull:
+                self._report_full_cache()
+        return between(self._direct_ends(number, high), low, high)
+
+    def _direct_ends(self, number: int, high: int) -> np.ndarray:
+        """Read the ends of a shard's documents up to `high` straight from the store."""
+        entry = self._entry["shards"][number]
+        first = entry["buffers"]["offsets"] + 8  # behind the zero that they begin with
+        stop = first + 8 * min(entry["documents"], high + 1)  # a document has at least one token
+        return np.frombuffer(self.remote.store.read_range(f"{self.name}/{entry['file']}", first, stop), "<i8")
+
+    def _direct(self, number: int, offset: int, count: int) -> np.ndarray:
+        """Read up to `count` tokens of a shard straight from the store: the number is checked, no checksum can be."""
+        entry, size = self._entry["shards"][number], self.dtype.itemsize
+        count = min(count, entry["tokens"] - offset)
+        start = entry["buffers"]["input_ids"] + offset * size
+        content = self.remote.store.read_range(f"{self.name}/{entry['file']}", start, start + count * size)
+        return np.frombuffer(content, self.dtype)
+
+    def _report_full_cache(self) -> None:
+        if not self._reported:
+            log_line(
+                f"{self.remote.cache.root}: all that the cache may hold is in use; reading blocks from the store "
+                "one by one until there is room (raise --data_cache_gb)"
+            )
+        self._reported = True
+
+
+_splits: weakref.WeakSet[StreamedSplit] = weakref.WeakSet()
+
+
+def _unmap_inherited() -> None:
+    """Unmap in a forked child: with its parent's maps it would hold its parent's locks."""
+    for split in list(_splits):
+        split.unmap(idle_only=False)
+
+
+os.register_at_fork(after_in_child=_unmap_inherited)

@@ -1,18 +1,100 @@
-"""The files of one data set at an fsspec address, read whole or by range, patiently."""
+"""The files of one data set at an fsspec address, read whole or by range; a store that fails is asked again."""
 
 import os
-from collections.abc import Iterator
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
+from pretraining.addresses import masked
 from pretraining.data.packages import require
-from pretraining.data.streaming.retries import Patience, reason_of
 from pretraining.errors import UserError
 
+PATIENCE_VARIABLE = "PRETRAINING_DATA_PATIENCE_SECONDS"
+PATIENCE_SECONDS = 600.0
+"""A store that gives no answer for so long ends the run: long enough for the outages that clouds call short."""
+
+FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.1, 20.0
+REPORTED_AFTER_SECONDS = 10.0
+
 CHUNK_BYTES = 8 << 20
-"""A request asks for so much: few of them, and one that fails repeats little."""
+"""Bytes of one request: few of them, and one that fails repeats little."""
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long one request to a store is repeated before the run gives up, in seconds.
+
+    refused(error, what): returns the `UserError` for an answer that asking again will not change, by default that of
+    reading data. speaker: begins the line about a slow store.
+    """
+
+    seconds: float = PATIENCE_SECONDS
+    refused: "Callable[[Exception, str], UserError | None] | None" = None
+    speaker: str = "data"
+
+    @classmethod
+    def here(cls) -> "Patience":
+        """Take what the environment says, else the default."""
+        return cls(float(os.environ.get(PATIENCE_VARIABLE, PATIENCE_SECONDS)))
+
+    def ask(self, request: Callable[[], Answer], what: str) -> Answer:
+        """Repeat `request` until it answers; UserError for what waiting cannot mend, or after too long a wait."""
+        start, delay, reported = time.monotonic(), FIRST_DELAY_SECONDS, False
+        while True:
+            try:
+                return request()
+            except UserError:
+                raise
+            except (
+                Exception
+            ) as error:  # stores raise errors of many families; `refusal` knows the hopeless ones
+                if refused := (self.refused or refusal)(error, what):
+                    raise refused from error
+                waited = time.monotonic() - start
+                if waited + delay > self.seconds:
+                    raise UserError(
+                        f"{what}: the store does not answer ({reason_of(error)}), tried for {waited:.0f} s; start "
+                        f"the same command again when it does, or wait longer: {PATIENCE_VARIABLE}",
+                        on_every_rank=False,
+                    ) from error
+                if waited > REPORTED_AFTER_SECONDS and not reported:
+                    slow = (
+                        f"{what}: slow or failing store ({reason_of(error)}), trying for {waited:.0f} s now"
+                    )
+                    log_line(slow, self.speaker)
+                    reported = True
+            time.sleep(delay * random.uniform(0.5, 1.5))
+            delay = min(2 * delay, LONGEST_DELAY_SECONDS)
+
+
+def refusal(error: Exception, what: str) -> UserError | None:
+    """Make the UserError for an answer that asking again will not change; None for any other."""
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"{what}: not there; check --data_dir, or copy the data there again")
+    if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
+        return UserError(
+            f"{what}: no permission to read it ({reason_of(error)}); check the account and its rights"
+        )
+    return None
+
+
+def reason_of(error: BaseException) -> str:
+    """Take the first line of an error's message, or its name if it has none, without any secret."""
+    return masked(str(error).strip().partition("\n")[0])[:200] or type(error).__name__
+
+
+def log_line(message: str, speaker: str = "data") -> None:
+    """Write one line to the log of the run."""
+    print(f"{speaker}: {message}", file=sys.stderr, flush=True)
 
 
 class ShortAnswer(OSError):
-    """A store sent fewer bytes than were asked for; asked again like any failure."""
+    """A store sent fewer bytes than were asked for: it is asked again, as after any failure."""
 
 
 class Store:
@@ -30,19 +112,19 @@ class Store:
         return {**self.__dict__, "_connection": None, "_connected_by": None}
 
     def where(self, path: str) -> str:
-        """The address of one file, for messages."""
+        """Name one file by its address, for messages."""
         return f"{self.address}/{path}"
 
     def read(self, path: str) -> bytes:
-        """A small file, whole. UserError where it is not there or may not be read."""
+        """Read a small file whole. UserError if it is not there or may not be read."""
         return self.patience.ask(lambda: self._filesystem().cat_file(self.where(path)), self.where(path))
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
-        """The bytes [start, stop) of a file."""
+        """Read the bytes [start, stop) of a file."""
         return self.patience.ask(lambda: self._range(path, start, stop), self.where(path))
 
     def chunks(self, path: str, size: int) -> Iterator[bytes]:
-        """A file of `size` bytes, in order, in requests of CHUNK_BYTES."""
+        """Read a file of `size` bytes in order, in requests of CHUNK_BYTES."""
         for start in range(0, size, CHUNK_BYTES):
             yield self.read_range(path, start, min(start + CHUNK_BYTES, size))
 

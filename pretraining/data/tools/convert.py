@@ -3,25 +3,50 @@
 import errno
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pretraining.data.arrow_layout import write_durably
-from pretraining.data.manifest import FORMAT, MANIFEST_NAME, content_fingerprint, num_shard_bytes
+import numpy as np
+
+from pretraining.data.corpus import draw_of
+from pretraining.data.manifest import (
+    FORMAT,
+    MANIFEST_NAME,
+    content_fingerprint,
+    entropy_bits,
+    num_shard_bytes,
+)
 from pretraining.data.prepare import DISK_FAULTS
 from pretraining.data.progress import Progress
 from pretraining.data.publishing import discard, preparation_lock, publish, start_building
+from pretraining.data.shard_writer import SplitWriter, write_durably
+from pretraining.data.shards import token_dtype
 from pretraining.data.tokenizer import TokenizerInfo, describe_tokenizer, save_tokenizer
-from pretraining.data.tools.datatrove import DatatroveFile, datatrove_files, write_datatrove
-from pretraining.data.tools.distributions import count_tokens, entropy_bits
-from pretraining.data.tools.documents import SplitDocuments
-from pretraining.data.tools.finished import FinishedData, open_finished
-from pretraining.data.tools.foreign import SPLITS, ForeignPart, ForeignWriter
-from pretraining.data.tools.megatron import MegatronFile, megatron_files, megatron_prefix, write_megatron
+from pretraining.data.tools.finished import FinishedData, SplitDocuments, count_tokens, open_finished
+from pretraining.data.tools.formats import (
+    DatatroveFile,
+    MegatronFile,
+    datatrove_files,
+    megatron_files,
+    megatron_prefix,
+    write_datatrove,
+    write_megatron,
+)
 from pretraining.errors import UserError
 
+if TYPE_CHECKING:
+    import tokenizers
+
 FORMATS = ("megatron", "datatrove")
+SPLITS = ("train", "validation")
+BATCH_TOKENS = 1 << 20
+"""Tokens converted at once."""
+
+CHECKED_DOCUMENTS = 64
+"""Documents decoded to see if a table of bytes a token is right."""
 
 
 def export_data(folder: Path, form: str, out: Path, show_progress: bool = False) -> dict:
@@ -32,7 +57,7 @@ def export_data(folder: Path, form: str, out: Path, show_progress: bool = False)
     """
     data = open_finished(folder)
     splits = [data.split(name) for name in data.split_names]
-    with new_folder(out) as building:
+    with _new_folder(out) as building:
         with Progress("converting", show_progress, num_shard_bytes(data.manifest)) as progress:
             for split in splits:
                 _export_split(data, split, form, building, progress)
@@ -77,8 +102,8 @@ def import_data(
         )
     if not 0 < validation_share < 1:
         raise UserError(f"--validation_share {validation_share:g}: must lie between 0 and 1")
-    parts = foreign_parts(form, origin)
-    with new_folder(folder) as building:
+    parts = _foreign_parts(form, origin)
+    with _new_folder(folder) as building:
         info = _put_tokenizer(tokenizer, building / "tokenizer")
         writer = ForeignWriter(building, info, validation_share)
         entries = writer.write(parts, show_progress)
@@ -96,8 +121,8 @@ def import_data(
     return {"format": form, "folder": str(folder), **counts, **counted}
 
 
-def foreign_parts(form: str, origin: Path) -> list[ForeignPart]:
-    """The files at `origin`, in the order of their names, checked for being whole."""
+def _foreign_parts(form: str, origin: Path) -> "list[ForeignPart]":
+    """Open the files at `origin`, in the order of their names, checked for being whole."""
     if form == "megatron":
         files = megatron_files(origin) if origin.is_dir() else [megatron_prefix(origin)]
         opened = [(prefix, _named_split(files, prefix), MegatronFile(prefix)) for prefix in files]
@@ -126,7 +151,7 @@ def _put_tokenizer(name: str, folder: Path) -> TokenizerInfo:
         raise UserError(str(error).replace("data.tokenizer", "--tokenizer")) from error
 
 
-def _check_splits(writer: ForeignWriter, origin: Path, validation_share: float) -> None:
+def _check_splits(writer: "ForeignWriter", origin: Path, validation_share: float) -> None:
     for name, count in writer.counts.splits.items():
         if not count:
             raise UserError(
@@ -136,7 +161,7 @@ def _check_splits(writer: ForeignWriter, origin: Path, validation_share: float) 
 
 
 def _write_manifest(
-    building: Path, name: str, form: str, section: dict, writer: ForeignWriter, entries: dict
+    building: Path, name: str, form: str, section: dict, writer: "ForeignWriter", entries: dict
 ) -> None:
     """The last file of a converted data set; `converted_from` says that no recipe section made it."""
     counts, info = writer.counts, vars(writer.info)
@@ -165,8 +190,173 @@ def _write_manifest(
     write_durably(building / MANIFEST_NAME, json.dumps(manifest, indent=2) + "\n")
 
 
+@dataclass(frozen=True)
+class ForeignPart:
+    """One file of documents, and the split that its name says (None: the documents' own hashes decide)."""
+
+    path: Path
+    split: str | None
+    size: int
+    """Bytes of its tokens."""
+    documents: Iterable[np.ndarray]
+
+
+@dataclass
+class ForeignCounts:
+    """What was found while converting."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    eos_added: int = 0
+    empty: int = 0
+    splits: dict = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+
+
+def draw_of_tokens(tokens: np.ndarray) -> float:
+    """A number in [0, 1) from the ids of a document without its EOS: below validation_share means validation.
+
+    The rule of `corpus.draw_of` on the ids as little-endian uint32, for the text is not at hand: equal documents
+    stay together, but not in the split that their text would have drawn.
+    """
+    return draw_of(np.ascontiguousarray(tokens, "<u4").tobytes())
+
+
+class ForeignWriter:
+    """Writes foreign documents as the splits of a data set in `folder`."""
+
+    def __init__(self, folder: Path, info: TokenizerInfo, validation_share: float):
+        self.info, self.validation_share = info, validation_share
+        self.dtype = token_dtype(info.vocab_size)
+        self.writers = {name: SplitWriter(folder / name, self.dtype) for name in SPLITS}
+        self.token_bytes = TokenBytes(folder / "tokenizer", info.vocab_size)
+        self.counts = ForeignCounts()
+
+    def write(self, parts: list[ForeignPart], show_progress: bool) -> dict:
+        """Write all documents of all parts in order; the manifest's entries by split."""
+        with Progress("converting", show_progress, sum(part.size for part in parts)) as progress:
+            for part in parts:
+                for batch in _batches_of(part.documents):
+                    self._write_batch(batch, part)
+                    num_tokens = sum(map(len, batch))
+                    progress.add(len(batch), num_tokens * batch[0].itemsize, num_tokens)
+        entries = {name: writer.finish() for name, writer in self.writers.items()}
+        for entry in entries.values():
+            for shard in entry["shards"]:
+                shard["source"] = 0
+        return entries
+
+    def _write_batch(self, batch: list[np.ndarray], part: ForeignPart) -> None:
+        together = np.concatenate(batch)
+        self._check_ids(together, part)
+        wide, narrow = together.astype("<u4"), together.astype(self.dtype)
+        stops = np.cumsum([len(document) for document in batch])
+        starts = np.concatenate([[0], stops[:-1]])
+        starts, stops = starts[starts < stops], stops[starts < stops]
+        ends = stops - (together[stops - 1] == self.info.eos_token_id)
+        num_bytes = self.token_bytes.count(wide, starts, ends)
+        self.counts.empty += len(batch) - len(stops)
+        self.counts.eos_added += int((ends == stops).sum())
+        for start, end, stop, size in zip(
+            *(a.tolist() for a in (starts, ends, stops, num_bytes)), strict=True
+        ):
+            split = part.split or self._split_of(wide[start:end])
+            self._append(split, narrow[start:stop], size, closed=end < stop)
+
+    def _append(self, split: str, document: np.ndarray, num_bytes: int, closed: bool) -> None:
+        if not closed:
+            document = np.append(document, self.dtype.type(self.info.eos_token_id))
+        self.writers[split].append(document, num_bytes)
+        self.counts.documents += 1
+        self.counts.tokens += len(document)
+        self.counts.text_bytes += num_bytes
+        self.counts.splits[split] += 1
+
+    def _check_ids(self, tokens: np.ndarray, part: ForeignPart) -> None:
+        """UserError where an id is not one of the tokenizer's."""
+        for found in (int(tokens.min(initial=0)), int(tokens.max(initial=0))):
+            if not 0 <= found < self.info.vocab_size:
+                raise UserError(
+                    f"{part.path}: token id {found:,}, but the tokenizer has {self.info.vocab_size:,} ids; give "
+                    "the tokenizer the file was made with"
+                )
+
+    def _split_of(self, ids: np.ndarray) -> str:
+        return "validation" if draw_of_tokens(ids) < self.validation_share else "train"
+
+
+def _batches_of(documents: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    """Consecutive documents, some `BATCH_TOKENS` tokens at a time."""
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document) + 1
+        if size >= BATCH_TOKENS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class TokenBytes:
+    """UTF-8 bytes of the text that documents of token ids decode to.
+
+    Byte-level BPE spells a byte a character, so every id stands for a fixed number of bytes and a table gives
+    the sum; the first documents are decoded as well, and where the two differ, or for other kinds of
+    tokenizers, every document is decoded.
+    """
+
+    def __init__(self, tokenizer_folder: Path, vocab_size: int):
+        from tokenizers import Tokenizer
+
+        self._decoder = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+        self._table = _byte_level_table(self._decoder, vocab_size)
+        self._left_to_check = CHECKED_DOCUMENTS
+
+    @property
+    def by_table(self) -> bool:
+        """Say if nothing has to be decoded."""
+        return self._table is not None
+
+    def count(self, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """[documents], int64: bytes behind each document, the ids tokens[start:end] without its EOS."""
+        if self._table is not None:
+            before = np.concatenate([[0], np.cumsum(self._table[tokens])])
+            counts = before[ends] - before[starts]
+            if self._agrees(tokens, starts, ends, counts):
+                return counts
+            self._table = None
+        return np.array([len(text.encode()) for text in self._texts(tokens, starts, ends)], np.int64)
+
+    def _agrees(self, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray, counts: np.ndarray) -> bool:
+        """Compare the table's counts with the decoded text, for the first documents."""
+        checked = slice(self._left_to_check)
+        texts = self._texts(tokens, starts[checked], ends[checked])
+        self._left_to_check -= len(texts)
+        # A replacement character stands for bytes that are no UTF-8: its length says nothing of theirs.
+        pairs = [(text, count) for text, count in zip(texts, counts, strict=False) if "�" not in text]
+        return all(len(text.encode()) == count for text, count in pairs)
+
+    def _texts(self, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> list[str]:
+        ids = [tokens[start:end].tolist() for start, end in zip(starts, ends, strict=True)]
+        return self._decoder.decode_batch(ids, skip_special_tokens=False)
+
+
+def _byte_level_table(tokenizer: "tokenizers.Tokenizer", vocab_size: int) -> np.ndarray | None:
+    """[vocab_size] bytes of each id, or None for a tokenizer that is not byte-level."""
+    from tokenizers import decoders, pre_tokenizers
+
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        return None
+    alphabet, table = set(pre_tokenizers.ByteLevel.alphabet()), np.zeros(vocab_size, np.int64)
+    for token, number in tokenizer.get_vocab(with_added_tokens=True).items():
+        spelled = all(character in alphabet for character in token)
+        table[number] = len(token) if spelled else len(token.encode())
+    return table
+
+
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def _new_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill, which takes the place of `folder` once the disk holds all of it.
 
     UserError where `folder` exists, or the disk refuses; then, and after an interrupt, nothing is left.

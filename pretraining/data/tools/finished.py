@@ -1,58 +1,26 @@
-"""A finished data set as the tools open it: by its folder alone, without a recipe."""
+"""A finished data set as the tools open it, by its folder alone: its splits, documents, tokens and lengths."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pretraining.data.manifest import MANIFEST_NAME, read_manifest
-from pretraining.data.tools.documents import SplitDocuments
+from pretraining.data.shards import Shard, TokenSplit
 from pretraining.errors import UserError, nearest
 from pretraining.mixture import source_name
 
 if TYPE_CHECKING:
     import tokenizers
 
-
-@dataclass(frozen=True)
-class FinishedData:
-    """A folder whose manifest says that it is complete."""
-
-    folder: Path
-    manifest: dict
-
-    @property
-    def tokenizer_folder(self) -> Path:
-        """Where tokenizer.json lies."""
-        return self.folder / "tokenizer"
-
-    def decoder(self) -> "tokenizers.Tokenizer":
-        """The tokenizer that turns tokens back into text; UserError where its file is missing or damaged."""
-        from tokenizers import Tokenizer
-
-        path = self.tokenizer_folder / "tokenizer.json"
-        try:
-            return Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exceptions
-            raise UserError(f"{path}: missing or damaged ({error}); copy it again") from error
-
-    @property
-    def split_names(self) -> list[str]:
-        """train before validation."""
-        return list(self.manifest["splits"])
-
-    def split(self, name: str) -> SplitDocuments:
-        """The documents of one split; UserError for a name it has not, or a shard that is missing or cut."""
-        if name not in self.manifest["splits"]:
-            raise UserError(
-                f"{self.folder}: no split {name!r}{nearest(name, self.split_names)}; "
-                f"it has {', '.join(self.split_names)}"
-            )
-        entry = self.manifest["splits"][name]
-        return SplitDocuments(self.folder, name, entry, source_names(self.manifest))
+CHUNK_TOKENS = 1 << 22
+"""Tokens looked at in one step."""
 
 
-def open_finished(folder: Path) -> FinishedData:
-    """Open the data set in `folder`; UserError where there is none, or an unfinished one."""
+def open_finished(folder: Path) -> "FinishedData":
+    """Open the data set in `folder`; UserError if there is none, or an unfinished one."""
     if not folder.is_dir():
         raise UserError(
             f"{folder}: no such folder; a data set is made from a recipe, that of data/python-stdlib by: "
@@ -66,11 +34,180 @@ def open_finished(folder: Path) -> FinishedData:
     return FinishedData(folder, manifest)
 
 
+@dataclass(frozen=True)
+class FinishedData:
+    """A folder whose manifest says that it is complete."""
+
+    folder: Path
+    manifest: dict
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The folder of tokenizer.json."""
+        return self.folder / "tokenizer"
+
+    def decoder(self) -> "tokenizers.Tokenizer":
+        """Open the tokenizer that turns tokens back into text; UserError if its file is missing or damaged."""
+        from tokenizers import Tokenizer
+
+        path = self.tokenizer_folder / "tokenizer.json"
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exceptions
+            raise UserError(f"{path}: missing or damaged ({error}); copy it again") from error
+
+    @property
+    def split_names(self) -> list[str]:
+        """train before validation."""
+        return list(self.manifest["splits"])
+
+    def split(self, name: str) -> "SplitDocuments":
+        """Open one split; UserError for a name it has not, or a shard that is missing or cut."""
+        if name not in self.manifest["splits"]:
+            raise UserError(
+                f"{self.folder}: no split {name!r}{nearest(name, self.split_names)}; "
+                f"it has {', '.join(self.split_names)}"
+            )
+        entry = self.manifest["splits"][name]
+        return SplitDocuments(self.folder, name, entry, source_names(self.manifest))
+
+
 def source_names(manifest: dict) -> list[str]:
-    """What to call each source: its own name, else the last part of its path or data set name; all differ."""
+    """Name each source by its own name, else the last part of its path or data set name; all names differ."""
     specs = manifest["data"].get("sources") or [{}] * len(manifest["sources"])
     names: list[str] = []
     for number, (entry, spec) in enumerate(zip(manifest["sources"], specs, strict=True)):
         name = entry.get("name") or (source_name(spec) if spec else f"source {number}")
         names.append(f"{name} ({number})" if name in names else name)
     return names
+
+
+class SplitDocuments:
+    """The documents of one split, by number and by position in its token stream; one shard is mapped at a time.
+
+    `entry` is the split's part of the manifest. UserError if a shard is missing or of another size.
+    """
+
+    def __init__(self, folder: Path, name: str, entry: dict, sources: list[str]):
+        self.folder, self.name, self.sources = folder / name, name, sources
+        self.stream = TokenSplit(self.folder, entry)
+        self.dtype = self.stream.dtype
+        self.entries: list[dict] = entry["shards"]
+        self.num_documents, self.num_tokens = self.stream.num_documents, self.stream.num_tokens
+        self._document_starts = self._starts("documents")
+        self._token_starts = self._starts("tokens")
+        self._opened: tuple[int, Shard] | None = None
+
+    def _starts(self, key: str) -> np.ndarray:
+        return np.cumsum([0] + [entry[key] for entry in self.entries], dtype=np.int64)
+
+    def shards(self) -> Iterator[tuple[dict, Shard]]:
+        """Map every shard in order, with its manifest entry."""
+        for number, entry in enumerate(self.entries):
+            yield entry, self.shard(number)
+
+    def shard(self, number: int) -> Shard:
+        """Map shard `number`; the one before is unmapped."""
+        if self._opened is None or self._opened[0] != number:
+            self._opened = number, self.stream.map_anew(number)
+        return self._opened[1]
+
+    def source_of(self, entry: dict) -> str:
+        """Name the source a shard came from; of several if its manifest does not say which."""
+        number = entry.get("source", 0 if len(self.sources) == 1 else None)
+        return "one of several" if number is None else self.sources[number]
+
+    def read(self, number: int) -> "StoredDocument":
+        """Read document `number`; IndexError beyond the last."""
+        if not 0 <= number < self.num_documents:
+            raise IndexError(f"document {number} of {self.num_documents}")
+        place = int(np.searchsorted(self._document_starts, number, side="right")) - 1
+        shard, entry = self.shard(place), self.entries[place]
+        row = number - int(self._document_starts[place])
+        start, stop = int(shard.ends[row - 1]) if row else 0, int(shard.ends[row])
+        base, num_bytes = int(self._token_starts[place]), int(shard.num_bytes[row])
+        where = (self.name, number, entry["file"], row, self.source_of(entry), base + start)
+        return StoredDocument(*where, shard.tokens[start:stop], num_bytes)
+
+    def number_at(self, token: int) -> int:
+        """Find the document that holds the token at position `token` of the stream."""
+        place = int(np.searchsorted(self._token_starts, token, side="right")) - 1
+        offset = token - int(self._token_starts[place])
+        row = int(np.searchsorted(self.shard(place).ends, offset, side="right"))
+        return int(self._document_starts[place]) + row
+
+    def between(self, start: int, stop: int) -> Iterator["StoredDocument"]:
+        """Read the documents that hold the tokens [start, stop) of the stream, in order."""
+        for number in range(self.number_at(start), self.number_at(stop - 1) + 1):
+            yield self.read(number)
+
+
+@dataclass(frozen=True)
+class StoredDocument:
+    """One document and its place."""
+
+    split: str
+    number: int
+    """Counted over the shards of the split, from 0."""
+    shard: str
+    row: int
+    """Its number inside the shard."""
+    source: str
+    start: int
+    """Position of its first token in the split's stream."""
+    tokens: np.ndarray
+    """[tokens], its closing EOS included: a view of the shard"""
+    num_bytes: int
+
+    @property
+    def stop(self) -> int:
+        """Position behind its last token in the split's stream."""
+        return self.start + len(self.tokens)
+
+    def place(self) -> dict:
+        """Describe everything but the tokens themselves, as JSON values."""
+        values = {key: value for key, value in vars(self).items() if key != "tokens"}
+        return {**values, "tokens": len(self.tokens)}
+
+
+def count_tokens(
+    split: SplitDocuments, vocab_size: int, on_shard: Callable[[dict], None] | None = None
+) -> np.ndarray:
+    """Count how often each id occurs: [vocab_size] int64. `on_shard(entry)` is called after each shard.
+
+    UserError if a shard holds an id beyond the vocabulary.
+    """
+    counts = np.zeros(vocab_size, np.int64)
+    for entry, shard in split.shards():
+        for start in range(0, len(shard.tokens), CHUNK_TOKENS):
+            found = np.bincount(shard.tokens[start : start + CHUNK_TOKENS], minlength=vocab_size)
+            if len(found) > vocab_size:
+                raise UserError(
+                    f"{split.folder / entry['file']}: token id {len(found) - 1} in a vocabulary of "
+                    f"{vocab_size:,}: these are not the tokenizer's shards; prepare or copy the data again"
+                )
+            counts += found
+        if on_shard:
+            on_shard(entry)
+    return counts
+
+
+class LengthDistribution:
+    """Counts of document lengths in tokens: as many entries as there are different lengths."""
+
+    def __init__(self):
+        self.lengths = self.counts = np.zeros(0, np.int64)
+
+    def add(self, ends: np.ndarray) -> None:
+        """Count the documents of a shard by its document ends."""
+        lengths, counts = np.unique(np.diff(ends, prepend=0), return_counts=True)
+        merged, place = np.unique(np.concatenate([self.lengths, lengths]), return_inverse=True)
+        weights = np.concatenate([self.counts, counts])
+        totals = np.zeros(len(merged), np.int64)
+        np.add.at(totals, place, weights)
+        self.lengths, self.counts = merged, totals
+
+    def percentile(self, share: float) -> int:
+        """Find the smallest length that at least `share` of the documents do not exceed (nearest rank)."""
+        rank = max(1, int(np.ceil(share * self.counts.sum())))
+        return int(self.lengths[np.searchsorted(np.cumsum(self.counts), rank)])

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 from pretraining.data.manifest import data_differences
 from pretraining.data.packing import Stretch
-from pretraining.data.tools.documents import SplitDocuments, StoredDocument
-from pretraining.data.tools.finished import FinishedData, open_finished
+from pretraining.data.tools.finished import FinishedData, SplitDocuments, StoredDocument, open_finished
 from pretraining.errors import UserError
 from pretraining.schema import listed
 

@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pretraining.data.manifest import num_shard_bytes
+from pretraining.data.manifest import entropy_bits, num_shard_bytes
 from pretraining.data.packing import cuts_of_split
 from pretraining.data.progress import Progress
-from pretraining.data.tools.distributions import LengthDistribution, count_tokens, entropy_bits
-from pretraining.data.tools.documents import SplitDocuments
-from pretraining.data.tools.finished import FinishedData, open_finished, source_names
+from pretraining.data.tools.finished import (
+    FinishedData,
+    LengthDistribution,
+    SplitDocuments,
+    count_tokens,
+    open_finished,
+    source_names,
+)
 
 if TYPE_CHECKING:
     import tokenizers

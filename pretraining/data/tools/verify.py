@@ -5,16 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.arrow_layout import buffer_positions
 from pretraining.data.manifest import MANIFEST_NAME, content_fingerprint, num_shard_bytes
 from pretraining.data.progress import Progress
+from pretraining.data.shard_writer import buffer_positions
 from pretraining.data.shards import Shard, checksum_of_file
 from pretraining.data.tokenizer import describe_tokenizer
-from pretraining.data.tools.documents import SplitDocuments
-from pretraining.data.tools.finished import FinishedData, open_finished
+from pretraining.data.tools.finished import CHUNK_TOKENS, FinishedData, SplitDocuments, open_finished
 from pretraining.errors import UserError
-
-CHUNK_TOKENS = 1 << 22
 
 
 def verify_data(folder: Path, show_progress: bool = False) -> dict:

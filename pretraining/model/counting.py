@@ -1,7 +1,7 @@
-"""A model counted by building it on the meta device, where it takes no memory: for types that no formula describes.
+"""A model counted by building it on the meta device, which takes no memory: for types that no formula describes.
 
 A program of its own, which planning/counted.py starts: it reads a recipe's `model` section on stdin and prints one
-JSON object, the facts or {"error": one line}.
+JSON object, the facts or {"error": one line}. It imports neither DeepSpeed nor the Trainer, so that it answers sooner.
 """
 
 import json
@@ -14,13 +14,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from pretraining.model.module_order import children_first, parameters_near
+from pretraining.model.initial_weights import drawing_faults
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 def main() -> None:
+    """Read a `model` section on stdin and print what was counted."""
     model = json.load(sys.stdin)
     try:
         found = describe(model)
@@ -32,7 +33,7 @@ def main() -> None:
 
 
 def describe(model: dict) -> dict:
-    """What planning needs of a model section: every parameter by part, widths, experts, and how weights are drawn."""
+    """Count what planning needs of a model section: parameters by part, widths, experts, and how weights are drawn."""
     built, config = build_on_meta(model)
     tensors, head = list(parameters_by_part(built)), _head(built)
     experts = any(part == "experts" for part, *_ in tensors)
@@ -52,7 +53,7 @@ def describe(model: dict) -> dict:
 
 
 def build_on_meta(model: dict) -> tuple[PreTrainedModel, PreTrainedConfig]:
-    """The model without storage, and its config."""
+    """Build the model without storage, and find the config of its text part."""
     config = AutoConfig.for_model(**{"use_cache": False, **model})
     with torch.device("meta"), no_init_weights():
         built = AutoModelForCausalLM.from_config(config)
@@ -61,15 +62,15 @@ def build_on_meta(model: dict) -> tuple[PreTrainedModel, PreTrainedConfig]:
 
 
 def parameters_by_part(built: PreTrainedModel) -> Iterator[tuple[str, int, int | None, int | None]]:
-    """(part, elements, layer or None, rows and columns) of every parameter once, in the order of the modules.
+    """Yield (part, elements, layer or None, rows and columns) of every parameter once, in the order of the modules.
 
-    Rows and columns are those of all its matrices together; None: it is no matrix.
+    Rows and columns are added up over all its matrices; None if it is no matrix.
     """
     head, seen = _head(built), set()
     has_experts = any(".experts." in f"{name}." for name, _ in built.named_parameters())
     for module_name, module in built.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen:
+            if id(parameter) not in seen:  # tied ones have two names
                 seen.add(id(parameter))
                 is_head = parameter is head and not isinstance(module, nn.Embedding)
                 part = "head" if is_head else _part(module_name, name, module, has_experts)
@@ -86,7 +87,7 @@ def _rows_and_columns(parameter: torch.Tensor) -> int | None:
 
 
 def _part(module_name: str, name: str, module: nn.Module, has_experts: bool) -> str:
-    """One of sizes.PartSizes; biases of linear layers are marked, since no token is multiplied with them."""
+    """Name one of sizes.PartSizes; biases of linear layers are marked, since no token is multiplied with them."""
     kind, path = type(module).__name__.lower(), f"{module_name}.{name}".lower()
     if isinstance(module, nn.Embedding):
         return "embedding"
@@ -106,43 +107,18 @@ def _head(built: PreTrainedModel) -> torch.Tensor | None:
     return getattr(module, "weight", None)
 
 
-def _first(config, names: tuple[str, ...]) -> int:
-    """The first of these keys that is a number; 0 where there is none."""
+def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int:
+    """Read the first of these keys that is a number; 0 if there is none."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value), 0)
 
 
-def _attention_width(config) -> int:
-    """Heads times the mean of the sizes of a head's keys and values."""
+def _attention_width(config: PreTrainedConfig) -> int:
+    """Multiply the heads by the mean of the sizes of a head's keys and values."""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     return heads * sum(parts) // 2 if all(parts) else heads * size
-
-
-@torch.no_grad()
-def drawing_faults(built: PreTrainedModel) -> list[str]:
-    """Parameters that a draw module by module (model/initialise.py) would not reach, or would reach too late.
-
-    Each module's `_init_weights` may write to its own parameters and its children's: under ZeRO-3 no others are
-    gathered while it runs. A matrix that no module draws would keep whatever memory held.
-    """
-    faults, drawn = [], set()
-    for parameter in built.parameters():
-        parameter._is_hf_initialized = False
-    for name, module, owner in children_first(built):
-        inside = dict(module.named_parameters(prefix=name))
-        before = {key: parameter._version for key, parameter in inside.items()}
-        owner._init_weights(module)
-        written = {key for key, parameter in inside.items() if parameter._version != before[key]}
-        drawn |= {id(inside[key]) for key in written}
-        near = {id(parameter) for parameter in parameters_near(module)}
-        far = [key for key in written if id(inside[key]) not in near]
-        faults += [f"{key} is drawn from two levels above it, by {type(module).__name__}" for key in far]
-    matrices = ((key, parameter) for key, parameter in built.named_parameters() if parameter.ndim >= 2)
-    return faults + [
-        f"{key} is drawn by no module" for key, parameter in matrices if id(parameter) not in drawn
-    ]
 
 
 if __name__ == "__main__":

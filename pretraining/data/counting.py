@@ -14,7 +14,7 @@ from pretraining.data.tokenizer import describe_tokenizer
 from pretraining.mixture import source_name
 
 if TYPE_CHECKING:
-    from pretraining.data.encoding import Encoder
+    from pretraining.data.encoder import Encoder
 
 
 def count_data(recipe, num_documents: int | None = None, show_progress: bool = True) -> dict:
@@ -57,7 +57,7 @@ def count_data(recipe, num_documents: int | None = None, show_progress: bool = T
 def _open_encoder(recipe, sources: list, folder: Path, progress: Progress) -> "Encoder":
     """The encoder that a preparation of the recipe would use; its tokenizer is made in `folder`."""
     # numpy, tokenizers and pyarrow are needed from here on
-    from pretraining.data.encoding.encoder import Encoder
+    from pretraining.data.encoder import Encoder
     from pretraining.data.engine.preparation import Preparation
     from pretraining.data.engine.tokenizer_stage import make_tokenizer
     from pretraining.data.shards import token_dtype

@@ -1,0 +1,213 @@
+"""A batch of texts to one flat array of tokens, with a share of the documents encoded twice and compared.
+
+The fast backend encodes if it fits the tokenizer and agrees with the reference on what it is tried with.
+"""
+
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from pretraining.data.encoder_backends import BACKENDS, Backend, Fastokens, Reference, adversarial_texts
+from pretraining.data.tokenizer import TokenizerInfo
+from pretraining.errors import UserError, nearest
+
+CHECKED_ONE_IN = 500
+"""Documents a backend encodes for each one that the reference encodes too."""
+
+HASHED_CHARACTERS = 512
+"""Of either end of a text, for the draw that decides whether it is checked."""
+
+
+LONG_DOCUMENT = 200
+"""Tokens of the average document from which a copy for each costs less than a mask over all tokens."""
+
+AUTO = "auto"
+SAMPLE_CHARACTERS = 1 << 16
+"""Of the corpus, in the check at the start: some 60 ms of the reference."""
+
+
+class Encoder:
+    """Turns texts into tokens of the shards' type, an EOS after each document. It uses every core, without the GIL."""
+
+    def __init__(self, backend: Backend, reference: Reference, eos_token_id: int, dtype: np.dtype):
+        self.backend, self.reference = backend, reference
+        self.eos_token_id, self.dtype = eos_token_id, dtype
+        self.note: str | None = None
+        """A sentence for the user if `auto` fell back to the reference."""
+        self.num_checked = 0
+        """Documents that both have encoded, equally."""
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        info: TokenizerInfo,
+        dtype: np.dtype,
+        backend: str = AUTO,
+        num_threads: int | None = None,
+        sample: list[str] | None = None,
+    ) -> "Encoder":
+        """Open the encoder of a tokenizer folder that `data.encoder` asks for.
+
+        A fast backend first encodes built-in adversarial strings and the front of `sample` as the reference
+        does. `num_threads` bounds the threads of this process's backends; only the first one opened can set
+        it (default: every core). Raises UserError for a backend that is unknown, or named and unfit.
+        """
+        if num_threads is not None:
+            os.environ["RAYON_NUM_THREADS"] = str(num_threads)
+        chosen, reference, note = _choose_backend(folder, backend, _sample_of(sample or []))
+        encoder = cls(chosen, reference, info.eos_token_id, dtype)
+        encoder.note = note
+        return encoder
+
+    def encode(self, texts: list[str], wheres: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a batch: `tokens` [tokens] of the shards' type, an EOS after each document; `ends` [texts], int64.
+
+        Document i is `tokens[ends[i - 1]:ends[i]]`. `wheres` says where each text is from: a UserError names
+        the document on which a fast backend and the reference differ.
+        """
+        ids, offsets = self.backend.encode_flat(texts)
+        if self.backend is not self.reference:
+            self._check(texts, wheres, ids, offsets)
+        return close_documents(ids, offsets, self.eos_token_id, self.dtype)
+
+    def _check(self, texts: list[str], wheres: list[str], ids: np.ndarray, offsets: np.ndarray) -> None:
+        chosen = [number for number, text in enumerate(texts) if is_checked(text)]
+        if not chosen:
+            return
+        documents = [ids[offsets[number] : offsets[number + 1]] for number in chosen]
+        exact, starts = self.reference.encode_flat([texts[number] for number in chosen])
+        lengths = np.array([len(document) for document in documents])
+        found = np.concatenate(documents), np.concatenate([[0], np.cumsum(lengths)])
+        different = _first_difference(found, (exact, starts))
+        if different is not None:
+            raise UserError(
+                f"{wheres[chosen[different]]}: {self.backend.name} encodes this document differently from the "
+                f'reference; set data.encoder to "{Reference.name}" and prepare again'
+            )
+        self.num_checked += len(chosen)
+
+
+def is_checked(text: str) -> bool:
+    """Is this one of the documents both encode? One in `CHECKED_ONE_IN`, by its text alone."""
+    import xxhash
+
+    ends = text[:HASHED_CHARACTERS] + text[-HASHED_CHARACTERS:]
+    return xxhash.xxh3_64_intdigest(ends.encode("utf-8", "replace"), len(text)) % CHECKED_ONE_IN == 0
+
+
+def close_documents(
+    ids: np.ndarray, offsets: np.ndarray, eos_token_id: int, dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """Put an EOS after each text of `offsets` [texts + 1]; returns the tokens and where each text then ends."""
+    ends = offsets[1:] + np.arange(1, len(offsets))
+    tokens = np.empty(len(ids) + len(ends), dtype)
+    tokens[ends - 1] = eos_token_id
+    if len(ids) < LONG_DOCUMENT * len(ends):
+        ordinary = np.ones(len(tokens), bool)
+        ordinary[ends - 1] = False
+        tokens[ordinary] = ids
+    else:  # a copy for each document, where there are few
+        for number, (first, last) in enumerate(pairwise(offsets.tolist())):
+            tokens[first + number : last + number] = ids[first:last]
+    return tokens, ends
+
+
+# Choosing a backend.
+
+
+class _Unfit(Exception):
+    """Says why a backend cannot encode with this tokenizer; the text completes "<backend> ..."."""
+
+
+def _choose_backend(folder: Path, wanted: str, sample: list[str]) -> tuple[Backend, Reference, str | None]:
+    """Choose the backend; also returns the reference, and a sentence if `auto` had to fall back to it.
+
+    Raises UserError if `wanted` is unknown, or was named and does not fit this tokenizer.
+    """
+    if wanted not in (AUTO, *BACKENDS):
+        known = [AUTO, *BACKENDS]
+        raise UserError(f"data.encoder: no encoder {wanted!r}{nearest(wanted, known)} ({', '.join(known)})")
+    content, special = _ordinary_content(folder)
+    reference = Reference(content)
+    _refuse_special_ids(reference, special)
+    if wanted == Reference.name:
+        return reference, reference, None
+    name = Fastokens.name if wanted == AUTO else wanted
+    try:
+        backend = _checked_backend(name, content, reference, [*adversarial_texts(list(special)), *sample])
+        return backend, reference, None
+    except _Unfit as unfit:
+        if wanted == AUTO:
+            note = f"{name} {unfit}: encoding with tokenizers, which is many times slower"
+            return reference, reference, note
+        raise UserError(
+            f'data.encoder: {name} {unfit}; set data.encoder to "{AUTO}" or "{Reference.name}"'
+        ) from unfit
+
+
+def _ordinary_content(folder: Path) -> tuple[str, dict[str, int]]:
+    """Read tokenizer.json without its special tokens, so that text which spells one stays text; and these tokens.
+
+    What only pads, cuts or frames is taken out as well.
+    """
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    special = {token["content"]: token["id"] for token in content["added_tokens"] if token["special"]}
+    content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+    content["post_processor"] = content["truncation"] = content["padding"] = None
+    return json.dumps(content), special
+
+
+def _checked_backend(name: str, content: str, reference: Reference, texts: list[str]) -> Backend:
+    """Load the backend `name`; `_Unfit` unless it encodes `texts` as the reference does."""
+    try:
+        backend = BACKENDS[name](content)
+        found = backend.encode_flat(texts)
+    except ModuleNotFoundError as error:
+        raise _Unfit(f"is not installed (pip install {error.name})") from error
+    except BaseException as error:  # Rust panics are no Exceptions
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise _Unfit(f"cannot use this tokenizer ({reason})") from error
+    number = _first_difference(found, reference.encode_flat(texts))
+    if number is not None:
+        raise _Unfit(f"encodes {texts[number][:40]!r} differently from the reference")
+    return backend
+
+
+def _refuse_special_ids(reference: Reference, special: dict[str, int]) -> None:
+    """Raise UserError if even as ordinary text a special token's spelling becomes that token."""
+    ids, offsets = reference.encode_flat(list(special))
+    for (token, number), start, stop in zip(special.items(), offsets, offsets[1:], strict=False):
+        if number in ids[start:stop]:
+            raise UserError(
+                f"data.tokenizer: it turns text that spells {token!r} into the special token; choose a "
+                "byte-level BPE tokenizer, or take the token out of the model's vocabulary in tokenizer.json"
+            )
+
+
+def _first_difference(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> int | None:
+    """Find the first text whose ids differ between two flat encodings; None if there is none."""
+    if all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True)):
+        return None
+    (ids, offsets), (ids_there, offsets_there) = one, other
+    for number in range(len(offsets) - 1):
+        here = ids[offsets[number] : offsets[number + 1]]
+        if not np.array_equal(here, ids_there[offsets_there[number] : offsets_there[number + 1]]):
+            return number
+    return len(offsets) - 1
+
+
+def _sample_of(texts: list[str]) -> list[str]:
+    """Take whole texts from the front of `texts`, `SAMPLE_CHARACTERS` in all; a longer first one is cut."""
+    kept, left = [], SAMPLE_CHARACTERS
+    for text in texts:
+        if left <= 0:
+            break
+        kept.append(text[:left])
+        left -= len(text)
+    return kept

@@ -1,0 +1,207 @@
+"""Three tokenizers behind one call: a batch of texts in, all their ids in one flat array out.
+
+Each takes the content of a tokenizer.json. `encode_flat(texts)` gives `ids` [tokens], uint32, and `offsets`
+[texts + 1], int64: text i is `ids[offsets[i]:offsets[i + 1]]`. All of them work in rayon's threads, without the
+GIL. `adversarial_texts` are the strings to try them with.
+"""
+
+import random
+import unicodedata
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+
+
+class Backend(Protocol):
+    """Encodes a batch; `name` is the value of `data.encoder` that asks for it."""
+
+    name: str
+
+    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a batch; see the module."""
+
+
+class Reference:
+    """Hugging Face `tokenizers`: defines what is right, and covers every tokenizer.json."""
+
+    name = "tokenizers"
+
+    def __init__(self, content: str):
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_str(content)
+
+    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a batch; see the module."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return _join_flat([np.array(encoding.ids, np.uint32) for encoding in encodings])
+
+
+class Fastokens:
+    """`fastokens`: PCRE2 and a merge table of its own; equal to the reference wherever it was compared."""
+
+    name = "fastokens"
+
+    def __init__(self, content: str):
+        import fastokens
+
+        self._tokenizer = fastokens.Tokenizer.from_json_str(content)
+
+    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a batch; see the module."""
+        ids, offsets = self._tokenizer.encode_batch_flat(texts)
+        return np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.int64)
+
+
+class Gigatoken:
+    """`gigatoken`: follows a newer Unicode than the reference, which therefore gets the texts that would show it."""
+
+    name = "gigatoken"
+
+    def __init__(self, content: str):
+        import gigatoken
+
+        self._tokenizer = gigatoken.Tokenizer.from_json(content)
+        self._reference = Reference(content)
+
+    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a batch; see the module."""
+        layout = self._tokenizer.encode_batch(texts).layout
+        ids, offsets = np.asarray(layout.content.data), np.asarray(layout.offsets.data, np.int64)
+        uncovered = uncovered_texts(texts)
+        return self._replace(texts, uncovered, ids, offsets) if uncovered else (ids, offsets)
+
+    def _replace(
+        self, texts: list[str], uncovered: list[int], ids: np.ndarray, offsets: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Encode the texts at `uncovered` by the reference instead."""
+        documents = np.split(ids, offsets[1:-1])
+        exact, starts = self._reference.encode_flat([texts[number] for number in uncovered])
+        for position, number in enumerate(uncovered):
+            documents[number] = exact[starts[position] : starts[position + 1]]
+        return _join_flat(documents)
+
+
+def _join_flat(documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Join arrays of ids, one a text, into flat ids and offsets."""
+    offsets = np.zeros(len(documents) + 1, np.int64)
+    np.cumsum([len(document) for document in documents], out=offsets[1:])
+    return np.concatenate([*documents, np.empty(0, np.uint32)]), offsets
+
+
+BACKENDS = {backend.name: backend for backend in (Fastokens, Gigatoken, Reference)}
+
+
+# Code points whose category depends on whose Unicode tables one asks. Pre-tokenizers split at letters and digits: a
+# code point that was assigned last year is a letter to a library with new tables and nothing to one with old tables.
+# Private-use ones are read differently as well.
+
+_UNCERTAIN = {"Cn", "Co"}
+"""Unassigned (in this Python's tables) and private use."""
+
+_ASSIGNED_PLANES = 0x40000
+"""No character is assigned beyond, save tags and variation selectors, which are left to the reference too."""
+
+
+def uncovered_texts(texts: list[str]) -> list[int]:
+    """List the numbers of the texts with such a code point; pure ASCII costs nothing."""
+    return [number for number, text in enumerate(texts) if not text.isascii() and _is_uncertain(text)]
+
+
+def _is_uncertain(text: str) -> bool:
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    return bool(_uncertain_table()[codes].any())
+
+
+@cache
+def _uncertain_table() -> np.ndarray:
+    """[0x110000], bool: is this code point one of `_UNCERTAIN`?"""
+    table = np.ones(0x110000, bool)
+    categories = (unicodedata.category(chr(code)) in _UNCERTAIN for code in range(_ASSIGNED_PLANES))
+    table[:_ASSIGNED_PLANES] = np.fromiter(categories, bool, _ASSIGNED_PLANES)
+    return table
+
+
+# Strings on which tokenizers that claim to agree have been seen to differ.
+
+_STRIDE = 61
+"""Every 61st code point is looked at: 18,000 of them, some of every large category."""
+
+_PER_CATEGORY = 12
+
+_WRITTEN_OUT = (
+    *("", " ", "\n", "\r", "\r\n", "\t", "\0", "a\0b", "\ufeff", "\u2028\u2029", "\x85", "\xa0a\xa0 a"),
+    *("I'm you're he'll we'd they've it's don't", "I'M YOU'RE HE'LL", "'s's ' s'", "\u2019s it\u2019ll"),
+    *(
+        "1 12 123 1234 12345 3.14159 1,000,000",
+        "\u0661\u0662\u0663 \u00bd \u2167 \u00b2",
+        "x1y2",
+        "\uff11\uff12",
+    ),
+    *("  a", "a  ", " a  b   c    d", "\n\n a\n \n\t\tb \r\n\r c", "a\r\rb\n\rc", "\u3000a\u2003 b", "a \n"),
+    *(
+        "e\u0301\u0323 a\u0323\u0301",
+        "\u0301",
+        "\u1100\u1161\u11a8 \uac01",
+        "\u0928\u093f \u0915\u094d\u0937",
+    ),
+    *("\U0001f468\u200d\U0001f469\u200d\U0001f467", "\U0001f1e9\U0001f1ea\U0001f1eb", "\U0001f44d\U0001f3fd"),
+    *(
+        "\u4e2d\u6587\u5b57\u7b26\u3002\u65e5\u672c\u8a9e\u306e",
+        "\u05e9\u05c1\u05dc\u05d5\u05dd \u202eabc\u202c",
+    ),
+    *(
+        "\ue000 \uf8ff\U000f0000",
+        "\ufffd\uffff\ufdd0",
+        "\U00016ebb \U00016ea0",
+        "\U0010ffff",
+        "\u0378 \u0560",
+    ),
+    *(" " * 3000 + "a", "a" * 3000, "\n" * 3000, "-" * 3000 + " ", "ab" * 2000, "9" * 1500, "\u4e2d" * 800),
+    *('if x == "a":\n    return {"b": [1, 2]}  # c\n', "\\n\\t\\\\", "https://a.b/c?d=e&f=%20#g", "<s></s>"),
+    *(
+        "\u0130I\u0131i \ufb01 \u1e9e\u00df \u01c5",
+        "\u03a3\u03c3\u03c2",
+        "\u200b\u200c\u200d\u2060",
+        "__init__",
+    ),
+)
+
+
+def adversarial_texts(special_tokens: list[str], seed: int = 0, num_random: int = 300) -> list[str]:
+    """Make trial strings: those above, every Unicode category in several surroundings, mixtures, specials spelled."""
+    pools = _code_points_by_category()
+    singles = [text for pool in pools.values() for character in pool for text in _surrounded(character)]
+    spelled = [text for token in special_tokens for text in (token, f"a{token}b", f" {token}\n{token}")]
+    return [*_WRITTEN_OUT, *singles, *spelled, *_mixtures(pools, special_tokens, seed, num_random)]
+
+
+def _code_points_by_category() -> dict[str, list[str]]:
+    """Pick up to `_PER_CATEGORY` characters of each Unicode category but surrogates, spread over its range."""
+    pools: dict[str, list[str]] = {"Zl": ["\u2028"], "Zp": ["\u2029"], "Cc": ["\0", "\t", "\n", "\r", "\x7f"]}
+    for code in range(0x20, 0x110000, _STRIDE):
+        category = unicodedata.category(chr(code))
+        if category != "Cs":
+            pools.setdefault(category, []).append(chr(code))
+    return {name: pool[:: -(-len(pool) // _PER_CATEGORY)] for name, pool in sorted(pools.items())}
+
+
+def _surrounded(character: str) -> tuple[str, ...]:
+    return (
+        f'"{character}"',
+        f"a{character}b {character} 1{character}",
+        f' "{character}"),\n{character}{character}',
+    )
+
+
+def _mixtures(pools: dict[str, list[str]], special_tokens: list[str], seed: int, count: int) -> list[str]:
+    """Draw random strings over the categories, whitespace runs, digits, contractions and special tokens."""
+    draw = random.Random(seed)
+    parts = [" ", "  ", "\n", "\t", "'s", "'ll", "the", " of", "12", "345", "_", "...", *special_tokens]
+    names = list(pools)
+
+    def part() -> str:
+        return draw.choice(parts) if draw.random() < 0.5 else draw.choice(pools[draw.choice(names)])
+
+    return ["".join(part() for _ in range(draw.randint(1, 40))) for _ in range(count)]

@@ -1,0 +1,246 @@
+"""Token shards as they are written: the Arrow dataset that `shards` reads, and a digest of its tokens.
+
+The digest does not depend on the shards that a stream is cut into, and those of two streams join without reading them
+again. Each document is hashed (xxh3, 64 bits); the hashes are the coefficients of a polynomial, evaluated modulo 2**64
+at two odd points. The value of two streams joined follows from their values and the second's length.
+"""
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from pretraining.data.shards import checksum_of_file
+
+if TYPE_CHECKING:
+    import pyarrow
+
+SHARD_TOKENS = 64_000_000
+"""128 MB a shard in uint16: few files at 10^11 tokens, and one shard is still a quick fetch."""
+
+SHARD_DOCUMENTS = 4_000_000
+"""Bounds the offsets of a shard (16 bytes a document) if the documents are tiny."""
+
+_POINTS = (0x9E3779B97F4A7C15, 0xD1342543DE82EF95)
+_MODULUS = 1 << 64
+
+
+class SplitWriter:
+    """Appends documents to one split through a single preallocated buffer of a shard's size.
+
+    `finish()` returns the split's entry of the manifest: counts, checksum of the tokens, and its shards.
+    """
+
+    def __init__(self, folder: Path, dtype: np.dtype, shard_tokens: int | None = None):
+        folder.mkdir(parents=True)
+        self.folder, self.dtype = folder, dtype
+        self._tokens = np.empty(shard_tokens or SHARD_TOKENS, dtype)
+        self._ends = array("q", [0])
+        self._num_bytes = array("Q")
+        self._shards: list[dict] = []
+        self._source = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens appended so far, in this shard and those before."""
+        return sum(shard["tokens"] for shard in self._shards) + self._ends[-1]
+
+    def begin_source(self, number: int) -> None:
+        """Take what follows as of source `number`: a shard holds documents of one source."""
+        if number != self._source and self._num_bytes:
+            self._write_shard()
+        self._source = number
+
+    def append(self, tokens: np.ndarray, num_bytes: int) -> None:
+        """Add one document: its tokens with the closing EOS, and the bytes of its text."""
+        self.extend(tokens, np.array([len(tokens)]), np.array([num_bytes]))
+
+    def extend(self, tokens: np.ndarray, ends: np.ndarray, num_bytes: np.ndarray) -> None:
+        """Add a run of documents: document i is `tokens[ends[i - 1]:ends[i]]`, its text has `num_bytes[i]` bytes.
+
+        The shards do not depend on how documents are gathered into runs.
+        """
+        first = start = 0
+        while first < len(ends):
+            fitting = self._num_fitting(ends[first:] - start)
+            if fitting:
+                last = first + fitting
+                self._append_run(
+                    tokens[start : ends[last - 1]], ends[first:last] - start, num_bytes[first:last]
+                )
+                first, start = last, int(ends[last - 1])
+            elif self._num_bytes:
+                self._write_shard()
+            else:  # one document larger than a shard gets a shard of its own
+                self._tokens = np.empty(int(ends[first]) - start, self.dtype)
+
+    def _num_fitting(self, ends: np.ndarray) -> int:
+        """Count the documents, of those that end at `ends`, that the open shard still takes."""
+        fitting = int(np.searchsorted(ends, len(self._tokens) - self._ends[-1], side="right"))
+        return min(fitting, SHARD_DOCUMENTS - len(self._num_bytes))
+
+    def _append_run(self, tokens: np.ndarray, ends: np.ndarray, num_bytes: np.ndarray) -> None:
+        start = self._ends[-1]
+        self._tokens[start : start + len(tokens)] = tokens
+        self._ends.frombytes((ends + start).astype(np.int64).tobytes())
+        self._num_bytes.frombytes(np.asarray(num_bytes).astype(np.uint64).tobytes())
+
+    def _write_shard(self) -> None:
+        import pyarrow as pa
+
+        count = self._ends[-1]
+        values = _arrow_array(self._tokens[:count])
+        rows = pa.LargeListArray.from_arrays(_arrow_array(np.asarray(self._ends)), values)
+        schema = _arrow_schema(self.dtype)
+        path = self.folder / f"data-{len(self._shards):05d}.arrow"
+        with path.open("wb") as file:
+            with pa.ipc.new_stream(file, schema) as stream:
+                num_bytes = _arrow_array(np.asarray(self._num_bytes))
+                stream.write_batch(pa.record_batch([rows, num_bytes], schema=schema))
+            file.flush()
+            os.fsync(file.fileno())
+        self._shards.append(self._entry(path))
+        self._ends, self._num_bytes = array("q", [0]), array("Q")
+
+    def _entry(self, path: Path) -> dict:
+        return {
+            "file": path.name,
+            "source": self._source,
+            "documents": len(self._num_bytes),
+            "tokens": self._ends[-1],
+            "bytes": sum(self._num_bytes),
+            "size": path.stat().st_size,
+            "buffers": buffer_positions(path),
+            "checksum": checksum_of_file(path),
+            "tokens_digest": _digest_of_documents(self._tokens, np.asarray(self._ends)[1:]),
+        }
+
+    def finish(self) -> dict:
+        """Write the last shard and the JSON files `load_from_disk` expects; returns the manifest entry."""
+        if self._num_bytes or not self._shards:
+            self._write_shard()
+        for number, shard in enumerate(self._shards):
+            name = f"data-{number:05d}-of-{len(self._shards):05d}.arrow"
+            (self.folder / shard["file"]).rename(self.folder / name)
+            shard["file"] = name
+        return split_entry(self.folder, self._shards, self.dtype.name)
+
+
+def split_entry(folder: Path, shards: list[dict], dtype: str) -> dict:
+    """Make a split's part of the manifest of its shards' entries, and write the JSON files `load_from_disk` expects."""
+    checksum = _joined_digest([s["tokens_digest"] for s in shards], [s["documents"] for s in shards])
+    _write_dataset_files(folder, [shard["file"] for shard in shards], np.dtype(dtype), checksum)
+    totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
+    return {**totals, "dtype": dtype, "checksum": checksum, "shards": shards}
+
+
+# The files of a split, as `datasets.save_to_disk` lays them out.
+
+
+def _arrow_schema(dtype: np.dtype) -> "pyarrow.Schema":
+    """Make the columns `input_ids: large_list<dtype>` and `num_bytes: uint64`, with the metadata `datasets` reads."""
+    import pyarrow as pa
+
+    info = json.dumps({"info": {"features": _features(dtype)}})
+    return pa.schema(
+        {"input_ids": pa.large_list(pa.from_numpy_dtype(dtype)), "num_bytes": pa.uint64()},
+        metadata={"huggingface": info},
+    )
+
+
+def _features(dtype: np.dtype) -> dict:
+    """Spell the features of a split as `datasets` does."""
+    return {
+        "input_ids": {"feature": {"dtype": dtype.name, "_type": "Value"}, "_type": "LargeList"},
+        "num_bytes": {"dtype": "uint64", "_type": "Value"},
+    }
+
+
+def _arrow_array(values: np.ndarray) -> "pyarrow.Array":
+    """Hand a contiguous array to Arrow without a copy. (`pyarrow.array` would import pandas first.)"""
+    import pyarrow as pa
+
+    buffers = [None, pa.py_buffer(values)]
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), buffers)
+
+
+def buffer_positions(path: Path) -> dict[str, int]:
+    """Find where in the file, in bytes, the values and offsets of `input_ids` and `num_bytes` begin."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as file:
+        content = file.read_buffer()
+        file.seek(0)
+        rows, num_bytes = pa.ipc.open_stream(file).read_next_batch().columns
+        buffers = {
+            "input_ids": rows.values.buffers()[1],
+            "offsets": rows.buffers()[1],
+            "num_bytes": num_bytes.buffers()[1],
+        }
+        return {name: buffer.address - content.address for name, buffer in buffers.items()}
+
+
+def _write_dataset_files(folder: Path, shard_names: list[str], dtype: np.dtype, checksum: str) -> None:
+    """Write `state.json` and `dataset_info.json` beside the shards, as `datasets.save_to_disk` does."""
+    state = {
+        "_data_files": [{"filename": name} for name in shard_names],
+        "_fingerprint": hashlib.blake2b(checksum.encode(), digest_size=8).hexdigest(),
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    info = {"citation": "", "description": "", "features": _features(dtype), "homepage": "", "license": ""}
+    write_durably(folder / "state.json", json.dumps(state, indent=2))
+    write_durably(folder / "dataset_info.json", json.dumps(info, indent=2))
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a small file and wait until the disk holds it."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# The digest of a token stream; see the module.
+
+
+def _digest_of_documents(tokens: np.ndarray, ends: np.ndarray) -> str:
+    """Digest, in 32 hex digits, the documents that end at `ends` [documents] of `tokens` [tokens]."""
+    content, width = memoryview(np.ascontiguousarray(tokens)).cast("B"), tokens.itemsize
+    edges = [0, *(ends * width).tolist()]
+    hashes = [xxhash.xxh3_64_intdigest(content[a:b]) for a, b in pairwise(edges)]
+    coefficients = np.array(hashes, np.uint64)
+    return _spelled(
+        int((coefficients * _powers(point, len(hashes))).sum(dtype=np.uint64)) for point in _POINTS
+    )
+
+
+def _joined_digest(digests: list[str], num_documents: list[int]) -> str:
+    """Digest streams joined, from their digests and numbers of documents."""
+    values = [0, 0]
+    for digest, count in zip(digests, num_documents, strict=True):
+        for number, point in enumerate(_POINTS):
+            own = int(digest[16 * number : 16 * number + 16], 16)
+            values[number] = (values[number] * pow(point, count, _MODULUS) + own) % _MODULUS
+    return _spelled(values)
+
+
+def _powers(point: int, count: int) -> np.ndarray:
+    """Compute point**(count - 1) ... point**0 modulo 2**64: [count] uint64."""
+    powers = np.full(count, point, np.uint64)
+    powers[:1] = 1
+    return np.cumprod(powers, dtype=np.uint64)[::-1]
+
+
+def _spelled(values: Iterable[int]) -> str:
+    return "".join(f"{value:016x}" for value in values)
