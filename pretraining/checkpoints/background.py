@@ -27,7 +27,6 @@ from pretraining.checkpoints.disk_errors import one_line_disk_errors
 from pretraining.checkpoints.folders import remove_checkpoint
 from pretraining.checkpoints.format import MARKER, receipt_name, write_bytes, write_receipt
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
-from pretraining.checkpoints.trainer_state import RankShare
 from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
 from pretraining.planning.memory.host import SNAPSHOT_ALIGNMENT, pinned_bytes, snapshot_bytes
@@ -182,8 +181,8 @@ class CheckpointWriter:
 
     def _write(self, save: RankSave, tensors: Mapping[str, torch.Tensor]) -> None:
         began = time.perf_counter()
-        share = RankShare(tensors, save.files, {"save": save.name, **save.receipt})
-        write_share(share, save.folder, self.rank, self.ranks)
+        receipt = {"save": save.name, **save.receipt}
+        write_share(save.folder, self.rank, self.ranks, tensors, save.files, receipt)
         sync_to_disk(save.folder)
         save.write_seconds = time.perf_counter() - began
 
@@ -304,12 +303,19 @@ class RankSave:
         }
 
 
-def write_share(share: RankShare, folder: Path, rank: int, ranks: int) -> None:
-    """Write a rank's share, its receipt last; the checkpoint counts once the marker is written after all receipts."""
+def write_share(
+    folder: Path,
+    rank: int,
+    ranks: int,
+    tensors: Mapping[str, torch.Tensor],
+    files: Mapping[str, bytes],
+    receipt: Mapping,
+) -> None:
+    """Write one rank's files, and its receipt last; the checkpoint counts once the marker follows all receipts."""
     name = rank_file(rank, ranks)
-    written = {name: write_rank_file(folder / name, share.tensors)}
-    written |= {name: write_bytes(folder / name, content) for name, content in share.files.items()}
-    write_receipt(folder, rank, ranks, written, **share.receipt)
+    written = {name: write_rank_file(folder / name, tensors)}
+    written |= {name: write_bytes(folder / name, content) for name, content in files.items()}
+    write_receipt(folder, rank, ranks, written, **receipt)
 
 
 class SaveAbandoned(Exception):

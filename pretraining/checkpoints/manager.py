@@ -68,8 +68,7 @@ class CheckpointManager(TrainerCallback):
             return
         self._last_saved = step, len(rows)
         marker = self.identity.marker_at(step, metrics_at(step, rows))
-        share = rank_share(trainer)
-        self.writer.save(step, share.tensors, share.files, share.receipt, marker)
+        self.writer.save(step, *rank_share(trainer), marker)
 
     def load_state(self, trainer: Trainer, folder: Path) -> None:
         """Set weights, optimizer, schedule and loss scaler of a prepared Trainer from a checkpoint."""
