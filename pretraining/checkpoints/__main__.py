@@ -21,7 +21,7 @@ from pretraining.checkpoints.folders import (
     step_of,
 )
 from pretraining.checkpoints.format import MARKER
-from pretraining.checkpoints.retention import Kept, Retention, measured_at
+from pretraining.checkpoints.retention import Committed, Retention, measured_at
 from pretraining.command_line import answer_one, not_negative_integer, not_negative_number, positive_integer
 from pretraining.errors import UserError, one_line_errors
 from pretraining.planning.quantities import columns, duration, num_bytes
@@ -313,7 +313,7 @@ class Prune:
         entries = catalogue(run)
         committed = [each for each in entries if each["state"] == "committed"]
         kept = Retention.of(section, metric=section["metric"]).kept_steps(
-            Kept(each["step"], measured_at(run.path / each["folder"], section["metric"]))
+            Committed(each["step"], measured_at(run.path / each["folder"], section["metric"]))
             for each in committed
         )
         # Checkpoints of another version are kept: that version may still go on from them.

@@ -59,22 +59,22 @@ class Block:
         """Return {state: tensor} of the block's size, the master weights among them."""
         return {
             MASTER: self.tensor,
-            **{k: v for k, v in self.state.items() if is_per_element(k, v, self.tensor)},
+            **{k: v for k, v in self.state.items() if _is_per_element(k, v, self.tensor)},
         }
 
     def scalars(self) -> dict[str, int | float]:
         """Return the numbers that the optimizer keeps for the block, such as Adam's `step`."""
-        values = {k: v for k, v in self.state.items() if not is_per_element(k, v, self.tensor)}
+        values = {k: v for k, v in self.state.items() if not _is_per_element(k, v, self.tensor)}
         values = {k: v.item() if torch.is_tensor(v) and v.numel() == 1 else v for k, v in values.items()}
         return {k: v for k, v in values.items() if isinstance(v, int | float)}
 
     def whole(self) -> dict[str, torch.Tensor]:
         """Return the states of a shape of their own, such as the row and column factors of a factored moment."""
         values = {k: v for k, v in self.state.items() if torch.is_tensor(v) and v.numel() > 1}
-        return {k: v for k, v in values.items() if not is_per_element(k, v, self.tensor)}
+        return {k: v for k, v in values.items() if not _is_per_element(k, v, self.tensor)}
 
 
-def is_per_element(key: str, value: object, tensor: torch.Tensor) -> bool:
+def _is_per_element(key: str, value: object, tensor: torch.Tensor) -> bool:
     """Say if a state has one value for each element of the tensor it belongs to."""
     # The step of a parameter of one element has the parameter's shape too.
     return key != "step" and torch.is_tensor(value) and value.shape == tensor.shape
@@ -254,7 +254,7 @@ def set_block(block: Block, reader: CheckpointReader) -> None:
     probe, kept = _states_after_a_step(block, int(saved.get("step", 1)))
     live = block.optimizer.state[block.tensor]
     for key, example in kept.items():
-        if is_per_element(key, example, probe):
+        if _is_per_element(key, example, probe):
             _set_per_element(block, key, example, reader)
         elif torch.is_tensor(example) and example.numel() > 1:
             live[key] = _whole(block, key, reader).to(example.device, example.dtype)

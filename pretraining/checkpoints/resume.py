@@ -29,6 +29,7 @@ from pretraining.curve import DATA_FINGERPRINT, Change, changed_parts, changes_o
 from pretraining.data.mixture import Mixture, format_table
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.packing import cuts_text
+from pretraining.data.prepared import PreparedData
 from pretraining.errors import UserError
 from pretraining.planning import RunPlan, run_facts
 from pretraining.planning.quantities import facts, several
@@ -47,7 +48,9 @@ STEP_SIZES = ("budget.tokens_per_step", "budget.ramp")
 """Keys that say how many tokens a step has."""
 
 
-def find_start(run: RunFolder, recipe: Recipe, manifest: dict, resume: str, allowed: Sequence[str]) -> Start:
+def find_start(
+    run: RunFolder, recipe: Recipe, data: PreparedData, resume: str, allowed: Sequence[str]
+) -> Start:
     """Find where to begin or go on; rank 0 decides, and every rank gets the same answer or the same `UserError`.
 
     Writes nothing but checkpoints that it fetches from a store, and the event of a damaged one that it passes over.
@@ -62,7 +65,7 @@ def find_start(run: RunFolder, recipe: Recipe, manifest: dict, resume: str, allo
     from_rank_0(lambda: changes_of_run(run, recipe.to_dict(), allowed))
     journal = from_rank_0(lambda: Journal.read(run.journal))
     checkpoint = choose_checkpoint(run, resume, journal)
-    start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, manifest, allowed))
+    start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, data.manifest, allowed))
     from_rank_0(lambda: _refuse_lost_rollbacks(checkpoint, run, journal))
     return replace(start, journal=journal)
 
@@ -109,14 +112,14 @@ def choose_checkpoint(run: RunFolder, resume: str, journal: Journal = NOTHING_HE
     if resume != "auto":
         return _whole(Path(resume))
     for folder in from_rank_0(lambda: _candidates(run, journal)):
-        reason = _damage_seen_by_all(folder, of_run=True)
+        reason = _damage_found_together(folder, of_run=True)
         if reason is None:
             return folder
         from_rank_0(lambda folder=folder, reason=reason: _pass_over(run, folder, reason))
     return None
 
 
-def _damage_seen_by_all(folder: Path, of_run: bool = False) -> str | None:
+def _damage_found_together(folder: Path, of_run: bool = False) -> str | None:
     """Return the `damage` of a checkpoint, of which each rank reads a share of the bytes; every rank calls it."""
     reason, files = from_rank_0(lambda: quick_damage(folder, of_run))
     if reason is not None:
@@ -145,7 +148,7 @@ def _pass_over(run: RunFolder, folder: Path, reason: str) -> None:
 def _whole(folder: Path) -> Path:
     """Return the folder; `UserError` unless it is a committed checkpoint without damage."""
     from_rank_0(lambda: _refuse_uncommitted(folder))
-    reason = _damage_seen_by_all(folder)
+    reason = _damage_found_together(folder)
     if reason is not None:
         raise UserError(f"--resume {folder}: the checkpoint is damaged: {reason}")
     return folder
