@@ -55,7 +55,7 @@ def find_start(run: RunFolder, recipe: Recipe, manifest: dict, resume: str, allo
     resume: `--resume auto|never|PATH|ADDRESS`. allowed: keys of the recipe, or sections, that may differ from what
     the run was so far.
     """
-    resume = resolve_resume(run, recipe.checkpoints["upload"], resume)
+    resume = resolve_resume(run, recipe.checkpoints.upload, resume)
     if resume == "never":
         return Start(starts_over=True)
     from_rank_0(lambda: changes_of_run(run, recipe.to_dict(), allowed))
@@ -287,7 +287,7 @@ def _effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
 
     A schedule that counts steps goes on at the same step, which is another share of the run than before.
     """
-    kind, last = recipe.training.get("lr_scheduler_type", "linear"), start.last_step(recipe)
+    kind, last = recipe.training.lr_scheduler_type, start.last_step(recipe)
     is_flat = kind == CONSTANT[0] or (kind in CONSTANT and start.step >= recipe.warmup_steps(last))
     if change["key"] not in STEP_SIZES or recipe.schedule_counts_tokens or is_flat:
         return ""

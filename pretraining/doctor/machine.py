@@ -128,7 +128,7 @@ def _batches_ahead(launch: Launch) -> int:
     """Bytes that the data workers of this machine hold ready."""
     if launch.recipe is None or not launch.workers:
         return 0
-    ahead = int(launch.recipe.training.get("dataloader_prefetch_factor") or PREFETCHED)
+    ahead = int(launch.recipe.training.dataloader_prefetch_factor or PREFETCHED)
     batch = launch.recipe.micro_batch * launch.recipe.sequence_length * TOKEN_BYTES
     return launch.ranks_here * launch.workers * ahead * batch
 

@@ -126,7 +126,7 @@ def _gradients(case: Case) -> Finding | None:
 def _fewer_checkpoints(case: Case, kept: int, room: float) -> int | None:
     """The largest `checkpoints.keep_last` below `kept` for which there is room."""
     for keep in range(kept - 1, 0, -1):
-        recipe = replace(case.recipe, checkpoints={**case.recipe.checkpoints, "keep_last": keep})
+        recipe = replace(case.recipe, checkpoints=replace(case.recipe.checkpoints, keep_last=keep))
         if build_run_plan(recipe, case.ds_config, case.world_size).checkpoint_disk_bytes <= room:
             return keep
     return None

@@ -55,7 +55,7 @@ def host_memory(
     if zero_stage(config) != 3:
         built = 2 if config and precision.name == "bf16" and not precision.is_autocast else 4
         host[BUILT] = built * sum(tensor.numel for tensor in tensors)
-    if recipe.checkpoints["background"] and recipe.training.get("save_strategy", "steps") != "no":
+    if recipe.checkpoints.background and recipe.training.save_strategy != "no":
         host[SNAPSHOT] = pinned_bytes(
             snapshot_bytes([-(-checkpoint_bytes(tensors, optimizer) // world_size)])
         )

@@ -13,7 +13,8 @@ from pretraining.planning.memory.states import ModelState, model_state
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, accumulation_steps
-from pretraining.recipe.model import is_exact, value_of
+from pretraining.recipe.model import value_of
+from pretraining.recipe.sections import Loss
 from pretraining.refusals import gathers_blocks
 
 ROOMY = 0.85
@@ -176,18 +177,17 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
     )
 
 
-def loss_of(recipe: Recipe) -> dict:
+def loss_of(recipe: Recipe) -> Loss:
     """The recipe's section with what `kind: auto` becomes: fused where the head is known (`model/loss.py`)."""
-    kind = recipe.loss["kind"]
-    if kind != "auto":
+    if recipe.loss.kind != "auto":
         return recipe.loss
-    return {**recipe.loss, "kind": "fused" if is_exact(recipe.model) else "chunked"}
+    return replace(recipe.loss, kind="fused" if recipe.model.is_exact else "chunked")
 
 
 def checkpointing_of(recipe: Recipe) -> tuple[bool, int]:
     """Whether layers are recomputed, and of how many layers one."""
-    keywords = recipe.training.get("activation_checkpointing_kwargs") or {}
-    return bool(recipe.training.get("activation_checkpointing")), int(keywords.get("every_n_layers") or 1)
+    keywords = recipe.training.activation_checkpointing_kwargs or {}
+    return bool(recipe.training.activation_checkpointing), int(keywords.get("every_n_layers") or 1)
 
 
 def recomputed_one_in(recipe: Recipe) -> int:
