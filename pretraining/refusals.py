@@ -124,7 +124,7 @@ def _check_own_groups(recipe: Recipe, ds_config: dict | None, where: str) -> Non
 
 def _check_clipping(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """Clipping by value and adaptive clipping are done to the gradients of a step on this side of DeepSpeed."""
-    given = [key for key in ("clip_value", "adaptive_clip") if recipe.optimizer[key]]
+    given = [key for key in ("clip_value", "adaptive_clip") if getattr(recipe.optimizer, key)]
     if given and optimizer_device(ds_config) != "gpu":
         what = "is set, but an offloaded optimizer steps inside DeepSpeed; use a ds_config without offload_optimizer: "
         what += f"--deepspeed zero{zero_stage(ds_config)}"

@@ -88,7 +88,7 @@ def test_every_training_section_is_accepted_by_the_trainer(name, tmp_path):
 
     training = {**load_recipe(name).training, "report_to": "none"}
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **training)
-    assert arguments.learning_rate == training["learning_rate"]
+    assert arguments.learning_rate == training.learning_rate
 
 
 def test_loading_is_fast_and_needs_no_torch():

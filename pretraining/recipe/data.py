@@ -319,5 +319,5 @@ def shares_of_sizes(sizes: Sequence[int], temperature: float = 1) -> list[Fracti
 
 def source_name(spec: dict) -> str:
     """Its own name in the recipe, else the last part of what it is read from."""
-    origin = spec.get("builtin") or spec.get("dataset") or spec.get("path")
-    return spec.get("name") or PurePosixPath(origin).name
+    origin = spec.builtin or spec.dataset or spec.path
+    return spec.name or PurePosixPath(origin).name

@@ -115,7 +115,8 @@ class Recipe:
     @property
     def words(self) -> list[str]:
         """What a command takes to read this recipe again: `--recipe`, its name or path, and every `--set`."""
-        reference = self.path.stem if self.path.parent == RECIPES else str(self.path)
+        ours = self.path.is_relative_to(RECIPES)
+        reference = self.path.relative_to(RECIPES).with_suffix("").as_posix() if ours else str(self.path)
         return ["--recipe", reference, *(word for text in self.overrides for word in ("--set", text))]
 
     @property

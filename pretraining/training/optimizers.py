@@ -134,7 +134,7 @@ SMALLEST_NORM = 1e-3
 
 def choose_clipping(recipe) -> Callable | None:
     """(model, optimizer) -> None that clips before each step; None if the recipe asks for nothing more."""
-    value, ratio = (recipe.optimizer[key] for key in ("clip_value", "adaptive_clip"))
+    value, ratio = recipe.optimizer.clip_value, recipe.optimizer.adaptive_clip
     if not (value or ratio):
         return None
 
