@@ -27,7 +27,7 @@ COUNTED_BLOCKS = 256
 
 def batch_size_of(recipe: Recipe) -> int:
     """Read how many blocks or texts each rank takes in one forward pass."""
-    return recipe.training.get("per_device_eval_batch_size", DEFAULT_BATCH_SIZE)
+    return recipe.training.per_device_eval_batch_size
 
 
 class Part(NamedTuple):
@@ -57,8 +57,8 @@ class Validation:
         If `splits` is {source: its part of the split}, each source is measured by itself as well. The tokens are then
         shared out in proportion to the sources' sizes, and each source that has a block gets at least one.
         """
-        length, max_tokens = recipe.sequence_length, recipe.evaluation["max_validation_tokens"]
-        masks_documents = recipe.data.get("document_masking", False)
+        length, max_tokens = recipe.sequence_length, recipe.evaluation.max_validation_tokens
+        masks_documents = recipe.data.document_masking
         named = {None: splits} if isinstance(splits, TokenSplit) else splits
         named = {name: split for name, split in named.items() if split.num_blocks(length)} or named
         counts = {name: split.num_blocks(length) for name, split in named.items()}

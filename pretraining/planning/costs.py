@@ -269,7 +269,7 @@ def _step(
         time=time,
         kernel_seconds=at_best.seconds,
         sent_bytes_per_gpu=volume.total,
-        loader_bytes_per_second=rate * token_bytes(recipe.model["vocab_size"]),
+        loader_bytes_per_second=rate * token_bytes(recipe.model.vocab_size),
         checkpoints=_checkpoints(plan, recipe, seconds, gpu, num_gpus),
         disk=plan.disk,
     )

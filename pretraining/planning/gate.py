@@ -222,7 +222,7 @@ def _gradients(case: _Case) -> Objection | None:
 def _fewer_checkpoints(case: _Case, kept: int, room: float) -> int | None:
     """The largest `checkpoints.keep_last` below `kept` for which there is room."""
     for keep in range(kept - 1, 0, -1):
-        recipe = replace(case.recipe, checkpoints={**case.recipe.checkpoints, "keep_last": keep})
+        recipe = replace(case.recipe, checkpoints=replace(case.recipe.checkpoints, keep_last=keep))
         if build_run_plan(recipe, case.ds_config, case.world_size).checkpoint_disk_bytes <= room:
             return keep
     return None
@@ -245,7 +245,7 @@ def _without_kernels(gpu: Gpu | None) -> list[Objection]:
 
 
 def _fp16(case: _Case) -> Objection | None:
-    if not (case.recipe.training.get("fp16") and case.found.has_bf16):
+    if not (case.recipe.training.fp16 and case.found.has_bf16):
         return None
     what = "fp16 overflows above 65,504 and needs loss scaling, and this GPU has bf16"
     return Objection(what, "--set training.fp16=false --set training.bf16=true")
@@ -254,26 +254,26 @@ def _fp16(case: _Case) -> Objection | None:
 def _warm_up(case: _Case) -> Objection | None:
     """2 / (1 - beta2) steps (Ma and Yarats 2021, section 5), from a billion parameters on GPT-3's tokens too."""
     steps = case.recipe.num_steps
-    given, kind = case.recipe.warmup_steps(steps), case.recipe.training.get("lr_scheduler_type", "linear")
+    given, kind = case.recipe.warmup_steps(steps), case.recipe.training.lr_scheduler_type
     if given and kind in WITHOUT_WARMUP:
         what = f"training.lr_scheduler_type {kind} has no warm-up: the rate is whole from the first step on"
         return Objection(
             f"{what}, whatever training.warmup_steps says", "write constant_with_warmup, or 0 steps"
         )
-    needed = round(2 / max(1 - case.recipe.training.get("adam_beta2", 0.999), 1e-9))
+    needed = round(2 / max(1 - case.recipe.training.adam_beta2, 1e-9))
     if model_size(case.recipe.model).total >= 1e9:
         needed = max(needed, WARM_UP_TOKENS // case.recipe.tokens_per_step)
     needed = min(needed, max(1, steps // 10))
     if given >= needed:
         return None
     what = f"warm-up of {given} steps is short for this size: the optimizer's running means are not settled"
-    if case.recipe.budget["warmup_tokens"] is not None:
+    if case.recipe.budget.warmup_tokens is not None:
         return Objection(what, f"--set budget.warmup_tokens={needed * case.recipe.tokens_per_step}")
     return Objection(what, f"--set training.warmup_steps={needed}")
 
 
 def _clipping(case: _Case) -> Objection | None:
-    if case.recipe.training.get("max_grad_norm", 1.0):
+    if case.recipe.training.max_grad_norm:
         return None
     return Objection(
         "gradients are not clipped: one bad batch can end the run", "--set training.max_grad_norm=1.0"
@@ -368,8 +368,8 @@ def _checkpointing(case: _Case) -> Objection | None:
 
 def _repeats(case: _Case) -> Objection | None:
     """Up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)."""
-    tokens, there = case.recipe.budget["tokens"], case.found.data_tokens
-    stated = any(source.get("max_epochs") for source in case.recipe.data["sources"])
+    tokens, there = case.recipe.budget.tokens, case.found.data_tokens
+    stated = any(source.max_epochs for source in case.recipe.data.sources)
     if not there or stated or tokens <= MANY_EPOCHS * there:
         return None
     what = f"budget.tokens reads the {there:,} training tokens {tokens / there:.1f} times: after four it teaches little"

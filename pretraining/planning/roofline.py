@@ -262,7 +262,7 @@ def _skips_last_product(recipe: Recipe, ds_config: dict | None) -> bool:
     Under ZeRO-3 DeepSpeed's linear function (runtime/zero/linear.py, `zero3_linear_wrap`) keeps its input only after it
     has multiplied, too late for that. GPT-2's layers are transformers' `Conv1D`, which it does not replace.
     """
-    return zero_stage(ds_config) < 3 or recipe.model["model_type"] == "gpt2"
+    return zero_stage(ds_config) < 3 or recipe.model.model_type == "gpt2"
 
 
 def _outside_bytes(model: dict, mode: str, tokens: int) -> float:
@@ -274,12 +274,12 @@ def _outside_bytes(model: dict, mode: str, tokens: int) -> float:
 
 def _loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu) -> float:
     """Bytes that the loss moves beside the head's products, in 16 bit."""
-    vocab_size, hidden = recipe.model["vocab_size"], layer_widths(shape_of(recipe.model), tokens)["hidden"]
-    kind = {"auto": "fused"}.get(recipe.loss["kind"], recipe.loss["kind"])
-    compiled = compiles_loss(recipe.loss["compile"], on_gpu=True)
+    vocab_size, hidden = recipe.model.vocab_size, layer_widths(shape_of(recipe.model), tokens)["hidden"]
+    kind = {"auto": "fused"}.get(recipe.loss.kind, recipe.loss.kind)
+    compiled = compiles_loss(recipe.loss.compile, on_gpu=True)
     factors = table("kernels")["loss"][kind]["compiled" if compiled else "eager"]
     chunk = chunk_length(
-        tokens, vocab_size, logit_bytes(SIXTEEN_BIT, compiled), gpu.memory_bytes, recipe.loss["chunk_tokens"]
+        tokens, vocab_size, logit_bytes(SIXTEEN_BIT, compiled), gpu.memory_bytes, recipe.loss.chunk_tokens
     )
     if kind != "fused":
         return tokens * factors["logit"] * vocab_size

@@ -211,7 +211,7 @@ def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     node = gpu.gpus_per_node if gpu else 8
     hpz = node == 8 and world_size > 8 and world_size % 8 == 0
     shipped = [way for way in WAYS if (hpz or way != "zero3_hpz") and _is_accepted(recipe, way, world_size)]
-    if recipe.training.get("fp16"):
+    if recipe.training.fp16:
         shipped = [
             way for way in shipped if way != "zero0"
         ]  # DeepSpeed 0.19.8 cannot sum fp16 gradients in fp32 at stage 0
@@ -230,7 +230,7 @@ def _is_accepted(recipe: Recipe, way: str, world_size: int) -> bool:
 def _variant(recipe: Recipe, way: str | None, micro_batch: int, every_n_layers: int) -> Recipe:
     values = {"per_device_train_batch_size": micro_batch, "activation_checkpointing": every_n_layers > 0}
     if every_n_layers:
-        given = recipe.training.get("activation_checkpointing_kwargs") or {}
+        given = recipe.training.activation_checkpointing_kwargs or {}
         values["activation_checkpointing_kwargs"] = {**given, "every_n_layers": every_n_layers}
     return replace(recipe, deepspeed=way, training={**recipe.training, **values})
 

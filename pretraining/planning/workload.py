@@ -106,7 +106,7 @@ def _with_tokens(recipe: Recipe, tokens: float) -> Recipe:
     whole = int(tokens // recipe.tokens_per_step * recipe.tokens_per_step) or int(tokens)
     # a command that is made of this recipe says them too
     overrides = (*recipe.overrides, f"budget.tokens={whole}")
-    return replace(recipe, budget={**recipe.budget, "tokens": whole}, overrides=overrides)
+    return replace(recipe, budget=replace(recipe.budget, tokens=whole), overrides=overrides)
 
 
 class FlopsVerb:

@@ -32,7 +32,8 @@ from pretraining.planning.quantities import columns, gpu_count, num_bytes, sever
 from pretraining.planning.sizes import model_size
 from pretraining.planning.workload import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
-from pretraining.recipe.model import is_exact, value_of
+from pretraining.recipe.model import value_of
+from pretraining.recipe.sections import Loss
 from pretraining.refusals import gathers_blocks
 from pretraining.runtime.imports import MOST_ROUNDED_MIB
 
@@ -207,18 +208,18 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
     )
 
 
-def loss_of(recipe: Recipe) -> dict:
+def loss_of(recipe: Recipe) -> Loss:
     """The recipe's section with what `kind: auto` becomes: fused if the head is known (`model/loss.py`)."""
-    kind = recipe.loss["kind"]
+    kind = recipe.loss.kind
     if kind != "auto":
         return recipe.loss
-    return {**recipe.loss, "kind": "fused" if is_exact(recipe.model) else "chunked"}
+    return replace(recipe.loss, kind="fused" if recipe.model.is_exact else "chunked")
 
 
 def checkpointing_of(recipe: Recipe) -> tuple[bool, int]:
     """Whether layers are recomputed, and of how many layers one."""
-    keywords = recipe.training.get("activation_checkpointing_kwargs") or {}
-    return bool(recipe.training.get("activation_checkpointing")), int(keywords.get("every_n_layers") or 1)
+    keywords = recipe.training.activation_checkpointing_kwargs or {}
+    return bool(recipe.training.activation_checkpointing), int(keywords.get("every_n_layers") or 1)
 
 
 def recomputed_one_in(recipe: Recipe) -> int:
@@ -308,7 +309,7 @@ def _host_memory(
     if zero_stage(config) != 3:
         built = 2 if config and precision.name == "bf16" and not precision.is_autocast else 4
         host[BUILT] = built * sum(tensor.numel for tensor in tensors)
-    if recipe.checkpoints["background"] and recipe.training.get("save_strategy", "steps") != "no":
+    if recipe.checkpoints.background and recipe.training.save_strategy != "no":
         host[SNAPSHOT] = pinned_bytes(
             snapshot_bytes([-(-checkpoint_bytes(tensors, optimizer) // world_size)])
         )

@@ -9,7 +9,6 @@ from itertools import accumulate
 from pretraining.ds_config import offloaded_share, optimizer_device, parameter_device, zero_stage
 from pretraining.planning.memory.tensors import EMBEDDING, FP32, HIDDEN, Tensor
 from pretraining.recipe import Recipe
-from pretraining.recipe.training import DEFAULT_OPTIM
 from pretraining.refusals import own_groups
 
 ELEMENTS_A_SCALE, SMALLEST_IN_8_BIT = 256, 4096
@@ -54,17 +53,17 @@ class OptimizerStates:
 
 def optimizer_states(recipe: Recipe) -> OptimizerStates:
     """The states of the recipe's optimizer; of one that no family names, Adam's, which are seldom less."""
-    if recipe.optimizer["name"] == "muon":
+    if recipe.optimizer.name == "muon":
         return MUON
     if own_groups(recipe):
         return replace(ADAM, groups=MUON.groups)
-    optim = recipe.training.get("optim", DEFAULT_OPTIM)
+    optim = recipe.training.optim
     family = next((part for part in FAMILIES if part in optim), "adam")
     name, numbers = FAMILIES[family]
     if family == "adafactor":
         return OptimizerStates(name, _factors)
     if family in ("sgd", "rmsprop"):
-        numbers += _extra_buffers(recipe.training.get("optim_args") or "")
+        numbers += _extra_buffers(recipe.training.optim_args or "")
     if "8bit" in optim and "torch" not in optim:
         return OptimizerStates(f"8-bit {name}", partial(_in_8_bit, numbers=numbers))
     return OptimizerStates(name, partial(_numbers_each, numbers=numbers))
