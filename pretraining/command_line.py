@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import unquote
 
 from pretraining.curve import check_allowed
@@ -273,7 +273,7 @@ def verb_modules(folder: ModuleType) -> dict[str, ModuleType]:
 
 def answer_one(
     prog: str,
-    verbs: Mapping[str, object],
+    verbs: Mapping[str, Any],
     description: str,
     epilog: str,
     arguments: list[str] | None = None,
@@ -289,7 +289,7 @@ def answer_one(
 
 
 def _build_parser(
-    prog: str, verbs: Mapping[str, object], description: str, epilog: str
+    prog: str, verbs: Mapping[str, Any], description: str, epilog: str
 ) -> argparse.ArgumentParser:
     shared = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = OneLineParser(prog, description=description, epilog=epilog, **shared)

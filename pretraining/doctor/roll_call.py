@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
@@ -40,7 +41,7 @@ class Answer:
     """What one rank says of a step."""
 
     state: str = SILENT
-    value: object = None
+    value: Any = None
     """What the work returned, as JSON keeps it."""
     error: str = ""
     """Its exception on one line, if it failed."""
