@@ -316,7 +316,7 @@ def test_changed_tokens_per_step_keep_the_budget_and_the_position(run):
 
 def test_a_part_that_is_none_is_refused():
     """Misspelt, or free to change anyway."""
-    from pretraining.curve import check_allowed
+    from pretraining.recipe.curve import check_allowed
 
     assert check_allowed("training.seed") == "training.seed"
     with pytest.raises(UserError, match=r"did you mean 'training\.seed'"):

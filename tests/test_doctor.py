@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretraining.curve import changes_of_run
 from pretraining.doctor import __main__ as doctor
 from pretraining.doctor import disks, gpus, machine, reach, software
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, summary, summary_line
@@ -27,6 +26,7 @@ from pretraining.planning.machine_rates import FOLDER_VARIABLE, keep_rates, kept
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.verbs.cost import write_words
 from pretraining.planning.workload import workload_of_recipe
+from pretraining.recipe.curve import changes_of_run
 from pretraining.refusals import load_run
 from pretraining.runtime import host
 from pretraining.runtime.run_folder import RunFolder

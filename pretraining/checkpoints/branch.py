@@ -12,16 +12,16 @@ from typing import NamedTuple
 from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import MARKER, flush_folder, read_marker
 from pretraining.checkpoints.identity import Start
-from pretraining.curve import changed_parts
 from pretraining.errors import UserError, nearest
-from pretraining.mixture import block_of
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, load_recipe, recipe_schema
+from pretraining.recipe.curve import changed_parts
+from pretraining.recipe.data import block_of
+from pretraining.recipe.schedule import DECAYING, SCHEDULE_FREE, STABLE
 from pretraining.refusals import load_run
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schedules import DECAYING, SCHEDULE_FREE, STABLE
 from pretraining.schema import display_path, problem, read_json
 
 DECIDED = {"training": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")}

@@ -8,9 +8,9 @@ from pathlib import Path
 import xxhash
 
 from pretraining.checkpoints.format import read_marker
-from pretraining.curve import curve_parts
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
+from pretraining.recipe.curve import curve_parts
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.run_folder import utc_now
 

@@ -25,7 +25,6 @@ from pretraining.checkpoints.folders import (
 from pretraining.checkpoints.format import MARKER, marker_or_nothing, read_marker
 from pretraining.checkpoints.identity import Identity, Start, described_data
 from pretraining.checkpoints.shard_files import read_state
-from pretraining.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
 from pretraining.data.mixture import Mixture, format_table
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.packing import cuts_text
@@ -34,13 +33,14 @@ from pretraining.planning import RunPlan, run_facts
 from pretraining.planning.quantities import facts, several
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
+from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
+from pretraining.recipe.schedule import CONSTANT, DECAYING
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.lock import move_lock
 from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, rank_and_world_size
 from pretraining.runtime.restarts import launch_details
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schedules import CONSTANT, DECAYING
 from pretraining.schema import differences, display_path, listed
 
 STEP_SIZES = ("budget.tokens_per_step", "budget.ramp")

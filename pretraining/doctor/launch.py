@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretraining.command_line import ranks_here, started_by_launcher, world_size_here
-from pretraining.curve import changes_of_run
 from pretraining.data.manifest import read_manifest
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.gpus import Gpus
@@ -20,6 +19,7 @@ from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
+from pretraining.recipe.curve import changes_of_run
 from pretraining.refusals import compiled_part, load_run
 from pretraining.runtime.host import host_memory_bytes, is_seen
 from pretraining.runtime.run_folder import RunFolder

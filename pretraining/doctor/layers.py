@@ -26,7 +26,6 @@ from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.model.build import build_from_recipe
 from pretraining.model.loss import build_loss
-from pretraining.model_types import is_exact, own_key, value_of
 from pretraining.planning.comparison import predicted
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import Gpu, known_gpu
@@ -36,6 +35,7 @@ from pretraining.planning.sizes import model_size
 from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.throughput import model_flops_utilization
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.recipe.model import is_exact, own_key, value_of
 from pretraining.refusals import check_run
 from pretraining.training.arguments import build_arguments, collate_blocks
 from pretraining.training.optimizers import choose_clipping, choose_optimizer

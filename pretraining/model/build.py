@@ -24,8 +24,8 @@ from pretraining.model.compiling import (
     describe_compilation,
 )
 from pretraining.model.initial_weights import initialise_weights
-from pretraining.mup import NO_BASE, scales_by_name
 from pretraining.recipe import Recipe, model_with_defaults
+from pretraining.recipe.mup import Mup, scales_by_name
 from pretraining.refusals import why_not_compiled
 from pretraining.upstream.model_classes import attention_of
 from pretraining.upstream.zero3_build import no_zero3_draw
@@ -72,7 +72,7 @@ def build_model(
     draw_weights: bool = True,
     masks_documents: bool = False,
     speed: dict = PLAIN,
-    mup: dict = NO_BASE,
+    mup: Mup = Mup(),
 ) -> PreTrainedModel:
     """Build the model with its initial weights; the same weights at every ZeRO stage and world size.
 

@@ -29,8 +29,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pretraining.data.document_masking import IGNORED
-from pretraining.model_types import EXACT
 from pretraining.planning.memory.loss import chunk_length, compiles_loss, logit_bytes
+from pretraining.recipe.model import EXACT
 from pretraining.upstream.compiler import fix_no_length, missing_compiler
 
 TRIAL_TOKENS = 1024

@@ -9,7 +9,6 @@ from pretraining.ds_config import (
     parameter_device,
     zero_stage,
 )
-from pretraining.model_types import value_of
 from pretraining.planning.findings import Case, Finding
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.buffers import reduce_bucket
@@ -20,7 +19,8 @@ from pretraining.planning.quantities import num_bytes, several
 from pretraining.planning.sizes import model_size
 from pretraining.planning.step_time import step_time
 from pretraining.recipe import accumulation_steps
-from pretraining.schedules import WITHOUT_WARMUP
+from pretraining.recipe.model import value_of
+from pretraining.recipe.schedule import WITHOUT_WARMUP
 
 MANY_EPOCHS = 4
 HIDDEN = 0.5

@@ -6,7 +6,6 @@ from functools import cache
 
 from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
-from pretraining.model_types import value_of
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.buffers import unprotected_gradient
 from pretraining.planning.memory.need import (
@@ -22,6 +21,7 @@ from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.quantities import num_bytes, recomputation_text, several
 from pretraining.planning.step_time import step_time
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.recipe.model import value_of
 from pretraining.refusals import check_run
 
 WAYS = ("zero0", "zero1", "zero2", "zero3", "zero3_hpz", "zero2_offload", "zero3_offload", "zero3_nvme")

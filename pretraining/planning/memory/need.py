@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field, replace
 
 from pretraining.ds_config import zero_stage
-from pretraining.model_types import is_exact, value_of
 from pretraining.planning.constants import table
 from pretraining.planning.memory.activations import Activations, activations
 from pretraining.planning.memory.buffers import Buffers, buffers, optimizer_copies
@@ -14,6 +13,7 @@ from pretraining.planning.memory.states import ModelState, model_state
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.recipe.model import is_exact, value_of
 from pretraining.refusals import gathers_blocks
 
 ROOMY = 0.85
