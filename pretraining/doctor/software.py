@@ -9,6 +9,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from pretraining.doctor.disks import unwritable
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
@@ -209,7 +210,8 @@ def _operators(launch: Launch) -> Iterator[tuple[str, str, Missing | None]]:
 
 def _kernels(launch: Launch) -> Iterator[tuple[str, str, Missing | None]]:
     """The same of inductor's kernels, for the model and else for the loss, which goes on without."""
-    speed, on_gpu = launch.recipe and launch.recipe.speed, launch.trains_on_gpus
+    speed: Any = launch.recipe and launch.recipe.speed
+    on_gpu = launch.trains_on_gpus
     if launch.compiles and speed["compile_backend"] == "inductor":
         why, verdict, without = "speed.compile builds kernels", launch.without_compiler, "speed.compile=none"
     elif speed and compiles_loss(launch.recipe.loss["compile"], on_gpu):

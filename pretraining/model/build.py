@@ -72,7 +72,7 @@ def build_model(
     draw_weights: bool = True,
     masks_documents: bool = False,
     speed: dict = PLAIN,
-    mup: Mup = Mup(),
+    mup: Mup = Mup.of({}),
 ) -> PreTrainedModel:
     """Build the model with its initial weights; the same weights at every ZeRO stage and world size.
 

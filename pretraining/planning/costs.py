@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, prices_of
@@ -84,7 +85,7 @@ def run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
     Args:
         own_price: dollars per GPU-hour that take the place of the table's.
     """
-    entries = [
+    entries: list[dict[str, Any]] = [
         {"provider": "yours", "place": "--price", "dollars_per_gpu_hour": own_price, "source": "given"}
     ]
     entries = entries if own_price else prices_of(gpu)
