@@ -25,6 +25,8 @@ from pretraining.training.ranks import shared_with_the_launcher
 DONE, FAILED, WAITS, SILENT = "done", "failed", "waits", "silent"
 GRACE_SECONDS = 4.0
 """An answer may come so much later than the step's own limit: ranks do not begin a step at the same moment."""
+MOST_REFUSED = 8
+"""Lines of one step: eight ranks of a node often fail for one reason."""
 _POLL_SECONDS = 0.01
 
 
@@ -54,7 +56,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank that came: where it runs."""
+    """One rank that came: its host and process."""
 
     rank: int
     host: str
