@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -163,7 +163,7 @@ class Validation:
     ) -> torch.Tensor:
         dataset = self.parts[part].dataset
         inputs = _batch([dataset[i] for i in indices] or [dataset[0]], device)
-        labels = inputs.pop("labels")
+        labels: Any = inputs.pop("labels")
         if not indices:
             labels.fill_(IGNORED)
         nats = _summed_nats(model(**inputs).logits.flatten(0, 1), labels.flatten())

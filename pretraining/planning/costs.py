@@ -3,6 +3,7 @@
 import argparse
 import math
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
@@ -292,7 +293,7 @@ def _run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
     Args:
         own_price: dollars per GPU-hour that take the place of the table's.
     """
-    entries = [
+    entries: list[dict[str, Any]] = [
         {"provider": "yours", "place": "--price", "dollars_per_gpu_hour": own_price, "source": "given"}
     ]
     entries = entries if own_price else prices_of(gpu)

@@ -8,6 +8,7 @@ Callbacks may have two methods beside the Trainer's own events:
 
 import gc
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from transformers import TrainerCallback
 
@@ -68,7 +69,8 @@ class Monitors:
 
     def loss(self, loss: Callable) -> Callable:
         """The loss, looked at before the backward pass."""
-        for monitor in (*self.sources, *self.experts, self.stability.watch):
+        watching: list[Any] = [*self.sources, *self.experts, self.stability.watch]
+        for monitor in watching:
             loss = monitor.around(loss)
         return loss
 
