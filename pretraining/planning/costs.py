@@ -40,6 +40,7 @@ from pretraining.planning.run_plan import (
 from pretraining.planning.throughput import (
     StepTime,
     communication,
+    hpz_ranks,
     precision_of_products,
     scaling_over_nodes,
     step_time,
@@ -208,6 +209,7 @@ def forecast(
     at_peak = tokens_per_second(workload.training_flops_per_token, num_gpus, gpu.peak_flops(precision), 1.0)
     time = _time(workload, gpu, num_gpus, used, precision) if recipe else None
     rate = at_peak * used.mfu
+    # what was measured or given held its messages already, an assumption did not
     if time:
         rate = recipe.tokens_per_step / (time.seconds if used.assumed else time.compute_seconds)
     return Forecast(
@@ -236,6 +238,7 @@ def _utilization(workload: Workload, gpu: Gpu, at_best: Ceiling | None, mfu: flo
         return Utilization(mfu, "given", assumed=False)
     if at_best:
         return recipe_utilization(workload.recipe, gpu, at_best)
+    # only a size is known: no recipe to count kernels of
     recomputation = workload.hardware_flops_per_token / workload.training_flops_per_token
     return expected_utilization(gpu, int(workload.parameters), recomputation=recomputation)
 
@@ -246,6 +249,7 @@ def _time(workload: Workload, gpu: Gpu, num_gpus: int, used: Utilization, precis
     time = step_time(workload.recipe, workload.ds_config, num_gpus, gpu, mfu, precision)
     if used.source != "given":
         return time
+    # given for whole steps: recomputation is not taken off again
     flops = workload.training_flops_per_token * workload.recipe.tokens_per_step
     return replace(time, compute_seconds=flops / (num_gpus * gpu.peak_flops(precision) * used.mfu))
 
@@ -261,7 +265,7 @@ def _step(
         num_gpus,
         plan.accumulation_steps,
         width=precision_of(recipe, ds_config).weights,
-        hpz=(ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1),
+        hpz=hpz_ranks(ds_config),
     )
     seconds = recipe.tokens_per_step / rate
     return StepForecast(

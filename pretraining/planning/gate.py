@@ -125,7 +125,8 @@ def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, found: M
     """
     kernels = _without_kernels(found.gpu)
     if found.gpu and precision_of_products(recipe) not in found.gpu.dense_peak_flops:
-        found = replace(found, gpu=None)  # its speed in that precision is not known
+        # its speed in that precision is not known, its memory is
+        found = replace(found, gpu=None)
     case = _Case(recipe, ds_config, world_size, found)
     refusals = [_memory(case), _host(case), _disk(case), _gradients(case)]
     return Verdict([each for each in refusals if each], [*kernels, *_mistakes(case)])
@@ -166,6 +167,7 @@ def _processor_memory(case: _Case) -> Objection | None:
     ranks, there = case.found.ranks_per_host, case.found.host_memory_bytes
     if there is None or ranks * case.need.on_processor <= there:
         return None
+    # no speed decides here: the table knows none of processors
     what = (
         f"{case.recipe.name} needs {num_bytes(case.need.on_processor)} for each of {ranks} processes here, "
         f"this machine has {num_bytes(there)} of memory"
@@ -232,6 +234,7 @@ def _fewer_checkpoints(case: _Case, kept: int, room: float) -> int | None:
 
 def _mistakes(case: _Case) -> list[Objection]:
     """Every mistake found whose remedy can still be taken: a run that continues may not change its curve."""
+    # a checkpoint holds what these remedies change, and a start that differs in it is refused
     of_the_curve = (_fp16, _warm_up, _clipping, _repeats)
     rules = (_experts, _tiny_batch, _needless_zero_3, _offload, _buckets, _checkpointing, _snapshot)
     rules = rules if case.found.continues else (*of_the_curve, *rules)
@@ -254,7 +257,7 @@ def _fp16(case: _Case) -> Objection | None:
 
 
 def _warm_up(case: _Case) -> Objection | None:
-    """2 / (1 - beta2) steps (Ma and Yarats 2021, section 5), from a billion parameters on GPT-3's tokens too."""
+    """2 / (1 - beta2) steps (Ma and Yarats 2021, section 5); GPT-3's tokens too from a billion parameters on."""
     steps = case.recipe.num_steps
     given, kind = case.recipe.warmup_steps(steps), case.recipe.training.get("lr_scheduler_type", "linear")
     if given and kind in WITHOUT_WARMUP:
@@ -262,9 +265,11 @@ def _warm_up(case: _Case) -> Objection | None:
         return Objection(
             f"{what}, whatever training.warmup_steps says", "write constant_with_warmup, or 0 steps"
         )
+    # as long as Adam's second moment remembers
     needed = round(2 / max(1 - case.recipe.training.get("adam_beta2", 0.999), 1e-9))
     if model_size(case.recipe.model).total >= 1e9:
         needed = max(needed, WARM_UP_TOKENS // case.recipe.tokens_per_step)
+    # a short run cannot spend more than a tenth of itself on it
     needed = min(needed, max(1, steps // 10))
     if given >= needed:
         return None

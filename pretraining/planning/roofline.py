@@ -96,13 +96,16 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     """
     rates, size = sustained_rates(gpu, precision, world_size), model_size(recipe.model)
     tokens = recipe.micro_batch * recipe.sequence_length
-    width = precision_of(recipe, ds_config).compute / SIXTEEN_BIT  # the factors are those of 16-bit numbers
+    # the factors are those of 16-bit numbers
+    width = precision_of(recipe, ds_config).compute / SIXTEEN_BIT
     mode = layer_mode(recipe, ds_config)
+    # 2 products of 2 FLOPs each: queries with keys, probabilities with values
     scores = CAUSAL * 4 * size.num_layers * size.attention_width * recipe.sequence_length * tokens
     forward = width * size.num_layers * _layer_bytes(recipe.model, mode, "forward", tokens)
     backward = width * size.num_layers * _layer_bytes(recipe.model, mode, "backward", tokens)
     outside = width * _outside_bytes(recipe.model, mode, tokens)
     skipped = size.num_layers * last_product(recipe.model) if _skips_last_product(recipe, ds_config) else 0
+    # the head belongs to no layer
     recomputed = 2 * (size.matmul - size.head - skipped) * tokens
     again = recomputed_share(recomputed_one_in(recipe))
     engine = table("kernels")["engines"][str(zero_stage(ds_config))]
@@ -117,6 +120,7 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
         "gradients": engine["micro-batch"] * size.total / rates.bytes,
         "optimizer": in_step * size.total / rates.bytes / accumulation_steps(recipe, world_size),
     }
+    # MFU counts model FLOPs alone, and the mask in full (PaLM, appendix B)
     at_peak = flops_per_token(size, recipe.sequence_length).training * tokens / gpu.peak_flops(precision)
     total = sum(seconds.values())
     without = at_peak / (total - seconds["recomputation"])
@@ -134,6 +138,7 @@ def expected_utilization(
         recomputation: FLOPs with every layer recomputed over those without. A line is raised by as much of it as
             its `recomputes`, the share of the layers that were recomputed.
     """
+    # the newest line counts: drivers and libraries change
     found = [row for row in _measured_utilizations(results) if _is_like(row, gpu, parameters)]
     if found:
         row = max(found, key=lambda row: row.get("when", ""))
@@ -153,6 +158,7 @@ def _measured_utilizations(results: Path) -> tuple[dict, ...]:
         UserError: a line that is not JSON.
     """
     files = {path: path.read_text(encoding="utf-8").splitlines() for path in sorted(results.glob("*.jsonl"))}
+    # most lines are of other benchmarks; JSON is parsed for those alone that name an MFU
     rows = [_row(path, n, line) for path in files for n, line in enumerate(files[path], 1) if '"mfu"' in line]
     return tuple(row for row in rows if row.get("mfu") and row.get("parameters"))
 
@@ -200,6 +206,7 @@ def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
     peak = gpu.peak_flops(precision)
     measured = kept_rates(gpu.name, num_gpus).get("product_flops") if precision in SIXTEEN_BIT_NAMES else None
     return Rates(
+        # a clock that is raised for a moment can measure more than the data sheet's peak
         product_flops=min(peak, measured["value"]) if measured else product * peak,
         attention_flops=attention * peak,
         bytes=bandwidth * gpu.memory_bandwidth_bytes_per_second,
@@ -219,6 +226,7 @@ def _layer_bytes(model: dict, mode: str, direction: str, tokens: int) -> float:
     """
     shape, kernels = shape_of(model), table("kernels")
     factors, widths = kernels["layers"][shape["model_type"]][mode][direction], layer_widths(shape, tokens)
+    # an activation in Python is several kernels, of which each reads and writes all of it
     written_out = kernels["activations"].get(_activation(shape), {}).get(mode, {}).get(direction, 0.0)
     moved = sum(factor * widths[name] for name, factor in factors.items())
     return tokens * (moved + written_out * _inner_width(widths))

@@ -103,8 +103,7 @@ def fitting(
     """The candidates that fit, predicted fastest first; those that take more than TIGHT of the memory after all others.
 
     Of those as fast as each other first what leaves ROOMY's room, or else the most; of these the one without
-    offload, with fewer layers recomputed, the lower stage, the larger micro-batch (its kernels are larger, which the
-    prediction does not see).
+    offload, with fewer layers recomputed, the lower stage, the larger micro-batch.
 
     Args:
         own_ds_config: the recipe's ds_config alone.
@@ -114,11 +113,13 @@ def fitting(
     """
     limit = memory_bytes or gpu.memory_bytes
     found = list(candidates(recipe, world_size, gpu, mfu, limit, own_ds_config))
+    # raises: not one sequence a GPU divides the step
     if not found:
         accumulation_steps(_variant(recipe, recipe.deepspeed, 1, 0), world_size)
     fits = [each for each in found if each.need.total <= limit]
     if not fits:
         raise UserError(_nothing_fits(recipe, found, world_size, limit, own_ds_config))
+    # what is tight sets no pace: it is chosen only if all are
     safe = [each for each in fits if each.need.total <= TIGHT * limit]
     fastest = min(each.step_seconds for each in safe or fits)
     return [
@@ -212,9 +213,8 @@ def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     hpz = node == 8 and world_size > 8 and world_size % 8 == 0
     shipped = [way for way in WAYS if (hpz or way != "zero3_hpz") and _is_accepted(recipe, way, world_size)]
     if recipe.training.get("fp16"):
-        shipped = [
-            way for way in shipped if way != "zero0"
-        ]  # DeepSpeed 0.19.8 cannot sum fp16 gradients in fp32 at stage 0
+        # DeepSpeed 0.19.8 cannot sum fp16 gradients in fp32 at stage 0
+        shipped = [way for way in shipped if way != "zero0"]
     return shipped if recipe.deepspeed in shipped else [recipe.deepspeed, *shipped]
 
 
@@ -273,23 +273,21 @@ def _changes(variant: Recipe, recipe: Recipe) -> tuple[str, ...]:
 
 
 def _burdens(each: Candidate) -> tuple[bool, float, int]:
-    """What a way costs beyond its predicted time: offload, layers computed twice, waits.
-
-    Stage 2 waits for its messages in every micro-batch, stage 3 gathers the weights besides; stages 0 and 1 reduce once
-    a step.
-    """
+    """What a way costs beyond its predicted time: offload, layers computed twice, waits."""
     config = _config(each.deepspeed)
     offloads = optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
+    # stages 0 and 1 reduce once a step, stage 2 waits for its messages in every micro-batch, stage 3 gathers as well
     return offloads, recomputed_share(each.every_n_layers), max(1, zero_stage(config))
 
 
-def _rank(fastest: float, limit: float):
+def _rank(fastest: float, limit: float) -> Callable[[Candidate], tuple]:
     def key(each: Candidate) -> tuple:
         slower, used = each.step_seconds / fastest, each.need.total / limit
         speed = 0 if slower <= SAME else slower
         crowded = 0 if used <= ROOMY else used
         offloads, again, _ = _burdens(each)
         stage = zero_stage(_config(each.deepspeed))
+        # larger kernels of a larger micro-batch are faster than the prediction sees
         return (used > TIGHT, speed, crowded, offloads, again, stage, -each.micro_batch)
 
     return key

@@ -82,15 +82,21 @@ def step_time(
         precision=precision,
         recomputed=recomputed_share(recomputed_one_in(recipe)),
         width=precision_of(recipe, ds_config).weights,
-        hpz=(ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1),
+        hpz=hpz_ranks(ds_config),
     )
     if used and used.assumed:
+        # the ceiling counted every kernel, so that it needs no FLOPs over an MFU
         time = replace(time, compute_seconds=accumulation * sum(at_best.seconds.values()))
     return replace(
         time,
         offload_seconds=_offload_seconds(recipe, ds_config, world_size, accumulation, gpu),
         launch_seconds=_launch_seconds(recipe, ds_config, accumulation),
     )
+
+
+def hpz_ranks(ds_config: dict | None) -> int:
+    """Ranks that share the second copy of the weights (ZeRO++); 1: there is none."""
+    return (ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
 
 
 def precision_of_products(recipe: Recipe) -> str:
@@ -165,8 +171,10 @@ def communication(
     once = parameters * width * (num_ranks - 1) / num_ranks
     if stage < 2:
         return Communication(once, once, 0.0)
+    # gradients exist only as shards: each micro-batch reduces its own
     if stage == 2:
         return Communication(once * accumulation, once, 0.0)
+    # each pass gathers all weights, as none stays whole between them
     gathers = once * accumulation
     if hpz <= 1:
         return Communication(gathers, 2 * gathers, 0.0)
@@ -182,6 +190,7 @@ def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> fl
     if measured:
         return volume.total / measured["value"]
     inside = gpu.link_bytes_per_second
+    # a ring is as fast as its slowest link
     across = inside if num_ranks <= gpu.gpus_per_node else min(inside, gpu.network_bytes_per_second)
     return (volume.gradients + volume.parameters) / across + volume.inside_node / inside
 
@@ -220,11 +229,15 @@ def _offload_seconds(
     in_node = min(world_size, gpu.gpus_per_node)
     seconds = 0.0
     if optimizer_device(config) != "gpu":
+        # 16-bit gradients down once a micro-batch, 16-bit weights up once a step
         seconds += 2 * share * (accumulation + 1) / gpu.pcie_bytes_per_second
+        # ranks of a node share its memory's bandwidth
         seconds += ADAM_BYTES * share * in_node / rates["host_bandwidth_bytes_per_second"]["value"]
     if optimizer_device(config) == "nvme":
+        # fp32 masters and moments, read and written
         seconds += 2 * 12 * share * in_node / rates["nvme_bytes_per_second"]["value"]
     if parameter_device(config) == "nvme":
+        # 16-bit weights for the forward and again for the backward pass
         seconds += 2 * 2 * share * in_node * accumulation / rates["nvme_bytes_per_second"]["value"]
     elif parameter_device(config) == "cpu":
         seconds += 2 * 2 * share * accumulation / gpu.pcie_bytes_per_second

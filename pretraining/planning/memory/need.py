@@ -92,6 +92,7 @@ class MemoryNeed:
     def reserve(self) -> float:
         """What the process takes beside its tensors: context, NCCL, what the allocator cannot reuse."""
         entry = table("memory")
+        # one GPU alone opens no communicator
         nccl = entry["nccl_bytes"]["value"] if self.num_gpus > 1 else 0
         return entry["cuda_context_bytes"]["value"] + nccl + entry["fragmentation"]["value"] * self.allocated
 
@@ -102,10 +103,9 @@ class MemoryNeed:
 
     @property
     def on_processor(self) -> float:
-        """Bytes that a rank takes if the processor trains, beyond what it had before the model was built.
-
-        Nobody touches the pages of the buckets' flat buffers.
-        """
+        """Bytes that a rank takes if the processor trains, beyond what it had before the model was built."""
+        # pages of the buckets' flat buffers are never touched, so that they are not resident
+        # processors have no memory of their own for what is offloaded
         device = max(sum(parts.values()) - parts.get("reduce buckets", 0) for parts in self.phases.values())
         offloaded = sum(size for name, size in self.host.items() if name.startswith("offloaded"))
         return device + offloaded + table("memory")["processor_bytes"]["value"]
@@ -238,8 +238,9 @@ def _phases(
     """The three moments at which a step's memory can peak.
 
     When a backward pass starts, gradients of earlier micro-batches are held; the fp32 sums of stage 2 too, those
-    of stages 1 and 3 always (observed with deepspeed 0.19.8: benchmarks/model_states.py).
+    of stages 1 and 3 always.
     """
+    # observed with deepspeed 0.19.8: benchmarks/model_states.py
     always = {"weights": state.parameters, "fp32 masters": state.masters, optimizer: state.moments}
     sums = state.gradient_accumulation
     sums_before = sums if accumulation > 1 or stage != 2 else 0
@@ -269,10 +270,8 @@ def _phases(
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """Host memory that a pinned buffer of so many bytes takes.
-
-    torch 2.13 rounds up to a power of two (ATen/core/CachingHostAllocator.h), here only up to `MOST_ROUNDED_MIB`.
-    """
+    """Host memory that a pinned buffer of so many bytes takes."""
+    # torch 2.13 rounds up to a power of two (ATen/core/CachingHostAllocator.h), here only up to MOST_ROUNDED_MIB
     rounded = 1 << max(0, num_bytes - 1).bit_length()
     return rounded if num_bytes <= MOST_ROUNDED_MIB << 20 else num_bytes
 
@@ -291,12 +290,7 @@ def _host_memory(
     tensors: Sequence[Tensor],
     optimizer: OptimizerStates,
 ) -> dict[str, float]:
-    """Host memory of one rank in bytes, by use: the process, offloaded states, buffers, a model on its way, a save.
-
-    Stage 3 builds its weights sharded; the other stages build all of them on every rank, then move them to the GPU
-    (`model/build.py`). NVMe offload stages through pinned buffers (`buffer_count`, `buffer_size`:
-    deepspeed 0.19.8, runtime/zero/offload_config.py).
-    """
+    """Host memory of one rank in bytes, by use: the process, offloaded states, buffers, a model on its way, a save."""
     host = {PROCESS: table("memory")["host_process_bytes"]["value"]}
     if state.host:
         host["offloaded states"] = state.host
@@ -305,6 +299,7 @@ def _host_memory(
     pinned = pinned_by_offload(config, world_size, precision.weights, optimizer.in_groups(tensors))
     if rounding := sum(pinned_bytes(size) - size for size in pinned):
         host["rounding of pinned buffers"] = rounding
+    # stage 3 builds its weights sharded, the others whole on every rank before they move to the GPU (model/build.py)
     if zero_stage(config) != 3:
         built = 2 if config and precision.name == "bf16" and not precision.is_autocast else 4
         host[BUILT] = built * sum(tensor.numel for tensor in tensors)
@@ -316,7 +311,8 @@ def _host_memory(
 
 
 def _most_at_once(host: dict[str, float]) -> float:
-    """Bytes of a rank at their peak: the model has moved to the GPU before the first save."""
+    """Bytes of a rank at their peak."""
+    # the model has moved to the GPU before the first save: only the larger of the two counts
     return sum(host.values()) - min(host.get(BUILT, 0), host.get(SNAPSHOT, 0))
 
 
@@ -324,7 +320,9 @@ def _staging(config: dict | None, tensors: Sequence[Tensor]) -> float:
     zero = (config or {}).get("zero_optimization", {})
     staging = 0.0
     if optimizer_device(config) == "cpu" and zero_stage(config) < 3:
-        staging += 2 * max(tensor.numel for tensor in tensors)  # temp_grad_buffer_for_cpu_offload
+        # temp_grad_buffer_for_cpu_offload, in 16 bit
+        staging += 2 * max(tensor.numel for tensor in tensors)
+    # NVMe is read into pinned buffers (deepspeed 0.19.8, runtime/zero/offload_config.py)
     if parameter_device(config) == "nvme":
         settings = zero["offload_param"]
         staging += 2 * settings.get("buffer_count", 5) * settings.get("buffer_size", 100_000_000)
