@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from pretraining.curve import check_allowed
 from pretraining.errors import UserError
+from pretraining.recipe.curve import check_allowed
 from pretraining.schema import REPOSITORY
 
 TRAIN_EXAMPLES = """examples:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.recipe import RECIPES, Recipe, load_recipe, recipe_schema
+from pretraining.recipe import RECIPES, Recipe, accumulation_steps, load_recipe, recipe_schema
 from tests.quality_texts import PROSE
 from tests.runs import Run, execute, made_once
 
@@ -25,6 +25,7 @@ SETTINGS = {
     "compiled-blocks": ("speed.compile_backend=eager",),  # inductor: tests/test_compiling.py
     "gradient-statistics": ("monitors.noise_scale_steps=1", "monitors.layer_norms_steps=1"),
     "early-stopping": ("evaluation.patience=1", "evaluation.min_improvement=9", "training.eval_steps=1"),
+    "healing": ("data.mixture.stages.0.until=2048", "data.mixture.stages.1.until=4096"),
     "profile": ("monitors.profile.steps=2",),
     "tasks": ("evaluation.task_steps=3", "evaluation.task_limit=2"),
     "warmup-stable-decay": ("budget.warmup_tokens=2048", "budget.decay_tokens=2048"),
@@ -81,6 +82,17 @@ def test_each_is_a_few_lines_over_a_base_and_says_what_to_look_at(path):
     assert re.search(r"\b(Look|Compare|Open|Delete)\b", recipe["description"])
 
 
+@pytest.mark.parametrize("path", PATHS, ids=NAMES)
+def test_each_is_a_whole_recipe(path, tmp_path):
+    """By its name too, on one rank or two, and the same after being written and read again."""
+    recipe = load_recipe(f"features/{path.stem}")
+    assert recipe.words == ["--recipe", f"features/{path.stem}"] and recipe.path == path
+    assert all(accumulation_steps(recipe, ranks) for ranks in (1, 2))
+    written = tmp_path / "recipe.json"
+    written.write_text(json.dumps(recipe.to_dict()))
+    assert load_recipe(str(written)) == recipe
+
+
 def test_the_table_of_the_readme_lists_them():
     """A row for each, in the order of their names, with its description."""
     text = (RECIPES / "README.md").read_text(encoding="utf-8")
@@ -127,7 +139,7 @@ def _shortened(recipe: Recipe, texts: dict[str, Path], uploads: Path) -> list[st
             source = {"path": str(texts["builtin"]), **{k: v for k, v in source.items() if k != "builtin"}}
             source = {k: v for k, v in source.items() if k in ("path", "name", "weight", "max_epochs")}
             settings.append(f"data.sources.{number}={json.dumps(source)}")
-        else:
+        elif "dataset" in source:
             folder = {"dataset": str(texts["dataset"]), "config": None, "revision": None}
             settings += [f"data.sources.{number}.{key}={json.dumps(value)}" for key, value in folder.items()]
     settings += [f"budget.tokens={STEPS * recipe.tokens_per_step}", "data.tokenizer.train_vocab_size=320"]

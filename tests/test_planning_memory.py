@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from pretraining.curve import changed_parts
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.__main__ import main
@@ -24,6 +23,7 @@ from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.search import candidates, fitting, nearest_fit, worth_choosing
 from pretraining.recipe import load_recipe, recipe_names
+from pretraining.recipe.curve import changed_parts
 from pretraining.refusals import load_run
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.imports import MOST_ROUNDED_MIB, _pin_what_is_asked_for

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretraining.command_line import ranks_here, started_by_launcher, world_size_here
-from pretraining.curve import changes_of_run
 from pretraining.data.manifest import read_manifest
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.gpus import Gpus
@@ -19,6 +18,7 @@ from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.throughput import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
+from pretraining.recipe.curve import changes_of_run
 from pretraining.refusals import compiled_part, load_run
 from pretraining.runtime.host import host_memory_bytes, is_seen
 from pretraining.runtime.run_folder import RunFolder
@@ -65,7 +65,7 @@ class Launch:
 
     @property
     def offloads(self) -> set[str]:
-        """Where offloaded states go: "cpu", "nvme", both or none."""
+        """What holds offloaded states: "cpu", "nvme", both or neither."""
         return {optimizer_device(self.ds_config), parameter_device(self.ds_config)} - {"gpu"}
 
     @property
@@ -80,7 +80,7 @@ class Launch:
 
     @property
     def data_folder(self) -> Path | None:
-        """Where prepared data lies or will lie; None for an address, or without a recipe."""
+        """The folder of prepared data, made or to be made; None for an address, or without a recipe."""
         if self.recipe is None or isinstance(self.data_dir, str):
             return None
         return self.data_dir / self.recipe.data["name"]
@@ -144,7 +144,7 @@ def check_earlier_start(launch: Launch) -> list[Finding]:
 def check_fit(launch: Launch) -> list[Finding]:
     """The plan of the run against the GPUs and the host memory found here.
 
-    The disk is judged where its folder is (`disks`).
+    The disk is judged with its folder (`disks`).
     """
     found, recipe = _found(launch), launch.recipe
     if recipe is None:

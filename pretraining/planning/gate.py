@@ -17,7 +17,6 @@ from pretraining.ds_config import (
     zero_stage,
 )
 from pretraining.errors import UserError
-from pretraining.model_types import value_of
 from pretraining.planning.comparison import predicted
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.buffers import reduce_bucket, unprotected_gradient
@@ -29,8 +28,9 @@ from pretraining.planning.search import nearest_fit
 from pretraining.planning.sizes import model_size
 from pretraining.planning.throughput import precision_of_products, step_time
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.recipe.model import value_of
+from pretraining.recipe.schedule import WITHOUT_WARMUP
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schedules import WITHOUT_WARMUP
 
 MANY_EPOCHS = 4
 HIDDEN = 0.5

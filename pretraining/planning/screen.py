@@ -3,7 +3,6 @@
 import json
 from dataclasses import asdict
 
-from pretraining.model_types import value_of
 from pretraining.planning.comparison import predicted
 from pretraining.planning.constants import table
 from pretraining.planning.costs import (
@@ -42,6 +41,7 @@ from pretraining.planning.shapes import family_of
 from pretraining.planning.throughput import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
+from pretraining.recipe.model import value_of
 from pretraining.refusals import compiled_part
 
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

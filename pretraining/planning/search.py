@@ -9,7 +9,6 @@ from functools import cache
 
 from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
-from pretraining.model_types import value_of
 from pretraining.planning.gpus import Gpu, find_gpu
 from pretraining.planning.memory.buffers import unprotected_gradient
 from pretraining.planning.memory.need import (
@@ -35,6 +34,7 @@ from pretraining.planning.quantities import (
 from pretraining.planning.throughput import scaling_over_nodes, step_time
 from pretraining.planning.workload import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.recipe.model import value_of
 from pretraining.refusals import check_run
 
 WAYS = ("zero0", "zero1", "zero2", "zero3", "zero3_hpz", "zero2_offload", "zero3_offload", "zero3_nvme")

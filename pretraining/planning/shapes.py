@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.errors import UserError
-from pretraining.model_types import is_exact, value_of
 from pretraining.recipe import model_with_defaults
+from pretraining.recipe.model import is_exact, value_of
 from pretraining.schema import REPOSITORY
 
 MODULE = "pretraining.model.counting"

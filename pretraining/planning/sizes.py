@@ -2,9 +2,9 @@
 
 from dataclasses import asdict, dataclass, fields
 
-from pretraining.model_types import is_exact
 from pretraining.planning.shapes import HOW, CountedModel, Widths, count_model, is_mixture, widths_of
 from pretraining.recipe import model_with_defaults
+from pretraining.recipe.model import is_exact
 
 BACKWARD = 2
 """The backward pass costs twice the forward pass: one product for the inputs' gradients, one for the weights'."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
-from pretraining.model_types import is_exact, value_of
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.activations import Activations, activations
@@ -33,6 +32,7 @@ from pretraining.planning.quantities import columns, gpu_count, num_bytes, sever
 from pretraining.planning.sizes import model_size
 from pretraining.planning.workload import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.recipe.model import is_exact, value_of
 from pretraining.refusals import gathers_blocks
 from pretraining.runtime.imports import MOST_ROUNDED_MIB
 

@@ -9,8 +9,8 @@ from itertools import accumulate
 from pretraining.ds_config import offloaded_share, optimizer_device, parameter_device, zero_stage
 from pretraining.planning.memory.tensors import EMBEDDING, FP32, HIDDEN, Tensor
 from pretraining.recipe import Recipe
+from pretraining.recipe.training import DEFAULT_OPTIM
 from pretraining.refusals import own_groups
-from pretraining.schedules import DEFAULT_OPTIM
 
 ELEMENTS_A_SCALE, SMALLEST_IN_8_BIT = 256, 4096
 """Elements that share a scale, and those from which on a tensor is kept in 8 bit (bitsandbytes 0.50, optimizer.py)."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from pretraining.ds_config import zero_stage
-from pretraining.model_types import is_exact
 from pretraining.planning.shapes import count_model, is_mixture, widths_of
 from pretraining.recipe import Recipe, model_with_defaults
+from pretraining.recipe.model import is_exact
 
 SIXTEEN_BIT, FP32 = 2, 4
 EMBEDDING, HEAD, ROUTER, HIDDEN, VECTOR = "embedding", "head", "router", "hidden", "vector"
