@@ -81,7 +81,7 @@ class Verdict:
     warnings: list[Objection] = field(default_factory=list)
 
     def enforce(self, force: bool = False) -> "Verdict":
-        """Itself, its warnings printed by rank 0; raises `UserError` with the first refusal, unless forced."""
+        """Print warnings on rank 0 and return itself; raise `UserError` with the first refusal, unless forced."""
         if self.refusals and not force:
             raise UserError(f"{self.refusals[0]} (--force goes on regardless)")
         if _is_rank_0():
@@ -106,7 +106,7 @@ def _is_rank_0() -> bool:
 def judge_plan(
     plan: RunPlan, recipe: Recipe, ds_config: dict | None, found: Machine, force: bool
 ) -> tuple[RunPlan, Verdict]:
-    """The plan with what it predicts for the machine found, and the verdict; warnings are printed by rank 0.
+    """Return the plan with what it predicts for the machine found, and the verdict; warnings are printed by rank 0.
 
     Raises:
         UserError: the run does not fit, and `force` is not set.
@@ -141,7 +141,7 @@ class _Case:
         self.need = memory_need(recipe, ds_config, world_size, self.limit)
 
     def total_with(self, ds_config: dict | None, **training) -> float:
-        """Bytes on a GPU under another ds_config or other training keys."""
+        """Return bytes on a GPU under another ds_config or other training keys."""
         recipe = replace(self.recipe, training={**self.recipe.training, **training})
         return memory_need(recipe, ds_config, self.world_size, self.limit).total
 

@@ -73,7 +73,7 @@ class Rates:
 
 
 def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilization:
-    """What was measured here on this GPU at this size, else the ceiling of the recipe's own kernels."""
+    """Return what was measured here on this GPU at this size, else the ceiling of the recipe's own kernels."""
     size = model_size(recipe.model)
     flops = flops_per_token(size, recipe.sequence_length)
     measured = expected_utilization(gpu, size.total, recomputation=flops.hardware / flops.training)
@@ -86,7 +86,7 @@ def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilizatio
 
 
 def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, precision: str) -> Ceiling:
-    """The most that a recipe's kernels reach on this GPU.
+    """Return the most that a recipe's kernels reach on this GPU.
 
     Args:
         precision: of the products: bf16, fp16, tf32 or fp32.
@@ -130,7 +130,7 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
 def expected_utilization(
     gpu: Gpu, parameters: int, results: Path = RESULTS, recomputation: float = 1.0
 ) -> Utilization:
-    """What this repository measured on this GPU at this size, else the assumption of tables/rates.json.
+    """Return what this repository measured on this GPU at this size, else the assumption of tables/rates.json.
 
     A measurement is a line of benchmarks/results/*.jsonl with `mfu` and `parameters` beside the device's name.
 
@@ -179,19 +179,19 @@ def _is_like(row: dict, gpu: Gpu, parameters: int) -> bool:
 
 
 def tokens_per_second(flops: float, num_gpus: int, peak_flops: float, mfu: float) -> float:
-    """Tokens per second of all GPUs, at `flops` FLOPs a token (the MFU's definition, PaLM appendix B)."""
+    """Return tokens per second of all GPUs, at `flops` FLOPs a token (the MFU's definition, PaLM appendix B)."""
     return num_gpus * peak_flops * mfu / flops
 
 
 def model_flops_utilization(
     tokens_per_second: float, flops: float, num_gpus: int, peak_flops: float
 ) -> float:
-    """MFU: the share of the dense peak spent on `flops` FLOPs a token (PaLM, section 4.1 and appendix B)."""
+    """Return the MFU: the share of the dense peak spent on `flops` FLOPs a token (PaLM, section 4.1, appendix B)."""
     return tokens_per_second * flops / (num_gpus * peak_flops)
 
 
 def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
-    """The shares of tables/rates.json for the GPU's architecture; of products what the doctor measured, if it did.
+    """Return the rates of tables/rates.json for the GPU's architecture; of products what the doctor measured.
 
     num_gpus: of the run; what was measured on this machine counts for as many of these GPUs alone.
 
@@ -215,7 +215,7 @@ def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
 
 
 def layer_mode(recipe: Recipe, ds_config: dict | None) -> str:
-    """Which factors of tables/kernels.json hold for the recipe's layers: `eager` or `compiled`."""
+    """Return which factors of tables/kernels.json hold for the recipe's layers: `eager` or `compiled`."""
     return "eager" if compiled_part(recipe, ds_config, on_gpu=True) == "none" else "compiled"
 
 
@@ -238,7 +238,7 @@ def _inner_width(widths: dict[str, float]) -> float:
 
 
 def layer_widths(shape: dict, tokens: int) -> dict[str, float]:
-    """What those bytes are linear in, for a token.
+    """Return what those bytes are linear in, for a token.
 
     `routed` counts a token once for every expert it is given to; the experts' weights are shared among the tokens.
     """
@@ -259,7 +259,7 @@ def layer_widths(shape: dict, tokens: int) -> dict[str, float]:
 
 
 def last_product(model: dict) -> int:
-    """Entries of a layer's last matrix, which a recomputed layer need not multiply again: nothing keeps its result."""
+    """Return the entries of a layer's last matrix, whose product nothing keeps."""
     widths = layer_widths(shape_of(model), tokens=1)
     return round(widths["hidden"] * _inner_width(widths))
 

@@ -77,7 +77,7 @@ class Candidate:
         return " ".join(self.changes)
 
     def to_dict(self) -> dict:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         names = (
             "deepspeed",
             "micro_batch",
@@ -100,7 +100,7 @@ def fitting(
     mfu: float | None = None,
     own_ds_config: bool = False,
 ) -> list[Candidate]:
-    """The candidates that fit, predicted fastest first; those that take more than TIGHT of the memory after all others.
+    """Return the candidates that fit, predicted fastest first; after all others those that are TIGHT.
 
     Of those as fast as each other first what leaves ROOMY's room, or else the most; of these the one without
     offload, with fewer layers recomputed, the lower stage, the larger micro-batch.
@@ -128,14 +128,14 @@ def fitting(
 
 
 def worth_choosing(ways: list[Candidate]) -> list[Candidate]:
-    """Of ways in the order of `fitting` those that a choice is between, the best first.
+    """Return those of the ways, in the order of `fitting`, that a choice is between, the best first.
 
     No way beats one of them, and each needs less memory than every one before it.
     """
     totals, burdens = [each.need.total for each in ways], [_burdens(each) for each in ways]
 
     def beaten(place: int) -> bool:
-        """Whether another way is as fast, smaller, and burdened by nothing that this one is free of."""
+        """Return whether another way is as fast, smaller, and burdened by nothing that this one is free of."""
         return any(
             SAME * totals[other] < totals[place]
             and each.step_seconds <= ways[place].step_seconds
@@ -157,7 +157,7 @@ def nearest_fit(
     gpu: Gpu | None = None,
     gpu_memory: float | None = None,
 ) -> Candidate | None:
-    """The candidate that `fits_in` accepts with the fewest changes to the recipe, of those the fastest."""
+    """Return the candidate that `fits_in` accepts with the fewest changes to the recipe, of those the fastest."""
     fits = [each for each in candidates(recipe, world_size, gpu, gpu_memory=gpu_memory) if fits_in(each.need)]
     order = {way: place for place, way in enumerate(WAYS)}
 
@@ -180,7 +180,7 @@ def candidates(
     gpu_memory: float | None = None,
     own_ds_config: bool = False,
 ) -> Iterator[Candidate]:
-    """Every combination that divides the recipe's step, whether it fits or not.
+    """Return every combination that divides the recipe's step, whether it fits or not.
 
     Args:
         gpu: for the step times; None leaves them out.
@@ -327,7 +327,7 @@ class FitVerb:
   python -m pretraining.planning fit --recipe 30b --world_size 8 --gpu H200 --top 3 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The recipe, the GPUs, and which ways to show."""
+        """Take the recipe, the GPUs, and which ways to show."""
         add_workload_arguments(parser)
         parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
         parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
@@ -350,7 +350,7 @@ class FitVerb:
         )
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """The fastest way, and those that need less memory; with `--deepspeed` those of that ds_config alone."""
+        """Return the fastest way, and those that need less memory; with `--deepspeed` those of that ds_config alone."""
         workload, gpu = workload_of(options), find_gpu(options.gpu)
         if workload.recipe is None:
             raise UserError("the search needs the model's shape: give --recipe NAME (and --set to change it)")
@@ -372,7 +372,7 @@ class FitVerb:
         }
 
     def as_text(self, answer: dict) -> str:
-        """A table, the best first, and what to type for it."""
+        """Write a table, the best first, and what to type for it."""
         header = ["ds_config", "micro-batch", "accumulation", "ac", "memory", "step", "why"]
         rows = [_row(way) for way in answer["ways"]]
         title = f"{answer['name']} on {answer['world_size']:,} x {answer['gpu']}: {_how_many(answer)}"

@@ -55,7 +55,7 @@ def step_time(
     mfu: float | None = None,
     precision: str | None = None,
 ) -> StepTime:
-    """The step of a recipe on `world_size` GPUs.
+    """Return the step of a recipe on `world_size` GPUs.
 
     Args:
         mfu: share of the dense peak without recomputation; None for the expected one.
@@ -95,12 +95,12 @@ def step_time(
 
 
 def hpz_ranks(ds_config: dict | None) -> int:
-    """Ranks that share the second copy of the weights (ZeRO++); 1: there is none."""
+    """Return ranks that share the second copy of the weights (ZeRO++); 1: there is none."""
     return (ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
 
 
 def precision_of_products(recipe: Recipe) -> str:
-    """bf16, fp16, tf32 or fp32, as the recipe's `training` says."""
+    """Return bf16, fp16, tf32 or fp32, as the recipe's `training` says."""
     return next((name for name in ("bf16", "fp16", "tf32") if recipe.training.get(name)), "fp32")
 
 
@@ -119,7 +119,7 @@ def predicted_step_seconds(
     width: int = 2,
     hpz: int = 1,
 ) -> StepTime:
-    """Seconds of one optimizer step of data-parallel training.
+    """Return seconds of one optimizer step of data-parallel training.
 
     Args:
         mfu: share of the dense peak without recomputation; None for the expected one.
@@ -156,7 +156,7 @@ class Communication:
 def communication(
     parameters: int, stage: int, num_ranks: int, accumulation: int = 1, width: int = 2, hpz: int = 1
 ) -> Communication:
-    """Bytes one rank sends per optimizer step: ZeRO (Rajbhandari et al. 2020), section 7.
+    """Return bytes one rank sends per optimizer step: ZeRO (Rajbhandari et al. 2020), section 7.
 
     Without accumulation 2 psi elements at stages 0 to 2 (gradients reduced and something gathered, psi each)
     and 3 psi at stage 3 (weights gathered for the forward and again for the backward pass). With accumulation,
@@ -182,7 +182,7 @@ def communication(
 
 
 def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> float:
-    """Seconds at the rate that the doctor measured on this machine, else at the peak of the links.
+    """Return seconds at the rate that the doctor measured on this machine, else at the peak of the links.
 
     The peak is that of the link inside a node, else of the slower of link and network.
     """
@@ -196,7 +196,7 @@ def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> fl
 
 
 def scaling_over_nodes(gpu: Gpu, num_gpus: int, utilization_is_assumed: bool = True) -> dict | None:
-    """{"nodes", "assumption"} of GPUs in more than one node; None in one.
+    """Return {"nodes", "assumption"} of GPUs in more than one node; None in one.
 
     The tables hold no measured loss between nodes: time has a lower bound by the links' peaks, and nothing more.
     """

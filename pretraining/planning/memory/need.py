@@ -140,7 +140,7 @@ class MemoryNeed:
         return _most_at_once(self.host)
 
     def to_dict(self) -> dict:
-        """Plain JSON values, derived ones included."""
+        """Return plain JSON values, derived ones included."""
         derived = (
             "peak_phase",
             "parts",
@@ -159,7 +159,7 @@ class MemoryNeed:
 def memory_need(
     recipe: Recipe, ds_config: dict | None, world_size: int, gpu_memory: float | None = None
 ) -> MemoryNeed:
-    """Memory of a recipe under a ds_config on `world_size` GPUs.
+    """Return memory of a recipe under a ds_config on `world_size` GPUs.
 
     Args:
         gpu_memory: bytes of one GPU: of a larger one the loss takes more; None: a processor trains, or it is not known.
@@ -195,7 +195,7 @@ def memory_need(
 
 
 def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> ModelState:
-    """Model state of the fullest of `world_size` ranks, with the optimizer that the recipe chooses."""
+    """Return model state of the fullest of `world_size` ranks, with the optimizer that the recipe chooses."""
     return model_state(
         model_size(recipe.model).total,
         ds_config,
@@ -208,7 +208,7 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
 
 
 def loss_of(recipe: Recipe) -> dict:
-    """The recipe's section with what `kind: auto` becomes: fused if the head is known (`model/loss.py`)."""
+    """Return the recipe's section with what `kind: auto` becomes: fused if the head is known (`model/loss.py`)."""
     kind = recipe.loss["kind"]
     if kind != "auto":
         return recipe.loss
@@ -216,19 +216,19 @@ def loss_of(recipe: Recipe) -> dict:
 
 
 def checkpointing_of(recipe: Recipe) -> tuple[bool, int]:
-    """Whether layers are recomputed, and of how many layers one."""
+    """Return whether layers are recomputed, and of how many layers one."""
     keywords = recipe.training.get("activation_checkpointing_kwargs") or {}
     return bool(recipe.training.get("activation_checkpointing")), int(keywords.get("every_n_layers") or 1)
 
 
 def recomputed_one_in(recipe: Recipe) -> int:
-    """Of so many layers one is recomputed; 0: none is."""
+    """Return of how many layers one is recomputed; 0: none is."""
     recomputes, every_n_layers = checkpointing_of(recipe)
     return every_n_layers if recomputes else 0
 
 
 def recomputed_share(every_n_layers: int) -> float:
-    """Of the layers, those that are recomputed."""
+    """Return the share of the layers that are recomputed."""
     return 1 / every_n_layers if every_n_layers else 0.0
 
 
@@ -270,14 +270,14 @@ def _phases(
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """Host memory that a pinned buffer of so many bytes takes."""
+    """Return host memory that a pinned buffer of so many bytes takes."""
     # torch 2.13 rounds up to a power of two (ATen/core/CachingHostAllocator.h), here only up to MOST_ROUNDED_MIB
     rounded = 1 << max(0, num_bytes - 1).bit_length()
     return rounded if num_bytes <= MOST_ROUNDED_MIB << 20 else num_bytes
 
 
 def snapshot_bytes(sizes: Iterable[int]) -> int:
-    """Bytes of one buffer for copies of tensors of these sizes in bytes."""
+    """Return bytes of one buffer for copies of tensors of these sizes in bytes."""
     return sum(size + -size % SNAPSHOT_ALIGNMENT for size in sizes)
 
 
@@ -334,7 +334,7 @@ def _staging(config: dict | None, tensors: Sequence[Tensor]) -> float:
 
 
 def shrink(need: MemoryNeed, recipe: Recipe, ds_config: dict | None) -> str:
-    """What would shrink the largest part; what is on already is not offered again."""
+    """Say what would shrink the largest part; what is on already is not offered again."""
     part = need.largest
     if part in FIXED:
         return FIXED[part]
@@ -370,7 +370,7 @@ class MemoryVerb:
   python -m pretraining.planning memory --recipe 1.5b --world_size 8 --deepspeed zero1 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The recipe, the number of GPUs, and which kind."""
+        """Take the recipe, the number of GPUs, and which kind."""
         add_workload_arguments(parser)
         parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
         parser.add_argument(
@@ -378,7 +378,7 @@ class MemoryVerb:
         )
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """The need at the peak, by part, and the other phases."""
+        """Return the need at the peak, by part, and the other phases."""
         workload = workload_of(options)
         if workload.recipe is None:
             raise UserError("memory needs the model's shape: give --recipe NAME (and --set to change it)")
@@ -398,7 +398,7 @@ class MemoryVerb:
         }
 
     def as_text(self, answer: dict) -> str:
-        """One screen: a column for each phase, the peak's first."""
+        """Write one screen: a column for each phase, the peak's first."""
         phases = sorted(answer["phases"], key=lambda name: name != answer["peak_phase"])
         parts = dict.fromkeys(part for phase in phases for part in answer["phases"][phase])
         parts = [part for part in parts if any(answer["phases"][phase].get(part) for phase in phases)]
@@ -428,7 +428,7 @@ def _cell(number: float | None) -> str:
 
 
 def host_words(parts: dict) -> str:
-    """What host memory is for; of a process by itself nothing is counted."""
+    """Say what host memory is for; of a process by itself nothing is counted."""
     names = {name: name for name in parts} | {PROCESS: "assumed for the process"}
     words = {name: f"{num_bytes(size)} {names[name]}" for name, size in parts.items()}
     if BUILT in parts and SNAPSHOT in parts:

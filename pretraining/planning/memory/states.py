@@ -49,14 +49,14 @@ class OptimizerStates:
     """The kind of tensors of which a step makes another fp32 copy."""
 
     def in_groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The tensors group by group: ZeRO lays each group end to end before it cuts it."""
+        """Return the tensors group by group: ZeRO lays each group end to end before it cuts it."""
         if self.groups is None:
             return [[t for t in tensors if t.decays is decays] for decays in (True, False)]
         return [[t for t in tensors if t.kind in kinds] for kinds in self.groups]
 
 
 def optimizer_states(recipe: Recipe) -> OptimizerStates:
-    """The states of the recipe's optimizer; of one that no family names, Adam's, which are seldom less."""
+    """Return the states of the recipe's optimizer; of one that no family names, Adam's, which are seldom less."""
     if recipe.optimizer["name"] == "muon":
         return MUON
     if own_groups(recipe):
@@ -146,7 +146,7 @@ class ModelState:
         return self.parameters + self.gradients + self.gradient_accumulation + self.master_and_moments
 
     def to_dict(self) -> dict:
-        """The parts and their sum."""
+        """Return the parts and their sum."""
         return {**asdict(self), "master_and_moments": self.master_and_moments, "gpu": self.gpu}
 
 
@@ -159,7 +159,7 @@ def model_state(
     tensors: Sequence[Tensor] = (),
     optimizer: OptimizerStates = ADAM,
 ) -> ModelState:
-    """Model state of the fullest rank.
+    """Return model state of the fullest rank.
 
     The stages shard as in ZeRO (Rajbhandari et al. 2020, section 5 and figure 1): 1 the optimizer states, 2
     the gradients, 3 the parameters. The paper's 16 bytes a parameter are 2 + 2 + 12; here gradients are
@@ -308,7 +308,7 @@ def _offloaded(
 
 
 def pinned_by_offload(config: dict | None, world_size: int, width: int, groups: Groups) -> list[int]:
-    """Bytes of each buffer that offloading to the host pins on one rank (deepspeed 0.19.8, `pin_memory`).
+    """Return the bytes of each buffer that offloading to the host pins on a rank (deepspeed 0.19.8, `pin_memory`).
 
     width: bytes of a weight.
     """
@@ -327,7 +327,5 @@ def pinned_by_offload(config: dict | None, world_size: int, width: int, groups: 
 
 
 def checkpoint_bytes(tensors: Sequence[Tensor], optimizer: OptimizerStates = ADAM) -> int:
-    """Bytes of one resumable checkpoint on disk, over all ranks: fp32 weights and the optimizer's states, whatever
-    the stage.
-    """
+    """Return the bytes of a checkpoint, over all ranks and whatever the stage: fp32 weights and optimizer states."""
     return sum(FP32 * tensor.numel + round(optimizer.bytes_of(tensor)) for tensor in tensors)
