@@ -133,7 +133,7 @@ def token_bytes(vocab_size: int) -> int:
 
 
 def save_every(recipe: Recipe) -> int | None:
-    """Return the steps between checkpoints: all of the run's if they are not counted in steps; None if none is saved."""
+    """Return the steps between checkpoints: the whole run if they are not counted in steps; None if none is saved."""
     strategy, every = recipe.training.get("save_strategy", "steps"), recipe.training.get("save_steps", 500)
     if strategy == "no":
         return None
