@@ -61,7 +61,7 @@ def activations(
     loss: Loss = PLAIN,
     gpu_memory: float | None = None,
 ) -> Activations:
-    """Activations of one micro-batch.
+    """Return activations of one micro-batch.
 
     Args:
         every_n_layers: of how many layers one is recomputed, of which its input is kept alone; 0: none is.
@@ -175,19 +175,19 @@ def _backward(shape: dict, widths: Widths, length: int, precision: Precision) ->
 
 
 def compiles_loss(compile: bool | None, on_gpu: bool) -> bool:
-    """What `loss.compile` becomes: null is true on a GPU."""
+    """Return what `loss.compile` becomes: null is true on a GPU."""
     return on_gpu if compile is None else compile
 
 
 def logit_bytes(compute: int, compiled: bool) -> int:
-    """What a chunk holds for each logit of `compute` bytes; its log-probability in fp32 too if nothing is compiled."""
+    """Return what a chunk holds for a logit of `compute` bytes; its fp32 log-probability too if nothing is compiled."""
     return compute if compiled else compute + max(compute, FP32)
 
 
 def chunk_length(
     tokens: int, vocab_size: int, bytes_a_logit: int, gpu_memory: float | None, chunk_tokens: int | None
 ) -> int:
-    """Tokens of a chunk: the recipe's, else chunks of one length, as few as the memory set aside for one allows.
+    """Return the tokens of a chunk: the recipe's, else chunks of one length, as few as its memory allows.
 
     Args:
         bytes_a_logit: see `logit_bytes`.
@@ -216,7 +216,7 @@ def loss_bytes(
     loss: Loss = PLAIN,
     gpu_memory: float | None = None,
 ) -> float:
-    """What `model/loss.py` and `model/cross_entropy.py` hold while they find the loss of one micro-batch.
+    """Return what `model/loss.py` and `model/cross_entropy.py` hold while they find the loss of one micro-batch.
 
     plain: the fp32 log-probabilities, their gradient and the logits' gradient. chunked: the logits, which their
     gradient overwrites, and a chunk's log-probabilities if nothing is compiled. fused: the sum of the head's gradient
