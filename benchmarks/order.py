@@ -26,7 +26,7 @@ from record import parser_of, record
 from pretraining.data.block_guard import BlockGuard
 from pretraining.data.interleaving import Interleaving, MixtureStage
 from pretraining.data.order import GlobalOrder, GroupedOrder, MixedOrder, Order
-from pretraining.mixture import exact_shares, shares_of_sizes
+from pretraining.recipe.data import exact_shares, shares_of_sizes
 
 NUM_BLOCKS = 10**9
 BLOCKS_PER_SHARD = 1 << 15

@@ -185,8 +185,8 @@ def recipe_arguments(options: argparse.Namespace, block_steps: int) -> list[str]
 
 def step_settings(options: argparse.Namespace, on_gpu: bool) -> list[str]:
     """Precision and data workers of a GPU, fewer layers, and the levers up to the one that is measured."""
-    from pretraining.model_types import own_key
     from pretraining.recipe import load_recipe
+    from pretraining.recipe.model import own_key
 
     values: dict = {}
     if on_gpu:

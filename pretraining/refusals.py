@@ -1,7 +1,7 @@
 """What is refused before anything is built: all that recipe, ds_config and number of ranks tell by themselves.
 
 The plan, `data_prep.py`, `train.py` and `branch` read their recipe through `load_run`, so none of them accepts what
-another refuses. A recipe's own sections are checked when it is read (recipe_checks.py). What the machine decides, its
+another refuses. A recipe's own sections are checked when it is read (recipe/checks.py). What the machine decides, its
 GPUs, packages, memory and disk, is judged by `train.py` alone.
 """
 
@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
-from pretraining.model_types import is_exact
 from pretraining.recipe import Recipe, accumulation_steps, load_recipe, model_with_defaults
-from pretraining.schedules import DEFAULT_OPTIM, SCHEDULE_FREE
+from pretraining.recipe.model import is_exact
+from pretraining.recipe.schedule import SCHEDULE_FREE
+from pretraining.recipe.training import DEFAULT_OPTIM
 from pretraining.schema import display_path, problem
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")

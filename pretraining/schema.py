@@ -248,6 +248,20 @@ def fits(value: Any, schema: dict, root: dict | None = None) -> bool:
     return True
 
 
+def filled(value: Any, schema: dict) -> Any:
+    """`value` with the schema's defaults at every depth, those of the `if` / `then` branches it fits included."""
+    if isinstance(value, list):
+        return [filled(item, schema.get("items", {})) for item in value]
+    if not isinstance(value, dict):
+        return value
+    properties = dict(schema.get("properties", {}))
+    for condition in schema.get("allOf", []):
+        if fits(value, condition["if"]):
+            properties |= condition["then"].get("properties", {})
+    defaults = {key: each["default"] for key, each in properties.items() if "default" in each}
+    return {key: filled(item, properties.get(key, {})) for key, item in {**defaults, **value}.items()}
+
+
 def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:
     """What was meant: an entry of a list, a key of another place, the nearest of this one, or else all of this one."""
     names = [valid for valid in properties if valid != "$schema"]

@@ -15,18 +15,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretraining.curve import changes_of_run
 from pretraining.doctor import __main__ as doctor
 from pretraining.doctor import disks, gpus, machine, reach
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, summary, summary_line
 from pretraining.doctor.launch import Launch, check_earlier_start, plan_launch
 from pretraining.errors import UserError
-from pretraining.planning.forecast import forecast
-from pretraining.planning.gpus import find_gpu
-from pretraining.planning.machine_rates import FOLDER_VARIABLE, keep_rates, kept_rates
+from pretraining.planning.costs import forecast, write_words
+from pretraining.planning.gpus import FOLDER_VARIABLE, find_gpu, keep_rates, kept_rates
 from pretraining.planning.memory.need import memory_need
-from pretraining.planning.verbs.cost import write_words
 from pretraining.planning.workload import workload_of_recipe
+from pretraining.recipe.curve import changes_of_run
 from pretraining.refusals import load_run
 from pretraining.runtime import host
 from pretraining.runtime.run_folder import RunFolder

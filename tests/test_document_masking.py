@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from pretraining.curve import changed_parts
 from pretraining.data.document_masking import IGNORED, document_borders
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.model import attention
 from pretraining.model.build import build_model
 from pretraining.model.loss import next_token_loss
 from pretraining.recipe import load_recipe
+from pretraining.recipe.curve import changed_parts
 from pretraining.training.arguments import collate_blocks
 from tests.runs import LLAMA, MODELS, execute, made_once
 from tests.test_attention import TOKENIZER

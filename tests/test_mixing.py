@@ -17,7 +17,7 @@ from pretraining.data.packed_dataset import PackedDataset, build_training_datase
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
-from pretraining.mixture import exact_shares, shares_of_sizes
+from pretraining.recipe.data import Data, exact_shares, shares_of_sizes
 
 LENGTH = 8
 SIZES = {"web": 6000, "code": 3000, "books": 1000}
@@ -125,7 +125,15 @@ def recipe_of(weights=None, mixture=None, max_epochs=None, shuffle_shards=None) 
         | {"max_epochs": (max_epochs or {}).get(name)}
         for name in SIZES
     ]
-    data = {"sources": sources, "mixture": mixture, "shuffle_shards": shuffle_shards}
+    data = Data.of(
+        {
+            "name": "mixed",
+            "sources": sources,
+            "tokenizer": "gpt2",
+            "mixture": mixture,
+            "shuffle_shards": shuffle_shards,
+        }
+    )
     step = {"samples_per_step": 8, "tokens_per_step": 8 * LENGTH}
     return SimpleNamespace(data=data, path=Path("mixed.json"), sequence_length=LENGTH, data_seed=3, **step)
 

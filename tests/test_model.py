@@ -198,9 +198,9 @@ def test_the_balancing_loss_is_asked_for_by_the_recipe():
 
 def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dict]:
     """metrics.jsonl of a Trainer whose loss at step k is made to read losses[k]; gradients stay finite."""
+    from pretraining.recipe.budget import StepSizes
     from pretraining.runtime.durable_files import read_rows
     from pretraining.runtime.run_folder import RunFolder
-    from pretraining.step_sizes import StepSizes
     from pretraining.training.arguments import build_arguments, collate_blocks
     from pretraining.training.metrics import MetricsCallback
     from pretraining.training.throughput import SpeedMeter
@@ -219,7 +219,7 @@ def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dic
         real = next_token_loss(outputs, labels, num_items_in_batch)
         return real - real.detach() + next(remaining)
 
-    run, speed = RunFolder(tmp_path / "run"), SpeedMeter(StepSizes.of({"tokens_per_step": 8}), len(losses))
+    run, speed = RunFolder(tmp_path / "run"), SpeedMeter(StepSizes.of(8), len(losses))
     PretrainingTrainer(
         model=model,
         args=arguments,

@@ -7,12 +7,12 @@ import pytest
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
-from pretraining.model_types import EXACT, other_model_types, own_key
-from pretraining.planning import counted as counting
+from pretraining.planning import shapes as counting
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe
+from pretraining.recipe.model import EXACT, other_model_types, own_key
 from tests.runs import LLAMA, OTHER_MODELS, execute
 from tests.test_planning import MODELS
 

@@ -7,8 +7,8 @@ import pytest
 
 from pretraining.ds_config import DS_CONFIGS
 from pretraining.errors import UserError
-from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.recipe import accumulation_steps, load_recipe, recipe_names
+from pretraining.recipe.training import TRAINING_KEYS
 from pretraining.schema import REPOSITORY
 from tests.runs import LLAMA
 

@@ -9,8 +9,8 @@ import pytest
 
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
+from pretraining.recipe.schedule import KEYWORDS
 from pretraining.refusals import load_run
-from pretraining.schedules import KEYWORDS
 from tests.recipe_fuzz import RecipeFuzz, is_looser, plan_outcome, training_outcome
 from tests.runs import EXPERTS, LLAMA, execute
 

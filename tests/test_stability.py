@@ -12,10 +12,10 @@ import torch
 
 from pretraining.data.order import GlobalOrder, OrderWithout
 from pretraining.errors import UserError
+from pretraining.recipe.budget import StepSizes
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.step_sizes import StepSizes
 from pretraining.training.schedule import apply_schedule_now, lower_rates
 from pretraining.training.spikes import Plateau, SpikeScore
 from pretraining.training.stability import NonFiniteGuard
@@ -200,7 +200,7 @@ class Watched:
         self.monitor = StabilityMonitor(self.run, monitors, lambda step: {"samples": [step - 1, step]})
         remaining, speed = (
             iter(enumerate(losses)),
-            SpeedMeter(StepSizes.of({"tokens_per_step": 8}), len(losses)),
+            SpeedMeter(StepSizes.of(8), len(losses)),
         )
 
         def loss(outputs, labels, num_items_in_batch=None):

@@ -12,16 +12,16 @@ from typing import NamedTuple
 from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import MARKER, flush_folder, read_marker
 from pretraining.checkpoints.identity import Start
-from pretraining.curve import changed_parts
 from pretraining.errors import UserError, nearest
-from pretraining.mixture import block_of
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, load_recipe, recipe_schema
+from pretraining.recipe.curve import changed_parts
+from pretraining.recipe.data import block_of
+from pretraining.recipe.schedule import DECAYING, SCHEDULE_FREE, STABLE
 from pretraining.refusals import load_run
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schedules import DECAYING, SCHEDULE_FREE, STABLE
 from pretraining.schema import display_path, problem, read_json
 
 DECIDED = {"training": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")}
@@ -55,6 +55,7 @@ def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=folder) as unfinished:
         run = RunFolder(Path(unfinished) / output.name)
+        # Both recipes are read from the file, so that a wrong setting is refused by its name there.
         write_json(run.recipe, {**marker["recipe"], "name": output.name})
         earlier, changed = load_recipe(str(run.recipe)), load_recipe(str(run.recipe), stage.settings)
         recipe = _staged_recipe(earlier, changed, marker, stage, checkpoint)
@@ -75,6 +76,7 @@ def _record(run: RunFolder, recipe: dict, marker: dict, stage: Stage, checkpoint
         for each in changed_parts(recipe, marker["recipe"])
     ]
     write_json(run.changes, [*marker["changes"], *changes])
+    # Only those that the checkpoint knows of: its run may have rolled back since.
     for row in read_rows(RunFolder(checkpoint.parent).journal)[: marker["rollbacks"]]:
         append_row(run.journal, row)
     run.add_event("branch", step=step, parent=str(checkpoint), **stage._asdict())

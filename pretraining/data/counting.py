@@ -11,7 +11,7 @@ from pretraining.data.corpus import CLEANING_KEYS, Batch, prefetch, read_batches
 from pretraining.data.progress import Progress
 from pretraining.data.sources import open_source
 from pretraining.data.tokenizer import describe_tokenizer
-from pretraining.mixture import source_name
+from pretraining.recipe.data import source_name
 
 if TYPE_CHECKING:
     from pretraining.data.encoder import Encoder
@@ -63,7 +63,10 @@ def _open_encoder(recipe, sources: list, folder: Path, progress: Progress) -> "E
     from pretraining.data.shards import token_dtype
 
     preparation = Preparation.of(recipe, sources, folder / "data", [])
-    preparation.progress, preparation.data = progress, {**recipe.data, **dict.fromkeys(CLEANING_KEYS)}
+    preparation.progress, preparation.data = (
+        progress,
+        {**recipe.data.to_dict(), **dict.fromkeys(CLEANING_KEYS)},
+    )
     make_tokenizer(preparation, folder / "tokenizer")
     info = describe_tokenizer(folder / "tokenizer", str(recipe.data["tokenizer"]))
     sample = [text for text, _ in islice(sources[0].documents(), 20) if text]

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from pretraining.data.publishing import kept_beside
 from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
-from pretraining.mixture import source_name
 from pretraining.recipe import recipe_schema
-from pretraining.recipe_defaults import filled_deeply
-from pretraining.schema import Difference, check, differences
+from pretraining.recipe.data import source_name
+from pretraining.schema import Difference, check, differences, filled
 
 if TYPE_CHECKING:
     import numpy
@@ -62,12 +61,12 @@ SHAPE = {
 
 def deciding_section(data: dict) -> dict:
     """The part of a data section that decides the prepared bytes; what it leaves out has its default."""
-    filled = filled_deeply(data, recipe_schema()["properties"]["data"])
+    whole = filled(data, recipe_schema()["properties"]["data"])
     sources = [
         {key: spec[key] for key in DECIDING_SOURCE_KEYS if spec.get(key) is not None}
-        for spec in filled["sources"]
+        for spec in whole["sources"]
     ]
-    return {key: sources if key == "sources" else filled.get(key) for key in DECIDING_KEYS}
+    return {key: sources if key == "sources" else whole.get(key) for key in DECIDING_KEYS}
 
 
 def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None = None) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pretraining.data.interleaving import Interleaving, MixtureStage
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
-from pretraining.mixture import WishedStage, is_mixed, read_stages, source_names
+from pretraining.recipe.data import WishedStage, is_mixed, read_stages, source_names
 from pretraining.schema import display_path, problem
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from pretraining.data.order import (
 from pretraining.data.packing import BestFit, Stretch, cut_shares
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
-from pretraining.mixture import source_names
+from pretraining.recipe.data import source_names
 from pretraining.runtime.durable_files import read_rows
 from pretraining.schema import display_path
 

@@ -50,7 +50,7 @@ def prepare_data(
     takes its place once it is finished, and the old one is kept beside it. Raises UserError for what the section,
     the sources or the disk have wrong; finished tasks are kept.
     """
-    data, named = recipe.data, Path(data_root) / recipe.data["name"]
+    data, named = recipe.data.to_dict(), Path(data_root) / recipe.data["name"]
     folder = _place(named)
     sources = [open_source(spec) for spec in data["sources"]]
     fingerprints = [source.fingerprint() for source in sources]

@@ -91,7 +91,7 @@ def _open_remote(recipe, data_root: str, cache: CacheSettings) -> PreparedData:
 
 
 def _check_manifest(recipe, manifest: dict, place: Path | str, command: str) -> None:
-    _check_section(recipe.data, manifest, place, command)
+    _check_section(recipe.data.to_dict(), manifest, place, command)
     check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model["vocab_size"])
 
 

@@ -22,7 +22,7 @@ from pretraining.doctor.launch import Launch, check_earlier_start, check_fit, pl
 from pretraining.doctor.machine import check_machine, check_software, versions
 from pretraining.doctor.reach import ask_around, check_names
 from pretraining.errors import UserError, one_line_errors
-from pretraining.planning.machine_rates import RATES, keep_rates
+from pretraining.planning.gpus import RATES, keep_rates
 from pretraining.runtime.exit_codes import FINISHED, USER_ERROR
 from pretraining.runtime.imports import prepare_imports
 

@@ -5,21 +5,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretraining.command_line import ranks_here, started_by_launcher, world_size_here
-from pretraining.curve import changes_of_run
 from pretraining.data.manifest import read_manifest
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.gpus import Gpus
 from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
-from pretraining.planning.findings import Found
-from pretraining.planning.forecast import forecast
-from pretraining.planning.gate import check_plan
+from pretraining.planning.costs import forecast
+from pretraining.planning.gate import Machine, check_plan
 from pretraining.planning.memory.need import MemoryNeed, memory_need
 from pretraining.planning.quantities import num_bytes, several
 from pretraining.planning.run_plan import RunPlan, build_run_plan
-from pretraining.planning.step_time import precision_of_products
+from pretraining.planning.throughput import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
+from pretraining.recipe.curve import changes_of_run
 from pretraining.refusals import compiled_part, load_run
 from pretraining.runtime.host import host_memory_bytes, is_seen
 from pretraining.runtime.run_folder import RunFolder
@@ -157,10 +156,10 @@ def check_fit(launch: Launch) -> list[Finding]:
     return findings + [Finding("plan", COSTS, each.what, each.remedy) for each in verdict.warnings]
 
 
-def _found(launch: Launch) -> Found:
+def _found(launch: Launch) -> Machine:
     gpus = launch.gpus
     capability = min((gpu.capability or 0 for gpu in gpus.found), default=0)
-    return Found(
+    return Machine(
         gpu_memory_bytes=gpus.memory_bytes,
         gpu=gpus.known,
         has_bf16=capability >= 8 if capability else None,  # from Ampere on
@@ -182,7 +181,7 @@ def _crowded(launch: Launch) -> list[Finding]:
     return [Finding("plan", BREAKS, what, "end the processes that hold the rest (nvidia-smi lists them)")]
 
 
-def _fits(launch: Launch, found: Found) -> str:
+def _fits(launch: Launch, found: Machine) -> str:
     need, ranks = launch.need, several(launch.world_size, "GPU" if launch.trains_on_gpus else "rank")
     title = f"{launch.recipe.name} with {launch.recipe.deepspeed or 'plain data parallel'} fits {ranks}"
     if not launch.trains_on_gpus:

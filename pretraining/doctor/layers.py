@@ -26,16 +26,15 @@ from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.model.build import build_from_recipe
 from pretraining.model.loss import build_loss
-from pretraining.model_types import is_exact, own_key, value_of
 from pretraining.planning.comparison import predicted
-from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import Gpu, known_gpu
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.quantities import duration, num_bytes, several, three_digits
-from pretraining.planning.sizes import model_size
-from pretraining.planning.step_time import precision_of_products
-from pretraining.planning.throughput import model_flops_utilization
+from pretraining.planning.roofline import model_flops_utilization
+from pretraining.planning.sizes import flops_per_token, model_size
+from pretraining.planning.throughput import precision_of_products
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.recipe.model import is_exact, own_key, value_of
 from pretraining.refusals import check_run
 from pretraining.training.arguments import build_arguments, collate_blocks
 from pretraining.training.optimizers import choose_clipping, choose_optimizer

@@ -16,7 +16,7 @@ from pretraining.doctor.disks import unwritable
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.gpus import torch_build
 from pretraining.doctor.launch import Launch
-from pretraining.planning.memory.loss import compiles_loss
+from pretraining.planning.memory.activations import compiles_loss
 from pretraining.planning.quantities import num_bytes, several
 from pretraining.recipe import Recipe
 from pretraining.runtime.host import (

@@ -12,7 +12,7 @@ from pretraining.errors import UserError, nearest
 from pretraining.evaluation.harness import Harness
 from pretraining.evaluation.likelihood import HellaSwag, Interrupted, read_items
 from pretraining.evaluation.validation import Validation
-from pretraining.recipe import Recipe, model_positions
+from pretraining.recipe import Recipe
 
 
 class Evaluator:
@@ -37,7 +37,7 @@ class Evaluator:
             section["tasks"],
             section["hellaswag"],
             tokenizer,
-            max_length=model_positions(recipe.model),
+            max_length=recipe.model.max_position_embeddings,
             batch_size=self.validation.batch_size,
             limit=section["task_limit"],
         )

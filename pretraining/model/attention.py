@@ -9,7 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import is_flash_attn_3_available
 
 from pretraining.errors import UserError
-from pretraining.model_types import is_exact
+from pretraining.recipe.model import is_exact
 
 SDPA_CAUSAL = "sdpa_causal"
 """torch's kernels, which know that the mask is causal. transformers' own `sdpa` looks for packed documents in every

@@ -7,7 +7,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    PretrainedConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainingArguments,
@@ -24,8 +24,8 @@ from pretraining.model.compiling import (
     describe_compilation,
 )
 from pretraining.model.initial_weights import initialise_weights
-from pretraining.mup import NO_BASE, scales_by_name
 from pretraining.recipe import Recipe, model_with_defaults
+from pretraining.recipe.mup import Mup, scales_by_name
 from pretraining.refusals import why_not_compiled
 from pretraining.upstream.model_classes import attention_of
 from pretraining.upstream.zero3_build import no_zero3_draw
@@ -34,7 +34,7 @@ PLAIN = {"compile": "none", "fp8": "none"}
 """A `speed` section that asks for nothing."""
 
 
-def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Build the transformers config of the recipe's `model` section, with the tokenizer's special tokens."""
     keywords = {k: v for k, v in model.items() if k != "model_type"}
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -72,7 +72,7 @@ def build_model(
     draw_weights: bool = True,
     masks_documents: bool = False,
     speed: dict = PLAIN,
-    mup: dict = NO_BASE,
+    mup: Mup = Mup(),
 ) -> PreTrainedModel:
     """Build the model with its initial weights; the same weights at every ZeRO stage and world size.
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
 from pretraining.model.cross_entropy import can_fuse, chunked_nats, install_loss_head, token_nats
-from pretraining.model_types import EXACT
+from pretraining.recipe.model import EXACT
 
 PLAIN = {"kind": "plain", "chunk_tokens": None, "compile": None, "z_loss": 0.0, "router_z_loss": 0.0}
 """A `loss` section that asks for nothing."""

@@ -12,10 +12,10 @@ import orjson
 
 from pretraining.errors import UserError
 from pretraining.metric_names import PLACE, grouped
+from pretraining.recipe.budget import Ramp, StepSizes
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.heartbeat import killed_ranks
 from pretraining.runtime.run_folder import RunFolder, StepTotals, first_step, unix_seconds
-from pretraining.step_sizes import StepSizes
 
 STARTS = ("start", "resume")
 ENDINGS = {"end": "finished", "stopped": "stopped", "hang": "hang", "gave_up": "gave up"}
@@ -100,7 +100,11 @@ class RunRecord:
             return
         tokens, hours = (float(known[-1]) if len(known) else 0.0 for known in (self.tokens, self.hours))
         if (budget := self.recipe.get("budget") or {}).get("tokens_per_step"):
-            sizes, last = StepSizes.of(budget), int(self.steps[-1]) if len(self.steps) else 0
+            ramp = Ramp.of(budget["ramp"]) if budget.get("ramp") else None
+            sizes, last = (
+                StepSizes.of(budget["tokens_per_step"], ramp),
+                int(self.steps[-1]) if len(self.steps) else 0,
+            )
             tokens += sizes.tokens_at(int(self.newest_step)) - sizes.tokens_at(last)
         if self.has_times:
             hours += max(0.0, self.last_written - self.metrics.times[-1]) / 3600

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from pretraining.mup import Scales, scales_by_name
 from pretraining.recipe import model_with_defaults
+from pretraining.recipe.mup import Scales, scales_by_name
 from pretraining.refusals import own_groups
 from pretraining.training.muon import Muon, hidden_matrices
 

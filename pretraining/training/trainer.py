@@ -12,9 +12,9 @@ import torch.distributed as dist
 from transformers import PrinterCallback, Trainer, TrainingArguments, get_scheduler
 from transformers.utils import logging
 
+from pretraining.recipe.budget import StepSizes
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.signals import ignore_in_worker
-from pretraining.step_sizes import StepSizes
 from pretraining.training.arguments import training_refusals
 from pretraining.training.monitors import tell
 from pretraining.training.muon import BindPartitions, Muon

@@ -9,7 +9,7 @@ from pretraining.data.dedup.clusters import assign_fates, cluster, count_fates, 
 from pretraining.data.dedup.minhash import MinHashSpec
 from pretraining.data.dedup.pairs import HashParts, SignatureParts, exact_pairs, match_slice, write_array
 from pretraining.data.shard_writer import write_durably
-from pretraining.mixture import source_name
+from pretraining.recipe.data import source_name
 
 PIECES_PER_SLICE = 32
 """Pieces for each slice of the comparison: a slice then holds in memory what some hundred pieces of text need."""

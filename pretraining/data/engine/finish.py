@@ -24,7 +24,7 @@ from pretraining.data.shards import open_shard
 from pretraining.data.split_sizes import SplitSizes, check_blocks
 from pretraining.data.tokenizer import describe_tokenizer
 from pretraining.errors import UserError
-from pretraining.mixture import source_name
+from pretraining.recipe.data import source_name
 
 
 def finish(preparation) -> Path | None:

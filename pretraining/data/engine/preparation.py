@@ -48,7 +48,9 @@ class Preparation:
         """The preparation of a recipe's data; the sources are cut, which may read their files' footers."""
         fitting = recipe.model["vocab_size"], recipe.sequence_length
         pieces = cut_sources(sources)
-        return cls(folder, recipe.data, *fitting, sources, fingerprints, pieces, gather(pieces, sources))
+        return cls(
+            folder, recipe.data.to_dict(), *fitting, sources, fingerprints, pieces, gather(pieces, sources)
+        )
 
     @property
     def work(self) -> Path:

@@ -89,7 +89,7 @@ class Inspection:
         from pretraining.data.packed_dataset import build_training_dataset
 
         manifest = self.data.manifest
-        differing = [] if "converted_from" in manifest else data_differences(manifest, recipe.data)
+        differing = [] if "converted_from" in manifest else data_differences(manifest, recipe.data.to_dict())
         if differing:
             raise UserError(
                 f"{self.data.folder}: not the data that recipe {recipe.name!r} trains on: {listed(differing)}; give "

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pretraining.errors import UserError, nearest
-from pretraining.model_types import other_model_types
 from pretraining.recipe import recipe_schema
+from pretraining.recipe.model import other_model_types
 from pretraining.schema import differences
 
 if TYPE_CHECKING:

@@ -4,6 +4,9 @@ Keywords of a schedule are those of the functions in transformers/optimization.p
 """
 
 from pretraining.errors import nearest
+from pretraining.recipe.budget import Budget
+from pretraining.recipe.sections import Monitors, Spikes
+from pretraining.recipe.training import Training
 from pretraining.schema import check, problem
 
 CONSTANT = ("constant", "constant_with_warmup")
@@ -14,7 +17,6 @@ BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 """Schedules that follow the validation loss and not the number of steps."""
 WITHOUT_WARMUP = ("constant", *BY_METRIC)
 
-DEFAULT_OPTIM = "adamw_torch_fused"
 SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
 """Optimizers that average in place of a decay."""
 
@@ -72,74 +74,76 @@ ONE_OF = {
 """Keywords of which a schedule needs exactly one."""
 
 
-def check_schedule(values: dict, num_steps: int, where: str) -> None:
+def check_schedule(
+    budget: Budget, training: Training, monitors: Monitors, num_steps: int, where: str
+) -> None:
     """Raise `UserError` for a schedule that transformers would refuse, or follow otherwise than it reads.
 
-    values: the recipe, with the defaults of our own sections. num_steps: of the whole run.
+    num_steps: of the whole run.
     """
-    budget, training = values["budget"], values["training"]
-    kind = training.get("lr_scheduler_type", "linear")
-    _check_schedule_free(training, kind, where)
-    keywords = training.get("lr_scheduler_kwargs") or {}
-    _check_tokens(budget, training, kind, keywords, where)
+    kind, keywords = training.lr_scheduler_type, training.lr_scheduler_kwargs or {}
+    _check_schedule_free(training, where)
+    _check_tokens(budget, training, where)
     _check_warmup(training, where)
     _check_keywords(kind, keywords, where)
-    _check_end(training, kind, keywords, where)
-    if kind == DECAYING:
-        _check_decay(budget, training, keywords, num_steps, where)
+    _check_end(training, keywords, where)
+    if kind == DECAYING and budget.decay_tokens is None:
+        _check_decay(training, keywords, num_steps, where)
     if kind in BY_METRIC:
-        _check_judged(values, kind, where)
+        _check_judged(budget, training, monitors.spikes, where)
 
 
-def _check_schedule_free(training: dict, kind: str, where: str) -> None:
+def _check_schedule_free(training: Training, where: str) -> None:
     """Averaging takes the place of a decay, and needs a momentum to average over."""
-    optim = training.get("optim", DEFAULT_OPTIM)
+    optim, kind = training.optim, training.lr_scheduler_type
     if optim not in SCHEDULE_FREE:
         return
     if kind not in CONSTANT:
         what = f"is {kind}, but {optim} does without a decay; write {' or '.join(CONSTANT)}"
         raise problem(where, "training.lr_scheduler_type", what)
-    if not training.get("adam_beta1", 0.9):
+    if not training.adam_beta1:
         what = f"is 0: {optim} would train weights that do not tell their average; write 0.9"
         raise problem(where, "training.adam_beta1", what)
 
 
-def _check_judged(values: dict, kind: str, where: str) -> None:
+def _check_judged(budget: Budget, training: Training, spikes: Spikes, where: str) -> None:
     """A schedule that follows the validation loss is no function of the step: nothing can be multiplied with it."""
-    if values["training"].get("eval_strategy", "no") == "no":
+    kind, ramp = training.lr_scheduler_type, budget.ramp
+    if training.eval_strategy == "no":
         what = f"is {kind}, which follows the validation loss, and nothing is validated: set training.eval_strategy"
         raise problem(where, "training.lr_scheduler_type", what)
-    ramp, spikes = values["budget"]["ramp"], values["monitors"]["spikes"]
     remedy = f"the validation loss sets the rate of {kind}; leave it out, or choose another schedule"
-    if ramp is not None and ramp["lr_scaling"] != "none":
-        raise problem(where, "budget.ramp.lr_scaling", f"is {ramp['lr_scaling']}, but {remedy}")
-    if spikes["lr_factor"] != 1 and spikes["lr_steps"]:
-        raise problem(where, "monitors.spikes.lr_factor", f"is {spikes['lr_factor']:g}, but {remedy}")
+    if ramp is not None and ramp.lr_scaling != "none":
+        raise problem(where, "budget.ramp.lr_scaling", f"is {ramp.lr_scaling}, but {remedy}")
+    if spikes.lr_factor != 1 and spikes.lr_steps:
+        raise problem(where, "monitors.spikes.lr_factor", f"is {spikes.lr_factor:g}, but {remedy}")
 
 
-def _check_tokens(budget: dict, training: dict, kind: str, keywords: dict, where: str) -> None:
+def _check_tokens(budget: Budget, training: Training, where: str) -> None:
     """What the budget says of the schedule in tokens, `training` may not say in steps."""
-    if budget["warmup_tokens"] is not None and training.get("warmup_steps"):
+    kind, key = training.lr_scheduler_type, "budget.warmup_tokens"
+    if budget.warmup_tokens is not None and training.warmup_steps:
         what = "and training.warmup_steps are both there; leave one out, or set training.warmup_steps=0"
-        raise problem(where, "budget.warmup_tokens", what)
-    if budget["warmup_tokens"] is not None and kind in WITHOUT_WARMUP:
+        raise problem(where, key, what)
+    if budget.warmup_tokens is not None and kind in WITHOUT_WARMUP:
         what = f"is set, but training.lr_scheduler_type {kind} has no warm-up; write constant_with_warmup"
-        raise problem(where, "budget.warmup_tokens", what)
-    if budget["decay_tokens"] is None:
+        raise problem(where, key, what)
+    if budget.decay_tokens is None:
         return
+    key = "budget.decay_tokens"
     if kind != DECAYING:
         what = (
             f"is for training.lr_scheduler_type {DECAYING}, and that is {kind}; set that, or leave this out"
         )
-        raise problem(where, "budget.decay_tokens", what)
-    for key in ("num_decay_steps", "num_stable_steps"):
-        if key in keywords:
-            what = f"and training.lr_scheduler_kwargs.{key} are both there; leave one out"
-            raise problem(where, "budget.decay_tokens", what)
+        raise problem(where, key, what)
+    for name in ("num_decay_steps", "num_stable_steps"):
+        if name in (training.lr_scheduler_kwargs or {}):
+            what = f"and training.lr_scheduler_kwargs.{name} are both there; leave one out"
+            raise problem(where, key, what)
 
 
-def _check_warmup(training: dict, where: str) -> None:
-    given = training.get("warmup_steps", 0)
+def _check_warmup(training: Training, where: str) -> None:
+    given = training.warmup_steps
     if given > 1 and given != int(given):
         what = f"is {given:g}; write a whole number of steps, or a share of the run below 1"
         raise problem(where, "training.warmup_steps", what)
@@ -157,24 +161,22 @@ def _check_keywords(kind: str, keywords: dict, where: str) -> None:
     check(keywords, {"type": "object", "properties": known, **one_of}, where, key)
 
 
-def _check_end(training: dict, kind: str, keywords: dict, where: str) -> None:
+def _check_end(training: Training, keywords: dict, where: str) -> None:
     """A polynomial falls to `lr_end`: transformers refuses one that is not below the peak."""
-    end, peak = keywords.get("lr_end", 1e-7), training["learning_rate"]
-    if kind == "polynomial" and end >= peak:
+    end, peak = keywords.get("lr_end", 1e-7), training.learning_rate
+    if training.lr_scheduler_type == "polynomial" and end >= peak:
         what = f"is {end:g}, which is not below training.learning_rate {peak:g}: lower it"
         raise problem(where, "training.lr_scheduler_kwargs.lr_end", what)
 
 
-def _check_decay(budget: dict, training: dict, keywords: dict, num_steps: int, where: str) -> None:
+def _check_decay(training: Training, keywords: dict, num_steps: int, where: str) -> None:
     """The parts of a schedule in three parts fit into the run: it would begin in the middle of its decay."""
-    if budget["decay_tokens"] is not None:
-        return
     key = "training.lr_scheduler_kwargs.num_decay_steps"
     if "num_decay_steps" not in keywords:
         what = f"is missing: {DECAYING} needs the number of its last steps, or budget.decay_tokens"
         raise problem(where, key, what)
     decay, stable = keywords["num_decay_steps"], keywords.get("num_stable_steps", 0)
-    given = training.get("warmup_steps", 0)
+    given = training.warmup_steps
     warmup = int(given) if given >= 1 else round(given * num_steps)
     if warmup + stable + decay > num_steps:
         parts = f"{warmup} steps of warm-up" + f", {stable} stable" * bool(stable)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pretraining.recipe.section import Section, key
 from pretraining.schema import problem
 
 FAMILIES = ("gpt2", "llama", "qwen3")
@@ -20,11 +21,34 @@ _LEAVES_A_BRANCH = re.compile(r"\.(c_proj|o_proj|down_proj)\.")
 _QUERY = {"llama": re.compile(r"\.q_proj\."), "qwen3": re.compile(r"\.q_norm\.")}
 _FINAL_NORM = re.compile(r"(\.ln_f\.|^model\.norm\.)")
 HEAD = "lm_head.weight"
-NO_BASE = {"base_width": None}
-"""A `mup` section that asks for nothing."""
 RULES = {"adamw": 1.0, "match_adamw": 0.5, "spectral": 0.0}
 """By which power of the width a hidden matrix' rate falls. Muon's updates have one spectral norm, and that is what
 must not grow (Yang et al. 2023): 1 under its scale `spectral`, with the root of the width under `match_adamw`."""
+
+
+class Mup(Section):
+    """Rates tuned on a smaller model (muP; CompleteP in the depth): initial values, rates, decay and
+    epsilon follow from how much larger this one is."""
+
+    base_width: int | None = key(
+        None,
+        "Width of the model that training.learning_rate was tuned for; null: no muP. All "
+        "other widths grow in proportion, the heads in number.",
+        minimum=1,
+    )
+    base_layers: int | None = key(None, "Its layers; null: as many as here.", minimum=1)
+    base_head_size: int | None = key(
+        None,
+        "Size of its heads, for attention that is divided by the size and not its root; null: as here.",
+        minimum=1,
+    )
+
+    def check_together(self, where: str, at: str) -> None:
+        """The rest of a base needs its width."""
+        for name in ("base_layers", "base_head_size"):
+            if self.base_width is None and getattr(self, name) is not None:
+                what = f"is set without {at}.base_width; set that too, or leave both out"
+                raise problem(where, f"{at}.{name}", what)
 
 
 @dataclass(frozen=True)
@@ -52,12 +76,12 @@ class Growth:
     queries: float
 
     @classmethod
-    def of(cls, model: dict, mup: dict) -> "Growth":
+    def of(cls, model: dict, mup: Mup) -> "Growth":
         """Of a model section with its class's defaults."""
         width, layers, head_size = shape_of(model)
-        depth = layers / (mup["base_layers"] or layers)
-        queries = ((mup["base_head_size"] or head_size) / head_size) ** 0.5
-        return cls(model["model_type"], width / mup["base_width"], depth, queries)
+        depth = layers / (mup.base_layers or layers)
+        queries = ((mup.base_head_size or head_size) / head_size) ** 0.5
+        return cls(model["model_type"], width / mup.base_width, depth, queries)
 
     def scales(self, name: str, is_tied: bool, rule: str) -> Scales:
         """Of the parameter called `name`; `is_tied`: whether the head is the embedding; `rule`: a key of RULES."""
@@ -95,34 +119,33 @@ def shape_of(model: dict) -> tuple[int, int, int]:
     return width, model["num_hidden_layers"], model.get("head_dim") or width // heads
 
 
-def scales_by_name(names: Iterable[str], model: dict, mup: dict, rule: str = "adamw") -> dict[str, Scales]:
+def scales_by_name(names: Iterable[str], model: dict, mup: Mup, rule: str = "adamw") -> dict[str, Scales]:
     """{parameter name: Scales}; empty where the recipe names no base.
 
     model: the section with its class's defaults. names: of all parameters, the tied head not among them.
     rule: of the hidden matrices, a key of RULES.
     """
-    if mup["base_width"] is None:
+    if mup.base_width is None:
         return {}
     names = list(names)
     growth, is_tied = Growth.of(model, mup), HEAD not in names
     return {name: growth.scales(name, is_tied, rule) for name in names}
 
 
-def check_mup(mup: dict, model: dict, where: str) -> None:
-    """Raises `UserError` for a base that this model has no rule from."""
-    if mup["base_width"] is None:
-        for key in ("base_layers", "base_head_size"):
-            if mup[key] is not None:
-                raise problem(
-                    where, f"mup.{key}", "is set without mup.base_width; set that too, or leave both out"
-                )
+def check_mup(mup: Mup, model: dict, where: str) -> None:
+    """Raise `UserError` for a base that this model has no rule from.
+
+    model: the section with its class's defaults.
+    """
+    if mup.base_width is None:
         return
     if model["model_type"] not in FAMILIES:
         what = f"is set, but muP has no rule here for the routers and experts of {model['model_type']}"
         raise problem(where, "mup.base_width", f"{what}; leave it out, or choose {', '.join(FAMILIES)}")
     size = shape_of(model)[2]
-    if model["model_type"] == "gpt2" and mup["base_head_size"] not in (None, size):
-        what = f"is {mup['base_head_size']}, and heads here have {size}; gpt2 keeps queries, keys and values in one"
-        raise problem(
-            where, "mup.base_head_size", f"{what} matrix of one rate: grow by more heads of the same size"
+    if model["model_type"] == "gpt2" and mup.base_head_size not in (None, size):
+        what = (
+            f"is {mup.base_head_size}, and heads here have {size}; gpt2 keeps queries, keys and values in one"
         )
+        what += " matrix of one rate: grow by more heads of the same size"
+        raise problem(where, "mup.base_head_size", what)
