@@ -19,6 +19,7 @@ from pretraining.doctor.launch import Launch
 from pretraining.planning.memory.activations import compiles_loss
 from pretraining.planning.quantities import num_bytes, several
 from pretraining.recipe import Recipe
+from pretraining.recipe.data import Data
 from pretraining.runtime.host import (
     container_memory_bytes,
     cores,
@@ -334,7 +335,7 @@ def needs_of(launch: Launch) -> list[Needed]:
         return []
     training, evaluation, data = recipe.training, recipe.evaluation, recipe.data
     needs = [Needed(name, f"training.report_to {name}") for name in trackers_of(recipe)]
-    optim = training.get("optim", "")
+    optim = training.optim
     if BITSANDBYTES.search(optim):
         needs.append(Needed("bitsandbytes", f"training.optim {optim}"))
     if recipe.speed.fp8 != "none":
@@ -373,7 +374,7 @@ def _addresses(launch: Launch) -> Iterator[tuple[str, object]]:
         yield from (("data.sources", source.path) for source in launch.recipe.data.sources)
 
 
-def _needs_of_preparation(data: dict) -> list[Needed]:
+def _needs_of_preparation(data: Data) -> list[Needed]:
     needs = []
     if data.decontaminate and data.decontaminate.tasks:
         needs.append(Needed("lm_eval", "data.decontaminate.tasks"))
