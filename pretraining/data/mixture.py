@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
-from pretraining.data.interleaving import Interleaving, MixtureStage
+from pretraining.data.interleaving import InterleavedStage, Interleaving
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
 from pretraining.recipe.data import WishedStage, is_mixed, read_stages, source_names
@@ -69,7 +69,7 @@ class Mixture(NamedTuple):
             "validation_note": _validation_note(run["sources"], self.validation_tokens),
         }
 
-    def _table_part(self, start: int, stop: int, stage: MixtureStage | None = None) -> dict:
+    def _table_part(self, start: int, stop: int, stage: InterleavedStage | None = None) -> dict:
         """The samples [start, stop) and a row a source: of one stage, or of the whole run."""
         drawn = self.interleaving.realised(stop) - self.interleaving.realised(start)
         due_before, due_after = self.interleaving.promised(start), self.interleaving.promised(stop)
@@ -105,7 +105,7 @@ def build_mixture(data: "PreparedData", recipe: "Recipe", num_samples: int) -> M
     splits = [_large_enough(train.get(source), name, length, where) for source, name in enumerate(names)]
     sizes = [split.num_blocks(length) for split in splits]
     wished = read_stages(recipe.data, names, sizes, num_samples, length, where)
-    interleaving = Interleaving([MixtureStage.of(*stage) for stage in wished])
+    interleaving = Interleaving([InterleavedStage.of(*stage) for stage in wished])
     # A source may have no document in validation.
     held_out = [validation[n].num_tokens if n in validation else 0 for n in range(len(names))]
     mixture = Mixture(names, splits, interleaving, length, held_out)
@@ -144,9 +144,10 @@ def _check_epochs(
     """Refuse a run which reads a source more often than its `max_epochs`, with what would do instead."""
     draws, length = mixture.interleaving.realised(num_samples), mixture.sequence_length
     for source, (name, num_blocks) in enumerate(zip(mixture.names, mixture.num_blocks, strict=True)):
-        limit = recipe.data["sources"][source].get("max_epochs")
+        limit = recipe.data.sources[source].max_epochs
         limit = DEFAULT_MAX_EPOCHS if limit is None else limit
         allowed = Fraction(repr(limit)) * num_blocks
+        # The shares as written decide; those rounded to a grid may pass the limit by a hair.
         wish = _wished_draws(wished, source, num_samples)
         if wish <= allowed and draws[source] <= allowed * (1 + _ROUNDING_SLACK) + 1:
             continue
@@ -186,9 +187,9 @@ def _smaller_share_or_run(
 def _check_epochs_of_stream(recipe: "Recipe", num_blocks: int, num_samples: int, where: str) -> None:
     """Refuse a run without a mixture, which reads all sources equally often, if the recipe limits one of them."""
     limits: dict[int, float] = {
-        place: source["max_epochs"]
-        for place, source in enumerate(recipe.data["sources"])
-        if source.get("max_epochs") is not None
+        place: source.max_epochs
+        for place, source in enumerate(recipe.data.sources)
+        if source.max_epochs is not None
     }
     if not limits:
         return

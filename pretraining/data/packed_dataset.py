@@ -130,14 +130,15 @@ class PackedDataset:
         """
         source, stretches = self.place(block)
         split = self.splits[source]
-        stored = _read(split, stretches)
+        stored = _read(split, stretches)  # uint16 or uint32, as on the disk: cheaper for the guard
         if self.guard is not None and sample is not None:
             self.guard.look(stored, sample, block, source, stretches, split)
-        tokens = stored.astype(np.int64)
+        tokens = stored.astype(np.int64)  # torch embeds and compares int64 alone
         if self.masks_documents:
             read = masked_block(tokens, _document_ends(split, stretches))
         else:
             read = {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        # The loss by source is added up on the device: it needs the number beside the tokens.
         return read if len(self.splits) == 1 else {**read, "source": np.array(source)}
 
     def cut_shares(self) -> dict | None:
@@ -167,6 +168,7 @@ class PackedDataset:
 def _read(split: TokenSplit, stretches: list[Stretch]) -> np.ndarray:
     """The tokens of the stretches, and the one that follows the last of them: the last input's target."""
     *others, (start, stop) = stretches
+    # The target of the last input is the next token of its stretch; inside, that of a stretch is the first of the next.
     last = split.read(start, stop + 1)
     return np.concatenate([*(split.read(*other) for other in others), last]) if others else last
 
@@ -195,17 +197,24 @@ def build_training_dataset(
     splits = data.train if mixture is None else mixture.splits
     order = _order_of_run(data, recipe, mixture)
     order = OrderWithout(order, left_out) if left_out else order
-    masks, packing = recipe.data.get("document_masking", False), recipe.data.get("packing", "in_sequence")
     return PackedDataset(
-        splits, recipe.sequence_length, order, first_sample, num_samples, guard, masks, packing
+        splits,
+        recipe.sequence_length,
+        order,
+        first_sample,
+        num_samples,
+        guard,
+        recipe.data.document_masking,
+        recipe.data.packing,
     )
 
 
 def _order_of_run(data: "PreparedData", recipe: "Recipe", mixture: Mixture | None) -> Order:
-    length, seed, group_size = recipe.sequence_length, recipe.data_seed, recipe.data.get("shuffle_shards")
+    length, seed, group_size = recipe.sequence_length, recipe.data_seed, recipe.data.shuffle_shards
     if mixture is None:
         return _order_of(data.train, length, seed, data.fingerprint, group_size)
     orders = [
+        # A label of its own: sources of equal size must not be read in step with each other.
         _order_of(split, length, seed, f"{data.fingerprint}/{source}", group_size)
         for source, split in enumerate(mixture.splits)
     ]
