@@ -69,8 +69,9 @@ class PackedDataset:
         self.splits = (splits,) if isinstance(splits, TokenSplit) else tuple(splits)
         self.sequence_length, self.order, self.guard = sequence_length, order, guard
         self.masks_documents = masks_documents
-        best_fit = packing == "best_fit"
-        self.packed = [BestFit(split, sequence_length) for split in self.splits] if best_fit else None
+        self._best_fits = None
+        if packing == "best_fit":
+            self._best_fits = [BestFit(split, sequence_length) for split in self.splits]
         counts = [split.num_blocks(sequence_length) for split in self.splits]
         self.num_blocks = sum(counts)
         self._first_blocks = [sum(counts[:number]) for number in range(len(counts))]
@@ -118,8 +119,8 @@ class PackedDataset:
     def place(self, block: int) -> tuple[int, list[Stretch]]:
         """Return which of `splits` holds a block, and the stretches of its stream that are the block's L inputs."""
         source, number = self.locate(block)
-        if self.packed is not None:
-            return source, self.packed[source].stretches(number)
+        if self._best_fits is not None:
+            return source, self._best_fits[source].stretches(number)
         start = number * self.sequence_length
         return source, [(start, start + self.sequence_length)]
 
@@ -143,14 +144,14 @@ class PackedDataset:
 
     def cut_shares(self) -> dict | None:
         """Count what the ends of blocks cut around the first blocks (`packing.cut_shares`); None if not packed."""
-        if self.packed is None:
+        if self._best_fits is None:
             return None
         # The first samples need their shards anyway, so nothing is fetched for this.
         count = min(_COUNTED_BLOCKS, self.num_samples)
         places = [self.locate(block) for block in self.block_numbers(np.arange(count)).tolist()]
-        windows = {(source, *self.packed[source].window_around(block)) for source, block in places}
+        windows = {(source, *self._best_fits[source].window_around(block)) for source, block in places}
         return cut_shares(
-            (self.packed[source], first, max(stop, first + 1)) for source, first, stop in windows
+            (self._best_fits[source], first, max(stop, first + 1)) for source, first, stop in windows
         )
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
