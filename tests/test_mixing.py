@@ -15,6 +15,7 @@ from pretraining.data.interleaving import MAX_PERIOD, InterleavedStage, Interlea
 from pretraining.data.mixture import build_mixture, format_table
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset, build_training_dataset
+from pretraining.data.prepared import PreparedData
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
@@ -101,7 +102,7 @@ def test_temperature_evens_the_shares_out():
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> SimpleNamespace:
+def prepared(tmp_path_factory) -> PreparedData:
     """Three sources in shards of their own; a token tells its source (thousands) and its place (the rest)."""
     folder = tmp_path_factory.mktemp("data") / "train"
     shards = []
@@ -116,7 +117,7 @@ def prepared(tmp_path_factory) -> SimpleNamespace:
     totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
     entry = {**totals, "dtype": "uint16", "shards": shards}
     train = TokenSplit(folder, entry)
-    return SimpleNamespace(train=train, validation=train, fingerprint="tokens")
+    return PreparedData(folder.parent, {"fingerprint": "tokens"}, train, train)
 
 
 def recipe_of(weights=None, mixture=None, max_epochs=None, shuffle_shards=None) -> SimpleNamespace:
