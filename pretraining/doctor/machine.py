@@ -19,6 +19,7 @@ from pretraining.doctor.launch import Launch
 from pretraining.planning.memory.activations import compiles_loss
 from pretraining.planning.quantities import num_bytes, several
 from pretraining.recipe import Recipe
+from pretraining.recipe.data import Data
 from pretraining.runtime.host import (
     container_memory_bytes,
     cores,
@@ -373,7 +374,7 @@ def _addresses(launch: Launch) -> Iterator[tuple[str, object]]:
         yield from (("data.sources", source.path) for source in launch.recipe.data.sources)
 
 
-def _needs_of_preparation(data: dict) -> list[Needed]:
+def _needs_of_preparation(data: Data) -> list[Needed]:
     needs = []
     if data.decontaminate and data.decontaminate.tasks:
         needs.append(Needed("lm_eval", "data.decontaminate.tasks"))

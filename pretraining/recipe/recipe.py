@@ -108,9 +108,9 @@ class Recipe:
             value = getattr(self, name)
             if not isinstance(value, section):
                 object.__setattr__(self, name, section.of(value))
-        for name, section in KEYWORDS.items():
-            if not isinstance(getattr(self, name), section):
-                object.__setattr__(self, name, section(getattr(self, name)))
+        for name, keywords in KEYWORDS.items():
+            if not isinstance(getattr(self, name), keywords):
+                object.__setattr__(self, name, keywords(getattr(self, name)))
 
     @property
     def words(self) -> list[str]:
