@@ -1,8 +1,10 @@
 """The way into a prepared data set: checks that it is the recipe's, whole, and fits the model."""
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pretraining.addresses import is_remote
 from pretraining.data.manifest import (
@@ -13,12 +15,18 @@ from pretraining.data.manifest import (
     tokenizer_difference,
     verify,
 )
+from pretraining.data.mixture import Mixture, build_mixture
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.data.tokenizer import check_vocabulary, fingerprint_of
 from pretraining.errors import UserError
 from pretraining.schema import REPOSITORY, listed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from pretraining.recipe import Recipe
 
 VERIFIED_BYTES = 256 << 20
 """Data sets up to this size are compared with their checksums at every open (0.1 s), others by `verify`."""
@@ -33,6 +41,23 @@ class PreparedData:
     manifest: dict
     train: TokenSplit
     validation: TokenSplit
+    mixture: "Mixture | None" = None
+    """Of a run that mixes sources; see `for_run`."""
+
+    def for_run(self, recipe: "Recipe") -> "PreparedData":
+        """Return the same data with the mixture of a whole run of the recipe.
+
+        Raises:
+            UserError: a source would be read more often than the recipe allows.
+        """
+        return replace(self, mixture=build_mixture(self, recipe, recipe.num_samples))
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer that the data was prepared with."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.tokenizer_path)
 
     @property
     def tokenizer_path(self) -> Path:
