@@ -50,7 +50,9 @@ def _sections_text() -> str:
     """What our own sections of a recipe hold."""
     lines = ["sections of a recipe, beside model and training:"]
     for name, section in SECTIONS.items():
-        lines += wrap(description_of(section), 100, initial_indent=f"  {name:<13}", subsequent_indent=" " * 15)
+        lines += wrap(
+            description_of(section), 100, initial_indent=f"  {name:<13}", subsequent_indent=" " * 15
+        )
     return "\n".join(lines)
 
 
