@@ -46,7 +46,7 @@ def count_data(recipe, num_documents: int | None = None, show_progress: bool = T
         "name": recipe.data.name,
         "encoder": encoder.backend.name,
         "documents_of_each_source": num_documents,
-        "before_cleaning": any(recipe.data.get(key) for key in CLEANING_KEYS),
+        "before_cleaning": any(getattr(recipe.data, key) for key in CLEANING_KEYS),
         "sources": counts,
         "total": _with_ratios(total, encoder.dtype.itemsize),
         "skipped": {key: sum(row["skipped"][key] for row in rows) for key in rows[0]["skipped"]},

@@ -23,7 +23,7 @@ def index_evaluation_sets(preparation, folder: Path) -> None:
     """The stage `evaluation sets`: the n-grams that no text may hold."""
     from pretraining.data.dedup.decontamination import DecontaminationSpec, build_index, read_evaluation_sets
 
-    section = dict(preparation.data.decontaminate)
+    section = dict(preparation.data["decontaminate"])
     sets = read_evaluation_sets(section.pop("folder"), section.pop("tasks"))
     (folder / INDEX_NAME).write_bytes(pickle.dumps(build_index(sets, DecontaminationSpec(**section))))
 
@@ -34,7 +34,7 @@ def clean(preparation, piece: int, folder: Path) -> None:
     documents = cleaner.documents(preparation.read_pieces(range(piece, piece + 1), skipped))
     source = preparation.pieces[piece].source
     batches = read_batches(source, documents, {}, skip_undecodable=False)
-    compared = Comparisons(preparation.data.dedup)
+    compared = Comparisons(preparation.data.get("dedup"))
     with _texts_file(folder / TEXTS_NAME) as write:
         for batch in batches:
             write(batch)
@@ -49,7 +49,7 @@ class Cleaner:
     def __init__(self, preparation):
         from pretraining.data.quality.chain import FilterChain
 
-        self.chain = FilterChain.of(preparation.data.filters or [])
+        self.chain = FilterChain.of(preparation.data.get("filters") or [])
         index = preparation.evaluation_index
         self.index = pickle.loads(index.read_bytes()) if index else None
         self.contaminations: list[dict] = []
@@ -99,8 +99,8 @@ class Comparisons:
     """What tells equal texts (hashes) and similar ones (band keys and sketches), a row a document."""
 
     def __init__(self, dedup: dict | None):
-        self.hashes_wanted = bool(dedup and dedup.exact)
-        self.spec = MinHashSpec.from_recipe(dedup.minhash) if dedup and dedup.minhash else None
+        self.hashes_wanted = bool(dedup and dedup["exact"])
+        self.spec = MinHashSpec.from_recipe(dedup["minhash"]) if dedup and dedup["minhash"] else None
         self._columns: dict[str, list[np.ndarray]] = {}
 
     def add(self, batch: Batch) -> None:

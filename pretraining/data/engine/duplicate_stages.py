@@ -31,31 +31,31 @@ def num_slices(num_pieces: int) -> int:
 def match(preparation, number: int, folder: Path) -> None:
     """The stage `match`: pairs of equal and of similar documents in one slice of the comparison."""
     parts = preparation.signatures_stage.outputs(preparation.work)[0]
-    dedup, num_pieces = preparation.data.dedup, len(preparation.pieces)
+    dedup, num_pieces = preparation.data["dedup"], len(preparation.pieces)
     position = number, num_slices(num_pieces)
-    if dedup.exact:
+    if dedup["exact"]:
         write_array(folder / "exact.npy", exact_pairs(HashParts(parts, num_pieces), *position))
-    if dedup.minhash:
-        spec = MinHashSpec.from_recipe(dedup.minhash)
+    if dedup["minhash"]:
+        spec = MinHashSpec.from_recipe(dedup["minhash"])
         write_array(folder / "similar.npy", match_slice(SignatureParts(parts, num_pieces), spec, *position))
 
 
 def decide_fates(preparation, folder: Path) -> None:
     """The stage `fates`: what becomes of every document, a file a piece, and a report."""
-    dedup = preparation.data.dedup
+    dedup = preparation.data["dedup"]
     outputs = preparation.match_stage.outputs(preparation.work)
     paths = [path for output in outputs for path in sorted(output.glob("*.npy"))]
     pairs = [lambda path=path: np.load(path) for path in paths]
     # Without similar pairs only equal texts (similarity 1) are in question.
-    accepted = MinHashSpec.from_recipe(dedup.minhash).accepted if dedup.minhash else 1.0
+    accepted = MinHashSpec.from_recipe(dedup["minhash"]).accepted if dedup["minhash"] else 1.0
     clusters = cluster(pairs, accepted)
-    share = preparation.data.validation_share
+    share = preparation.data["validation_share"]
     cleaned = preparation.clean_stage.outputs(preparation.work)
     drawn = [np.load(output / "draws.npy") < share for output in cleaned]
-    fates = assign_fates(drawn, clusters, pairs, dedup.remove)
+    fates = assign_fates(drawn, clusters, pairs, dedup["remove"])
     for piece, own in enumerate(fates):
         write_array(folder / f"{piece:05d}.npy", own)
     sources = [piece.source for piece in preparation.pieces]
-    names = [source_name(spec) for spec in preparation.data.sources]
+    names = [source_name(spec) for spec in preparation.data["sources"]]
     report = duplicates_report(clusters, [len(draws) for draws in drawn], sources, names)
     write_durably(folder / "report.json", json.dumps({**report, "fates": count_fates(fates)}))

@@ -83,18 +83,18 @@ class Preparation:
     @property
     def compares(self) -> bool:
         """Are documents compared with each other?"""
-        dedup = self.data.dedup
-        return bool(dedup and (dedup.exact or dedup.minhash))
+        dedup = self.data.get("dedup")
+        return bool(dedup and (dedup["exact"] or dedup["minhash"]))
 
     @property
     def cleans(self) -> bool:
         """Does anything stand between reading a text and encoding it?"""
-        return self.compares or bool(self.data.filters or self.data.decontaminate)
+        return self.compares or bool(self.data.get("filters") or self.data.get("decontaminate"))
 
     @cached_property
     def read_keys(self) -> list[str]:
         """A digest for each piece, of its text as it is read."""
-        options = self.data.skip_undecodable
+        options = self.data.get("skip_undecodable")
         return [digest_of(FORMAT, options, self.sources[p.source].digest_of(p.extents)) for p in self.pieces]
 
     @cached_property
@@ -113,12 +113,12 @@ class Preparation:
     @cached_property
     def evaluation_stage(self) -> Stage | None:
         """One task: the n-grams of the evaluation sets."""
-        section = self.data.decontaminate
+        section = self.data.get("decontaminate")
         if not section:
             return None
         from pretraining.data.dedup.decontamination import fingerprint_of_sets
 
-        key = digest_of(section, fingerprint_of_sets(section.folder, section.tasks))
+        key = digest_of(section, fingerprint_of_sets(section["folder"], section["tasks"]))
         return Stage("evaluation-sets", [key], lambda number, folder: index_evaluation_sets(self, folder))
 
     @property
@@ -131,8 +131,8 @@ class Preparation:
     def clean_stage(self) -> Stage:
         """A task for each piece: filters, decontamination, signatures."""
         evaluation = self.evaluation_stage.keys if self.evaluation_stage else []
-        dedup = self.data.dedup or {}
-        shared = [self.consulted, evaluation, dedup.exact, dedup.minhash]
+        dedup = self.data.get("dedup") or {}
+        shared = [self.consulted, evaluation, dedup.get("exact"), dedup.get("minhash")]
         keys = [digest_of(shared, key) for key in self.read_keys]
         return Stage("clean", keys, lambda number, folder: clean(self, number, folder))
 
@@ -152,21 +152,21 @@ class Preparation:
     @cached_property
     def fates_stage(self) -> Stage:
         """One task: clusters, and what becomes of each document."""
-        key = digest_of(self.match_stage.keys, self.data.dedup.remove, self.data.validation_share)
+        key = digest_of(self.match_stage.keys, self.data["dedup"]["remove"], self.data["validation_share"])
         return Stage("fates", [key], lambda number, folder: decide_fates(self, folder))
 
     @cached_property
     def tokenizer_stage(self) -> Stage:
         """One task: load the tokenizer, or train it on the text before it."""
-        spec = self.data.tokenizer
-        trained_on = [self.text_keys, self.data.validation_share] if isinstance(spec, dict) else []
+        spec = self.data["tokenizer"]
+        trained_on = [self.text_keys, self.data["validation_share"]] if isinstance(spec, dict) else []
         key = digest_of(spec, local_fingerprint(spec), self.vocab_size, trained_on)
         return Stage("tokenizer", [key], lambda number, folder: make_tokenizer(self, folder))
 
     @cached_property
     def tokenize_stage(self) -> Stage:
         """A task for each 256 MB of text: its shards of train and its part of validation."""
-        shared = [self.tokenizer_stage.keys, self.data.validation_share]
+        shared = [self.tokenizer_stage.keys, self.data["validation_share"]]
         keys = [digest_of(shared, self.text_keys[task.start : task.stop]) for task in self.token_tasks]
         return Stage("tokenize", keys, lambda number, folder: tokenize(self, number, folder))
 
@@ -180,7 +180,7 @@ class Preparation:
         source = self.pieces[numbers.start].source
         extents = [extent for number in numbers for extent in self.pieces[number].extents]
         documents = self.sources[source].documents(extents)
-        yield from read_batches(source, documents, skipped, self.data.skip_undecodable)
+        yield from read_batches(source, documents, skipped, self.data.get("skip_undecodable", False))
 
     def batches(self, numbers: range, skipped: dict) -> Iterator[Batch]:
         """The text of neighbouring pieces as the tokenizer gets it, each with the draw that decides its split."""
@@ -203,7 +203,7 @@ class Preparation:
 
     def _draws(self, draws: list[float], fates: list[int | None]) -> list[float]:
         """The draws, moved to the side of the share that the fates say."""
-        share = self.data.validation_share
+        share = self.data["validation_share"]
         sides = {None: lambda d: d, TRAIN: lambda d: max(d, share), VALIDATION: lambda d: min(d, share / 2)}
         return [sides[fate](draw) for draw, fate in zip(draws, fates, strict=True)]
 

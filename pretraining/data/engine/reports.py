@@ -11,12 +11,12 @@ def reports_of(preparation) -> dict:
     if not preparation.cleans:
         return {}
     pieces, found = _piece_reports(preparation), {}
-    if preparation.data.filters:
+    if preparation.data.get("filters"):
         from pretraining.data.quality.report import FilterReport
 
         merged = FilterReport.merged([FilterReport.from_dict(piece["filters"]) for piece in pieces])
         found["filters"] = merged.to_dict()
-    if preparation.data.decontaminate:
+    if preparation.data.get("decontaminate"):
         found["decontamination"] = merge_reports(
             report for piece in pieces for report in piece["decontamination"]
         )

@@ -28,7 +28,7 @@ def tokenize(preparation, number: int, folder: Path) -> None:
     writers = {split: SplitWriter(folder / split, encoder.dtype) for split in SPLITS}
     counts, sizes = np.zeros(encoder.vocab_size, np.int64), SplitSizes()
     for batch, tokens, ends in prefetch(_encoded(encoder, first, batches)):
-        _append(batch, tokens, ends, writers, preparation.data.validation_share, counts)
+        _append(batch, tokens, ends, writers, preparation.data["validation_share"], counts)
         sizes.extend(batch.draws, np.diff(ends, prepend=0).tolist())
         preparation.progress.add(len(batch.texts), sum(batch.num_bytes), len(tokens))
     splits = {split: writer.finish() for split, writer in writers.items()}
@@ -41,9 +41,9 @@ def tokenize(preparation, number: int, folder: Path) -> None:
 
 def _open_encoder(preparation, first: Batch | None) -> Encoder:
     """The encoder that `data.encoder` asks for, checked against the reference on the first texts."""
-    folder, spec = preparation.tokenizer_folder, preparation.data.tokenizer
+    folder, spec = preparation.tokenizer_folder, preparation.data["tokenizer"]
     info = describe_tokenizer(folder, str(spec))
-    wanted = preparation.data.encoder
+    wanted = preparation.data.get("encoder", "auto")
     sample = first.texts if first else []
     encoder = Encoder.open(folder, info, token_dtype(info.vocab_size), wanted, sample=sample)
     if encoder.note and preparation.progress.shown:

@@ -9,7 +9,7 @@ from pretraining.data.tokenizer import check_vocabulary, describe_tokenizer, sav
 
 def make_tokenizer(preparation, folder: Path) -> None:
     """Fill `folder` with tokenizer.json and its companions; UserError where they do not fit the model."""
-    spec = preparation.data.tokenizer
+    spec = preparation.data["tokenizer"]
     if isinstance(spec, str):
         save_tokenizer(spec, folder)
     else:
@@ -31,7 +31,7 @@ def _training_texts(preparation) -> Iterator[str]:
 
 
 def _training_batches(preparation, skipped: dict) -> Iterator:
-    share = preparation.data.validation_share
+    share = preparation.data["validation_share"]
     num_sources = len(preparation.sources)
     for source in range(num_sources):
         num_bytes = TRAINING_BYTES // num_sources
