@@ -315,7 +315,8 @@ class Prune:
         section = self._section(run, options)
         entries = catalogue(run)
         committed = [each for each in entries if each["state"] == "committed"]
-        kept = Retention.of(section, metric=section["metric"]).kept_steps(
+        rule = {key: section[key] for key in ("keep_last", "keep_best", "keep_every", "metric")}
+        kept = Retention(**rule).kept_steps(
             Committed(each["step"], measured_at(run.path / each["folder"], section["metric"]))
             for each in committed
         )

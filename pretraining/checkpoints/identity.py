@@ -46,7 +46,7 @@ class Start:
 
     def last_step(self, recipe: Recipe) -> int:
         """Return the optimizer step that uses up the recipe's tokens: its `num_steps`, unless sizes changed."""
-        within = recipe.budget["tokens"] - self.extra_tokens(recipe)
+        within = recipe.budget.tokens - self.extra_tokens(recipe)
         # Fewer tokens than are consumed already leave no step to train.
         return max(self.step, recipe.step_sizes.steps_within(within))
 
@@ -110,7 +110,7 @@ def described_data(recipe: Recipe, manifest: dict) -> dict:
         name: {key: split[key] for key in ("documents", "tokens", "unigram_bits_per_byte") if key in split}
         for name, split in manifest["splits"].items()
     }
-    return {"name": recipe.data["name"], "fingerprint": manifest["fingerprint"], "splits": splits}
+    return {"name": recipe.data.name, "fingerprint": manifest["fingerprint"], "splits": splits}
 
 
 def fingerprint_of(values: dict) -> str:

@@ -44,18 +44,17 @@ class CheckpointManager(TrainerCallback):
     ):
         self.run, self.start = run, start
         self.identity = Identity.of(recipe, plan, data.manifest, environment, start)
-        section = recipe.checkpoints
-        self.retention = Retention.of(section, demote_checkpoint, recipe.evaluation["metric"])
-        address = section["upload"]
-        remote = address and RemoteRun(address, run.path.name)
-        self.uploader = Uploader(run, remote, section["upload_mirror"]) if remote else None
+        settings = recipe.checkpoints
+        self.retention = Retention.of(settings, demote_checkpoint, recipe.evaluation.metric)
+        remote = RemoteRun(settings.upload, run.path.name) if settings.upload else None
+        self.uploader = Uploader(run, remote, settings.upload_mirror) if remote else None
         self.writer = CheckpointWriter(
             run,
             commit_checkpoint,
             after_commit=self._remove_old,
             on_committed=self._upload,
-            background=section["background"],
-            on_full_disk=section["on_full_disk"],
+            background=settings.background,
+            on_full_disk=settings.on_full_disk,
         )
         self._last_saved: tuple[int, int] | None = None
         self._last_logged: dict | None = None
