@@ -29,7 +29,7 @@ from pretraining.checkpoints.format import MARKER, receipt_name, write_bytes, wr
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
-from pretraining.planning.memory.host import SNAPSHOT_ALIGNMENT, pinned_bytes, snapshot_bytes
+from pretraining.planning.memory.need import SNAPSHOT_ALIGNMENT, pinned_bytes, snapshot_bytes
 from pretraining.planning.quantities import num_bytes
 from pretraining.runtime.durable_files import sync_to_disk
 from pretraining.runtime.heartbeat import long_work

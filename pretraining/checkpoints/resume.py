@@ -30,8 +30,9 @@ from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.packing import cuts_text
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import UserError
-from pretraining.planning import RunPlan, run_facts
 from pretraining.planning.quantities import facts, several
+from pretraining.planning.run_plan import RunPlan
+from pretraining.planning.screen import run_facts
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
