@@ -69,7 +69,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, monitors) -> 
     from pretraining.training.ranks import device_name, find_machine
     from pretraining.training.trainer import PretrainingTrainer
 
-    start = find_start(run, recipe, data.manifest, options.resume, options.allow_change)
+    start = find_start(run, recipe, data, options.resume, options.allow_change)
     continues = options.resume != "never" and (run.recipe.exists() or start.checkpoint is not None)
     machine = find_machine(run.path, continues, data.train.num_tokens)
     plan, verdict = judge_plan(plan, recipe, ds_config, machine, options.force)

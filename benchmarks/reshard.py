@@ -138,7 +138,7 @@ class RankFiles:
 
         folder = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
-        write_share(rank_share(trainer), folder, *rank_and_world_size())
+        write_share(folder, *rank_and_world_size(), *rank_share(trainer))
 
     def load_state(self, trainer, folder: Path) -> None:
         from pretraining.checkpoints.trainer_state import load_state

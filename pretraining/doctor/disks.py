@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
@@ -109,7 +109,7 @@ def missing_operations(folder: Path) -> list[str]:
         return [name for name, attempt in attempts.items() if not _works(attempt)]
 
 
-def _works(attempt) -> bool:
+def _works(attempt: Callable[[], object]) -> bool:
     try:
         attempt()
     except OSError:

@@ -65,7 +65,7 @@ class Launch:
 
     @property
     def offloads(self) -> set[str]:
-        """Where offloaded states go: "cpu", "nvme", both or none."""
+        """What holds offloaded states: "cpu", "nvme", both or neither."""
         return {optimizer_device(self.ds_config), parameter_device(self.ds_config)} - {"gpu"}
 
     @property
@@ -80,7 +80,7 @@ class Launch:
 
     @property
     def data_folder(self) -> Path | None:
-        """Where prepared data lies or will lie; None for an address, or without a recipe."""
+        """The folder of prepared data, made or to be made; None for an address, or without a recipe."""
         if self.recipe is None or isinstance(self.data_dir, str):
             return None
         return self.data_dir / self.recipe.data["name"]
@@ -144,7 +144,7 @@ def check_earlier_start(launch: Launch) -> list[Finding]:
 def check_fit(launch: Launch) -> list[Finding]:
     """The plan of the run against the GPUs and the host memory found here.
 
-    The disk is judged where its folder is (`disks`).
+    The disk is judged with its folder (`disks`).
     """
     found, recipe = _found(launch), launch.recipe
     if recipe is None:
