@@ -76,10 +76,10 @@ def monitoring_methods() -> dict[tuple[type, str], Callable]:
             "on_step_begin",
             "on_substep_end",
             "on_step_end",
-            "hear_gradient_norm",
+            "on_gradient_norm",
             "on_log",
         ),
-        LayerNormsCallback: ("on_step_begin", "on_step_end", "hear_gradient_norm", "on_log"),
+        LayerNormsCallback: ("on_step_begin", "on_step_end", "on_gradient_norm", "on_log"),
     }
     nothing = {(owner, name): lambda *_, **__: None for owner, each in names.items() for name in each}
 

@@ -294,7 +294,7 @@ def test_validation_and_samples_run_on_the_device(tmp_path, split, monkeypatch):
         trainer = make_trainer(machine, written_recipe(tmp_path, LLAMA), split, "zero1")
         trained = trainer.model.to("cuda")
         machine.synchronisations.clear()
-        trainer.validate(trained, 0, lambda: False)
+        trainer.evaluator.measure(trained, 0, lambda: False)
         assert [each.where for each in machine.synchronisations] == [
             "pretraining/evaluation/validation.py:measure"
         ]

@@ -39,7 +39,7 @@ def measured_noise_scale(spread: float, steps: int, seed: int = 0) -> float:
             loss = (model.weight - samples).square().sum() / 2
             (loss / MICRO_BATCH / ACCUMULATION).backward()
             callback.on_substep_end(args, state, None)
-        callback.hear_gradient_norm(model.weight.grad.norm())
+        callback.on_gradient_norm(model.weight.grad.norm())
         callback.on_step_end(args, state, None)
         model.zero_grad()
     logs = {"loss": 0.0}

@@ -32,7 +32,7 @@ def test_the_loss_of_a_source_is_that_of_its_samples(kind):
             expected[source][1] += (labels[row] != IGNORED).sum().item()
     loss = monitor.around(build_loss(model, replace(PLAIN, kind=kind)))
     for ids, labels, sources in batches:
-        monitor.hear_sources(torch.tensor(sources))
+        monitor.on_sources(torch.tensor(sources))
         loss(model(input_ids=ids), labels).backward()
     logs = {"loss": 0.0}
     monitor.on_log(None, None, None, logs=logs)

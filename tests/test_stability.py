@@ -300,7 +300,7 @@ def test_the_guard_looks_for_itself_where_nobody_told_the_norm(gradient, norm, a
     optimizer = torch.optim.SGD([weight], lr=1.0)
     guard = NonFiniteGuard(optimizer)
     if norm is not None:
-        guard.hear_gradient_norm(torch.tensor(norm))
+        guard.on_gradient_norm(torch.tensor(norm))
     weight.grad = torch.full((3,), gradient)
     optimizer.step()
     assert weight.tolist() == [-1.0 if applied else 0.0] * 3
