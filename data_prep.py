@@ -39,7 +39,7 @@ def main() -> None:
     outcome = prepare_data(recipe, options.data_dir, not options.json, execution, options.replace)
     if outcome.manifest is None:
         return print(as_submitted(outcome.jobs, options.json))
-    summary = summary_of(outcome.folder, outcome.manifest, recipe.data["sources"])
+    summary = summary_of(outcome.folder, outcome.manifest, recipe.data.sources)
     summary["kept_aside"] = outcome.kept_aside and str(outcome.kept_aside)
     print(json.dumps(summary) if options.json else as_text(summary, outcome, options.data_dir))
 

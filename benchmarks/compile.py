@@ -85,16 +85,17 @@ def prepared(speed: dict, options):
     from pretraining.model.build import build_model
     from pretraining.model.loss import build_loss
     from pretraining.recipe import load_recipe
+    from pretraining.recipe.sections import Speed
 
     layers = [f"model.{_layers_key(options.recipe)}={options.layers}"] if options.layers else []
     recipe = load_recipe(options.recipe, layers)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (options.micro_batch or recipe.micro_batch, recipe.sequence_length)
-    ids = torch.randint(recipe.model["vocab_size"], shape, device=device)
+    ids = torch.randint(recipe.model.vocab_size, shape, device=device)
     born_sharded = stage_3(recipe, shape[0], device) if options.zero3 else None
     with TemporaryDirectory() as folder:
         arguments = _arguments(Path(folder), device, born_sharded)
-        model = build_model(recipe.model, TOKENIZER, arguments, speed=speed)
+        model = build_model(recipe.model, TOKENIZER, arguments, speed=Speed(**speed))
     if not options.zero3:
         model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     loss = build_loss(model.train(), recipe.loss)
@@ -138,7 +139,7 @@ def under_zero3(model, config: dict):
 def _layers_key(recipe: str) -> str:
     from pretraining.recipe import load_recipe
 
-    return LAYERS.get(load_recipe(recipe).model["model_type"], "num_hidden_layers")
+    return LAYERS.get(load_recipe(recipe).model.model_type, "num_hidden_layers")
 
 
 def _arguments(folder: Path, device: str, ds_config: dict | None):

@@ -32,7 +32,7 @@ from pretraining.data.engine.preparation import Preparation
 from pretraining.data.sources import open_source
 from pretraining.recipe import load_recipe
 recipe = load_recipe(sys.argv[1], [])
-sources = [open_source(spec) for spec in recipe.data["sources"]]
+sources = [open_source(spec) for spec in recipe.data.sources]
 fingerprints = [source.fingerprint() for source in sources]
 plan = Preparation.of(recipe, sources, Path(sys.argv[2]), fingerprints)
 pending = {stage.name: len(stage.pending(plan.work)) for stage in plan.stages()}

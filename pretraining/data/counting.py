@@ -11,7 +11,6 @@ from pretraining.data.corpus import CLEANING_KEYS, Batch, prefetch, read_batches
 from pretraining.data.progress import Progress
 from pretraining.data.sources import open_source
 from pretraining.data.tokenizer import describe_tokenizer
-from pretraining.recipe.data import source_name
 
 if TYPE_CHECKING:
     from pretraining.data.encoder import Encoder
@@ -26,11 +25,11 @@ def count_data(recipe, num_documents: int | None = None, show_progress: bool = T
     counts, `bytes_per_token` and `compression`, bytes of text for each byte on disk. A tokenizer that is to
     be trained is trained, and forgotten. Raises UserError as a preparation does.
     """
-    sources = [open_source(spec) for spec in recipe.data["sources"]]
+    sources = [open_source(spec) for spec in recipe.data.sources]
     with Progress("counting", show_progress) as progress, tempfile.TemporaryDirectory() as folder:
         encoder = _open_encoder(recipe, sources, Path(folder), progress)
         progress.label("counting")
-        allowed = recipe.data.get("skip_undecodable", False)
+        allowed = recipe.data.skip_undecodable
         rows = []
         for number, source in enumerate(sources):
             skipped: dict = {}
@@ -39,15 +38,15 @@ def count_data(recipe, num_documents: int | None = None, show_progress: bool = T
                 {**_count(_first_documents(batches, num_documents), encoder, progress), "skipped": skipped}
             )
     counts = [
-        {"source": source_name(spec), **_with_ratios(row, encoder.dtype.itemsize)}
-        for spec, row in zip(recipe.data["sources"], rows, strict=True)
+        {"source": spec.called, **_with_ratios(row, encoder.dtype.itemsize)}
+        for spec, row in zip(recipe.data.sources, rows, strict=True)
     ]
     total = {key: sum(row[key] for row in rows) for key in ("documents", "text_bytes", "tokens")}
     return {
-        "name": recipe.data["name"],
+        "name": recipe.data.name,
         "encoder": encoder.backend.name,
         "documents_of_each_source": num_documents,
-        "before_cleaning": any(recipe.data.get(key) for key in CLEANING_KEYS),
+        "before_cleaning": any(getattr(recipe.data, key) for key in CLEANING_KEYS),
         "sources": counts,
         "total": _with_ratios(total, encoder.dtype.itemsize),
         "skipped": {key: sum(row["skipped"][key] for row in rows) for key in rows[0]["skipped"]},
@@ -68,9 +67,9 @@ def _open_encoder(recipe, sources: list, folder: Path, progress: Progress) -> "E
         {**recipe.data.to_dict(), **dict.fromkeys(CLEANING_KEYS)},
     )
     make_tokenizer(preparation, folder / "tokenizer")
-    info = describe_tokenizer(folder / "tokenizer", str(recipe.data["tokenizer"]))
+    info = describe_tokenizer(folder / "tokenizer", str(recipe.data.tokenizer))
     sample = [text for text, _ in islice(sources[0].documents(), 20) if text]
-    wanted = recipe.data.get("encoder", "auto")
+    wanted = recipe.data.encoder
     encoder = Encoder.open(folder / "tokenizer", info, token_dtype(info.vocab_size), wanted, sample=sample)
     if encoder.note and progress.shown:
         print(encoder.note, file=sys.stderr)

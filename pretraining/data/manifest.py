@@ -9,7 +9,7 @@ from pretraining.data.publishing import kept_beside
 from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
 from pretraining.recipe import recipe_schema
-from pretraining.recipe.data import source_name
+from pretraining.recipe.data import Source
 from pretraining.schema import Difference, check, differences, filled
 
 if TYPE_CHECKING:
@@ -235,29 +235,29 @@ def num_shard_bytes(manifest: dict) -> int:
     return sum(shard["size"] for entry in manifest["splits"].values() for shard in entry["shards"])
 
 
-def summary_of(folder: Path, manifest: dict, specs: list[dict]) -> dict:
+def summary_of(folder: Path, manifest: dict, sources: list[Source]) -> dict:
     """What a person or a script wants to know of a data set after its preparation.
 
-    specs: the recipe's sources, whose names and weights may be others than at the preparation.
+    sources: the recipe's, whose names and weights may be others than at the preparation.
     """
     splits = manifest["splits"]
     counts = {name: {key: splits[name][key] for key in ("documents", "tokens", "bytes")} for name in splits}
     num_tokens = max(1, sum(count["tokens"] for count in counts.values()))
-    sources = [
+    rows = [
         {
-            "name": source_name(spec),
+            "name": source.called,
             "documents": entry["documents"],
             "tokens": entry["tokens"],
             "share": entry["tokens"] / num_tokens,
-            "weight": spec.get("weight"),
+            "weight": source.weight,
         }
-        for spec, entry in zip(specs, manifest["sources"], strict=True)
+        for source, entry in zip(sources, manifest["sources"], strict=True)
     ]
     return {
         "name": manifest["name"],
         "folder": str(folder),
         **counts,
-        "sources": sources,
+        "sources": rows,
         "vocab_size": manifest["tokenizer"]["vocab_size"],
         "bytes_per_token": sum(count["bytes"] for count in counts.values()) / num_tokens,
         "skipped": manifest["skipped"],

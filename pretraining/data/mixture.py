@@ -6,7 +6,7 @@ No source is read more often than the recipe allows.
 from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pretraining.data.interleaving import InterleavedStage, Interleaving
 from pretraining.data.shards import TokenSplit
@@ -151,7 +151,8 @@ def _check_epochs(
         wish = _wished_draws(wished, source, num_samples)
         if wish <= allowed and draws[source] <= allowed * (1 + _ROUNDING_SLACK) + 1:
             continue
-        needed = ceil(max(wish, int(draws[source])) / num_blocks * 100) / 100
+        most: Any = max(wish, int(draws[source]))
+        needed = ceil(most / num_blocks * 100) / 100
         remedies = [f"--set data.sources.{source}.max_epochs={needed:g}", "add text"]
         if len(wished) == 1:
             share, samples_per_step = wished[0].shares[source], Fraction(recipe.tokens_per_step, length)

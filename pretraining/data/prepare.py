@@ -45,14 +45,14 @@ def prepare_data(
     """Prepare the recipe's data section under `data_root`.
 
     Returns at once if what decides the bytes is what was prepared already; uses `recipe.data`, and checks that the
-    tokenizer fits `recipe.model["vocab_size"]` and that each split holds a block of `recipe.sequence_length`.
+    tokenizer fits `recipe.model.vocab_size` and that each split holds a block of `recipe.sequence_length`.
     `execution` says where the tasks run. A finished data set that differs is refused; with `replace` the new one
     takes its place once it is finished, and the old one is kept beside it. Raises UserError for what the section,
     the sources or the disk have wrong; finished tasks are kept.
     """
-    data, named = recipe.data.to_dict(), Path(data_root) / recipe.data["name"]
+    data, named = recipe.data.to_dict(), Path(data_root) / recipe.data.name
     folder = _place(named)
-    sources = [open_source(spec) for spec in data["sources"]]
+    sources = [open_source(spec) for spec in recipe.data.sources]
     fingerprints = [source.fingerprint() for source in sources]
     try:
         outcome = Outcome(folder, _finished(named, data, fingerprints, replace))
@@ -67,7 +67,7 @@ def prepare_data(
             raise UserError(f"{error.filename or folder}: {DISK_FAULTS[error.errno]}") from error
         raise
     if (manifest := outcome.manifest) is not None:
-        check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model["vocab_size"])
+        check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model.vocab_size)
         check_blocks(manifest["splits"], data, recipe.sequence_length)
     return outcome
 

@@ -83,12 +83,12 @@ def open_prepared(recipe, data_root: Path | str, cache: CacheSettings | None = N
 
     `data_root` is a local folder, or an address fsspec understands; the shards of an address are kept in `cache`
     (default: `CacheSettings.of()`). Raises UserError where it is not prepared, was prepared from another data
-    section or tokenizer, has more ids than `recipe.model["vocab_size"]`, or where a shard is missing, truncated
+    section or tokenizer, has more ids than `recipe.model.vocab_size`, or where a shard is missing, truncated
     or damaged (that of an address: when it is fetched).
     """
     if is_remote(data_root):
         return _open_remote(recipe, data_root, cache or CacheSettings.of())
-    folder = Path(data_root) / recipe.data["name"]
+    folder = Path(data_root) / recipe.data.name
     command = _preparing_command(recipe, Path(data_root))
     manifest = read_manifest(folder)
     if manifest is None:
@@ -105,7 +105,7 @@ def _open_remote(recipe, data_root: str, cache: CacheSettings) -> PreparedData:
     from pretraining.data.streaming.cache import ShardCache
     from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
 
-    remote = RemoteData(f"{data_root}/{recipe.data['name']}", ShardCache(cache.folder, cache.max_bytes))
+    remote = RemoteData(f"{data_root}/{recipe.data.name}", ShardCache(cache.folder, cache.max_bytes))
     manifest = remote.read_manifest()
     command, copying = _preparing_command(recipe, REPOSITORY / "data"), f", then copy it to {remote.address}"
     _check_manifest(recipe, manifest, remote.address, f"{command} --replace{copying}")
@@ -117,7 +117,7 @@ def _open_remote(recipe, data_root: str, cache: CacheSettings) -> PreparedData:
 
 def _check_manifest(recipe, manifest: dict, place: Path | str, command: str) -> None:
     _check_section(recipe.data.to_dict(), manifest, place, command)
-    check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model["vocab_size"])
+    check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model.vocab_size)
 
 
 def _preparing_command(recipe, data_root: Path) -> str:

@@ -21,6 +21,7 @@ from pretraining.data.text_files import (
     read_documents,
 )
 from pretraining.errors import UserError, nearest
+from pretraining.recipe.data import Source
 
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -154,21 +155,21 @@ class HubSource:
             return self.revision
 
 
-def open_source(spec: dict, number: int = 0) -> FileSource | HubSource:
+def open_source(spec: Source, number: int = 0) -> FileSource | HubSource:
     """Open the source that entry `number` of `data.sources` describes; UserError if there is nothing to read."""
     key = f"data.sources.{number}"
-    column = TextColumn(spec.get("text_column", "text"), f"{key}.text_column")
-    if "builtin" in spec:
-        return _builtin_source(spec["builtin"], f"{key}.builtin")
-    if "dataset" in spec:
-        place = spec["dataset"], spec.get("config"), spec.get("split", "train"), spec.get("revision")
+    column = TextColumn(spec.text_column, f"{key}.text_column")
+    if spec.builtin is not None:
+        return _builtin_source(spec.builtin, f"{key}.builtin")
+    if spec.dataset is not None:
+        place = spec.dataset, spec.config, spec.split, spec.revision
         return HubSource(*place, column, key)
-    if "path" in spec:
-        return FileSource(list_files(spec["path"], key=f"{key}.path"), column)
-    raise UserError(f"{key}: {spec} names no source; give one of builtin, path, dataset")
+    if spec.path is not None:
+        return FileSource(list_files(spec.path, key=f"{key}.path"), column)
+    raise UserError(f"{key}: names no source; give one of builtin, path, dataset")
 
 
-def open_sources(specs: list[dict]) -> list[FileSource | HubSource]:
+def open_sources(specs: list[Source]) -> list[FileSource | HubSource]:
     """Open every entry of `data.sources`."""
     return [open_source(spec, number) for number, spec in enumerate(specs)]
 

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from typing import Any
 
 from pretraining.data.engine.preparation import Preparation
 from pretraining.data.engine.tasks import Stage, run_task
@@ -73,7 +74,12 @@ def submit_to_slurm(preparation: Preparation, execution: Execution) -> list[str]
         if (pending := stage.pending(preparation.work))
     ]
     steps.append(("finish", FinishTask(str(preparation.work)), 1))
-    settings = {"partition": None, "time": "24:00:00", "qos": None, "env_command": activating_command()}
+    settings: dict[str, Any] = {
+        "partition": None,
+        "time": "24:00:00",
+        "qos": None,
+        "env_command": activating_command(),
+    }
     settings |= {"workers": execution.workers or -1, **execution.slurm}
     if not settings["partition"]:
         raise UserError(

@@ -46,7 +46,7 @@ class Preparation:
     @classmethod
     def of(cls, recipe, sources: list, folder: Path, fingerprints: list[dict]) -> "Preparation":
         """The preparation of a recipe's data; the sources are cut, which may read their files' footers."""
-        fitting = recipe.model["vocab_size"], recipe.sequence_length
+        fitting = recipe.model.vocab_size, recipe.sequence_length
         pieces = cut_sources(sources)
         return cls(
             folder, recipe.data.to_dict(), *fitting, sources, fingerprints, pieces, gather(pieces, sources)

@@ -46,7 +46,6 @@ def _open_encoder(preparation, first: Batch | None) -> Encoder:
     wanted = preparation.data.get("encoder", "auto")
     sample = first.texts if first else []
     encoder = Encoder.open(folder, info, token_dtype(info.vocab_size), wanted, sample=sample)
-    encoder.vocab_size = info.vocab_size
     if encoder.note and preparation.progress.shown:
         print(encoder.note, file=sys.stderr)
     return encoder
