@@ -2,7 +2,6 @@
 
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 from pretraining.data.manifest import data_differences
 from pretraining.data.packing import Stretch
@@ -86,6 +85,7 @@ class Inspection:
     def sample(self, number: int, recipe) -> dict:
         """The block that sample `number` of a run of `recipe` is, with its step and epoch."""
         from pretraining.data.packed_dataset import build_training_dataset
+        from pretraining.data.prepared import PreparedData
 
         manifest = self.data.manifest
         differing = [] if "converted_from" in manifest else data_differences(manifest, recipe.data.to_dict())
@@ -102,10 +102,10 @@ class Inspection:
             raise UserError(f"--sample {number:,}: the run has {recipe.most_samples:,}, counted from 0")
         length = recipe.sequence_length
         _check_range("block", 0, self.split.stream.num_blocks(length), self.split.name)
-        streams = {name: self.data.split(name).stream for name in self.data.split_names}
-        prepared = SimpleNamespace(
-            **{"validation": self.split.stream, **streams}, fingerprint=manifest["fingerprint"]
-        )
+        # Converted data may have no validation.
+        held_out = "validation" if "validation" in self.data.split_names else "train"
+        validation = self.data.split(held_out).stream
+        prepared = PreparedData(self.data.folder, manifest, self.split.stream, validation)
         dataset = build_training_dataset(prepared.for_run(recipe), recipe, number, 1)
         source, stretches = dataset.place(int(dataset.block_numbers([0])[0]))
         before = sum(split.num_tokens for split in dataset.splits[:source])
