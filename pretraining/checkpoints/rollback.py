@@ -43,7 +43,7 @@ def _roll_back_on_rank_0(run: RunFolder, start: Start, finding: Finding, recipe:
     if spikes.policy != "rollback" or done >= allowed:
         run.add_event("gave_up", step=step, why=why, policy=spikes.policy, rollbacks=done)
         return _last_words(run, why, spikes.policy, done)
-    rollback = _planned(run, start, step, spikes, recipe)
+    rollback = _planned(run, start, step, recipe)
     # The journal first: if the process is killed here, the next start follows it.
     start.journal.with_rollback(rollback).write(run.journal)
     run.add_event("rollback", **asdict(rollback), why=why, rollback=done + 1, of=allowed)
