@@ -18,8 +18,8 @@ from tests.test_data_prep import bytes_of
 # Small pieces, so that a small corpus has many tasks; everything else is the command itself.
 PROGRAM = """
 import runpy, sys
-from pretraining.data.engine import pieces
-pieces.PIECE_BYTES, pieces.TASK_PIECES = 6000, 2
+from pretraining.data import corpus
+corpus.PIECE_BYTES, corpus.TASK_PIECES = 6000, 2
 sys.argv = ["data_prep.py", *sys.argv[1:]]
 runpy.run_path("data_prep.py", run_name="__main__")
 """
@@ -142,16 +142,15 @@ def test_a_mended_file_repeats_only_its_own_tasks(corpus, tmp_path):
     last.write_text(whole)
     log = tmp_path / "tasks"
     watched = PROGRAM.replace(
-        "pieces.PIECE",
+        "corpus.PIECE",
         f"""
-from pretraining.data.engine import tasks
+from pretraining.data.preparation import tasks
 run_task = tasks.run_task
-def logged(stage, work, number):
-    open({str(log)!r}, "a").write(f"{{stage.name}}/{{stage.folder(work, number).name}}\\n")
-    run_task(stage, work, number)
-from pretraining.data.engine import executors
-executors.run_task = logged
-pieces.PIECE""",
+def logged(stage, number, progress):
+    open({str(log)!r}, "a").write(f"{{stage.name}}/{{stage.folder(number).name}}\\n")
+    run_task(stage, number, progress)
+tasks.run_task = logged
+corpus.PIECE""",
     )
     words = command(recipe, root, "--executor", "inline")
     assert execute([words[0], "-c", watched, *words[3:]]).code == 0
