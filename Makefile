@@ -10,10 +10,10 @@ NUM_GPUS ?= $(if $(filter 1,$(GPUS)),1,2)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: demo test lint schema clean help
+.PHONY: demo test lint schema lock clean help
 
 help:
-	@sed -n 1p Makefile; echo "make lint, make schema (regenerates the JSON schemas), make clean"
+	@sed -n 1p Makefile; echo "make lint, make schema (regenerates the JSON schemas), make lock (writes requirements.lock), make clean"
 
 demo: $(VENV)/installed
 	python data_prep.py --recipe $(RECIPE)
@@ -29,9 +29,16 @@ test: $(VENV)/installed-dev lint
 lint: $(VENV)/installed-dev
 	ruff check .
 	ruff format --check .
+	mypy
 
 schema: $(VENV)/installed
 	python recipes/generate_schema.py
+
+# From an environment that holds requirements-dev.txt and nothing else. The build of torch is the machine's.
+lock: $(VENV)/installed-dev
+	grep '^#' requirements.lock > requirements.lock.new
+	python -m pip freeze --all --exclude pip | sed 's/+cpu$$//; s/+cu[0-9]*$$//' >> requirements.lock.new
+	mv requirements.lock.new requirements.lock
 
 clean:
 	rm -rf $(VENV) data runs

@@ -129,7 +129,7 @@ class Training:
 
 
 def writer_in(folder: Path, background: bool):
-    from pretraining.checkpoints.writer import CheckpointWriter
+    from pretraining.checkpoints.background import CheckpointWriter
     from pretraining.runtime.durable_files import write_json
     from pretraining.runtime.run_folder import RunFolder
 

@@ -29,11 +29,9 @@ from pathlib import Path
 
 from record import REPOSITORY, parser_of, record
 
-from pretraining.checkpoints.files import THREADS, file_entry
-from pretraining.checkpoints.folders import committed_checkpoints
+from pretraining.checkpoints.folders import committed_checkpoints, damage
+from pretraining.checkpoints.format import THREADS, file_entry, write_marker
 from pretraining.checkpoints.identity import Start
-from pretraining.checkpoints.marker import write_marker
-from pretraining.checkpoints.verification import damage
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
 

@@ -82,7 +82,8 @@ def prepared(speed: dict, options):
     """A function that runs one micro-batch forward and backward, through the repository's own model and loss."""
     import torch
 
-    from pretraining.model import build_loss, build_model
+    from pretraining.model.build import build_model
+    from pretraining.model.loss import build_loss
     from pretraining.recipe import load_recipe
 
     layers = [f"model.{_layers_key(options.recipe)}={options.layers}"] if options.layers else []
@@ -114,7 +115,7 @@ def stage_3(recipe, micro_batch: int, device: str) -> dict:
 
     from pretraining.planning.memory.buffers import block_gathering
     from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
-    from pretraining.training import join_ranks
+    from pretraining.training.ranks import join_ranks
 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(alone, MASTER_PORT=os.environ.get("MASTER_PORT", str(free_port())))

@@ -23,7 +23,7 @@ start = time.perf_counter()
 from pathlib import Path
 from types import SimpleNamespace
 from pretraining.data.order import GlobalOrder
-from pretraining.data.packed import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import open_prepared
 root, length, batch = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 section = json.loads((root / "sparse" / "manifest.json").read_text())["data"]

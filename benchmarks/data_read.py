@@ -28,7 +28,7 @@ import numpy as np
 from record import parser_of, record
 
 from pretraining.data.document_masking import masked_block
-from pretraining.data.packed import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
 

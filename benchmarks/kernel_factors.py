@@ -183,7 +183,7 @@ def count_loss(kind: str, mode: str, vocab_size: int, hidden: int, chunk: int) -
     import torch
     from kernels import OTHER
 
-    from pretraining.model import build_loss
+    from pretraining.model.loss import build_loss
 
     section = {**gpt2(hidden, hidden), "vocab_size": vocab_size, "n_layer": 1}
     with counted_model(section, "none") as (model, kernels):

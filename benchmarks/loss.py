@@ -91,9 +91,7 @@ def prepared(way: str, options):
 
 def ours(way: str, head, chunk_tokens: int | None):
     """(head, hidden, labels) -> summed nats, as `loss.kind` and `loss.compile` say."""
-    from pretraining.model.cross_entropy import chunked_nats
-    from pretraining.model.loss import token_nats
-    from pretraining.model.loss_head import LossHead
+    from pretraining.model.cross_entropy import LossHead, chunked_nats, token_nats
 
     compile = OURS[way]
     if way == "plain":

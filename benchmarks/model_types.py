@@ -93,8 +93,8 @@ def trial(model: dict) -> str:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from pretraining.model.counting import describe
     from pretraining.model.loss import next_token_loss
-    from pretraining.model.meta_count import describe
 
     facts = describe(model)
     torch.manual_seed(0)

@@ -61,13 +61,11 @@ def run_alternating(options: argparse.Namespace) -> None:
 
 def monitoring_methods() -> dict[tuple[type, str], Callable]:
     """{(class, method): what stands in for it while nothing is monitored}."""
+    from pretraining.training.gradients import LayerNormsCallback, NoiseScaleCallback
     from pretraining.training.hangs import HangCallback
-    from pretraining.training.layer_norms import LayerNormsCallback
-    from pretraining.training.loss_watch import LossWatch
     from pretraining.training.metrics import MetricsCallback
-    from pretraining.training.noise_scale import NoiseScaleCallback
-    from pretraining.training.stability import StabilityMonitor
-    from pretraining.training.step_clock import StepClock
+    from pretraining.training.stability import LossWatch, StabilityMonitor
+    from pretraining.training.throughput import StepClock
 
     names = {
         StepClock: ("enter", "settle"),

@@ -6,7 +6,7 @@
 Orders, over 10^9 blocks: the whole epoch shuffled; groups of shards shuffled; a mixture of three sources by
 decimal weights; one of twenty by size, whose period is the longest there is. Per order:
 
-open_ms         build it and compute the 64 samples from position 10^9 (for a mixture, its schedule too)
+open_ms         build it and compute the 64 samples from position 10^9 (for a mixture, its interleaving too)
 us_per_sample   in batches of 8 and of 512, at 40 places of the run in turn; the orders alternate, medians
 different       pairs of samples of a step (512) from different documents, over what a full shuffle gives
 same            pairs from the same document, over what a full shuffle gives: the sharper measure
@@ -18,17 +18,15 @@ block, mean three). `guard_us` is BlockGuard's cost for 2,049 Zipf-distributed i
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from record import parser_of, record
 
-from pretraining.data.mixing.grouped import GroupedOrder
-from pretraining.data.mixing.guard import BlockGuard
-from pretraining.data.mixing.mixed import MixedOrder
-from pretraining.data.mixing.quality import mixing_quality
-from pretraining.data.mixing.schedule import Schedule, Stage
-from pretraining.data.order import GlobalOrder, Order
-from pretraining.mixture import exact_shares, shares_of_sizes
+from pretraining.data.block_guard import BlockGuard
+from pretraining.data.interleaving import Interleaving, MixtureStage
+from pretraining.data.order import GlobalOrder, GroupedOrder, MixedOrder, Order
+from pretraining.recipe.data import exact_shares, shares_of_sizes
 
 NUM_BLOCKS = 10**9
 BLOCKS_PER_SHARD = 1 << 15
@@ -43,7 +41,7 @@ def grouped(num_blocks: int, group_size: int) -> GroupedOrder:
 
 def mixed(shares) -> MixedOrder:
     orders = [GlobalOrder(NUM_BLOCKS // len(shares), source, "benchmark") for source in range(len(shares))]
-    return MixedOrder(Schedule([Stage.of(0, None, shares)]), orders)
+    return MixedOrder(Interleaving([MixtureStage.of(0, None, shares)]), orders)
 
 
 def twenty_sizes() -> list[int]:
@@ -119,6 +117,52 @@ def measure_mixing() -> dict[str, dict]:
         }
         for name, quality in found.items()
     }
+
+
+class MixingQuality(NamedTuple):
+    """Of all pairs of samples in a step."""
+
+    same_document: float
+    """Share of the pairs whose blocks start in the same document."""
+    full_shuffle: float
+    """That share in expectation, were all blocks drawn in a uniformly random order."""
+
+    @property
+    def different_ratio(self) -> float:
+        """How often a pair comes from different documents, over how often a full shuffle's does: 1 is as good."""
+        return (1 - self.same_document) / (1 - self.full_shuffle)
+
+
+def mixing_quality(
+    order: Order,
+    documents: np.ndarray,
+    samples_per_step: int,
+    first_sample: int = 0,
+    num_steps: int | None = None,
+) -> MixingQuality:
+    """Measure whole steps of one epoch, or `num_steps` from `first_sample` on.
+
+    documents: [blocks], the document in which each block starts.
+    """
+    num_steps = num_steps or max(1, order.num_blocks // samples_per_step)
+    samples = np.arange(first_sample, first_sample + num_steps * samples_per_step)
+    steps = np.sort(documents[order.blocks(samples)].reshape(num_steps, samples_per_step), axis=1)
+    num_pairs = num_steps * samples_per_step * (samples_per_step - 1) / 2
+    return MixingQuality(_equal_pairs(steps) / num_pairs, full_shuffle_share(documents))
+
+
+def full_shuffle_share(documents: np.ndarray) -> float:
+    """Return the chance that two different blocks, drawn alike, start in the same document."""
+    blocks = np.unique(documents, return_counts=True)[1].astype(float)
+    return float((blocks * (blocks - 1)).sum() / (len(documents) * (len(documents) - 1)))
+
+
+def _equal_pairs(rows: np.ndarray) -> float:
+    """Pairs of equal values inside the sorted rows, over all rows: of a run of length c, c (c - 1) / 2."""
+    starts = np.ones(rows.shape, bool)
+    starts[:, 1:] = rows[:, 1:] != rows[:, :-1]
+    runs = np.diff(np.append(np.flatnonzero(starts), rows.size)).astype(float)
+    return float((runs * (runs - 1) / 2).sum())
 
 
 def measure_guard(repeats: int) -> float:

@@ -14,10 +14,9 @@ from time import perf_counter
 import numpy as np
 from record import parser_of, record
 
-from pretraining.data.best_fit import WINDOW_BLOCKS
-from pretraining.data.cuts import cuts_of_split
 from pretraining.data.order import GlobalOrder
-from pretraining.data.packed import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset
+from pretraining.data.packing import WINDOW_BLOCKS, cuts_of_split
 from pretraining.data.shards import TokenSplit
 from pretraining.data.tools.finished import open_finished
 

@@ -103,9 +103,9 @@ def run_group(options: argparse.Namespace) -> None:
     """One rank: train from each start of the task, with an engine of its own each."""
     import torch.distributed as dist
 
-    from pretraining import training
+    from pretraining.training.ranks import join_ranks, leave_ranks
 
-    rank, _ = training.join_ranks()
+    rank, _ = join_ranks()
     losses = []
     for start in json.loads((options.worker / "task.json").read_text()):
         losses.append(train(options, start))
@@ -113,47 +113,70 @@ def run_group(options: argparse.Namespace) -> None:
         dist.barrier()
     if rank == 0:
         (options.worker / "losses.json").write_text(json.dumps(losses))
-    training.leave_ranks()
+    leave_ranks()
 
 
 def train(options: argparse.Namespace, start: str | None) -> list[float]:
     """Losses of the steps from a saved checkpoint, or from the first one on, to the end."""
-    from pretraining import checkpoints
-
     layout = name_of((options.stages, options.ranks))
     resume = options.worker / start / f"checkpoint-{SAVED_AFTER}" if start else None
     trainer = build_trainer(options, options.worker / (layout if start is None else "resumed"), resume)
-    trainer.checkpoints = checkpoints.RankFiles()
+    trainer.checkpoints = RankFiles()
     trainer.train(resume_from_checkpoint=resume)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     close(trainer)
     return losses[SAVED_AFTER:] if resume else losses
 
 
+class RankFiles:
+    """Saves before it returns and commits nothing; loads as a `CheckpointManager` does."""
+
+    def save(self, trainer) -> None:
+        from pretraining.checkpoints.background import write_share
+        from pretraining.checkpoints.trainer_state import rank_share
+        from pretraining.runtime.process_group import rank_and_world_size
+
+        folder = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_share(rank_share(trainer), folder, *rank_and_world_size())
+
+    def load_state(self, trainer, folder: Path) -> None:
+        from pretraining.checkpoints.trainer_state import load_state
+
+        load_state(trainer, folder)
+
+    def load_position(self, trainer, folder: Path) -> None:
+        from pretraining.checkpoints.trainer_state import load_position
+
+        load_position(trainer, folder)
+
+
 def build_trainer(options: argparse.Namespace, folder: Path, resume: Path | None):
     from types import SimpleNamespace
 
-    from pretraining import model as room
-    from pretraining import training
     from pretraining.ds_config import load_ds_config
+    from pretraining.model.build import build_model
+    from pretraining.model.loss import build_loss
     from pretraining.planning import build_run_plan
     from pretraining.recipe import load_recipe
+    from pretraining.training.arguments import build_arguments, collate_blocks
+    from pretraining.training.trainer import PretrainingTrainer
 
     recipe = load_recipe(str(options.worker / "recipe.json"))
     config = load_ds_config(STAGES[options.stages])
     plan = build_run_plan(recipe, config, int(options.ranks))
     if resume is not None:
         recipe.training["save_strategy"] = "no"
-    arguments = training.build_arguments(recipe, config, folder, plan.accumulation_steps)
+    arguments = build_arguments(recipe, config, folder, plan.accumulation_steps)
     tokens = SimpleNamespace(bos_token_id=0, eos_token_id=0)
-    model = room.build_model(recipe.model, tokens, arguments, draw_weights=resume is None)
+    model = build_model(recipe.model, tokens, arguments, draw_weights=resume is None)
     first = SAVED_AFTER * recipe.samples_per_step if resume else 0
-    return training.PretrainingTrainer(
+    return PretrainingTrainer(
         model=model,
         args=arguments,
         train_dataset=blocks(recipe)[first:],
-        data_collator=training.collate_blocks,
-        compute_loss_func=room.build_loss(model, recipe.loss),
+        data_collator=collate_blocks,
+        compute_loss_func=build_loss(model, recipe.loss),
         validate=lambda model, step, interrupted: {},
         recipe_path=recipe.path,
     )

@@ -114,7 +114,7 @@ def count_pass(recipe, compiles: str, gpu):
     """The kernels of one micro-batch of the recipe, by phase: forward, loss, backward."""
     import torch
 
-    from pretraining.model import build_loss
+    from pretraining.model.loss import build_loss
     from pretraining.planning.memory.loss import chunk_length, compiles_loss, logit_bytes
     from pretraining.planning.memory.need import recomputed_one_in
 

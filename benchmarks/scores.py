@@ -41,8 +41,7 @@ def against_lm_eval(export: Path, num_items: int, rounds: int, folder: Path) -> 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from pretraining.evaluation.harness import load_tasks
-    from pretraining.evaluation.hellaswag import HellaSwag, read_items
-    from pretraining.evaluation.likelihood import score
+    from pretraining.evaluation.likelihood import HellaSwag, read_items, score
     from tests.scored_tasks import write_hellaswag_task, write_items
 
     items = write_items(folder / "hellaswag_val.jsonl", num_items)

@@ -5,9 +5,12 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from pretraining import model as room
-from pretraining import training
+from pretraining.model.loss import build_loss
 from pretraining.recipe import Recipe
+from pretraining.training.arguments import build_arguments
+from pretraining.training.optimizers import choose_optimizer
+from pretraining.training.ranks import join_ranks
+from pretraining.training.trainer import PretrainingTrainer
 
 
 def short_trainer(
@@ -17,21 +20,21 @@ def short_trainer(
     accumulation: int,
     steps: int,
     callback: TrainerCallback,
-) -> training.PretrainingTrainer:
+) -> PretrainingTrainer:
     """A Trainer ready to run `steps` steps; joins the process group. The weights are transformers' own draw."""
-    training.join_ranks()
-    arguments = training.build_arguments(recipe, config, folder, accumulation)
+    join_ranks()
+    arguments = build_arguments(recipe, config, folder, accumulation)
     dtype = torch.bfloat16 if config and arguments.bf16 else torch.float32
     shape = {"use_cache": False, **recipe.model}
     built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=dtype)
     built.loss_type = None
     block = torch.zeros(recipe.sequence_length, dtype=torch.long)
-    return training.PretrainingTrainer(
+    return PretrainingTrainer(
         model=built,
         args=arguments,
         train_dataset=[{"input_ids": block, "labels": block}] * (recipe.samples_per_step * steps),
-        compute_loss_func=room.build_loss(built, recipe.loss),
-        optimizer_cls_and_kwargs=training.choose_optimizer(recipe),
+        compute_loss_func=build_loss(built, recipe.loss),
+        optimizer_cls_and_kwargs=choose_optimizer(recipe),
         validate=lambda model: {},
         recipe_path=recipe.path,
         callbacks=[callback],

@@ -133,16 +133,16 @@ def train_with(callback, words: list[str]) -> None:
     The callback is given the run's `speed`, its SpeedMeter.
     """
     import train
-    from pretraining.training.progress import ProgressCallback
-    from pretraining.training.watch import Watch
+    from pretraining.training.metrics import ProgressCallback
+    from pretraining.training.monitors import Monitors
 
-    callbacks = Watch.callbacks
+    callbacks = Monitors.callbacks
 
-    def with_ours(watch: Watch, saves) -> list:
+    def with_ours(watch: Monitors, saves) -> list:
         callback.speed = watch.speed
         return [callback, *(c for c in callbacks(watch, saves) if not isinstance(c, ProgressCallback))]
 
-    Watch.callbacks = with_ours
+    Monitors.callbacks = with_ours
     sys.argv = ["train.py", *words]
     train.main()
 
@@ -185,8 +185,8 @@ def recipe_arguments(options: argparse.Namespace, block_steps: int) -> list[str]
 
 def step_settings(options: argparse.Namespace, on_gpu: bool) -> list[str]:
     """Precision and data workers of a GPU, fewer layers, and the levers up to the one that is measured."""
-    from pretraining.model_types import own_key
     from pretraining.recipe import load_recipe
+    from pretraining.recipe.model import own_key
 
     values: dict = {}
     if on_gpu:

@@ -12,17 +12,20 @@ or None: it follows the answer.
 """
 
 import argparse
+import inspect
 import json
 import math
 import os
 import pkgutil
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 from urllib.parse import unquote
 
-from pretraining.curve import check_allowed
 from pretraining.errors import UserError
+from pretraining.recipe.curve import check_allowed
 from pretraining.schema import REPOSITORY
 
 TRAIN_EXAMPLES = """examples:
@@ -38,7 +41,7 @@ The same command continues a run that was stopped or killed; --resume never star
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line like all others."""
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         """Raise `UserError` with the message and where to read on."""
         raise UserError(f"{message} (see {self.prog} --help)")
 
@@ -269,11 +272,15 @@ def verb_modules(folder: ModuleType) -> dict[str, ModuleType]:
 
 
 def answer_one(
-    prog: str, modules: dict[str, ModuleType], description: str, epilog: str, arguments=None
+    prog: str,
+    verbs: Mapping[str, object],
+    description: str,
+    epilog: str,
+    arguments: list[str] | None = None,
 ) -> None:
     """Answer one command line on stdout."""
-    options = _build_parser(prog, modules, description, epilog).parse_args(arguments)
-    verb = modules[options.verb]
+    options = _build_parser(prog, verbs, description, epilog).parse_args(arguments)
+    verb = verbs[options.verb]
     answer = verb.answer(options)
     print(json.dumps(answer, indent=2) if options.json else verb.as_text(answer), flush=True)
     refusal = verb.refusal(answer) if hasattr(verb, "refusal") else None
@@ -282,17 +289,17 @@ def answer_one(
 
 
 def _build_parser(
-    prog: str, modules: dict[str, ModuleType], description: str, epilog: str
+    prog: str, verbs: Mapping[str, object], description: str, epilog: str
 ) -> argparse.ArgumentParser:
     shared = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = OneLineParser(prog, description=description, epilog=epilog, **shared)
     parsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for name, module in modules.items():
-        first_line = module.__doc__.splitlines()[0]
-        examples = f"examples:\n{module.EXAMPLES}"
-        verb = parsers.add_parser(
-            name, help=first_line, description=module.__doc__, epilog=examples, **shared
+    for name, verb in verbs.items():
+        text = inspect.getdoc(verb)
+        examples = f"examples:\n{verb.EXAMPLES}"
+        options = parsers.add_parser(
+            name, help=text.splitlines()[0], description=text, epilog=examples, **shared
         )
-        module.add_arguments(verb)
-        verb.add_argument("--json", action="store_true", help="the answer as JSON")
+        verb.add_arguments(options)
+        options.add_argument("--json", action="store_true", help="the answer as JSON")
     return parser

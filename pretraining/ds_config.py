@@ -5,10 +5,31 @@ from functools import cache
 from pathlib import Path
 
 from pretraining.errors import UserError, nearest
-from pretraining.owned_keys import DS_CONFIG_KEYS
 from pretraining.schema import REPOSITORY, check, display_path, problem, read_json
 
 DS_CONFIGS = REPOSITORY / "ds_configs"
+_OPTIMIZER = (
+    "the recipe's training section owns the optimizer and its schedule; "
+    "an optimizer block here would also put weight decay on norms and biases"
+)
+_MONITOR = "the recipe's training.report_to chooses the trackers"
+
+DS_CONFIG_KEYS = {
+    "torch_autocast": "the recipe's training.bf16 decides the precision; at stage 0 it is autocast by itself",
+    "optimizer": _OPTIMIZER,
+    "scheduler": "the recipe's training section owns the schedule (lr_scheduler_type, warmup_steps)",
+    "tensorboard": _MONITOR,
+    "wandb": _MONITOR,
+    "csv_monitor": _MONITOR,
+    "comet": _MONITOR,
+    "data_efficiency": "the recipe's data section owns the order of the samples",
+    "dataloader_drop_last": "the recipe's data section owns the order of the samples",
+    "gradient_allreduce_op": "gradients are means over the tokens of a step",
+    "compile": "the recipe's speed.compile does it; DeepSpeed's own passes (DeepCompile) are not started here",
+    "steps_per_print": "the recipe's training.logging_steps sets the cadence",
+}
+"""Keys that a ds_config may not hold, each with the place that owns it."""
+
 SHARED_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",

@@ -4,7 +4,7 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -107,7 +107,7 @@ def _refuse_unspeakable_paths() -> None:
             ) from None
 
 
-def file_error(error: OSError, folder=None) -> UserError | None:
+def file_error(error: OSError, folder: Path | None = None) -> UserError | None:
     """The `UserError` of a file or disk that cannot be used; None for any other `OSError`, a bug of ours.
 
     folder: named where the error itself names no file.
@@ -132,12 +132,12 @@ def _leave(error: UserError) -> None:
     os._exit(error.exit_code) if "WORLD_SIZE" in os.environ else sys.exit(error.exit_code)
 
 
-def nearest(word: str, candidates) -> str:
+def nearest(word: str, candidates: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the candidate closest to `word`, or an empty string."""
     return nearest_names(word, candidates, 1)
 
 
-def nearest_names(word: str, candidates, most: int = 3) -> str:
+def nearest_names(word: str, candidates: Iterable[str], most: int = 3) -> str:
     """`; did you mean 'x', 'y' or 'z'?` for the candidates closest to `word`, or an empty string."""
     return did_you_mean(get_close_matches(word, list(candidates), n=most, cutoff=0.6))
 

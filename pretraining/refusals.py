@@ -1,7 +1,7 @@
 """What is refused before anything is built: all that recipe, ds_config and number of ranks tell by themselves.
 
 The plan, `data_prep.py`, `train.py` and `branch` read their recipe through `load_run`, so none of them accepts what
-another refuses. A recipe's own sections are checked when it is read (recipe_checks.py). What the machine decides, its
+another refuses. A recipe's own sections are checked when it is read (recipe/checks.py). What the machine decides, its
 GPUs, packages, memory and disk, is judged by `train.py` alone.
 """
 
@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
-from pretraining.model_types import is_exact
 from pretraining.recipe import Recipe, accumulation_steps, load_recipe, model_with_defaults
-from pretraining.schedules import DEFAULT_OPTIM, SCHEDULE_FREE
+from pretraining.recipe.model import is_exact
+from pretraining.recipe.schedule import SCHEDULE_FREE
+from pretraining.recipe.training import DEFAULT_OPTIM
 from pretraining.schema import display_path, problem
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -94,13 +95,13 @@ def _check_optim(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     stage, optim, key = zero_stage(ds_config), recipe.training.get("optim", DEFAULT_OPTIM), "training.optim"
     for beginning, why in UNRESUMABLE.items():
         if optim.startswith(beginning):
-            raise problem(where, key, f"is {optim}, which {why}; use {DEFAULT_OPTIM}")
+            raise problem(where, key, f"is {optim}, which {why}; --set {key}={DEFAULT_OPTIM}")
     if optim not in ADAMW and optimizer_device(ds_config) != "gpu":
         what = f"is {optim}, but offloading the optimizer replaces it by DeepSpeed's CPU Adam"
-        raise problem(where, key, f"{what}; use {DEFAULT_OPTIM}, or a ds_config without offload_optimizer")
+        raise problem(where, key, f"{what}; --set {key}={DEFAULT_OPTIM}, or --deepspeed zero{stage}")
     if stage and optim not in ELEMENTWISE:
         what = f"is {optim}, whose update looks at whole parameters, and ZeRO-{stage} gives it slices"
-        raise problem(where, key, f"{what}; use --deepspeed null or zero0, or one of {', '.join(ADAMW)}")
+        raise problem(where, key, f"{what}; use --deepspeed null or zero0, or --set {key}={DEFAULT_OPTIM}")
 
 
 def _check_own_groups(recipe: Recipe, ds_config: dict | None, where: str) -> None:
@@ -110,21 +111,23 @@ def _check_own_groups(recipe: Recipe, ds_config: dict | None, where: str) -> Non
         return
     key, name = keys[0], {"mup.base_width": "muP", "optimizer.name": "muon"}.get(keys[0], "adamw")
     if training.get("optim", DEFAULT_OPTIM) not in ADAMW:
-        what = f"groups of their own exclude training.optim {training['optim']}; leave that out"
+        what = f"groups of their own exclude training.optim {training['optim']}; --set training.optim={DEFAULT_OPTIM}"
         raise problem(where, key, what)
     if optimizer_device(ds_config) != "gpu":
         what = "runs where its weights are; offload_optimizer would replace it by DeepSpeed's CPU Adam"
-        raise problem(where, key, f"{name} {what}; use zero1, zero2 or zero3")
+        raise problem(where, key, f"{name} {what}; use --deepspeed zero1, zero2 or zero3")
     if training.get("fp16") and ds_config and not zero_stage(ds_config):
         what = "does not run in fp16 at stage 0, where DeepSpeed keeps copies of its own"
-        raise problem(where, key, f"{name} {what}; use training.bf16, or zero1")
+        remedy = "--set training.fp16=false --set training.bf16=true, or --deepspeed zero1"
+        raise problem(where, key, f"{name} {what}; {remedy}")
 
 
 def _check_clipping(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """Clipping by value and adaptive clipping are done to the gradients of a step on this side of DeepSpeed."""
     given = [key for key in ("clip_value", "adaptive_clip") if recipe.optimizer[key]]
     if given and optimizer_device(ds_config) != "gpu":
-        what = "is set, but an offloaded optimizer steps inside DeepSpeed; use a ds_config without offload_optimizer"
+        what = "is set, but an offloaded optimizer steps inside DeepSpeed; use a ds_config without offload_optimizer: "
+        what += f"--deepspeed zero{zero_stage(ds_config)}"
         raise problem(where, f"optimizer.{given[0]}", what)
     if "adaptive_clip" in given and zero_stage(ds_config):
         what = f"compares whole units of the weights, and ZeRO-{zero_stage(ds_config)} gives the optimizer slices"
@@ -140,18 +143,24 @@ def _check_compile(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     backend, mode = speed["compile_backend"], speed["compile_mode"]
     if mode and backend != "inductor":
         what = f"is {mode}, a mode of inductor, but speed.compile_backend is {backend}"
-        raise problem(where, "speed.compile_mode", f"{what}; leave one of them out")
+        raise problem(where, "speed.compile_mode", f"{what}; --set speed.compile_mode=null")
     if stage != 3:
         return
     if speed["compile"] == "whole":
         what = "is whole, and ZeRO-3 gathers the weights by hooks, at each of which a graph ends"
-        raise problem(where, "speed.compile", f"{what}; use blocks, or --deepspeed zero1 or zero2")
+        raise problem(
+            where, "speed.compile", f"{what}; --set speed.compile=blocks, or --deepspeed zero1 or zero2"
+        )
     if speed["compile"] == "blocks" and (why := _why_not_gathered_as_one(ds_config)):
-        raise problem(where, "speed.compile", f"{why}; use --deepspeed zero3_offload, or speed.compile none")
-    key, value = ("compile_mode", mode) if mode else ("compile_backend", backend)
+        raise problem(
+            where, "speed.compile", f"{why}; use --deepspeed zero3_offload, or --set speed.compile=none"
+        )
+    key, value, without = ("compile_mode", mode, "null") if mode else ("compile_backend", backend, "inductor")
     if value in CUDA_GRAPHS:
         what = f"is {value}, which records CUDA graphs of weights that stay where they are, and ZeRO-3 moves them"
-        raise problem(where, f"speed.{key}", f"{what}; leave it out, or use --deepspeed zero1 or zero2")
+        raise problem(
+            where, f"speed.{key}", f"{what}; --set speed.{key}={without}, or --deepspeed zero1 or zero2"
+        )
 
 
 def compiled_part(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True) -> str:
@@ -201,12 +210,14 @@ def _check_fp8(recipe: Recipe, ds_config: dict | None, where: str) -> None:
         return
     if recipe.model["model_type"] == "gpt2":
         what = "is for linear layers, and gpt2 has convolutions in their place"
-        raise problem(where, key, f"{kind} {what}; set it to none, or take model_type llama")
+        raise problem(where, key, f"{kind} {what}; --set {key}=none, or take model_type llama")
     if zero_stage(ds_config) == 3:
         what = "keeps every weight it multiplied for the backward pass, and ZeRO-3 could not let go of any"
-        raise problem(where, key, f"{kind} {what}; use --deepspeed zero1 or zero2, or set it to none")
+        raise problem(where, key, f"{kind} {what}; use --deepspeed zero1 or zero2, or --set {key}=none")
     if not recipe.training.get("bf16"):
-        raise problem(where, key, f"{kind} goes with training.bf16; set that to true, or speed.fp8 to none")
+        raise problem(
+            where, key, f"{kind} goes with training.bf16; --set training.bf16=true, or --set {key}=none"
+        )
 
 
 def _check_launcher_settings(recipe: Recipe, ds_config: dict | None, where: str) -> None:

@@ -64,7 +64,7 @@ def _parse(text: str, where: str) -> Any:
         raise UserError(f"{where}: line {error.lineno} column {error.colno}: {error.msg}") from None
 
 
-def load_json(text: str, where: str, **options) -> Any:
+def load_json(text: str, where: str, **options: Any) -> Any:
     """`json.loads` that refuses (`UserError`) what is no number of a recipe: NaN, Infinity, 1e400."""
 
     def refuse(constant: str) -> None:
@@ -246,6 +246,20 @@ def fits(value: Any, schema: dict, root: dict | None = None) -> bool:
     except UserError:
         return False
     return True
+
+
+def filled(value: Any, schema: dict) -> Any:
+    """`value` with the schema's defaults at every depth, those of the `if` / `then` branches it fits included."""
+    if isinstance(value, list):
+        return [filled(item, schema.get("items", {})) for item in value]
+    if not isinstance(value, dict):
+        return value
+    properties = dict(schema.get("properties", {}))
+    for condition in schema.get("allOf", []):
+        if fits(value, condition["if"]):
+            properties |= condition["then"].get("properties", {})
+    defaults = {key: each["default"] for key, each in properties.items() if "default" in each}
+    return {key: filled(item, properties.get(key, {})) for key, item in {**defaults, **value}.items()}
 
 
 def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:

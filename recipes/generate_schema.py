@@ -1,4 +1,4 @@
-"""Write recipes/schema.json, pretraining/model_types.json and ds_configs/schema.json from the installed libraries.
+"""Write the schemas of recipes/ and ds_configs/ and their table of model types from the installed libraries.
 
 Editors complete and check a recipe by them ("$schema": "schema.json" is its first line); load_recipe and
 load_ds_config check by the same files, without importing either library.
@@ -21,11 +21,12 @@ from schema_generator.ds_config import ds_config_schema  # noqa: E402
 from schema_generator.from_types import described, first_sentence, type_schema  # noqa: E402
 from schema_generator.model_types import bounded, largest, other_model_types  # noqa: E402
 
-from pretraining.data.quality import filters_schema  # noqa: E402
-from pretraining.owned_keys import TRAINING_KEYS  # noqa: E402
+from pretraining.data.quality.chain import filters_schema  # noqa: E402
+from pretraining.recipe.loading import sections_schema  # noqa: E402
+from pretraining.recipe.recipe import TOP_LEVEL  # noqa: E402
+from pretraining.recipe.training import TRAINING_KEYS  # noqa: E402
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
-SECTIONS = REPOSITORY / "recipes" / "schema_generator" / "sections.json"
 
 # Configuration keys without which a shape is not stated, per model type.
 SHAPE_KEYS = {
@@ -85,9 +86,7 @@ def training_schema() -> dict:
     fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
     gone = set(TRAINING_KEYS) - set(fields)
     if gone:
-        raise SystemExit(
-            f"owned_keys.TRAINING_KEYS names fields that TrainingArguments lacks: {sorted(gone)}"
-        )
+        raise SystemExit(f"TRAINING_KEYS names fields that TrainingArguments lacks: {sorted(gone)}")
     properties = {}
     for name, field in fields.items():
         if name not in TRAINING_KEYS:
@@ -176,11 +175,11 @@ def argument_descriptions(docstring: str) -> dict[str, str | None]:
 
 
 def recipe_schema() -> dict:
-    """The recipe's schema: our sections from sections.json, the libraries' from their classes."""
-    schema = json.loads(SECTIONS.read_text())
-    schema["properties"]["data"]["properties"]["filters"] = filters_schema()
+    """The recipe's schema: our sections from their classes, the libraries' from theirs."""
+    ours = sections_schema()
+    ours["data"]["properties"]["filters"] = filters_schema()
     model_types, others = list(SHAPE_KEYS), other_model_types(list(SHAPE_KEYS))["types"]
-    schema["properties"]["model"] = {
+    model = {
         "type": "object",
         "description": "model_type, then that configuration class's keyword arguments, verbatim.",
         # Any other string is told by model_types.py what is wrong with it.
@@ -194,9 +193,37 @@ def recipe_schema() -> dict:
             for name in model_types
         ],
     }
-    schema["properties"]["training"] = training_schema()
-    schema["$defs"] = {name: model_schema(name) for name in model_types}
-    return schema
+    return {
+        "title": "What to train: a pretraining recipe",
+        "type": "object",
+        "properties": {**TOP_LEVEL, "model": model, "training": training_schema(), **ours},
+        "required": ["description", "model", "data", "budget", "training"],
+        "additionalProperties": False,
+        "$defs": {name: model_schema(name) for name in model_types},
+    }
+
+
+def variant_schema(recipe: dict) -> dict:
+    """The schema of a file that names a base: the recipe's keys by reference, none of which it must hold itself.
+
+    Only for editors: `load_recipe` checks what such a file and its base are together.
+    """
+    properties = {}
+    for name, section in recipe["properties"].items():
+        reference = f"../schema.json#/properties/{name}"
+        properties[name] = {"$ref": reference}
+        if name == "model":  # one that names its type is complete, as in any recipe
+            properties[name] = {"if": {"required": ["model_type"]}, "then": {"$ref": reference}}
+        elif "required" in section:
+            inner = {key: {"$ref": f"{reference}/properties/{key}"} for key in section["properties"]}
+            properties[name] = {"type": "object", "properties": inner, "additionalProperties": False}
+    return {
+        "title": "A variant of a recipe",
+        "type": "object",
+        "properties": properties,
+        "required": ["base", "description"],
+        "additionalProperties": False,
+    }
 
 
 def one_line_each(sections: dict[str, dict]) -> str:
@@ -213,8 +240,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is stale")
     check = parser.parse_args().check
     schemas = {"recipes/schema.json": recipe_schema(), "ds_configs/schema.json": ds_config_schema()}
+    schemas["recipes/features/schema.json"] = variant_schema(schemas["recipes/schema.json"])
     texts = {name: json.dumps({"$schema": DRAFT, **schema}, indent=1) for name, schema in schemas.items()}
-    texts["pretraining/model_types.json"] = one_line_each(other_model_types(list(SHAPE_KEYS)))
+    texts["pretraining/recipe/model_types.json"] = one_line_each(other_model_types(list(SHAPE_KEYS)))
     stale = []
     for name, text in texts.items():
         path, text = REPOSITORY / name, text + "\n"

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pretraining.checkpoints.files import files_in
-from pretraining.checkpoints.folders import committed_checkpoints
-from pretraining.checkpoints.marker import MARKER
+from pretraining.checkpoints.folders import committed_checkpoints, files_in
+from pretraining.checkpoints.format import MARKER
 from pretraining.runtime.run_folder import RunFolder
 
 KINDS = ("flip", "truncate", "delete", "swap")
@@ -51,7 +50,7 @@ def _differs(folder: Path, before: dict[Path, bytes]) -> bool:
 
 def judged_rightly(run: RunFolder, harmed: list[Path], folders: list[Path]) -> bool:
     """Whether the choice is the newest whole checkpoint, and each damaged one that was tried left its event."""
-    from pretraining.checkpoints.find import choose_checkpoint
+    from pretraining.checkpoints.resume import choose_checkpoint
     from pretraining.runtime.durable_files import read_rows
 
     run.events.unlink(missing_ok=True)

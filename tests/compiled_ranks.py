@@ -14,11 +14,12 @@ from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.integrations import HfDeepSpeedConfig
 
-from pretraining.model import build_loss, build_model
+from pretraining.model.build import build_model
 from pretraining.model.compiling import blocks_of
+from pretraining.model.loss import build_loss
 from pretraining.planning.memory.buffers import block_gathering
 from pretraining.recipe import load_recipe
-from pretraining.training import join_ranks, leave_ranks
+from pretraining.training.ranks import join_ranks, leave_ranks
 from tests.runs import MODELS
 
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)

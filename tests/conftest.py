@@ -81,6 +81,7 @@ LAUNCHING += [
     "test_early_stopping",
     "test_throughput",
     "test_doctor_cluster",
+    "test_features",
 ]
 
 # Plans know nothing of what the doctor measured on this machine, and no folder below this one can be made.

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 from pretraining.doctor import __main__ as doctor
 from pretraining.doctor import alike, cluster, devices, folders
+from pretraining.doctor.findings import BREAKS, FINE, Finding
 from pretraining.errors import one_line_errors
 from tests.hosts import Hosts
 
@@ -20,7 +21,8 @@ SLOW_SECONDS = 0.1
 
 def main(fault: str, folder: str, options: list[str]) -> None:
     rank = int(os.environ["RANK"])
-    doctor.examine = lambda options: ([], SimpleNamespace())  # this machine by itself is tested elsewhere
+    # This machine by itself is tested elsewhere: here its lines are those of a node.
+    doctor.examine = lambda options: (lines_of_node(fault, rank), SimpleNamespace(several_machines=True))
     doctor._keep = lambda findings, launch: None
     doctor._answer = lambda findings, found, *_: {
         "findings": [each.to_dict() for each in findings],
@@ -30,6 +32,15 @@ def main(fault: str, folder: str, options: list[str]) -> None:
     FAULTS[fault](rank, Path(folder))
     with one_line_errors():
         doctor.main(["--output_dir", str(Path(folder, "run")), "--json", *options])
+
+
+def lines_of_node(fault: str, rank: int) -> list[Finding]:
+    """Two lines that are the same everywhere, but for a number, and one that a sick node has alone."""
+    alike = [Finding("NUMA", FINE, "one socket"), Finding("disk", FINE, f"{rank + 1}.50 GB free")]
+    return [
+        *alike,
+        *([Finding("open files", BREAKS, "256", "ulimit -n 65536")] if fault == "sick" and rank else []),
+    ]
 
 
 def healthy(rank: int, folder: Path) -> None:

@@ -27,11 +27,15 @@ import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen3_moe.modeling_qwen3_moe
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from pretraining import checkpoints, data, evaluation, model, training
-from pretraining.checkpoints import SavesBehindTraining, bring_checkpoint
-from pretraining.model import build_from_recipe, build_loss
-from pretraining.data.mixing.training import build_mixture, build_training_dataset
+from pretraining.checkpoints.manager import CheckpointManager
+from pretraining.checkpoints.resume import find_start
+from pretraining.data.mixture import build_mixture
+from pretraining.data.packed_dataset import build_training_dataset
 from pretraining.data.prepared import open_prepared
+from pretraining.evaluation.evaluator import Evaluator
+from pretraining.model.build import build_from_recipe
+from pretraining.model.loss import build_loss
+from pretraining.training import monitors, trainer
 from pretraining.training.operators import ask_the_processor_once
 ask_the_processor_once()
 cpuinfo.get_cpu_info()

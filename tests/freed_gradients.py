@@ -12,7 +12,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from pretraining.training import join_ranks, leave_ranks
+from pretraining.training.ranks import join_ranks, leave_ranks
 
 NUMEL = 100
 """Of each of two tensors: on three ranks each is cut, and one rank keeps no part of it."""

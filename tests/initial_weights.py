@@ -11,8 +11,9 @@ import torch.distributed as dist
 from transformers import integrations
 
 from pretraining.ds_config import load_ds_config
-from pretraining.model import build_model
-from pretraining.training import build_arguments, join_ranks, leave_ranks
+from pretraining.model.build import build_model
+from pretraining.training.arguments import build_arguments
+from pretraining.training.ranks import join_ranks, leave_ranks
 from tests.runs import MODELS, OTHER_MODELS, SMALL_RECIPE
 
 STAGES = ("null", "zero2", "zero3")

@@ -5,8 +5,8 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
-from pretraining.data.quality import FilterChain
-from pretraining.data.quality.view import TextView
+from pretraining.data.quality.chain import FilterChain
+from pretraining.data.quality.text import TextView
 
 PROSE = (
     "The ship left the harbour at dawn. Nobody on the quay had expected to see that happen with such haste. "

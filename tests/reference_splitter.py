@@ -2,7 +2,7 @@
 
 from datatrove.utils.word_tokenizers import WordTokenizer
 
-from pretraining.data.quality.sentences import count_sentences
+from pretraining.data.quality.text import count_sentences
 from pretraining.data.quality.words import Words
 
 

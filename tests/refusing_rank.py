@@ -9,8 +9,8 @@ import deepspeed
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from pretraining.training import join_ranks, leave_ranks
-from pretraining.training.nonfinite import NonFiniteGuard
+from pretraining.training.ranks import join_ranks, leave_ranks
+from pretraining.training.stability import NonFiniteGuard
 
 WAYS = {
     "zero1": {"stage": 1},

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoints.marker import MARKER
-from pretraining.checkpoints.writer import CheckpointWriter
+from pretraining.checkpoints.background import CheckpointWriter
+from pretraining.checkpoints.format import MARKER
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training import join_ranks, leave_ranks
+from pretraining.training.ranks import join_ranks, leave_ranks
 
 
 def write_marker(folder: Path, content: dict) -> None:

@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from pretraining.checkpoints.commit import commit_checkpoint
-from pretraining.checkpoints.files import file_entries
+from pretraining.checkpoints.format import commit_checkpoint, file_entries, write_receipt
 from pretraining.checkpoints.identity import Identity, Start, metrics_at
-from pretraining.checkpoints.receipts import write_receipt
 from pretraining.checkpoints.retention import Retention
 from pretraining.planning import build_run_plan
 from pretraining.recipe import load_recipe

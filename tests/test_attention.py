@@ -11,7 +11,8 @@ from transformers import TrainingArguments
 
 from pretraining.data.document_masking import document_borders
 from pretraining.errors import UserError
-from pretraining.model import attention, build_model
+from pretraining.model import attention
+from pretraining.model.build import build_model
 from tests.runs import MODELS, REPOSITORY
 
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)

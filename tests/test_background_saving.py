@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pretraining.checkpoints.awaiting import SaveAbandoned, wait_for_receipts
-from pretraining.checkpoints.marker import MARKER
-from pretraining.checkpoints.receipts import receipt_name, write_receipt
+from pretraining.checkpoints.background import (
+    CheckpointWriter,
+    HostSnapshot,
+    SaveAbandoned,
+    wait_for_receipts,
+)
+from pretraining.checkpoints.format import MARKER, receipt_name, write_receipt
 from pretraining.checkpoints.shard_files import rank_file
-from pretraining.checkpoints.snapshot import HostSnapshot
-from pretraining.checkpoints.writer import CheckpointWriter
 from pretraining.errors import UserError
 from pretraining.planning.memory.host import snapshot_bytes
 from pretraining.runtime.durable_files import read_rows
@@ -49,7 +51,7 @@ def test_what_training_does_after_the_copy_does_not_reach_the_file(tmp_path):
         writer.save(step, tensors, {"state.json": b"{}"}, marker={"tokens": 10 * step})
         for tensor in tensors.values():
             tensor.zero_()
-        writer.drain()
+        writer.wait()
         found = load_file(tmp_path / f"checkpoint-{step}" / FILE)
         expected = tensors_of(step)
         assert found.keys() == expected.keys()
@@ -64,7 +66,7 @@ def test_the_synchronous_way_writes_the_same_bytes(tmp_path):
         writer = writer_in(tmp_path / name, background=background)
         writer.save(4, tensors_of(0), {"state.json": b'{"lr": 1}'}, {"rng": {"python": [1]}})
         assert background or (tmp_path / name / "checkpoint-4" / MARKER).exists()
-        writer.drain()
+        writer.wait()
         (event,) = read_rows(RunFolder(tmp_path / name).events)
         assert event["event"] == "save" and event["background"] == background
         assert event["bytes"] == 13 + 4 * 1005 + 48 and event["blocked_seconds"] > 0
@@ -93,7 +95,7 @@ def test_a_second_save_waits_for_the_first(tmp_path):
     threading.Timer(0.2, release.set).start()
     writer.save(2, tensors_of(2))
     assert (tmp_path / "checkpoint-1" / MARKER).exists()
-    writer.drain()
+    writer.wait()
     assert writer.last["checkpoint"] == "checkpoint-2"
     assert writer.last["blocked_seconds"] >= writer.last["waited_seconds"] > 0.1
 
@@ -103,7 +105,7 @@ def test_a_step_saved_again_replaces_its_checkpoint(tmp_path):
     writer = writer_in(tmp_path)
     writer.save(5, tensors_of(1), {"left.json": b"1"})
     writer.save(5, tensors_of(2))
-    writer.drain()
+    writer.wait()
     assert torch.equal(load_file(tmp_path / "checkpoint-5" / FILE)["master/b@0"], tensors_of(2)["master/b@0"])
     assert not (tmp_path / "checkpoint-5" / "left.json").exists()
 
@@ -117,7 +119,7 @@ def test_a_disk_that_fills_up_is_told_at_the_step_boundary(tmp_path, monkeypatch
     """By policy: the run ends in one line, or goes on; either way nothing half-written is left."""
     before = writer_in(tmp_path, background=background)
     before.save(1, tensors_of(1))
-    before.drain()
+    before.wait()
     stopping, going_on = (
         writer_in(tmp_path, on_full_disk=p, background=background) for p in ("stop", "continue")
     )
@@ -125,11 +127,11 @@ def test_a_disk_that_fills_up_is_told_at_the_step_boundary(tmp_path, monkeypatch
         patch.setattr(os, "fsync", full_disk)
         with pytest.raises(UserError, match="No space left on device; free some space"):
             stopping.save(2, tensors_of(2))
-            stopping.drain()
+            stopping.wait()
         going_on.save(3, tensors_of(3))
-        going_on.drain()
+        going_on.wait()
     going_on.save(4, tensors_of(4))
-    going_on.drain()
+    going_on.wait()
     assert [p.name for p in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-1", "checkpoint-4"]
     events = [(row["event"], row["checkpoint"]) for row in read_rows(RunFolder(tmp_path).events)]
     assert events == [
@@ -145,12 +147,12 @@ def test_a_bug_in_the_thread_ends_the_run_with_its_traceback(tmp_path):
     writer = writer_in(tmp_path, lambda folder, content: content["no such key"], on_full_disk="continue")
     writer.save(1, tensors_of(1))
     with pytest.raises(RuntimeError, match="no such key"):
-        writer.drain()
+        writer.wait()
 
 
 def test_without_room_for_a_copy_training_stands_still_instead(tmp_path, monkeypatch):
     """The snapshot never drives the machine out of memory: the same files, written in training's time."""
-    monkeypatch.setattr("pretraining.checkpoints.snapshot.free_memory_bytes", lambda: 100)
+    monkeypatch.setattr("pretraining.checkpoints.background.free_memory_bytes", lambda: 100)
     writer = writer_in(tmp_path)
     writer.save(1, tensors_of(1))
     assert (tmp_path / "checkpoint-1" / MARKER).exists() and writer.snapshot.num_bytes == 0
@@ -164,9 +166,9 @@ def test_host_memory_that_is_refused_costs_the_copy_and_not_the_run(tmp_path, mo
     def as_cuda_does(*_, **__):
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr("pretraining.checkpoints.snapshot.free_memory_bytes", lambda: free)
+    monkeypatch.setattr("pretraining.checkpoints.background.free_memory_bytes", lambda: free)
     with monkeypatch.context() as patch:
-        patch.setattr("pretraining.checkpoints.snapshot.torch.empty", as_cuda_does)
+        patch.setattr("pretraining.checkpoints.background.torch.empty", as_cuda_does)
         writer = writer_in(tmp_path)
         for step in (1, 2):
             tensors = {"master/w@0": torch.arange(5.0)}
@@ -174,7 +176,7 @@ def test_host_memory_that_is_refused_costs_the_copy_and_not_the_run(tmp_path, mo
             assert (tmp_path / f"checkpoint-{step}" / MARKER).exists()
     assert capsys.readouterr().err.count("no host memory for a copy of 20 B a rank") == 1
     writer.save(3, {"master/w@0": torch.arange(5.0)})
-    writer.drain()
+    writer.wait()
     events = [row["event"] for row in read_rows(RunFolder(tmp_path).events)]
     assert events == ["no_room_for_snapshot", "save"] * 2 + ["save"]
 
@@ -189,7 +191,7 @@ def test_the_copy_takes_what_the_plan_says(monkeypatch):
         return empty(size, **keywords)
 
     snapshot = HostSnapshot()
-    monkeypatch.setattr("pretraining.checkpoints.snapshot.torch.empty", recorded)
+    monkeypatch.setattr("pretraining.checkpoints.background.torch.empty", recorded)
     for numbers in ((3, 70_000), (3, 70_000), (3, 80_000)):
         tensors = {f"{number}": torch.full((number,), 1.5) for number in numbers}
         planned = snapshot_bytes([4 * number for number in numbers])

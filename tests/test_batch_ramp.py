@@ -5,12 +5,12 @@ from itertools import accumulate
 
 import pytest
 
+from pretraining.checkpoints.format import read_marker
 from pretraining.checkpoints.identity import Start
-from pretraining.checkpoints.marker import read_marker
-from pretraining.curve import changed_parts
 from pretraining.errors import UserError
 from pretraining.recipe import accumulation_steps, load_recipe
-from pretraining.step_sizes import StepSizes
+from pretraining.recipe.budget import Ramp, StepSizes
+from pretraining.recipe.curve import changed_parts
 from tests.runs import SMALL_RECIPE, STEPS, Run, execute
 from tests.test_curve import column, largest_difference
 
@@ -35,7 +35,7 @@ def sizes(first: int, full: int, over: int, **more) -> StepSizes:
         "lr_scaling": "none",
         **more,
     }
-    return StepSizes.of({"tokens_per_step": full, "ramp": ramp})
+    return StepSizes.of(full, Ramp.of(ramp))
 
 
 @pytest.mark.parametrize(

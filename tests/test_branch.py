@@ -10,8 +10,8 @@ import torch
 from transformers import get_scheduler
 
 from pretraining.checkpoints.__main__ import main
+from pretraining.checkpoints.format import read_marker
 from pretraining.checkpoints.identity import Identity, Start
-from pretraining.checkpoints.marker import read_marker
 from pretraining.errors import UserError
 from pretraining.planning import build_run_plan
 from pretraining.recipe import RECIPES, load_recipe, recipe_names

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pretraining.checkpoints.marker import read_marker
+from pretraining.checkpoints.format import read_marker
 from pretraining.runtime.run_folder import RunFolder
 from tests.runs import Run, execute
 

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.checkpoints.changes import changes_since
-from pretraining.checkpoints.find import choose_checkpoint
-from pretraining.checkpoints.folders import committed_checkpoints, remove_uncommitted, set_aside_after
+from pretraining.checkpoints.folders import (
+    committed_checkpoints,
+    damage,
+    remove_uncommitted,
+    set_aside_after,
+    share_of,
+)
+from pretraining.checkpoints.format import FORMAT, MARKER, read_marker, receipt_name, write_marker
 from pretraining.checkpoints.identity import Start
-from pretraining.checkpoints.marker import FORMAT, MARKER, read_marker, write_marker
-from pretraining.checkpoints.receipts import receipt_name
+from pretraining.checkpoints.resume import changes_since, choose_checkpoint, record_changes
 from pretraining.checkpoints.retention import Kept, Retention
-from pretraining.checkpoints.start import record_changes
-from pretraining.checkpoints.verification import damage, share_of
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import read_rows, write_json
@@ -314,7 +316,7 @@ def test_changed_tokens_per_step_keep_the_budget_and_the_position(run):
 
 def test_a_part_that_is_none_is_refused():
     """Misspelt, or free to change anyway."""
-    from pretraining.curve import check_allowed
+    from pretraining.recipe.curve import check_allowed
 
     assert check_allowed("training.seed") == "training.seed"
     with pytest.raises(UserError, match=r"did you mean 'training\.seed'"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pretraining.checkpoints.__main__ import main
-from pretraining.checkpoints.marker import MARKER
+from pretraining.checkpoints.format import MARKER
 from pretraining.errors import UserError
 from pretraining.runtime.run_folder import RunFolder
 from tests.runs import committed, contents, execute
@@ -102,9 +102,9 @@ def test_prune_shows_first_and_removes_when_told(run, capsys):
 
 def test_prune_leaves_a_run_that_is_writing_alone(run):
     """What looks uncommitted may be on its way."""
-    from pretraining.checkpoints.lock import folder_held
+    from pretraining.runtime.lock import lock_idle_run
 
-    with folder_held(run.path):
+    with lock_idle_run(run.path):
         before = contents(run.path)
         with pytest.raises(UserError, match="another run is writing there"):
             main(["prune", str(run.path), "--yes"])

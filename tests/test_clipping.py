@@ -8,7 +8,7 @@ import torch
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.refusals import load_run
-from pretraining.training import choose_clipping
+from pretraining.training.optimizers import choose_clipping
 from tests.runs import MODELS, SMALL_RECIPE, execute
 from tests.test_muon import built
 

@@ -12,18 +12,17 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
-from pretraining.model import build_from_recipe, build_loss, build_model
-from pretraining.model.build import build_config
+from pretraining.model.attention import TORCH_VARLEN, register_kernels
+from pretraining.model.build import build_config, build_from_recipe, build_model
 from pretraining.model.compiling import blocks_of, check_compiler, compile_model, describe_compilation
-from pretraining.model.varlen_attention import TORCH_VARLEN, register_varlen_attention
-from pretraining.owned_keys import TRAINING_KEYS
+from pretraining.model.loss import build_loss
 from pretraining.planning.memory import memory_need
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.recipe import load_recipe
+from pretraining.recipe.training import TRAINING_KEYS
 from pretraining.refusals import compiled_part, load_run, why_not_compiled
 from pretraining.training import arguments as run_arguments
-from pretraining.training import build_arguments
-from pretraining.training.arguments import engine_config
+from pretraining.training.arguments import build_arguments, engine_config
 from pretraining.upstream.compiler import missing_compiler
 from tests.compiled_ranks import CASES
 from tests.runs import MODELS, Run, execute, launcher
@@ -92,7 +91,7 @@ def test_compiled_losses_are_eager_ones(name, backend, arguments):
 def test_batches_of_any_number_of_documents_share_a_graph(monkeypatch):
     """Kept apart by torch's kernel for GPUs, which is traced on tensors without values."""
     monkeypatch.setattr("torch.is_autocast_enabled", lambda device: False)
-    register_varlen_attention()
+    register_kernels()
     config = build_config({**MODELS["llama"], "attn_implementation": TORCH_VARLEN}, TOKENIZER)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
@@ -292,7 +291,7 @@ def breaks_backward(graph, inputs):
 def test_a_compiler_that_fails_is_one_line_and_the_run_goes_on(backend, arguments, monkeypatch, capsys):
     """`auto`, a backend that raises forward or backward, or no C++ compiler: the losses of eager blocks."""
     if backend == "inductor":
-        monkeypatch.setattr("pretraining.upstream.compiler.shutil.which", lambda name: None)
+        monkeypatch.setattr("pretraining.upstream.toolchain.shutil.which", lambda name: None)
     eager = losses("gpt2", arguments)
     capsys.readouterr()
     assert losses("gpt2", arguments, compile="auto", compile_backend=backend) == eager
@@ -311,22 +310,24 @@ def test_what_triton_needs_is_looked_for_before_the_run(missing, monkeypatch, tm
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: missing != "triton")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(
-        "pretraining.upstream.compiler.shutil.which", lambda name: None if missing == "gcc" else name
+        "pretraining.upstream.toolchain.shutil.which", lambda name: None if missing == "gcc" else name
     )
     (tmp_path / "Python.h").touch()
     folder = tmp_path / "nowhere" if missing == "headers" else tmp_path
-    monkeypatch.setattr("pretraining.upstream.compiler.sysconfig.get_paths", lambda: {"include": str(folder)})
+    monkeypatch.setattr(
+        "pretraining.upstream.toolchain.sysconfig.get_paths", lambda: {"include": str(folder)}
+    )
     assert GPU_NEEDS[missing] in missing_compiler()
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    monkeypatch.setattr("pretraining.upstream.compiler.shutil.which", lambda name: name)
+    monkeypatch.setattr("pretraining.upstream.toolchain.shutil.which", lambda name: name)
     monkeypatch.setattr(
-        "pretraining.upstream.compiler.sysconfig.get_paths", lambda: {"include": str(tmp_path)}
+        "pretraining.upstream.toolchain.sysconfig.get_paths", lambda: {"include": str(tmp_path)}
     )
     assert missing_compiler() is None
 
 
 def test_a_compiler_that_is_asked_for_by_name_must_be_there(monkeypatch):
-    monkeypatch.setattr("pretraining.upstream.compiler.shutil.which", lambda name: None)
+    monkeypatch.setattr("pretraining.upstream.toolchain.shutil.which", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match=r"inductor needs a C\+\+ compiler"):
         check_compiler({**NONE, "compile": "blocks"})

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from pretraining.checkpoints.marker import read_marker
+from pretraining.checkpoints.format import read_marker
 from pretraining.recipe import load_recipe
 from tests.runs import EXPERTS, SMALL_RECIPE, STEPS, execute
 from tests.scored_tasks import write_items, write_tasks

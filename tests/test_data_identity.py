@@ -52,7 +52,7 @@ def made(tmp_path_factory) -> Path:
 def test_what_is_left_of_each_source_is_printed(made, tmp_path):
     """Documents and tokens, their share, and the weight that a run gives them; of a single source nothing."""
     values = json.loads(recipe_file(tmp_path, made / "notes.jsonl").read_text())
-    values["data"] |= {"sources": mixed(made, weights=(1, 3)).data["sources"], "filters": [FILTER]}
+    values["data"] |= {"sources": mixed(made, weights=(1, 3)).data.to_dict()["sources"], "filters": [FILTER]}
     recipe = tmp_path / "mixed.json"
     recipe.write_text(json.dumps(values))
     text = subprocess.run(data_prep(recipe, made / "data"), capture_output=True, text=True, check=True).stdout
@@ -267,7 +267,6 @@ def test_what_filters_and_decontamination_read_is_a_part_of_the_identity(made, t
     rules = [{"rule": "blocklist", "path": str(tmp_path / "words.txt")}]
     rules += [{"rule": "callable", "import": f"{tmp_path / 'own.py'}:keep"}]
     recipe = mixed(made, filters=rules, decontaminate={"folder": str(tmp_path / "sets"), "tasks": []})
-    recipe.data["decontaminate"] |= {"ngram": 13, "shortest": 8, "share": 0}
     prepare(tmp_path / "data", recipe)
     prepare(tmp_path / "data", recipe)
     for path, key in (

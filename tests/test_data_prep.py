@@ -19,6 +19,7 @@ from pretraining.data.corpus import prefetch
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.prepared import open_prepared
 from pretraining.errors import UserError
+from pretraining.recipe.data import Data
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WORDS = [
@@ -62,7 +63,7 @@ def recipe_for(*sources: Path | str | dict, **data) -> SimpleNamespace:
     return SimpleNamespace(
         name="small",
         words=["--recipe", "small"],
-        data=section,
+        data=Data.of(section),
         model={"vocab_size": 512},
         sequence_length=32,
     )

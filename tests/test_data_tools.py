@@ -9,7 +9,7 @@ import pytest
 
 from pretraining.data.__main__ import main
 from pretraining.data.manifest import read_manifest
-from pretraining.data.packed import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.tools.finished import open_finished
 from pretraining.data.tools.inspect import Inspection
 from pretraining.data.tools.stats import measure_data

@@ -8,7 +8,12 @@ import sys
 import numpy as np
 import pytest
 
-from pretraining.data.dedup import DecontaminationSpec, build_index, merge_reports, read_evaluation_sets
+from pretraining.data.dedup.decontamination import (
+    DecontaminationSpec,
+    build_index,
+    merge_reports,
+    read_evaluation_sets,
+)
 from pretraining.errors import UserError
 
 CHANCE = random.Random(0)

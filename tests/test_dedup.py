@@ -6,26 +6,32 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pretraining.data.dedup import (
+from pretraining.data.dedup import pairs
+from pretraining.data.dedup.clusters import (
+    DUPLICATE,
+    TRAIN,
+    TWIN,
+    VALIDATION,
     Clusters,
-    HashParts,
-    MinHashSpec,
-    SignatureParts,
     assign_fates,
     cluster,
+    count_fates,
     duplicates_report,
+)
+from pretraining.data.dedup.minhash import MinHashSpec, agreement, bands_and_rows, recall_at, sign_piece
+from pretraining.data.dedup.ngrams import jaccard, ngram_sets
+from pretraining.data.dedup.pairs import (
+    NEIGHBOURS,
+    PAIR,
+    HashParts,
+    SignatureParts,
     exact_pairs,
+    hash_file,
     hash_texts,
     match_slice,
-    pairs,
-    sign_piece,
+    write_array,
+    write_signatures,
 )
-from pretraining.data.dedup.fates import DUPLICATE, TRAIN, TWIN, VALIDATION, count_fates
-from pretraining.data.dedup.minhash import agreement
-from pretraining.data.dedup.ngrams import jaccard, ngram_sets
-from pretraining.data.dedup.pairs import NEIGHBOURS, PAIR
-from pretraining.data.dedup.parts import hash_file, write_array, write_signatures
-from pretraining.data.dedup.spec import bands_and_rows, recall_at
 from pretraining.errors import UserError
 
 VOCABULARY = [f"w{number}x" for number in range(3000)]

@@ -18,15 +18,18 @@ import pytest
 from pretraining.doctor import __main__ as doctor
 from pretraining.doctor import disks, gpus, machine, reach, software
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, summary, summary_line
-from pretraining.doctor.launch import Launch, plan_launch
+from pretraining.doctor.launch import Launch, check_earlier_start, plan_launch
+from pretraining.errors import UserError
 from pretraining.planning.forecast import forecast
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.machine_rates import FOLDER_VARIABLE, keep_rates, kept_rates
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.verbs.cost import write_words
 from pretraining.planning.workload import workload_of_recipe
+from pretraining.recipe.curve import changes_of_run
 from pretraining.refusals import load_run
 from pretraining.runtime import host
+from pretraining.runtime.run_folder import RunFolder
 from tests.local_hub import REPOSITORY_ID, local_hub
 from tests.runs import SMALL_RECIPE, execute
 
@@ -193,30 +196,30 @@ def examine_sick(folder: Path) -> Examined:
 PLANTED = {
     "driver": ("driver", BREAKS, "535.183.01 is older than the 580", "update the driver to 580"),
     "capability": ("compute capability", BREAKS, "compute capability 7.0", "CUDA 12"),
-    "memory in use": ("GPU memory", COSTS, "other processes hold up to 41.9 GB", "CUDA_VISIBLE_DEVICES"),
-    "MIG": ("MIG", COSTS, "GPUs 0-7: cut into MIG slices", "-mig 0"),
+    "memory in use": ("GPU memory", COSTS, "other processes hold up to 41.9 GB", "nvidia-smi"),
+    "MIG": ("MIG", COSTS, "GPUs 0-7: cut into MIG slices", "nvidia-smi -i 0,1,2,3,4,5,6,7 -mig 0"),
     "memory errors": ("GPU memory errors", COSTS, "could not correct", "restart"),
     "power": ("power limit", COSTS, "limited to 400 W of 700 W", "nvidia-smi -pl 700"),
     "persistence": ("persistence", COSTS, "put to sleep", "nvidia-smi -pm 1"),
     "package version": ("packages", COSTS, "tqdm 4.1.0 (tested: ", "requirements.txt"),
     "tracker": ("packages", BREAKS, "training.report_to swanlab needs swanlab", "pip install swanlab"),
-    "C++ compiler": ("compiler", BREAKS, "no C++ compiler (c++)", "apt-get install g++"),
-    "ninja": ("compiler", BREAKS, "no ninja", "pip install ninja"),
-    "no place for operators": ("compiler", BREAKS, "what is built cannot be kept in", "TORCH_EXTENSIONS_DIR"),
+    "C++ compiler": ("compiler", BREAKS, "needs a C++ compiler (c++): not found", "apt-get install g++"),
+    "ninja": ("compiler", BREAKS, "needs ninja: not found", "pip install ninja"),
+    "no place for operators": ("compiler", BREAKS, "a folder to keep them in", "TORCH_EXTENSIONS_DIR"),
     "shared memory": ("shared memory", BREAKS, "65.5 kB free in /dev/shm", "--shm-size=1g"),
     "open files": ("open files", BREAKS, "a process may open 256, a rank needs about 512", "ulimit -n"),
     "locked memory": ("locked memory", BREAKS, "a process may lock 65.5 kB", "ulimit -l unlimited"),
     "container's memory": ("plan", BREAKS, "the machine has 4.00 GB", "GPUs"),
     "container's cores": ("cores", COSTS, "1 for 8 ranks here of 2 data workers each", "--cpus-per-task"),
     "host name": ("host name", BREAKS, "doctor-test resolves to 127.0.1.1", "GLOO_SOCKET_IFNAME"),
-    "interface": ("network", BREAKS, "NCCL_SOCKET_IFNAME is ib9", "set it to one of"),
+    "interface": ("network", BREAKS, "NCCL_SOCKET_IFNAME is ib9", "or unset NCCL_SOCKET_IFNAME"),
     "slow messages": ("network", COSTS, "NCCL_P2P_DISABLE=1", "unset NCCL_P2P_DISABLE"),
     "memory filesystem": ("filesystem", COSTS, "the memory of this machine", "--output_dir"),
     "full disk": ("disk", BREAKS, "of disk, there is room for 1.05 MB", "--output_dir"),
     "read-only folder": ("data folder", BREAKS, "cannot be written (Read-only file system)", "--data_dir"),
     "gated data": ("data", BREAKS, "someone/gated: gated, and closed without a token", "HF_TOKEN"),
     "unknown tokenizer": ("tokenizer", BREAKS, "someone/missing: the hub knows no such", "HF_TOKEN"),
-    "data to prepare": ("data", COSTS, "is not prepared", "python data_prep.py --recipe"),
+    "data to prepare": ("data", BREAKS, "is not prepared", "python data_prep.py --recipe"),
 }
 """Fault -> (check, verdict, words of the message, words of the remedy)."""
 
@@ -256,8 +259,11 @@ def healthy(tmp_path_factory) -> Examined:
 
 def test_a_healthy_machine_has_none_of_these_faults(healthy):
     """Each line that the faults brought forth is gone, or says that it is fine."""
-    assert healthy.code == 0, as_lines(healthy.findings)
     checks = {each.check for each in healthy.findings if each.verdict != FINE}
+    # Verdicts agree with train.py, which refuses data that is still to be made.
+    (broken,) = (each for each in healthy.findings if each.verdict == BREAKS)
+    assert broken.check == "data" and broken.remedy.startswith("run: python data_prep.py --recipe "), broken
+    assert healthy.code == 2, as_lines(healthy.findings)
     faults = {check for check, *_ in PLANTED.values()}
     # left over: what this machine really lacks, and data that is still to be made
     assert checks & faults <= {"data", "cores", "packages", "plan", "shared memory", "filesystem"}
@@ -351,23 +357,31 @@ def test_a_misspelt_option_is_one_line():
 
 
 def test_only_rank_0_speaks_under_a_launcher(monkeypatch, capsys):
-    """Ranks meet in `cluster`, whose findings are added to those of the machine."""
-    asked = []
-    together = SimpleNamespace(
-        examine_cluster=lambda options: asked.append(options) or [Finding("ranks", FINE, "here")],
-        end_rank=lambda code: None,
-    )
+    """Ranks meet in `cluster`; one rank of each node examines it first, and hands over what it has found."""
+    asked, examined = [], []
+
+    def examine_cluster(options, machine):
+        asked.append(machine)
+        return machine, [Finding("ranks", FINE, "here")]
+
+    def examine(options):
+        examined.append(os.environ["RANK"])
+        return [Finding("disk", FINE, "large")], on_gpus(2, 4)
+
+    together = SimpleNamespace(examine_cluster=examine_cluster, end_rank=lambda code: None)
+    monkeypatch.setattr(doctor, "examine", examine)
     monkeypatch.setitem(sys.modules, "pretraining.doctor.cluster", together)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    for rank, said in (("1", ""), ("0", "ranks")):
-        for name in ("RANK", "LOCAL_RANK"):
-            monkeypatch.setenv(name, rank)
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
         doctor.main([])
-        assert (said in capsys.readouterr().out) if said else capsys.readouterr().out == ""
-    assert len(asked) == 2
+        said = capsys.readouterr().out
+        assert not said if rank else f"large ({socket.gethostname()})" in said and said.count("large") == 1
+    assert examined == ["0", "2"] and list(map(len, asked)) == [1, 0, 1, 0]
 
 
 def test_data_that_cannot_be_read_is_one_line_among_the_others(tmp_path):
@@ -376,6 +390,66 @@ def test_data_that_cannot_be_read_is_one_line_among_the_others(tmp_path):
     examined = examine("--recipe", "tiny", "--data_dir", tmp_path / "file")
     assert examined.find("data", "cannot be read").verdict == BREAKS
     assert examined.find("disk speed", "one process writes")
+
+
+KEPT = {
+    "garbage": ("{garbage", "recipe.json: cannot be read"),
+    "no recipe": ("{}", "it is no recipe of a run"),
+    "a list": ("[]", "it is no recipe of a run"),
+    "another recipe": (
+        {"training.learning_rate": 1.0},
+        "holds a run of another recipe: training.learning_rate",
+    ),
+    "this recipe": ({}, None),
+}
+"""What a run folder's recipe.json holds: text, or values that differ; and what is said of it."""
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_run_folder_is_read_as_a_start_reads_it(tmp_path, name):
+    """The words are those with which train.py refuses it (`changes_of_run`)."""
+    kept, said = KEPT[name]
+    recipe, ds_config = load_run("tiny")
+    if isinstance(kept, dict):
+        kept = json.dumps(load_run("tiny", [f"{key}={value}" for key, value in kept.items()])[0].to_dict())
+    (tmp_path / "recipe.json").write_text(kept)
+    (finding,) = check_earlier_start(Launch(gpus.Gpus(), 1, 1, tmp_path, Path("data"), recipe, ds_config))
+    if said is None:
+        assert finding.verdict == FINE and changes_of_run(RunFolder(tmp_path), recipe.to_dict()) == []
+        return
+    with pytest.raises(UserError) as refused:
+        changes_of_run(RunFolder(tmp_path), recipe.to_dict())
+    assert said in finding.message and finding.verdict == BREAKS
+    assert str(refused.value) == f"{finding.message}; {finding.remedy}" and "--output_dir" in finding.remedy
+
+
+def test_what_is_not_examined_of_amds_gpus_is_said():
+    """Not fine: nothing of them was looked at."""
+    (finding,) = gpus.check_gpus(gpus.Gpus(), gpus.TorchBuild("2.13.0+rocm7.1", None))
+    assert (
+        finding.verdict == COSTS
+        and "memory errors, power, clocks and links are not checked" in finding.message
+    )
+    assert "rocm-smi" in finding.remedy and "--world_size N" in finding.remedy
+
+
+def test_the_own_name_is_judged_as_ranks_judge_it(monkeypatch):
+    """One look-up: what `join_ranks` refuses between hosts will break, and an interface that is named mends it."""
+    monkeypatch.setattr(host.socket, "gethostname", lambda: "node")
+    monkeypatch.delenv(host.GLOO_INTERFACE, raising=False)
+    several, alone = on_gpus(8, 16), on_gpus(8, 8)
+    for address, name, verdict in (
+        ("127.0.1.1", "node", BREAKS),
+        (None, "node", BREAKS),
+        ("10.0.0.7", None, FINE),
+    ):
+        monkeypatch.setattr(host, "own_address", lambda address=address: address)
+        monkeypatch.setattr(machine, "own_address", lambda address=address: address)
+        assert host.loopback_name() == name
+        assert (machine._own_name(several).verdict, machine._own_name(alone).verdict) == (verdict, FINE)
+    monkeypatch.setattr(host, "own_address", lambda: "127.0.1.1")
+    monkeypatch.setenv(host.GLOO_INTERFACE, "eth0")
+    assert machine._own_name(several).verdict == FINE and "eth0" in machine._own_name(several).message
 
 
 def on_gpus(number: int, world_size: int, **fields) -> Launch:
@@ -562,7 +636,7 @@ def test_a_home_that_cannot_be_written_keeps_nothing_of_the_hub(monkeypatch, tmp
     monkeypatch.setenv("HF_HOME", "/proc/none")
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
     finding = reach._repository("tokenizer", "model", "someone/tokenizer")
-    assert finding.verdict == BREAKS and "set HF_HOME" in finding.remedy
+    assert finding.verdict == BREAKS and "export HF_HOME=" in finding.remedy
 
 
 def test_a_driver_that_does_not_answer(monkeypatch, tmp_path):

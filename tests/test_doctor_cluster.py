@@ -1,5 +1,6 @@
 """You know before you pay: under a launcher the doctor names the rank, pair, host or folder that would break a run."""
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import torch
 from pretraining.doctor import layers, messages
 from pretraining.doctor.alike import compare_ranks, judge_clocks
 from pretraining.doctor.devices import Products, _products, slow_ranks, state_in_words
-from pretraining.doctor.findings import BREAKS, COSTS, FINE
+from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, of_all_nodes
 from pretraining.doctor.layers import Trained, _curve, reduced_recipe
 from pretraining.doctor.messages import bus_bandwidth, link_peak
 from pretraining.doctor.pairs import _remedy, rounds_of, tournament
@@ -17,7 +18,7 @@ from pretraining.doctor.roll_call import Rank
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe, recipe_names
-from pretraining.training import peak_memory
+from pretraining.training import profile
 from tests.doctor_ranks import NAMES
 from tests.hosts import hosts
 from tests.runs import answer_of, execute, launcher, on_own_port
@@ -171,8 +172,40 @@ def test_peak_memory_counts_from_its_making():
     """What the process held before, and gave back, is not the model's."""
     held = b"x" * (200 << 20)
     del held
-    memory = peak_memory.PeakMemory()
-    assert peak_memory._status_bytes("VmHWM") - memory.held_before < 50 << 20
+    memory = profile.PeakMemory()
+    assert profile._status_bytes("VmHWM") - memory.held_before < 50 << 20
+
+
+def test_a_line_that_is_not_the_same_on_every_node_names_its_nodes():
+    """Each once: the same everywhere has no name, numbers are the first node's, and what one node has is its own."""
+    hosts = ["node0", "node1", "node2"]
+    found = [
+        [
+            Finding("memory", FINE, f"{node + 60}.1 GB, 3 free"),
+            Finding("host name", FINE, f"{host} is 10.0.0.{node}"),
+            Finding("cores", FINE, "8"),
+            Finding("network", COSTS, "NCCL_DEBUG=TRACE", "unset NCCL_DEBUG"),
+        ]
+        for node, host in enumerate(hosts)
+    ]
+    found[2][2] = Finding("cores", COSTS, "2", "more")
+    found[1] += [
+        Finding("disk", BREAKS, "full", "free some", "/data"),
+        Finding("disk", BREAKS, "full", "", "/fast"),
+    ]
+    lines = [(each.check, each.verdict, each.where) for each in of_all_nodes(hosts, found)]
+    assert lines == [
+        ("memory", FINE, "node0"),
+        ("host name", FINE, "node0"),
+        ("cores", FINE, "node0, node1"),
+        ("network", COSTS, ""),
+        ("disk", BREAKS, "/data on node1"),
+        ("disk", BREAKS, "/fast on node1"),
+        ("cores", COSTS, "node2"),
+    ]
+    many = [[Finding("clock", COSTS, f"{node} s ahead")] for node in range(9)]
+    (line,) = of_all_nodes([f"n{node}" for node in range(9)], many)
+    assert line.where == "n0, n1, n2, n3 and 5 more"
 
 
 # ---- with ranks
@@ -227,11 +260,14 @@ def test_what_is_wrong_with_a_rank_is_named(tmp_path):
     assert any(text.startswith("variable NCCL_ALGO is Ring") for text in differing)
     assert "90.0 s ahead of rank 0" in named["clocks", COSTS]["message"]
     assert [each["verdict"] for each in by_check(findings, "address")] == [BREAKS, BREAKS]
+    host = socket.gethostname()
+    own = {each["check"]: (each["verdict"], each["where"]) for each in findings[:3]}
+    assert own == {"NUMA": (FINE, ""), "disk": (FINE, host), "open files": (BREAKS, host)}
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path):
     code, findings = examine_with("absent", tmp_path)
-    (arrival,) = findings
+    *_, arrival = findings
     assert code == 2 and arrival["verdict"] == BREAKS and "1 rank of 3 never came" in arrival["message"]
     assert arrival["where"] == "rank 2"
 

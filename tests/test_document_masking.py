@@ -10,13 +10,14 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from pretraining.curve import changed_parts
 from pretraining.data.document_masking import IGNORED, document_borders
-from pretraining.data.packed import PackedDataset
-from pretraining.model import build_model, varlen_attention
+from pretraining.data.packed_dataset import PackedDataset
+from pretraining.model import attention
+from pretraining.model.build import build_model
 from pretraining.model.loss import next_token_loss
 from pretraining.recipe import load_recipe
-from pretraining.training import collate_blocks
+from pretraining.recipe.curve import changed_parts
+from pretraining.training.arguments import collate_blocks
 from tests.runs import LLAMA, MODELS, execute, made_once
 from tests.test_attention import TOKENIZER
 from tests.test_batch_ramp import RAMPED
@@ -112,9 +113,9 @@ def by_documents(query, key, value, borders, *_, scale, window_size, enable_gqa)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_torch_s_kernel_is_handed_the_documents(split, arguments, name, monkeypatch):
     """Shapes, borders, grouped heads: the kernel itself, which needs a GPU, is stood in for by its definition."""
-    monkeypatch.setattr(varlen_attention.varlen, "varlen_attn", by_documents)
+    monkeypatch.setattr(attention.varlen, "varlen_attn", by_documents)
     by_mask = build_model(FAMILIES[name], TOKENIZER, arguments, masks_documents=True).double().eval()
-    section = {**FAMILIES[name], "attn_implementation": varlen_attention.TORCH_VARLEN}
+    section = {**FAMILIES[name], "attn_implementation": attention.TORCH_VARLEN}
     by_kernel = build_model(section, TOKENIZER, arguments, masks_documents=True).double().eval()
     batch = collate_blocks(PackedDataset(split, LENGTH, masks_documents=True).__getitems__([0, 5]))
     batch.pop("labels")
@@ -128,7 +129,7 @@ def test_torch_s_kernel_equals_the_mask_on_a_gpu(split, tmp_path):
     batch = collate_blocks(PackedDataset(split, LENGTH, masks_documents=True).__getitems__([0, 5]))
     batch.pop("labels")
     batch = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in batch.items()}
-    for kernel in (varlen_attention.TORCH_VARLEN, "sdpa"):
+    for kernel in (attention.TORCH_VARLEN, "sdpa"):
         section = {**LLAMA, "attn_implementation": kernel}
         model = build_model(section, TOKENIZER, arguments, masks_documents=True).cuda().bfloat16()
         logits.append(model(**batch).logits)

@@ -9,7 +9,7 @@ import pytest
 from transformers import EarlyStoppingCallback
 
 from pretraining.metric_names import is_better
-from pretraining.training.early_stopping import best_step, validations_without_gain
+from pretraining.training.stopping import best_step, validations_without_gain
 from tests.runs import Run, committed, execute
 
 STOPS_AT_4 = ("training.eval_steps=2", "evaluation.patience=1", "evaluation.min_improvement=100")

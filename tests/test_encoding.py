@@ -18,6 +18,7 @@ from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.sources import open_source
 from pretraining.data.tokenizer import END_OF_TEXT, describe_tokenizer, train_tokenizer
 from pretraining.errors import UserError
+from pretraining.recipe.data import Data
 
 UINT16 = np.dtype(np.uint16)
 FAST = ("fastokens", "gigatoken")
@@ -241,7 +242,9 @@ def test_the_training_sample_takes_as_much_of_each_source(tmp_path: Path, monkey
     for spec in specs:
         lines = (json.dumps({"text": f"{number} of {spec['path']}"}) for number in range(2_000))
         Path(spec["path"]).write_text("\n".join(lines))
-    corpus = Corpus.of({"name": "c", "sources": specs}, [open_source(spec) for spec in specs])
+    corpus = Corpus.of(
+        Data.of({"name": "c", "sources": specs, "tokenizer": "x"}), [open_source(spec) for spec in specs]
+    )
     stage = MakeTokenizer(tmp_path, corpus, {"train_vocab_size": 300}, None, validation_share=0.3)
     seen: list[Batch] = list(stage.training_batches({}))
     sizes = [sum(sum(batch.num_bytes) for batch in seen if batch.source == source) for source in (0, 1)]
@@ -275,7 +278,7 @@ def test_count_agrees_with_the_sources_and_writes_nothing(folder: Path, tmp_path
         path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     data = {"name": "c", "sources": [{"path": str(path)} for path in paths], "tokenizer": str(folder)}
     recipe = SimpleNamespace(
-        data={**data, "validation_share": 0.1}, model={"vocab_size": None}, sequence_length=8
+        data=Data.of({**data, "validation_share": 0.1}), model={"vocab_size": None}, sequence_length=8
     )
     before = sorted(tmp_path.rglob("*"))
     counts, first = (count_data(recipe, limit, False).to_dict() for limit in (None, 4))

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pretraining.model import build_loss
-from pretraining.model.loss import PLAIN
+from pretraining.model.loss import PLAIN, build_loss
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.expert_load import FEWEST, PREFIX, WINDOWS, ExpertLoad, load_metrics
+from pretraining.training.metrics import FEWEST, PREFIX, WINDOWS, ExpertLoad, load_metrics
 from tests.runs import EXPERTS
 from tests.test_muon import built
 

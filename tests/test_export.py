@@ -169,7 +169,7 @@ def test_the_last_sample_of_a_run_is_that_of_its_export(workshop):
     """The live model under ZeRO-3 writes what the exported one writes, drawn with the same seed."""
     from transformers import AutoTokenizer
 
-    from pretraining.evaluation.sample import sample_text
+    from pretraining.evaluation.sampling import sample_text
 
     run = workshop.run("zero3")
     last = run.samples[-1]
@@ -186,7 +186,7 @@ def test_a_sample_leaves_no_trace(workshop, name):
     """Random generators, training mode and config are as they were, so that the curve does not see it."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from pretraining.evaluation.sample import sample_text
+    from pretraining.evaluation.sampling import sample_text
 
     settings = {key: value for key, value in MODELS[name].items() if key != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings)).train()

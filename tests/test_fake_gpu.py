@@ -16,19 +16,25 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from transformers import TrainerCallback
 
-from pretraining import checkpoints, model, training
+from pretraining.checkpoints.export import averaged_weights
 from pretraining.checkpoints.identity import Start
 from pretraining.data.order import GlobalOrder
-from pretraining.data.packed import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
-from pretraining.evaluation.hellaswag import HellaSwag, Item
-from pretraining.evaluation.sample import sample_text
+from pretraining.evaluation.likelihood import HellaSwag, Item
+from pretraining.evaluation.sampling import sample_text
 from pretraining.evaluation.validation import Validation
+from pretraining.model import loss as losses
+from pretraining.model.build import build_from_recipe
 from pretraining.planning import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.refusals import load_run
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.training.arguments import build_arguments, collate_blocks
+from pretraining.training.monitors import Monitors
+from pretraining.training.optimizers import choose_clipping, choose_optimizer
+from pretraining.training.trainer import PretrainingTrainer
 from pretraining.upstream.fake_cuda import FakeStream
 from pretraining.upstream.fake_gpu import fake_gpu
 from tests.runs import EXPERTS, LLAMA
@@ -46,13 +52,13 @@ EVERY_STEP = {
     "zero1": {NORM: 1},
     "zero2": {NORM: 1},
     "zero3": {NORM: 1},
-    "null": {f"{OURS}/nonfinite.py:_before_step": 1},
+    "null": {f"{OURS}/stability.py:_before_step": 1},
 }
-LOSS = {f"{OURS}/loss_watch.py:read": 1}
+LOSS = {f"{OURS}/stability.py:read": 1}
 """Of the step, to judge it: its forward pass was over before the norm was known, so that nothing is waited for."""
 MEASURED = {
-    f"{OURS}/layer_norms.py:_see",
-    f"{OURS}/micro_batch_norms.py:close",
+    f"{OURS}/gradients.py:_see",
+    f"{OURS}/gradients.py:close",
     "pretraining/runtime/process_group.py:sum_over_ranks",
 }
 """On steps that a monitor measures, if the recipe asks for it."""
@@ -60,10 +66,10 @@ LOGGED = {
     "transformers/trainer.py:_maybe_log_save_evaluate",
     "transformers/trainer.py:store_flos",
     "transformers/trainer_pt_utils.py:distributed_broadcast_scalars",
-    f"{OURS}/step_clock.py:take",
-    f"{OURS}/stragglers.py:gather",
-    f"{OURS}/expert_load.py:_take_counts",
-    f"{OURS}/source_loss.py:_take",
+    f"{OURS}/throughput.py:take",
+    f"{OURS}/throughput.py:gather",
+    f"{OURS}/metrics.py:_take_counts",
+    f"{OURS}/metrics.py:_take",
     "pretraining/runtime/process_group.py:sum_over_ranks",
 }
 """On steps that are logged: the running loss and what else a row of metrics says."""
@@ -140,24 +146,24 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
     recipe, config = load_run(str(recipe_path), budget, ds_config, machine.world_size)
     run, start = RunFolder(recipe_path.parent / "run"), Start()
     plan = build_run_plan(recipe, config, machine.world_size)
-    arguments = training.build_arguments(recipe, config, run.path, plan.accumulation_steps, STEPS)
-    language_model = model.build_from_recipe(recipe, TOKENIZER, arguments, False)
+    arguments = build_arguments(recipe, config, run.path, plan.accumulation_steps, STEPS)
+    language_model = build_from_recipe(recipe, TOKENIZER, arguments, False)
     order = GlobalOrder(2 * split.num_blocks(LENGTH), 0, "faked")
     masks = recipe.data["document_masking"]
     dataset = PackedDataset((split, split), LENGTH, order, 0, recipe.num_samples, masks_documents=masks)
-    watch = training.Watch(run, recipe)
+    watch = Monitors(run, recipe)
     watch.begin(lambda step: {}, plan, start, dataset.num_blocks)
     validation = Validation.of(split, recipe)
-    return training.PretrainingTrainer(
+    return PretrainingTrainer(
         model=language_model,
         args=arguments,
         train_dataset=dataset,
         eval_dataset=validation.dataset,
-        data_collator=training.collate_blocks,
-        compute_loss_func=watch.loss(model.build_loss(language_model, recipe.loss)),
-        optimizer_cls_and_kwargs=training.choose_optimizer(recipe),
-        clipping=training.choose_clipping(recipe),
-        averaged_weights=checkpoints.averaged_weights,
+        data_collator=collate_blocks,
+        compute_loss_func=watch.loss(losses.build_loss(language_model, recipe.loss)),
+        optimizer_cls_and_kwargs=choose_optimizer(recipe),
+        clipping=choose_clipping(recipe),
+        averaged_weights=averaged_weights,
         validate=lambda trained, step, interrupted: validation.measure(trained, interrupted),
         recipe_path=recipe.path,
         journal=start.journal,
@@ -261,13 +267,13 @@ def test_a_pass_comes_after_the_reductions_of_the_one_before(tmp_path, split, mo
 
 def test_a_wait_that_is_not_written_is_found(tmp_path, split, monkeypatch):
     """A number of the loss that somebody reads in every micro-batch."""
-    build_loss = model.build_loss
+    build_loss = losses.build_loss
 
     def reading(*args):
         loss = build_loss(*args)
         return lambda *each, **kwargs: _read(loss(*each, **kwargs))
 
-    monkeypatch.setattr(model, "build_loss", reading)
+    monkeypatch.setattr(losses, "build_loss", reading)
     waits = last_step(tmp_path, split, "zero1", 1, GPT2)
     assert waits.micro_batches == {"tests/test_fake_gpu.py:_read": 1}
 

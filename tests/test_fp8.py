@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pretraining.errors import UserError
-from pretraining.model import build_model
-from pretraining.model.fp8 import check_fp8_hardware, convert_products
+from pretraining.model.build import build_model
+from pretraining.model.compiling import check_fp8_hardware, convert_products
 from pretraining.refusals import load_run
 from tests.runs import LLAMA
 from tests.test_compiling import IDS, TOKENIZER, arguments  # noqa: F401

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from pretraining.training.fresh_store import agree_on_name
+from pretraining.training.ranks import agree_on_name
 
 RANKS, TIMEOUT = 4, timedelta(seconds=20)
 

@@ -12,10 +12,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import TrainingArguments
 
-from pretraining.checkpoints.snapshot import HostSnapshot
-from pretraining.model import attention, build_model
-from pretraining.model.varlen_attention import TORCH_VARLEN
-from pretraining.training.speed import device_peak_flops
+from pretraining.checkpoints.background import HostSnapshot
+from pretraining.model import attention
+from pretraining.model.attention import TORCH_VARLEN
+from pretraining.model.build import build_model
+from pretraining.training.throughput import device_peak_flops
 from tests.runs import MODELS, Run, Workshop, execute, made_once
 from tests.test_attention import TOKENIZER
 from tests.test_loss import WAYS, built, loss_and_gradients, settings

@@ -7,9 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from pretraining.training.layer_norms import PREFIX, LayerNorms, layer_of
-from pretraining.training.micro_batch_norms import MicroBatchNorms
-from pretraining.training.noise_scale import NoiseScale, NoiseScaleCallback
+from pretraining.training.gradients import (
+    PREFIX,
+    LayerNorms,
+    MicroBatchNorms,
+    NoiseScale,
+    NoiseScaleCallback,
+    layer_of,
+)
 from tests.runs import STEPS
 
 STAGES = ["zero0", "zero1", "zero2", "zero3"]

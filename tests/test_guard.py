@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pretraining.data.mixing.guard import BlockGuard, short_period
-from pretraining.data.mixing.token_bytes import tokens_of_file
+from pretraining.data.block_guard import BlockGuard, short_period, tokens_of_file
 from pretraining.data.order import GlobalOrder
-from pretraining.data.packed import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
 
@@ -152,7 +151,7 @@ def test_the_guard_needs_no_torch():
     """It runs in the data loader's workers: numpy is all it needs."""
     import subprocess
 
-    program = "import sys, pretraining.data.mixing.guard; sys.exit('torch' in sys.modules)"
+    program = "import sys, pretraining.data.block_guard; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from pretraining.checkpoints.start import _refuse_lost_rollbacks
+from pretraining.checkpoints.resume import _refuse_lost_rollbacks
 from pretraining.errors import UserError
 from pretraining.runtime.journal import Journal
 from tests.poisoned import (

@@ -9,8 +9,7 @@ import pytest
 import data_prep
 from pretraining import supervise
 from pretraining.checkpoints import __main__ as checkpoints
-from pretraining.checkpoints import verbs as checkpoints_verbs
-from pretraining.command_line import parse_train_arguments, verb_modules
+from pretraining.command_line import parse_train_arguments
 from pretraining.data import __main__ as data
 from pretraining.evaluation import __main__ as evaluation
 from pretraining.planning import __main__ as planning
@@ -25,7 +24,7 @@ COMMANDS = {
     "data": (data.main, data.RUNS),
     "planning": (planning.main, planning.verb_modules()),
     "evaluation": (evaluation.main, ()),
-    "checkpoints": (checkpoints.main, verb_modules(checkpoints_verbs)),
+    "checkpoints": (checkpoints.main, checkpoints.VERBS),
     "reporting": (reporting.main, ("analyze",)),
     "supervise": (supervise.main, ()),
 }

@@ -13,8 +13,9 @@ import torch
 from pretraining.ds_config import ds_config_names
 from pretraining.errors import UserError
 from pretraining.runtime import host
+from pretraining.runtime.exit_codes import HANG
 from pretraining.training import ranks
-from tests.runs import REPOSITORY, STEPS, execute
+from tests.runs import REPOSITORY, STEPS, execute, free_port
 
 CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
 WAYS = {
@@ -101,6 +102,22 @@ def test_a_port_that_another_run_has_is_one_line(workshop, tmp_path):
     lines = finished.stderr.splitlines()
     assert finished.code == 2 and "Traceback" not in finished.stderr, finished.output
     assert lines[-1].startswith(f"error: port {port} is taken") and "--master_port=N" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "rank, said",
+    [("0", "1 of 2 ranks came to 127.0.0.1:"), ("1", "rank 1 did not reach rank 0 at 127.0.0.1:")],
+)
+def test_a_rank_that_does_not_come_is_one_line(monkeypatch, rank, said):
+    """A rank that ended before it met the others, as by Ctrl-C: they leave with the code of a hang, not of a crash."""
+    variables = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ranks.RanksMissing, match=f"{said}.* within 0.02 minutes; see in the logs") as error:
+        ranks._meet("gloo", timedelta(minutes=30), timedelta(seconds=1.2))
+    assert "\n" not in str(error.value) and error.value.exit_code == HANG
+    assert error.value.on_every_rank == (rank == "0")  # rank 0 speaks for all if it is there
+    assert not torch.distributed.is_initialized()
 
 
 def test_every_group_waits_longer_than_the_watch_over_hangs(monkeypatch):

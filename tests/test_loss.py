@@ -15,10 +15,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
 from pretraining.model import cross_entropy
-from pretraining.model.cross_entropy import chunked_nats, fused_nats
-from pretraining.model.loss import build_loss, next_token_loss, token_nats
-from pretraining.model.loss_head import LossHead
-from pretraining.model.router_losses import layers_balance
+from pretraining.model.cross_entropy import LossHead, chunked_nats, fused_nats, token_nats
+from pretraining.model.loss import build_loss, layers_balance, next_token_loss
 from pretraining.planning.memory.loss import chunk_length, loss_bytes
 from pretraining.planning.memory.precision import Precision
 from pretraining.upstream.fake_gpu import fake_gpu
@@ -215,7 +213,31 @@ def test_a_loss_that_cannot_be_compiled_says_so_once_and_goes_on(nothing_compile
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     said = capsys.readouterr().err
     assert said.startswith("warning: the loss cannot be compiled") and said.count("\n") == 1
-    assert "(RuntimeError: no compiler here); " in said and "loss.compile" in said
+    assert "(RuntimeError: no compiler here); " in said and "--set loss.compile=false" in said
+
+
+def test_a_loss_that_one_rank_alone_cannot_compile_says_which(nothing_compiled, monkeypatch, capsys):
+    """A compiler may fail on one rank of a machine; what the machine lacks is said by its first rank alone."""
+
+    def without_a_compiler(*_):
+        raise RuntimeError("no room left")
+
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend=without_a_compiler))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("RANK", "11")
+    pair, labels = [torch.randn(n, 8) for n in (40, 33)], torch.randint(33, (40,))
+    for _ in range(2):
+        gradients_of(fused_nats, pair, labels, 0.0, 16, True)
+    said = capsys.readouterr().err
+    assert said.startswith("warning: the loss cannot be compiled on rank 11 and ") and said.count("\n") == 1
+    cross_entropy._can_compile.cache_clear()
+    monkeypatch.setattr(cross_entropy, "missing_compiler", lambda: "a C compiler")
+    for rank, lines in (("3", 0), ("0", 1)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        cross_entropy._can_compile.cache_clear()
+        gradients_of(fused_nats, pair, labels, 0.0, 16, True)
+        assert capsys.readouterr().err.count("cannot be compiled and is computed") == lines
 
 
 def test_the_loss_never_waits_for_the_device():

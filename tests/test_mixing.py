@@ -1,4 +1,4 @@
-"""Promise: a mixture is exact. Its schedule, its epochs, the recipe's section, and the dataset of a mixed run."""
+"""Promise: a mixture is exact. Its interleaving, its epochs, the recipe's section, and the dataset of a mixed run."""
 
 import json
 import random
@@ -10,31 +10,30 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pretraining.data.mixing.schedule import MAX_PERIOD, Schedule, Stage, counts_per_period
-from pretraining.data.mixing.table import format_table
-from pretraining.data.mixing.training import build_mixture, build_training_dataset
+from pretraining.data.interleaving import MAX_PERIOD, Interleaving, MixtureStage, counts_per_period
+from pretraining.data.mixture import build_mixture, format_table
 from pretraining.data.order import GlobalOrder
-from pretraining.data.packed import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset, build_training_dataset
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
-from pretraining.mixture import exact_shares, shares_of_sizes
+from pretraining.recipe.data import Data, exact_shares, shares_of_sizes
 
 LENGTH = 8
 SIZES = {"web": 6000, "code": 3000, "books": 1000}
 
 
-def furthest_from_promise(schedule: Schedule, num_samples: int) -> Fraction:
+def furthest_from_promise(interleaving: Interleaving, num_samples: int) -> Fraction:
     """The largest |drawn - due| of any source after any of the first samples, from the draws themselves."""
-    sources, draws = schedule.draws(np.arange(num_samples))
-    drawn = np.zeros(schedule.num_sources, np.int64)
+    sources, draws = interleaving.draws(np.arange(num_samples))
+    drawn = np.zeros(interleaving.num_sources, np.int64)
     worst = Fraction(0)
     for sample, (source, draw) in enumerate(zip(sources.tolist(), draws.tolist(), strict=True)):
         assert draw == drawn[source], "draws of a source leave no gap and repeat nothing"
         drawn[source] += 1
-        due = schedule.promised(sample + 1)
+        due = interleaving.promised(sample + 1)
         worst = max(worst, *(abs(int(count) - line) for count, line in zip(drawn, due, strict=True)))
-    assert (schedule.realised(num_samples) == drawn).all()
+    assert (interleaving.realised(num_samples) == drawn).all()
     return worst
 
 
@@ -42,9 +41,9 @@ def furthest_from_promise(schedule: Schedule, num_samples: int) -> Fraction:
 def test_every_source_stays_within_one_block_of_its_share(weights):
     """At every point of the run, not only at its end; decimal weights are exact."""
     shares = exact_shares(weights)
-    schedule = Schedule([Stage.of(0, None, shares)])
-    assert schedule.stages[0].shares == shares
-    assert furthest_from_promise(schedule, 2500) < 1
+    interleaving = Interleaving([MixtureStage.of(0, None, shares)])
+    assert interleaving.stages[0].shares == shares
+    assert furthest_from_promise(interleaving, 2500) < 1
 
 
 def test_stages_stay_within_one_block_of_what_all_stages_promise():
@@ -57,27 +56,30 @@ def test_stages_stay_within_one_block_of_what_all_stages_promise():
             counts = [draw.choice([0, 1, 2, 5, draw.randint(1, 40)]) for _ in range(num_sources)]
             counts[draw.randrange(num_sources)] += 1
             stop = None if number == num_stages - 1 else start + draw.randint(1, 250)
-            stages.append(Stage(start, stop, tuple(counts)))
+            stages.append(MixtureStage(start, stop, tuple(counts)))
             start = stop
-        assert furthest_from_promise(Schedule(stages), stages[-1].start + 200) < 1
+        assert furthest_from_promise(Interleaving(stages), stages[-1].start + 200) < 1
 
 
 def test_any_position_is_reached_directly():
     """Position 10^12 is arithmetic: the same as counting there by whole periods."""
-    schedule = Schedule(
-        [Stage.of(0, 10**9, exact_shares([0.7, 0.3])), Stage.of(10**9, None, exact_shares([1, 1]))]
+    interleaving = Interleaving(
+        [
+            MixtureStage.of(0, 10**9, exact_shares([0.7, 0.3])),
+            MixtureStage.of(10**9, None, exact_shares([1, 1])),
+        ]
     )
-    assert schedule.realised(10**9).tolist() == [700_000_000, 300_000_000]
-    sources, draws = schedule.draws(np.array([10**12, 10**12 + 1]))
+    assert interleaving.realised(10**9).tolist() == [700_000_000, 300_000_000]
+    sources, draws = interleaving.draws(np.array([10**12, 10**12 + 1]))
     assert sorted(sources.tolist()) == [0, 1]
     half = (10**12 - 10**9) // 2
     assert draws.tolist() == [(700_000_000, 300_000_000)[source] + half for source in sources.tolist()]
 
 
-def test_the_schedule_never_changes():
+def test_the_interleaving_never_changes():
     """Runs are resumed by later versions of this code: this sequence is for ever."""
-    schedule = Schedule([Stage.of(0, None, exact_shares([5, 3, 2]))])
-    assert schedule.draws(np.arange(12))[0].tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2, 0, 1]
+    interleaving = Interleaving([MixtureStage.of(0, None, exact_shares([5, 3, 2]))])
+    assert interleaving.draws(np.arange(12))[0].tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2, 0, 1]
 
 
 def test_small_sources_never_round_to_nothing():
@@ -123,7 +125,15 @@ def recipe_of(weights=None, mixture=None, max_epochs=None, shuffle_shards=None) 
         | {"max_epochs": (max_epochs or {}).get(name)}
         for name in SIZES
     ]
-    data = {"sources": sources, "mixture": mixture, "shuffle_shards": shuffle_shards}
+    data = Data.of(
+        {
+            "name": "mixed",
+            "sources": sources,
+            "tokenizer": "gpt2",
+            "mixture": mixture,
+            "shuffle_shards": shuffle_shards,
+        }
+    )
     step = {"samples_per_step": 8, "tokens_per_step": 8 * LENGTH}
     return SimpleNamespace(data=data, path=Path("mixed.json"), sequence_length=LENGTH, data_seed=3, **step)
 
@@ -239,7 +249,7 @@ def test_the_weights_of_a_stage_hold_inside_it(prepared):
     stages = {"stages": [{"until": 0.4, "weights": {"web": 3, "code": 1}}, {"weights": EVEN}]}
     mixture = build_mixture(prepared, recipe_of(mixture=stages), 800)
     table = mixture.table(800)
-    counts = [mixture.schedule.realised(border) for border in (0, 320, 800)]
+    counts = [mixture.interleaving.realised(border) for border in (0, 320, 800)]
     inside = [(after - before).tolist() for before, after in pairwise(counts)]
     assert inside == [[240, 80, 0], [240, 180, 60]]
     assert [stage["samples"] for stage in table["stages"]] == [320, 480]

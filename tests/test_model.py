@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pretraining.data.document_masking import IGNORED
-from pretraining.model import build_loss, build_model
-from pretraining.model.loss import next_token_loss, token_nats
+from pretraining.model.build import build_model
+from pretraining.model.cross_entropy import token_nats
+from pretraining.model.loss import build_loss, next_token_loss
 from pretraining.recipe import load_recipe, recipe_names
 from tests.runs import MODELS, OTHER_MODELS, SMALL_RECIPE, execute, launcher
 
@@ -99,7 +100,7 @@ def test_embeddings_are_tied_and_another_seed_is_another_start(tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_weight_decay_reaches_the_matrices_and_nothing_else(tmp_path, name):
     """Norms and biases are not decayed; embeddings and every projection are."""
-    from pretraining.training import PretrainingTrainer
+    from pretraining.training.trainer import PretrainingTrainer
 
     model, arguments = built(tmp_path, MODELS[name])
     optimizer = PretrainingTrainer(
@@ -197,12 +198,13 @@ def test_the_balancing_loss_is_asked_for_by_the_recipe():
 
 def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dict]:
     """metrics.jsonl of a Trainer whose loss at step k is made to read losses[k]; gradients stay finite."""
+    from pretraining.recipe.budget import StepSizes
     from pretraining.runtime.durable_files import read_rows
     from pretraining.runtime.run_folder import RunFolder
-    from pretraining.step_sizes import StepSizes
-    from pretraining.training import PretrainingTrainer, build_arguments, collate_blocks
+    from pretraining.training.arguments import build_arguments, collate_blocks
     from pretraining.training.metrics import MetricsCallback
-    from pretraining.training.speed import SpeedMeter
+    from pretraining.training.throughput import SpeedMeter
+    from pretraining.training.trainer import PretrainingTrainer
 
     training = {"logging_steps": logging_steps, "per_device_train_batch_size": 1, "save_strategy": "no"}
     recipe = SimpleNamespace(
@@ -217,7 +219,7 @@ def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dic
         real = next_token_loss(outputs, labels, num_items_in_batch)
         return real - real.detach() + next(remaining)
 
-    run, speed = RunFolder(tmp_path / "run"), SpeedMeter(StepSizes.of({"tokens_per_step": 8}), len(losses))
+    run, speed = RunFolder(tmp_path / "run"), SpeedMeter(StepSizes.of(8), len(losses))
     PretrainingTrainer(
         model=model,
         args=arguments,

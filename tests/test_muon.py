@@ -12,12 +12,14 @@ from pretraining.ds_config import DS_CONFIGS
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.refusals import load_run
-from pretraining.training.optimizers import choose_optimizer, describe_groups
-from pretraining.training.optimizers.choose import build_optimizer
-from pretraining.training.optimizers.exchange import Fragment, plan_rounds, work_on_whole
-from pretraining.training.optimizers.groups import split_parameters
-from pretraining.training.optimizers.matrices import hidden_matrices
-from pretraining.training.optimizers.newton_schulz import orthogonalize, orthogonalize_all
+from pretraining.training.muon import hidden_matrices, orthogonalize, orthogonalize_all
+from pretraining.training.optimizers import (
+    build_optimizer,
+    choose_optimizer,
+    describe_groups,
+    split_parameters,
+)
+from pretraining.training.partitions import Fragment, plan_rounds, work_on_whole
 from tests.runs import MODELS
 from tests.test_curve import IN_BF16
 from tests.test_reshard import stage_3_goes_on_in_one_process
@@ -174,7 +176,7 @@ def contiguous(rank: int, numels: list[int]) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("cut", CUTS)
 def test_every_matrix_comes_together_on_one_rank_and_goes_back(monkeypatch, cut):
     """Three ranks simulated step by step: what is worked on is the whole parameter, once, and each element returns."""
-    from pretraining.training.optimizers import exchange
+    from pretraining.training import partitions
 
     numels, world_size = [12, 35, 6, 30, 20, 1], 3
     whole = [torch.randn(n, dtype=torch.float64) for n in numels]
@@ -189,9 +191,9 @@ def test_every_matrix_comes_together_on_one_rank_and_goes_back(monkeypatch, cut)
         tensors.append([torch.cat([whole[f.parameter][f.start : f.start + f.numel] for f in fragments])])
 
     place = SimpleNamespace(rank=0)
-    monkeypatch.setattr(exchange, "rank_and_world_size", lambda: (place.rank, world_size))
+    monkeypatch.setattr(partitions, "rank_and_world_size", lambda: (place.rank, world_size))
     monkeypatch.setattr(
-        exchange.dist,
+        partitions.dist,
         "all_gather_object",
         lambda out, _: out.__setitem__(slice(None), [list(map(tuple, f)) for f in local]),
     )

@@ -1,14 +1,15 @@
 """muP: the paper's model with its multipliers takes the same steps; what changes does not grow with the width."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pretraining.errors import UserError
-from pretraining.model import build_model
-from pretraining.mup import Scales, scales_by_name
+from pretraining.model.build import build_model
 from pretraining.recipe import load_recipe, model_with_defaults
+from pretraining.recipe.mup import Mup, Scales, scales_by_name
 from pretraining.refusals import load_run
 from pretraining.training.optimizers import choose_optimizer, describe_groups
 from tests.runs import MODELS
@@ -17,14 +18,14 @@ from tests.test_muon import DEFAULTS
 from tests.test_reshard import stage_3_goes_on_in_one_process
 
 MUP = ("mup.base_width=16", "mup.base_layers=1")
-BASE = {"base_width": 16, "base_layers": 1, "base_head_size": None}
+BASE = Mup(base_width=16, base_layers=1)
 IDS = torch.randint(512, (2, 16), generator=torch.Generator().manual_seed(0))
 RATE, DECAY, EPSILON = 0.01, 0.1, 1e-3
 
 
-def our_optimizer(model, section: dict, mup: dict, rate: float = RATE, **settings) -> torch.optim.Optimizer:
+def our_optimizer(model, section: dict, mup: Mup, rate: float = RATE, **settings) -> torch.optim.Optimizer:
     """As a recipe of this model and base has it."""
-    from pretraining.training.optimizers.choose import build_optimizer
+    from pretraining.training.optimizers import build_optimizer
 
     def scales_of(names, rule):
         return scales_by_name(names, model_with_defaults(section), mup, rule)
@@ -94,7 +95,7 @@ def test_every_step_is_the_paper_s(name, base_head, tied, arguments):  # noqa: F
     """fp64, four times as wide as the base and twice as deep: the paper's multipliers, folded into weights, rates,
     decays and epsilons, give its logits at every step."""
     section = {**MODELS[name], "tie_word_embeddings": tied}
-    base = {**BASE, "base_head_size": base_head}
+    base = replace(BASE, base_head_size=base_head)
     ours = build_model(section, TOKENIZER, arguments, mup=base).double()  # drawn in fp32, as theirs
     theirs = model_of_the_paper(section, arguments, 4.0, 2.0, base_head)
     expected = train(theirs, adamw_of_the_paper(theirs, 4.0, 2.0), 3)
@@ -107,7 +108,7 @@ def test_every_step_is_the_paper_s(name, base_head, tied, arguments):  # noqa: F
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_the_base_itself_is_trained_as_without(name):
     """Every factor is 1 where the model is its own base."""
-    base = {"base_width": 64, "base_layers": 2, "base_head_size": 16}
+    base = Mup(base_width=64, base_layers=2, base_head_size=16)
     section = model_with_defaults(MODELS[name])
     names = [
         "model.embed_tokens.weight",
@@ -117,11 +118,11 @@ def test_the_base_itself_is_trained_as_without(name):
     assert set(scales_by_name(names, section, base).values()) == {Scales()}
 
 
-def change_of_logits(arguments, width: int, base: dict | None, **settings) -> float:  # noqa: F811
+def change_of_logits(arguments, width: int, base: Mup | None, **settings) -> float:  # noqa: F811
     """Root mean square of what five steps at one rate change of the logits."""
     torch.manual_seed(0)
     section = {**MODELS["gpt2"], "n_embd": width, "n_head": width // 16}
-    mup = base or {**BASE, "base_width": None}
+    mup = base or Mup()
     model = build_model(section, TOKENIZER, arguments, mup=mup)
     logits = train(model, our_optimizer(model, section, mup, rate=0.002, **settings), 5)
     return (logits[-1] - logits[0]).square().mean().sqrt().item()
@@ -137,7 +138,7 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_what_a_step_changes_does_not_grow_with_the_width(rule, arguments):  # noqa: F811
     """The coordinate check: four times the width, the same rate. Without muP the change grows."""
-    base = {**BASE, "base_width": 32, "base_layers": None}
+    base = Mup(base_width=32)
     narrow = change_of_logits(arguments, 32, base, **RULES[rule])
     wide = change_of_logits(arguments, 128, base, **RULES[rule])
     standard = change_of_logits(arguments, 128, None, **RULES[rule])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.checkpoints.marker import read_marker, write_marker
+from pretraining.checkpoints.format import read_marker, write_marker
 from pretraining.errors import UserError
 from pretraining.runtime.run_folder import RunFolder
 from tests.runs import Run, committed, contents, execute, start_and_kill
@@ -117,6 +117,10 @@ def test_a_finished_run_started_again_changes_nothing(workshop):
     before = contents(run.folder)
     again = execute(workshop.command(run.folder))
     assert again.code == 0 and str(run.dir.export) in again.stdout
+    watched = execute(workshop.command(run.folder, "zero3", settings=("monitors.layer_norms_steps=3",)))
+    assert watched.code == 0 and str(run.dir.export) in watched.stdout, (
+        "what is trained and measured is the same"
+    )
     assert contents(run.folder) == before
 
 
@@ -183,7 +187,7 @@ def spoil_marker(folder: Path) -> None:
 @pytest.mark.parametrize("damage", [cut, lose, change, spoil_marker])
 def test_every_kind_of_damage_is_seen(saved, damage):
     """A cut, missing or changed file, an unreadable marker: auto falls back, an explicit --resume is refused."""
-    from pretraining.checkpoints.find import choose_checkpoint
+    from pretraining.checkpoints.resume import choose_checkpoint
 
     assert choose_checkpoint(saved, "auto") == saved.checkpoint(8)
     damage(saved.checkpoint(8))
@@ -197,8 +201,8 @@ def test_every_kind_of_damage_is_seen(saved, damage):
 
 def test_the_step_is_the_markers_whatever_the_folder_is_called(saved):
     """A checkpoint that was copied or renamed holds the steps it was saved after."""
-    from pretraining.checkpoints.find import choose_checkpoint
     from pretraining.checkpoints.folders import step_of
+    from pretraining.checkpoints.resume import choose_checkpoint
 
     for name in ("best", "my-2", "checkpoint-5"):
         copy = shutil.copytree(saved.checkpoint(8), saved.path / "kept" / name)
@@ -207,7 +211,7 @@ def test_the_step_is_the_markers_whatever_the_folder_is_called(saved):
 
 def test_an_explicit_checkpoint_must_be_committed(saved):
     """--resume PATH takes what is complete, and nothing else."""
-    from pretraining.checkpoints.find import choose_checkpoint
+    from pretraining.checkpoints.resume import choose_checkpoint
 
     assert choose_checkpoint(saved, str(saved.checkpoint(4))) == saved.checkpoint(4)
     (saved.checkpoint(4) / "committed.json").unlink()
@@ -217,10 +221,10 @@ def test_an_explicit_checkpoint_must_be_committed(saved):
 
 def test_an_old_checkpoint_goes_only_after_a_new_one_is_committed(saved, monkeypatch):
     """A save that fails before its commit leaves every older checkpoint in place."""
-    from pretraining.checkpoints import commit
+    from pretraining.checkpoints import format
 
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "write_marker", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(format, "write_marker", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             save(saved, 12, Retention(keep_last=1))
     assert committed(saved.path) == ["checkpoint-8", "checkpoint-4"]

@@ -11,13 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from pretraining.checkpoints.export import write_model_folder
-from pretraining.data.mixing.training import validation_by_source
 from pretraining.data.prepared import open_prepared
-from pretraining.evaluation import Measures
 from pretraining.evaluation.__main__ import main
+from pretraining.evaluation.evaluator import Evaluator
 from pretraining.evaluation.harness import Harness, scores_of
 from pretraining.evaluation.validation import IGNORED
-from pretraining.model import build_from_recipe
+from pretraining.model.build import build_from_recipe
 from pretraining.recipe import load_recipe
 from tests.runs import MODELS, SMALL_RECIPE, execute
 from tests.scored_tasks import write_items, write_tasks
@@ -66,11 +65,11 @@ class SmallRun:
         tokenizer = AutoTokenizer.from_pretrained(self.data.tokenizer_path)
         arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, seed=7)
         self.model = build_from_recipe(self.recipe, tokenizer, arguments, draw_weights=True)
-        self.measures = Measures.of(validation_by_source(self.data, self.recipe), self.recipe, tokenizer, 10)
+        self.evaluator = Evaluator(self.recipe, self.data, tokenizer, 10)
         write_model_folder(self.model, self.model.state_dict(), tokenizer, folder / "export", "card")
 
     def in_the_loop(self) -> dict:
-        return self.measures.measure(self.model, 10, lambda: False)
+        return self.evaluator.measure(self.model, 10, lambda: False)
 
     def by_the_command(self, capsys, folder=None) -> dict:
         """What `python -m pretraining.evaluation RUN` says, of the loss and of HellaSwag; RUN may be another folder."""
@@ -85,7 +84,7 @@ class SmallRun:
     def by_plain_transformers(self, **settings) -> float:
         """Nats per token: `from_pretrained`, and a forward pass a block with nothing but its tokens and positions."""
         model, nats, tokens = AutoModelForCausalLM.from_pretrained(self.folder / "export", **settings), 0.0, 0
-        for part in self.measures.validation.parts:
+        for part in self.evaluator.validation.parts:
             for block in part.dataset.__getitems__(list(range(len(part.dataset)))):
                 labels = torch.tensor(block["labels"])
                 given = {
@@ -193,7 +192,7 @@ def test_scores_of_the_harness_are_those_of_lm_eval_and_of_the_loop(masked, tmp_
     """Documents kept apart in training change nothing for texts that are read one by one."""
     folder = write_tasks(tmp_path / "tasks", masked.root / "items.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(masked.folder / "export")
-    shape = {"max_length": 64, "batch_size": masked.measures.validation.batch_size}
+    shape = {"max_length": 64, "batch_size": masked.evaluator.validation.batch_size}
     exported = AutoModelForCausalLM.from_pretrained(masked.folder / "export")
     theirs = scores_of(found_by_lm_eval(exported, tokenizer, folder)["results"])
     assert Harness([str(folder)], tokenizer, **shape).measure(masked.model) == pytest.approx(theirs, abs=1e-5)
@@ -206,7 +205,7 @@ def test_scores_of_the_harness_are_those_of_lm_eval_and_of_the_loop(masked, tmp_
 def test_the_unigram_entropy_is_that_of_the_measured_tokens(root, tmp_path, capsys, masks):
     """Counted anew: the targets of the part that is measured, over the bytes behind them."""
     run = SmallRun(root, tmp_path / "run", "two", settings_of("gpt2", PART, *CHOICES["masks"][masks]))
-    parts = run.measures.validation.parts
+    parts = run.evaluator.validation.parts
     labels = np.concatenate(
         [block["labels"] for part in parts for block in part.dataset.__getitems__(range(len(part.dataset)))]
     )

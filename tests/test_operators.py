@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from pretraining.doctor import software
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.training import operators
 from pretraining.training.arguments import build_arguments
+from pretraining.upstream import toolchain
 from tests.runs import REPOSITORY
 
 SOURCE = """
@@ -125,24 +127,67 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("name", MISSING)
-def test_what_an_offload_cannot_compile_is_one_line(monkeypatch, tmp_path, name):
-    """Bad input: said before the model is built, where DeepSpeed would fail with a traceback after it."""
-    from deepspeed.ops.op_builder import async_io, builder
-
-    deepspeed, said = MISSING[name]
-    monkeypatch.setattr(operators.shutil, "which", lambda _: None if name == "compiler" else "/usr/bin/c++")
-    monkeypatch.setattr(operators.cpp_extension, "is_ninja_available", lambda: name != "ninja")
-    monkeypatch.setattr(async_io.AsyncIOBuilder, "is_compatible", lambda *_: name != "libaio")
+@pytest.fixture
+def tools(monkeypatch, tmp_path) -> Path:
+    """A machine whose tools are the scripts in one folder; all are there, and a GPU beside a torch of CUDA 13.0."""
+    folder = tmp_path / "cuda" / "bin"
+    folder.mkdir(parents=True)
+    for name in ("c++", "ninja", "cc"):
+        (folder / name).write_text("#!/bin/sh\n")
+    (folder / "nvcc").write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.1'\n")
+    for tool in folder.iterdir():
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin")  # sh, and what it calls
+    for name, value in {"CXX": "c++", "CC": str(folder / "cc"), "CUDA_HOME": str(folder.parent)}.items():
+        monkeypatch.setenv(name, value)
+    which = shutil.which
+    found = lambda name: which(name, path=str(folder))  # noqa: E731
+    monkeypatch.setattr(toolchain.shutil, "which", found)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    if name == "other toolkit":
-        monkeypatch.setattr(builder, "installed_cuda_version", lambda: (12, 8))
+    return folder
+
+
+def take_away(tools: Path, name: str) -> None:
+    """As a machine without it: a compiler that links no libaio, a toolkit without nvcc, or of another CUDA."""
+    if name == "libaio":
+        (tools / "cc").write_text("#!/bin/sh\nexit 1\n")
+    elif name == "other toolkit":
+        (tools / "nvcc").write_text("#!/bin/sh\necho 'release 12.8, V12.8.9'\n")
     else:
-        monkeypatch.setattr(operators.cpp_extension, "CUDA_HOME", None)
+        (tools / {"compiler": "c++", "toolkit": "nvcc"}.get(name, name)).unlink()
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_what_an_offload_cannot_compile_is_one_line(tools, tmp_path, name):
+    """Bad input: said before the model is built, where DeepSpeed would fail with a traceback after it."""
+    deepspeed, said = MISSING[name]
+    operators.check_operators(load_ds_config("zero3_nvme"))  # nothing is missing yet
+    take_away(tools, name)
     recipe = load_recipe("tiny")
     with pytest.raises(UserError, match=said) as error:
         build_arguments(recipe, load_ds_config(deepspeed), tmp_path, 1)
     assert "\n" not in str(error.value)
     operators.check_operators(load_ds_config("zero3"))
     operators.check_operators(None)
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_the_doctor_looks_for_the_same_tools(tools, monkeypatch, name):
+    """Verdicts agree: what `train.py` refuses will break the run, and the doctor says the same remedy."""
+    from pretraining.doctor.gpus import GpuFound, Gpus, TorchBuild
+    from pretraining.doctor.launch import Launch
+
+    deepspeed, _ = MISSING[name]
+    ds_config, folders = load_ds_config(deepspeed), (Path("runs"), Path("data"))
+    monkeypatch.setattr(software, "torch_build", lambda: TorchBuild("2.13.0+cu130", "13.0"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tools))
+    found = Gpus((GpuFound("0", "NVIDIA H100 80GB HBM3", 85 << 30, 0),))
+    launch = Launch(found, 1, 1, *folders, ds_config=ds_config)
+    (fine,) = software._compilers(launch)
+    assert fine.verdict == "fine"
+    take_away(tools, name)
+    (finding,) = software._compilers(launch)
+    with pytest.raises(UserError) as error:
+        operators.check_operators(ds_config)
+    assert finding.verdict == "will break" and str(error.value).endswith(f": {finding.remedy}")

@@ -7,12 +7,12 @@ import pytest
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
-from pretraining.model_types import EXACT, other_model_types, own_key
 from pretraining.planning import counted as counting
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe
+from pretraining.recipe.model import EXACT, other_model_types, own_key
 from tests.runs import LLAMA, OTHER_MODELS, execute
 from tests.test_planning import MODELS
 
@@ -22,7 +22,7 @@ QWEN2 = {**LLAMA, "model_type": "qwen2", "use_cache": False}
 @pytest.fixture(autouse=True)
 def counts_here(monkeypatch):
     """Counts in this process, which has torch: the program's own function, without the seconds of its imports."""
-    from pretraining.model.meta_count import describe
+    from pretraining.model.counting import describe
 
     monkeypatch.setattr(counting, "_built", lambda section: describe(json.loads(section)))
     monkeypatch.setattr(counting, "_read", lambda path: None)
@@ -177,7 +177,7 @@ def test_weights_that_no_module_draws_are_found():
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from pretraining.model.meta_count import drawing_faults
+    from pretraining.model.initial_weights import drawing_faults
 
     class Inner(nn.Module):
         def __init__(self):

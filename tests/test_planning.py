@@ -1,22 +1,25 @@
 """You know before you pay: the plan's numbers are those of the built model and of the recipe."""
 
 import json
+import re
 import subprocess
 import sys
+from fractions import Fraction
 
 import pytest
 
 from pretraining.ds_config import ds_config_names, load_ds_config
 from pretraining.errors import UserError
-from pretraining.model_types import value_of
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory import model_state
+from pretraining.planning.memory.need import state_of_recipe
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.run_plan import build_run_plan, checkpoints_written
 from pretraining.planning.screen import as_text, full_plan, world_sizes
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe, model_with_defaults, recipe_names
+from pretraining.recipe.model import value_of
 from pretraining.schema import REPOSITORY
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 640, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 4}
@@ -346,3 +349,56 @@ sys.exit(" ".join({"torch", "transformers", "deepspeed", "numpy", "datasets"} & 
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+PLANS = [
+    (path, block)
+    for path in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+    for block in re.findall(r"```\n(plan of .*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+]
+
+
+def test_the_plans_that_the_pages_show_are_those_that_are_printed():
+    assert PLANS
+    for path, block in PLANS:
+        recipe, world_size, gpu = re.match(r"plan of (\S+) on ([\d,]+) x (\S+)", block).groups()
+        name, ranks = load_recipe(recipe), int(world_size.replace(",", ""))
+        said = as_text(full_plan(name, load_ds_config(name.deepspeed), ranks, find_gpu(gpu)))
+        assert block.strip() == said.strip(), path.name
+
+
+def test_the_plan_explains_what_its_kernels_are():
+    """One line below the shares, of words that anybody knows."""
+    lines = as_text(full_plan(load_recipe("30b"), load_ds_config("zero3"), 8, find_gpu("H200"))).splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("kernels"))
+    assert "matrix products" in lines[place + 1] and lines[place + 2].startswith("step")
+
+
+SHARDED = (REPOSITORY / "ds_configs" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "formula"), re.findall(r"^\| `(zero\w+)` \|.*\| ([^|]*\d[^|]*) \|$", SHARDED, re.MULTILINE)
+)
+def test_the_bytes_per_parameter_of_a_ds_config_are_the_plan_s(name, formula):
+    """The column of ds_configs/README.md against a plan's memory, but for the few weights that ZeRO-3 never shards."""
+    recipe = load_recipe("7b", [], name)
+    for ranks in (8, 64):
+        state = state_of_recipe(recipe, load_ds_config(name), ranks)
+        expected = sum(float(Fraction(term.strip().replace("N", str(ranks)))) for term in formula.split("+"))
+        assert state.gpu / model_size(recipe.model).total == pytest.approx(expected, rel=5e-3)
+
+
+def test_the_parts_of_those_bytes_are_the_plan_s():
+    """What the page says the 18 bytes and the 16 are made of."""
+    words = " ".join(SHARDED.split())
+    size = model_size(load_recipe("7b").model).total
+
+    def parts(name: str) -> list[float]:
+        state = state_of_recipe(load_recipe("7b", [], name), load_ds_config(name), 1)
+        held = (state.parameters, state.gradients + state.gradient_accumulation, state.masters, state.moments)
+        return [round(each / size, 2) for each in held]
+
+    assert parts("zero3") == [2, 4, 4, 8] and parts("zero0") == [4, 4, 0, 8]
+    assert "weights 2, fp32 gradient sums 4, fp32 masters 4, Adam's moments 8, together 18" in words
+    assert "fp32 weights 4, their gradients 4 and the moments 8, together 16" in words

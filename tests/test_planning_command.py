@@ -1,17 +1,22 @@
 """`python -m pretraining.planning`: its own examples work, mistakes cost one line, nothing heavy is loaded."""
 
+import contextlib
+import copy
 import json
 import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from pretraining.command_line import parse_train_arguments
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
-from pretraining.planning import print_plan, verbs
+from pretraining.planning import constants, print_plan, verbs
 from pretraining.planning.__main__ import EPILOG, main, verb_modules
+from pretraining.planning.gpus import all_gpus
 from pretraining.recipe import load_recipe
 from pretraining.schema import REPOSITORY
 
@@ -85,7 +90,7 @@ def test_all_verbs_say_the_same(words, capsys):
     recipe = load_recipe(options.recipe, options.set, options.deepspeed)
     print_plan(recipe, load_ds_config(recipe.deepspeed), options.world_size, options.gpu, True)
     plan = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    cost, memory, fit = said("cost"), said("memory"), said("fit")
+    cost, memory = said("cost"), said("memory")
     assert cost["seconds"] == plan["forecast"]["seconds"] and cost["tokens"] == plan["tokens"]
     settings = [word for setting in options.set for word in ("--set", setting)]
     flops = json.loads(printed(capsys, ["flops", "--recipe", options.recipe, *settings, "--json"]))
@@ -96,7 +101,13 @@ def test_all_verbs_say_the_same(words, capsys):
     state = plan["model_state"]
     assert memory["phases"]["loss"].get("fp32 masters", 0) == state["masters"]
     assert memory["phases"]["loss"]["weights"] == state["parameters"]
-    if plan["memory"]["total"] <= plan["gpu_memory_bytes"]:  # else it is no way at all, and may be faster
+    fits = plan["memory"]["total"] <= plan["gpu_memory_bytes"]
+    if options.deepspeed and not fits:  # none of its micro-batches does
+        with pytest.raises(UserError, match=f"does not fit.*with {options.deepspeed}: "):
+            said("fit")
+        return
+    fit = said("fit")
+    if fits:  # else it is no way at all, and may be faster
         assert fit["ways"][0]["step_seconds"] <= 1.02 * plan["forecast"]["step"]["seconds"]
     for way in fit["ways"]:
         if (way["deepspeed"], way["micro_batch"]) == (recipe.deepspeed, recipe.micro_batch) and not (
@@ -232,6 +243,38 @@ def test_the_search_gives_back_a_command_that_is_a_plan(capsys):
     assert recipe.training["learning_rate"] == 1e-4 and recipe.deepspeed.startswith("zero")
 
 
+def test_the_search_keeps_to_the_ds_config_that_is_given(capsys):
+    """`--deepspeed` chooses, as it does everywhere; what does not fit under it is said of it."""
+    line = "fit --recipe 7b --world_size 8 --gpu A100"
+    answer = json.loads(printed(capsys, [*line.split(), "--deepspeed", "zero3", "--json"]))
+    assert {way["deepspeed"] for way in answer["ways"]} == {"zero3"}
+    assert answer["fitting"] < json.loads(printed(capsys, [*line.split(), "--json"]))["fitting"]
+    plain = json.loads(
+        printed(capsys, [*line.replace("7b", "124m").split(), "--deepspeed", "null", "--json"])
+    )
+    assert {way["deepspeed"] for way in plain["ways"]} == {None}
+    assert plain["command"].endswith("--deepspeed null") or "--deepspeed null " in plain["command"]
+
+
+def test_the_search_says_how_to_see_every_way_that_fits(capsys):
+    line = ["fit", "--recipe", "7b", "--world_size", "8", "--gpu", "A100"]
+    answer, text = json.loads(printed(capsys, [*line, "--json"])), printed(capsys, line)
+    shown, fitting = len(answer["ways"]), answer["fitting"]
+    assert shown < fitting and f"{fitting} ways fit, {shown} worth a choice are shown; --all shows" in text
+    every = json.loads(printed(capsys, [*line, "--all", "--json"]))
+    assert len(every["ways"]) == fitting and every["command"] == answer["command"]
+    assert f"{fitting} ways fit\n" in printed(capsys, [*line, "--all"])
+
+
+def test_the_command_of_the_search_trains_on_the_tokens_that_were_asked_for(capsys):
+    line = ["fit", "--recipe", "7b", "--set", "training.seed=1", "--tokens", "5b", "--world_size", "8"]
+    command = json.loads(printed(capsys, [*line, "--gpu", "A100", "--json"]))["command"]
+    words = shlex.split(command)
+    options = parse_train_arguments(words[words.index("train.py") + 1 :])
+    recipe = load_recipe(options.recipe, options.set, options.deepspeed)
+    assert recipe.budget["tokens"] == 5 * 10**9 // recipe.tokens_per_step * recipe.tokens_per_step
+
+
 @pytest.mark.parametrize("gpus, nodes, each", [(1, 0, 1), (8, 0, 8), (64, 8, 8), (12, 2, 6)])
 def test_the_command_of_the_search_can_be_pasted(capsys, gpus, nodes, each):
     """A launcher that starts the ranks it was asked of, and as text the same words as in JSON."""
@@ -254,18 +297,90 @@ def test_laws_say_where_they_are_far_from_what_was_fitted(capsys):
     assert "beware" not in printed(capsys, ["chinchilla", "--parameters", "7b"])
 
 
-def test_a_broken_table_is_told_by_file_and_key(monkeypatch):
-    """Users edit the tables: what they break is named."""
-    from pretraining.planning import gpus
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """A copy of the tables to break; what was read of the real ones is read anew before and after."""
 
-    broken = {"gpus": {"MINE": {"dense_peak_tflops": {"bf16": 100}, "memory_bytes": -1}}}
-    monkeypatch.setattr(gpus, "table", lambda name: broken)
-    gpus.all_gpus.cache_clear()
-    try:
-        with pytest.raises(UserError, match=r"tables/gpus.json: MINE.memory_bytes is -1"):
-            gpus.find_gpu("MINE")
-    finally:
-        gpus.all_gpus.cache_clear()
+    def forget() -> None:
+        constants.table.cache_clear()
+        all_gpus.cache_clear()
+
+    shutil.copytree(constants.TABLES, tmp_path / "tables")
+    monkeypatch.setattr(constants, "TABLES", tmp_path / "tables")
+    forget()
+    yield tmp_path / "tables"
+    forget()
+
+
+def keys_of(value, above: tuple = ()) -> Iterator[tuple]:
+    """Every key of a table, those of the objects inside it too; of a list of objects its first entry alone."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:1])
+    for name, inner in inside:
+        if name not in ("about", "looked_up", "note"):
+            yield (*above, name)
+            if isinstance(inner, dict) or (isinstance(inner, list) and inner and isinstance(inner[0], dict)):
+                yield from keys_of(inner, (*above, name))
+
+
+ASKED = (
+    "memory --recipe tiny --world_size 2",
+    "cost --recipe 7b --world_size 8 --gpu H100",
+    "cost --recipe moe-1.5b --world_size 16 --gpu A100",
+    "cost --recipe tiny --world_size 1 --gpu H200 --deepspeed zero3_nvme",
+    "chinchilla --recipe 124m",
+    "gpus",
+)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in constants.TABLES.glob("*.json")))
+def test_a_broken_table_is_named_by_file_and_key(name, tables, capsys):
+    """Users edit the tables: whatever they take out, or write wrongly, costs one line, or nothing that is asked for."""
+    whole = json.loads((tables / f"{name}.json").read_text())
+    places = list(keys_of(whole))
+    alike: dict[tuple, tuple] = {}
+    for place in places:  # of GPUs, prices and fits that have the same keys one stands for all
+        alike.setdefault((len(place), place[0], *place[-1:]) if len(place) > 2 else place, place)
+    named = 0
+    for place in alike.values():
+        for value in ("missing", "a text", -1, {}, [], None):
+            broken = copy.deepcopy(whole)
+            inner = broken
+            for key in place[:-1]:
+                inner = inner[key]
+            if value == "missing":
+                del inner[place[-1]]
+            else:
+                inner[place[-1]] = value
+            (tables / f"{name}.json").write_text(json.dumps(broken))
+            constants.table.cache_clear()
+            all_gpus.cache_clear()
+            try:
+                constants.table(name)
+            except UserError as error:
+                named += 1
+                key = ".".join(map(str, place[:-1] if "is empty" in str(error) else place))
+                assert f"tables/{name}.json: {key}" in str(error)
+            else:
+                for line in ASKED:
+                    with contextlib.suppress(UserError):  # a GPU that was taken out
+                        main(line.split())
+    assert named > len(alike)
+
+
+def test_a_key_of_no_table_is_named_with_the_nearest(tables):
+    """A misspelt key would be read by nobody."""
+    text = (tables / "kernels.json").read_text()
+    (tables / "kernels.json").write_text(text.replace('"queries"', '"querys"', 1))
+    with pytest.raises(UserError, match=r"kernels.json: layers.llama.eager.forward.queries is missing"):
+        main(["cost", "--recipe", "7b", "--world_size", "8", "--gpu", "H100"])
+    (tables / "kernels.json").write_text(text.replace('"outside"', '"keyz": 1, "outside"', 1))
+    constants.table.cache_clear()
+    with pytest.raises(UserError, match=r"layers.gpt2.eager.keyz is no key of this table"):
+        main(["cost", "--recipe", "124m", "--world_size", "8", "--gpu", "H100"])
+    (tables / "rates.json").unlink()
+    constants.table.cache_clear()
+    with pytest.raises(UserError, match=r"rates.json: cannot be read"):
+        main(["cost", "--parameters", "7b", "--tokens", "1b", "--world_size", "8", "--gpu", "H100"])
 
 
 def test_the_command_exits_with_2_and_loads_nothing_heavy():

@@ -8,6 +8,7 @@ import pytest
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning import scaling_laws as laws
+from pretraining.planning.constants import table
 from pretraining.planning.costs import checkpoint_cost
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.forecast import forecast
@@ -21,7 +22,6 @@ from pretraining.planning.layout_memory import (
 )
 from pretraining.planning.parallelism import layouts
 from pretraining.planning.sizes import model_size
-from pretraining.planning.tables import table
 from pretraining.planning.throughput import (
     communication,
     communication_seconds,

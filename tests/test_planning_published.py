@@ -3,12 +3,12 @@
 import pytest
 
 from pretraining.planning import scaling_laws as laws
+from pretraining.planning.constants import table
 from pretraining.planning.costs import energy_kwh, gpu_hours
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.parallelism import layouts
 from pretraining.planning.sizes import ModelSize, PartSizes, model_size
-from pretraining.planning.tables import table
 from pretraining.planning.throughput import model_flops_utilization, tokens_per_second
 
 WITHIN = 0.05

@@ -11,8 +11,7 @@ from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.profile import ProfileCallback
-from pretraining.training.profile_table import Operation, cost_table, kind_of, operations_of
+from pretraining.training.profile import Operation, ProfileCallback, cost_table, kind_of, operations_of
 
 SETTINGS = {"memory": True, "every_rank": False}
 

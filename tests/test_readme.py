@@ -160,9 +160,12 @@ def run_make(workshop: Workshop, words: list[str]) -> None:
     assert shown.code == 0, shown.output
     recipe = [line for line in shown.stdout.splitlines() if line and not MAKE_SETUP.search(line)]
     if words[1] == "test":
-        lint, rest = ["ruff check .", "ruff format --check ."], "python -m pytest -n 2 --dist loadfile"
+        lint, rest = (
+            ["ruff check .", "ruff format --check .", "mypy"],
+            "python -m pytest -n 2 --dist loadfile",
+        )
         on_gpu = ["python -m pytest -m gpu"] if num_gpus() else []
-        assert recipe[-3 - len(on_gpu) :] == [*lint, *on_gpu, f"{rest} --no-loadscope-reorder"]
+        assert recipe[-4 - len(on_gpu) :] == [*lint, *on_gpu, f"{rest} --no-loadscope-reorder"]
         return
     assert [line.split()[0] for line in recipe] == ["python", "deepspeed", "python"]
     for line in recipe:

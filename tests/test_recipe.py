@@ -7,8 +7,8 @@ import pytest
 
 from pretraining.ds_config import DS_CONFIGS
 from pretraining.errors import UserError
-from pretraining.owned_keys import TRAINING_KEYS
 from pretraining.recipe import accumulation_steps, load_recipe, recipe_names
+from pretraining.recipe.training import TRAINING_KEYS
 from pretraining.schema import REPOSITORY
 from tests.runs import LLAMA
 
@@ -168,6 +168,26 @@ def test_each_wrong_value_is_one_line_with_the_remedy(override, message):
 def test_a_mistake_in_the_file_names_file_and_key(edited):
     path = edited("model", n_emb=5)
     assert failing(path).startswith(f"{path}: model.n_emb: unknown key; did you mean 'n_embd'?")
+
+
+OTHER_NAMES = {
+    ("7b", "n_layer"): "num_hidden_layers",
+    ("7b", "n_positions"): "max_position_embeddings",
+    ("tiny", "num_hidden_layers"): "n_layer",
+    ("tiny", "intermediate_size"): "n_inner",
+}
+"""(recipe, key of another family of models) -> what its own family calls the same."""
+
+
+@pytest.mark.parametrize("recipe, key", OTHER_NAMES)
+def test_a_key_of_another_family_suggests_this_one_s(recipe, key, tmp_path):
+    """No spelling is near: `n_layer` of a Llama is `num_hidden_layers`; from --set and from a file."""
+    said = f"model.{key}: unknown key; did you mean '{OTHER_NAMES[recipe, key]}'?"
+    assert said in failing(recipe, [f"model.{key}=8"])
+    values = load_recipe(recipe).to_dict()
+    values["model"][key] = 8
+    (tmp_path / "r.json").write_text(json.dumps(values))
+    assert said in failing(str(tmp_path / "r.json"))
 
 
 def test_a_missing_shape_key_is_named(tmp_path):

@@ -9,8 +9,8 @@ import pytest
 
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
+from pretraining.recipe.schedule import KEYWORDS
 from pretraining.refusals import load_run
-from pretraining.schedules import KEYWORDS
 from tests.recipe_fuzz import RecipeFuzz, is_looser, plan_outcome, training_outcome
 from tests.runs import EXPERTS, LLAMA, execute
 
@@ -201,6 +201,42 @@ def test_what_recipe_and_ds_config_rule_out_is_refused(name):
     with pytest.raises(UserError) as error:
         load_run("tiny", settings, stage)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+TYPED = {
+    "compiled whole under ZeRO-3": ["--set speed.compile=blocks", "--deepspeed zero1"],
+    "clipped by value, offloaded": ["--deepspeed zero2"],
+    "adaptive clipping, sharded": ["--deepspeed null"],
+    "fp8 of gpt2": ["--set speed.fp8=none"],
+    "keywords of a constant rate": ["--set training.lr_scheduler_kwargs={}"],
+    "Muon offloaded": ["--deepspeed zero1"],
+    "CUDA graphs under ZeRO-3": ["--set speed.compile_mode=null", "--deepspeed zero1"],
+    "an optimizer of whole parameters": ["--deepspeed null", "--set training.optim=adamw_torch"],
+    "an optimizer that cannot be resumed": ["--set training.optim=adamw_torch"],
+    "another optimizer, offloaded": ["--set training.optim=adamw_torch", "--deepspeed zero2"],
+}
+"""Refusal -> the remedies in it that can be typed."""
+REFUSED_TOO = {
+    "CUDA graphs under ZeRO-3": (["speed.compile=blocks", "speed.compile_mode=reduce-overhead"], "zero3"),
+    "an optimizer of whole parameters": (["training.optim=adafactor"], "zero2"),
+    "an optimizer that cannot be resumed": (["training.optim=lomo"], "zero2"),
+    "another optimizer, offloaded": (["training.optim=sgd"], "zero2_offload"),
+}
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_a_remedy_can_be_typed_as_it_stands(name):
+    """Each `--set` or `--deepspeed` of a refusal, added to the command that was refused, makes it run."""
+    settings, stage, *_ = REFUSED_TOO.get(name) or REFUSED[name]
+    with pytest.raises(UserError) as error:
+        load_run("tiny", settings, stage)
+    for remedy in TYPED[name]:
+        assert remedy in str(error.value)
+        option, value = remedy.split()
+        if option == "--set":
+            load_run("tiny", [*settings, value], stage)
+        else:
+            load_run("tiny", settings, value)
 
 
 @pytest.mark.parametrize("given", LAYER_TYPES)

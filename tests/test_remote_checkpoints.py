@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from pretraining.addresses import masked, refuse_credentials
-from pretraining.checkpoints.awaiting import write_bytes
-from pretraining.checkpoints.commit import commit_checkpoint
 from pretraining.checkpoints.fetch import fetch_newest, newest_committed, refuse_newer
-from pretraining.checkpoints.marker import MARKER, _sealed
-from pretraining.checkpoints.receipts import receipt_name, write_receipt
+from pretraining.checkpoints.format import (
+    MARKER,
+    _sealed,
+    commit_checkpoint,
+    receipt_name,
+    write_bytes,
+    write_receipt,
+)
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
@@ -99,7 +103,7 @@ def test_a_store_that_fails_one_request_in_five_gets_all_and_gives_all(
         uploader = Uploader(run, RemoteRun(upload, NAME))
         for step in (4, 8):
             uploader.offer(commit(run, step))
-            assert uploader.drain()
+            assert uploader.wait()
         sent = [line.split()[1] for line in proxy.changes if line.endswith("passed on")]
         got = fetched(tmp_path, upload)
         assert proxy.mistreated > 5
@@ -116,7 +120,7 @@ def test_an_address_may_be_a_mounted_folder(tmp_path):
     run = run_in(tmp_path)
     uploader = Uploader(run, RemoteRun(str(tmp_path / "mounted"), NAME))
     uploader.offer(commit(run, 4))
-    assert uploader.drain()
+    assert uploader.wait()
     assert bytes_of(tmp_path / "mounted" / NAME / "checkpoint-4") == bytes_of(run.checkpoint(4))
     assert bytes_of(fetched(tmp_path, str(tmp_path / "mounted")).checkpoint(4)) == bytes_of(run.checkpoint(4))
 
@@ -130,14 +134,14 @@ def test_an_interrupted_upload_goes_on_where_it_stopped(tmp_path, connected, mon
         use_here(monkeypatch, proxy.address)
         failing = Uploader(run, RemoteRun(upload, NAME))
         failing.offer(folder)
-        assert failing.drain() and events(run) == ["upload_failed"]
+        assert failing.wait() and events(run) == ["upload_failed"]
     use_here(monkeypatch, connected)
     assert newest_committed(RemoteRun(upload, NAME), -1) is None
     with Proxy(connected, lambda number, path: None) as proxy:
         use_here(monkeypatch, proxy.address)
         again = Uploader(run, RemoteRun(upload, NAME))
         again.offer(folder)
-        again.drain()
+        again.wait()
         sent = [path.split()[1].rpartition("/")[2] for path in proxy.changes]
     assert rank_file(0, 2) not in sent and rank_file(1, 2) in sent and sent[-1] == MARKER
     use_here(monkeypatch, connected)
@@ -168,7 +172,7 @@ def test_what_a_rollback_left_behind_is_not_fetched(tmp_path):
 def send(run: RunFolder, address: str, folder: Path) -> None:
     uploader = Uploader(run, RemoteRun(address, NAME))
     uploader.offer(folder)
-    assert uploader.drain()
+    assert uploader.wait()
 
 
 def test_files_removed_here_still_go_up_and_removals_follow(tmp_path, connected, upload):
@@ -180,8 +184,8 @@ def test_files_removed_here_still_go_up_and_removals_follow(tmp_path, connected,
         uploader.offer(folder)
         for path in folder.iterdir():
             path.unlink()
-        assert uploader.drain()
-        uploader.forget(["checkpoint-1"] if step == 2 else [])
+        assert uploader.wait()
+        uploader.remove(["checkpoint-1"] if step == 2 else [])
     there = [name for name in RemoteRun(upload, NAME).folders() if name.startswith("checkpoint")]
     assert sorted(there) == ["checkpoint-2", "checkpoint-3"]
     same = commit(run_in(tmp_path / "same"), 3)
@@ -196,7 +200,7 @@ def test_one_damaged_on_disk_is_not_sent_as_whole(tmp_path, connected, upload):
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     uploader = Uploader(run, RemoteRun(upload, NAME))
     uploader.offer(folder)
-    uploader.drain()
+    uploader.wait()
     (event,) = read_rows(run.events)
     assert event["event"] == "upload_failed" and "has changed since it was committed" in event["reason"]
     assert newest_committed(RemoteRun(upload, NAME), -1) is None
@@ -223,7 +227,7 @@ def test_a_damaged_one_in_the_store_is_passed_over(tmp_path, connected, upload, 
     uploader = Uploader(run, RemoteRun(upload, NAME))
     for step in (4, 8):
         uploader.offer(commit(run, step))
-        uploader.drain()
+        uploader.wait()
     damage(RemoteRun(upload, NAME))
     got = fetched(tmp_path, upload)
     assert bytes_of(got.checkpoint(4)) == bytes_of(run.checkpoint(4))
@@ -236,7 +240,7 @@ def test_the_newer_one_wins_and_what_is_here_is_not_fetched(tmp_path, connected,
     run = run_in(tmp_path)
     uploader = Uploader(run, RemoteRun(upload, NAME))
     uploader.offer(commit(run, 8))
-    uploader.drain()
+    uploader.wait()
     got = fetched(tmp_path, upload, newest_here=8)
     assert not got.checkpoint(8).exists()
     got = fetched(tmp_path, upload, newest_here=4)
@@ -290,7 +294,7 @@ def test_credentials_reach_no_file_no_event_no_message(tmp_path, connected, monk
         )
         uploader = Uploader(run, remote)
         uploader.offer(commit(run, 4))
-        uploader.drain()
+        uploader.wait()
     assert events(run) == ["upload_failed"]
     said = "".join(capsys.readouterr())
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())

@@ -7,8 +7,7 @@ import shutil
 
 import pytest
 
-from pretraining.reporting.page_text import page_text, write_page
-from pretraining.reporting.payload import page_payload, run_payload
+from pretraining.reporting.page import page_payload, page_text, run_payload, write_page
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.durable_files import append_row, write_json
 from tests.test_reporting import SCRIPT, made_run, noisy_law

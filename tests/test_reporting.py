@@ -15,15 +15,10 @@ import pytest
 from pretraining.planning.comparison import compare_run
 from pretraining.reporting import live
 from pretraining.reporting.__main__ import main
-from pretraining.reporting.analysis import analyze, half_fit_error, track_record_of
-from pretraining.reporting.curve_fit import forecast
-from pretraining.reporting.downsample import bucket_means, kept_points
-from pretraining.reporting.live import live_report
-from pretraining.reporting.page_text import page_text
-from pretraining.reporting.payload import page_payload, run_payload
-from pretraining.reporting.priority import LAST, hurry
+from pretraining.reporting.analysis import analyze, forecast, half_fit_error, spike_rows, track_record_of
+from pretraining.reporting.live import LAST, hurry, live_report
+from pretraining.reporting.page import bucket_means, kept_points, page_payload, page_text, run_payload
 from pretraining.reporting.run_record import RunRecord
-from pretraining.reporting.spikes import spike_rows
 from pretraining.reporting.words import report_end, sentences
 from pretraining.runtime.durable_files import append_row, write_json
 from pretraining.runtime.heartbeat import Heartbeat, is_gone, killed_ranks, read_place
@@ -459,7 +454,7 @@ def test_the_writer_ends_with_a_run_that_is_killed(tmp_path):
     run = made_run(tmp_path / "run", noisy_law(30))
     program = (
         "import os, sys, time\n"
-        "from pretraining.reporting import live_report\n"
+        "from pretraining.reporting.live import live_report\n"
         "from pretraining.runtime.run_folder import RunFolder\n"
         "run = RunFolder(sys.argv[1])\n"
         "with live_report(run, 0.1):\n"

@@ -6,11 +6,18 @@ import sys
 
 import pytest
 
+from pretraining.planning.constants import table
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.machine_rates import FOLDER_VARIABLE, keep_rates
-from pretraining.planning.roofline import ceiling, layer_mode, recipe_utilization
+from pretraining.planning.roofline import (
+    ceiling,
+    last_product,
+    layer_mode,
+    recipe_utilization,
+    sustained_rates,
+)
+from pretraining.planning.sizes import model_size
 from pretraining.planning.step_time import precision_of_products, step_time
-from pretraining.planning.tables import table
 from pretraining.recipe import recipe_names
 from pretraining.refusals import load_run
 from tests.runs import REPOSITORY
@@ -72,6 +79,17 @@ def test_recomputed_layers_lower_the_ceiling():
     assert twice.mfu < once.mfu
     assert once.seconds["recomputation"] == 0 < twice.seconds["recomputation"]
     assert twice.mfu_without_recomputation == pytest.approx(once.mfu)
+
+
+@pytest.mark.parametrize(("name", "all_again"), [("7b", True), ("124m", False)])
+def test_zero_3_multiplies_the_last_product_of_a_recomputed_layer_again(name, all_again):
+    """Its linear function keeps its input too late to stop before it; GPT-2's layers are no linear functions."""
+    again = ("training.activation_checkpointing=true", "speed.compile=none")
+    spent = {way: planned(name, *again, deepspeed=way).seconds["recomputation"] for way in ("zero2", "zero3")}
+    recipe, _ = load_run(name)
+    tokens, peak = recipe.micro_batch * recipe.sequence_length, sustained_rates(H200, "bf16", 8).product_flops
+    last = 2 * model_size(recipe.model).num_layers * last_product(recipe.model) * tokens / peak
+    assert spent["zero3"] - spent["zero2"] == pytest.approx(last if all_again else 0)
 
 
 def test_rates_measured_on_this_machine_take_the_place_of_assumed_ones(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Promise: nothing committed is lost, when two runs meet in a folder, a disk fills up, or a file is spoilt."""
 
+import json
 import os
 import shutil
 import signal
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from pretraining.checkpoints.identity import Start
-from pretraining.checkpoints.start import start_text
+from pretraining.checkpoints.resume import start_text
 from pretraining.errors import UserError
 from pretraining.planning import build_run_plan
+from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.run_folder import RunFolder
 from tests.runs import Run, committed, contents, execute
@@ -58,7 +60,7 @@ def test_a_renamed_checkpoint_continues_where_it_was_saved(workshop, tmp_path):
 
 def test_a_second_run_in_the_folder_is_refused(workshop, tmp_path):
     """Which process has it; the folder stays as it is."""
-    from pretraining.checkpoints.lock import lock_folder
+    from pretraining.runtime.lock import lock_folder
 
     shutil.copytree(workshop.plain().folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "export")
@@ -71,7 +73,7 @@ def test_a_second_run_in_the_folder_is_refused(workshop, tmp_path):
 
 def test_the_lock_of_a_killed_run_is_free(tmp_path):
     """SIGKILL: the system releases it, though its file stays; a forked data worker does not keep it."""
-    from pretraining.checkpoints.lock import lock_folder
+    from pretraining.runtime.lock import lock_folder
 
     reader, writer = os.pipe()
     holder = os.fork()
@@ -107,10 +109,10 @@ def test_a_stop_file_that_comes_too_late_does_not_stop_the_next_run(tmp_path):
 
 def test_a_run_folder_that_is_removed_meanwhile_is_one_line(tmp_path):
     """Whichever file was wanted; a file that is missing in a folder that is there stays a bug of ours."""
-    from pretraining.checkpoints import disk_errors_told
+    from pretraining.checkpoints.disk_errors import one_line_disk_errors
 
     for folder, expected in ((tmp_path / "gone", UserError), (tmp_path, FileNotFoundError)):
-        with pytest.raises(expected), disk_errors_told(folder):
+        with pytest.raises(expected), one_line_disk_errors(folder):
             (folder / "sub" / "metrics.jsonl").open("a")
 
 
@@ -203,6 +205,28 @@ def test_rows_that_no_run_wrote_are_passed_over(tmp_path):
     with run.events.open("ab") as file:
         file.write(b"[1]\n\xff\xfe\n")
     assert run.last_event("end") == {"event": "end"}
+
+
+def test_a_run_is_finished_for_all_settings_that_change_no_result(tmp_path):
+    """Other monitors, layout or saves leave nothing to do; another curve, other measures or a killed longer run do."""
+    run, recipe = RunFolder(tmp_path), load_recipe("tiny").to_dict()
+    run.recipe.write_text(json.dumps(recipe))
+    run.export.mkdir()
+    (run.export / "config.json").write_text("{}")
+    for kind in ("start", "resume"):
+        run.add_event(kind)
+        assert not run.is_finished(recipe)
+        run.add_end({"eval_loss": 1.0})
+        assert run.is_finished(recipe)
+    for setting in (
+        "monitors.hang_minutes=7",
+        "checkpoints.keep_last=9",
+        "training.save_steps=7",
+        "deepspeed=zero3",
+    ):
+        assert run.is_finished(load_recipe("tiny", [setting]).to_dict())
+    for setting in ("training.seed=7", "budget.tokens=4096", "evaluation.metric=bits_per_byte"):
+        assert not run.is_finished(load_recipe("tiny", [setting]).to_dict())
 
 
 ARGUMENTS = ("--temperature=-1", "--temperature=nan", "--top-k=-5", "--tokens=-5", "--tokens=many")

@@ -5,14 +5,12 @@ import sys
 
 import pytest
 
-from pretraining.data.mixing.training import validation_by_source
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError
-from pretraining.evaluation import Measures
+from pretraining.evaluation.evaluator import Evaluator
 from pretraining.evaluation.harness import Harness, load_tasks, scores_of
-from pretraining.evaluation.hellaswag import HellaSwag, read_items
-from pretraining.evaluation.likelihood import Pair, score
+from pretraining.evaluation.likelihood import HellaSwag, Pair, read_items, score
 from pretraining.recipe import load_recipe
 from tests.runs import SMALL_RECIPE
 from tests.scored_tasks import hellaswag_items, write_hellaswag_task, write_items, write_tasks
@@ -113,17 +111,17 @@ def test_a_score_does_not_depend_on_the_batch(model):
     assert together[3] == (0.0, True) and model.training is False
 
 
-def measures(workshop, tokenizer, items, **section):
+def evaluator(workshop, tokenizer, items, **section):
     """Of the small recipe, four items of HellaSwag scored with it."""
     recipe = load_recipe(str(workshop.recipe))
     recipe.evaluation.update(hellaswag=str(items), task_limit=4, max_validation_tokens=128, **section)
     data = open_prepared(recipe, workshop.data, CacheSettings.of(None, None))
-    return Measures.of(validation_by_source(data, recipe), recipe, tokenizer, last_step=10)
+    return Evaluator(recipe, data, tokenizer, last_step=10)
 
 
 def test_scores_come_with_the_validations_that_the_recipe_says(workshop, model, tokenizer, items):
     """Every task_steps steps, and at the last; the loss at each."""
-    ours = measures(workshop, tokenizer, items, task_steps=4)
+    ours = evaluator(workshop, tokenizer, items, task_steps=4)
     names = {step: set(ours.measure(model, step, lambda: False)) for step in (2, 4, 10)}
     assert names[2] == {"loss", "perplexity", "bits_per_byte"}
     assert names[4] == names[10] == names[2] | {"hellaswag/acc", "hellaswag/acc_norm"}
@@ -131,7 +129,7 @@ def test_scores_come_with_the_validations_that_the_recipe_says(workshop, model, 
 
 def test_a_stop_ends_the_scoring_without_a_result(workshop, model, tokenizer, items):
     """Asked for in any round: of the validation or of the scores."""
-    ours, asked = measures(workshop, tokenizer, items), []
+    ours, asked = evaluator(workshop, tokenizer, items), []
     assert ours.measure(model, 4, lambda: asked.append(1) or False) and len(asked) >= 2
     for round_number in range(len(asked)):
         answers = iter([*[False] * round_number, True])
@@ -140,9 +138,9 @@ def test_a_stop_ends_the_scoring_without_a_result(workshop, model, tokenizer, it
 
 def test_a_metric_that_no_validation_has_is_told(workshop, model, tokenizer, items):
     with pytest.raises(UserError, match="has no 'code_loss'"):
-        measures(workshop, tokenizer, items, metric="code_loss")
+        evaluator(workshop, tokenizer, items, metric="code_loss")
     with pytest.raises(UserError, match="did you mean 'hellaswag/acc_norm'"):
-        measures(workshop, tokenizer, items, metric="hellaswag/acc_nrm").measure(model, 4, lambda: False)
+        evaluator(workshop, tokenizer, items, metric="hellaswag/acc_nrm").measure(model, 4, lambda: False)
 
 
 def test_what_lm_eval_calls_its_scores():

@@ -5,6 +5,7 @@ import pickle
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -195,14 +196,15 @@ def test_one_flipped_bit_is_found(prepared):
 
 def test_another_recipe_or_tokenizer_is_named(prepared):
     """Data of another section is refused with the value that differs, and the command that makes it."""
-    prepared.recipe.data["validation_share"] = 0.3
+    data = prepared.recipe.data
+    prepared.recipe.data = replace(data, validation_share=0.3)
     message = opening_error(prepared)
     assert (
         "data.validation_share: 0.2 there, 0.3 here" in message and "data_prep.py --recipe small" in message
     )
-    prepared.recipe.data.update(validation_share=0.2, tokenizer={"train_vocab_size": 300})
+    prepared.recipe.data = replace(data, tokenizer={"train_vocab_size": 300})
     assert "data.tokenizer.train_vocab_size: 280 there, 300 here" in opening_error(prepared)
-    prepared.recipe.data["tokenizer"] = {"train_vocab_size": 280}
+    prepared.recipe.data = data
     prepared.recipe.model["vocab_size"] = 256
     assert "it has 280 ids, the model only 256" in opening_error(prepared)
 

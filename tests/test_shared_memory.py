@@ -15,7 +15,7 @@ def program() -> None:
     import torch
     from deepspeed import comm
 
-    from pretraining.training import join_ranks, leave_ranks
+    from pretraining.training.ranks import join_ranks, leave_ranks
 
     rank, ranks = join_ranks()
     named = list(BUFFERS.glob(f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_{rank}"))

@@ -6,9 +6,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pretraining.data.document_masking import IGNORED
 from pretraining.metric_names import grouped
-from pretraining.model import build_loss
-from pretraining.model.loss import PLAIN, token_nats
-from pretraining.training.source_loss import SourceLoss
+from pretraining.model.cross_entropy import token_nats
+from pretraining.model.loss import PLAIN, build_loss
+from pretraining.training.metrics import SourceLoss
 from tests.runs import MODELS
 
 

@@ -14,6 +14,7 @@ from pretraining.data.corpus import Corpus
 from pretraining.data.sources import FileSource, HubSource, open_source, open_sources
 from pretraining.data.text_files import READABLE_SUFFIXES, Extent, list_files
 from pretraining.errors import UserError
+from pretraining.recipe.data import Data
 from tests.runs import REPOSITORY, execute
 
 TEXTS = [f"document {number} " + "word " * (number % 50) for number in range(400)]
@@ -72,7 +73,7 @@ def test_tasks_are_neighbours_of_one_source(tmp_path, monkeypatch):
     monkeypatch.setattr("pretraining.data.corpus.PIECE_BYTES", 2000)
     monkeypatch.setattr("pretraining.data.corpus.TASK_PIECES", 3)
     specs = [{"path": str(write_lines(tmp_path / name))} for name in ("a.jsonl", "b.jsonl")]
-    corpus = Corpus.of({"name": "two", "sources": specs}, open_sources(specs))
+    corpus = Corpus.of(Data.of({"name": "two", "sources": specs, "tokenizer": "x"}), open_sources(specs))
     pieces, tasks = corpus.pieces, corpus.tasks
     assert [number for task in tasks for number in task] == list(range(len(pieces)))
     assert all(len({pieces[number].source for number in task}) == 1 and len(task) <= 3 for task in tasks)

@@ -10,17 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from pretraining.data.left_out import OrderWithout
-from pretraining.data.order import GlobalOrder
+from pretraining.data.order import GlobalOrder, OrderWithout
 from pretraining.errors import UserError
+from pretraining.recipe.budget import StepSizes
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.step_sizes import StepSizes
-from pretraining.training.nonfinite import NonFiniteGuard
-from pretraining.training.plateau import Plateau
 from pretraining.training.schedule import apply_schedule_now, lower_rates
-from pretraining.training.spikes import SpikeScore
+from pretraining.training.spikes import Plateau, SpikeScore
+from pretraining.training.stability import NonFiniteGuard
 from tests.runs import SMALL_RECIPE, Started
 
 SPIKES = {"policy": "log", "score": 6.0, "window": 128, "non_finite_streak": 3}
@@ -82,7 +80,7 @@ def test_a_restored_score_goes_on_as_if_nothing_had_happened():
 @pytest.mark.gpu
 def test_the_loss_is_known_before_the_device_is_done_with_the_step():
     """What is queued after the loss is not waited for."""
-    from pretraining.training.loss_watch import NumberOnItsWay
+    from pretraining.training.stability import NumberOnItsWay
 
     matrix = torch.randn(8192, 8192, device="cuda")
     number = NumberOnItsWay(torch.full((), 2.5, device="cuda"))
@@ -182,11 +180,12 @@ class Watched:
     ):
         from pretraining.model.build import build_model
         from pretraining.model.loss import next_token_loss
-        from pretraining.training import PretrainingTrainer, build_arguments, collate_blocks
-        from pretraining.training.layer_norms import LayerNormsCallback
+        from pretraining.training.arguments import build_arguments, collate_blocks
+        from pretraining.training.gradients import LayerNormsCallback
         from pretraining.training.metrics import MetricsCallback
-        from pretraining.training.speed import SpeedMeter
         from pretraining.training.stability import StabilityMonitor
+        from pretraining.training.throughput import SpeedMeter
+        from pretraining.training.trainer import PretrainingTrainer
 
         training = {"logging_steps": 1, "per_device_train_batch_size": 1, "save_strategy": "no"}
         recipe = SimpleNamespace(
@@ -201,7 +200,7 @@ class Watched:
         self.monitor = StabilityMonitor(self.run, monitors, lambda step: {"samples": [step - 1, step]})
         remaining, speed = (
             iter(enumerate(losses)),
-            SpeedMeter(StepSizes.of({"tokens_per_step": 8}), len(losses)),
+            SpeedMeter(StepSizes.of(8), len(losses)),
         )
 
         def loss(outputs, labels, num_items_in_batch=None):

@@ -16,7 +16,7 @@ from tests.runs import REPOSITORY, TIMEOUT_SECONDS, Run, Started, committed, exe
 
 LISTENING = (
     "import os, sys, time\n"
-    "sys.path.append('pretraining/training')\n"  # without the room's seconds of imports
+    "sys.path.append('pretraining/runtime')\n"  # without the room's seconds of imports
     "import signals\n"
     "signals.SAME_REQUEST_SECONDS = 0.3\n"
     "listener = signals.SignalListener()\n"
@@ -102,6 +102,28 @@ def test_the_reason_is_who_asked(tmp_path, monkeypatch):
         assert stop.agreed()
         reasons.append(stop.reason)
     assert reasons == ["a stop file", "its supervisor was asked to stop"]
+
+
+@pytest.mark.parametrize(
+    "by_deepspeed, number, said",
+    [
+        (True, signal.SIGTERM, "SIGTERM (deepspeed sends it for Ctrl-C too)"),
+        (False, signal.SIGTERM, "SIGTERM"),
+        (True, signal.SIGINT, "SIGINT"),
+    ],
+)
+def test_a_sigterm_of_deepspeed_may_be_a_ctrl_c(tmp_path, monkeypatch, capsys, by_deepspeed, number, said):
+    """Honest output: its launcher ends the ranks by SIGTERM whichever of the two it was sent itself."""
+    from pretraining.training import stopping
+
+    monkeypatch.setattr(stopping, "SignalListener", lambda in_vain: SimpleNamespace(received=number))
+    monkeypatch.setattr(stopping, "started_by_deepspeed", lambda: by_deepspeed)
+    stop = stopping.StopRequests(RunFolder(tmp_path), None)
+    assert stop.agreed() and stop.reason == number.name
+    with pytest.raises(SystemExit):
+        stop.leave_if_agreed(6)
+    assert capsys.readouterr().err == f"stopped at step 6: {said}; the same command continues\n"
+    assert Run(tmp_path).events[-1]["reason"] == number.name
 
 
 def test_a_stop_file_inside_a_validation(workshop, tmp_path):

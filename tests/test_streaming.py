@@ -18,7 +18,7 @@ import pytest
 import xxhash
 
 from pretraining.data.order import GlobalOrder
-from pretraining.data.packed import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import CachedShard, CacheFull, CacheSettings, ShardCache, exclusive_lock
 from pretraining.data.streaming.prefetch import Prefetcher, Window

@@ -18,11 +18,16 @@ from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training import arguments
 from pretraining.training.arguments import engine_config
-from pretraining.training.goodput import Goodput
-from pretraining.training.speed import SpeedMeter, device_memory, device_peak_flops
-from pretraining.training.step_clock import StepClock
-from pretraining.training.stragglers import STEPS, Stragglers
-from pretraining.training.timed_trainer import time_optimizer
+from pretraining.training.throughput import (
+    STEPS,
+    Goodput,
+    SpeedMeter,
+    StepClock,
+    Stragglers,
+    device_memory,
+    device_peak_flops,
+    time_optimizer,
+)
 
 PHASES = ("data_wait", "forward_backward", "optimizer")
 

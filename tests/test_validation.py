@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from pretraining.data.mixing.sources import open_by_source
-from pretraining.data.packed import PackedDataset
+from pretraining.data.mixture import open_by_source
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
-from pretraining.evaluation import Validation
-from pretraining.training import join_ranks, leave_ranks
+from pretraining.evaluation.validation import Validation
+from pretraining.recipe.data import Data
+from pretraining.recipe.sections import Evaluation
+from pretraining.recipe.training import Training
+from pretraining.training.ranks import join_ranks, leave_ranks
 from tests.runs import execute
 
 LENGTH = 8
@@ -59,9 +62,9 @@ def by_source(entry: dict) -> dict[str, TokenSplit]:
 def recipe_of(max_tokens: int | None = None, batch_size: int = 4, masks: bool = False) -> SimpleNamespace:
     return SimpleNamespace(
         sequence_length=LENGTH,
-        data={"document_masking": masks},
-        evaluation={"max_validation_tokens": max_tokens},
-        training={"per_device_eval_batch_size": batch_size},
+        data=Data(name="d", sources=[], tokenizer="gpt2", document_masking=masks),
+        evaluation=Evaluation(max_validation_tokens=max_tokens),
+        training=Training(per_device_eval_batch_size=batch_size),
     )
 
 

@@ -1,10 +1,35 @@
 """What one does with the checkpoints of a run: look at them, verify, branch a decay off, reshard, export, make room."""
 
+import argparse
+import json
+import shlex
+import shutil
 import sys
+import time
+from pathlib import Path
 
-from pretraining import command_line as commands
-from pretraining.checkpoints import verbs
-from pretraining.errors import one_line_errors
+from tqdm import tqdm
+
+from pretraining.checkpoints.folders import (
+    catalogue,
+    committed_checkpoints,
+    damage,
+    file_verdicts,
+    quick_damage,
+    remove_checkpoint,
+    step_in_name,
+    step_of,
+)
+from pretraining.checkpoints.format import MARKER
+from pretraining.checkpoints.retention import Kept, Retention, measured_at
+from pretraining.command_line import answer_one, not_negative_integer, not_negative_number, positive_integer
+from pretraining.errors import UserError, one_line_errors
+from pretraining.planning.quantities import columns, duration, num_bytes
+from pretraining.runtime.imports import prepare_imports
+from pretraining.runtime.lock import lock_idle_run
+from pretraining.runtime.run_folder import RunFolder
+
+# torch and transformers take seconds to import: the verbs that need them import their modules when they answer.
 
 EPILOG = """examples:
   python -m pretraining.checkpoints list runs/tiny
@@ -18,8 +43,426 @@ Every verb has --help, and --json for scripts."""
 
 def main(arguments: list[str] | None = None) -> None:
     """Do one thing; its answer goes to stdout."""
-    modules = commands.verb_modules(verbs)
-    commands.answer_one("python -m pretraining.checkpoints", modules, __doc__, EPILOG, arguments)
+    answer_one("python -m pretraining.checkpoints", VERBS, __doc__, EPILOG, arguments)
+
+
+class List:
+    """The checkpoints of a run: step, age, size, ranks, ZeRO stage, losses, state.
+
+    `committed` says that the marker holds and every file has its size; `verify` reads the bytes.
+    """
+
+    EXAMPLES = """  python -m pretraining.checkpoints list runs/tiny
+  python -m pretraining.checkpoints list runs/tiny --json"""
+    HEADER = ("step", "state", "age", "size", "ranks", "stage", "loss", "validation")
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The run."""
+        _add_run(parser)
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """{"run", "checkpoints": entries of the catalogue}."""
+        return {"run": str(options.run), "checkpoints": catalogue(_run_of(options.run))}
+
+    def as_text(self, answer: dict) -> str:
+        """A table, and below it what is wrong with the damaged ones."""
+        entries = answer["checkpoints"]
+        if not entries:
+            return f"{answer['run']}: no checkpoint yet"
+        reasons = [f"{each['folder']}: {each['reason']}" for each in entries if each["reason"]]
+        return "\n".join([columns(self.HEADER, [self._row(each) for each in entries], left=2), *reasons])
+
+    def _row(self, entry: dict) -> list[str]:
+        stage = (
+            "-" if entry["ranks"] is None else "none" if entry["zero_stage"] is None else entry["zero_stage"]
+        )
+        losses = ("-" if entry[key] is None else f"{entry[key]:.4f}" for key in ("loss", "eval_loss"))
+        return [
+            str(entry["step"]),
+            entry["state"],
+            duration(max(1, entry["age_seconds"])),
+            num_bytes(entry["bytes"]),
+            str(entry["ranks"] or "-"),
+            str(stage),
+            *losses,
+        ]
+
+
+class Verify:
+    """Compare every byte of committed checkpoints with their markers; exit code 2 where one is damaged.
+
+    Reads several files at once; nothing is loaded.
+    """
+
+    EXAMPLES = """  python -m pretraining.checkpoints verify runs/tiny
+  python -m pretraining.checkpoints verify runs/tiny --step 750
+  python -m pretraining.checkpoints verify /mnt/copies/checkpoint-750 --json"""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The run or checkpoint, and the step."""
+        _add_run(parser, or_checkpoint=True)
+        _add_step(parser, "default: every committed one")
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """{"checkpoints": [{"checkpoint", "whole", "bytes", "seconds", "files": {name: what is wrong or null}}]}."""
+        chosen = _chosen_checkpoints(options.run, options.step)
+        return {"checkpoints": [self._verified(folder, of_run=folder != options.run) for folder in chosen]}
+
+    def _verified(self, folder: Path, of_run: bool) -> dict:
+        reason, files = quick_damage(folder, of_run)
+        began = time.perf_counter()
+        total = sum(entry["bytes"] for entry in files.values())
+        with self._bar(folder.name, total) as bar:
+            verdicts = {} if reason and not files else file_verdicts(folder, files, bar.update)
+        if reason and not any(verdicts.values()):
+            verdicts[MARKER] = reason
+        return {
+            "checkpoint": str(folder),
+            "whole": not any(verdicts.values()),
+            "bytes": total,
+            "seconds": round(time.perf_counter() - began, 3),
+            "files": verdicts,
+        }
+
+    def _bar(self, name: str, total: int) -> tqdm:
+        shown = sys.stderr.isatty()
+        return tqdm(
+            desc=name, total=total, unit="B", unit_scale=True, file=sys.stderr, disable=not shown, leave=False
+        )
+
+    def as_text(self, answer: dict) -> str:
+        """Each file with its verdict, and a line for each checkpoint."""
+        return "\n".join(line for each in answer["checkpoints"] for line in self._lines(each))
+
+    def _lines(self, found: dict) -> list[str]:
+        lines = [f"  {reason or name + ': ok'}" for name, reason in found["files"].items()]
+        speed = f"{num_bytes(found['bytes'] / max(found['seconds'], 1e-3))}/s"
+        verdict = "whole" if found["whole"] else "DAMAGED"
+        return [
+            f"{found['checkpoint']}: {verdict}, {len(lines)} files, {num_bytes(found['bytes'])} at {speed}",
+            *lines,
+        ]
+
+    def refusal(self, answer: dict) -> str | None:
+        """The line for damaged checkpoints."""
+        damaged = [each for each in answer["checkpoints"] if not each["whole"]]
+        if not damaged:
+            return None
+        reason = next(reason for reason in damaged[0]["files"].values() if reason)
+        count = f"{len(damaged)} of {len(answer['checkpoints'])} checkpoints"
+        return (
+            f"{count} damaged: {damaged[0]['checkpoint']}: {reason}; "
+            "--resume auto passes over it, prune removes it"
+        )
+
+
+class Export:
+    """Make a `from_pretrained` folder of a checkpoint: weights, config, tokenizer, model card.
+
+    Reads the checkpoint's own files, whichever ranks at whichever ZeRO stage wrote them, after verifying them; needs
+    host memory for the weights, no GPU and none of the ranks that saved it.
+    """
+
+    EXAMPLES = """  python -m pretraining.checkpoints export runs/tiny
+  python -m pretraining.checkpoints export runs/tiny --step 750 --to out/tiny-750
+  python -m pretraining.checkpoints export /mnt/copies/checkpoint-750 --model runs/tiny/model --to out/tiny-750"""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The checkpoint, and where the export goes."""
+        _add_run(parser, or_checkpoint=True)
+        _add_step(parser, "default: the newest")
+        parser.add_argument(
+            "--to", type=Path, metavar="DIR", help="a new folder (default: RUN/export-<step>)"
+        )
+        what = "config and tokenizer (default: RUN/model, written by train.py)"
+        parser.add_argument("--model", type=Path, metavar="DIR", help=what)
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """{"checkpoint", "step", "export", "bytes"}."""
+        checkpoint = _whole_checkpoint(options.run, options.step, "--step")
+        run, step = RunFolder(checkpoint.parent), step_of(checkpoint)
+        folder = options.to or run.path / f"export-{step}"
+        _refuse_existing(folder, "--to")
+        prepare_imports()
+        from transformers.utils import logging
+
+        from pretraining.checkpoints.export import export_checkpoint
+
+        logging.disable_progress_bar()
+        export_checkpoint(checkpoint, options.model or run.model, folder)
+        return {
+            "checkpoint": str(checkpoint),
+            "step": step,
+            "export": str(folder),
+            "bytes": _bytes_in(folder),
+        }
+
+    def as_text(self, answer: dict) -> str:
+        """Where it is."""
+        return f"{answer['export']}: the model after {answer['step']:,} steps, {num_bytes(answer['bytes'])}"
+
+
+class Branch:
+    """Start a decay of the learning rate, or another stage, from a stable checkpoint, as a run of its own.
+
+    The new run's folder holds the checkpoint (linked, not copied, where the disk can) and a recipe which ends after
+    --steps more; the run it is from stays as it is and can go on. --decay lets the rate fall meanwhile, --stage and
+    --set change the recipe: a longer context, another mixture. Needs a schedule that is stable at that step: constant,
+    constant_with_warmup or warmup_stable_decay. `train.py` continues it.
+    """
+
+    EXAMPLES = """  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay 1-sqrt --steps 2000
+  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay linear --steps 500 --output runs/short
+  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --steps 1000 --stage recipes/stages/qk-norm-8k.json
+  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --steps 1000 --set data.sequence_length=1024"""
+    SHAPES = ("linear", "cosine", "1-sqrt")
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The run, the step, and the decay."""
+        _add_run(parser, or_checkpoint=True)
+        parser.add_argument("--at", type=not_negative_integer, metavar="STEP", help="default: the newest")
+        parser.add_argument(
+            "--steps", type=positive_integer, required=True, metavar="N", help="how many more"
+        )
+        parser.add_argument(
+            "--decay", choices=self.SHAPES, help="the rate falls over them (default: it stays)"
+        )
+        what = "of the stable rate (0)"
+        parser.add_argument("--min_lr_ratio", type=not_negative_number, default=0.0, metavar="R", help=what)
+        what = (
+            "a file of the recipe's keys that change: a longer context, another mixture (see recipes/stages/)"
+        )
+        parser.add_argument("--stage", type=Path, metavar="FILE", help=what)
+        what = "change a value of the recipe, after the stage's (repeatable)"
+        parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=what)
+        what = "the new run's folder (default: beside RUN, named after the stage)"
+        parser.add_argument("--output", type=Path, metavar="DIR", help=what)
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """{"checkpoint", "step", "run": the new folder, "last_step", "command": what trains it}."""
+        from pretraining.checkpoints.branch import Stage, branch, settings_of
+
+        if options.min_lr_ratio > 1:
+            raise UserError(f"--min_lr_ratio {options.min_lr_ratio:g}: the rate is to fall; give 1 at most")
+        checkpoint = _whole_checkpoint(options.run, options.at, "--at")
+        step, run = step_of(checkpoint), checkpoint.absolute().parent
+        name = f"{run.name}-{options.decay or 'stage'}-{step}-{step + options.steps}"
+        output = options.output or checkpoint.parent.with_name(name)
+        _refuse_existing(output, "--output")
+        settings = (*(settings_of(options.stage) if options.stage else ()), *options.set)
+        branch(checkpoint, Stage(options.steps, options.decay, options.min_lr_ratio, settings), output)
+        words = ["train.py", "--recipe", str(RunFolder(output).recipe), "--output_dir", str(output)]
+        return {
+            "checkpoint": str(checkpoint),
+            "step": step,
+            "run": str(output),
+            "last_step": step + options.steps,
+            "command": shlex.join(words),
+        }
+
+    def as_text(self, answer: dict) -> str:
+        """Where it is, and how it goes on."""
+        return (
+            f"{answer['run']}: goes on from {answer['checkpoint']} until step {answer['last_step']:,}\n"
+            f"train it, by the launcher of your choice: {answer['command']}"
+        )
+
+
+class Prune:
+    """Make room: remove what the recipe's retention does not keep, and what no start will ever use.
+
+    Shows what would go; `--yes` removes it. Damaged and uncommitted checkpoints and those set aside go too, weights
+    that retention left stay. Refused while a run is writing in the folder.
+    """
+
+    EXAMPLES = """  python -m pretraining.checkpoints prune runs/tiny
+  python -m pretraining.checkpoints prune runs/tiny --keep_last 1 --yes
+  python -m pretraining.checkpoints prune runs/tiny --keep_last 1 --keep_every 1000 --demote_to_weights --yes"""
+    USELESS = ("damaged", "uncommitted", "set aside")
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The run, and what to keep where it is not the recipe's rule."""
+        _add_run(parser)
+        rule = "default: the recipe's"
+        parser.add_argument("--keep_last", type=positive_integer, metavar="N", help=f"the newest N ({rule})")
+        parser.add_argument(
+            "--keep_best", type=not_negative_integer, metavar="K", help=f"the K best ({rule})"
+        )
+        parser.add_argument(
+            "--keep_every", type=positive_integer, metavar="M", help=f"every M steps ({rule})"
+        )
+        what = "keep the weights of what goes, as weights-<step>/"
+        parser.add_argument("--demote_to_weights", action="store_true", help=what)
+        choice = parser.add_mutually_exclusive_group()
+        choice.add_argument("--yes", action="store_true", help="remove it")
+        choice.add_argument("--dry_run", action="store_true", help="show what would go (the default)")
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """{"removed": whether, "freed_bytes", "kept", "checkpoints": entries of the catalogue that go}."""
+        run = _run_of(options.run)
+        if not options.yes:
+            return self._plan(run, options)
+        with lock_idle_run(run.path):
+            plan = self._plan(run, options)
+            for entry in plan["checkpoints"]:
+                self._remove(run, entry, demote=plan["demote_to_weights"])
+        return {**plan, "removed": True}
+
+    def _plan(self, run: RunFolder, options: argparse.Namespace) -> dict:
+        section = self._section(run, options)
+        entries = catalogue(run)
+        committed = [each for each in entries if each["state"] == "committed"]
+        kept = Retention.of(section, metric=section["metric"]).kept_steps(
+            Kept(each["step"], measured_at(run.path / each["folder"], section["metric"]))
+            for each in committed
+        )
+        going = [each for each in entries if each["state"] in self.USELESS]
+        going += [each for each in committed if each["step"] not in kept]
+        return {
+            "run": str(run.path),
+            "removed": False,
+            "demote_to_weights": section["demote_to_weights"],
+            "freed_bytes": sum(each["bytes"] for each in going),
+            "kept": sorted(kept, reverse=True),
+            "checkpoints": going,
+        }
+
+    def _section(self, run: RunFolder, options: argparse.Namespace) -> dict:
+        """The recipe's `checkpoints` and what the command line changes of it; without a recipe all are kept."""
+        section = {"keep_last": None, "keep_best": 0, "keep_every": None, "demote_to_weights": False}
+        section["metric"] = "loss"
+        if run.recipe.exists():
+            recipe = json.loads(run.recipe.read_text(encoding="utf-8"))
+            written = {**recipe["checkpoints"], **recipe.get("evaluation", {})}
+            section |= {key: written[key] for key in section if key in written}
+        given = {key: value for key, value in vars(options).items() if key in section}
+        return section | {
+            key: value for key, value in given.items() if value is not None and value is not False
+        }
+
+    def _remove(self, run: RunFolder, entry: dict, demote: bool) -> None:
+        folder: Path = run.path / entry["folder"]
+        if demote and entry["state"] == "committed" and not run.weights(entry["step"]).exists():
+            from pretraining.checkpoints.export import demote_checkpoint
+
+            if not demote_checkpoint(run, folder, run.weights(entry["step"])):
+                return
+        if entry["state"] == "set aside":
+            shutil.rmtree(folder)
+        else:
+            remove_checkpoint(folder)
+        run.add_event("checkpoint_pruned", checkpoint=entry["folder"], state=entry["state"])
+
+    def as_text(self, answer: dict) -> str:
+        """What goes, what that frees, and how to do it."""
+        going = answer["checkpoints"]
+        kept = f"kept: {', '.join(map(str, answer['kept'])) or 'none'}"
+        if not going:
+            return f"{answer['run']}: nothing to remove; {kept}"
+        rows = [[each["folder"], each["state"], num_bytes(each["bytes"])] for each in going]
+        freed = num_bytes(answer["freed_bytes"])
+        done = f"removed: {freed} free" if answer["removed"] else f"would free {freed}; --yes removes it"
+        return f"{columns(['folder', 'state', 'size'], rows, left=2)}\n{done}; {kept}"
+
+
+class Reshard:
+    """Rewrite a checkpoint into another number of files.
+
+    No resume needs it: any number of ranks at any ZeRO stage reads any checkpoint as it is. Fewer files suit a slow
+    store, more suit many readers. Verifies first; takes memory of one slice of a parameter.
+    """
+
+    EXAMPLES = """  python -m pretraining.checkpoints reshard runs/tiny --files 1 --to out/checkpoint
+  python -m pretraining.checkpoints reshard runs/tiny --step 750 --files 8 --to out/checkpoint-750"""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The checkpoint, how many files, and where they go."""
+        _add_run(parser, or_checkpoint=True)
+        _add_step(parser, "default: the newest")
+        parser.add_argument("--files", type=not_negative_integer, required=True, metavar="N", help="how many")
+        parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """{"checkpoint", "step", "to", "files", "bytes"}."""
+        if options.files < 1:
+            raise UserError("--files 0: a checkpoint needs one file at least")
+        checkpoint = _whole_checkpoint(options.run, options.step, "--step")
+        _refuse_existing(options.to, "--to")
+        from pretraining.checkpoints.reshard import reshard
+
+        reshard(checkpoint, options.to, options.files)
+        return {
+            "checkpoint": str(checkpoint),
+            "step": step_of(checkpoint),
+            "to": str(options.to),
+            "files": options.files,
+            "bytes": _bytes_in(options.to),
+        }
+
+    def as_text(self, answer: dict) -> str:
+        """Where it is."""
+        return (
+            f"{answer['to']}: {answer['checkpoint']} in {answer['files']} files, {num_bytes(answer['bytes'])}"
+        )
+
+
+VERBS = {
+    "branch": Branch(),
+    "export": Export(),
+    "list": List(),
+    "prune": Prune(),
+    "reshard": Reshard(),
+    "verify": Verify(),
+}
+
+
+def _add_run(parser: argparse.ArgumentParser, or_checkpoint: bool = False) -> None:
+    what = "a run folder, or one checkpoint in it" if or_checkpoint else "a run folder"
+    parser.add_argument("run", type=Path, metavar="RUN", help=what)
+
+
+def _add_step(parser: argparse.ArgumentParser, which: str) -> None:
+    parser.add_argument("--step", type=not_negative_integer, metavar="N", help=f"that checkpoint ({which})")
+
+
+def _run_of(folder: Path) -> RunFolder:
+    """Return the run in a folder; `UserError` if there is none."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; name a run folder, as runs/tiny")
+    run = RunFolder(folder)
+    if not run.recipe.exists() and not any(folder.glob("checkpoint-*")):
+        raise UserError(f"{folder}: no run folder (no recipe.json, no checkpoint-*)")
+    return run
+
+
+def _chosen_checkpoints(folder: Path, step: int | None) -> list[Path]:
+    """Return the committed checkpoints meant, newest first: one by its path or `step`, else all of the run."""
+    if (folder / MARKER).exists():
+        return [folder]
+    committed = committed_checkpoints(_run_of(folder))
+    found = committed if step is None else [each for each in committed if step_in_name(each) == step]
+    if not found:
+        there = ", ".join(str(step_in_name(each)) for each in reversed(committed))
+        which = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
+        raise UserError(f"{folder}: {which}" + (f"; there are those of {there}" if there else ""))
+    return found
+
+
+def _whole_checkpoint(folder: Path, step: int | None, option: str) -> Path:
+    """Return the newest of the chosen checkpoints, every byte verified; `option` is the one that chooses another."""
+    checkpoint = _chosen_checkpoints(folder, step)[0]
+    if reason := damage(checkpoint):
+        raise UserError(f"{checkpoint}: the checkpoint is damaged: {reason}; choose another with {option}")
+    return checkpoint
+
+
+def _refuse_existing(folder: Path, option: str) -> None:
+    if folder.exists():
+        raise UserError(f"{folder}: is there already; remove it, or choose another with {option}")
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 if __name__ == "__main__":

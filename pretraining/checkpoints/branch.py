@@ -1,25 +1,51 @@
-"""A stage that starts from a stable checkpoint, as a run of its own."""
+"""A stage that follows a stable checkpoint, as a run of its own: a decay of the rate (Hu et al. 2024; Hägele et al.
+2024), a longer context, other data, or several of these.
+"""
 
+import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
-from pretraining.checkpoints.marker import MARKER, flush_folder, read_marker
-from pretraining.checkpoints.stage import Stage, staged_recipe
-from pretraining.curve import changed_parts
-from pretraining.recipe import load_recipe
+from pretraining.checkpoints.folders import files_in
+from pretraining.checkpoints.format import MARKER, flush_folder, read_marker
+from pretraining.checkpoints.identity import Start
+from pretraining.errors import UserError, nearest
+from pretraining.planning.memory.tensors import parameter_tensors
+from pretraining.planning.sizes import model_size
+from pretraining.recipe import Recipe, load_recipe, recipe_schema
+from pretraining.recipe.curve import changed_parts
+from pretraining.recipe.data import block_of
+from pretraining.recipe.schedule import DECAYING, SCHEDULE_FREE, STABLE
 from pretraining.refusals import load_run
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import display_path, problem, read_json
+
+DECIDED = {"training": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")}
+DECIDED |= {"budget": ("tokens", "warmup_tokens", "decay_tokens")}
+"""Keys that a stage may not set: what --steps and --decay make of them."""
+
+
+class Stage(NamedTuple):
+    """What follows the checkpoint."""
+
+    steps: int
+    decay: str | None = None
+    """How the rate goes from its stable value to `min_lr_ratio` of it: linear, cosine or 1-sqrt; None: it stays."""
+    min_lr_ratio: float = 0.0
+    settings: tuple[str, ...] = ()
+    """`section.key=value` of the recipe, as `--set` takes them."""
 
 
 def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
     """Make `output` a run that goes on from `checkpoint`, whole and verified, for a stage; returns its recipe.
 
-    The checkpoint's files are linked, or copied where the disk cannot: the run they are from is only read. The new
-    recipe is the checkpoint's own but for name, schedule, budget and the stage's settings, whose change counts as
-    accepted. `output` appears with all in it or not at all.
+    The checkpoint's files are linked, or copied if the disk has no links; their own run is only read. The new recipe
+    is the checkpoint's own with another name, schedule and budget, and with the stage's settings, whose changes count
+    as accepted. `output` appears with all in it or not at all.
 
     Raises:
         UserError: the rate is not stable at that step, the step's size still rises, a setting is wrong, or the
@@ -31,18 +57,18 @@ def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
         run = RunFolder(Path(unfinished) / output.name)
         write_json(run.recipe, {**marker["recipe"], "name": output.name})
         earlier, changed = load_recipe(str(run.recipe)), load_recipe(str(run.recipe), stage.settings)
-        recipe = staged_recipe(earlier, changed, marker, stage, checkpoint)
+        recipe = _staged_recipe(earlier, changed, marker, stage, checkpoint)
         write_json(run.recipe, recipe)
         load_run(str(run.recipe))  # what is written can be read and trained
         _record(run, recipe, marker, stage, checkpoint)
-        link_checkpoint(checkpoint, run.checkpoint(marker["step"]))
+        _link_checkpoint(checkpoint, run.checkpoint(marker["step"]))
         run.path.rename(output)
     flush_folder(folder)
     return recipe
 
 
 def _record(run: RunFolder, recipe: dict, marker: dict, stage: Stage, checkpoint: Path) -> None:
-    """Where it comes from, what differs, and the rollbacks that led to the checkpoint."""
+    """Write where the run comes from, what differs, and the rollbacks that led to the checkpoint."""
     step = marker["step"]
     changes = [
         {"step": step, "key": each.key, "from": each.earlier, "to": each.now}
@@ -54,9 +80,9 @@ def _record(run: RunFolder, recipe: dict, marker: dict, stage: Stage, checkpoint
     run.add_event("branch", step=step, parent=str(checkpoint), **stage._asdict())
 
 
-def link_checkpoint(folder: Path, target: Path) -> None:
-    """The same checkpoint at `target`, its marker last."""
-    names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+def _link_checkpoint(folder: Path, target: Path) -> None:
+    """Make the same checkpoint at `target`, its marker last."""
+    names = [path.relative_to(folder) for path in files_in(folder)]
     for name in sorted(names, key=lambda name: name.name == MARKER):
         place = target / name
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -65,3 +91,122 @@ def link_checkpoint(folder: Path, target: Path) -> None:
         except OSError:  # another file system, or one without links
             shutil.copy2(folder / name, place)
     flush_folder(target)
+
+
+def settings_of(path: Path) -> tuple[str, ...]:
+    """Read a file of sections and keys that a stage changes (recipes/stages/), as `Stage.settings`.
+
+    Raises:
+        UserError: it is no JSON object of a recipe's sections.
+    """
+    where, settings = display_path(path), []
+    sections = recipe_schema()["properties"]
+    for section, values in read_json(path).items():
+        if section == "description":
+            continue
+        if section not in sections or not isinstance(values, dict):
+            near = nearest(section, sections)
+            raise UserError(
+                f"{where}: {section} is no section of a recipe{near}; write {{section: {{key: value}}}}"
+            )
+        for key, value in values.items():
+            if not key.isidentifier():
+                raise problem(where, f"{section}.{json.dumps(key)}", "is no key of a recipe")
+            settings.append(f"{section}.{key}={json.dumps(value)}")
+    return tuple(settings)
+
+
+def _staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage, checkpoint: Path) -> dict:
+    """Return the recipe of the `stage.steps` steps after a checkpoint of recipe `earlier`.
+
+    changed: `earlier` with the stage's settings.
+    """
+    _refuse_settings(earlier, changed, stage, checkpoint)
+    start = Start(checkpoint, marker["step"], marker["tokens"])
+    sizes, values = changed.step_sizes, changed.to_dict()
+    if start.step < sizes.ramp_steps:
+        raise UserError(
+            f"{checkpoint}: the size of a step still rises, for {sizes.ramp_steps:,} steps (budget.ramp); choose a "
+            "later --at"
+        )
+    warmup = _stable_since(earlier, start, checkpoint)
+    if changed.budget["warmup_tokens"] is None:
+        values["training"]["warmup_steps"] = warmup
+    schedule, values["budget"]["decay_tokens"] = _schedule(stage, changed)
+    values["training"] |= schedule
+    tokens = start.tokens + stage.steps * sizes.full
+    values["budget"]["tokens"] = -(-tokens // sizes.full) * sizes.full  # whole steps, rounded up
+    if changed.data["mixture"] == earlier.data["mixture"] and (earlier.data["mixture"] or {}).get("stages"):
+        values["data"]["mixture"]["stages"] = _stages_until(tokens, earlier)
+    return values
+
+
+def _schedule(stage: Stage, recipe: Recipe) -> tuple[dict, int | None]:
+    """Return keys of `training` for the rate during a stage, and its decay's tokens if the schedule counts tokens."""
+    if stage.decay is None:
+        return {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {}}, None
+    kwargs = {"decay_type": stage.decay, "min_lr_ratio": stage.min_lr_ratio}
+    falls = {"lr_scheduler_type": DECAYING, "lr_scheduler_kwargs": kwargs}
+    if recipe.schedule_counts_tokens:
+        return falls, stage.steps * recipe.step_sizes.full
+    kwargs["num_decay_steps"] = stage.steps
+    return falls, None
+
+
+def _refuse_settings(earlier: Recipe, changed: Recipe, stage: Stage, checkpoint: Path) -> None:
+    """Raise `UserError` for what the stage itself decides, and for what the checkpoint could not be loaded with."""
+    for section, keys in DECIDED.items():
+        for key in keys:
+            if getattr(changed, section).get(key) != getattr(earlier, section).get(key):
+                raise UserError(f"{section}.{key}: follows from --steps and --decay; leave it out")
+    optimizers = [(each.training.get("optim"), each.optimizer["name"]) for each in (earlier, changed)]
+    if optimizers[0] != optimizers[1]:
+        raise UserError(
+            f"{checkpoint} holds the states of another optimizer; leave training.optim and optimizer.name"
+        )
+    if parameter_tensors(earlier.model) != parameter_tensors(changed.model):
+        held, wanted = (model_size(each.model).total for each in (earlier, changed))
+        what = f"holds weights of other shapes than the stage's model has ({held:,} parameters, {wanted:,})"
+        raise UserError(f"{checkpoint} {what}; leave out what changes them")
+    if stage.decay and changed.training.get("optim") in SCHEDULE_FREE:
+        raise UserError(
+            "--decay: a schedule-free run needs none: every checkpoint of it is exported averaged"
+        )
+
+
+def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
+    """Return the full steps of warm-up before the stable rate; `UserError` unless the rate at `start` is that."""
+    training = recipe.training_keywords
+    clock, unit = start.schedule_clock(recipe), recipe.tokens_per_step
+    now, total = start.step, start.last_step(recipe)
+    if clock:
+        now, total = clock(now), clock(total)
+    kind, kwargs = training.get("lr_scheduler_type", "linear"), training.get("lr_scheduler_kwargs") or {}
+    if kind not in STABLE:
+        raise UserError(
+            f"{checkpoint}: its rate is never stable (training.lr_scheduler_type is {kind}); a decay begins from "
+            f"{', '.join(STABLE)}"
+        )
+    warmup, end = 0 if kind == "constant" else recipe.warmup_steps(total), total
+    if kind == DECAYING:
+        stable_steps = kwargs.get("num_stable_steps")
+        end = total - kwargs["num_decay_steps"] if stable_steps is None else warmup + stable_steps
+    if not warmup <= now <= end:
+        span = f"from step {warmup:,} to {end:,}"
+        if clock:
+            span = f"from {warmup * unit:,} to {round(end * unit):,} tokens, and this is at {start.tokens:,}"
+        raise UserError(f"{checkpoint}: the rate is stable {span}; choose --at there")
+    return warmup
+
+
+def _stages_until(tokens: int, recipe: Recipe) -> list[dict]:
+    """Return the mixture's stages at their places in a run of `tokens`: the one in which it ends is the last."""
+    stages, length = [], recipe.sequence_length
+    for stage in recipe.data["mixture"]["stages"]:
+        until = stage.get("until")
+        if until is not None and until < 1:
+            until = block_of(until, recipe.num_samples, length) * length
+        if until is None or until >= tokens:
+            return [*stages, {key: value for key, value in stage.items() if key != "until"}]
+        stages.append({**stage, "until": until})
+    return stages

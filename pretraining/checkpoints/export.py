@@ -1,19 +1,42 @@
-"""`runs/<name>/export/`: loads with `from_pretrained` anywhere, the same logits from any ZeRO stage."""
+"""Exports: folders that load with `from_pretrained` anywhere, of a live Trainer or of a checkpoint's files.
+
+The logits are the same from any ZeRO stage. If the optimizer averages the weights that it trains
+(`pretraining/averaging.py`), the averaged ones are exported.
+"""
 
 import copy
+import json
+import os
 import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+)
+from transformers.initialization import no_init_weights
 
-from pretraining.checkpoints.averaged import averaged_weights
-from pretraining.checkpoints.files import files_in, follow_umask, wait_for_disk
-from pretraining.checkpoints.marker import flush_folder
-from pretraining.runtime.heartbeat import long_work
+from pretraining.averaging import AVERAGING, Z
+from pretraining.checkpoints.disk_errors import one_line_disk_errors
+from pretraining.checkpoints.folders import damage, files_in
+from pretraining.checkpoints.format import flush_folder, read_marker
+from pretraining.checkpoints.live_state import live_state
+from pretraining.checkpoints.shard_files import BUFFER, CheckpointReader, assemble, read_state
+from pretraining.errors import UserError
+from pretraining.runtime.durable_files import sync_to_disk
+from pretraining.runtime.heartbeat import long_work, work_done
+from pretraining.runtime.run_folder import RunFolder
 
 
 def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, model_card: str) -> None:
-    """Gather the weights (every rank must call this) and let rank 0 write safetensors, tokenizer and card.
+    """Gather the weights (every rank must call this); rank 0 writes them as safetensors, with tokenizer and card.
 
     Tied weights are stored once. The folder appears whole or not at all.
     """
@@ -22,40 +45,202 @@ def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: P
         if not trainer.is_world_process_zero():
             return
         if are_averaged:
+            # They may be the live weights, which are trained on from their own values when the block ends.
             state_dict = {name: tensor.clone() for name, tensor in state_dict.items()}
     write_model_folder(trainer.model, state_dict, tokenizer, folder, model_card)
+
+
+def export_checkpoint(checkpoint: Path, description: Path, folder: Path) -> None:
+    """Write the weights of a committed checkpoint as `folder`, whole or not at all; the caller has verified it.
+
+    Needs none of the ranks that saved it; takes host memory of the weights in their own precision, and of one
+    parameter in fp32. description: the folder that `describe_model` wrote.
+    """
+    marker = read_marker(checkpoint)
+    if not (description / "config.json").exists():
+        raise UserError(f"{description}: no config and tokenizer of the run there; an export needs them")
+    model, tokenizer = _empty_model(checkpoint, description), AutoTokenizer.from_pretrained(description)
+    results = {"step": marker["step"], "tokens": marker["tokens"], **marker["metrics"]}
+    card = write_model_card(marker["recipe"], marker["data"], results, marker["environment"])
+    write_model_folder(model, read_weights(checkpoint), tokenizer, folder, card)
+
+
+def demote_checkpoint(run: RunFolder, checkpoint: Path, folder: Path) -> bool:
+    """Write the weights of a checkpoint as `folder`; returns whether the checkpoint may be removed now.
+
+    A damaged checkpoint has no weights to trust and may be removed. If there is no room for the weights it must stay.
+    Both leave an event.
+    """
+    reason, removable = damage(checkpoint), True
+    if reason is None:
+        try:
+            with one_line_disk_errors(run.path):
+                export_checkpoint(checkpoint, run.model, folder)
+            return True
+        except UserError as error:
+            reason, removable = str(error), False
+            shutil.rmtree(_partial(folder), ignore_errors=True)
+    run.add_event("checkpoint_not_demoted", checkpoint=checkpoint.name, reason=reason)
+    return removable
+
+
+def describe_model(run: RunFolder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write into the run folder what an export needs and checkpoints do not hold: config and tokenizer."""
+    with _replacing_folder(run.model) as partial:
+        model.config.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
 
 
 def write_model_folder(
     model: PreTrainedModel, weights: dict, tokenizer: PreTrainedTokenizerBase, folder: Path, model_card: str
 ) -> None:
-    """Write weights (of a model that need hold none itself), tokenizer and card; an older `folder` is replaced."""
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    with long_work(growing=partial):
+    """Write weights (`model` itself may hold none), tokenizer and card; an older `folder` is replaced."""
+    with _replacing_folder(folder) as partial, long_work(growing=partial):
         _save(model, weights, partial)
         tokenizer.save_pretrained(partial)
         (partial / "README.md").write_text(model_card, encoding="utf-8")
         files = files_in(partial)
-        follow_umask(files)
-        wait_for_disk(files)
+        _follow_umask(files)
+        for path in files:
+            sync_to_disk(path)
+            work_done()
+
+
+@contextmanager
+def _replacing_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which takes the place of `folder` if the block ends well."""
+    partial = _partial(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     flush_folder(folder.parent)
 
 
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.partial")
+
+
+def _follow_umask(paths: Iterable[Path]) -> None:
+    """Give files the mode that the user's umask asks for: safetensors makes its own 0600."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    for path in paths:
+        path.chmod(path.stat().st_mode & 0o111 | 0o666 & ~umask)
+
+
 def _save(model: PreTrainedModel, state_dict: dict, folder: Path) -> None:
     """Write safetensors, the config and the generation config.
 
-    A forward pass of the export does what the run's validations did. It fills no cache: with one, transformers does
-    not keep packed documents apart. Its `loss` is the cross-entropy alone, without the balance of a router, which is
-    for training. `generate` does fill a cache.
+    A forward pass of the export does what the run's validations did; `generate` fills a cache all the same.
     """
     tied = set(model.all_tied_weights_keys)
     model.save_pretrained(folder, state_dict={k: v for k, v in state_dict.items() if k not in tied})
     config, generation = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
+    # With a cache, transformers does not keep packed documents apart.
     config.use_cache, generation.use_cache = False, True
     if hasattr(config, "output_router_logits"):
+        # `loss` is the cross-entropy alone: the balance of a router is for training.
         config.output_router_logits = False
     config.save_pretrained(folder)
     generation.save_pretrained(folder)
+
+
+def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return {name: tensor} of every parameter (averaged) and persistent buffer, in the precision of the run."""
+    reader = CheckpointReader(checkpoint)
+    weights = {}
+    for name, entry in reader.state["parameters"].items():
+        weights[name] = averaged(reader, name).to(getattr(torch, entry["dtype"]))
+    for name, entry in reader.state.get("buffers", {}).items():
+        weights[name] = reader.read(BUFFER, name, 0, torch.Size(entry["shape"]).numel()).view(entry["shape"])
+    reader.close()
+    return weights
+
+
+def _empty_model(checkpoint: Path, description: Path) -> PreTrainedModel:
+    """Build the model's class with its config, without memory for weights."""
+    entries = read_state(checkpoint)["parameters"].values()
+    dtype = getattr(torch, next(iter(entries))["dtype"])
+    with torch.device("meta"), no_init_weights():
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(description), dtype=dtype)
+
+
+@contextmanager
+def averaged_weights(trainer: Trainer) -> Iterator[bool]:
+    """Give the model its averaged weights in the block, and afterwards those it trains, to the bit.
+
+    Every rank must call it. Yields whether there is an average; if there is, it takes memory of a copy of the masters.
+    """
+    live = live_state(trainer.model, trainer.optimizer)
+    averaging = [block for block in live.blocks if AVERAGING in block.state]
+    if not averaging:
+        yield False
+        return
+    trained = [block.tensor.detach().clone() for block in averaging]
+    with torch.no_grad():
+        for block in averaging:
+            block.tensor.lerp_(block.state[Z], block.state[AVERAGING])
+        live.set_weights()
+    yield True  # no finally: after an error the other ranks would not take part in bringing the weights back
+    with torch.no_grad():
+        for block, tensor in zip(averaging, trained, strict=True):
+            block.tensor.copy_(tensor)
+        live.set_weights()
+
+
+def averaged(reader: CheckpointReader, parameter: str) -> torch.Tensor:
+    """Read a parameter's averaged weights from a checkpoint, in fp32; its masters if nothing was averaged."""
+    masters = assemble(reader, parameter)
+    share = reader.state["scalars"].get(parameter, {}).get(AVERAGING)
+    return masters if share is None else masters.lerp_(assemble(reader, parameter, Z), share)
+
+
+def write_model_card(recipe: dict, data: dict, results: dict, environment: dict) -> str:
+    """Return the README.md of an export: what was trained, on what, how well, and with which versions.
+
+    The Hugging Face hub reads its front matter. recipe: the resolved recipe; data: the data manifest; results: metric
+    name -> value; environment: as `describe_environment` gives it.
+    """
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
+    rows = "\n".join(f"| {name.replace('_', ' ')} | {_number(value)} |" for name, value in results.items())
+    train, validation = data["splits"]["train"], data["splits"]["validation"]
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [pretraining, deepspeed]
+---
+
+# {recipe["name"]}
+
+{recipe["description"]}
+
+## Results
+
+| metric | value |
+|---|---|
+{rows}
+
+## Data
+
+`{recipe["data"]["name"]}`: {train["tokens"]:,} training tokens in {train["documents"]:,} documents,
+{validation["tokens"]:,} validation tokens in {validation["documents"]:,} documents.
+Fingerprint of the tokens: `{data["fingerprint"]}`.
+
+## Training
+
+{environment["world_size"]} process(es) on {environment["device"]}; git commit `{environment["git_commit"]}`.
+{versions}.
+
+Recipe:
+
+```json
+{json.dumps(recipe, indent=2, ensure_ascii=False)}
+```
+"""
+
+
+def _number(value: float | int | str | None) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

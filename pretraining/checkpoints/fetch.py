@@ -1,39 +1,83 @@
-"""A committed checkpoint comes from `checkpoints.upload`, or any address, onto this machine: verified, marker last.
+"""Fetching a committed checkpoint from `checkpoints.upload`, or any address: verified, its marker last.
 
-Every rank fetches a share of the files, in ranges, side by side. What an interrupted fetch has brought is verified
-and kept. Without its marker the folder counts for nothing.
+Every rank fetches a share of the files, in ranges, several at once. Files of an interrupted fetch are verified and
+kept. Until the marker is written, the folder does not count as a checkpoint.
 """
 
 import os
 import re
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from pretraining.checkpoints.files import file_entry
-from pretraining.checkpoints.marker import MARKER, parse_marker
-from pretraining.checkpoints.parcel import RUN_FILES
+from pretraining.addresses import is_remote, refuse_credentials
+from pretraining.checkpoints.folders import committed_checkpoints, step_in_name, step_of
+from pretraining.checkpoints.format import MARKER, file_entry, parse_marker
 from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.errors import UserError
-from pretraining.runtime.durable_files import rows_of, sync_to_disk
+from pretraining.runtime.durable_files import replacing, rows_of, sync_to_disk
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, rank_and_world_size
+from pretraining.runtime.restarts import resume_after_restart
 from pretraining.runtime.run_folder import RunFolder
 
 _RANGE_BYTES = 16 << 20
 _THREADS = 8
 _ATTEMPTS = 3
-"""A file that comes damaged so often is damaged in the store."""
-
+"""A file that arrives damaged so often is damaged in the store."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
-def fetch_newest(run: RunFolder, remote: RemoteRun, newest_here: int | None) -> None:
-    """Bring the newest committed checkpoint of the store that is whole, if it is newer than the newest here.
+def resolve_resume(run: RunFolder, upload: str | None, resume: str) -> str:
+    """Return `--resume auto|never|PATH|ADDRESS` as auto, never or a PATH on this machine; every rank calls this.
 
-    Every rank calls this. newest_here: its step; with one here a store that cannot be reached is an event, without
-    one a `UserError`, as for a newer version's checkpoint. A damaged one is passed over with an event.
+    A checkpoint at an ADDRESS is fetched; with auto the store's newest one, if it is newer than the newest here.
+
+    upload: the recipe's `checkpoints.upload`. Raises `UserError` if the store cannot be used, or holds later
+    checkpoints with which those of this start would mix.
+    """
+    resume = from_rank_0(lambda: resume_after_restart(run, resume))
+    if is_remote(resume):
+        return _fetch_address(run, resume)
+    if upload is None:
+        return resume
+    remote = RemoteRun(upload, run.path.name)
+    if resume == "auto":
+        here = from_rank_0(lambda: [step_in_name(folder) for folder in committed_checkpoints(run)])
+        fetch_newest(run, remote, max(here, default=None))
+    else:
+        step = 0 if resume == "never" else from_rank_0(lambda: _step_at(Path(resume)))
+        refuse_newer(remote, step, resume)
+    return resume
+
+
+def _fetch_address(run: RunFolder, address: str) -> str:
+    refuse_credentials(address, "--resume")
+    above, _, name = address.rstrip("/").rpartition("/")
+    place, _, run_name = above.rpartition("/")
+    wrong = fetch_checkpoint(run, RemoteRun(place, run_name), name)
+    if wrong is not None:
+        raise UserError(f"--resume {address}: {wrong}")
+    return str(run.path / name)
+
+
+def _step_at(folder: Path) -> int:
+    """Return the step of a checkpoint's marker; 0 if it has none, which the choice of the checkpoint reports."""
+    try:
+        return step_of(folder)
+    except (OSError, ValueError):
+        return 0
+
+
+def fetch_newest(run: RunFolder, remote: RemoteRun, newest_here: int | None) -> None:
+    """Fetch the newest committed checkpoint of the store that is whole, if it is newer than the newest here.
+
+    Every rank calls this. A damaged one is passed over with an event. newest_here: a step, or None. If there is a
+    checkpoint here, a store that cannot be reached is an event; else it is a `UserError`, as is a newer version's
+    checkpoint.
     """
     above = -1 if newest_here is None else newest_here
     below = sys.maxsize
@@ -45,9 +89,9 @@ def fetch_newest(run: RunFolder, remote: RemoteRun, newest_here: int | None) -> 
 
 
 def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str) -> str | None:
-    """Bring one checkpoint into the run folder, all ranks together; None, or what is wrong with it in the store.
+    """Fetch one checkpoint into the run folder, all ranks together; returns what is wrong with it there, or None.
 
-    Raises `UserError` on every rank where the store fails, or where another checkpoint of that name is here.
+    Raises `UserError` on every rank if the store fails, or if another checkpoint of that name is here.
     """
     content, files, wrong = from_rank_0(lambda: _read_marker(remote, name))
     if wrong is not None or from_rank_0(lambda: _is_here(run.path / name, content)):
@@ -64,7 +108,7 @@ def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str) -> str | None
 
 
 def refuse_newer(remote: RemoteRun, step: int, resume: str) -> None:
-    """Raise `UserError` where a run that begins at `step` on request would mix with later checkpoints of the store."""
+    """Raise `UserError` if a run that begins at `step` on request would mix with later checkpoints of the store."""
     if name := from_rank_0(lambda: newest_committed(remote.at_first_contact(), step)):
         raise UserError(
             f"--resume {resume}: {remote.where(name)} is newer, and a later start would go on from there; give this "
@@ -73,7 +117,7 @@ def refuse_newer(remote: RemoteRun, step: int, resume: str) -> None:
 
 
 def step_in(name: str) -> int:
-    """Optimizer step that a folder's name says; -1 for what is no checkpoint's name."""
+    """Return the optimizer step in a folder's name; -1 if it is no checkpoint's name."""
     found = _CHECKPOINT.fullmatch(name)
     return int(found[1]) if found else -1
 
@@ -81,9 +125,9 @@ def step_in(name: str) -> int:
 def newest_committed(
     remote: RemoteRun, above: int, below: int = sys.maxsize, journal: Journal = NOTHING_HEALED
 ) -> str | None:
-    """The newest checkpoint of the store with a marker, of those whose step lies between the two.
+    """Return the newest checkpoint of the store with a marker and a step between the two, or None.
 
-    Not one that a rollback of `journal` has left behind.
+    Those that a rollback of `journal` has left behind do not count.
     """
     names = [name for name in remote.folders() if above < step_in(name) < below]
     found = (name for name in sorted(names, key=step_in, reverse=True))
@@ -97,12 +141,12 @@ def _is_in_force(remote: RemoteRun, name: str, journal: Journal) -> bool:
     try:
         marker = parse_marker(content, remote.where(name))
     except ValueError:
-        return True  # damaged: whoever fetches it says so
+        return True  # damaged: fetching it reports that
     return not journal.overtakes(step_in(name), marker.get("rollbacks", 0))
 
 
 def _journal(run: RunFolder, remote: RemoteRun) -> Journal:
-    """This machine's or the store's: the one that knows more rollbacks."""
+    """Return this machine's journal or the store's: the one with more rollbacks."""
     there = Journal.of(rows_of((remote.read_if_there(run.journal.name) or b"").decode(errors="replace")))
     return max(Journal.read(run.journal), there, key=lambda journal: len(journal.rollbacks))
 
@@ -131,7 +175,7 @@ def _pass_over(run: RunFolder, where: str, reason: str) -> None:
 
 
 def _read_marker(remote: RemoteRun, name: str) -> tuple[bytes, dict, str | None]:
-    """The marker's bytes, the files it names, and what is wrong with it."""
+    """Return the marker's bytes, the files it names, and what is wrong with it or None."""
     content = remote.read_if_there(f"{name}/{MARKER}")
     if content is None:
         return b"", {}, f"no committed checkpoint there ({MARKER} is missing)"
@@ -154,7 +198,7 @@ def _is_here(folder: Path, marker: bytes) -> bool:
 
 
 def _fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> tuple[str | None, str | None]:
-    """(what is damaged in the store, what failed) of this rank's files."""
+    """Fetch this rank's files; returns (what is damaged in the store, what failed)."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(_THREADS) as threads, _bar(remote.where(name), files) as bar:
@@ -170,9 +214,14 @@ def _fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> tup
 
 
 def _fetch_file(
-    remote, where: str, path: Path, entry: dict, threads: ThreadPoolExecutor, progress
+    remote: RemoteRun,
+    where: str,
+    path: Path,
+    entry: dict,
+    threads: ThreadPoolExecutor,
+    progress: Callable[[int], None],
 ) -> str | None:
-    """One file, verified once it is here; fetched again where it came damaged."""
+    """Fetch and verify one file, again if it arrived damaged; returns what is wrong in the store, or None."""
     size = entry["bytes"]
     if _is_whole(path, entry):
         progress(size)
@@ -197,7 +246,7 @@ def _is_whole(path: Path, entry: dict) -> bool:
 
 
 def _finish(run: RunFolder, remote: RemoteRun, name: str, marker: bytes) -> None:
-    """What belongs to the run, where the machine is empty or knows fewer rollbacks; then the marker."""
+    """Write what belongs to the run, if this machine has none or fewer rollbacks; then the marker."""
     if (journal := _journal(run, remote)) != NOTHING_HEALED:
         journal.write(run.journal)
     for each in RUN_FILES:
@@ -208,16 +257,14 @@ def _finish(run: RunFolder, remote: RemoteRun, name: str, marker: bytes) -> None
 
 
 def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    sync_to_disk(partial)
-    sync_to_disk(path.parent)  # the names of the files that a marker vouches for
-    partial.replace(path)
+    sync_to_disk(path.parent)  # the names of the files that a marker vouches for, before the marker
+    with replacing(path, "wb") as file:
+        file.write(content)
     sync_to_disk(path.parent)
 
 
 def _bar(where: str, files: dict):
-    """Rank 0 shows its share on stderr."""
+    """Return a progress bar of rank 0's share on stderr; the other ranks' show nothing."""
     from tqdm import tqdm
 
     total = sum(entry["bytes"] for entry in files.values())

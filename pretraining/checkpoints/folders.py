@@ -1,48 +1,69 @@
-"""The checkpoint folders of a run as they lie on disk: which are committed, and after how many steps."""
+"""The checkpoint folders of a run: which there are, whether they are whole, and how they are removed or set aside."""
 
 import re
 import shutil
 import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pretraining.checkpoints.marker import MARKER, flush_folder, read_marker
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.checkpoints.format import (
+    MARKER,
+    THREADS,
+    MarkerDamage,
+    file_entry,
+    flush_folder,
+    marker_or_nothing,
+    no_progress,
+    read_marker,
+)
+from pretraining.errors import UserError
+from pretraining.runtime.run_folder import RunFolder, unix_seconds
+
+Progress = Callable[[int], None]
+"""Called with the bytes of each read."""
+_FROM_MARKER = ("saved", "ranks", "zero_stage", "tokens")
 
 
 def checkpoint_folders(run: RunFolder) -> list[Path]:
-    """Every `checkpoint-<step>`, committed or not, newest step first."""
+    """Return every `checkpoint-<step>`, committed or not, newest step first."""
     return _by_step(run.path, "checkpoint")
 
 
 def weights_folders(run: RunFolder) -> list[Path]:
-    """Every `weights-<step>`: what retention left of a checkpoint, newest step first."""
+    """Return every `weights-<step>`, which retention left of a checkpoint, newest step first."""
     return _by_step(run.path, "weights")
 
 
 def committed_checkpoints(run: RunFolder) -> list[Path]:
-    """Folders that carry the commit marker, newest step first."""
+    """Return the checkpoint folders that have the commit marker, newest step first."""
     return [folder for folder in checkpoint_folders(run) if (folder / MARKER).exists()]
 
 
+def _by_step(folder: Path, kind: str) -> list[Path]:
+    found = (path for path in folder.glob(f"{kind}-*") if re.fullmatch(rf"{kind}-\d+", path.name))
+    return sorted(found, key=step_in_name, reverse=True)
+
+
 def step_in_name(folder: Path) -> int:
-    """The step that a folder of a run is named by."""
+    """Return the step in the name of a run's folder."""
     return int(folder.name.rpartition("-")[2])
 
 
 def step_of(checkpoint: Path | None) -> int:
-    """Optimizer steps a checkpoint holds, as its marker says, whatever the folder is called; 0 for none."""
+    """Return the optimizer steps of a checkpoint by its marker, whatever its folder is called; 0 for None."""
     return read_marker(checkpoint)["step"] if checkpoint else 0
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint, its marker first: killed at any point, what is left does not count."""
+    """Remove a checkpoint, its marker first: after a kill at any point, what is left does not count."""
     (folder / MARKER).unlink(missing_ok=True)
     flush_folder(folder)
     shutil.rmtree(folder)
 
 
 def remove_uncommitted(run: RunFolder) -> None:
-    """Delete what a killed save left behind, so that its files cannot mix with the next save's."""
+    """Remove what a killed save left, so that its files cannot mix with those of the next save."""
     for folder in checkpoint_folders(run):
         if not (folder / MARKER).exists():
             shutil.rmtree(folder)  # before the event: the disk may be full of it
@@ -52,10 +73,10 @@ def remove_uncommitted(run: RunFolder) -> None:
 
 
 def set_aside_after(run: RunFolder, step: int, spared: Path | None = None) -> list[Path]:
-    """Move what was saved after `step` to `aside/`: the run goes on from there, and will come to those steps again.
+    """Move what was saved after `step` to `aside/`: the run goes on from `step` and will save those steps again.
 
-    They are damaged ones, or those of a part of the run that is given up; none is deleted. `spared` stays: the
-    checkpoint to go on from, where its folder is named by a later step.
+    These checkpoints are damaged, or belong to a part of the run that is given up; none is deleted. `spared`, the
+    checkpoint to go on from, stays even if its folder is named by a later step.
     """
     later = [each for each in checkpoint_folders(run) + weights_folders(run) if step_in_name(each) > step]
     later = [each for each in later if spared is None or not each.samefile(spared)]
@@ -78,6 +99,129 @@ def _free_name(path: Path) -> Path:
     return path
 
 
-def _by_step(folder: Path, kind: str) -> list[Path]:
-    found = (path for path in folder.glob(f"{kind}-*") if re.fullmatch(rf"{kind}-\d+", path.name))
-    return sorted(found, key=step_in_name, reverse=True)
+def damage(folder: Path, of_run: bool = False, progress: Progress = no_progress) -> str | None:
+    """Return what is wrong with a committed checkpoint (a missing, cut or changed file); None if it is whole.
+
+    Every byte is compared with its marker; nothing is loaded.
+
+    of_run: it is in its run's folder, where its name must have its step; a copy may be called anything.
+    Raises `UserError` if another version of this repository wrote it.
+    """
+    reason, files = quick_damage(folder, of_run)
+    return reason or next(iter(changed_files(folder, files, progress).values()), None)
+
+
+def quick_damage(folder: Path, of_run: bool = False) -> tuple[str | None, dict[str, dict]]:
+    """Return (what marker and file sizes show to be wrong, or None; the files whose bytes are yet to be compared)."""
+    try:
+        marker = read_marker(folder)
+    except OSError as error:
+        return f"{MARKER} cannot be read: {error.strerror}", {}
+    except MarkerDamage as error:
+        return str(error), {}
+    if of_run and step_in_name(folder) != marker["step"]:
+        return f"{MARKER} is that of step {marker['step']}", {}
+    return _wrong_sizes(folder, marker["files"]), marker["files"]
+
+
+def changed_files(folder: Path, files: dict[str, dict], progress: Progress = no_progress) -> dict[str, str]:
+    """Return {name: what is wrong} of the files that do not hold the bytes that were committed."""
+    verdicts = file_verdicts(folder, files, progress)
+    return {name: reason for name, reason in verdicts.items() if reason}
+
+
+def file_verdicts(
+    folder: Path, files: dict[str, dict], progress: Progress = no_progress
+) -> dict[str, str | None]:
+    """Return {name: what is wrong with it, or None}, several files read at once."""
+
+    def verdict(name: str) -> str | None:
+        try:
+            reason = _wrong_size(folder, name, files[name])
+            if reason or file_entry(folder / name, progress) == files[name]:
+                return reason
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        return f"{name} has changed since it was committed"
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        return dict(zip(files, threads.map(verdict, files), strict=True))
+
+
+def share_of(files: dict[str, dict], rank: int, ranks: int) -> dict[str, dict]:
+    """Return the files that one of `ranks` compares: the largest first, each to the rank with the fewest bytes."""
+    loads, shares = [0] * ranks, [{} for _ in range(ranks)]
+    for name in _largest_first(files):
+        least = loads.index(min(loads))
+        loads[least] += files[name]["bytes"]
+        shares[least][name] = files[name]
+    return shares[rank]
+
+
+def _largest_first(files: dict[str, dict]) -> Iterable[str]:
+    return sorted(files, key=lambda name: (-files[name]["bytes"], name))
+
+
+def _wrong_sizes(folder: Path, files: dict[str, dict]) -> str | None:
+    reasons = (_wrong_size(folder, name, entry) for name, entry in files.items())
+    return next((reason for reason in reasons if reason), None)
+
+
+def _wrong_size(folder: Path, name: str, entry: dict) -> str | None:
+    path = folder / name
+    if not path.is_file():
+        return f"{name} is missing"
+    if (size := path.stat().st_size) != entry["bytes"]:
+        return f"{name} holds {size} bytes, {entry['bytes']} were committed"
+    return None
+
+
+def catalogue(run: RunFolder) -> list[dict]:
+    """List every checkpoint of a run with its state, newest step first, from markers and sizes: no file is read.
+
+    {"folder", "step", "state", "reason", "bytes", "age_seconds", "saved", "ranks", "zero_stage", "tokens", "loss",
+    "eval_loss"}; state: committed, damaged, other version, uncommitted, weights only, set aside.
+    """
+    entries = [_checkpoint(folder) for folder in checkpoint_folders(run)]
+    entries += [_entry(folder, step_in_name(folder), "weights only") for folder in weights_folders(run)]
+    entries.sort(key=lambda entry: (-entry["step"], entry["folder"]))
+    return entries + [_set_aside(folder, run) for folder in sorted(run.aside.glob("*-*"))]
+
+
+def _checkpoint(folder: Path) -> dict:
+    step = step_in_name(folder)
+    if not (folder / MARKER).exists():
+        return _entry(folder, step, "uncommitted")
+    try:
+        reason, _ = quick_damage(folder, of_run=True)
+    except UserError as error:
+        return _entry(folder, step, "other version", str(error))
+    return _entry(folder, step, "damaged" if reason else "committed", reason)
+
+
+def _set_aside(folder: Path, run: RunFolder) -> dict:
+    step = int(folder.name.partition(".")[0].rpartition("-")[2])
+    return {**_entry(folder, step, "set aside"), "folder": str(folder.relative_to(run.path))}
+
+
+def _entry(folder: Path, step: int, state: str, reason: str | None = None) -> dict:
+    marker = marker_or_nothing(folder)
+    metrics = marker.get("metrics", {})
+    saved = marker.get("saved")
+    when = unix_seconds(saved) if saved else folder.stat().st_mtime
+    return {
+        "folder": folder.name,
+        "step": step,
+        "state": state,
+        "reason": reason,
+        "bytes": sum(path.stat().st_size for path in files_in(folder)),
+        "age_seconds": max(0, int(time.time() - when)),
+        **{key: marker.get(key) for key in _FROM_MARKER},
+        "loss": metrics.get("loss"),
+        "eval_loss": metrics.get("eval_loss"),
+    }
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return every file below `folder`, by name."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())

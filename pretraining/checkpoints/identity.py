@@ -1,20 +1,23 @@
-"""Where a run stands and what it is: what the marker of each of its checkpoints says."""
+"""What the marker of each checkpoint says of its run: what it is (`Identity`) and where it went on (`Start`)."""
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.checkpoints.marker import read_marker
-from pretraining.curve import curve_parts
+import xxhash
+
+from pretraining.checkpoints.format import read_marker
+from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
+from pretraining.recipe.curve import curve_parts
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.run_folder import utc_now
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins or goes on."""
+    """The point from which a run begins or goes on."""
 
     checkpoint: Path | None = None
     """None: at the beginning."""
@@ -25,10 +28,12 @@ class Start:
     """What was changed on request since the beginning: {"step", "key", "from", "to"} each."""
     journal: Journal = NOTHING_HEALED
     """The rollbacks in force."""
+    starts_over: bool = False
+    """`--resume never`: what an earlier run left in the folder is set aside."""
 
     @classmethod
     def at(cls, checkpoint: Path | None) -> "Start":
-        """As the checkpoint's marker says; whatever its folder is called."""
+        """Return the start from a checkpoint by its marker, whatever its folder is called; None begins the run."""
         if checkpoint is None:
             return cls()
         marker = read_marker(checkpoint)
@@ -36,24 +41,24 @@ class Start:
         return cls(checkpoint, marker["step"], marker["tokens"], changes)
 
     def first_sample(self, recipe: Recipe) -> int:
-        """Position in the global order: so many samples of this recipe's length as the consumed tokens make."""
+        """Return the position in the global order: the consumed tokens in samples of this recipe's length."""
         return self.tokens // recipe.sequence_length
 
     def last_step(self, recipe: Recipe) -> int:
-        """The optimizer step at which the recipe's tokens are used up: its `num_steps`, unless these changed."""
+        """Return the optimizer step that uses up the recipe's tokens: its `num_steps`, unless sizes changed."""
         within = recipe.budget["tokens"] - self.extra_tokens(recipe)
         return max(self.step, recipe.step_sizes.steps_within(within))
 
     def extra_tokens(self, recipe: Recipe) -> int:
-        """Tokens consumed beyond `step` steps of the recipe: 0 unless their sizes were changed on the way."""
+        """Return the tokens consumed beyond `step` steps of the recipe: 0 unless step sizes changed on the way."""
         return self.tokens - recipe.step_sizes.tokens_at(self.step)
 
     def tokens_at(self, step: int, recipe: Recipe) -> int:
-        """Tokens consumed after `step` of the run that goes on from here."""
+        """Return the tokens consumed after `step` of the run that goes on from here."""
         return self.extra_tokens(recipe) + recipe.step_sizes.tokens_at(step)
 
     def schedule_clock(self, recipe: Recipe) -> Callable[[int], float] | None:
-        """Steps to the tokens consumed by then, in full steps; None where the learning rate's schedule counts steps."""
+        """Return a function from steps to tokens consumed by then, in full steps; None if the rate counts steps."""
         if not recipe.schedule_counts_tokens:
             return None
         return lambda step: self.tokens_at(step, recipe) / recipe.tokens_per_step
@@ -73,11 +78,12 @@ class Identity:
     start: Start
 
     @classmethod
-    def of(cls, recipe: Recipe, plan, manifest: dict, environment: dict, start: Start) -> "Identity":
+    def of(cls, recipe: Recipe, plan: RunPlan, manifest: dict, environment: dict, start: Start) -> "Identity":
+        """Gather what the markers say from recipe, plan and the manifest of the prepared data."""
         return cls(recipe, described_data(recipe, manifest), plan.layout, environment, start)
 
     def marker_at(self, step: int, metrics: dict) -> dict:
-        """The marker of a checkpoint after `step`, but for its files."""
+        """Return the marker of a checkpoint after `step`, without its files."""
         recipe = self.recipe.to_dict()
         return {
             "step": step,
@@ -97,7 +103,7 @@ class Identity:
 
 
 def described_data(recipe: Recipe, manifest: dict) -> dict:
-    """What a marker keeps of the manifest of prepared data."""
+    """Return what a marker keeps of the manifest of prepared data."""
     splits = {
         name: {key: split[key] for key in ("documents", "tokens", "unigram_bits_per_byte") if key in split}
         for name, split in manifest["splits"].items()
@@ -106,14 +112,12 @@ def described_data(recipe: Recipe, manifest: dict) -> dict:
 
 
 def fingerprint_of(values: dict) -> str:
-    """`xxh128:<hex>` of plain JSON values, whatever the order of their keys."""
-    import xxhash
-
+    """Return `xxh128:<hex>` of plain JSON values, whatever the order of their keys."""
     text = json.dumps(values, sort_keys=True, ensure_ascii=False).encode()
     return f"xxh128:{xxhash.xxh128(text).hexdigest()}"
 
 
 def metrics_at(step: int, log_history: list[dict]) -> dict:
-    """The loss and the validation's metrics (`eval_...`) that were logged at `step` itself, of the Trainer's rows."""
+    """Return the loss and the validation's metrics (`eval_...`) that the Trainer logged at `step` itself."""
     rows = [row for row in log_history if row.get("step") == step]
     return {key: row[key] for row in rows for key in row if key == "loss" or key.startswith("eval_")}

@@ -1,13 +1,13 @@
 """One run's checkpoints at an fsspec address (`s3://bucket/runs/<name>`, `hf://...`, a mounted folder)."""
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from pretraining.checkpoints.marker import MARKER
+from pretraining.checkpoints.format import MARKER
 from pretraining.data.streaming.store import Patience, Store, reason_of
 from pretraining.errors import UserError
+from pretraining.runtime.durable_files import replacing
 from pretraining.runtime.heartbeat import work_done
 
 FIRST_CONTACT_SECONDS = 60.0
@@ -31,13 +31,13 @@ class RemoteRun(Store):
         super().__init__(f"{address.rstrip('/')}/{name}", patience or own)
 
     def at_first_contact(self) -> "RemoteRun":
-        """The same place, given up sooner."""
+        """Return the same place, given up sooner."""
         address, _, name = self.address.rpartition("/")
         seconds = min(FIRST_CONTACT_SECONDS, self.patience.seconds)
         return RemoteRun(address, name, Patience(seconds, _refusal, "checkpoints"))
 
     def read_if_there(self, path: str) -> bytes | None:
-        """A small file, or None where there is none."""
+        """Read a small file; None if there is none."""
 
         def read() -> bytes | None:
             with contextlib.suppress(FileNotFoundError):
@@ -47,16 +47,16 @@ class RemoteRun(Store):
         return self.patience.ask(read, self.where(path))
 
     def write(self, path: str, open_chunks: Callable[[], Iterable[bytes]], num_bytes: int) -> None:
-        """A file from its chunks; it appears whole or not at all. `open_chunks` is called for each attempt."""
+        """Write a file from its chunks, whole or not at all. `open_chunks` is called for each attempt."""
         self.patience.ask(lambda: self._send(path, open_chunks(), num_bytes), self.where(path))
         work_done()
 
     def write_bytes(self, path: str, content: bytes) -> None:
-        """A small file."""
+        """Write a small file."""
         self.write(path, lambda: [content], len(content))
 
     def remove(self, path: str) -> None:
-        """One file, if it is there."""
+        """Remove one file, if it is there."""
 
         def remove() -> None:
             with contextlib.suppress(FileNotFoundError):
@@ -65,7 +65,7 @@ class RemoteRun(Store):
         self.patience.ask(remove, self.where(path))
 
     def remove_checkpoint(self, name: str) -> None:
-        """A checkpoint, its marker first: killed half-way it counts for nothing."""
+        """Remove a checkpoint, its marker first: after a kill half-way it does not count."""
         self.remove(f"{name}/{MARKER}")
 
         def remove() -> None:
@@ -75,7 +75,7 @@ class RemoteRun(Store):
         self.patience.ask(remove, self.where(name))
 
     def folders(self) -> list[str]:
-        """Names of what lies directly below the run's address; none where nothing does."""
+        """Return the names directly below the run's address; [] if there are none."""
 
         def listed() -> list[str]:
             system = self._filesystem()
@@ -89,7 +89,7 @@ class RemoteRun(Store):
         return self.patience.ask(listed, self.address)
 
     def check_writable(self) -> None:
-        """Write a file of no bytes' worth and remove it: `UserError` now rather than after the first hour."""
+        """Write a small file and remove it: a `UserError` now rather than after the first hour."""
         self.write_bytes(".writable", b"yes\n")
         self.remove(".writable")
 
@@ -109,18 +109,13 @@ class RemoteRun(Store):
 
 
 def _send_to_folder(path: Path, chunks: Iterable[bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    with replacing(path, "wb") as file:
         for chunk in chunks:
             file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _forget(file) -> None:
-    """Drop what was sent: closing the file, as its destructor would, completes it with half its bytes."""
+    """Drop what was sent: closing the file, as its destructor would, would complete it with half its bytes."""
     with contextlib.suppress(Exception):
         file.discard()
     with contextlib.suppress(AttributeError):
@@ -132,7 +127,7 @@ def _protocols(system) -> tuple[str, ...]:
 
 
 def _refusal(error: Exception, what: str) -> UserError | None:
-    """The `UserError` for an answer that asking again will not change."""
+    """Return the `UserError` for an answer that asking again will not change; None for any other."""
     told = reason_of(error)
     if isinstance(error, FileNotFoundError):
         return UserError(f"{what}: no such bucket or folder ({told}); make it, or check checkpoints.upload")

@@ -1,16 +1,15 @@
 """A committed checkpoint rewritten into another number of files: fewer for a slow store, more for many readers."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers.trainer import TRAINER_STATE_NAME
 
-from pretraining.checkpoints.commit import commit_checkpoint
-from pretraining.checkpoints.files import file_entries
-from pretraining.checkpoints.marker import read_marker
-from pretraining.checkpoints.receipts import write_receipt
+from pretraining.checkpoints.format import commit_checkpoint, file_entries, read_marker, write_receipt
 from pretraining.checkpoints.shard_files import (
+    BUFFER,
     STATE_FILE,
     CheckpointReader,
     fragment_key,
@@ -25,7 +24,7 @@ def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
     """Write `folder`, whole and verified, as a checkpoint of `num_files` equal files to `target_folder`.
 
     No resume needs this: any ranks read any files. Takes memory of one slice of a parameter. The random states of
-    the ranks that saved are left out, as where a run goes on with another number of ranks.
+    the ranks that saved are left out, as if the run had gone on with another number of ranks.
     """
     reader, marker = CheckpointReader(folder), read_marker(folder)
     target_folder.mkdir(parents=True)
@@ -57,14 +56,14 @@ def _write_share(reader: CheckpointReader, path: Path, index: int, num_files: in
     return write_rank_file(path, {**shapes, **whole}, read)
 
 
-def _states(reader: CheckpointReader):
-    """(state, name, elements) of every per-element state and persistent buffer."""
+def _states(reader: CheckpointReader) -> Iterator[tuple[str, str, int]]:
+    """Yield (state, name, number of elements) of every per-element state and persistent buffer."""
     for name in reader.parameters:
         for state in reader.states(name):
-            if state != "buffer":
+            if state != BUFFER:
                 yield state, name, reader.numel(name)
     for name, entry in reader.state.get("buffers", {}).items():
-        yield "buffer", name, torch.Size(entry["shape"]).numel()
+        yield BUFFER, name, torch.Size(entry["shape"]).numel()
 
 
 def _whole_states(reader: CheckpointReader) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Which checkpoints stay once a newer one is committed: the last, the best, every so many steps; the rest go."""
+"""Which checkpoints are kept once a newer one is committed: the last, the best, every so many steps."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.checkpoints.folders import committed_checkpoints, remove_checkpoint, step_in_name
-from pretraining.checkpoints.marker import marker_or_nothing
+from pretraining.checkpoints.format import marker_or_nothing
 from pretraining.metric_names import lower_is_better
 from pretraining.runtime.run_folder import RunFolder
 
@@ -14,11 +14,11 @@ Demote = Callable[[RunFolder, Path, Path], bool]
 
 
 class Kept(NamedTuple):
-    """What retention knows of a committed checkpoint."""
+    """A committed checkpoint as the rule sees it."""
 
     step: int
     measured: float | None
-    """The metric that the best are told by, of the validation after that very step, or None."""
+    """The metric that ranks checkpoints, of the validation after that very step; None if there was none."""
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,22 @@ class Retention:
     """The rule of a recipe's `checkpoints` section.
 
     demote(run, checkpoint, weights_folder) makes a `from_pretrained` folder of a checkpoint, whole or not at all, and
-    tells whether the checkpoint may go now; without it nothing of what goes is kept.
+    returns whether the checkpoint may be removed now; without it nothing of a removed checkpoint is kept.
     """
 
     keep_last: int | None
     """None keeps all."""
     keep_best: int = 0
-    """So many of those with the best validation."""
+    """How many of those with the best validation are kept."""
     keep_every: int | None = None
-    """For ever: those whose step is a multiple."""
+    """Those whose step is a multiple are kept for ever."""
     demote: Demote | None = None
     metric: str = "loss"
-    """Of the validation: what the best are told by."""
+    """Of the validation: what the best are ranked by."""
 
     @classmethod
     def of(cls, section: dict, demote: Demote | None = None, metric: str = "loss") -> "Retention":
-        """The rule of a `checkpoints` section; `demote` counts where `demote_to_weights` is on.
+        """Return the rule of a `checkpoints` section; `demote` counts only if `demote_to_weights` is on.
 
         metric: the recipe's `evaluation.metric`.
         """
@@ -49,11 +49,11 @@ class Retention:
         return cls(**rule, demote=demote if section["demote_to_weights"] else None, metric=metric)
 
     def kept_steps(self, committed: Iterable[Kept]) -> set[int]:
-        """The steps whose checkpoints stay."""
+        """Return the steps whose checkpoints are kept."""
         newest = sorted(committed, reverse=True)
         if self.keep_last is None:
             return {each.step for each in newest}
-        # A NaN is nothing to be best by.
+        # A NaN, which is not equal to itself, never ranks as best.
         measured = [each for each in newest if each.measured == each.measured]
         measured = [each for each in measured if each.measured is not None]
         sign = 1 if lower_is_better(self.metric) else -1
@@ -61,25 +61,25 @@ class Retention:
         every = [each for each in newest if self.keep_every and each.step % self.keep_every == 0]
         return {each.step for each in (*newest[: self.keep_last], *best, *every)}
 
-    def doomed(self, run: RunFolder) -> list[Path]:
-        """The committed checkpoints that go, oldest first."""
+    def to_remove(self, run: RunFolder) -> list[Path]:
+        """Return the committed checkpoints that the rule does not keep, oldest first."""
         folders = committed_checkpoints(run)
         kept = self.kept_steps(Kept(step_in_name(each), measured_at(each, self.metric)) for each in folders)
         return [folder for folder in reversed(folders) if step_in_name(folder) not in kept]
 
     def apply(self, run: RunFolder) -> list[Path]:
-        """Remove what does not stay, called after a commit; killed at any point, the next call goes on.
+        """Remove what the rule does not keep, after a commit; after a kill at any point the next call goes on.
 
-        Returns the checkpoints that had to go.
+        Returns the checkpoints that the rule does not keep.
         """
-        doomed = self.doomed(run)
-        for folder in doomed:
+        removed = self.to_remove(run)
+        for folder in removed:
             weights = run.weights(step_in_name(folder))
             if self.demote is None or weights.exists() or self.demote(run, folder, weights):
                 remove_checkpoint(folder)
-        return doomed
+        return removed
 
 
 def measured_at(folder: Path, metric: str) -> float | None:
-    """A metric of the validation after a checkpoint's step, where it was measured."""
+    """Return a metric of the validation after a checkpoint's step; None if it was not measured."""
     return marker_or_nothing(folder).get("metrics", {}).get(f"eval_{metric}")

@@ -2,10 +2,9 @@
 
 from dataclasses import asdict
 
-from pretraining.checkpoints.find import is_overtaken
-from pretraining.checkpoints.folders import committed_checkpoints, step_in_name
+from pretraining.checkpoints.folders import committed_checkpoints, quick_damage, step_in_name
 from pretraining.checkpoints.identity import Start
-from pretraining.checkpoints.verification import quick_damage
+from pretraining.checkpoints.resume import is_left_behind
 from pretraining.errors import GaveUp
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.process_group import from_rank_0
@@ -15,12 +14,13 @@ from pretraining.runtime.run_folder import RunFolder
 def roll_back(run: RunFolder, start: Start, finding, recipe) -> None:
     """Write a rollback into the journal, which the next `find_start` follows; every rank calls it.
 
-    start: where this attempt began. finding: the `step` whose loss was the reason, and why (`sentence`). Leaves out
-    the samples of `monitors.spikes.skip_steps` steps before it, and of as many from it on. Checkpoints saved since
-    are set aside when the run is opened again.
+    The samples of `monitors.spikes.skip_steps` steps before the finding's, and of as many from it on, are left out.
+    Checkpoints saved since are set aside when the run is opened again.
+
+    start: where this attempt began. finding: the `step` whose loss was the reason, and why (`sentence`).
 
     Raises:
-        GaveUp: on every rank, where the policy is another one or has no rollback left.
+        GaveUp: on every rank, if the policy is another one or has no rollback left.
     """
     last_words = from_rank_0(lambda: _roll_back_on_rank_0(run, start, finding, recipe))
     if last_words is not None:
@@ -28,7 +28,7 @@ def roll_back(run: RunFolder, start: Start, finding, recipe) -> None:
 
 
 def _roll_back_on_rank_0(run: RunFolder, start: Start, finding, recipe) -> str | None:
-    """What to say at the end, or None after a rollback."""
+    """Return the run's last line, or None after a rollback."""
     spikes, done = recipe.monitors["spikes"], len(start.journal.rollbacks)
     step, why, allowed = finding.step, finding.sentence, spikes["max_rollbacks"]
     if spikes["policy"] != "rollback" or done >= allowed:
@@ -42,7 +42,8 @@ def _roll_back_on_rank_0(run: RunFolder, start: Start, finding, recipe) -> str |
 
 
 def _planned(run: RunFolder, start: Start, step: int, spikes: dict, recipe) -> Rollback:
-    """Steps are counted from 0 here: `step - 1` is the one whose loss was the reason."""
+    """Plan the rollback from the loss of optimizer step `step`."""
+    # Counted from 0, `step - 1` is the step whose loss was the reason.
     first_step = max(0, step - 1 - spikes["skip_steps"])
     last_step = step - 1 + spikes["skip_steps"]
     first, last = (
@@ -54,13 +55,13 @@ def _planned(run: RunFolder, start: Start, step: int, spikes: dict, recipe) -> R
 
 
 def _good_step(run: RunFolder, journal: Journal, most_steps: int) -> int:
-    """Steps of the newest checkpoint with at most `most_steps`; 0, the beginning, where there is none.
+    """Return the steps of the newest checkpoint with at most `most_steps`; 0, the beginning, if there is none.
 
-    The files' bytes are compared when it is loaded: where they have changed, an earlier one is taken then.
+    Its bytes are compared when it is loaded: if they have changed, an earlier one is taken then.
     """
     for folder in committed_checkpoints(run):
         step = step_in_name(folder)
-        if step > most_steps or is_overtaken(folder, journal):
+        if step > most_steps or is_left_behind(folder, journal):
             continue
         if quick_damage(folder, of_run=True)[0] is None:
             return step

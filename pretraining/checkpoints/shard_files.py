@@ -25,6 +25,8 @@ FORMAT = 1
 STATE_FILE = "state.json"
 MASTER = "master"
 """The state that holds the fp32 weights."""
+BUFFER = "buffer"
+"""The state that holds the model's persistent buffers."""
 
 _CHUNK_BYTES = 1 << 24
 _MAPPED_BYTES = 1 << 28  # resident pages of the mapped files stay below this
@@ -45,30 +47,30 @@ _TYPES = {
 
 
 def rank_file(rank: int, ranks: int) -> str:
-    """Name of one rank's file, `rank-00000-of-00002.safetensors`."""
+    """Return the name of one rank's file, `rank-00000-of-00002.safetensors`."""
     return f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 def fragment_key(state: str, parameter: str, start: int | None) -> str:
-    """The key of a fragment; `start` None names a state of a shape of its own."""
+    """Return the key of a fragment; `start` None names a state of a shape of its own."""
     return f"{state}/{parameter}@{'whole' if start is None else start}"
 
 
 def write_rank_file(
     path: Path, tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor] | None = None
 ) -> dict:
-    """Write `tensors` as one safetensors file, a tensor in memory at a time where they come from a device.
+    """Write `tensors` as one safetensors file; of tensors on a device, one at a time is copied to memory.
 
-    With `read`, `tensors` give types and shapes alone (on torch's `meta` device), and it the data by name.
+    With `read`, `tensors` give only types and shapes (on torch's `meta` device), and `read` returns the data by name.
 
-    Returns {"bytes", "checksum": "xxh128:<hex>"} once the disk holds the file (fsync); the checksum is taken
-    of the bytes on their way out. The bytes are those that safetensors' own `save_file` would write.
+    Returns the file's `file_entry` once the disk holds it (fsync): the checksum is computed of the bytes as they are
+    written. They are those that safetensors' own `save_file` would write.
     """
     digest, num_bytes = xxhash.xxh128(), 0
     with path.open("wb", buffering=0) as file:
         for piece in _pieces(tensors, read or tensors.__getitem__):
             digest.update(piece)
-            written = 0
+            written = 0  # an unbuffered write may take less than it is given
             while written < len(piece):
                 written += file.write(piece[written:])
             work_done(len(piece))
@@ -78,7 +80,7 @@ def write_rank_file(
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
-    """The file's bytes in order: length of the header (u64), header (JSON, padded to 8 bytes), tensors."""
+    """Yield the file's bytes in order: length of the header (u64), header (JSON, padded to 8 bytes), tensors."""
     order = list(_TYPES)
     names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
     header, end = {}, 0
@@ -103,7 +105,7 @@ class Fragment(NamedTuple):
 
 
 def _without_nested(fragments: list[Fragment]) -> list[Fragment]:
-    """Sorted so that starts and ends both ascend: what lies inside another fragment is not needed."""
+    """Sort so that starts and ends both ascend, without the fragments that are inside another one."""
     kept, end = [], -1
     for fragment in sorted(fragments, key=lambda each: (each.start, -each.numel)):
         if fragment.start + fragment.numel > end:
@@ -113,7 +115,7 @@ def _without_nested(fragments: list[Fragment]) -> list[Fragment]:
 
 
 class CheckpointReader:
-    """Any slice of any state of any parameter, whichever ranks at whichever stage wrote the checkpoint.
+    """Reads any slice of any state of any parameter, whichever ranks at whichever stage wrote the checkpoint.
 
     parameters: {name: shape}; state: what `state.json` holds; ranks: number of ranks that saved.
 
@@ -152,26 +154,27 @@ class CheckpointReader:
                 self._fragments.setdefault((state, parameter), []).append(fragment)
 
     def states(self, parameter: str) -> list[str]:
-        """Names of the per-element states of a parameter: `master`, `exp_avg`, ..."""
+        """Return the names of a parameter's per-element states: `master`, `exp_avg`, ..."""
         return self._states.get(parameter, [])
 
     def whole_states(self, parameter: str) -> list[str]:
-        """Names of the states that have a shape of their own."""
+        """Return the names of a parameter's states that have a shape of their own."""
         return sorted(state for state, name in self._whole if name == parameter)
 
     def numel(self, parameter: str) -> int:
+        """Return the number of elements of a parameter."""
         return prod(self.parameters[parameter])
 
     def dtype(self, state: str, parameter: str) -> torch.dtype:
-        """The type in which a per-element state was saved."""
+        """Return the type in which a per-element state was saved."""
         fragment = self._fragments[state, parameter][0]
         kind = self._opened(fragment.file).get_slice(fragment.key).get_dtype()
         return next(dtype for dtype, name in _TYPES.items() if name == kind)
 
     def read(self, state: str, parameter: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        """The elements [start, start + numel) of a state of the flattened parameter, as a new 1-D tensor.
+        """Return the elements [start, start + numel) of a state of the flattened parameter, as a new 1-D tensor.
 
-        Raises `UserError` where the files do not cover the slice.
+        Raises `UserError` if the files do not cover the slice.
         """
         numel = self.numel(parameter) - start if numel is None else numel
         slice_, at, end = None, start, start + numel
@@ -192,43 +195,43 @@ class CheckpointReader:
         return torch.empty(0) if slice_ is None else slice_
 
     def read_whole(self, state: str, parameter: str) -> torch.Tensor:
-        """A state of a shape of its own."""
+        """Return a state of a shape of its own."""
         fragment = self._whole[state, parameter]
         return self._opened(fragment.file).get_tensor(fragment.key).clone()
 
     def own_tensors(self, rank: int) -> dict[str, torch.Tensor]:
-        """What one of the saving ranks wrote for itself alone, `rng/torch` for one; empty for any other rank."""
+        """Return the tensors that one of the saving ranks wrote for itself (`rng/torch`); {} for any other rank."""
         if rank >= self.ranks:
             return {}
         opened = self._opened(self.files[rank])
         return {key: opened.get_tensor(key).clone() for key in opened.keys() if "@" not in key}  # noqa: SIM118
 
     def _part(self, fragment: Fragment, start: int, stop: int) -> torch.Tensor:
-        """A view of the mapped file; copy it before the next read."""
+        """Return a view of the mapped file; copy it before the next read."""
         part = self._opened(fragment.file).get_slice(fragment.key)[start:stop]
         self._served_bytes += part.numel() * part.element_size()
         return part
 
     def _opened(self, file: str) -> safe_open:
         if self._served_bytes > _MAPPED_BYTES:
-            self.close()
+            self.close()  # pages that were read stay resident until the file is unmapped
         if file not in self._open_files:
             self._open_files[file] = safe_open(self.folder / file, framework="pt")
         return self._open_files[file]
 
     def close(self) -> None:
-        """Let go of the mapped files; the next read maps them again."""
+        """Close the mapped files; the next read maps them again."""
         self._open_files.clear()
         self._served_bytes = 0
 
 
 def assemble(reader: CheckpointReader, parameter: str, state: str = MASTER) -> torch.Tensor:
-    """The full tensor of a parameter (fp32 for `master`), in its own shape."""
+    """Read the full tensor of a parameter (fp32 for `master`), in its own shape."""
     return reader.read(state, parameter).view(reader.parameters[parameter])
 
 
 def read_state(folder: Path) -> dict:
-    """What is the same on every rank; `UserError` where the folder is of another or a newer format."""
+    """Read what is the same on every rank; `UserError` if the folder is of another or a newer format."""
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -246,7 +249,7 @@ def read_state(folder: Path) -> dict:
 
 
 def _rank_files(folder: Path) -> list[str]:
-    """The ranks' files in their order, all of one save."""
+    """Return the ranks' files in their order; `UserError` unless they are all of one save."""
     found = sorted(match[0] for path in folder.iterdir() if (match := _RANK_FILE.fullmatch(path.name)))
     expected = int(_RANK_FILE.fullmatch(found[0])[2]) if found else 1
     files = [rank_file(rank, expected) for rank in range(expected)]

@@ -1,26 +1,38 @@
-"""Committed checkpoints go to `checkpoints.upload` behind training: files, then receipts, and the marker last.
+"""Uploading committed checkpoints to `checkpoints.upload` in the background: files, then receipts, the marker last.
 
 Each rank's thread sends the files that the rank wrote; rank 0 adds the marker once every rank's receipt is there. A
-store that fails costs an event, never the run. One checkpoint is under way at a time; those committed meanwhile are
-left out but for the newest, which goes up next, or at the end.
+store that fails costs an event, never the run. One checkpoint is under way at a time; of those committed meanwhile
+only the newest is uploaded, next or at the end.
 """
 
+from __future__ import annotations
+
+import json
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import xxhash
+
 from pretraining.addresses import masked
-from pretraining.checkpoints.marker import MARKER
-from pretraining.checkpoints.parcel import Parcel
+from pretraining.checkpoints.format import MARKER, receipt_name
 from pretraining.checkpoints.remote import RemoteRun
-from pretraining.runtime.heartbeat import long_work
+from pretraining.errors import UserError
+from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import gather_from_ranks, host_group, rank_and_world_size
 from pretraining.runtime.run_folder import RunFolder
 
 _PAUSE_SECONDS = 0.05
 _RECEIPT_PAUSE_SECONDS = 1.0
+_CHUNK_BYTES = 8 << 20
+
+RUN_FILES = ("recipe.json", "changes.json", "journal.jsonl", "flagged_blocks.jsonl", "metrics.jsonl")
+RUN_FILES += ("events.jsonl", "wandb_id")
+"""Files of the run folder that a start on an empty machine needs besides the checkpoint."""
 
 
 class _GivenUp(Exception):
@@ -30,7 +42,7 @@ class _GivenUp(Exception):
 class Uploader:
     """Sends a run's committed checkpoints; every rank makes one, and calls the same methods at the same steps.
 
-    mirror: checkpoints that retention removes here (`forget`) are removed there too, after the next one is complete.
+    mirror: checkpoints that retention removes here (`remove`) are removed there too, after the next upload.
     """
 
     def __init__(self, run: RunFolder, remote: RemoteRun, mirror: bool = True):
@@ -41,24 +53,25 @@ class Uploader:
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._given_up = threading.Event()
-        self._doomed: list[str] = []
+        self._removed_here: list[str] = []
         self._sent: dict | None = None
 
-    def forget(self, names: list[str]) -> None:
-        """Rank 0's retention has removed these checkpoints here."""
+    def remove(self, names: list[str]) -> None:
+        """Remove from the store, after the next upload, the checkpoints that rank 0's retention removed here."""
         if self.mirror:
-            self._doomed += names
+            self._removed_here += names
 
     def offer(self, folder: Path) -> None:
-        """A checkpoint is committed: it goes up now, or next where one is still under way. All ranks call this."""
+        """Upload a committed checkpoint now, or next if another one is under way. All ranks call this."""
         if self._waiting is not None:
             self._add_event("upload_left_out", checkpoint=self._waiting.name)
             self._waiting.close()
+        # Its files are opened now: retention may remove them before their turn comes.
         self._waiting = Parcel(folder, self.rank, self.ranks)
         self._proceed()
 
-    def drain(self, seconds: float | None = None) -> bool:
-        """Wait until everything offered is up or has failed, or for so many seconds; whether that is so."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until all offered uploads are done or have failed, or for so many seconds; returns whether they are."""
         until = None if seconds is None else time.monotonic() + seconds
         with long_work():
             while not self._proceed():
@@ -70,7 +83,7 @@ class Uploader:
         return True
 
     def _proceed(self) -> bool:
-        """Where all ranks are idle, the next one begins; whether nothing is left. The ranks agree here."""
+        """Begin the next upload if all ranks are idle; returns whether nothing is left. The ranks agree here."""
         busy = self._thread is not None and self._thread.is_alive()
         states = gather_from_ranks((busy, self._failure), self._group)
         failures = [failure for _, failure in states if failure]
@@ -78,7 +91,7 @@ class Uploader:
             self._given_up.set()  # rank 0 may wait for a receipt that will not come
         if any(busy for busy, _ in states):
             return False
-        self._tell(failures)
+        self._report(failures)
         if self._waiting is None:
             return True
         parcel, self._waiting, self._failure = self._waiting, None, None
@@ -87,8 +100,8 @@ class Uploader:
         self._thread.start()
         return False
 
-    def _tell(self, failures: list[str]) -> None:
-        """What became of the last one, as events of rank 0."""
+    def _report(self, failures: list[str]) -> None:
+        """Add what became of the last upload to the events, on rank 0."""
         if self._sent:
             self._add_event("upload", **self._sent)
         if failures:
@@ -105,18 +118,18 @@ class Uploader:
         try:
             self._send(parcel)
         except _GivenUp:
-            pass  # the other rank tells why
-        except Exception as error:  # whatever it is, training goes on and the run tells it
+            pass  # the other rank reports why
+        except Exception as error:  # whatever it is, training goes on and the run reports it
             self._failure = masked(f"{parcel.name}: {str(error) or type(error).__name__}")
         finally:
             parcel.close()
 
     def _send(self, parcel: Parcel) -> None:
-        """This rank's part; what an upload that was interrupted has sent is not sent again."""
+        """Send this rank's part; what an interrupted upload has sent already is not sent again."""
         began, marker = time.perf_counter(), f"{parcel.name}/{MARKER}"
         found = self.remote.read_if_there(marker)
         if found == parcel.marker:
-            return self._send_run_files(parcel)  # a rollback since then counts there too
+            return self._send_run_files(parcel)  # the store must learn of a rollback since then
         if found is not None and self.rank == 0:
             self.remote.remove(marker)
         for receipt in parcel.own_receipts:
@@ -135,7 +148,7 @@ class Uploader:
             self.remote.write_bytes(name, content)
 
     def _send_files(self, parcel: Parcel, receipt: str) -> None:
-        """One saving rank's files, then its receipt."""
+        """Send one saving rank's files, then its receipt."""
         where, content = f"{parcel.name}/{receipt}", parcel.receipts[receipt]
         if self.remote.read_if_there(where) == content:
             return
@@ -144,13 +157,64 @@ class Uploader:
         self.remote.write_bytes(where, content)
 
     def _await_receipts(self, parcel: Parcel) -> None:
-        """Return once the store holds the receipts that the marker was written upon."""
+        """Return once the store holds all receipts that the marker names."""
         for receipt, content in parcel.receipts.items():
             while self.remote.read_if_there(f"{parcel.name}/{receipt}") != content:
                 if self._given_up.wait(_RECEIPT_PAUSE_SECONDS):
                     raise _GivenUp
 
     def _mirror_removals(self) -> None:
-        while self._doomed:
-            self.remote.remove_checkpoint(self._doomed[0])
-            self._doomed.pop(0)
+        while self._removed_here:
+            self.remote.remove_checkpoint(self._removed_here[0])
+            self._removed_here.pop(0)
+
+
+class Parcel:
+    """What one rank sends of a committed checkpoint: its files, held open so that they outlive their removal here.
+
+    receipts: {name: content} of every rank that saved. own_receipts: those whose files this rank sends; if another
+    number of ranks saved, each sends its share. run_files: of the run folder, on rank 0 alone.
+    """
+
+    def __init__(self, folder: Path, rank: int, ranks: int):
+        self.name = folder.name
+        self.marker = (folder / MARKER).read_bytes()
+        saved_by = len(list(folder.glob("rank-*.safetensors")))
+        names = [receipt_name(saver, saved_by) for saver in range(saved_by)]
+        self.receipts = {name: (folder / name).read_bytes() for name in names}
+        self.own_receipts = names[rank::ranks]
+        self._open = ExitStack()
+        self._files = {
+            name: self._open.enter_context((folder / name).open("rb", buffering=0))
+            for receipt in self.own_receipts
+            for name in self.files_of(receipt)
+        }
+        paths = [folder.parent / name for name in RUN_FILES] if rank == 0 else []
+        self.run_files = {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of every rank's files."""
+        return sum(entry["bytes"] for name in self.receipts for entry in self.files_of(name).values())
+
+    def files_of(self, receipt: str) -> dict[str, dict]:
+        """Return {file: {"bytes", "checksum"}} of one rank that saved."""
+        return json.loads(self.receipts[receipt])["files"]
+
+    def chunks(self, name: str, entry: dict) -> Iterator[bytes]:
+        """Yield a file's bytes in order; `UserError` before the last of them if they are not those committed."""
+        file, digest, last = self._files[name], xxhash.xxh128(), b""
+        file.seek(0)
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            if last:
+                yield last
+                work_done(len(last))  # the store has taken it
+            last = chunk
+        if f"xxh128:{digest.hexdigest()}" != entry["checksum"]:
+            raise UserError(f"{name} of {self.name} has changed since it was committed")
+        yield last
+
+    def close(self) -> None:
+        """Close the files: the disk can use the room of those that are removed."""
+        self._open.close()

@@ -13,6 +13,7 @@ from pretraining.data.manifest import FORMAT, digest_of
 from pretraining.data.sources import Source, source_from_json
 from pretraining.data.text_files import Document, Extent
 from pretraining.errors import UserError
+from pretraining.recipe.data import Data
 
 SPLIT_SEED = 0x73706C6974
 BATCH_BYTES = 1 << 20
@@ -117,16 +118,15 @@ class Corpus:
     """The pieces that are tokenized together: neighbours of one source."""
 
     @classmethod
-    def of(cls, data: dict, sources: list[Source]) -> "Corpus":
+    def of(cls, data: Data, sources: list[Source]) -> "Corpus":
         """Cut the opened sources of a data section, which may read their files' footers."""
-        places = [spec.get("path") or spec.get("dataset") or spec["builtin"] for spec in data["sources"]]
+        places = [spec.path or spec.dataset or spec.builtin for spec in data.sources]
         pieces = [
             Piece(number, extents)
             for number, source in enumerate(sources)
             for extents in source.cut(PIECE_BYTES)
         ]
-        skip_undecodable = bool(data.get("skip_undecodable"))
-        return cls(data["name"], places, sources, skip_undecodable, pieces, _gather(pieces, sources))
+        return cls(data.name, places, sources, data.skip_undecodable, pieces, _gather(pieces, sources))
 
     @cached_property
     def keys(self) -> list[str]:

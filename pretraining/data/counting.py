@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pretraining.data.corpus import CLEANING_KEYS, Batch, Corpus, prefetch, read_batches
 from pretraining.data.progress import Progress
 from pretraining.data.sources import open_sources
-from pretraining.mixture import source_name
+from pretraining.recipe.data import source_name
 
 if TYPE_CHECKING:
     from pretraining.data.encoder import Encoder
@@ -60,26 +60,26 @@ def count_data(recipe, num_documents: int | None = None, show_progress: bool = T
     With `num_documents`, only the first so many of each source. A tokenizer that is to be trained is trained, and
     forgotten. Raises UserError as a preparation does.
     """
-    data, sources = recipe.data, open_sources(recipe.data["sources"])
+    data, sources = recipe.data, open_sources(recipe.data.to_dict()["sources"])
     with Progress("counting", show_progress) as progress, tempfile.TemporaryDirectory() as folder:
         encoder = _open_encoder(recipe, Corpus.of(data, sources), Path(folder), progress)
         progress.label("counting")
         rows, skips = [], []
         for number, source in enumerate(sources):
             skipped: dict[str, int] = {}
-            batches = read_batches(number, source.documents(), skipped, bool(data.get("skip_undecodable")))
+            batches = read_batches(number, source.documents(), skipped, data.skip_undecodable)
             rows.append(_count(_first_documents(batches, num_documents), encoder, progress))
             skips.append(skipped)
     token_bytes = encoder.dtype.itemsize
     total = {key: sum(row[key] for row in rows) for key in rows[0]}
     return TokenCounts(
-        name=data["name"],
+        name=data.name,
         encoder=encoder.backend.name,
         documents_of_each_source=num_documents,
-        before_cleaning=any(data.get(key) for key in CLEANING_KEYS),
+        before_cleaning=any(getattr(data, key) for key in CLEANING_KEYS),
         sources=[
             {"source": source_name(spec), **_with_ratios(row, token_bytes)}
-            for spec, row in zip(data["sources"], rows, strict=True)
+            for spec, row in zip(data.to_dict()["sources"], rows, strict=True)
         ],
         total=_with_ratios(total, token_bytes),
         skipped={key: sum(skipped[key] for skipped in skips) for key in skips[0]},
@@ -94,12 +94,13 @@ def _open_encoder(recipe, corpus: Corpus, folder: Path, progress: Progress) -> "
     from pretraining.data.shards import token_dtype
 
     data, vocab_size = recipe.data, recipe.model["vocab_size"]
-    stage = MakeTokenizer(folder, corpus, data["tokenizer"], vocab_size, data["validation_share"])
+    stage = MakeTokenizer(folder, corpus, data.tokenizer, vocab_size, data.validation_share)
     stage.run(0, folder / "tokenizer", progress)
     info = stage.describe(folder / "tokenizer")
     sample = [text for text, _ in islice(corpus.sources[0].documents(), 20) if text]
-    wanted = data.get("encoder", "auto")
-    encoder = Encoder.open(folder / "tokenizer", info, token_dtype(info.vocab_size), wanted, sample=sample)
+    encoder = Encoder.open(
+        folder / "tokenizer", info, token_dtype(info.vocab_size), data.encoder, sample=sample
+    )
     if encoder.note and progress.shown:
         print(encoder.note, file=sys.stderr)
     return encoder

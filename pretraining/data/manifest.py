@@ -9,8 +9,7 @@ from pretraining.data.publishing import kept_beside
 from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
 from pretraining.recipe import recipe_schema
-from pretraining.recipe_defaults import filled_deeply
-from pretraining.schema import Difference, check, differences
+from pretraining.schema import Difference, check, differences, filled
 
 if TYPE_CHECKING:
     import numpy
@@ -61,12 +60,12 @@ SHAPE = {
 
 def deciding_section(data: dict) -> dict:
     """The part of a data section that decides the prepared bytes; what it leaves out has its default."""
-    filled = filled_deeply(data, recipe_schema()["properties"]["data"])
+    whole = filled(data, recipe_schema()["properties"]["data"])
     sources = [
         {key: spec[key] for key in DECIDING_SOURCE_KEYS if spec.get(key) is not None}
-        for spec in filled["sources"]
+        for spec in whole["sources"]
     ]
-    return {key: sources if key == "sources" else filled.get(key) for key in DECIDING_KEYS}
+    return {key: sources if key == "sources" else whole.get(key) for key in DECIDING_KEYS}
 
 
 def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None = None) -> list[str]:
@@ -119,12 +118,12 @@ def consulted(data: dict) -> dict:
     """What filters and decontamination go by, with checksums of the files they read, each under its dotted key."""
     found = {}
     if data.get("filters"):
-        from pretraining.data.quality import FilterChain
+        from pretraining.data.quality.chain import FilterChain
 
         chain = FilterChain.of(data["filters"])
         found = {f"data.filters.{number}": rule for number, rule in enumerate(chain.identity)}
     if (data.get("decontaminate") or {}).get("folder"):
-        from pretraining.data.dedup.evaluation_sets import fingerprint_of_sets
+        from pretraining.data.dedup.decontamination import fingerprint_of_sets
 
         found["data.decontaminate.folder"] = {
             "files": fingerprint_of_sets(data["decontaminate"]["folder"], [])
@@ -239,7 +238,7 @@ def report_text(manifest: dict) -> str:
     """Describe what filters, decontamination and deduplication took out; empty if the recipe asked for none."""
     parts = []
     if "filters" in manifest:
-        from pretraining.data.quality import FilterReport
+        from pretraining.data.quality.report import FilterReport
 
         parts.append(FilterReport.from_dict(manifest["filters"]).as_text())
     if "decontamination" in manifest:

@@ -1,55 +1,226 @@
-"""The global order: which block the run's i-th sample is, as arithmetic instead of an index file."""
+"""The order of a run: which block its i-th sample is, as arithmetic instead of an index file, and the shards it needs.
+
+Every order is a pure function of the sample's position: nothing depends on ranks, micro-batch or accumulation, and a
+run can be resumed anywhere without reading what came before.
+"""
 
 import hashlib
-from typing import Protocol
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-NUM_ROUNDS = 8
-MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-"""Of the splitmix64 finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
-MULTIPLIERS_AS_INTEGERS = tuple(map(int, MULTIPLIERS))
-WORD = (1 << 64) - 1
+from pretraining.data.interleaving import Interleaving
 
-FEW = 16
+_NUM_ROUNDS = 8
+
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+"""Of the splitmix64 finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+
+_MULTIPLIERS_AS_INTEGERS = tuple(map(int, _MULTIPLIERS))
+_WORD = (1 << 64) - 1
+
+_FEW = 16
 """Up to so many positions are cheaper one by one than as an array."""
 
 
-class Order(Protocol):
-    """Which block each sample of a run is: a pure function of the sample's position."""
+class Order:
+    """Which block each sample of a run is."""
 
     num_blocks: int
+    group_size: int | None = None
+    """Shards that are shuffled together; None: all of them."""
 
     def blocks(self, sample_indices: np.ndarray) -> np.ndarray:
-        """[n] block numbers (int64) of the samples at positions [n] of the run."""
+        """Return the block numbers [n], int64, of the samples at positions [n] of the run, of any epoch."""
+        raise NotImplementedError
+
+    def positions(self, sample_indices: np.ndarray) -> np.ndarray:
+        """Return the positions [n], int64, in the undisturbed order: those of the run, unless windows are left out."""
+        return np.asarray(sample_indices, np.int64)
+
+    @property
+    def orders(self) -> Sequence["Order"]:
+        """The order of each source: of a single stream, its own."""
+        return (self,)
 
 
-class GlobalOrder:
-    """A fresh permutation of the blocks for every epoch; a pure function of (seed, fingerprint, sample).
+class _EpochOrder(Order):
+    """An order in which every epoch reads each block once, in a fresh order."""
 
-    Any sample costs O(1), whatever its position; nothing depends on ranks, micro-batch or accumulation.
-    """
+    def blocks(self, sample_indices: np.ndarray) -> np.ndarray:
+        epochs, positions = np.divmod(np.asarray(sample_indices, np.int64), self.num_blocks)
+        blocks = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            blocks[chosen] = self._blocks_of_epoch(positions[chosen], epoch)
+        return blocks
+
+    def _blocks_of_epoch(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        raise NotImplementedError
+
+
+class GlobalOrder(_EpochOrder):
+    """A fresh permutation of all blocks for every epoch, by (seed, fingerprint, epoch). Any sample costs O(1)."""
 
     def __init__(self, num_blocks: int, seed: int, fingerprint: str):
         self.num_blocks, self.seed, self.fingerprint = num_blocks, seed, fingerprint
         self._permutation = Permutation(num_blocks)
 
+    def _blocks_of_epoch(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        return self._permutation.permute(positions, f"{self.seed}/{self.fingerprint}/{epoch}")
+
+
+class _Epoch(NamedTuple):
+    """The arrangement of one epoch in groups."""
+
+    shards: np.ndarray
+    """[shards]: the shuffled shards, without those in which no block starts."""
+    shard_ends: np.ndarray
+    """[shards]: position in the epoch, in blocks, after each of them, if they were read in sequence."""
+    group_starts: np.ndarray
+    """[groups + 1]: position in the epoch at which each group begins."""
+
+
+class GroupedOrder(_EpochOrder):
+    """Every epoch: the shards in a fresh order, `group_size` of them at a time, the blocks of a group shuffled.
+
+    For data that is streamed: samples of one group need `group_size` shards and, for a block that goes on over a
+    shard's end, the head of the next. By (seed, fingerprint, epoch); any sample costs O(log shards).
+    """
+
+    def __init__(self, first_blocks: np.ndarray, group_size: int, seed: int, fingerprint: str):
+        """first_blocks: [shards + 1], as `blocks_starting` gives them."""
+        if group_size < 1:
+            raise ValueError(f"group_size is {group_size}, must be at least 1")
+        self.first_blocks = np.asarray(first_blocks, np.int64)
+        self.num_blocks = int(self.first_blocks[-1])
+        self.group_size, self.seed, self.fingerprint = group_size, seed, fingerprint
+        self._filled = np.flatnonzero(np.diff(self.first_blocks))
+        self._epoch = lru_cache(maxsize=4)(self._arrange)
+
+    def __getstate__(self) -> dict:
+        # The cache of a bound method cannot be pickled; workers fill their own.
+        return {key: value for key, value in self.__dict__.items() if key != "_epoch"}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._epoch = lru_cache(maxsize=4)(self._arrange)
+
+    def _arrange(self, epoch: int) -> _Epoch:
+        shuffled = Permutation(len(self._filled)).permute(np.arange(len(self._filled)), self._label(epoch))
+        shards = self._filled[shuffled]
+        ends = np.cumsum(np.diff(self.first_blocks)[shards])
+        starts = np.concatenate([[0], ends[self.group_size - 1 :: self.group_size]])
+        # The last group may have fewer shards.
+        return _Epoch(shards, ends, starts if starts[-1] == ends[-1] else np.append(starts, ends[-1]))
+
+    def _label(self, *parts: int) -> str:
+        return "/".join(map(str, ("grouped", self.seed, self.fingerprint, self.group_size, *parts)))
+
+    def _blocks_of_epoch(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        shards, ends, starts = self._epoch(epoch)
+        groups = np.searchsorted(starts, positions, side="right") - 1
+        landed = np.empty_like(positions)
+        for group in np.unique(groups):
+            chosen, start = groups == group, starts[group]
+            inside = Permutation(int(starts[group + 1] - start))
+            label = self._label(epoch, int(group))
+            landed[chosen] = start + inside.permute(positions[chosen] - start, label)
+        which = np.searchsorted(ends, landed, side="right")
+        return self.first_blocks[shards[which] + 1] - (ends[which] - landed)
+
+
+def blocks_starting(token_starts: np.ndarray, sequence_length: int, num_blocks: int) -> np.ndarray:
+    """Return the first block that starts in each shard, then `num_blocks`: [shards + 1], int64.
+
+    token_starts: [shards + 1], the tokens before each shard, as `TokenSplit.token_starts` has them.
+    """
+    return np.minimum(-(-np.asarray(token_starts, np.int64) // sequence_length), num_blocks)
+
+
+class MixedOrder(Order):
+    """The order over several sources, whose blocks are numbered through, source after source.
+
+    The interleaving says which draw of which source a sample is, and the source's own order which block that draw is:
+    epochs of a source follow each other without repeating a block inside one, whatever the shares do.
+    """
+
+    def __init__(self, interleaving: Interleaving, orders: Sequence[Order]):
+        if len(orders) != interleaving.num_sources:
+            raise ValueError(f"{len(orders)} orders for {interleaving.num_sources} interleaved sources")
+        self.interleaving, self._orders = interleaving, tuple(orders)
+        counts = [order.num_blocks for order in orders]
+        self.num_blocks = sum(counts)
+        self._first_blocks = np.cumsum([0, *counts[:-1]], dtype=np.int64)
+
+    @property
+    def orders(self) -> Sequence[Order]:
+        return self._orders
+
     def blocks(self, sample_indices: np.ndarray) -> np.ndarray:
-        """[n] block numbers (int64) of the samples at positions [n] of the run, of any epoch."""
-        epochs, positions = np.divmod(np.asarray(sample_indices, np.int64), self.num_blocks)
-        blocks = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            label = f"{self.seed}/{self.fingerprint}/{epoch}"
-            blocks[chosen] = self._permutation.permute(positions[chosen], label)
+        sources, draws = self.interleaving.draws(sample_indices)
+        blocks = np.empty_like(draws)
+        for source in np.unique(sources):
+            chosen = sources == source
+            blocks[chosen] = self._orders[source].blocks(draws[chosen]) + self._first_blocks[source]
         return blocks
+
+
+class OrderWithout(Order):
+    """The samples of `order` outside the windows [first, last) of its positions; O(1) a sample in the run.
+
+    What a rollback leaves out moves every later sample forward.
+    """
+
+    def __init__(self, order: Order, left_out: Sequence[tuple[int, int]]):
+        """left_out: disjoint windows in order (`Journal.left_out`)."""
+        self.order, self.num_blocks = order, order.num_blocks
+        windows = np.array(left_out, np.int64).reshape(-1, 2)
+        self._shifts = np.concatenate([[0], np.cumsum(windows[:, 1] - windows[:, 0])])
+        self._starts = windows[:, 0] - self._shifts[:-1]
+
+    @property
+    def orders(self) -> Sequence[Order]:
+        return self.order.orders
+
+    def positions(self, sample_indices: np.ndarray) -> np.ndarray:
+        samples = np.asarray(sample_indices, np.int64)
+        return samples + self._shifts[np.searchsorted(self._starts, samples, side="right")]
+
+    def blocks(self, sample_indices: np.ndarray) -> np.ndarray:
+        return self.order.blocks(self.positions(sample_indices))
+
+
+class ShardNeeds:
+    """sample -> shard, for an order over the blocks of one or several splits: what a prefetch works from.
+
+    A block belongs to the shard it starts in; if it ends in the next one, the few tokens there are not counted as a
+    need of that shard.
+    """
+
+    def __init__(self, order: Order, first_blocks: Sequence[np.ndarray]):
+        """first_blocks: for each split [shards + 1], as `blocks_starting` gives them."""
+        self.order = order
+        bases = np.cumsum([0, *(int(starts[-1]) for starts in first_blocks)], dtype=np.int64)
+        shifted = [starts[:-1] + base for starts, base in zip(first_blocks, bases, strict=False)]
+        self._starts = np.concatenate(shifted)
+        self._splits = np.repeat(np.arange(len(first_blocks)), [len(starts) for starts in shifted])
+        self._numbers = np.concatenate([np.arange(len(starts)) for starts in shifted])
+
+    def of(self, samples: np.ndarray) -> np.ndarray:
+        """Return for each sample the split and the shard in it that its block starts in: [n, 2] int64."""
+        blocks = self.order.blocks(np.asarray(samples, np.int64))
+        shards = np.searchsorted(self._starts, blocks, side="right") - 1
+        return np.stack([self._splits[shards], self._numbers[shards]], axis=1)
 
 
 class Permutation:
     """Keyed permutations of `num_blocks` numbers, any place of any of them in O(1).
 
     A Feistel network (Luby and Rackoff, 1988) over the next power of two, walked along its cycles until it
-    lands on a block (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    reaches a block (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
 
     def __init__(self, num_blocks: int):
@@ -60,20 +231,21 @@ class Permutation:
         self._widths = (num_bits - num_bits // 2, num_bits // 2)
 
     def permute(self, positions: np.ndarray, label: str) -> np.ndarray:
-        """[n] int64: where each position lands under the key of `label`; outside ones are walked on."""
+        """Return what each position is mapped to under the key of `label`: [n] int64."""
         if self.num_blocks == 1:
             return np.zeros(len(positions), np.int64)
         keys = _keys(label)
-        if len(positions) <= FEW:
+        if len(positions) <= _FEW:
             integers = keys.tolist()
             return np.array([self._permute_one(place, integers) for place in positions.tolist()], np.int64)
         values = self._feistel(positions.astype(np.uint64), keys)
+        # Results beyond the blocks are mapped on until all are inside (cycle walking).
         while (outside := values >= self.num_blocks).any():
             values[outside] = self._feistel(values[outside], keys)
         return values.astype(np.int64)
 
     def _permute_one(self, value: int, keys: list[int]) -> int:
-        """`permute` for one position, in Python's integers: the arrays' fixed cost pays off for many only."""
+        """`permute` for one position, in Python's integers: faster than arrays for a few."""
         while True:
             high_bits, low_bits = self._widths
             for key in keys:
@@ -85,7 +257,7 @@ class Permutation:
                 return value
 
     def _feistel(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """A permutation of [0, 2**bits): the halves swap each round, so an odd number of bits works too."""
+        """Permute [0, 2**bits): the halves swap each round, so an odd number of bits works too."""
         high_bits, low_bits = self._widths
         for key in keys:
             low = values & np.uint64((1 << low_bits) - 1)
@@ -97,21 +269,21 @@ class Permutation:
 
 
 def _keys(label: str) -> np.ndarray:
-    """[NUM_ROUNDS] uint64 keys of one permutation."""
-    return np.frombuffer(hashlib.blake2b(label.encode(), digest_size=8 * NUM_ROUNDS).digest(), "<u8")
+    """[_NUM_ROUNDS] uint64 keys of one permutation."""
+    return np.frombuffer(hashlib.blake2b(label.encode(), digest_size=8 * _NUM_ROUNDS).digest(), "<u8")
 
 
 def _scramble(values: np.ndarray, key: np.uint64) -> np.ndarray:
     """A well-mixed uint64 for each value under `key`; array arithmetic wraps modulo 2**64 silently."""
     mixed = values ^ key
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * MULTIPLIERS[0]
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * MULTIPLIERS[1]
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MULTIPLIERS[0]
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MULTIPLIERS[1]
     return mixed ^ (mixed >> np.uint64(31))
 
 
 def _scramble_one(value: int, key: int) -> int:
     """`_scramble` of one value."""
     mixed = value ^ key
-    mixed = (mixed ^ mixed >> 30) * MULTIPLIERS_AS_INTEGERS[0] & WORD
-    mixed = (mixed ^ mixed >> 27) * MULTIPLIERS_AS_INTEGERS[1] & WORD
+    mixed = (mixed ^ mixed >> 30) * _MULTIPLIERS_AS_INTEGERS[0] & _WORD
+    mixed = (mixed ^ mixed >> 27) * _MULTIPLIERS_AS_INTEGERS[1] & _WORD
     return mixed ^ mixed >> 31

@@ -13,7 +13,7 @@ from pretraining.data.manifest import (
     tokenizer_difference,
     verify,
 )
-from pretraining.data.packed import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.data.tokenizer import check_vocabulary, fingerprint_of
@@ -63,7 +63,7 @@ def open_prepared(recipe, data_root: Path | str, cache: CacheSettings | None = N
     """
     if is_remote(data_root):
         return _open_remote(recipe, data_root, cache or CacheSettings.of())
-    folder = Path(data_root) / recipe.data["name"]
+    folder = Path(data_root) / recipe.data.name
     command = _preparing_command(recipe, Path(data_root))
     manifest = read_manifest(folder)
     if manifest is None:
@@ -80,7 +80,7 @@ def _open_remote(recipe, data_root: str, cache: CacheSettings) -> PreparedData:
     from pretraining.data.streaming.cache import ShardCache
     from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
 
-    remote = RemoteData(f"{data_root}/{recipe.data['name']}", ShardCache(cache.folder, cache.max_bytes))
+    remote = RemoteData(f"{data_root}/{recipe.data.name}", ShardCache(cache.folder, cache.max_bytes))
     manifest = remote.read_manifest()
     command, copying = _preparing_command(recipe, REPOSITORY / "data"), f", then copy it to {remote.address}"
     _check_manifest(recipe, manifest, remote.address, f"{command} --replace{copying}")
@@ -91,7 +91,7 @@ def _open_remote(recipe, data_root: str, cache: CacheSettings) -> PreparedData:
 
 
 def _check_manifest(recipe, manifest: dict, place: Path | str, command: str) -> None:
-    _check_section(recipe.data, manifest, place, command)
+    _check_section(recipe.data.to_dict(), manifest, place, command)
     check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model["vocab_size"])
 
 

@@ -18,7 +18,7 @@ from pretraining.command_line import (
 from pretraining.doctor.disks import check_disks
 from pretraining.doctor.findings import Finding, as_lines, summary, summary_line
 from pretraining.doctor.gpus import check_gpus, read_gpus, torch_build
-from pretraining.doctor.launch import Launch, check_fit, plan_launch
+from pretraining.doctor.launch import Launch, check_earlier_start, check_fit, plan_launch
 from pretraining.doctor.machine import check_machine
 from pretraining.doctor.reach import ask_around
 from pretraining.doctor.software import check_software, versions
@@ -44,20 +44,21 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     began, launched = time.monotonic(), started_by_launcher()
     first = not launched or os.environ["RANK"] == "0"
-    findings, launch = examine(options) if first else ([], None)
+    here, launch = examine(options) if not launched or os.environ["LOCAL_RANK"] == "0" else ([], None)
+    findings = shown = here
     if launched:
         prepare_imports()
         from pretraining.doctor.cluster import end_rank, examine_cluster
 
+        own = [each.on(socket.gethostname()) for each in here] if launch and launch.several_machines else here
         if first and not options.json:
-            print(as_lines(findings), flush=True)  # what follows may end in an abort that this explains
-        together = examine_cluster(options)
-        findings, shown = findings + together, together
+            print(as_lines(own), flush=True)  # what follows may end in an abort that this explains
+        of_nodes, together = examine_cluster(options, list(here))
         if not first:
             return end_rank(FINISHED)
-    else:
-        shown = findings
-    kept = _keep(findings, launch)
+        shown = [each for each in of_nodes if each not in here and each not in own] + together
+        findings, here = of_nodes + together, here + together
+    kept = _keep(here, launch)
     found = summary(findings, time.monotonic() - began)
     if options.json:
         print(json.dumps(_answer(findings, found, launch, kept), indent=2))
@@ -110,7 +111,8 @@ def examine(options: argparse.Namespace) -> tuple[list[Finding], Launch]:
     launch, refused = plan_launch(options, gpus)
     elsewhere = ask_around(launch)  # answers come while the machine itself is looked at
     findings = check_gpus(gpus, torch) + check_software(launch) + check_machine(launch) + check_disks(launch)
-    return [*findings, *elsewhere.findings(), *refused, *check_fit(launch)], launch
+    findings += [*elsewhere.findings(), *refused, *check_earlier_start(launch), *check_fit(launch)]
+    return findings, launch
 
 
 def _keep(findings: list[Finding], launch: Launch) -> Path | None:

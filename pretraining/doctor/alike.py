@@ -114,9 +114,9 @@ def _difference(call: RollCall, key: str, value: str, ranks: list[int], usual: s
         "install the same on every node (pip install -r requirements.txt), or share one folder",
     )
     if key.startswith("variable"):
-        remedy = (
-            f"set {key.removeprefix('variable ')} alike on all nodes, or nowhere: collectives would not match"
-        )
+        name = key.removeprefix("variable ")
+        export = "" if usual == "not set" else f"export {name}={usual} on every node, or "
+        remedy = f"{export}unset {name} everywhere: collectives would not match"
     elif key.startswith("commit"):
         remedy = "check out the same commit of this repository on every node, without changes of its own"
     elif key in ("GPU", "GPU memory", "driver"):

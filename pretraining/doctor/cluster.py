@@ -17,7 +17,7 @@ import torch
 from pretraining.command_line import world_size_here
 from pretraining.doctor.alike import ClockQuestion, compare_ranks, describe_rank, judge_clocks
 from pretraining.doctor.devices import measure_devices
-from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, worst
+from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, of_all_nodes, worst
 from pretraining.doctor.folders import (
     BYTES_ELSEWHERE,
     BYTES_ON_GPU_MACHINES,
@@ -54,10 +54,16 @@ JOIN_SECONDS = 60.0
 """NCCL makes its first group of hundreds of ranks within this."""
 
 
-def examine_cluster(options: Namespace) -> list[Finding]:
-    """Examine the ranks that a launcher started, together; every rank calls it, rank 0 has all findings.
+def examine_cluster(options: Namespace, machine: list[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """Examine the ranks that a launcher started, together; every rank calls it.
 
     Progress goes to stderr from rank 0, and what libraries print goes there from all ranks.
+
+    Returns:
+        The lines of all nodes about themselves, and those about the ranks together; complete on rank 0.
+
+    Args:
+        machine: what this rank has found of its node, if it is the node's first.
 
     Raises:
         UserError: rank 0 cannot be reached.
@@ -68,7 +74,9 @@ def examine_cluster(options: Namespace) -> list[Finding]:
         with suppress(UserError):  # rank 0 has found that already; the ranks can be examined without
             recipe, ds_config = load_run(options.recipe, overrides, deepspeed, world_size_here())
     with _printed_to_stderr():
-        return Examination(recipe, ds_config, options).run()
+        examination = Examination(recipe, ds_config, options, machine)
+        together = examination.run()
+    return examination.of_nodes, together
 
 
 def end_rank(code: int) -> None:
@@ -81,8 +89,12 @@ def end_rank(code: int) -> None:
 class Examination:
     """One rank's part of it."""
 
-    def __init__(self, recipe: Recipe | None, ds_config: dict | None, options: Namespace):
+    def __init__(
+        self, recipe: Recipe | None, ds_config: dict | None, options: Namespace, machine: list[Finding]
+    ):
         self.recipe, self.ds_config = recipe, ds_config
+        self.of_nodes = machine
+        """Lines of the nodes about themselves: of this one alone until all have sent theirs."""
         default = REPOSITORY / "runs" / (recipe.name if recipe else "")
         self.run_folder = Path(getattr(options, "output_dir", None) or default)
         self.data_dir = getattr(options, "data_dir", None) or REPOSITORY / "data"
@@ -111,6 +123,7 @@ class Examination:
         described = self._gathered("versions, variables, devices", self._describe, DESCRIBE_SECONDS)
         if described is not None:
             self.findings += compare_ranks(self.call, described)
+        self.of_nodes = self._lines_of_nodes()
         found = self._gathered("clocks", ClockQuestion(self.call).ask_or_answer)
         if found is not None:
             self.findings += judge_clocks(self.call, found)
@@ -151,6 +164,13 @@ class Examination:
         self.gpu = known_gpu(device_name()) if self.on_gpu else None
         return describe_rank(self.on_gpu)
 
+    def _lines_of_nodes(self) -> list[Finding]:
+        """What the first rank of every node has found of it; on other ranks than 0 nothing."""
+        found = self.call.collect("the nodes", [each.to_dict() for each in self.of_nodes])
+        first = [node[0] for node in self.call.nodes] if found else []
+        of_nodes = [[Finding(**fields) for fields in found[rank]] for rank in first]
+        return of_all_nodes([self.call.hosts[rank] for rank in first], of_nodes)
+
     def _loopback(self, address: dict) -> list[Finding]:
         """A host whose own name means the loopback cannot be reached by the others, though NCCL may work."""
         bound = self.call.gather("addresses", address)
@@ -162,7 +182,7 @@ class Examination:
                 BREAKS,
                 f"{self.call.hosts[node[0]]} listens at {bound[node[0]]['address']}, which only itself can reach: "
                 "its own name means the loopback",
-                f"set GLOO_SOCKET_IFNAME={bound[node[0]]['interface'] or 'eth0'} on every node, or mend /etc/hosts",
+                f"export GLOO_SOCKET_IFNAME={bound[node[0]]['interface'] or 'eth0'} on every node, or mend /etc/hosts",
                 str(self.call.ranks[node[0]]),
             )
             for node in self.call.nodes

@@ -1,6 +1,7 @@
 """The folders of a run: can they be written and relied on, is there room, how fast is their disk."""
 
 import fcntl
+import math
 import os
 import shutil
 import tempfile
@@ -73,7 +74,7 @@ def _filesystem(folder: Path) -> Finding:
         remedy = "give --output_dir another disk: a checkpoint could be lost or loaded by halves here"
         return Finding("filesystem", BREAKS, f"{kind} at {mount} has no {', '.join(missing)}", remedy)
     if kind in VANISHING:
-        remedy = "give --output_dir a disk that stays, or set checkpoints.upload"
+        remedy = "give --output_dir a disk that stays, or --set checkpoints.upload=s3://BUCKET/runs"
         return Finding("filesystem", COSTS, f"{folder} is {VANISHING[kind]} ({kind})", remedy)
     served = ", served over the network" if kind.startswith(NETWORK) else ""
     return Finding("filesystem", FINE, f"{kind} at {mount}{served}; it renames, links, locks and syncs")
@@ -175,8 +176,15 @@ def _speed(launch: Launch, folder: Path, speed: float) -> Finding:
         what += f" every {duration(every)}"
     if seconds <= (SLOW_SAVE_SECONDS if every is None else SLOW_SAVE_SHARE * every):
         return Finding("disk speed", FINE, what, values=values)
-    remedy = "give --output_dir a faster disk, or save less often (training.save_steps)"
+    steps = _fewer_saves(launch, seconds, every)
+    remedy = f"give --output_dir a faster disk, or save less often: --set training.save_steps={steps}"
     return Finding("disk speed", COSTS, what, remedy, values=values)
+
+
+def _fewer_saves(launch: Launch, seconds: float, every: float | None) -> int | str:
+    """Steps between saves, of which one then takes SLOW_SAVE_SHARE of the time; N if that cannot be said."""
+    steps = launch.recipe.training.get("save_steps", 0)
+    return math.ceil(steps * seconds / (SLOW_SAVE_SHARE * every)) if every and steps >= 1 else "N"
 
 
 def _data_folder(launch: Launch) -> Iterator[Finding]:
@@ -209,7 +217,8 @@ def _nvme_folders(launch: Launch) -> Iterator[Finding]:
         free = shutil.disk_usage(folder).free
         if broken or needed > free:
             why = broken or f"{num_bytes(needed)} of states, {num_bytes(free)} free"
-            remedy = "set nvme_path, in a copy of the ds_config, to a folder of a local NVMe disk with room"
+            remedy = "set nvme_path, in a copy of the ds_config, to a folder of a local NVMe disk with room; or take "
+            remedy += "--deepspeed zero3_offload"
             yield Finding("NVMe folder", BREAKS, f"{place}: {why}", remedy)
         elif folder != Path(place):
             what = f"{place} is not there: states would go to the disk of {folder}"

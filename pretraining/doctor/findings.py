@@ -1,8 +1,9 @@
 """What the doctor found: one line each, with a verdict and what to do about it."""
 
+import re
 import textwrap
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from pretraining.errors import UserError
 
@@ -10,6 +11,9 @@ FINE, COSTS, BREAKS = "fine", "costs you", "will break"
 VERDICTS = (FINE, COSTS, BREAKS)
 """From best to worst."""
 LINE_WIDTH = 118
+MOST_NAMED = 4
+"""Ranks or nodes in one line."""
+_NUMBER = re.compile(r"\d[\d.,]*( [kMGT]?B\b)?")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,10 @@ class Finding:
         what, _, remedy = str(error).partition("; ")
         return cls(check, verdict, what, remedy)
 
+    def on(self, place: str) -> "Finding":
+        """The same with a node, or several, as its place."""
+        return replace(self, where=f"{self.where} on {place}" if self.where else place)
+
     def to_dict(self) -> dict:
         """Plain JSON values."""
         return asdict(self)
@@ -43,6 +51,42 @@ class Finding:
 def worst(findings: list[Finding]) -> str:
     """The worst verdict of all; FINE if there are none."""
     return max((finding.verdict for finding in findings), key=VERDICTS.index, default=FINE)
+
+
+def of_all_nodes(hosts: list[str], found: list[list[Finding]]) -> list[Finding]:
+    """The lines of all nodes, each once; a line that is not the same on every node names its nodes.
+
+    Lines that differ in numbers, or in the node's own name, count as one, and are shown as the first node has them.
+
+    Args:
+        hosts: the name of each node, rank 0's first.
+        found: what each of them found of itself.
+    """
+    lines: dict[tuple, dict[int, Finding]] = {}
+    for node, (host, findings) in enumerate(zip(hosts, found, strict=True)):
+        repeated: Counter = Counter()
+        for finding in findings:
+            words = finding.check, finding.verdict, _NUMBER.sub("#", finding.message.replace(host, "HOST"))
+            lines.setdefault((*words, repeated[words]), {})[node] = finding
+            repeated[words] += 1
+    return [_of_nodes(hosts, each) for each in lines.values()]
+
+
+def _of_nodes(hosts: list[str], by_node: dict[int, Finding]) -> Finding:
+    """One line of some nodes, with their names unless it is the same on every one."""
+    names, first = [hosts[node] for node in by_node], next(iter(by_node.values()))
+    if len(names) == len(hosts):
+        if len({(each.message, each.remedy, each.where) for each in by_node.values()}) == 1:
+            return first
+        if first.verdict == FINE:
+            return first.on(names[0])  # whose numbers these are
+    return first.on(few_of(names))
+
+
+def few_of(names: list[str]) -> str:
+    """The first few of them, and how many more there are."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def summary(findings: list[Finding], seconds: float) -> dict:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 import os
 import shutil
 import time
@@ -122,7 +123,7 @@ def look_at_run_folder(call: RollCall, probed: ProbedFolder) -> list[Finding]:
     odd = [rank for rank in range(call.size) if rank not in most]
     one, other = named(call.ranks, odd), named(call.ranks, most)
     message = f"{probed.folder} is not shared: {one} and {other} see different folders"
-    remedy = "name one on a disk that all nodes share: --output_dir; else checkpoints would lie in pieces"
+    remedy = "--output_dir FOLDER, on a disk that all nodes share: else checkpoints would be in pieces"
     return [Finding(CHECK, BREAKS, message, remedy, one)]
 
 
@@ -149,7 +150,7 @@ def judge_data(call: RollCall, data_dir, name: str, digests: list[str | None]) -
     """Whether every rank finds the same prepared data, in one folder or in copies of it."""
     place, check = f"{str(data_dir).rstrip('/')}/{name}", "shared data"
     if not any(digests):
-        return [Finding(check, FINE, f"{place}: nothing is prepared yet; data_prep.py does it")]
+        return []  # what each node finds of the data is a line of its own
     if len(set(digests)) == 1:
         return [
             Finding(check, FINE, f"{place} holds the same prepared data for {several(call.size, 'rank')}")
@@ -158,7 +159,11 @@ def judge_data(call: RollCall, data_dir, name: str, digests: list[str | None]) -
     odd = [rank for rank, each in enumerate(digests) if each != usual]
     lacks = all(digests[rank] is None for rank in odd)
     message = f"{place}: {'no prepared data' if lacks else 'other prepared data'} here, other ranks have it"
-    remedy = "name a folder on a disk that all nodes share (--data_dir), or copy the same data to each node"
+    source = call.hosts[digests.index(usual)]
+    remedy = (
+        "--data_dir FOLDER, on a disk that all nodes share; or copy the data to the nodes that are named: "
+    )
+    remedy += f"rsync -a {source}:{place}/ {place}/"
     return [Finding(check, BREAKS, message, remedy, named(call.ranks, odd))]
 
 
@@ -186,8 +191,7 @@ def measure_disk(
     saving = values["checkpoint_seconds"] = checkpoint_bytes / writes
     message += f"; a checkpoint of {num_bytes(checkpoint_bytes)} takes {duration(saving)}"
     if saving > SAVE_SECONDS:
-        remedy = (
-            "take a faster disk (--output_dir); or save less often, and give launch/slurm.sh more than @600"
-        )
+        remedy = "give --output_dir a faster disk; on SLURM ask for the stop so much earlier: "
+        remedy += f"sbatch --signal=B:USR1@{math.ceil(1.5 * saving)}"
         return [Finding("disk of all ranks", COSTS, message, remedy, values=values)]
     return [Finding("disk of all ranks", FINE, message, values=values)]

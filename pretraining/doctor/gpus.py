@@ -34,6 +34,14 @@ FIELDS = (
 """What nvidia-smi is asked for; an older one that does not know a field is asked without it."""
 SECONDS = 10
 """nvidia-smi may wake eight GPUs first."""
+NOT_EXAMINED = (
+    "their driver, memory in use, memory errors, power, clocks and links are not checked here, nor whether the plan "
+    "fits them; the lines about plan, cores and packages are those of a machine without GPUs"
+)
+ON_AMD = (
+    "look at them by rocm-smi; give --world_size N, and under the launcher (deepspeed --num_gpus=N --module "
+    "pretraining.doctor) messages, products and layers are measured on them"
+)
 MEBIBYTE = 1 << 20
 IDLE_SHARE = 0.02
 """Of a GPU's memory: less is taken by the driver itself."""
@@ -187,7 +195,7 @@ def check_gpus(gpus: Gpus, torch: TorchBuild) -> list[Finding]:
         return [Finding("GPUs", BREAKS if torch.cuda else COSTS, gpus.problem, remedy)]
     if not gpus.found:
         if torch.for_amd:
-            return [Finding("GPUs", FINE, f"torch {torch.version} is for AMD's, which are not examined")]
+            return [Finding("GPUs", COSTS, f"torch {torch.version} is for AMD's: {NOT_EXAMINED}", ON_AMD)]
         hidden = "CUDA_VISIBLE_DEVICES leaves none" if gpus.driver else "none from NVIDIA"
         return [Finding("GPUs", FINE, f"{hidden}: the processor trains (torch {torch.version})")]
     rules = (_kinds, _memory_in_use, _mig, _memory_errors, _power, _slowed, _persistence)
@@ -268,7 +276,9 @@ def _kinds(found: tuple[GpuFound, ...]) -> Finding | None:
     names = sorted({gpu.name for gpu in found})
     if len(names) == 1:
         return None
-    remedy = "leave the others out with CUDA_VISIBLE_DEVICES: every step waits for the slowest GPU"
+    most = max(names, key=[gpu.name for gpu in found].count)
+    chosen = ",".join(gpu.index for gpu in found if gpu.name == most)
+    remedy = f"export CUDA_VISIBLE_DEVICES={chosen}, of one kind: every step waits for the slowest GPU"
     return Finding("GPU kinds", COSTS, f"several kinds together: {', '.join(names)}", remedy)
 
 
@@ -278,7 +288,9 @@ def _memory_in_use(found: tuple[GpuFound, ...]) -> Finding | None:
         return None
     most = max(gpu.used_bytes for gpu in taken)
     what = f"{_which(taken)}: other processes hold up to {num_bytes(most)} of memory"
-    remedy = "end them (nvidia-smi lists them), or leave these GPUs out with CUDA_VISIBLE_DEVICES"
+    free = ",".join(gpu.index for gpu in found if gpu not in taken)
+    remedy = "end them (nvidia-smi lists them)"
+    remedy += f", or leave these GPUs out: export CUDA_VISIBLE_DEVICES={free}" if free else ""
     return Finding("GPU memory", COSTS, what, remedy, values={"used_bytes": most})
 
 
@@ -287,12 +299,13 @@ def _is_sliced(gpu: GpuFound) -> bool:
 
 
 def _mig(found: tuple[GpuFound, ...]) -> Finding | None:
+    indices = ",".join(gpu.index for gpu in found if _is_sliced(gpu))
     return _if_any(
         found,
         _is_sliced,
         "MIG",
         "cut into MIG slices, of which a process sees one: the plan counts on whole GPUs",
-        "turn MIG off: nvidia-smi -i INDEX -mig 0 (as root, with nothing running there)",
+        f"turn MIG off: nvidia-smi -i {indices} -mig 0 (as root, with nothing running there)",
     )
 
 

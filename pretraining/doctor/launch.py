@@ -19,6 +19,7 @@ from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
+from pretraining.recipe.curve import changes_of_run
 from pretraining.refusals import compiled_part, load_run
 from pretraining.runtime.host import host_memory_bytes, is_seen
 from pretraining.runtime.run_folder import RunFolder
@@ -128,6 +129,17 @@ def plan_launch(options: Namespace, gpus: Gpus) -> tuple[Launch, list[Finding]]:
     run_folder = options.output_dir or run_folder / recipe.name
     known = {"recipe": recipe, "ds_config": ds_config, "plan": plan, "need": need}
     return replace(launch, run_folder=run_folder, **known), []
+
+
+def check_earlier_start(launch: Launch) -> list[Finding]:
+    """What the run folder holds of an earlier start, read as `train.py` reads it: damaged, or another recipe's run."""
+    if launch.recipe is None or not launch.continues:
+        return []
+    try:
+        changes_of_run(RunFolder(launch.run_folder), launch.recipe.to_dict())
+    except UserError as error:
+        return [Finding.of_error("run folder", error)]
+    return [Finding("run folder", FINE, f"{launch.run_folder} holds a run of this recipe, which goes on")]
 
 
 def check_fit(launch: Launch) -> list[Finding]:

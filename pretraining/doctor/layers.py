@@ -24,8 +24,8 @@ from pretraining.data.document_masking import masked_block
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
-from pretraining.model import build_from_recipe, build_loss
-from pretraining.model_types import is_exact, own_key, value_of
+from pretraining.model.build import build_from_recipe
+from pretraining.model.loss import build_loss
 from pretraining.planning.comparison import predicted
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import Gpu, known_gpu
@@ -35,16 +35,13 @@ from pretraining.planning.sizes import model_size
 from pretraining.planning.step_time import precision_of_products
 from pretraining.planning.throughput import model_flops_utilization
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.recipe.model import is_exact, own_key, value_of
 from pretraining.refusals import check_run
-from pretraining.training import (
-    PretrainingTrainer,
-    build_arguments,
-    choose_clipping,
-    choose_optimizer,
-    collate_blocks,
-    device_name,
-)
-from pretraining.training.peak_memory import PeakMemory
+from pretraining.training.arguments import build_arguments, collate_blocks
+from pretraining.training.optimizers import choose_clipping, choose_optimizer
+from pretraining.training.profile import PeakMemory
+from pretraining.training.ranks import device_name
+from pretraining.training.trainer import PretrainingTrainer
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 STEPS, WARM_STEPS = 6, 2
@@ -327,7 +324,8 @@ def _speed(
     message += f", MFU {mfu:.0%} (the plan of these layers: {planned:.0%})"
     if mfu < HALF_OF_THE_PLAN * planned:
         remedy = (
-            "see slow ranks and messages above; a larger micro-batch, or speed.compile, which was off here"
+            "see slow ranks and messages above; a larger micro-batch (--set training.per_device_train_batch_size=N), "
+            "or --set speed.compile=blocks, which was off here"
         )
         return Finding("layers", COSTS, message, remedy, values=values)
     return Finding("layers", FINE, message, values=values)
@@ -342,7 +340,8 @@ def _memory(reduced: Recipe, ds_config: dict | None, found: Trained, world_size:
     message = f"peak {num_bytes(peak)}, the plan of these layers says {num_bytes(planned)}"
     values = {"peak_memory_bytes": peak, "predicted_peak_memory_bytes": planned}
     if on_gpu and peak > MEMORY_ABOVE_PLAN * planned:
-        remedy = "leave as much more room than the plan says: a smaller micro-batch, or a higher ZeRO stage"
+        remedy = "leave as much more room than the plan says: a smaller micro-batch "
+        remedy += "(--set training.per_device_train_batch_size=N), or --deepspeed zero3"
         return [Finding("layers' memory", COSTS, message, remedy, values=values)]
     return [Finding("layers' memory", FINE, message, values=values)]
 
@@ -369,6 +368,8 @@ def _curve(reduced: Recipe, trained: dict[str, Trained], left_out: list[str]) ->
     message = f"largest difference of the loss to zero0's in {STEPS} steps: {shown}"
     message += f" (up to {tolerance:g} is rounding){more}"
     if far:
-        remedy = f"do not train under {' or '.join(far)} here; try another version of torch, DeepSpeed or the driver"
+        good = next((name for name in trained if name not in far), "zero0")
+        remedy = f"do not train under {' or '.join(far)} here: --deepspeed {good}; or try another version of torch, "
+        remedy += "DeepSpeed or the driver"
         return [Finding("curve of stages", BREAKS, message, remedy, values=values)]
     return [Finding("curve of stages", FINE, message, values=values)]

@@ -19,6 +19,8 @@ from pretraining.runtime.host import (
     free_memory_bytes,
     host_memory_bytes,
     kernel_bytes,
+    loopback_name,
+    own_address,
     system_text,
 )
 
@@ -225,22 +227,20 @@ def _infiniband() -> Finding | None:
 
 def _own_name(launch: Launch) -> Finding:
     """gloo listens on the address that the machine's own name has."""
-    name, chosen = socket.gethostname(), os.environ.get(GLOO_INTERFACE)
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        address = None
-    if address is not None and not address.startswith("127."):
-        return Finding("host name", FINE, f"{name} is {address}", values={"address": address})
-    what = f"{name} resolves to {address}, this machine itself" if address else f"{name} has no address"
-    if chosen:
-        return Finding("host name", FINE, f"{what}; GLOO_SOCKET_IFNAME is {chosen}")
+    name, address, chosen = socket.gethostname(), own_address(), os.environ.get(GLOO_INTERFACE)
+    what = (
+        f"{name} leads to no address of this machine" if address is None else f"{name} resolves to {address}"
+    )
+    if loopback_name() is None:
+        what = f"{what}; GLOO_SOCKET_IFNAME is {chosen}" if chosen else f"{name} is {address}"
+        return Finding("host name", FINE, what, values={"address": address})
+    what += "" if address is None else ", this machine itself"
     if not launch.several_machines:
         return Finding("host name", FINE, f"{what}: enough for a run on one machine")
-    interface = _outward_interface() or "the interface that the machines share"
     what += (
         f", and {several(launch.world_size - launch.ranks_here, 'rank')} elsewhere could not reach gloo there"
     )
+    interface = _outward_interface() or "INTERFACE"
     remedy = (
         f"export GLOO_SOCKET_IFNAME={interface} on every machine, or give {name} its address in /etc/hosts"
     )
@@ -259,7 +259,8 @@ def _network_variables() -> Iterator[Finding]:
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         chosen = os.environ.get(variable, "")
         if chosen and not chosen.startswith("^") and not any(_matches(name, chosen) for name in present):
-            remedy = f"set it to one of {', '.join(present)}, or unset it"
+            choice = _outward_interface() or next((name for name in present if name != "lo"), "lo")
+            remedy = f"export {variable}={choice} (there are {', '.join(present)}), or unset {variable}"
             yield Finding(
                 "network", BREAKS, f"{variable} is {chosen}, and there is no such interface", remedy
             )

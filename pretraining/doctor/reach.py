@@ -118,10 +118,10 @@ def _prepared(launch: Launch) -> Finding:
     try:
         data = open_prepared(launch.recipe, launch.data_dir)
     except UserError as error:
-        return Finding.of_error("data", error, BREAKS if launch.data_is_prepared else COSTS)
+        return Finding.of_error("data", error)
     except OSError as error:  # it lies where nothing can be read
         what = f"{launch.data_folder} cannot be read ({error.strerror})"
-        return Finding("data", BREAKS, what, "choose another --data_dir, or have it allowed to you")
+        return Finding("data", BREAKS, what, "give --data_dir another folder, or have it allowed to you")
     what = f"prepared: {data.train.num_tokens:,} training tokens in {launch.data_folder or launch.data_dir}"
     return Finding("data", FINE, what)
 
@@ -141,7 +141,8 @@ def _tokenizer(name: str) -> Finding:
     if (folder / "tokenizer.json").is_file():
         return Finding("tokenizer", FINE, f"{name}: a folder of this machine")
     if name.startswith((".", "/", "~")):
-        return Finding("tokenizer", BREAKS, f"{name}: no tokenizer.json there", "correct data.tokenizer")
+        remedy = "--set data.tokenizer=NAME, of the hub or of a folder with a tokenizer.json"
+        return Finding("tokenizer", BREAKS, f"{name}: no tokenizer.json there", remedy)
     hub = require("huggingface_hub", f"the tokenizer {name!r}")
     if isinstance(hub.try_to_load_from_cache(name, "tokenizer.json"), str):
         return Finding("tokenizer", FINE, f"{name}: fetched already")
@@ -155,11 +156,13 @@ def _repository(check: str, kind: str, name: str) -> Finding:
     page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"
     if hub.is_offline_mode():
         what = f"{name}: not fetched yet, and HF_HUB_OFFLINE forbids asking the hub"
-        return Finding(check, BREAKS, what, "unset HF_HUB_OFFLINE, or set HF_HOME to the cache that holds it")
+        return Finding(
+            check, BREAKS, what, "unset HF_HUB_OFFLINE, or export HF_HOME=FOLDER, the cache that holds it"
+        )
     cache = existing_folder(Path(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
     if broken := unwritable(cache):
         what = f"{name}: what is fetched cannot be kept in {cache} ({broken})"
-        return Finding(check, BREAKS, what, "set HF_HOME to a folder that can be written")
+        return Finding(check, BREAKS, what, "export HF_HOME=FOLDER, one that can be written")
     token = hub.get_token()
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
@@ -182,15 +185,18 @@ def _refused(check: str, name: str, page: str, has_token: bool, error: HTTPError
     whose = "to the account of your token" if has_token else "without a token"
     if code == "GatedRepo":
         remedy = f"accept its terms at {page}"
-        remedy += "" if has_token else ", then set HF_TOKEN to a token of that account (or hf auth login)"
+        remedy += "" if has_token else ", then export HF_TOKEN=TOKEN, one of that account (or hf auth login)"
         return Finding(check, BREAKS, f"{name}: gated, and closed {whose} ({error.code})", remedy)
     if error.code in (401, 403):
-        remedy = "set HF_TOKEN to a token that may read it (or hf auth login)"
+        remedy = "export HF_TOKEN=TOKEN, one that may read it (or hf auth login)"
         return Finding(check, BREAKS, f"{name}: closed {whose} ({error.code})", remedy)
     if error.code == 404:
         what = f"{name}: the hub knows no such repository, or hides a private one"
         return Finding(
-            check, BREAKS, what, "check the name in the recipe, or set HF_TOKEN to an account that sees it"
+            check,
+            BREAKS,
+            what,
+            "check the name in the recipe, or export HF_TOKEN=TOKEN of an account that sees it",
         )
     what = f"{name}: the hub answers {error.code} ({error.reason})"
     return Finding(check, COSTS, what, "try again later; HF_ENDPOINT may name a mirror")
@@ -244,7 +250,7 @@ def _wandb() -> Finding:
     except OSError as error:
         what = f"wandb: {server} cannot be reached ({_reason(error)})"
         return Finding(
-            "tracker", COSTS, what, "set WANDB_MODE=offline, and `wandb sync` the run folder later"
+            "tracker", COSTS, what, "export WANDB_MODE=offline, and `wandb sync` the run folder later"
         )
     return Finding("tracker", FINE, f"wandb: {server} answers")
 
@@ -257,7 +263,7 @@ def _reason(error: Exception) -> str:
 
 def _offline_remedy(check: str) -> str:
     """What to do if the hub, or a store, does not answer."""
-    ways = "set HF_ENDPOINT to a mirror, or https_proxy"
+    ways = "export HF_ENDPOINT=ADDRESS of a mirror, or https_proxy=ADDRESS"
     if check in ("data", "tokenizer"):
         return f"{ways}, or {PREPARE_ELSEWHERE}"
-    return f"{ways}, or fetch it elsewhere and set HF_HOME and HF_HUB_OFFLINE=1"
+    return f"{ways}, or fetch it elsewhere and export HF_HOME=FOLDER HF_HUB_OFFLINE=1"

@@ -17,14 +17,13 @@ from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+from pretraining.doctor.findings import few_of
 from pretraining.errors import UserError
-from pretraining.training.fresh_store import shared_with_the_launcher
+from pretraining.training.ranks import shared_with_the_launcher
 
 DONE, FAILED, WAITS, SILENT = "done", "failed", "waits", "silent"
 GRACE_SECONDS = 4.0
 """An answer may come so much later than the step's own limit: ranks do not begin a step at the same moment."""
-MOST_NAMED = 4
-"""Ranks in one line."""
 _POLL_SECONDS = 0.01
 
 
@@ -66,9 +65,8 @@ class Rank:
 
 
 def named(came: list[Rank], ranks: list[int]) -> str:
-    """`rank 3 on node1, rank 4 on node1`, of many the first."""
-    more = " and more" if len(ranks) > MOST_NAMED else ""
-    return ", ".join(str(came[rank]) for rank in ranks[:MOST_NAMED]) + more
+    """`rank 3 on node1, rank 4 on node1`; of many the first."""
+    return few_of([str(came[rank]) for rank in ranks])
 
 
 class RollCall:
@@ -145,6 +143,17 @@ class RollCall:
             answers = [Answer(SILENT if each is None else DONE) for each in gathered]
             raise Stuck(name, GRACE_SECONDS, answers)
         return [value for (value,) in gathered]
+
+    def collect(self, name: str, value) -> list:
+        """The value of every rank, at once, on rank 0 alone (an empty list elsewhere): for what would be much for all.
+
+        Raises:
+            Stuck: on every rank, if one sends none.
+        """
+        self._store.set(f"{name}/{self.rank}", json.dumps(value))
+        self.gather(name, None)
+        ranks = range(self.size) if self.rank == 0 else ()
+        return [json.loads(self._store.get(f"{name}/{rank}")) for rank in ranks]
 
     def agreed_seconds_left(self, until: float) -> float:
         """Seconds until then by the clock of rank 0, so that all ranks decide alike."""

@@ -1,11 +1,8 @@
 """Python, the pinned packages, the packages and compilers that only some recipes need."""
 
-import ctypes.util
 import os
 import re
-import shutil
 import sys
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,9 +12,12 @@ from pathlib import Path
 
 from pretraining.doctor.disks import unwritable
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
+from pretraining.doctor.gpus import torch_build
 from pretraining.doctor.launch import Launch
+from pretraining.planning.memory.loss import compiles_loss
 from pretraining.runtime.host import existing_folder
 from pretraining.schema import REPOSITORY
+from pretraining.upstream.toolchain import Missing, missing_for_kernels, missing_for_operators
 
 LEAST_PYTHON = (3, 11)
 STORES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
@@ -26,7 +26,6 @@ BITSANDBYTES = re.compile(r"bnb|lion|ademamix|paged|^adamw_8bit$")
 """Of the names of training.optim, those that bitsandbytes provides."""
 FLASH_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 """Name of an attention -> the module that it needs."""
-INSTALL_FLASH = "see requirements-gpu.txt"
 
 
 @dataclass(frozen=True)
@@ -110,10 +109,17 @@ def _optional(launch: Launch) -> Iterator[Finding]:
         name = needed.distribution or needed.module
         pin = _all_pins().get(name)
         command = f"pip install {name}{f'=={pin}' if pin else ''}"
-        remedy = INSTALL_FLASH if needed.module in FLASH_ATTENTION.values() else command
+        if needed.module in FLASH_ATTENTION.values():
+            command = f"{_flash_command()}, or --set model.attn_implementation=sdpa"
         yield Finding(
-            "packages", needed.verdict, f"{needed.purpose} needs {name}, which is not installed", remedy
+            "packages", needed.verdict, f"{needed.purpose} needs {name}, which is not installed", command
         )
+
+
+def _flash_command() -> str:
+    """How requirements-gpu.txt says that FlashAttention is installed, which is compiled for one architecture."""
+    text = (REPOSITORY / "requirements-gpu.txt").read_text(encoding="utf-8")
+    return re.search(r"FLASH_ATTN_CUDA_ARCHS=.*pip install .*", text)[0]
 
 
 def needs_of(launch: Launch) -> list[Needed]:
@@ -173,61 +179,43 @@ def _needs_of_preparation(data: dict) -> list[Needed]:
 
 
 def _compilers(launch: Launch) -> Iterator[Finding]:
-    """Compilers for what is built on first use; nothing if this run builds nothing."""
-    purposes = [f"offloading to {place} builds DeepSpeed's operators" for place in sorted(launch.offloads)]
-    purposes += ["speed.compile builds kernels"] * launch.compiles
-    if not purposes:
-        return
-    missing = list(_missing_tools(launch))
-    why = " and ".join(purposes)
-    for verdict, what, remedy in missing:
-        yield Finding("compiler", verdict, f"{why}, but {what}", remedy)
-    if not missing:
+    """What this run compiles on first use, and the tools for that which are missing; nothing if it compiles nothing."""
+    found = [*_operators(launch), *_kernels(launch)]
+    why = " and ".join(dict.fromkeys(why for why, _, _ in found))
+    missing = [each for each in found if each[2] is not None]
+    for why, verdict, tool in missing:
+        yield Finding("compiler", verdict, f"{why}, which needs {tool.what}: not found", tool.remedy)
+    if found and not missing:
         yield Finding("compiler", FINE, f"{why} on first use, about a minute; what that needs is here")
 
 
-def _missing_tools(launch: Launch) -> Iterator[tuple[str, str, str]]:
-    """(verdict, what is missing, what to do); names are looked up as torch 2.13 and DeepSpeed 0.19.8 look them up."""
-    uncompiled = launch.without_compiler
-    if shutil.which(cxx := os.environ.get("CXX", "c++")) is None:
-        verdict = BREAKS if launch.offloads else uncompiled
-        yield (
-            verdict,
-            f"there is no C++ compiler ({cxx}) on the PATH",
-            "apt-get install g++, or set CXX to yours",
-        )
-    c_compilers = (os.environ.get("CC", "gcc"), "clang")
-    if launch.compiles and launch.trains_on_gpus and not any(map(shutil.which, c_compilers)):
-        what = "there is no C compiler (gcc) on the PATH, which triton calls"
-        yield uncompiled, what, "apt-get install gcc, or set CC to yours"
-    if launch.compiles and not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        yield uncompiled, "Python's headers (Python.h) are missing", "apt-get install python3-dev"
+def _operators(launch: Launch) -> Iterator[tuple[str, str, Missing | None]]:
+    """(why, verdict, what is missing or None) of DeepSpeed's operators."""
+    if not launch.offloads:
+        return
+    why = f"offloading to {' and '.join(sorted(launch.offloads))} builds DeepSpeed's operators"
+    yield why, FINE, None
+    torch_cuda = torch_build().cuda if launch.trains_on_gpus else None
+    for missing in missing_for_operators("nvme" in launch.offloads, torch_cuda):
+        yield why, BREAKS, missing
     kept = existing_folder(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"))
-    if launch.offloads and (broken := unwritable(kept)):
-        remedy = "set TORCH_EXTENSIONS_DIR to a folder that can be written"
-        yield BREAKS, f"what is built cannot be kept in {kept} ({broken})", remedy
-    if launch.offloads and shutil.which("ninja") is None:
+    if broken := unwritable(kept):
         yield (
+            why,
             BREAKS,
-            "there is no ninja on the PATH",
-            "pip install ninja, and activate the environment it lies in",
+            Missing(f"a folder to keep them in ({kept}: {broken})", "export TORCH_EXTENSIONS_DIR=FOLDER"),
         )
-    if "nvme" in launch.offloads:
-        if ctypes.util.find_library("aio") is None and not _header("libaio.h"):
-            yield BREAKS, "libaio is missing", "apt-get install libaio-dev"
-        if launch.trains_on_gpus and not _cuda_home():
-            remedy = "install the CUDA toolkit of torch's CUDA, or set CUDA_HOME to where it is"
-            yield BREAKS, "there is no CUDA toolkit (nvcc)", remedy
 
 
-def _header(name: str) -> bool:
-    """Whether a C header lies where compilers look by themselves, or in a folder that CPATH or CFLAGS names."""
-    named = re.findall(r"-I *(\S+)", os.environ.get("CFLAGS", "")) + os.environ.get("CPATH", "").split(":")
-    folders = ["/usr/include", "/usr/local/include", *filter(None, named)]
-    return any(Path(folder, name).is_file() for folder in folders)
-
-
-def _cuda_home() -> str | None:
-    """Where torch would find a toolkit."""
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or shutil.which("nvcc")
-    return named or ("/usr/local/cuda" if Path("/usr/local/cuda").exists() else None)
+def _kernels(launch: Launch) -> Iterator[tuple[str, str, Missing | None]]:
+    """The same of inductor's kernels, for the model and else for the loss, which goes on without."""
+    speed, on_gpu = launch.recipe and launch.recipe.speed, launch.trains_on_gpus
+    if launch.compiles and speed["compile_backend"] == "inductor":
+        why, verdict, without = "speed.compile builds kernels", launch.without_compiler, "speed.compile=none"
+    elif speed and compiles_loss(launch.recipe.loss["compile"], on_gpu):
+        why, verdict, without = "loss.compile builds kernels", COSTS, "loss.compile=false"
+    else:
+        return
+    yield why, FINE, None
+    for missing in missing_for_kernels(on_gpu):
+        yield why, verdict, missing._replace(remedy=f"{missing.remedy}, or --set {without}")

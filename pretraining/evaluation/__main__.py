@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from pretraining.command_line import (
     add_data_source,
@@ -10,8 +11,8 @@ from pretraining.command_line import (
     not_negative_number,
     positive_integer,
 )
-from pretraining.data.mixing.training import validation_by_source
-from pretraining.data.prepared import open_prepared
+from pretraining.data.mixture import validation_by_source
+from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError, one_line_errors
 from pretraining.recipe import Recipe, load_recipe
@@ -25,6 +26,7 @@ EXAMPLES = """examples:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Measure or score the model that the words name, and print the results."""
     options = _parse_arguments(arguments)
     export = find_export(options.run)
     recipe = find_recipe(options.run, export)
@@ -36,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def find_export(folder: Path) -> Path:
-    """The `from_pretrained` folder meant: `folder` itself, or that of the run in it."""
+    """Find the `from_pretrained` folder: `folder` itself, or the export of the run in it."""
     export = folder if (folder / "config.json").exists() else RunFolder(folder).export
     if not (export / "config.json").exists():
         raise UserError(f"{export}: no exported model there; it is written at the end of train.py")
@@ -44,21 +46,21 @@ def find_export(folder: Path) -> Path:
 
 
 def find_recipe(folder: Path, export: Path) -> Recipe | None:
-    """The recipe of the run in `folder`, or beside the export; None if no run is known."""
+    """Load the recipe of the run in `folder`, or beside the export; None if no run is known."""
     run = RunFolder(folder if (folder / "recipe.json").exists() else export.parent)
     return load_recipe(str(run.recipe)) if run.recipe.exists() else None
 
 
 def score_export(export: Path, recipe: Recipe | None, options: argparse.Namespace) -> dict[str, float]:
-    """{"<task>/<metric>": score} of an exported model; what is asked for is looked at before the model is loaded."""
-    from pretraining.evaluation.measures import scorers_of
+    """Compute {"<task>/<metric>": score} of an exported model; tasks are opened before the model is loaded."""
+    from pretraining.evaluation.evaluator import build_scorers
     from pretraining.evaluation.validation import DEFAULT_BATCH_SIZE, batch_size_of
 
     config, tokenizer = _load(export, "AutoConfig"), _load(export, "AutoTokenizer")
     tasks = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
     batch_size = batch_size_of(recipe) if recipe else DEFAULT_BATCH_SIZE
     shape = {"max_length": config.max_position_embeddings, "batch_size": batch_size}
-    scorers = scorers_of(tasks, options.hellaswag, tokenizer, options.limit, **shape)
+    scorers = build_scorers(tasks, options.hellaswag, tokenizer, limit=options.limit, **shape)
     model = _load_model(export, recipe)
     scores = {}
     for scorer in scorers:
@@ -67,7 +69,7 @@ def score_export(export: Path, recipe: Recipe | None, options: argparse.Namespac
 
 
 def evaluate_run(export: Path, recipe: Recipe | None, options: argparse.Namespace) -> dict:
-    """{"loss", "perplexity", "bits_per_byte", "sample"} of a run's export on the run's validation set."""
+    """Measure a run's export on the run's validation set: {"loss", "perplexity", "bits_per_byte", "sample"}."""
     if recipe is None:
         raise UserError(
             f"{export}: no recipe.json beside it says what it was validated on; give the run's folder, or --tasks"
@@ -77,10 +79,9 @@ def evaluate_run(export: Path, recipe: Recipe | None, options: argparse.Namespac
     return evaluate(export, data, recipe, options)
 
 
-def evaluate(export: Path, data, recipe, options: argparse.Namespace) -> dict:
-    """As `evaluate_run`, of prepared data."""
-    from pretraining.evaluation.live_samples import prompts_of
-    from pretraining.evaluation.sample import sample_text
+def evaluate(export: Path, data: PreparedData, recipe: Recipe, options: argparse.Namespace) -> dict:
+    """Do as `evaluate_run` does, with data that is open."""
+    from pretraining.evaluation.sampling import prompts_of, sample_text
     from pretraining.evaluation.validation import Validation
 
     model, tokenizer = _load_model(export, recipe), _load(export, "AutoTokenizer")
@@ -95,8 +96,8 @@ def evaluate(export: Path, data, recipe, options: argparse.Namespace) -> dict:
     return results
 
 
-def _load_model(export: Path, recipe: Recipe | None):
-    """The model, on the GPU if there is one; of a known run in the precision of its validations."""
+def _load_model(export: Path, recipe: Recipe | None) -> Any:
+    """Load the model, on the GPU if there is one, in the precision of its run's validations if the run is known."""
     import torch
     from transformers.utils import logging
 
@@ -108,7 +109,7 @@ def _load_model(export: Path, recipe: Recipe | None):
     return model
 
 
-def _multiply_as_in_the_run(model, training: dict) -> None:
+def _multiply_as_in_the_run(model: Any, training: dict) -> None:
     """Let weights that the run kept in fp32 (without DeepSpeed, or at stage 0) multiply as they did there."""
     import torch
     from transformers.utils import is_torch_tf32_available
@@ -122,8 +123,8 @@ def _multiply_as_in_the_run(model, training: dict) -> None:
         model.forward = torch.autocast(model.device.type, half)(model.forward)
 
 
-def _load(export: Path, kind: str, **settings):
-    """transformers' `kind` of an export."""
+def _load(export: Path, kind: str, **settings: Any) -> Any:
+    """Load an export with the class of transformers that is called `kind`."""
     import transformers
     from safetensors import SafetensorError
 

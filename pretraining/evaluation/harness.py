@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pretraining.data.packages import require
 from pretraining.errors import UserError, nearest
-from pretraining.evaluation.sample import seeded
+from pretraining.evaluation.sampling import seeded
 
 SEED = 1234
 """lm-eval's own, for few-shot examples."""
@@ -21,7 +21,9 @@ SUFFIXES = (".yaml", ".yml")
 class Harness:
     """The tasks, loaded with their data, before any model is needed.
 
-    names: of tasks, tags or groups of lm-eval, YAML files, or folders of them. limit: items of each task.
+    Args:
+        names: of tasks, tags or groups of lm-eval, YAML files, or folders of them.
+        limit: items of each task.
     """
 
     def __init__(
@@ -31,7 +33,7 @@ class Harness:
         max_length: int,
         batch_size: int,
         limit: int | None = None,
-    ):
+    ) -> None:
         self.loaded = load_tasks(names)
         self.tokenizer, self.max_length = tokenizer, max_length
         self.batch_size, self.limit = batch_size, limit
@@ -39,10 +41,11 @@ class Harness:
     def measure(
         self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
-        """{"<task>/<metric>": score}, the same on every rank; all ranks must call it. Raises `Interrupted`.
+        """Compute {"<task>/<metric>": score}, the same on every rank; all ranks must call it. Raises `Interrupted`.
 
-        Every rank builds all requests, and they share the forward passes.
+        Every rank builds all requests, and the ranks share the forward passes.
         """
+        # lm-eval is optional, and the model class below derives from one of its classes.
         from lm_eval.evaluator import evaluate
 
         from pretraining.evaluation.harness_model import HarnessModel
@@ -54,9 +57,10 @@ class Harness:
 
 
 def load_tasks(names: Sequence[str]) -> dict:
-    """What `lm_eval.evaluator.evaluate` takes; few-shot examples as each task says.
+    """Load what `lm_eval.evaluator.evaluate` takes, with as many few-shot examples as each task says.
 
-    Raises `UserError` where lm-eval is missing, knows no such task, or cannot read its data.
+    Raises:
+        UserError: lm-eval is missing, knows no such task, or cannot read its data.
     """
     managers = require("lm_eval.tasks", f"evaluation.tasks ({', '.join(names)})")
     folders = [name for name in names if Path(name).is_dir()]
@@ -98,9 +102,9 @@ def _load(manager, names: list[str]) -> dict:
 
 
 def scores_of(results: dict[str, dict]) -> dict[str, float]:
-    """{"arc_easy/acc": 0.4} of lm-eval's {"arc_easy": {"acc,none": 0.4, "acc_stderr,none": ...}}.
+    """Name scores: {"arc_easy/acc": 0.4} from lm-eval's {"arc_easy": {"acc,none": 0.4, "acc_stderr,none": ...}}.
 
-    A filter of its own stays in the name: "gsm8k/exact_match.strict-match".
+    A task's own filter stays in the name: "gsm8k/exact_match.strict-match".
     """
     scores = {}
     for task, values in results.items():
@@ -114,7 +118,7 @@ def scores_of(results: dict[str, dict]) -> dict[str, float]:
 
 @contextmanager
 def _own_randomness(device: torch.device) -> Iterator[None]:
-    """Tasks that draw at random draw the same each time, and training does not see it."""
+    """Let tasks draw the same random numbers each time, without effect on training's generators."""
     states = random.getstate(), np.random.get_state()
     random.seed(SEED)
     np.random.seed(SEED)

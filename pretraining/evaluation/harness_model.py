@@ -1,4 +1,4 @@
-"""A causal language model as lm-eval asks it; imported only where lm-eval is installed."""
+"""A causal language model as lm-eval's tasks ask it. A module of its own, because it imports an optional package."""
 
 from collections.abc import Callable
 
@@ -10,19 +10,20 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
 from pretraining.evaluation.likelihood import Interrupted, Pair, score
-from pretraining.evaluation.sample import TokensCounted, evaluation_mode
-from pretraining.evaluation.tokens import encode
+from pretraining.evaluation.sampling import TokensCounted, encode, evaluation_mode
 from pretraining.runtime.heartbeat import long_work
 from pretraining.runtime.process_group import rank_and_world_size
 
 PASSED_ON = ("do_sample", "top_k", "top_p")
-"""What of a task's generation arguments `generate` takes as it is."""
+"""Generation arguments of a task that `generate` takes unchanged."""
 
 
 class HarnessModel(TemplateLM):
     """Every rank gets all requests, and the ranks share the forward passes: to lm-eval it is one process.
 
-    model: as trained (an engine, DDP) or bare. max_length: tokens that it reads at once.
+    Args:
+        model: as trained (an engine, DDP) or bare.
+        max_length: tokens that it reads at once.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class HarnessModel(TemplateLM):
         max_length: int,
         batch_size: int,
         interrupted: Callable[[], bool] = lambda: False,
-    ):
+    ) -> None:
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
         self.max_length, self.batch_size, self.interrupted = max_length, batch_size, interrupted
@@ -44,11 +45,11 @@ class HarnessModel(TemplateLM):
         return self.tokenizer.eos_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """Without special tokens, as in training."""
+        """Encode without special tokens, as in training."""
         return encode(self.tokenizer, string)
 
     def loglikelihood(self, requests, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """As lm-eval's, without its progress bar."""
+        """Do as lm-eval does, without its progress bar."""
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests, **kwargs) -> list[tuple[float, bool]]:
@@ -56,7 +57,7 @@ class HarnessModel(TemplateLM):
         return [tuple(each) for each in self._scored([Pair(*tokens) for _, *tokens in requests])]
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:
-        """Log-probability of whole texts: each token once, with as much before it as a window holds."""
+        """Sum the log-probability of whole texts: each token once, after as much context as a window holds."""
         windows = [self._windows(*request.args) for request in requests]
         scores = iter(self._scored([window for text in windows for window in text]))
         return [sum(next(scores).log_probability for _ in text) for text in windows]
@@ -70,9 +71,9 @@ class HarnessModel(TemplateLM):
         return [Pair(*make_disjoint_window(window)) for window in windows]
 
     def generate_until(self, requests, disable_tqdm: bool = True) -> list[str]:
-        """Continuations up to a stop string, greedy unless the task says otherwise; a request a rank and round.
+        """Continue up to a stop string, greedy unless the task says otherwise; each rank takes a request a round.
 
-        Ranks that run out repeat the last request unheard.
+        A rank that runs out repeats the last request, and its answer is not used.
         """
         rank, world_size = rank_and_world_size()
         texts: list[str | None] = [None] * len(requests)
@@ -89,12 +90,16 @@ class HarnessModel(TemplateLM):
         return [next(text for text in column if text is not None) for column in zip(*shares, strict=True)]
 
     def _new_tokens(self, request) -> int:
-        """At most half of the model's positions, so that there is room for the question."""
+        """Limit new tokens to half of the model's positions, so that there is room for the question."""
         return min(normalize_gen_kwargs(request.args[1])["max_gen_toks"], self.max_length // 2)
 
     @torch.no_grad()
     def _continued(self, context: str, arguments: dict, most_tokens: int) -> str:
-        """most_tokens: of any request; under ZeRO-3 a rank that is done goes on with the longest of a round."""
+        """Continue one context.
+
+        Args:
+            most_tokens: of any request; under ZeRO-3 a rank that is done goes on with the longest of a round.
+        """
         settings = normalize_gen_kwargs(arguments)
         ids = encode(self.tokenizer, context)[-(self.max_length - most_tokens) :] or [self.eot_token_id]
         prompt = torch.tensor([ids], device=self._device)

@@ -1,13 +1,22 @@
-"""Log-probabilities of continuations: shared out over the ranks, the same on every rank and at any world size."""
+"""Log-probabilities of continuations, and HellaSwag, which is scored by them."""
 
-from collections.abc import Callable, Sequence
+import gzip
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
-from pretraining.evaluation.sample import evaluation_mode
+from pretraining.data.packages import require
+from pretraining.errors import UserError
+from pretraining.evaluation.sampling import encode, evaluation_mode
 from pretraining.runtime.process_group import rank_and_world_size
+
+HELLASWAG_FIELDS = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
 
 
 class Pair(NamedTuple):
@@ -24,11 +33,11 @@ class Score(NamedTuple):
     log_probability: float
     """In nats, summed over the tokens of the continuation."""
     is_greedy: bool
-    """Whether each of them was the likeliest one."""
+    """Whether each of these tokens was the likeliest one."""
 
 
 class Interrupted(Exception):
-    """The run is asked to stop: what was being measured has no result."""
+    """Raised if the run is asked to stop: the measurement has no result."""
 
 
 @torch.no_grad()
@@ -39,13 +48,17 @@ def score(
     batch_size: int,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> list[Score]:
-    """The score of each pair, on every rank; all ranks must call it with the same pairs.
+    """Score each pair: the same on every rank and at any world size. All ranks must call it with the same pairs.
 
-    max_length: tokens that the model reads at once; of a longer text the last ones are read. interrupted: asked
-    before every round of one batch a rank, must answer alike on all ranks.
+    The ranks share the batches. Pairs of similar length share a batch, longest first, whatever the world size. A rank
+    that runs out repeats the shortest batch without effect, because under ZeRO-3 a forward pass is a collective.
 
-    Pairs of like length share a batch, longest first, whatever the world size. Ranks that run out repeat the
-    shortest batch unheard, because under ZeRO-3 a forward pass is a collective. Raises `Interrupted`.
+    Args:
+        max_length: tokens that the model reads at once; of a longer text the last ones are read.
+        interrupted: is asked before every round of one batch a rank, and must answer alike on all ranks.
+
+    Raises:
+        Interrupted: `interrupted` said yes.
     """
     rank, world_size = rank_and_world_size()
     batches = _batches(pairs, batch_size)
@@ -65,17 +78,15 @@ def score(
 
 
 def _batches(pairs: Sequence[Pair], batch_size: int) -> list[list[int]]:
-    """Numbers of the pairs of every forward pass."""
+    """Group the numbers of the pairs by forward pass."""
     order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i].context) - len(pairs[i].continuation))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
-def _score_batch(model, pairs: Sequence[Pair], max_length: int) -> torch.Tensor:
-    """[pairs, 2], fp64: log-probability and 1 where all tokens are the likeliest.
-
-    Rows are filled up on the right, where a causal model's earlier positions do not see it.
-    """
+def _score_batch(model: torch.nn.Module, pairs: Sequence[Pair], max_length: int) -> torch.Tensor:
+    """Score one batch: [pairs, 2] in fp64, the log-probability and 1 if all tokens are the likeliest."""
     device = next(model.parameters()).device
+    # Padding is on the right: earlier positions of a causal model do not see it.
     texts = [(pair.context + pair.continuation)[-(max_length + 1) :] for pair in pairs]
     width = max(2, *map(len, texts)) - 1
     rows = [text[:-1] + [0] * (width + 1 - len(text)) for text in texts]
@@ -85,7 +96,7 @@ def _score_batch(model, pairs: Sequence[Pair], max_length: int) -> torch.Tensor:
 
 
 def _score_row(logits: torch.Tensor, text: list[int], num_scored: int) -> torch.Tensor:
-    """From logits [length, vocabulary] of `text` without its last token; its last `num_scored` tokens are scored."""
+    """Score the last `num_scored` tokens of `text`, from logits [length, vocabulary] of all but its last token."""
     targets = _on(logits.device, text[1:])[-num_scored:] if num_scored else []
     end = len(text) - 1
     logs = torch.log_softmax(logits[end - len(targets) : end].float(), -1)
@@ -96,5 +107,148 @@ def _score_row(logits: torch.Tensor, text: list[int], num_scored: int) -> torch.
 
 
 def _on(device: torch.device, numbers: list) -> torch.Tensor:
-    """Integers on the device, which the host does not wait for."""
+    """Copy integers to the device; the host does not wait for the copy."""
     return torch.tensor(numbers).to(device, non_blocking=True)
+
+
+def encode_pair(
+    tokenizer: PreTrainedTokenizerBase, context: str, continuation: str
+) -> tuple[list[int], list[int]]:
+    """Encode context and continuation as one text, cut at the end of the context's tokens.
+
+    Spaces at the end of the context belong to the continuation, as in lm-eval. An empty context is the end-of-text
+    token, with which every document begins.
+    """
+    spaces = len(context) - len(context.rstrip())
+    if spaces:
+        continuation = context[-spaces:] + continuation
+        context = context[:-spaces]
+    if not context:
+        return [tokenizer.eos_token_id], encode(tokenizer, continuation)
+    whole, before = encode(tokenizer, context + continuation), encode(tokenizer, context)
+    return whole[: len(before)], whole[len(before) :]
+
+
+class Item(NamedTuple):
+    """One question of HellaSwag."""
+
+    context: str
+    endings: tuple[str, ...]
+    right: int
+    """Number of the ending that followed."""
+
+
+class Answer(NamedTuple):
+    """The ending that the model chose."""
+
+    plain: int
+    """By log-probability."""
+    normalised: int
+    """By log-probability divided by the ending's characters, as lm-eval's acc_norm."""
+
+
+class HellaSwag:
+    """HellaSwag (Zellers et al. 2019): which of four endings does the model find likeliest?
+
+    Prompts, tokens and scores are lm-eval's: an ending is scored alone, given what comes before it.
+    """
+
+    def __init__(
+        self, items: Iterable[Item], tokenizer: PreTrainedTokenizerBase, max_length: int, batch_size: int
+    ) -> None:
+        self.items = list(items)
+        self.max_length, self.batch_size = max_length, batch_size
+        self.pairs = [
+            Pair(*encode_pair(tokenizer, item.context, f" {ending}"))
+            for item in self.items
+            for ending in item.endings
+        ]
+
+    def measure(
+        self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
+        """Compute {"hellaswag/acc", "hellaswag/acc_norm"}; every rank must call it. Raises `Interrupted`."""
+        answers = self.answers(model, interrupted)
+        return {
+            "hellaswag/acc": self._share(answer.plain for answer in answers),
+            "hellaswag/acc_norm": self._share(answer.normalised for answer in answers),
+        }
+
+    def answers(
+        self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
+    ) -> list[Answer]:
+        """Find the model's choice in each item."""
+        scores = iter(score(model, self.pairs, self.max_length, self.batch_size, interrupted))
+        return [_answer(item, [next(scores) for _ in item.endings]) for item in self.items]
+
+    def _share(self, chosen: Iterable[int]) -> float:
+        right = [choice == item.right for choice, item in zip(chosen, self.items, strict=True)]
+        return sum(right) / len(right)
+
+
+def _answer(item: Item, scores: list[Score]) -> Answer:
+    plain = [each.log_probability for each in scores]
+    normalised = [value / max(1, len(ending)) for value, ending in zip(plain, item.endings, strict=True)]
+    return Answer(plain.index(max(plain)), normalised.index(max(normalised)))
+
+
+def read_items(source: str, limit: int | None = None) -> list[Item]:
+    """Read at most `limit` items of a .jsonl (or .jsonl.gz) file, or of the validation split of a dataset on the hub.
+
+    Raises:
+        UserError: something cannot be read; the message names the line.
+    """
+    is_file = source.endswith((".jsonl", ".jsonl.gz")) or Path(source).is_file()
+    rows = _rows_of_file(Path(source)) if is_file else _rows_of_dataset(source)
+    items = []
+    for where, row in rows:
+        if limit is not None and len(items) >= limit:
+            break
+        items.append(_item(row, where))
+    if not items:
+        raise UserError(f"evaluation.hellaswag: {source} holds no items; give the file hellaswag_val.jsonl")
+    return items
+
+
+def _rows_of_file(path: Path) -> Iterator[tuple[str, dict]]:
+    opened = gzip.open if path.name.endswith(".gz") else open
+    try:
+        with opened(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{path}:line {number}", json.loads(line)
+    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"evaluation.hellaswag: {path}: cannot be read ({error}); fetch it again") from error
+
+
+def _rows_of_dataset(name: str) -> Iterator[tuple[str, dict]]:
+    datasets = require("datasets", f"evaluation.hellaswag {name!r}")
+    try:
+        rows = datasets.load_dataset(name, split="validation")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"evaluation.hellaswag: {name}: no such file, and no dataset that can be read ({reason}); give a .jsonl "
+            "file or a name on the hub, as Rowan/hellaswag"
+        ) from error
+    yield from ((f"{name}:row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _item(row: dict, where: str) -> Item:
+    """Spell an item as lm-eval does; `label` is the number of the right ending, as text or number."""
+    missing = [
+        name for name in HELLASWAG_FIELDS if not isinstance(row, dict) or row.get(name) in (None, "", [])
+    ]
+    missing = [name for name in missing if name != "ctx_b" or not isinstance(row, dict) or "ctx_b" not in row]
+    if missing or not str(row["label"]).isdigit() or int(row["label"]) >= len(row["endings"]):
+        what = f"has no {missing[0]}" if missing else f"has the label {row['label']!r}"
+        raise UserError(f"evaluation.hellaswag: {where}: {what}; give the validation set of HellaSwag")
+    context = f"{row['ctx_a']} {row['ctx_b'].capitalize()}"
+    endings = tuple(_clean(ending) for ending in row["endings"])
+    return Item(_clean(f"{row['activity_label']}: {context}"), endings, int(row["label"]))
+
+
+def _clean(text: str) -> str:
+    """Remove the marks of WikiHow's layout."""
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")

@@ -12,9 +12,9 @@ from torch.utils.data import ConcatDataset
 
 from pretraining.data.document_masking import IGNORED, stack_blocks
 from pretraining.data.manifest import entropy_bits
-from pretraining.data.packed import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
-from pretraining.evaluation.sample import evaluation_mode
+from pretraining.evaluation.sampling import evaluation_mode
 from pretraining.recipe import Recipe
 from pretraining.runtime.process_group import rank_and_world_size
 
@@ -26,7 +26,7 @@ COUNTED_BLOCKS = 256
 
 
 def batch_size_of(recipe: Recipe) -> int:
-    """Blocks or texts of one forward pass, of each rank."""
+    """Read how many blocks or texts each rank takes in one forward pass."""
     return recipe.training.get("per_device_eval_batch_size", DEFAULT_BATCH_SIZE)
 
 
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     """The validation blocks of one source."""
 
     name: str | None
-    """None where the split is not told apart by source."""
+    """None if the split is not measured by source."""
     dataset: PackedDataset
     """Map-style, {"input_ids": int64 [length], "labels": int64 [length]}, labels already the next tokens."""
     num_bytes: float
@@ -42,9 +42,9 @@ class Part(NamedTuple):
 
 
 class Validation:
-    """The validation blocks of a run and the text they spell, by source where there are several."""
+    """The validation blocks of a run and the size of their text, by source if there are several."""
 
-    def __init__(self, parts: Sequence[Part], batch_size: int):
+    def __init__(self, parts: Sequence[Part], batch_size: int) -> None:
         self.parts, self.batch_size = tuple(parts), batch_size
         # The Trainer wants one dataset; `measure` reads the parts.
         datasets = [part.dataset for part in self.parts]
@@ -52,10 +52,10 @@ class Validation:
 
     @classmethod
     def of(cls, splits: TokenSplit | Mapping[str, TokenSplit], recipe: Recipe) -> "Validation":
-        """The whole validation split, or its first `evaluation.max_validation_tokens`.
+        """Take the whole validation split, or its first `evaluation.max_validation_tokens`.
 
-        Given as {source: its part of the split}, each source is measured by itself as well; the tokens are
-        shared out in proportion to the sources' sizes, a block at least to each that has one.
+        If `splits` is {source: its part of the split}, each source is measured by itself as well. The tokens are then
+        shared out in proportion to the sources' sizes, and each source that has a block gets at least one.
         """
         length, max_tokens = recipe.sequence_length, recipe.evaluation["max_validation_tokens"]
         masks_documents = recipe.data.get("document_masking", False)
@@ -76,7 +76,7 @@ class Validation:
 
     @property
     def names(self) -> list[str]:
-        """Of the metrics that `measure` returns."""
+        """Names of the metrics that `measure` returns."""
         sources = [part.name for part in self.parts] if len(self.parts) > 1 else []
         ours = ("loss", "bits_per_byte")
         return [
@@ -90,14 +90,15 @@ class Validation:
     def measure(
         self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
-        """{"loss": nats per token, "perplexity", "bits_per_byte"} of all blocks; every rank must call it.
+        """Measure {"loss": nats per token, "perplexity", "bits_per_byte"} of all blocks; every rank must call it.
 
-        interrupted: asked before every round of one batch a rank; all ranks must answer alike. Once it says yes
-        the measuring ends and there is no result.
+        With several sources also {"<source>_loss", "<source>_bits_per_byte"}, as the Trainer names the metrics of
+        several evaluation sets. Rank r takes every world_size-th batch. A rank that runs out repeats the first block
+        with weight zero, because under ZeRO-3 a forward pass is a collective.
 
-        With several sources also {"<source>_loss", "<source>_bits_per_byte"}, as the Trainer names the metrics
-        of several evaluation sets. Rank r takes every world_size-th batch. Ranks that run out repeat the first
-        block with weight zero, because under ZeRO-3 a forward pass is a collective.
+        Args:
+            interrupted: is asked before every round of one batch a rank, and must answer alike on all ranks. If it
+                says yes, the result is None.
         """
         with evaluation_mode(model):
             totals = self._totals(model, interrupted)
@@ -108,7 +109,7 @@ class Validation:
         return self._metrics(totals.tolist())
 
     def unigram_bits_per_byte(self) -> float:
-        """Bits per byte of the measured tokens by their own frequencies: what a model without context reaches."""
+        """Compute the bits per byte of the measured tokens by frequency alone: what a model without context reaches."""
         counts = np.zeros(0, np.int64)
         for part in self.parts:
             for start in range(0, len(part.dataset), COUNTED_BLOCKS):
@@ -121,7 +122,7 @@ class Validation:
         return entropy_bits(counts) / sum(part.num_bytes for part in self.parts)
 
     def _totals(self, model: torch.nn.Module, interrupted: Callable[[], bool]) -> torch.Tensor | None:
-        """[parts, 2]: nats and tokens of each part, from this rank's batches; None where it was interrupted."""
+        """Sum nats and tokens of each part over this rank's batches: [parts, 2]; None if interrupted."""
         rank, world_size = rank_and_world_size()
         device = next(model.parameters()).device
         totals = torch.zeros(len(self.parts), 2, dtype=torch.float64, device=device)
@@ -135,7 +136,7 @@ class Validation:
         return totals
 
     def _batches(self) -> list[tuple[int, range]]:
-        """(part, its samples) of every forward pass; no batch mixes parts."""
+        """List (part, its samples) of every forward pass; no batch mixes parts."""
         return [
             (number, range(start, min(start + self.batch_size, len(part.dataset))))
             for number, part in enumerate(self.parts)
@@ -143,12 +144,12 @@ class Validation:
         ]
 
     def _metrics(self, totals: list[list[float]]) -> dict[str, float]:
-        """From [parts, 2]: nats and tokens of each part."""
+        """Compute the metrics from [parts, 2]: nats and tokens of each part."""
         nats, tokens = (sum(column) for column in zip(*totals, strict=True))
         num_bytes = sum(part.num_bytes for part in self.parts)
         metrics = {
             "loss": nats / tokens,
-            "perplexity": math.exp(min(nats / tokens, 700.0)),
+            "perplexity": math.exp(min(nats / tokens, 700.0)),  # exp(710) overflows a float
             "bits_per_byte": nats / math.log(2) / num_bytes,
         }
         if len(self.parts) > 1:
@@ -157,7 +158,9 @@ class Validation:
                 metrics[f"{part.name}_bits_per_byte"] = nats / math.log(2) / part.num_bytes
         return metrics
 
-    def _nats_and_tokens(self, model, part: int, indices: range, device) -> torch.Tensor:
+    def _nats_and_tokens(
+        self, model: torch.nn.Module, part: int, indices: range, device: torch.device
+    ) -> torch.Tensor:
         dataset = self.parts[part].dataset
         inputs = _batch([dataset[i] for i in indices] or [dataset[0]], device)
         labels = inputs.pop("labels")
@@ -167,8 +170,8 @@ class Validation:
         return torch.stack([nats, (labels != IGNORED).sum().double()])
 
 
-def _batch(blocks: list[dict[str, np.ndarray]], device) -> dict[str, torch.Tensor | int]:
-    """`stack_blocks` in tensors on the device."""
+def _batch(blocks: list[dict[str, np.ndarray]], device: torch.device) -> dict[str, torch.Tensor | int]:
+    """Stack blocks (`stack_blocks`) into tensors on the device."""
     batch = stack_blocks(blocks)
     return {
         key: torch.from_numpy(x).to(device, non_blocking=True) if isinstance(x, np.ndarray) else x
@@ -177,7 +180,7 @@ def _batch(blocks: list[dict[str, np.ndarray]], device) -> dict[str, torch.Tenso
 
 
 def _summed_nats(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of [tokens, vocabulary], in fp32 for a few tokens at a time, summed in fp64."""
+    """Sum the cross-entropy of [tokens, vocabulary]: in fp32 for a few tokens at a time, added up in fp64."""
     parts = zip(logits.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True)
     return sum(
         F.cross_entropy(rows.float(), targets, ignore_index=IGNORED, reduction="sum").double()
@@ -191,6 +194,7 @@ def _first_blocks(
     num_blocks = min(num_blocks, split.num_blocks(length))
     dataset = PackedDataset(split, length, num_samples=num_blocks, masks_documents=masks_documents)
     num_bytes = split.bytes_before(num_blocks * length + 1)
-    if masks_documents:  # first tokens of documents are no targets: their text, a mean share, does not count
+    # If documents are masked, their first tokens are no targets: their text, taken as a mean share, does not count.
+    if masks_documents:
         num_bytes *= 1 - len(split.document_ends(0, num_blocks * length)) / (num_blocks * length)
     return Part(name, dataset, num_bytes)

@@ -1,17 +1,22 @@
 """The attention kernel: the fastest for this GPU of those installed, unless the recipe names one."""
 
+from typing import Any
+
 import torch
+from torch.nn.attention import varlen
 from transformers import AttentionInterface, TrainingArguments
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import is_flash_attn_3_available
 
 from pretraining.errors import UserError
-from pretraining.model.varlen_attention import TORCH_VARLEN, register_varlen_attention
-from pretraining.model_types import is_exact
+from pretraining.recipe.model import is_exact
 
 SDPA_CAUSAL = "sdpa_causal"
-"""torch's kernels told that the mask is causal. transformers' own `sdpa` looks for packed documents in every forward
-pass, and under torch.compile builds a 4-D mask, which rules the flash kernels out (huggingface/transformers#48925)."""
+"""torch's kernels, which know that the mask is causal. transformers' own `sdpa` looks for packed documents in every
+forward pass, and under torch.compile builds a 4-D mask, which rules the flash kernels out
+(huggingface/transformers#48925)."""
+TORCH_VARLEN = "torch_varlen"
+"""torch's FlashAttention kernel for sequences of different lengths: 16-bit numbers on GPUs."""
 INSTALL = {
     "flash_attention_2": "pip install --no-build-isolation flash-attn, which needs nvcc",
     "flash_attention_3": "pip install flash-attn-3",
@@ -23,23 +28,19 @@ on other GPUs (ATen/native/transformers/cuda/sdp_utils.cpp, `check_prefer_cudnn_
 
 
 def choose_attention(model: dict, arguments: TrainingArguments, masks_documents: bool = False) -> str | None:
-    """The name that transformers takes: the recipe's `model.attn_implementation`, else the fastest for this GPU.
+    """Choose the name that transformers takes: the recipe's `model.attn_implementation`, else the fastest for this GPU.
 
     None leaves the choice to a class of transformers that is not among the known ones: its layers may need a mask of
     their own, for windows or biases.
 
     torch's scaled_dot_product_attention has the kernels of FlashAttention-2, and on Hopper and Blackwell cuDNN's,
     as fast as FlashAttention-3 on an H100 (pytorch/pytorch#142132; not measured here): no package is needed.
-    Documents are kept apart by kernels for sequences of different lengths, in 16 bit on GPUs, and by a mask
-    elsewhere. For those torch has FlashAttention-2 alone: on Hopper the package of FlashAttention-3 is taken if it
-    is there. The borders come with the batch (`data.document_masking`): without them transformers would wait for
-    the device in every layer to find them.
+    Documents are kept apart by kernels for sequences of different lengths, in 16 bit on GPUs, and by a mask elsewhere.
+    For such sequences torch has FlashAttention-2 alone: on Hopper the package of FlashAttention-3 is used if it is
+    installed.
     """
-    AttentionInterface.register(
-        SDPA_CAUSAL, sdpa_attention_forward
-    )  # without a mask function: the mask is None
+    register_kernels()
     asked_for = model.get("attn_implementation")
-    register_varlen_attention()
     if asked_for or not is_exact(model):
         return asked_for
     if not (torch.cuda.is_available() and (arguments.bf16 or arguments.fp16)) or model.get("attn_pdrop"):
@@ -50,14 +51,21 @@ def choose_attention(model: dict, arguments: TrainingArguments, masks_documents:
     return "flash_attention_3" if has_3 else TORCH_VARLEN
 
 
+def register_kernels() -> None:
+    """Make `sdpa_causal` and `torch_varlen` names that `attn_implementation` takes."""
+    # Neither gets a mask function, so that the mask is None.
+    AttentionInterface.register(SDPA_CAUSAL, sdpa_attention_forward)
+    AttentionInterface.register(TORCH_VARLEN, varlen_attention_forward)
+
+
 def _without_documents(model: dict) -> str:
-    """torch's causal kernel, or where layers look back over a window alone transformers' `sdpa`, whose mask says so."""
+    """Choose torch's causal kernel; for layers that see a window only, transformers' `sdpa`, whose mask says so."""
     windows = model["model_type"] == "mixtral" and model.get("sliding_window")
     return "sdpa" if windows or model.get("use_sliding_window") else SDPA_CAUSAL
 
 
 def missing_kernel(name: str, error: Exception) -> UserError:
-    """One line for an attention that the recipe asks for and this machine does not have."""
+    """Write one line for an attention that the recipe asks for and this machine does not have."""
     reason = " ".join(str(error).split())[:200]
     install = INSTALL.get(name, "see its package")
     return UserError(
@@ -67,7 +75,7 @@ def missing_kernel(name: str, error: Exception) -> UserError:
 
 
 def describe_attention(name: str, masks_documents: bool = False) -> str:
-    """What the log says: which kernel, and which package would bring a faster one for this GPU."""
+    """Write what the log says: which kernel, and which package would bring a faster one for this GPU."""
     gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     notes = ["torch's kernels, no mask"] * (name == SDPA_CAUSAL) + ["documents apart"] * masks_documents
     if name == SDPA_CAUSAL and gpu in (HOPPER, BLACKWELL):
@@ -76,3 +84,45 @@ def describe_attention(name: str, masks_documents: bool = False) -> str:
     if name == TORCH_VARLEN and gpu == HOPPER:
         notes.append(f"the package flash-attn-3 would be faster on this GPU: {INSTALL['flash_attention_3']}")
     return f"attention: {name}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def varlen_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute causal attention [batch, length, heads, width] inside each document.
+
+    There is no mask, and nothing is computed between two documents.
+
+    Args:
+        query, key, value: [batch, heads, length, width]; key and value may have fewer heads.
+        cu_seq_lens_q: int32 [documents + 1], borders in the batch written as one row, which come with the batch
+            (`data.document_masking.document_borders`): no layer waits for the device to find them. Without them every
+            row is one document.
+    """
+    if cu_seq_lens_q is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    # The kernel takes 16-bit numbers: under autocast the projections are, rotated queries and keys may be in fp32.
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    rows = [heads.transpose(1, 2).flatten(0, 1).to(dtype) for heads in (query, key, value)]
+    attended = varlen.varlen_attn(
+        *rows,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.unflatten(0, (len(query), -1)), None

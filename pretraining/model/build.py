@@ -7,6 +7,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainingArguments,
@@ -15,39 +16,45 @@ from transformers.initialization import no_init_weights
 
 from pretraining.errors import UserError
 from pretraining.model.attention import choose_attention, describe_attention, missing_kernel
-from pretraining.model.compiling import check_compiler, compile_model, describe_compilation
-from pretraining.model.fp8 import check_fp8_hardware, convert_products
-from pretraining.model.initialise import initialise_weights
-from pretraining.mup import NO_BASE, scales_by_name
-from pretraining.recipe import model_with_defaults
+from pretraining.model.compiling import (
+    check_compiler,
+    check_fp8_hardware,
+    compile_model,
+    convert_products,
+    describe_compilation,
+)
+from pretraining.model.initial_weights import initialise_weights
+from pretraining.recipe import Recipe, model_with_defaults
+from pretraining.recipe.mup import Mup, scales_by_name
 from pretraining.refusals import why_not_compiled
+from pretraining.upstream.model_classes import attention_of
 from pretraining.upstream.zero3_build import no_zero3_draw
 
 PLAIN = {"compile": "none", "fp8": "none"}
 """A `speed` section that asks for nothing."""
 
 
-def build_config(model: dict, tokenizer: PreTrainedTokenizerBase):
-    """The transformers config of the recipe's `model` section, with the tokenizer's special tokens."""
+def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """Build the transformers config of the recipe's `model` section, with the tokenizer's special tokens."""
     keywords = {k: v for k, v in model.items() if k != "model_type"}
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     try:
         return AutoConfig.for_model(model["model_type"], **{"use_cache": False, **special, **keywords})
     except Exception as error:
-        # The class checks its keywords, each in its own way, and all of them are the recipe's.
+        # Each class checks its keywords in its own way, and all of them are the recipe's.
         reason = " ".join(str(error).split())
         raise UserError(f"model: transformers refuses this {model['model_type']} config: {reason}") from error
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer the data was prepared with."""
+    """Load the tokenizer that the data was prepared with."""
     return AutoTokenizer.from_pretrained(folder)
 
 
 def build_from_recipe(
-    recipe, tokenizer: PreTrainedTokenizerBase, arguments: TrainingArguments, draw_weights: bool
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, arguments: TrainingArguments, draw_weights: bool
 ) -> PreTrainedModel:
-    """`build_model` with all that the recipe says of it."""
+    """Build the model (`build_model`) with all that the recipe says of it."""
     masks_documents, speed, why_none = recipe.data["document_masking"], recipe.speed, None
     if speed["compile"] == "auto":
         why_none = why_not_compiled(recipe, arguments.deepspeed, on_gpu=torch.cuda.is_available())
@@ -65,20 +72,25 @@ def build_model(
     draw_weights: bool = True,
     masks_documents: bool = False,
     speed: dict = PLAIN,
-    mup: dict = NO_BASE,
+    mup: Mup = Mup(),
 ) -> PreTrainedModel:
     """Build the model with its initial weights; the same weights at every ZeRO stage and world size.
 
-    `arguments` name the ds_config: transformers finds ZeRO-3 through them while they are alive.
-    `draw_weights=False` leaves the weights to a checkpoint; `masks_documents` takes an attention that can; `speed`
-    and `mup` are the recipe's sections.
+    Args:
+        arguments: name the ds_config; transformers finds ZeRO-3 through them while they are alive.
+        draw_weights: False leaves the weights to a checkpoint.
+        masks_documents: choose an attention that keeps documents apart.
+        speed, mup: the recipe's sections.
+
+    Raises:
+        UserError: transformers refuses the `model` section, or this machine lacks a kernel or a compiler.
     """
     check_compiler(speed)
     check_fp8_hardware(speed)
     attention = choose_attention(model, arguments, masks_documents)
     config = build_config({**model, "attn_implementation": attention}, tokenizer)
     try:
-        with no_init_weights(), no_zero3_draw():
+        with no_init_weights(), no_zero3_draw():  # drawn below, the same at every stage
             built = AutoModelForCausalLM.from_config(config, dtype=_parameter_dtype(arguments))
     except KeyError as error:
         raise UserError(f"model.rope_parameters: transformers has no rope_type {error}") from error
@@ -87,7 +99,7 @@ def build_model(
             raise UserError(f"model: {' '.join(str(error).split())}") from error
         raise missing_kernel(attention, error) from error
     if arguments.process_index == 0:
-        print(describe_attention(built.config._attn_implementation, masks_documents), flush=True)
+        print(describe_attention(attention_of(built), masks_documents), flush=True)
     built.tie_weights()
     if draw_weights:
         names = [name for name, _ in built.named_parameters()]
@@ -103,9 +115,9 @@ def build_model(
 
 
 def _parameter_dtype(arguments: TrainingArguments) -> torch.dtype:
-    """bf16 where DeepSpeed would cast to it anyway, else fp32.
+    """Choose bf16 if DeepSpeed would cast to it anyway, else fp32.
 
-    DeepSpeed makes its fp32 master weights from the bf16 ones at every stage, so building in bf16 changes
-    no value and halves host memory; without DeepSpeed, autocast keeps fp32 weights.
+    DeepSpeed makes its fp32 master weights from the bf16 ones at every stage, so building in bf16 changes no value and
+    halves host memory. Without DeepSpeed, autocast keeps fp32 weights.
     """
     return torch.bfloat16 if arguments.deepspeed and arguments.bf16 else torch.float32

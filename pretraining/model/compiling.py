@@ -1,32 +1,40 @@
-"""torch.compile as the recipe's `speed` section asks: every block by itself, or the whole model."""
+"""The recipe's `speed` section: blocks or the whole model compiled, and products in fp8, both in training alone."""
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import cache, wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pretraining.data.packages import require
 from pretraining.errors import UserError
 from pretraining.runtime.process_group import rank_and_world_size
 from pretraining.upstream.compiler import (
     compile_in_few_processes,
     compiled_both_ways,
     gather_as_one,
+    let_length_vary,
     missing_compiler,
 )
 
 BORDERS = {"cu_seq_lens_q", "cu_seq_lens_k"}
-"""Of the documents of a batch (`data.document_masking`)."""
+"""Keywords of a block that hold the documents' borders (`data.document_masking`)."""
+HOPPER = (9, 0)
+MULTIPLE = 16
+"""Both sides of a matrix must be a multiple of this for fp8 kernels."""
 
 
 def check_compiler(speed: dict) -> None:
     """Raise `UserError` if the recipe names what to compile and this machine has no compiler for inductor."""
     if speed["compile"] in ("blocks", "whole") and (missing := _missing(speed)):
-        raise UserError(f"speed.compile: inductor needs {missing}; install it, or set speed.compile to none")
+        raise UserError(f"speed.compile: inductor needs {missing}; install it, or --set speed.compile=none")
 
 
 def _missing(speed: dict) -> str | None:
@@ -34,13 +42,13 @@ def _missing(speed: dict) -> str | None:
 
 
 def compile_model(model: nn.Module, speed: dict) -> None:
-    """Let training passes run compiled code; parameters, names and modules stay what they are.
+    """Let training passes run compiled code; parameters, names and modules stay as they are.
 
-    Blocks of one class share their graph: layers differ in their weights alone, which are inputs of it. Validation
-    and samples run as without: they come in other shapes, each of which would be compiled anew. Hooks of a block stay
-    outside of its graph. Those of ZeRO-3 then gather a block's weights as one: within it a graph would end at each.
+    Blocks of one class share their graph: layers differ in their weights alone, which are inputs of it. Validation and
+    samples are not compiled: they come in other shapes, and each would be compiled anew. Hooks of a block stay outside
+    of its graph. ZeRO-3's hooks then gather a block's weights together, because a graph would end at each hook within.
 
-    `auto` compiles blocks too, and goes on without if that fails (`FirstPass`).
+    `auto` compiles blocks too, and goes on uncompiled if that fails (`FirstPass`).
     """
     if speed["compile"] == "none":
         return
@@ -60,12 +68,16 @@ def compile_model(model: nn.Module, speed: dict) -> None:
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The model's layers, in order."""
+    """Yield the model's layers, in order."""
     return (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
 
 
 def describe_compilation(speed: dict, why_none: str | None = None) -> str:
-    """What the log says at the start. why_none: why `auto` became none."""
+    """Write what the log says at the start.
+
+    Args:
+        why_none: the reason if `auto` became none.
+    """
     if speed["compile"] == "none":
         return "compiled: nothing" + (f" ({why_none})" if why_none else "")
     what = "the whole model" if speed["compile"] == "whole" else "every block"
@@ -73,15 +85,15 @@ def describe_compilation(speed: dict, why_none: str | None = None) -> str:
 
 
 def _in_training(module: nn.Module, compiled: Callable) -> Callable:
-    """The module's forward: compiled in passes that a backward pass follows, as it is in all others."""
+    """Wrap the module's forward: compiled in passes that a backward pass follows, plain in all others."""
     plain = module.forward
 
     @wraps(plain)  # transformers reads the signature
-    def forward(*args, **kwargs):
+    def forward(*args: Any, **kwargs: Any) -> Any:
         if not (module.training and torch.is_grad_enabled()):
             return plain(*args, **kwargs)
-        for borders in kwargs.keys() & BORDERS:  # no graph for each number of documents
-            torch._dynamo.maybe_mark_dynamic(kwargs[borders], 0)
+        for borders in kwargs.keys() & BORDERS:  # one graph for every number of documents
+            let_length_vary(kwargs[borders])
         return compiled(*args, **kwargs)
 
     return forward
@@ -90,18 +102,21 @@ def _in_training(module: nn.Module, compiled: Callable) -> Callable:
 class FirstPass:
     """The first training pass of every compiled block: if it fails on any rank, all ranks go on uncompiled.
 
-    All or none: gradients leave a compiled block in another order, and ZeRO-1 and 2 put them into buckets as they
-    come. Ranks of both kinds would add up gradients of different weights.
+    All or none, because gradients leave a compiled block in another order, and ZeRO-1 and 2 put them into buckets as
+    they come. If only some ranks compiled, gradients of different weights would be added up.
+
+    Args:
+        missing: what the compiler lacks on this machine; None if nothing.
     """
 
-    def __init__(self, missing: str | None):
+    def __init__(self, missing: str | None) -> None:
         self.missing, self.has_failed = missing, False
 
     def trying(self, compiled: Callable, plain: Callable) -> Callable:
-        """`compiled`, or `plain` once a first call has failed somewhere. All ranks make their first calls together."""
+        """Call `compiled`, or `plain` after a first call has failed on any rank. Ranks make first calls together."""
         first, is_known = compiled_both_ways(compiled), False
 
-        def call(*args, **kwargs):
+        def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_known
             if self.has_failed:
                 return plain(*args, **kwargs)
@@ -123,7 +138,7 @@ class FirstPass:
         return call
 
     def _outcome(self, first: Callable, args: tuple, kwargs: dict) -> tuple[object, str | None]:
-        """(what the block returned, why it failed): one of them is None."""
+        """Try the first call: (what the block returned, why it failed), of which one is None."""
         if self.missing:
             return None, f"inductor needs {self.missing}"
         try:
@@ -131,14 +146,14 @@ class FirstPass:
         except torch.OutOfMemoryError:
             raise  # another compiler's code would need as much
         except Exception as error:
-            # Backends, Triton and the machine's C compiler raise what they like; below the first lines is how to
-            # debug torch.
+            # Backends, Triton and the machine's C compiler raise any exception. Below the first lines is how to debug
+            # torch.
             said = " ".join(str(error).strip().partition("\n\n")[0].split())
             return None, f"{type(error).__name__}: {said[:300]}"
 
 
 def _first_failing(fails_here: bool, device: torch.device) -> int | None:
-    """The first rank whose block failed; None if no rank's did. All ranks call it together."""
+    """Find the first rank whose block failed; None if no rank's did. All ranks call it together."""
     rank, ranks = rank_and_world_size()
     if not dist.is_initialized():
         return rank if fails_here else None
@@ -153,4 +168,61 @@ def _device_of(values: tuple) -> torch.device:
 
 
 def _warn(what: str) -> None:
-    print(f"warning: {what}; mend that, or set speed.compile to none", file=sys.stderr, flush=True)
+    print(f"warning: {what}; mend that, or --set speed.compile=none", file=sys.stderr, flush=True)
+
+
+def check_fp8_hardware(speed: dict) -> None:
+    """Raise `UserError` if this machine has no kernels for fp8, before a model is built."""
+    if speed["fp8"] == "none":
+        return
+    key = f"speed.fp8: {speed['fp8']}"
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if capability is None or capability < HOPPER:
+        has = "there is no GPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
+        raise UserError(
+            f"{key} needs a GPU of compute capability 9.0 (Hopper) or later, and {has} here; --set speed.fp8=none"
+        )
+
+
+def convert_products(model: PreTrainedModel, recipe_name: str, emulate: bool = False) -> int:
+    """Let the linear layers of the blocks multiply in fp8 while they are trained; return how many there are.
+
+    Weights, optimizer and everything between the products stay as they are. Validations and samples do not use fp8,
+    so that they are those of the exported weights. Each product's inputs are scaled to fp8 when they are multiplied.
+    torchao's recipes differ in what shares a scale: `tensorwise` all of a tensor, `rowwise` a row of it;
+    `rowwise_with_gw_hp` is the same with the weights' gradients in bf16. Only in the last does no scale depend on which
+    samples share a micro-batch.
+
+    Args:
+        emulate: compute slowly what the kernels would, on a machine that has none.
+    """
+    float8 = require("torchao.float8", "speed.fp8")
+    config = float8.Float8LinearConfig.from_recipe_name(recipe_name)
+    config = dataclasses.replace(config, emulate=emulate)
+    in_blocks = {id(layer) for block in blocks_of(model) for layer in block.modules() if _fits(layer)}
+    chosen = [name for name, layer in model.named_modules() if id(layer) in in_blocks]
+    float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
+    for layer in map(model.get_submodule, chosen):
+        layer.__class__ = _fp8_in_training(type(layer))
+    return len(chosen)
+
+
+@cache
+def _fp8_in_training(fp8_linear: type[nn.Linear]) -> type[nn.Linear]:
+    """Derive a class of layers that are torchao's while they are trained, and torch's otherwise."""
+
+    class Fp8InTraining(fp8_linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            """Multiply [..., in_features] to [..., out_features]."""
+            return (
+                super().forward(rows) if self.training else nn.functional.linear(rows, self.weight, self.bias)
+            )
+
+    return Fp8InTraining
+
+
+def _fits(layer: nn.Module) -> bool:
+    """Say if it is a linear layer whose sides the kernels take."""
+    if type(layer) is not nn.Linear:
+        return False
+    return layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0

@@ -1,21 +1,21 @@
-"""Summed cross-entropy without a copy of the logits in fp32: in chunks of tokens, or fused with the head's product.
+"""Summed cross-entropy: plain, or without a copy of the logits in fp32 (in chunks, or fused with the head's product).
 
-Both find the gradient while they find the loss, chunk by chunk, so that nothing of the size tokens x vocabulary is
-kept for the backward pass. The z-loss, `weight * log(Z)^2` for each token, keeps the softmax's normaliser Z near 1
-(PaLM: Chowdhery et al. 2022, section 5).
+Chunked and fused find the gradient while they find the loss, chunk by chunk, so that nothing of the size tokens x
+vocabulary is kept for the backward pass. The z-loss, `weight * log(Z)^2` for each token, keeps the softmax's normaliser
+Z near 1 (PaLM: Chowdhery et al. 2022, section 5).
 
 Bytes that a logit of 16 bits moves on a GPU between the product that writes it (2) and the two that read its gradient
-(4), as the kernels' code has it:
+(4), by the kernels' code:
 
     eager        28  to fp32 6, log_softmax 8, exp_ 8, back to 16 bits 6
     compiled      6  torch.compile: an online softmax reads the logits once, the gradient is written over them
-    Liger 0.8.5   6  its fused function waits for the GPU in both passes, tells a token's own nats only for another
+    Liger 0.8.5   6  its fused function waits for the GPU in both passes, gives a token's own nats only for another
                      product in the backward pass, and rounds the head's gradient before it is scaled; its kernel alone
                      would do in our chunks, but is private, of 28 arguments, and another package
-    torch 2.13   40  linear_cross_entropy, logits in fp32: knows no z-loss, and sums the head's gradient in 16 bits
+    torch 2.13   40  linear_cross_entropy, logits in fp32: has no z-loss, and sums the head's gradient in 16 bits
 
-Compiled is what a GPU gets, since it needs torch alone. A chunk moves 12 bytes for each weight of the head, too: 4
-that two products read, 8 of the sum in fp32.
+A GPU gets the compiled one, since it needs torch alone. A chunk also moves 12 bytes for each weight of the head: 4 that
+two products read, 8 of the sum in fp32.
 """
 
 import os
@@ -24,13 +24,43 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
 
 from pretraining.data.document_masking import IGNORED
 from pretraining.planning.memory.loss import chunk_length, compiles_loss, logit_bytes
-from pretraining.upstream.compiler import missing_compiler
+from pretraining.recipe.model import EXACT
+from pretraining.upstream.compiler import fix_no_length, missing_compiler
 
 TRIAL_TOKENS = 1024
-"""Rows that kernels are compiled with: enough for each to be summed by one program, as those of a real chunk."""
+"""Rows that kernels are compiled with: enough that one program sums each, as in a real chunk."""
+
+
+def token_nats(
+    logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0, each: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sum the cross-entropy in nats, computed in fp32 (fp64 for fp64 logits).
+
+    Args:
+        logits: [batch, length, vocabulary].
+        labels: [batch, length], already the next tokens; -100 is skipped.
+        each: [batch * length], receives every token's own nats.
+    """
+    precision = torch.promote_types(logits.dtype, torch.float32)
+    rows, targets = logits.flatten(0, 1).to(precision), labels.flatten()
+    nats = F.cross_entropy(rows, targets, ignore_index=IGNORED, reduction="sum")
+    if z_loss:
+        nats = nats + z_loss * (rows.logsumexp(-1).square() * (targets != IGNORED)).sum()
+    if each is not None:
+        _note_each(rows.detach(), targets, z_loss, each)
+    return nats
+
+
+def _note_each(rows: torch.Tensor, targets: torch.Tensor, z_loss: float, each: torch.Tensor) -> None:
+    each.copy_(F.cross_entropy(rows, targets, ignore_index=IGNORED, reduction="none"))
+    if z_loss:
+        each.add_(z_loss * rows.logsumexp(-1).square() * (targets != IGNORED))
 
 
 def chunked_nats(
@@ -41,15 +71,15 @@ def chunked_nats(
     compile: bool | None = None,
     each: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Summed nats of the labels, in fp32 (fp64 for fp64 logits).
+    """Sum the nats of the labels, in fp32 (fp64 for fp64 logits).
 
-    Where a gradient is wanted it is written over the logits themselves: nobody may read them afterwards.
+    If a gradient is wanted it is written over the logits: they cannot be read afterwards.
 
     Args:
         logits: [tokens, vocabulary], contiguous.
-        labels: [tokens], -100 where there is no target.
+        labels: [tokens], -100 for no target.
         compile: the recipe's `loss.compile`.
-        each: [tokens], is given every token's own nats.
+        each: [tokens], receives every token's own nats.
     """
     return _ChunkedNats.apply(logits, labels, z_loss, chunk_tokens, compile, each)
 
@@ -64,22 +94,69 @@ def fused_nats(
     dtype: torch.dtype | None = None,
     each: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Summed nats of the labels under the logits `hidden @ weight.T`, of which one chunk exists at a time.
+    """Sum the nats of the labels under the logits `hidden @ weight.T`, of which one chunk exists at a time.
 
     Args:
         hidden: [tokens, width].
         weight: [vocabulary, width].
-        labels: [tokens], -100 where there is no target.
+        labels: [tokens], -100 for no target.
         compile: the recipe's `loss.compile`.
         dtype: of the product (autocast's); the gradient of `weight` is summed over the chunks in fp32.
-        each: [tokens], is given every token's own nats.
+        each: [tokens], receives every token's own nats.
     """
     return _FusedNats.apply(
         hidden, weight, labels, z_loss, chunk_tokens, compile, dtype or hidden.dtype, each
     )
 
 
+class LossHead(nn.Linear):
+    """An output projection that passes the hidden states on while the model is trained, and gives logits otherwise.
+
+    So in training mode the model's `logits` are the head's input, and the loss calls the head again with the labels,
+    which returns the summed nats. It is a call of the module because ZeRO-3 gathers a module's weight for that long.
+    """
+
+    compute_dtype: torch.dtype
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        z_loss: float = 0.0,
+        chunk_tokens: int | None = None,
+        compile: bool | None = None,
+        each: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Map [..., width] to [..., vocabulary]; in training to itself; with labels [...] to summed nats."""
+        if labels is not None:
+            rows, way = hidden.flatten(0, -2), (z_loss, chunk_tokens, compile)
+            return fused_nats(rows, self.weight, labels.flatten(), *way, self.compute_dtype, each)
+        if not (self.training and torch.is_grad_enabled()):
+            return super().forward(hidden)
+        # accelerate returns autocast's outputs in fp32: the loss multiplies in the dtype the logits would have had.
+        device = hidden.device.type
+        autocasts = torch.is_autocast_enabled(device)
+        self.compute_dtype = torch.get_autocast_dtype(device) if autocasts else hidden.dtype
+        return hidden
+
+
+def can_fuse(model: PreTrainedModel) -> bool:
+    """Say if the model's logits are a linear layer without bias, and nothing else."""
+    # Other classes may scale or cap them.
+    head = model.get_output_embeddings()
+    return model.config.model_type in EXACT and type(head) in (nn.Linear, LossHead) and head.bias is None
+
+
+def install_loss_head(model: PreTrainedModel) -> LossHead:
+    """Make the model's own output projection a LossHead: the same parameter, name and tie."""
+    head = model.get_output_embeddings()
+    head.__class__ = LossHead
+    return head
+
+
 class _ChunkedNats(torch.autograd.Function):
+    """The gradient is found in the forward pass, over the logits; the backward pass only scales it."""
+
     @staticmethod
     def forward(ctx, logits, labels, z_loss, chunk_tokens, compile, each):
         logits = logits.detach()
@@ -98,12 +175,14 @@ class _ChunkedNats(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream):
         gradient, ctx.gradient = ctx.gradient, None
-        assert gradient is not None, "the logits' gradient has been handed on already"
+        assert gradient is not None, "the logits' gradient has been handed on already"  # backward ran twice
         rows, counted = gradient
         return rows.mul_((upstream * counted)[:, None]), None, None, None, None, None
 
 
 class _FusedNats(torch.autograd.Function):
+    """Both gradients are found in the forward pass, chunk by chunk; the backward pass only scales them."""
+
     @staticmethod
     def forward(ctx, hidden, weight, labels, z_loss, chunk_tokens, compile, dtype, each):
         wants_gradient = any(ctx.needs_input_grad[:2])
@@ -139,7 +218,10 @@ class _FusedNats(torch.autograd.Function):
 def _chunk(
     tokens: int, vocab_size: int, like: torch.Tensor, chunk_tokens: int | None, compile: bool | None
 ) -> tuple[int, torch.Tensor | None]:
-    """(tokens of a chunk, space for its log-probabilities in fp32, which serves every chunk; None if compiled)."""
+    """Choose the tokens of a chunk, and allocate space in fp32 for log-probabilities, for every chunk in turn.
+
+    The compiled functions need no space: it is None then.
+    """
     device, dtype = like.device, like.dtype
     on_gpu = device.type == "cuda"
     compiled = compiles_loss(compile, on_gpu) and _can_compile(device, dtype, vocab_size)
@@ -151,7 +233,7 @@ def _chunk(
 
 
 def _precision(dtype: torch.dtype) -> torch.dtype:
-    """Of log-probabilities and sums."""
+    """Choose the dtype of log-probabilities and sums."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -162,9 +244,12 @@ def _nats_and_gradient(
     wants_gradient: bool,
     space: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Every token's nats in fp32; the logits become their gradient, which of tokens without a target means nothing.
+    """Compute every token's nats in fp32, and write the logits' gradient over the logits.
 
-    space: takes the log-probabilities; None: the compiled functions, which need none.
+    The gradient of a token without a target is meaningless: callers multiply it by 0.
+
+    Args:
+        space: receives the log-probabilities; None for the compiled functions, which need none.
     """
     targets = labels.clamp_min(0)[:, None]
     target_logit = logits.gather(1, targets).squeeze(1).to(_precision(logits.dtype))
@@ -189,36 +274,38 @@ def _nats_and_gradient(
 
 
 def _log_normaliser(logits: torch.Tensor) -> torch.Tensor:
-    """log(Z) of every row in fp32, written as inductor knows an online softmax (its `prepare_softmax_pattern`)."""
+    """Compute log(Z) of every row in fp32, in the form that inductor turns into an online softmax.
+
+    Inductor matches it (`prepare_softmax_pattern` of torch 2.13); in another form it would read the logits twice.
+    """
     rows = logits.to(_precision(logits.dtype))
     largest = rows.amax(-1, keepdim=True)
     return (largest + (rows - largest).exp().sum(-1, keepdim=True).log()).squeeze(1)
 
 
 def _softmax_over(logits: torch.Tensor, log_z: torch.Tensor, weight: torch.Tensor) -> None:
-    """Write `weight * softmax` over the logits; in one graph with `log_z` inductor would write it elsewhere first."""
+    """Write `weight * softmax` over the logits."""
+    # A graph of its own: in one graph with log_z inductor would write it elsewhere first.
     rows = logits.to(log_z.dtype)
     logits.copy_((rows - log_z[:, None]).exp() * weight[:, None])
 
 
 @cache
 def _compiled(function: Callable) -> Callable:
-    """One graph, whose sums no timing decides on: equal on every rank and at every start.
-
-    It is compiled in this process: a pool of processes on every rank is much for two kernels.
-    """
+    """Compile to one graph, whose sums are equal on every rank and at every start."""
+    # Deterministic: no choice by timing. In this process: a pool of processes on every rank is much for two kernels.
     return torch.compile(function, fullgraph=True, options={"deterministic": True, "compile_threads": 1})
 
 
 @cache
 def _can_compile(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
-    """Compile for logits of this kind, in chunks of any length; if that fails, say so and go on without."""
+    """Compile for logits of this kind, in chunks of any length; if that fails, warn and return False."""
     if missing := missing_compiler():
-        return _go_on_without(f"inductor needs {missing}")
+        return _go_on_without(f"inductor needs {missing}", alike_on_machine=True)
     logits = torch.zeros(TRIAL_TOKENS, vocab_size, dtype=dtype, device=device)
     log_z, weight = (torch.ones(TRIAL_TOKENS, dtype=_precision(dtype), device=device) for _ in range(2))
     for tensor in (logits, log_z, weight):
-        torch._dynamo.mark_dynamic(tensor, 0)
+        fix_no_length(tensor)
     try:
         _compiled(_log_normaliser)(logits)
         _compiled(_softmax_over)(logits, log_z, weight)
@@ -226,15 +313,22 @@ def _can_compile(device: torch.device, dtype: torch.dtype, vocab_size: int) -> b
         raise
     except Exception as error:
         cause = getattr(error, "inner_exception", error)
-        return _go_on_without(f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}")
+        reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+        return _go_on_without(reason, alike_on_machine=False)
     return True
 
 
-def _go_on_without(reason: str) -> bool:
-    """Tell once for each machine that the loss is not compiled; False."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        told = f"the loss cannot be compiled and is computed without ({reason})"
-        print(f"warning: {told}; mend that, or set loss.compile to false", file=sys.stderr, flush=True)
+def _go_on_without(reason: str, alike_on_machine: bool) -> bool:
+    """Warn once that the loss is not compiled here; return False.
+
+    alike_on_machine: if every rank of this machine meets the same; then the first of them warns for all.
+    """
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if is_first or not alike_on_machine:
+        on_rank = "" if is_first else f" on rank {os.environ['RANK']}"
+        what = f"the loss cannot be compiled{on_rank} and is computed without ({reason})"
+        remedy = "mend that, or --set loss.compile=false"
+        print(f"warning: {what}; {remedy}", file=sys.stderr, flush=True)
     return False
 
 
@@ -250,7 +344,7 @@ def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 @cache
 def _adds_in_fp32(device: torch.device) -> bool:
-    """Whether a product of 16 bits can be added to sums in fp32 as it comes: by cuBLAS, on Ampere or later."""
+    """Say if a product of 16 bits can be added to sums in fp32 at once: by cuBLAS, on Ampere or later."""
     if device.type != "cuda" or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device)[0] >= 8

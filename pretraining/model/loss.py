@@ -1,54 +1,35 @@
-"""The training loss: cross-entropy of the next token, plus the router balance of a mixture of experts.
+"""The training loss: cross-entropy of the next token, plus the router losses of a mixture of experts.
 
-`loss.kind` of the recipe says how, never what: `plain` keeps all logits in fp32, `chunked` as the model made them,
-`fused` none of them.
+`loss.kind` of the recipe says how the cross-entropy is computed, never what: `plain` keeps all logits in fp32,
+`chunked` keeps them as the model made them, `fused` keeps none of them.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
-from pretraining.model.cross_entropy import chunked_nats
-from pretraining.model.loss_head import LossHead, can_fuse, install_loss_head
-from pretraining.model.router_losses import balance_of, router_z_loss, transformers_balance
+from pretraining.model.cross_entropy import can_fuse, chunked_nats, install_loss_head, token_nats
+from pretraining.recipe.model import EXACT
 
 PLAIN = {"kind": "plain", "chunk_tokens": None, "compile": None, "z_loss": 0.0, "router_z_loss": 0.0}
-
-
-def token_nats(
-    logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0, each: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Summed cross-entropy in nats, computed in fp32 (fp64 for fp64 logits).
-
-    logits: [batch, length, vocabulary]; labels: [batch, length], already the next tokens (-100 is skipped).
-    each: [batch * length], is given every token's own.
-    """
-    precision = torch.promote_types(logits.dtype, torch.float32)
-    rows, targets = logits.flatten(0, 1).to(precision), labels.flatten()
-    nats = F.cross_entropy(rows, targets, ignore_index=IGNORED, reduction="sum")
-    if z_loss:
-        nats = nats + z_loss * (rows.logsumexp(-1).square() * (targets != IGNORED)).sum()
-    if each is not None:
-        _note_each(rows.detach(), targets, z_loss, each)
-    return nats
-
-
-def _note_each(rows: torch.Tensor, targets: torch.Tensor, z_loss: float, each: torch.Tensor) -> None:
-    each.copy_(F.cross_entropy(rows, targets, ignore_index=IGNORED, reduction="none"))
-    if z_loss:
-        each.add_(z_loss * rows.logsumexp(-1).square() * (targets != IGNORED))
+"""A `loss` section that asks for nothing."""
+COEFFICIENT = "router_aux_loss_coef"
+Routers = tuple[torch.Tensor, ...]
+"""Logits [tokens, experts] of every mixture layer."""
 
 
 def build_loss(model: PreTrainedModel, settings: dict = PLAIN) -> Callable:
-    """The Trainer's `compute_loss_func` for this model and the recipe's `loss` section.
+    """Build the Trainer's `compute_loss_func` for this model from the recipe's `loss` section.
 
-    A fused loss changes the model's head (`LossHead`). Raises `UserError` where the model has no head that can be
-    fused, or no router.
+    A fused loss changes the model's head (`LossHead`).
+
+    Raises:
+        UserError: the model has no head that can be fused, or no router.
     """
     balanced = balance_of(model)
     if settings["router_z_loss"] and balanced is None:
@@ -67,7 +48,7 @@ def build_loss(model: PreTrainedModel, settings: dict = PLAIN) -> Callable:
 
 
 def _nats_of(model: PreTrainedModel, settings: dict) -> Callable:
-    """(what the model returned as logits, labels) -> summed nats."""
+    """Choose the cross-entropy: (what the model returned as logits, labels) -> summed nats."""
     kind, z_loss = settings["kind"], settings["z_loss"]
     way = {"z_loss": z_loss, "chunk_tokens": settings["chunk_tokens"], "compile": settings["compile"]}
     if kind == "fused" and not can_fuse(model):
@@ -78,40 +59,85 @@ def _nats_of(model: PreTrainedModel, settings: dict) -> Callable:
     if kind == "auto":
         kind = "fused" if can_fuse(model) else "chunked"
     if kind == "fused":
-        return partial(_fused, install_loss_head(model), **way)
+        return partial(
+            install_loss_head(model), **way
+        )  # in training the model returns the head's input as logits
     if kind == "chunked":
         return partial(_chunked, **way)
     return partial(token_nats, z_loss=z_loss)
 
 
-def _fused(head: LossHead, hidden, labels, **way) -> torch.Tensor:
-    return head(hidden, labels, **way)
-
-
-def _chunked(logits, labels, **way) -> torch.Tensor:
+def _chunked(logits: torch.Tensor, labels: torch.Tensor, **way: Any) -> torch.Tensor:
     return chunked_nats(logits.flatten(0, 1), labels.flatten(), **way)
 
 
+def balance_of(model: PreTrainedModel) -> tuple[float, Callable] | None:
+    """Find the config's coefficient, and the loss of a model's outputs that it weights; None if nothing is balanced."""
+    config = model.config
+    if not (getattr(config, "output_router_logits", False) and hasattr(config, COEFFICIENT)):
+        return None
+    of = transformers_balance
+    if config.model_type in EXACT:
+        of = partial(layers_balance, chosen=config.num_experts_per_tok)
+    return getattr(config, COEFFICIENT), of
+
+
+def transformers_balance(outputs: Any) -> torch.Tensor:
+    """Return the balancing loss that the model class computes itself."""
+    return outputs.aux_loss
+
+
+def layers_balance(outputs: Any, chosen: int) -> torch.Tensor:
+    """Average `balancing_loss` over the layers.
+
+    transformers adds up the tokens of each expert number over the layers before it multiplies: layers that each
+    overload another expert then look balanced.
+    """
+    return torch.stack([balancing_loss(logits, chosen) for logits in outputs.router_logits]).mean()
+
+
+def balancing_loss(logits: torch.Tensor, chosen: int) -> torch.Tensor:
+    """Compute E sum_i f_i P_i of one layer (Fedus et al. 2021, equations 4 to 6): `chosen` if all experts get the same.
+
+    f: of the tokens, those sent to an expert, each to `chosen` of them. P: the mean probability of an expert.
+    """
+    num_tokens, num_experts = logits.shape
+    probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).mean(0)
+    experts = logits.topk(chosen, dim=-1, sorted=False).indices.flatten()
+    # scatter_add_ and not bincount, for which the host would wait
+    sent = torch.zeros_like(probabilities).scatter_add_(
+        0, experts, torch.ones_like(experts, dtype=probabilities.dtype)
+    )
+    return num_experts * (sent / num_tokens * probabilities).sum()
+
+
+def router_z_loss(router_logits: Routers) -> torch.Tensor:
+    """Average the squared log of the routers' normaliser over tokens and layers (Zoph et al. 2022, equation 5)."""
+    squares = [torch.logsumexp(logits.float(), -1).square().mean() for logits in router_logits]
+    return torch.stack(squares).mean()
+
+
 def next_token_loss(
-    outputs,
-    labels,
-    num_items_in_batch=None,
+    outputs: Any,
+    labels: torch.Tensor,
+    num_items_in_batch: torch.Tensor | int | None = None,
     router_coefficient: float = 0.0,
     balance: Callable = transformers_balance,
     router_z_coefficient: float = 0.0,
     nats: Callable = token_nats,
     each: torch.Tensor | None = None,
-):
-    """Share of one micro-batch in the mean loss of this rank's optimizer step, in nats per token.
+) -> torch.Tensor:
+    """Compute a micro-batch's share in the mean loss of this rank's optimizer step, in nats per token.
 
-    `num_items_in_batch` is the number of targets in all micro-batches of the step on this rank, so that
-    micro-batches add up to a mean, and DeepSpeed's average over ranks is the mean of the whole step. The
-    balancing loss of a mixture of experts is weighted by the same share: its coefficient means the same at
-    any accumulation and world size (transformers multiplies it by both, huggingface/transformers#48690).
-    `each`, [batch * length] in fp32, is given every token's own nats, 0 where there is no target.
+    Args:
+        num_items_in_batch: targets in all micro-batches of the step on this rank. So micro-batches add up to a mean,
+            and DeepSpeed's average over ranks is the mean of the whole step.
+        each: [batch * length] in fp32, receives every token's own nats, 0 if it has no target.
     """
     num_items = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
     loss = nats(outputs.logits, labels, each=each) / num_items
+    # The router losses have the same weight, so that a coefficient means the same at any accumulation and world size;
+    # transformers multiplies it by both (huggingface/transformers#48690).
     share = (labels != IGNORED).sum() / num_items
     if router_coefficient:
         loss = loss + share * router_coefficient * balance(outputs)

@@ -3,8 +3,8 @@
 import math
 from dataclasses import asdict, dataclass
 
+from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, prices_of
-from pretraining.planning.tables import table
 
 SECONDS_PER_HOUR = 3600
 

@@ -20,8 +20,11 @@ from pathlib import Path
 from pretraining.errors import UserError
 from pretraining.schema import REPOSITORY
 
-MODULE = "pretraining.model.meta_count"
-SOURCES = [REPOSITORY / "pretraining" / "model" / name for name in ("meta_count.py", "module_order.py")]
+MODULE = "pretraining.model.counting"
+SOURCES = [
+    REPOSITORY / "pretraining" / name
+    for name in ("model/counting.py", "model/initial_weights.py", "upstream/model_classes.py")
+]
 HOW = "counted by building on the meta device"
 
 

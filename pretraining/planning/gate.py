@@ -6,7 +6,6 @@ A vocabulary larger than the model's, and data that is read more often than `max
 
 from dataclasses import replace
 
-from pretraining.model_types import value_of
 from pretraining.planning.comparison import predicted
 from pretraining.planning.findings import Case, Finding, Found, Verdict
 from pretraining.planning.memory.buffers import unprotected_gradient
@@ -17,6 +16,7 @@ from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.search import nearest_fit
 from pretraining.planning.step_time import precision_of_products
 from pretraining.recipe import Recipe
+from pretraining.recipe.model import value_of
 
 
 def judge_plan(

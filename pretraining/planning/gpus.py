@@ -6,10 +6,10 @@ from difflib import get_close_matches
 from functools import cache
 
 from pretraining.errors import UserError
-from pretraining.planning.tables import table
+from pretraining.planning.constants import table
 
 FILE = "pretraining/planning/tables/gpus.json"
-POSITIVE = (
+NUMBERS = (
     "memory_bytes",
     "memory_bandwidth_bytes_per_second",
     "link_bytes_per_second",
@@ -69,12 +69,12 @@ class Gpu:
 
 @cache
 def all_gpus() -> dict[str, Gpu]:
-    """Every GPU of the table, by name, checked.
+    """Every GPU of the table, by name.
 
     Raises:
         UserError: an entry lacks a key or holds a number that is not positive.
     """
-    return {name: _checked(name, entry) for name, entry in table("gpus")["gpus"].items()}
+    return {name: _gpu(name, entry) for name, entry in table("gpus")["gpus"].items()}
 
 
 def find_gpu(name: str) -> Gpu:
@@ -117,22 +117,14 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _checked(name: str, entry: dict) -> Gpu:
-    for key in POSITIVE:
-        value = entry.get(key)
-        if not isinstance(value, int | float) or value <= 0:
-            raise UserError(f"{FILE}: {name}.{key} is {value!r}; write a positive number")
-    values = {key: entry[key] for key in POSITIVE}
-    peaks = entry.get("dense_peak_tflops") or {}
-    if not peaks or min(peaks.values()) <= 0:
-        raise UserError(f"{FILE}: {name}.dense_peak_tflops needs at least one positive peak")
+def _gpu(name: str, entry: dict) -> Gpu:
     return Gpu(
         name=name,
         aliases=tuple(entry.get("aliases", ())),
         architecture=entry.get("architecture", ""),
-        dense_peak_flops={precision: 1e12 * peak for precision, peak in peaks.items()},
+        dense_peak_flops={precision: 1e12 * peak for precision, peak in entry["dense_peak_tflops"].items()},
         link=entry.get("link", "link"),
         source=entry.get("source", "no source given"),
         assumed=tuple(entry.get("assumed", ())),
-        **values,
+        **{key: entry[key] for key in NUMBERS},
     )

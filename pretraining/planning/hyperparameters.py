@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from pretraining.planning.tables import table
+from pretraining.planning.constants import table
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from dataclasses import asdict, dataclass
 
+from pretraining.planning.constants import table
 from pretraining.planning.sizes import ModelSize
 from pretraining.planning.stand_in import shape_of
-from pretraining.planning.tables import table
 
 BF16, FP32 = 2, 4
 RESERVES = ("fragmentation", "cuda_context_bytes", "nccl_bytes")

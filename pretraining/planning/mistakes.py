@@ -9,23 +9,20 @@ from pretraining.ds_config import (
     parameter_device,
     zero_stage,
 )
-from pretraining.model_types import value_of
 from pretraining.planning.findings import Case, Finding
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.buffers import reduce_bucket
-from pretraining.planning.memory.need import recomputed_one_in
+from pretraining.planning.memory.need import ROOMY, TIGHT, recomputed_one_in
 from pretraining.planning.memory.precision import precision_of
 from pretraining.planning.memory.tensors import ROUTER, parameter_tensors
 from pretraining.planning.quantities import num_bytes, several
 from pretraining.planning.sizes import model_size
 from pretraining.planning.step_time import step_time
 from pretraining.recipe import accumulation_steps
-from pretraining.schedules import WITHOUT_WARMUP
+from pretraining.recipe.model import value_of
+from pretraining.recipe.schedule import WITHOUT_WARMUP
 
 MANY_EPOCHS = 4
-COMFORT = 0.85
-"""Share of the memory up to which a cheaper setting counts as fitting."""
-TIGHT = 0.95
 HIDDEN = 0.5
 """Share of the products' time up to which messages at the links' peak are hidden behind them."""
 SMALL_BUCKET = 5_000_000
@@ -117,7 +114,7 @@ def _stage(case: Case) -> Finding | None:
     simple = case.total_with(load_ds_config("zero1"))
     if _hidden(case):
         return None
-    if simple > COMFORT * case.limit:
+    if simple > ROOMY * case.limit:
         return None
     what = f"ZeRO-3 gathers the weights twice in every pass, and ZeRO-1 would fit ({num_bytes(simple)})"
     return Finding(what, "--deepspeed zero1")
@@ -128,7 +125,7 @@ def _offload(case: Case) -> Finding | None:
         return None
     name = f"zero{zero_stage(case.ds_config)}"
     here = case.total_with(load_ds_config(name))
-    if here > COMFORT * case.limit:
+    if here > ROOMY * case.limit:
         return None
     return Finding(
         f"offloading slows every step, and all of it fits the GPU ({num_bytes(here)})", f"--deepspeed {name}"
@@ -166,7 +163,7 @@ def _checkpointing(case: Case) -> Finding | None:
         what = f"{num_bytes(case.need.total)} of {num_bytes(case.limit)}: fragmentation can end the run"
         return Finding(what, "--set training.activation_checkpointing=true")
     without = case.total_with(case.ds_config, activation_checkpointing=False)
-    if without > COMFORT * case.limit:
+    if without > ROOMY * case.limit:
         return None
     what = f"activation checkpointing costs a third more FLOPs, and it fits without ({num_bytes(without)})"
     return Finding(what, "--set training.activation_checkpointing=false")
@@ -195,7 +192,7 @@ def _hidden(case: Case) -> bool:
 
 
 def _snapshot(case: Case) -> Finding | None:
-    """Without room for it in host memory a save is written while training waits (`checkpoints/writer.py`)."""
+    """Without room for it in host memory a save is written while training waits (`checkpoints/background.py`)."""
     ranks, there, need = case.found.ranks_per_host, case.found.host_memory_bytes, case.need
     held = need.on_processor if case.found.trains_on_processor else need.host_running
     if there is None or not need.snapshot or ranks * (held + need.snapshot) <= there:

@@ -9,6 +9,7 @@ between kernels, no message, no wait. So it is a ceiling, and a run stays below 
 from dataclasses import dataclass
 
 from pretraining.ds_config import zero_stage
+from pretraining.planning.constants import table
 from pretraining.planning.flops import BACKWARD, flops_per_token
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.machine_rates import kept_rates
@@ -18,7 +19,6 @@ from pretraining.planning.memory.precision import SIXTEEN_BIT, precision_of
 from pretraining.planning.memory.tensors import num_experts
 from pretraining.planning.sizes import model_size
 from pretraining.planning.stand_in import shape_of
-from pretraining.planning.tables import table
 from pretraining.planning.throughput import Utilization, expected_utilization
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.refusals import compiled_part
@@ -74,8 +74,8 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     forward = width * size.num_layers * layer_bytes(recipe.model, mode, "forward", tokens)
     backward = width * size.num_layers * layer_bytes(recipe.model, mode, "backward", tokens)
     outside = width * outside_bytes(recipe.model, mode, tokens)
-    # torch stops once all is there again, before the last product of a layer
-    recomputed = 2 * (size.matmul - size.head - size.num_layers * last_product(recipe.model)) * tokens
+    skipped = size.num_layers * last_product(recipe.model) if skips_last_product(recipe, ds_config) else 0
+    recomputed = 2 * (size.matmul - size.head - skipped) * tokens
     again = recomputed_share(recomputed_one_in(recipe))
     engine = table("kernels")["engines"][str(zero_stage(ds_config))]
     in_step = engine["step"] + engine["step of its share"] / world_size
@@ -185,6 +185,15 @@ def last_product(model: dict) -> int:
     """Entries of a layer's last matrix, which a recomputed layer need not multiply again: nothing keeps its result."""
     widths = layer_widths(shape_of(model), tokens=1)
     return round(widths["hidden"] * inner_width(widths))
+
+
+def skips_last_product(recipe: Recipe, ds_config: dict | None) -> bool:
+    """Whether a recomputed layer stops before its last product: torch stops once all that was kept is there again.
+
+    Under ZeRO-3 DeepSpeed's linear function (runtime/zero/linear.py, `zero3_linear_wrap`) keeps its input only after it
+    has multiplied, too late for that. GPT-2's layers are transformers' `Conv1D`, which it does not replace.
+    """
+    return zero_stage(ds_config) < 3 or recipe.model["model_type"] == "gpt2"
 
 
 def outside_bytes(model: dict, mode: str, tokens: int) -> float:

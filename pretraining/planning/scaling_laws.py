@@ -1,9 +1,9 @@
 """Scaling laws: the best size and tokens for a budget, what over-training costs, what inference changes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from pretraining.planning.tables import table
+from pretraining.planning.constants import table
 
 PF_DAY = 8.64e19
 """FLOPs of one petaFLOP/s for a day."""
@@ -84,7 +84,8 @@ class ParametricLoss:
 
 def parametric_loss(name: str = "besiroglu") -> ParametricLoss:
     """A fit of tables/scaling_laws.json: besiroglu (the correction), hoffmann_printed, _unrounded, _sardana."""
-    return ParametricLoss(**table("scaling_laws")["parametric"][name])
+    law = table("scaling_laws")["parametric"][name]
+    return ParametricLoss(**{field.name: law[field.name] for field in fields(ParametricLoss)})
 
 
 def frontier(approach: str = DEFAULT) -> Frontier:

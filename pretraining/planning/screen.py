@@ -3,8 +3,8 @@
 import json
 from dataclasses import asdict
 
-from pretraining.model_types import value_of
 from pretraining.planning.comparison import predicted
+from pretraining.planning.constants import table
 from pretraining.planning.findings import Found
 from pretraining.planning.forecast import Forecast, forecast
 from pretraining.planning.gate import check_plan
@@ -26,15 +26,16 @@ from pretraining.planning.quantities import (
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.stand_in import family_of
 from pretraining.planning.step_time import precision_of_products
-from pretraining.planning.tables import table
 from pretraining.planning.verbs.cost import NOT_COUNTED, disk_words, mfu_words, scaling_rows, write_words
 from pretraining.planning.verbs.memory import host_words
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
+from pretraining.recipe.model import value_of
 from pretraining.refusals import compiled_part
 
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_PRICES = 3
+KERNELS = "GPU time: matrix products, sums of gradients; other kernels are norms, activations and copies"
 GPUS_OF_A_NODE = 8
 """Where the kind of GPU is not known."""
 
@@ -219,6 +220,7 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
         *scaling_rows(speed["scaling"]),
         ("MFU", mfu_words(speed)),
         ("kernels", _kernel_words(step["kernel_seconds"])),
+        ("", KERNELS),
         ("step", f"{duration(step['seconds'])}, bound by {step['time']['bound_by']}; {links}"),
         ("money", _money_words(cost)),
         ("energy", f"{energy(cost['energy_kwh'])} at the GPUs' rated power"),

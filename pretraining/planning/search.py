@@ -6,10 +6,11 @@ from functools import cache
 
 from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
-from pretraining.model_types import value_of
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.buffers import unprotected_gradient
 from pretraining.planning.memory.need import (
+    ROOMY,
+    TIGHT,
     MemoryNeed,
     checkpointing_of,
     memory_need,
@@ -20,6 +21,7 @@ from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.quantities import num_bytes, recomputation_text, several
 from pretraining.planning.step_time import step_time
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.recipe.model import value_of
 from pretraining.refusals import check_run
 
 WAYS = ("zero0", "zero1", "zero2", "zero3", "zero3_hpz", "zero2_offload", "zero3_offload", "zero3_nvme")
@@ -29,8 +31,6 @@ RECOMPUTED = (0, 4, 2, 1)
 """Of how many layers one is recomputed; 0: nothing is."""
 SAME = 1.02
 """Step times, or needs of memory, that differ by no more than this factor count as equal: the model is not finer."""
-ROOMY = 0.85
-"""Share of the memory up to which a way leaves room for what the prediction does not see."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ def candidates(
     gpu: Gpu | None = None,
     mfu: float | None = None,
     gpu_memory: float | None = None,
+    own_ds_config: bool = False,
 ) -> Iterator[Candidate]:
     """Every combination that divides the recipe's step, whether it fits or not.
 
@@ -85,9 +86,10 @@ def candidates(
         gpu: for the step times; None leaves them out.
         mfu: share of the dense peak without recomputation; None for the expected one.
         gpu_memory: bytes of one GPU, in the table or not; None: a processor trains, or it is not known.
+        own_ds_config: the recipe's ds_config alone.
     """
     recomputed = sorted({*RECOMPUTED, recomputed_one_in(recipe)})
-    for way in _ways(recipe, world_size, gpu):
+    for way in [recipe.deepspeed] if own_ds_config else _ways(recipe, world_size, gpu):
         for micro_batch in sorted({*MICRO_BATCHES, recipe.micro_batch}):
             at_once = world_size * micro_batch * recipe.sequence_length
             if any(size % at_once for size in recipe.step_sizes.all):
@@ -98,26 +100,37 @@ def candidates(
 
 
 def fitting(
-    recipe: Recipe, world_size: int, gpu: Gpu, memory_bytes: float | None = None, mfu: float | None = None
+    recipe: Recipe,
+    world_size: int,
+    gpu: Gpu,
+    memory_bytes: float | None = None,
+    mfu: float | None = None,
+    own_ds_config: bool = False,
 ) -> list[Candidate]:
-    """The candidates that fit, predicted fastest first.
+    """The candidates that fit, predicted fastest first; those that take more than TIGHT of the memory after all others.
 
     Of those as fast as each other first what leaves ROOMY's room, or else the most; of these the one without
     offload, with fewer layers recomputed, the lower stage, the larger micro-batch (its kernels are larger, which the
     prediction does not see).
 
+    Args:
+        own_ds_config: the recipe's ds_config alone.
+
     Raises:
         UserError: nothing divides the step, or nothing fits (with the smallest need).
     """
     limit = memory_bytes or gpu.memory_bytes
-    found = list(candidates(recipe, world_size, gpu, mfu, limit))
+    found = list(candidates(recipe, world_size, gpu, mfu, limit, own_ds_config))
     if not found:
         accumulation_steps(_variant(recipe, recipe.deepspeed, 1, 0), world_size)
     fits = [each for each in found if each.need.total <= limit]
     if not fits:
-        raise UserError(_nothing_fits(recipe, found, world_size, limit))
-    fastest = min(each.step_seconds for each in fits)
-    return [replace(each, why=_reason(each, fastest)) for each in sorted(fits, key=_rank(fastest, limit))]
+        raise UserError(_nothing_fits(recipe, found, world_size, limit, own_ds_config))
+    safe = [each for each in fits if each.need.total <= TIGHT * limit]
+    fastest = min(each.step_seconds for each in safe or fits)
+    return [
+        replace(each, why=_reason(each, fastest, limit)) for each in sorted(fits, key=_rank(fastest, limit))
+    ]
 
 
 def nearest_fit(
@@ -216,46 +229,74 @@ def _changes(variant: Recipe, recipe: Recipe) -> tuple[str, ...]:
     return tuple(changes)
 
 
-def worth_showing(ways: list[Candidate]) -> list[Candidate]:
-    """Of ways in the order of `fitting` those that need less memory than every one before them.
+def worth_choosing(ways: list[Candidate]) -> list[Candidate]:
+    """Of ways in the order of `fitting` those that a choice is between, the best first.
 
-    All others are neither faster nor smaller, or predict the same as one that is simpler.
+    No way beats one of them, and each needs less memory than every one before it.
     """
-    shown: list[Candidate] = []
-    for each in ways:
-        if not shown or SAME * each.need.total < shown[-1].need.total:
-            shown.append(each)
-    return shown
+    totals, burdens = [each.need.total for each in ways], [_burdens(each) for each in ways]
+
+    def beaten(place: int) -> bool:
+        """Whether another way is as fast, smaller, and burdened by nothing that this one is free of."""
+        return any(
+            SAME * totals[other] < totals[place]
+            and each.step_seconds <= ways[place].step_seconds
+            and all(more <= here for more, here in zip(burdens[other], burdens[place], strict=True))
+            for other, each in enumerate(ways)
+        )
+
+    found: list[int] = []
+    for place in range(len(ways)):
+        if (not found or SAME * totals[place] < totals[found[-1]]) and not beaten(place):
+            found.append(place)
+    return [ways[place] for place in found]
+
+
+def _burdens(each: Candidate) -> tuple[bool, float, int]:
+    """What a way costs beyond its predicted time: offload, layers computed twice, waits.
+
+    Stage 2 waits for its messages in every micro-batch, stage 3 gathers the weights besides; stages 0 and 1 reduce once
+    a step.
+    """
+    config = _config(each.deepspeed)
+    offloads = optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
+    return offloads, recomputed_share(each.every_n_layers), max(1, zero_stage(config))
 
 
 def _rank(fastest: float, limit: float):
     def key(each: Candidate) -> tuple:
         slower, used = each.step_seconds / fastest, each.need.total / limit
-        bin_ = 0 if slower <= SAME else slower
+        speed = 0 if slower <= SAME else slower
         crowded = 0 if used <= ROOMY else used
-        again, config = recomputed_share(each.every_n_layers), _config(each.deepspeed)
-        offloads = optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
-        return (bin_, crowded, offloads, again, zero_stage(config), -each.micro_batch)
+        offloads, again, _ = _burdens(each)
+        stage = zero_stage(_config(each.deepspeed))
+        return (used > TIGHT, speed, crowded, offloads, again, stage, -each.micro_batch)
 
     return key
 
 
-def _reason(each: Candidate, fastest: float) -> str:
+def _reason(each: Candidate, fastest: float, limit: float) -> str:
     """What this candidate pays, in words."""
     paid = [recomputation_text(each.every_n_layers)] if each.every_n_layers else []
     if each.offload_seconds:
         paid.append(f"{each.offload_seconds / each.step_seconds:.0%} offload")
+    if each.need.total > TIGHT * limit:
+        paid.append(f"tight: {each.need.total / limit:.0%} of the memory")
     slower = each.step_seconds / fastest - 1
     speed = "as fast as any" if slower <= SAME - 1 else f"{slower:.0%} slower"
     return ", ".join([speed, *paid])
 
 
-def _nothing_fits(recipe: Recipe, found: list[Candidate], world_size: int, limit: float) -> str:
+def _nothing_fits(
+    recipe: Recipe, found: list[Candidate], world_size: int, limit: float, own_ds_config: bool
+) -> str:
     best = min(found, key=lambda each: each.need.total)
-    largest = best.need.largest
+    largest, name = best.need.largest, best.deepspeed or "plain data parallel"
+    way = f"with {name}" if own_ds_config else "in any way"
+    instead = "leave --deepspeed out, " if own_ds_config else ""
     return (
-        f"{recipe.name} does not fit {several(world_size, 'GPU')} of {num_bytes(limit)} in any way: the smallest, "
-        f"{best.deepspeed} with micro-batch {best.micro_batch}, needs {num_bytes(best.need.total)} "
-        f"({largest} {num_bytes(best.need.parts[largest])}); take more or larger GPUs, or a shorter "
+        f"{recipe.name} does not fit {several(world_size, 'GPU')} of {num_bytes(limit)} {way}: the smallest, "
+        f"{name} with micro-batch {best.micro_batch}, needs {num_bytes(best.need.total)} "
+        f"({largest} {num_bytes(best.need.parts[largest])}); {instead}take more or larger GPUs, or a shorter "
         "data.sequence_length"
     )

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, fields
 
-from pretraining.model_types import is_exact
 from pretraining.planning.counted import HOW, CountedModel, count_model
 from pretraining.recipe import model_with_defaults
+from pretraining.recipe.model import is_exact
 
 
 @dataclass(frozen=True)

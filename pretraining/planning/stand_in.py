@@ -1,8 +1,8 @@
 """The shape that activations and layouts are reckoned with: a model's own, or that of a known family as wide as it."""
 
-from pretraining.model_types import is_exact, value_of
 from pretraining.planning.counted import count_model
 from pretraining.recipe import model_with_defaults
+from pretraining.recipe.model import is_exact, value_of
 
 GATED = 2.5
 """Matrices of width x inner in a feed-forward layer above which it is taken for a gated one (three, else two)."""

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
+from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
 from pretraining.planning.memory.precision import precision_of
 from pretraining.planning.roofline import ceiling, recipe_utilization
 from pretraining.planning.sizes import model_size
-from pretraining.planning.tables import table
 from pretraining.planning.throughput import StepTime, predicted_step_seconds
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.refusals import compiled_part

@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 
 from pretraining.errors import UserError
+from pretraining.planning.constants import table
 from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import Gpu, find_gpu
 from pretraining.planning.machine_rates import kept_rates
 from pretraining.planning.sizes import ModelSize
-from pretraining.planning.tables import table
 from pretraining.schema import REPOSITORY, display_path
 
 RESULTS = REPOSITORY / "benchmarks" / "results"

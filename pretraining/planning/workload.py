@@ -95,4 +95,8 @@ def _with_tokens(recipe: Recipe, tokens: float) -> Recipe:
             f"--tokens {tokens:g}: {recipe.name} takes from {least:,}, its first step, to {most:g}; leave --tokens out "
             "for its own budget"
         )
-    return replace(recipe, budget={**recipe.budget, "tokens": int(tokens)})
+    # as recipes are read: whole steps; a first step of a ramp may be all there is
+    whole = int(tokens // recipe.tokens_per_step * recipe.tokens_per_step) or int(tokens)
+    # a command that is made of this recipe says them too
+    overrides = (*recipe.overrides, f"budget.tokens={whole}")
+    return replace(recipe, budget={**recipe.budget, "tokens": whole}, overrides=overrides)

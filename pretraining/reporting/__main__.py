@@ -16,14 +16,14 @@ from pathlib import Path
 from pretraining.command_line import positive_number
 from pretraining.errors import UserError, one_line_errors
 from pretraining.reporting.analysis import analyze, track_record_of
-from pretraining.reporting.page_text import page_text, write_page
-from pretraining.reporting.payload import page_payload, run_payload
+from pretraining.reporting.live import watch
+from pretraining.reporting.page import page_payload, page_text, run_payload, write_page
 from pretraining.reporting.run_record import RunRecord
-from pretraining.reporting.watch import watch
 from pretraining.reporting.words import sentences, standing_text
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Write the page of these runs, or analyze one."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["analyze"]:
         return print_analysis(arguments[1:])
@@ -48,14 +48,14 @@ def write_report(folders: list[Path], output: Path) -> Path:
 
 
 def print_analysis(arguments: list[str]) -> None:
-    """One sentence a line for each run, or JSON."""
+    """Print one sentence a line, or JSON."""
     options = parse_analyze_arguments(arguments)
     record = RunRecord(options.run)
     if not len(record.metrics):
         raise UserError(f"{record.run.metrics}: no logged step yet; there is nothing to analyze")
     found = analyze(record, track_record_of(options.run.resolve().parent, but=options.run))
-    told = [standing_text(found.standing, time.time()), *sentences(found)]
-    print(json.dumps(asdict(found), indent=2) if options.json else "\n".join(filter(None, told)))
+    text = [standing_text(found.standing, time.time()), *sentences(found)]
+    print(json.dumps(asdict(found), indent=2) if options.json else "\n".join(filter(None, text)))
 
 
 def _default_output(folders: list[Path]) -> Path:
@@ -65,15 +65,18 @@ def _default_output(folders: list[Path]) -> Path:
 
 
 def parse_report_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Parse the words after `python -m pretraining.reporting`."""
     parser = _parser("python -m pretraining.reporting")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the run folder")
+    # `live_report` starts this command with the two hidden options.
     parser.add_argument("--watch", type=positive_number, metavar="SECONDS", help=argparse.SUPPRESS)
     parser.add_argument("--since", type=float, default=0.0, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def parse_analyze_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Parse the words after `analyze`."""
     parser = _parser("python -m pretraining.reporting analyze")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

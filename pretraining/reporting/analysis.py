@@ -1,24 +1,62 @@
-"""What a run's curve shows, as numbers; `words` says them."""
+"""What a run's curve shows, as numbers: phase, rate, spikes, and where it leads; `words` makes sentences of it."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from pretraining.errors import UserError
-from pretraining.reporting.curve_fit import Forecast, forecast
 from pretraining.reporting.run_record import RunRecord, Standing
-from pretraining.reporting.spikes import spike_rows
 from pretraining.runtime.run_folder import stopped_seconds
 
 FEWEST_ROWS = 8
+"""Rows with a loss below which a curve has no rate and no phase."""
 STAGNANT = 0.002
-"""Share of the loss gained over the last quarter of the tokens, below which a curve stagnates."""
+"""A curve that gained less than this share of its loss over the last quarter of the tokens stagnates."""
+
+# Spikes, found after the fact. The monitor that judges steps as they happen is another (training/).
+BLOCK = 32
+SPIKE_SCORE = 8.0
+"""Robust standard deviations above the median of the block before."""
+SPIKE_RISE = 1.08
+"""A spike is also at least this multiple of that median: the noise of a quiet curve is no spike."""
+
+# The power law.
+EXPONENTS = np.geomspace(0.02, 2.0, 161)  # steps of 3 %
+FEWEST_POINTS = 12
+NUM_BUCKETS = 120
+RESAMPLES = 200
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """loss(tokens) = floor + scale x (tokens / unit) ^ -exponent."""
+
+    floor: float
+    scale: float
+    exponent: float
+    unit: float
+
+    def at(self, tokens: float) -> float:
+        """Give the loss, in nats a token."""
+        return self.floor + self.scale * (tokens / self.unit) ** -self.exponent
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The loss that a curve is heading for, with an interval from its noise and from fits to its later parts."""
+
+    loss: float
+    low: float
+    high: float
+    law: PowerLaw
 
 
 @dataclass
 class Analysis:
-    """Losses in nats a token; None where the run does not say."""
+    """Losses are in nats a token; None if the run does not say."""
 
     standing: Standing
     phase: str
@@ -31,7 +69,7 @@ class Analysis:
     validation: float | None = None
     best_validation: float | None = None
     mixture_note: str | None = None
-    """If the validation holds another mixture of the sources than training does: a sentence that says so."""
+    """A sentence, if validation mixes the sources in other shares than training does."""
     gain_per_doubling: float | None = None
     """How far the loss falls with each doubling of the tokens, over the last half of them."""
     recent_gain: float | None = None
@@ -47,13 +85,17 @@ class Analysis:
     budget_share: float | None = None
     goodput: float | None = None
     stopped_seconds: float = 0.0
-    """How long it was stopped on request between its starts: no part of the goodput's wall time."""
+    """Time between a stop on request and the next start, which the goodput's wall time leaves out."""
     track_record: list[float] = field(default_factory=list)
     """(forecast - measured) / measured of fits on first halves of finished runs."""
 
 
-def analyze(record: RunRecord, track_record: list[float] = ()) -> Analysis:
-    """Read the curve of a run."""
+def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
+    """Read the curve of a run.
+
+    Args:
+        track_record: relative errors of forecasts of finished runs (`track_record_of`).
+    """
     rows, losses = record.metrics.column("train/loss")
     tokens = record.tokens[rows] if len(rows) else np.array([])
     found = Analysis(record.standing(), "not begun", track_record=list(track_record))
@@ -84,7 +126,7 @@ def _median(values: np.ndarray) -> float | None:
 
 
 def _rate(found: Analysis, tokens: np.ndarray, losses: np.ndarray) -> None:
-    """Slope against log2(tokens) over the last half; gain over the last quarter, between medians."""
+    """Set the slope against log2(tokens) over the last half, and the gain over the last quarter, between medians."""
     usable = np.isfinite(losses) & (tokens > 0)
     tokens, losses = tokens[usable], losses[usable]
     if len(tokens) < FEWEST_ROWS:
@@ -92,6 +134,7 @@ def _rate(found: Analysis, tokens: np.ndarray, losses: np.ndarray) -> None:
     late = tokens >= tokens[-1] / 2
     if late.sum() >= 4:
         found.gain_per_doubling = float(-np.polyfit(np.log2(tokens[late]), losses[late], 1)[0])
+    # Medians of thirds: one spike at either end must not make a gain or a loss.
     quarter = losses[tokens >= 0.75 * tokens[-1]]
     third = max(1, len(quarter) // 3)
     begin, end = np.median(quarter[:third]), np.median(quarter[-third:])
@@ -101,6 +144,7 @@ def _rate(found: Analysis, tokens: np.ndarray, losses: np.ndarray) -> None:
 
 def _phase(record: RunRecord, found: Analysis, losses: np.ndarray) -> str:
     _, rates = record.metrics.column("train/learning_rate")
+    # The worst first: what is broken or diverging is that, finished or not.
     if not np.isfinite(losses[-1]):
         return "broken"
     if len(losses) < FEWEST_ROWS:
@@ -113,12 +157,13 @@ def _phase(record: RunRecord, found: Analysis, losses: np.ndarray) -> str:
         return "warming up"
     if found.stagnant:
         return "plateau"
+    # 2 % below the peak: a schedule that wobbles is not yet in its decay
     falling = len(rates) > 2 and rates[-1] < rates[-2] and rates[-1] < 0.98 * rates.max()
     return "learning, with the learning rate falling" if falling else "learning"
 
 
 def _target(found: Analysis, record: RunRecord) -> None:
-    """`report.target_loss` of the recipe, against the best validation loss so far, else the training loss."""
+    """Compare `report.target_loss` of the recipe with the best validation loss so far, else the training loss."""
     found.target = record.recipe.get("report", {}).get("target_loss")
     reached = found.loss if found.best_validation is None else found.best_validation
     if found.target is not None and reached is not None:
@@ -133,14 +178,14 @@ def _head(found: Analysis, record: RunRecord, tokens: np.ndarray, losses: np.nda
 
 
 def after_warm_up(record: RunRecord) -> int:
-    """First training row that a fit uses: the learning rate is at its peak, and a fiftieth of the rows is over."""
+    """Find the first training row that a fit uses: at the peak of the learning rate, a fiftieth of the rows in."""
     _, rates = record.metrics.column("train/learning_rate")
     peak = int(np.argmax(rates)) if len(rates) else 0
     return min(max(peak, len(rates) // 50), len(rates) // 2)
 
 
 def track_record_of(folder: Path, but: Path | None = None) -> list[float]:
-    """Relative errors of forecasts from the first halves of the finished runs in `folder`, against their ends."""
+    """List the relative errors of forecasts from the first halves of the finished runs in `folder`, but one."""
     errors = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if (path / "metrics.jsonl").is_file() and (but is None or path.resolve() != but.resolve()):
@@ -154,7 +199,7 @@ def track_record_of(folder: Path, but: Path | None = None) -> list[float]:
 
 
 def half_fit_error(record: RunRecord) -> float | None:
-    """(forecast - measured) / measured, from the first half of a run's tokens to its end."""
+    """Forecast a run's end from the first half of its tokens: (forecast - measured) / measured."""
     rows, losses = record.metrics.column("train/loss")
     if len(rows) < 4 * FEWEST_ROWS:
         return None
@@ -163,3 +208,124 @@ def half_fit_error(record: RunRecord) -> float | None:
     made = forecast(tokens[first:half], losses[first:half], float(tokens[-1]))
     measured = _median(losses[-max(3, len(losses) // 20) :])
     return (made.loss - measured) / measured if made and measured else None
+
+
+def spike_rows(values: np.ndarray) -> list[int]:
+    """Find the highest row of every spike: rows far above the median of the block before them.
+
+    Rows that are not finite count as spikes. The first two blocks are not judged, because a curve falls steeply there.
+    """
+    high = ~np.isfinite(values)
+    for start in range(2 * BLOCK, len(values), BLOCK):
+        level, spread = _level_and_spread(values[start - 2 * BLOCK : start])
+        block = values[start : start + BLOCK]
+        with np.errstate(invalid="ignore"):
+            high[start : start + BLOCK] |= (block > level + SPIKE_SCORE * spread) & (
+                block > SPIKE_RISE * level
+            )
+    return [_highest(values, run) for run in _runs(np.flatnonzero(high))]
+
+
+def _level_and_spread(before: np.ndarray) -> tuple[float, float]:
+    """Compute the median of the later half, and the robust standard deviation around the trend of both halves."""
+    rows = np.flatnonzero(np.isfinite(before))
+    early, late = rows[rows < BLOCK], rows[rows >= BLOCK]
+    if len(early) < BLOCK // 2 or len(late) < BLOCK // 2:
+        return np.inf, 0.0
+    level, slope = np.median(before[late]), (np.median(before[late]) - np.median(before[early])) / BLOCK
+    residuals = before[rows] - level - slope * (rows - 1.5 * BLOCK)
+    # 1.4826 makes the median absolute deviation a standard deviation, for normal noise
+    return level, 1.4826 * np.median(np.abs(residuals)) + 1e-3 * abs(level)
+
+
+def _runs(rows: np.ndarray, gap: int = 8) -> list[np.ndarray]:
+    """Group rows: those closer than `gap` belong to one spike."""
+    if not len(rows):
+        return []
+    return np.split(rows, np.flatnonzero(np.diff(rows) > gap) + 1)
+
+
+def _highest(values: np.ndarray, rows: np.ndarray) -> int:
+    return int(rows[np.argmax(np.where(np.isfinite(values[rows]), values[rows], np.inf))])
+
+
+def forecast(tokens: np.ndarray, losses: np.ndarray, at_tokens: float) -> Forecast | None:
+    """Fit the curve so far and read it at `at_tokens`; None if it has too few points.
+
+    The fit is to medians over buckets that are even in log(tokens), weighted by the root of their rows, so that
+    neither spikes nor the many late rows decide alone. For each exponent, floor and scale follow by least squares,
+    with a floor of at least 0 (the form is that of Hoffmann et al. 2022, in tokens alone).
+
+    The interval holds the middle 90 % of a moving-block bootstrap of the residuals, and the laws of the curve without
+    its first quarter and half. It covers the noise, and how far the curve is a power law at all. It does not cover
+    what a falling learning rate will still bring.
+    """
+    x, y, rows = _buckets(tokens, losses)
+    if len(x) < FEWEST_POINTS:
+        return None
+    unit, weights = float(x[-1]), np.sqrt(rows)
+    floor, scale, exponent = (float(part[0]) for part in _fit(x / unit, y[:, None], weights))
+    law = PowerLaw(floor, scale, exponent, unit)
+    fitted = floor + scale * (x / unit) ** -exponent
+    noisy = fitted[:, None] + _resampled((y - fitted) * np.sqrt(weights)) / np.sqrt(weights)[:, None]
+    floors, scales, exponents = _fit(x / unit, noisy, weights)
+    low, high = np.quantile(floors + scales * (at_tokens / unit) ** -exponents, [0.05, 0.95])
+    ends = [low, high, law.at(at_tokens), *_later_ends(x / unit, y, weights, at_tokens / unit)]
+    return Forecast(law.at(at_tokens), float(min(ends)), float(max(ends)), law)
+
+
+def _later_ends(x: np.ndarray, y: np.ndarray, weights: np.ndarray, at: float) -> list[float]:
+    """Fit the later parts of the curve alone, and read each law at `at`."""
+    ends = []
+    for first in (len(x) // 4, len(x) // 2):
+        if len(x) - first >= FEWEST_POINTS:
+            floor, scale, exponent = (part[0] for part in _fit(x[first:], y[first:, None], weights[first:]))
+            ends.append(float(floor + scale * at**-exponent))
+    return ends
+
+
+def _buckets(tokens: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut the curve into at most NUM_BUCKETS buckets, even in log(tokens): median tokens, median losses, rows."""
+    usable = np.isfinite(losses) & (tokens > 0)
+    tokens, losses = tokens[usable], losses[usable]
+    if not len(tokens):
+        return tokens, losses, tokens
+    edges = np.geomspace(tokens[0], tokens[-1] * 1.0001, NUM_BUCKETS + 1)
+    spans = [(a, b) for a, b in itertools.pairwise(np.searchsorted(tokens, edges)) if b > a]
+    middle = np.array([[np.median(tokens[a:b]), np.median(losses[a:b]), b - a] for a, b in spans])
+    return middle[:, 0], middle[:, 1], middle[:, 2]
+
+
+def _fit(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Find (floors, scales, exponents) [columns] of the best law for each column of y [points, columns].
+
+    Each exponent is the best of the grid, moved to the minimum of the parabola through its error and its neighbours'.
+    """
+    errors = np.stack([_solve(x[:, None] ** -exponent, y, weights)[2] for exponent in EXPONENTS])
+    columns, best = np.arange(y.shape[1]), errors.argmin(axis=0).clip(1, len(EXPONENTS) - 2)
+    before, here, after = (errors[best + step, columns] for step in (-1, 0, 1))
+    bend = before - 2 * here + after
+    shift = np.divide(0.5 * (before - after), bend, out=np.zeros_like(bend), where=bend > 0).clip(-1, 1)
+    exponents = np.exp(np.interp(best + shift, np.arange(len(EXPONENTS)), np.log(EXPONENTS)))
+    floors, scales, _ = _solve(x[:, None] ** -exponents, y, weights)
+    return floors, scales, exponents
+
+
+def _solve(powers: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Solve for (floors, scales, weighted squared errors) [columns], given powers [points, columns or 1]."""
+    total, mean_p, mean_y = weights.sum(), weights @ powers / weights.sum(), weights @ y / weights.sum()
+    scale = weights @ ((powers - mean_p) * (y - mean_y)) / (weights @ (powers - mean_p) ** 2)
+    floor = mean_y - scale * mean_p
+    scale = np.where(floor < 0, weights @ (powers * y) / (weights @ powers**2), scale)
+    floor = np.maximum(floor, 0.0)
+    return floor, scale, weights @ (floor + scale * powers - y) ** 2 / total
+
+
+def _resampled(residuals: np.ndarray) -> np.ndarray:
+    """Draw [points, RESAMPLES] residuals in blocks, so that their slow waves stay; the same at every call."""
+    points = len(residuals)
+    length = max(1, round(points ** (1 / 3)))
+    # A fixed seed: a page that is written again must not show another interval.
+    draws = np.random.default_rng(0).integers(0, points - length + 1, size=(-(-points // length), RESAMPLES))
+    rows = (draws[:, None, :] + np.arange(length)[None, :, None]).reshape(-1, RESAMPLES)[:points]
+    return residuals[rows]

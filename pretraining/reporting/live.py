@@ -1,28 +1,40 @@
-"""The live report: written by a process of its own, so that training never waits for it."""
+"""The live report: a process of its own writes the page while a run trains, so that training never waits for it."""
 
+import contextlib
 import os
+import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from pretraining.reporting.priority import hurry
+from pretraining.errors import UserError
+from pretraining.reporting.analysis import track_record_of
+from pretraining.reporting.page import page_payload, page_text, run_payload, write_page
+from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
 
 LAST_PAGE_SECONDS = 60.0
 """How long the end of a run waits for its last page."""
+CLOCK_SECONDS = 0.05
+"""The clock of files may lag this far behind the processor's."""
+LAST = 19
+"""The lowest priority that a process can have."""
 
 
 @contextmanager
 def live_report(run: RunFolder, every_seconds: float | None) -> Iterator[None]:
-    """Keep `report.html` fresh while the block runs, and write it once more after it; rank 0 only.
+    """Keep `report.html` fresh while the block runs, and write it once more after it; on rank 0 only.
 
-    A block that adds nothing to metrics or events, as a refused run, leaves the page as it was.
+    A block that adds nothing to metrics or events, such as a refused run, leaves the page as it was. The writer ends
+    with the run, however the run ends: its standard input is a pipe that no other process holds.
 
-    The writer ends with the run, however the run ends: its standard input is a pipe that nobody else holds.
-    every_seconds: at most so often; None: no report.
+    Args:
+        every_seconds: shortest time between two pages; None for no report.
     """
     writer = _start(run, every_seconds) if every_seconds and os.environ.get("RANK", "0") == "0" else None
     try:
@@ -47,7 +59,7 @@ def _start(run: RunFolder, every_seconds: float) -> subprocess.Popen | None:
 
 
 def _environment() -> dict[str, str]:
-    """One thread, and none of what makes a process a rank."""
+    """Give the writer one thread, and no variable that makes a process a rank."""
     ours = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     return {**{key: value for key, value in os.environ.items() if key not in dropped}, **ours}
@@ -60,3 +72,61 @@ def _stop(writer: subprocess.Popen) -> None:
     except (subprocess.TimeoutExpired, OSError):
         writer.kill()
         writer.wait()
+
+
+def watch(folder: Path, output: Path, every_seconds: float, since: float = 0.0) -> None:
+    """Write a page at most every `every_seconds`, in at most a tenth of the time, until standard input ends.
+
+    Args:
+        since: UNIX seconds; the first page is written after the run has written something later than this.
+    """
+    give_way()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # they are meant for training; the last page follows its end
+    record, is_over, pause = None, False, 0.0
+    while not is_over:
+        is_over = bool(select.select([sys.stdin], [], [], pause)[0])
+        began = time.monotonic()
+        record = _opened(folder, since) if record is None else record.refresh()
+        if record is not None:
+            _write_once(record, output, None if is_over else every_seconds)
+        pause = max(every_seconds, 9 * (time.monotonic() - began)) if record else min(1.0, every_seconds)
+
+
+def _opened(folder: Path, since: float) -> RunRecord | None:
+    """Open the run; None until it has written something."""
+    try:
+        record = RunRecord(folder)
+    except UserError:
+        return None
+    return record if record.newest_seconds >= since - CLOCK_SECONDS else None
+
+
+def _write_once(record: RunRecord, output: Path, every_seconds: float | None) -> None:
+    # Other runs are read only for the last page, because that takes time.
+    history = [] if every_seconds else track_record_of(record.run.path.parent, but=record.run.path)
+    payload = page_payload(
+        [run_payload(record, live=bool(every_seconds), track_record=history)], every_seconds
+    )
+    try:
+        write_page(output, page_text(payload, record.name))
+    except OSError:  # such as a full disk: training reports it, and the next page may fit
+        return
+
+
+def give_way() -> None:
+    """Take the lowest priority, for the session too: with autogroups Linux shares processors out by session."""
+    _set_priority(os.getpid(), LAST)
+
+
+def hurry(process: int) -> None:
+    """Give a process normal priority again, because training is over."""
+    # A user may not raise the priority of a process, but may raise that of a session.
+    _set_priority(process, 0)
+
+
+def _set_priority(process: int, niceness: int) -> None:
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, process, niceness)
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{process}/autogroup").write_text(str(niceness))

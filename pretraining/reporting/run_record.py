@@ -1,51 +1,54 @@
-"""A run folder as the report reads it: every file optional but the metrics, none trusted to be whole."""
+"""A run folder as the report reads it: every file is optional but the metrics, and none is trusted to be whole."""
 
 import json
+import math
 import time
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import orjson
 
 from pretraining.errors import UserError
-from pretraining.reporting.metrics_file import MetricsFile
+from pretraining.metric_names import PLACE, grouped
+from pretraining.recipe.budget import Ramp, StepSizes
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.heartbeat import killed_ranks
 from pretraining.runtime.run_folder import RunFolder, StepTotals, first_step, unix_seconds
-from pretraining.step_sizes import StepSizes
 
 STARTS = ("start", "resume")
 ENDINGS = {"end": "finished", "stopped": "stopped", "hang": "hang", "gave_up": "gave up"}
-"""Events after which no process of the run is left, until a start or a resume -> the state that they mean."""
+"""{event after which no process of the run is left, until a start or a resume: the state that it means}"""
 SILENT_SECONDS = 600.0
 FEWEST_SILENT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How a run stands at one moment."""
+    """The state of a run at one moment."""
 
     state: str
-    """finished, stopped, hang or "gave up" as its last event says; without such an event killed if its processes are
-    gone for certain, else running or silent, as the clock says.
+    """finished, stopped, hang or "gave up", from its last event. Without such an event: killed if its processes are
+    certainly gone, else running or silent, by the clock.
     """
     since: float
-    """UNIX seconds: of that event; of a run without one, of what it wrote last."""
+    """UNIX seconds of that event; without one, of what the run wrote last."""
     step: int
     reason: str = ""
     """Who asked for a stop, or why it gave up."""
     checkpoint: str | None = None
-    """The newest that is committed in the run folder: what the same command continues from."""
+    """The newest committed one in the run folder: the same command continues from it."""
 
 
 class RunRecord:
-    """What the files of one run say; `refresh` reads again what has changed.
+    """What the files of one run say; `refresh` reads what has changed.
 
     Raises:
-        UserError: no such folder, or one that no run has written to.
+        UserError: there is no such folder, or no run has written to it.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         self.run = RunFolder(folder)
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; give run folders, such as runs/tiny")
@@ -68,9 +71,9 @@ class RunRecord:
         return self
 
     def _place_rows(self) -> None:
-        """Step, tokens and hours of every row; hours are wall time since the first start, or training time.
+        """Find step, tokens and hours of every row, then the step of every event, then the newest place of all.
 
-        Then the step of every event, and the newest place that rows or events tell of.
+        Hours are wall time since the first start; if rows have no time, training time.
         """
         self.steps = np.array(self.metrics.steps)
         rows, tokens = self.metrics.column("train/tokens")
@@ -88,7 +91,7 @@ class RunRecord:
         self._place_newest()
 
     def _place_newest(self) -> None:
-        """`newest_step`: of the last row and of the events since the last start, which may be beyond it."""
+        """Set `newest_step`, of the last row and of the events since the last start, which may be later."""
         starts = [n for n, event in enumerate(self.events) if event.get("event") in STARTS]
         since = self.event_steps[starts[-1] if starts else 0 :]
         self.newest_step = max([0.0, *self.steps[-1:], *since])
@@ -97,7 +100,11 @@ class RunRecord:
             return
         tokens, hours = (float(known[-1]) if len(known) else 0.0 for known in (self.tokens, self.hours))
         if (budget := self.recipe.get("budget") or {}).get("tokens_per_step"):
-            sizes, last = StepSizes.of(budget), int(self.steps[-1]) if len(self.steps) else 0
+            ramp = Ramp.of(budget["ramp"]) if budget.get("ramp") else None
+            sizes, last = (
+                StepSizes.of(budget["tokens_per_step"], ramp),
+                int(self.steps[-1]) if len(self.steps) else 0,
+            )
             tokens += sizes.tokens_at(int(self.newest_step)) - sizes.tokens_at(last)
         if self.has_times:
             hours += max(0.0, self.last_written - self.metrics.times[-1]) / 3600
@@ -112,9 +119,9 @@ class RunRecord:
         return np.interp(self.steps, self.steps[rows], done) / 3600
 
     def speed(self) -> dict[str, float]:
-        """Of all kept steps together: {"tokens_per_second", "step_seconds", "training_seconds", "mfu"}, if known."""
+        """Average over all kept steps: {"tokens_per_second", "step_seconds", "training_seconds", "mfu"}, if known."""
         speed = self._totals("tokens_per_second").speed()
-        utilization = self._totals("mfu")  # the sum of MFU times seconds, in the place of the tokens
+        utilization = self._totals("mfu")  # its `tokens` are the sum of MFU times seconds
         return speed | ({"mfu": utilization.tokens / utilization.seconds} if utilization.seconds else {})
 
     def _totals(self, rate: str) -> StepTotals:
@@ -125,18 +132,18 @@ class RunRecord:
         return StepTotals.of(zip(*map(np.ndarray.tolist, columns), strict=True), first_step(self.events))
 
     def at_step(self, step: float) -> dict[str, float]:
-        """{"step", "tokens", "hours"} of a step, between the known ones by interpolation."""
+        """Give {"step", "tokens", "hours"} of a step; between known steps by interpolation."""
         places = {name: float(np.interp(step, self._known["step"], x)) for name, x in self._known.items()}
         return {**places, "step": float(step)}
 
     @property
     def newest_place(self) -> dict[str, float]:
-        """How far the run has come, as rows and events tell: they may be newer than the last logged step."""
+        """How far the run has come, by rows and events: an event may be newer than the last logged step."""
         return self.at_step(self.newest_step)
 
     @property
     def budget_share(self) -> float | None:
-        """Of the tokens, how many are spent at the newest step; None if nobody says."""
+        """Share of the token budget spent at the newest step; None if unknown."""
         rows, shares = self.metrics.column("throughput/budget_share")
         tokens, budget = self.newest_place["tokens"], (self.recipe.get("budget") or {}).get("tokens")
         if len(rows) and self.tokens[rows[-1]]:
@@ -144,7 +151,7 @@ class RunRecord:
         return min(1.0, tokens / budget) if budget else None
 
     def _steps_of_events(self) -> list[float]:
-        """The step of every event: its own or its checkpoint's, else the newest that was known by then."""
+        """Find the step of every event: its own or its checkpoint's, else the newest step that was known then."""
         steps, newest, times = [], 0.0, np.array(self.metrics.times)
         for event in self.events:
             step = _own_step(event)
@@ -158,14 +165,14 @@ class RunRecord:
 
     @staticmethod
     def event_time(event: dict) -> float:
-        """UNIX seconds of an event; infinity where it does not say."""
+        """Read the UNIX seconds of an event; infinity if it has no time."""
         try:
             return float(unix_seconds(event["time"]))
         except (KeyError, TypeError, ValueError):
             return float("inf")
 
     def standing(self, now: float | None = None) -> Standing:
-        """How the run stands at `now`, in UNIX seconds: at the time of the call if not given."""
+        """Judge the run's state at `now`, in UNIX seconds (default: the time of the call)."""
         kinds = (*STARTS, *ENDINGS)
         steps = reversed(list(zip(self.events, self.event_steps, strict=True)))
         last, step = next((each for each in steps if each[0].get("event") in kinds), ({}, 0.0))
@@ -182,18 +189,18 @@ class RunRecord:
         return Standing("silent" if silent else "running", self.last_written, step, checkpoint=checkpoint)
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps of the committed checkpoints that lie in the run folder, rising."""
+        """List the steps of the committed checkpoints in the run folder, rising."""
         folders = [path.parent.name for path in self.run.path.glob("checkpoint-*/committed.json")]
         return sorted(int(name.rpartition("-")[2]) for name in folders if name.rpartition("-")[2].isdigit())
 
     @property
     def state(self) -> str:
-        """Of the standing at this moment."""
+        """The state at this moment."""
         return self.standing().state
 
     @property
     def last_written(self) -> float:
-        """UNIX seconds of the last row or event, by its own time: a copy of the folder keeps it."""
+        """UNIX seconds of the last row or event, by its own time, which a copy of the folder keeps."""
         times = [*self.metrics.times[-1:], *(self.event_time(event) for event in self.events[-1:])]
         return max((moment for moment in times if np.isfinite(moment)), default=self.newest_seconds)
 
@@ -201,7 +208,7 @@ class RunRecord:
     def silent_after(self) -> float:
         """Seconds without a row or an event after which a run without an ending counts as silent.
 
-        Three times its longest pause since it was last started, which holds its validations and saves.
+        Three times its longest pause since its last start; validations and saves are such pauses.
         """
         starts = [event for event in self.events if event.get("event") in STARTS]
         opened = self.event_time(starts[-1]) if starts else 0.0
@@ -211,13 +218,13 @@ class RunRecord:
 
     @property
     def newest_seconds(self) -> float:
-        """UNIX seconds at which the files of rows and events were last changed."""
+        """UNIX seconds of the last change to the files of rows and events."""
         files = [path for path in (self.run.metrics, self.run.events) if path.exists()]
         return max((path.stat().st_mtime for path in files), default=0.0)
 
 
 def _own_step(event: dict) -> float | None:
-    """The step that an event names, or that of its checkpoint; None if it names neither."""
+    """Read the step that an event names, or its checkpoint's; None if it names neither."""
     if isinstance(event.get("step"), int | float):
         return float(event["step"])
     number = str(event.get("checkpoint") or "").rpartition("-")[2]
@@ -227,9 +234,95 @@ def _own_step(event: dict) -> float | None:
 
 
 def _object(path: Path) -> dict:
-    """The object in a JSON file; empty where there is none or it cannot be read."""
+    """Read the object in a JSON file; empty if there is none or it cannot be read."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+class MetricsFile:
+    """The rows of a metrics.jsonl, column by column: a million rows fit in memory.
+
+    `read` reads what was added since the last call. A line that is no row (a dying run left it half-written) is
+    skipped and counted. A file that was replaced, as a resumed run does, is read anew.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self.offset, self.inode, self.broken_lines = 0, None, 0
+        self.steps, self.times = array("d"), array("d")
+        # arrays, not lists: 16 bytes a value, so that a million rows fit
+        self.columns: dict[str, tuple[array, array]] = {}  # name -> (row numbers, values)
+        self._names: dict[str, str] = {}
+
+    def read(self) -> bool:
+        """Read new rows; return whether there were any."""
+        if not self.path.is_file():
+            return False
+        status = self.path.stat()
+        if status.st_ino != self.inode or status.st_size < self.offset:
+            self._forget()
+            self.inode = status.st_ino
+        before = len(self.steps)
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # being written, or never finished
+                self.offset += len(line)
+                self._add(line)
+        return len(self.steps) > before
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Give (row numbers, values) of a metric; both are empty if no row has it."""
+        rows, values = self.columns.get(name, (array("q"), array("d")))
+        return np.array(rows, dtype=np.int64), np.array(values, dtype=np.float64)
+
+    def names(self) -> list[str]:
+        """List the metrics that some row has, sorted."""
+        return sorted(self.columns)
+
+    def last(self, name: str) -> float | None:
+        """Give the newest value of a metric; None if no row has it."""
+        return self.columns[name][1][-1] if name in self.columns else None
+
+    def _add(self, line: bytes) -> None:
+        row = _parsed(line)
+        if row is None or not isinstance(row.get("step"), int | float):
+            self.broken_lines += bool(line.strip())
+            return
+        number = len(self.steps)
+        self.steps.append(row["step"])
+        self.times.append(row.get("time") or math.nan)
+        for name, value in row.items():
+            if name not in PLACE and isinstance(value, int | float):
+                rows, values = self._column(name)
+                rows.append(number)
+                values.append(value)
+
+    def _column(self, name: str) -> tuple[array, array]:
+        known = self._names.get(name)
+        if known is None:
+            known = self._names[name] = grouped(name)
+        if known not in self.columns:
+            self.columns[known] = (array("q"), array("d"))
+        return self.columns[known]
+
+
+def _parsed(line: bytes) -> dict | None:
+    try:
+        row = orjson.loads(line)
+    except ValueError:
+        try:
+            row = json.loads(line)  # Python writes NaN, which is no JSON: orjson refuses it
+        except ValueError:
+            return None
+    return row if isinstance(row, dict) else None

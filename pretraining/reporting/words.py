@@ -21,13 +21,17 @@ PHASES = {
 
 
 def sentences(found: Analysis) -> list[str]:
-    """The analysis, most important first. How the run stands is `standing_text`: it depends on the clock."""
+    """Say what the analysis found, most important first. The run's state is not in it (`standing_text`)."""
     parts = [_phase(found), _loss(found), _rate(found), _spikes(found), _target(found), _heading(found)]
     return [part for part in [*parts, _goodput(found)] if part]
 
 
 def standing_text(standing: Standing, now: float) -> str:
-    """How a run stands, and since when, as it is at `now` in UNIX seconds; empty for a finished or running one."""
+    """Say in which state a run is, and since when; empty for a finished or running one.
+
+    Args:
+        now: UNIX seconds, because the state depends on the clock.
+    """
     since = f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(standing.since))} UTC"
     since += f" ({duration(max(1.0, now - standing.since))} ago)"
     reason = f": {standing.reason}" if standing.reason else ""
@@ -47,36 +51,36 @@ def standing_text(standing: Standing, now: float) -> str:
 
 def _phase(found: Analysis) -> str:
     state = found.standing.state
-    told = PHASES.get(found.phase, f"The run {'is' if state == 'running' else 'was'} {found.phase}.")
+    text = PHASES.get(found.phase, f"The run {'is' if state == 'running' else 'was'} {found.phase}.")
     if found.budget_share is not None and state != "finished":
-        told += f" {found.budget_share:.0%} of its tokens are spent."
-    return told
+        text += f" {found.budget_share:.0%} of its tokens are spent."
+    return text
 
 
 def _loss(found: Analysis) -> str:
     if found.loss is None:
         return ""
-    told = f"Training loss {found.last_loss:.4f} nats a token at step {found.last_step:,}"
+    text = f"Training loss {found.last_loss:.4f} nats a token at step {found.last_step:,}"
     if found.loss_rows > 1:
-        told += f" (median of the last {found.loss_rows} rows: {found.loss:.4f})"
+        text += f" (median of the last {found.loss_rows} rows: {found.loss:.4f})"
     if found.validation is None:
-        return f"{told}; nothing has been validated yet."
-    told += f", validation loss {found.validation:.4f}"
+        return f"{text}; nothing has been validated yet."
+    text += f", validation loss {found.validation:.4f}"
     gap = found.validation - found.best_validation
     if gap > 0.01 * found.best_validation:
-        told += f", {gap:.4f} above the best it had ({found.best_validation:.4f})"
-    return f"{told}. {found.mixture_note}" if found.mixture_note else f"{told}."
+        text += f", {gap:.4f} above the best it had ({found.best_validation:.4f})"
+    return f"{text}. {found.mixture_note}" if found.mixture_note else f"{text}."
 
 
 def _rate(found: Analysis) -> str:
     if found.recent_gain is None:
         return ""
-    told = f"Over the last quarter of its tokens the loss {_moved(found.recent_gain)}"
+    text = f"Over the last quarter of its tokens the loss {_moved(found.recent_gain)}"
     if found.gain_per_doubling is not None:
-        told += f"; each doubling of the tokens lowers it by {found.gain_per_doubling:.3f} at this point"
+        text += f"; each doubling of the tokens lowers it by {found.gain_per_doubling:.3f} at this point"
     if found.stagnant:
-        told += "; that is stagnation: try a lower learning rate, or stop here"
-    return f"{told}."
+        text += "; that is stagnation: try a lower learning rate, or stop here"
+    return f"{text}."
 
 
 def _moved(gain: float) -> str:
@@ -85,12 +89,12 @@ def _moved(gain: float) -> str:
 
 def _spikes(found: Analysis) -> str:
     are = "loss is" if found.non_finite == 1 else "losses are"
-    told = f"{found.non_finite} logged {are} not finite. " if found.non_finite else ""
+    text = f"{found.non_finite} logged {are} not finite. " if found.non_finite else ""
     if not found.spikes:
-        return f"{told}No spikes."
+        return f"{text}No spikes."
     shown = ", ".join(f"{step:,}" for step in found.spikes[-5:])
     plural = "s" if len(found.spikes) > 1 else ""
-    return f"{told}{len(found.spikes)} spike{plural}, the last at step{plural} {shown}."
+    return f"{text}{len(found.spikes)} spike{plural}, the last at step{plural} {shown}."
 
 
 def _target(found: Analysis) -> str:
@@ -98,12 +102,12 @@ def _target(found: Analysis) -> str:
         return ""
     if found.target_is_met:
         return f"The recipe's target of {found.target:.4f} is reached."
-    told = f"The recipe's target is {found.target:.4f}"
+    text = f"The recipe's target is {found.target:.4f}"
     if found.heading is None or found.standing.state == "finished":
-        return f"{told}; it is not reached."
+        return f"{text}; it is not reached."
     if found.heading.high <= found.target:
-        return f"{told}; the run is heading below it."
-    return f"{told}; the run is heading {'near' if found.heading.low <= found.target else 'above'} it."
+        return f"{text}; the run is heading below it."
+    return f"{text}; the run is heading {'near' if found.heading.low <= found.target else 'above'} it."
 
 
 def _heading(found: Analysis) -> str:
@@ -132,20 +136,20 @@ def _track_record(found: Analysis) -> str:
 def _goodput(found: Analysis) -> str:
     if found.goodput is None:
         return ""
-    told = f"{found.goodput:.0%} of the wall time went into steps that counted"
+    text = f"{found.goodput:.0%} of the wall time went into steps that counted"
     if found.stopped_seconds:
-        told += f"; the {duration(found.stopped_seconds)} during which it was stopped are not in it"
-    return f"{told}."
+        text += f"; the {duration(found.stopped_seconds)} during which it was stopped are not in it"
+    return f"{text}."
 
 
 def report_end(run: RunFolder) -> None:
-    """Rank 0 prints what came out of a finished run, what it took, and where it lies."""
+    """Print, on rank 0, the results of a finished run, what it took, and where its files are."""
     if os.environ.get("RANK", "0") == "0":
         print(end_text(RunRecord(run.path)), flush=True)
 
 
 def end_text(record: RunRecord) -> str:
-    """The results of a finished run, by its files."""
+    """Write the results of a finished run, from its files."""
     run, end = record.run, record.run.last_event("end")
     bits, unigram, trained = (
         end["eval_bits_per_byte"],
@@ -164,14 +168,14 @@ def end_text(record: RunRecord) -> str:
 
 
 def _taken(record: RunRecord, measured: dict) -> str:
-    """Steps, tokens, and the time since the first start without that during which the run was stopped on request."""
+    """Say what a run took: steps, tokens, and time since the first start without stops on request."""
     times = [record.event_time(event) for event in record.events]
     seconds = times[-1] - times[0] - stopped_seconds(record.events)
-    told = f"{record.steps[-1]:,.0f} steps, {record.tokens[-1]:,.0f} tokens in {duration(max(1.0, seconds))}"
+    text = f"{record.steps[-1]:,.0f} steps, {record.tokens[-1]:,.0f} tokens in {duration(max(1.0, seconds))}"
     if speed := record.speed():
         rate = f"{speed['tokens_per_second']:,.0f} tokens/s"
-        told += f", {duration(speed['training_seconds'])} of them in its steps ({rate})"
+        text += f", {duration(speed['training_seconds'])} of them in its steps ({rate})"
     if "peak_memory_bytes" in measured:
         whose = "GPU memory" if record.metrics.last("memory/peak_bytes") else "memory beyond its libraries"
-        told += f"; a rank's peak {whose} {num_bytes(measured['peak_memory_bytes'])}"
-    return told
+        text += f"; a rank's peak {whose} {num_bytes(measured['peak_memory_bytes'])}"
+    return text

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+from pretraining.recipe.curve import curve_parts
 from pretraining.runtime.durable_files import append_row, keep_rows, read_rows
 from pretraining.schema import REPOSITORY
 
@@ -53,17 +54,22 @@ class RunFolder:
         return self.path / f"weights-{step}"
 
     def is_finished(self, recipe: dict) -> bool:
-        """Whether this folder holds the finished run of exactly this recipe, so that nothing is left to do."""
+        """Say if this folder holds the finished run of this recipe, so that nothing is left to do.
+
+        Settings that change neither the curve nor what is measured may differ. A start after the end, of a longer run
+        say, which was killed since, has left something to do.
+        """
         try:
-            same = json.loads(self.recipe.read_text(encoding="utf-8")) == recipe
-        except (OSError, ValueError):
+            written = json.loads(self.recipe.read_text(encoding="utf-8"))
+            same = _results_of(written) == _results_of(recipe)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return False
-        end = self.last_event("end") or {}
+        end = self.last_event("start", "resume", "end") or {}
         return same and "eval_loss" in end and self._export_is_whole(end)
 
-    def last_event(self, kind: str) -> dict | None:
-        """The newest row of its kind in events.jsonl."""
-        return next((row for row in reversed(read_rows(self.events)) if row.get("event") == kind), None)
+    def last_event(self, *kinds: str) -> dict | None:
+        """Return the newest row of these kinds in events.jsonl."""
+        return next((row for row in reversed(read_rows(self.events)) if row.get("event") in kinds), None)
 
     def add_end(self, results: dict) -> None:
         """The event of a finished run: its results, and the export's files by which it is known to be whole.
@@ -86,6 +92,11 @@ class RunFolder:
     def add_event(self, kind: str, **details) -> None:
         """Append one row to events.jsonl: what happened, when (UTC), and its details."""
         append_row(self.events, {"time": utc_now(), "event": kind, **details})
+
+
+def _results_of(recipe: dict) -> dict:
+    """Return the parts of a resolved recipe on which the results of its run depend."""
+    return {**curve_parts(recipe), **{key: recipe.get(key) for key in ("name", "data", "evaluation")}}
 
 
 def utc_now() -> str:

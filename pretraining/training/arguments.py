@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import TrainingArguments, enable_full_determinism
 from transformers.utils import is_liger_kernel_available, is_torch_tf32_available
 
 from pretraining.command_line import ranks_here
+from pretraining.data.document_masking import stack_blocks
 from pretraining.data.packages import require
 from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
@@ -156,3 +158,9 @@ def training_refusals(recipe_path: Path) -> Iterator[None]:
         yield
     except (TypeError, ValueError, ImportError) as error:
         raise UserError(f"recipe {display_path(recipe_path)}: training: {error}") from error
+
+
+def collate_blocks(blocks: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor | int]:
+    """`stack_blocks` in tensors: what the model's forward pass takes."""
+    batch = stack_blocks(blocks)
+    return {key: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for key, x in batch.items()}

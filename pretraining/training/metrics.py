@@ -1,19 +1,29 @@
-"""metrics.jsonl: one row per logged step, complete before any tracker sees it."""
+"""Metrics: one row of metrics.jsonl per logged step, complete before any tracker sees it, and the progress bar.
+
+With the loss of each source of a mixture and the load of each expert, from the forward passes that are made anyway.
+"""
 
 import math
 import resource
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
+from tqdm import tqdm
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
+from pretraining.data.document_masking import IGNORED
 from pretraining.metric_names import grouped_names
+from pretraining.recipe import Recipe, model_with_defaults
+from pretraining.recipe.data import is_mixed, source_names
+from pretraining.recipe.model import is_exact
 from pretraining.runtime.durable_files import append_row
+from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder, keep_past_rows
-from pretraining.training.goodput import Goodput
-from pretraining.training.speed import SpeedMeter, device_memory
-from pretraining.training.stragglers import Stragglers
-from pretraining.training.timed_trainer import time_optimizer
+from pretraining.training.spikes import advice
+from pretraining.training.throughput import Goodput, SpeedMeter, Stragglers, device_memory, time_optimizer
 
 
 class MetricsCallback(TrainerCallback):
@@ -93,3 +103,232 @@ class MetricsCallback(TrainerCallback):
 def _largest(values: Sequence[float]) -> float:
     """Of those that are known; NaN if none is."""
     return max((value for value in values if not math.isnan(value)), default=math.nan)
+
+
+class ProgressCallback(TrainerCallback):
+    """Shown by rank 0 on stderr."""
+
+    def __init__(self):
+        self.bar = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            self.on_terminal = sys.stderr.isatty()
+            self.bar = tqdm(
+                total=state.max_steps,
+                initial=state.global_step,
+                desc="step",
+                unit="step",
+                dynamic_ncols=True,
+                disable=not self.on_terminal,
+            )
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.update(1)
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if self.bar is None or not ("loss" in logs or "eval_loss" in logs):
+            return
+        if "eval_loss" in logs:
+            line = f"validation loss {logs['eval_loss']:.4f}, {logs['eval_bits_per_byte']:.4f} bits per byte"
+            self._print(f"step {state.global_step}: {line}{_by_source(logs)}")
+        elif self.on_terminal:
+            self.bar.set_postfix_str(
+                f"loss {logs['loss']:.4f}, {logs['throughput/tokens_per_second']:,.0f} tokens/s"
+            )
+        else:
+            self._print(
+                f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  "
+                f"{logs['throughput/tokens_per_second']:,.0f} tokens/s  "
+                f"{_clock(logs['throughput/seconds_left'])} left"
+            )
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.close()
+
+    def _print(self, line: str) -> None:
+        self.bar.write(line, file=sys.stderr) if self.on_terminal else print(
+            line, file=sys.stderr, flush=True
+        )
+
+
+def _by_source(logs: dict) -> str:
+    """The loss of each source, if validation has several."""
+    names = [
+        name for name in logs if name.startswith("eval_") and name.endswith("_loss") and name != "eval_loss"
+    ]
+    losses = [f"{name.removeprefix('eval_').removesuffix('_loss')} {logs[name]:.4f}" for name in names]
+    return f"; loss of {', '.join(losses)}" if losses else ""
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+class SourceLoss(TrainerCallback):
+    """Adds up nats and targets by source on the device; the ranks' sums meet at logging, as `train/<source>_loss`.
+
+    As trained: a z-loss is part of it, what a mixture of experts' routers add is not. Sources that the logged steps
+    did not read are left out.
+    """
+
+    def __init__(self, names: list[str]):
+        self.names = names
+        self.sources: torch.Tensor | None = None
+        self.sums: torch.Tensor | None = None
+
+    def hear_sources(self, sources: torch.Tensor) -> None:
+        """[batch] numbers of the sources that the next micro-batch is from."""
+        self.sources = sources
+
+    def around(self, compute_loss: Callable) -> Callable:
+        """A loss that writes every token's nats into `each`, as the Trainer's `compute_loss_func`."""
+
+        def watched(outputs, labels, num_items_in_batch=None):
+            if self.sources is None:
+                return compute_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
+            each = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
+            loss = compute_loss(outputs, labels, num_items_in_batch=num_items_in_batch, each=each.view(-1))
+            self._add(each.sum(1), (labels != IGNORED).sum(1))
+            return loss
+
+        return watched
+
+    def _add(self, nats: torch.Tensor, targets: torch.Tensor) -> None:
+        """[batch] each, of the micro-batch whose sources are known."""
+        if self.sums is None:
+            self.sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=nats.device)
+        self.sums.index_add_(0, self.sources.to(nats.device), torch.stack([nats, targets], 1).double())
+        self.sources = None
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" not in logs or self.sums is None:
+            return
+        flat, self.sums = sum_over_ranks(self.sums.flatten().tolist()), None
+        for name, nats, targets in zip(self.names, flat[::2], flat[1::2], strict=True):
+            if targets:
+                logs[f"train/{name}_loss"] = nats / targets
+
+
+def source_losses(recipe: Recipe) -> list[SourceLoss]:
+    """One where the recipe mixes sources, unless it is switched off."""
+    if not (recipe.monitors["source_loss"] and is_mixed(recipe.data)):
+        return []
+    return [SourceLoss(source_names(recipe.data, str(recipe.path)))]
+
+
+PREFIX = "stability/expert_load/"
+STARVED = 0.1
+"""Of an even share: an expert that gets less starves ..."""
+WINDOWS = 3
+"""... where it did in so many logged windows in a row ..."""
+FEWEST = 100
+"""... in each of which an even share was at least so many tokens."""
+
+
+def experts_per_token(recipe: Recipe) -> int | None:
+    """To how many experts a token is sent; None where the model's outputs do not tell of any, as is known of them."""
+    model = model_with_defaults(recipe.model)
+    tells = is_exact(model) and model.get("output_router_logits")
+    return model["num_experts_per_tok"] if tells else None
+
+
+class ExpertLoad(TrainerCallback, ExportableState):
+    """Counts on the device what each expert was chosen for; the ranks' counts are added up at logging.
+
+    Nothing waits before that, and whatever computes the loss does not matter: the routers' scores come with the
+    model's outputs. A starving expert is told of once, until it has recovered.
+    """
+
+    def __init__(self, run: RunFolder, chosen: int):
+        """chosen: experts a token is sent to."""
+        self.run, self.chosen = run, chosen
+        self.counts: torch.Tensor | None = None
+        self.starved: dict[tuple[int, int], int] = {}
+
+    def around(self, compute_loss: Callable) -> Callable:
+        """The Trainer's `compute_loss_func`, whose outputs are counted first."""
+
+        def counted(outputs, labels, num_items_in_batch=None):
+            self.count(outputs.router_logits)
+            return compute_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
+
+        return counted
+
+    @torch.no_grad()
+    def count(self, router_logits: Sequence[torch.Tensor]) -> None:
+        """router_logits: [tokens, experts] of every mixture layer."""
+        if self.counts is None:
+            shape = len(router_logits), router_logits[0].shape[-1]
+            self.counts = torch.zeros(shape, dtype=torch.int64, device=router_logits[0].device)
+        for layer, logits in zip(self.counts, router_logits, strict=True):
+            experts = logits.topk(self.chosen, dim=-1, sorted=False).indices.flatten()
+            layer.scatter_add_(0, experts, torch.ones_like(experts))
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        name = type(self).__name__
+        saved = state.stateful_callbacks.get(name, self.state())
+        self.starved = {(layer, expert): windows for layer, expert, windows in saved["attributes"]["starved"]}
+        state.stateful_callbacks[name] = self.state()
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" not in logs or self.counts is None:
+            return
+        counts = self._take_counts()
+        logs.update({f"{PREFIX}{name}": value for name, value in load_metrics(counts).items()})
+        found = self._newly_starved(counts)
+        if found and state.is_world_process_zero:
+            kind = "starved_experts"
+            self.run.add_event(kind, step=state.global_step, experts=found, **advice(kind))
+
+    def _take_counts(self) -> list[list[float]]:
+        """[layers, experts] over all ranks since the last call."""
+        num_experts, flat = self.counts.shape[1], sum_over_ranks(self.counts.flatten().tolist())
+        self.counts = None
+        return [flat[start : start + num_experts] for start in range(0, len(flat), num_experts)]
+
+    def _newly_starved(self, counts: list[list[float]]) -> list[dict]:
+        """Experts that have been starving for exactly `WINDOWS` windows now; the same on every rank."""
+        now = {}
+        for layer, row in enumerate(counts):
+            even = sum(row) / len(row)
+            for expert, count in enumerate(row):
+                if even >= FEWEST and count < STARVED * even:
+                    now[layer, expert] = self.starved.get((layer, expert), 0) + 1
+        self.starved = now
+        return [
+            {"layer": layer, "expert": expert, "share": counts[layer][expert] / sum(counts[layer])}
+            for (layer, expert), windows in now.items()
+            if windows == WINDOWS
+        ]
+
+    def state(self) -> dict:
+        """What checkpoints keep of it."""
+        starved = [[layer, expert, windows] for (layer, expert), windows in self.starved.items()]
+        return {"args": {}, "attributes": {"starved": starved}}
+
+
+def load_metrics(counts: list[list[float]]) -> dict[str, float]:
+    """{"max_over_mean", "entropy"} of the least even layer, and of every mixture layer, which are numbered from 0.
+
+    counts: [layers, experts]. max_over_mean: the busiest expert's load over an even share, 1 at best. entropy: of the
+    shares, as a part of an even spread's, 1 at best.
+    """
+    uneven = [max(row) * len(row) / sum(row) for row in counts]
+    entropies = [_entropy(row) / math.log(len(row)) if len(row) > 1 else 1.0 for row in counts]
+    return {
+        "max_over_mean": round(max(uneven), 4),
+        "entropy": round(min(entropies), 4),
+        **{f"max_over_mean/{layer}": round(value, 4) for layer, value in enumerate(uneven)},
+        **{f"entropy/{layer}": round(value, 4) for layer, value in enumerate(entropies)},
+    }
+
+
+def _entropy(counts: list[float]) -> float:
+    """In nats."""
+    total = sum(counts)
+    return -sum(count / total * math.log(count / total) for count in counts if count)

@@ -26,6 +26,7 @@ import torch.utils.cpp_extension as cpp_extension
 from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import sync_to_disk
+from pretraining.upstream.toolchain import missing_for_operators
 
 _HEADERS = Path(find_spec("deepspeed").origin).parent
 """Header files below this folder are DeepSpeed's own; others belong to the compilers."""
@@ -35,48 +36,16 @@ _NOT_DEEPSPEEDS = {"build_directory", "is_python_module", "is_standalone"}
 
 
 def check_operators(ds_config: dict | None) -> None:
-    """Raise `UserError`, before the model is built, if this machine cannot compile what the ds_config's offload needs.
-
-    CPU Adam needs a C++ compiler alone; `async_io`, for NVMe, libaio, and beside a GPU the toolkit of torch's CUDA
-    (deepspeed 0.19.8, ops/op_builder/async_io.py, `CUDAOpBuilder.nvcc_args`).
-    """
+    """Raise `UserError`, before the model is built, if this machine cannot compile what ds_config's offload needs."""
     devices = {optimizer_device(ds_config), parameter_device(ds_config)}
     if devices == {"gpu"}:
         return
-    if missing := _missing_for_nvme() if "nvme" in devices else _missing_compiler():
+    torch_cuda = torch.version.cuda if torch.cuda.is_available() else None
+    if missing := next(missing_for_operators("nvme" in devices, torch_cuda), None):
         where = " and ".join(sorted(devices - {"gpu"}))
         raise UserError(
             f"deepspeed: offloading to {where} compiles an operator of DeepSpeed, which needs {missing}"
         )
-
-
-def _missing_compiler() -> str | None:
-    """What to install, or None."""
-    if shutil.which(cpp_extension.get_cxx_compiler()) is None:
-        return "a C++ compiler: apt-get install g++"
-    return None if cpp_extension.is_ninja_available() else "ninja: pip install ninja"
-
-
-def _missing_for_nvme() -> str | None:
-    # Imported here: a process that only loads operators does without the seconds that deepspeed takes.
-    from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
-    from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cuda_version
-
-    if missing := _missing_compiler():
-        return missing
-    if not AsyncIOBuilder().is_compatible():
-        return "libaio: apt-get install libaio-dev, or take --deepspeed zero3_offload"
-    if not torch.cuda.is_available():
-        return None
-    try:
-        found = installed_cuda_version()[0]
-    except MissingCUDAException:
-        found = None
-    if found == int(torch.version.cuda.split(".")[0]):
-        return None
-    there = "there is no nvcc here" if found is None else f"the nvcc here is of CUDA {found}"
-    toolkit = f"the toolkit of CUDA {torch.version.cuda}, and {there}: install it and set CUDA_HOME"
-    return f"{toolkit}, or take --deepspeed zero3_offload"
 
 
 def ask_the_processor_once() -> None:

@@ -6,8 +6,8 @@ from functools import partial
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pretraining.errors import UserError
+from pretraining.recipe.budget import StepSizes
 from pretraining.runtime.journal import Journal
-from pretraining.step_sizes import StepSizes
 
 Rate = Callable[[float], float]
 """The share of the peak at a number of steps."""
@@ -46,7 +46,7 @@ def follow_step_sizes(scheduler: LRScheduler, step_sizes: StepSizes) -> None:
             scheduler,
             partial(_times, factor=step_sizes.lr_factor),
             "budget.ramp.lr_scaling",
-            "set it to none",
+            "--set budget.ramp.lr_scaling=none",
         )
 
 

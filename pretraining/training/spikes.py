@@ -1,4 +1,7 @@
-"""How far a loss lies above its course: a robust score over a window, in numbers that every rank computes alike."""
+"""How a loss leaves its course: spikes and plateaus, in numbers that every rank computes alike, and what to try.
+
+A spike is judged by a robust score over a window; an alert names likely causes in the order in which to look at them.
+"""
 
 import math
 from collections import deque
@@ -119,3 +122,98 @@ def _median(values) -> float:
 def _median_of_sorted(ordered: list[float]) -> float:
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+LEAST_GAIN = 0.001
+"""Of the loss: less than this is no progress."""
+
+
+class Plateau:
+    """Shows once when the course has not gained `LEAST_GAIN` for so many steps; again after it fell and stopped."""
+
+    def __init__(self, num_steps: int | None):
+        """num_steps: None never shows."""
+        self.num_steps = num_steps
+        self.best, self.best_step, self.told = None, 0, False
+
+    def shows(self, step: int, expected: float | None) -> bool:
+        """Whether a plateau is to be told of now; `expected` is the course's loss after `step`."""
+        if expected is None:
+            return False
+        if self.best is None or expected < self.best * (1 - LEAST_GAIN):
+            self.best, self.best_step, self.told = expected, step, False
+        if self.num_steps is None or self.told or step - self.best_step < self.num_steps:
+            return False
+        self.told = True
+        return True
+
+    def state(self) -> dict:
+        """What a checkpoint keeps, as JSON values."""
+        return {"best": self.best, "best_step": self.best_step, "told": self.told}
+
+    def restore(self, state: dict) -> None:
+        """Continue from what `state` returned."""
+        self.best, self.best_step, self.told = state["best"], state["best_step"], state["told"]
+
+
+ADVICE = {
+    "spike": {
+        "causes": [
+            "the data of these samples (see documents and flagged)",
+            "the learning rate is high for this point of the schedule",
+            "the second moments lag behind larger gradients",
+        ],
+        "try": [
+            "look at the samples: python -m pretraining.data inspect DATA --sample N --recipe RECIPE",
+            "monitors.spikes.policy rollback: goes back and leaves these samples out",
+            "a lower training.learning_rate, a longer warmup_steps, a lower adam_beta2 (0.95)",
+            "a lower training.max_grad_norm",
+        ],
+    },
+    "non_finite": {
+        "causes": [
+            "a number beyond the precision's range: attention scores or logits that grow",
+            "the data of these samples (see documents and flagged)",
+            "the learning rate",
+        ],
+        "try": [
+            "training.bf16 in place of training.fp16, or fp32 for some steps to find the place",
+            "a lower training.learning_rate or training.max_grad_norm",
+        ],
+    },
+    "gradient_explosion": {
+        "causes": [
+            "the learning rate is close to what this model bears",
+            "unusual samples: repeated tokens, one language among others",
+        ],
+        "try": [
+            "nothing yet where the loss holds: training.max_grad_norm bounds the step",
+            "a lower training.learning_rate",
+        ],
+    },
+    "starved_experts": {
+        "causes": [
+            "the balancing loss weighs too little beside the cross-entropy",
+            "the routers settled while the learning rate was high",
+        ],
+        "try": [
+            "a higher model.router_aux_loss_coef (0.01 is common)",
+            "loss.router_z_loss (0.001), a longer training.warmup_steps",
+        ],
+    },
+    "plateau": {
+        "causes": [
+            "the learning rate has decayed, or is too high to settle",
+            "the model has learned what its size and this data allow",
+        ],
+        "try": [
+            "compare with the validation loss: a gap says memorised data, none says capacity",
+            "another schedule or learning rate in a run of its own, from an earlier checkpoint",
+        ],
+    },
+}
+
+
+def advice(kind: str) -> dict[str, list[str]]:
+    """{"causes", "try"} of one kind of alert."""
+    return ADVICE[kind]

@@ -1,19 +1,23 @@
-"""The stability monitor: judges every step, alike on all ranks, and says what the recipe's policy makes of it."""
+"""The stability monitor: judges every step, alike on all ranks, and applies the recipe's policy.
+
+`LossWatch` knows the mean loss of all ranks before its gradients are there; `NonFiniteGuard` keeps a step whose
+gradients are not finite from being applied, at any stage and without DeepSpeed.
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
+from accelerate.state import GradientState
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.alerts import advice
-from pretraining.training.loss_watch import LossWatch
-from pretraining.training.nonfinite import NonFiniteGuard
-from pretraining.training.plateau import Plateau
 from pretraining.training.schedule import apply_schedule_now, step_schedule
-from pretraining.training.spikes import SpikeScore
+from pretraining.training.spikes import Plateau, SpikeScore, advice
+from pretraining.upstream.zero_optimizers import drop_refused_sums
 
 
 @dataclass(frozen=True)
@@ -140,3 +144,113 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         for name, value in attributes.items():
             part = getattr(self, name)
             part.restore(value) if hasattr(part, "restore") else setattr(self, name, value)
+
+
+class NumberOnItsWay:
+    """A number of the device, copied to the host behind the work that is queued there now.
+
+    Who reads it waits for that work alone, and not for what is queued later.
+    """
+
+    def __init__(self, number: torch.Tensor):
+        """number: a tensor of one element."""
+        self._copy, self._arrival = number, None
+        if number.is_cuda:
+            self._copy = torch.empty_like(number, device="cpu", pin_memory=True)
+            self._copy.copy_(number, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+
+    def read(self) -> float:
+        """The number."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._copy.item()
+
+
+class LossWatch:
+    """Stands around the loss function; a step whose loss exceeds `limit` can be kept from being applied.
+
+    Costs one all-reduce of one number a step, on the device; who asks for it waits for the forward pass, not for the
+    end of the step. To refuse a step it multiplies the gradient of the loss with NaN, on the device too: what refuses
+    steps with gradients that are not finite then refuses this one, on all ranks and at every ZeRO stage alike.
+    """
+
+    def __init__(self, refuses: bool):
+        self.refuses, self.limit = refuses, math.inf
+        self._sum: torch.Tensor | None = None
+        self._last: NumberOnItsWay | None = None
+
+    def around(self, compute_loss: Callable) -> Callable:
+        """The Trainer's `compute_loss_func`, watched; each call is one micro-batch's share of the step's loss."""
+
+        def watched(outputs, labels, num_items_in_batch=None):
+            loss = compute_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
+            share = loss.detach().float()
+            self._sum = share.clone() if self._sum is None else self._sum + share
+            if GradientState().sync_gradients:
+                self._close_step(loss)
+            return loss
+
+        return watched
+
+    def _close_step(self, loss: torch.Tensor) -> None:
+        total, self._sum = self._sum, None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+        self._last = NumberOnItsWay(total)
+        if self.refuses and loss.requires_grad:
+            keep = torch.where(total <= self.limit, 1.0, math.nan)
+            loss.register_hook(lambda gradient: gradient * keep)
+
+    def set_limit(self, limit: float) -> None:
+        """From now on: the highest loss that is applied, rounded as the device compares it."""
+        self.limit = torch.tensor(limit, dtype=torch.float32).item()
+
+    def last_loss(self) -> float:
+        """Loss of the step just made, nats per token, mean over the ranks; NaN before the first."""
+        return math.nan if self._last is None else self._last.read()
+
+
+class NonFiniteGuard:
+    """Sees to it, and counts.
+
+    ZeRO's optimizers and fp16's look for themselves: they clear such gradients and leave the weights alone. A plain
+    torch optimizer, which DeepSpeed's stage 0 uses too, would write them into every weight: before it steps, this
+    guard takes the gradients away, which leaves weights and moments as they are. Gradients are the same on every
+    rank by then, and so is what it does.
+    """
+
+    def __init__(self, optimizer):
+        """optimizer: the Trainer's, as accelerate or DeepSpeed wrapped it."""
+        self.optimizer, self._took_away, self._norm = optimizer, False, None
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if isinstance(inner, torch.optim.Optimizer) and not hasattr(inner, "overflow"):
+            inner.register_step_pre_hook(self._before_step)
+
+    def hear_gradient_norm(self, norm) -> None:
+        """Of the gradients that are about to be stepped with; nothing is looked through again where it is known."""
+        self._norm = norm
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = _norm_of(parameters) if self._norm is None else self._norm
+        self._took_away = not math.isfinite(norm)
+        if self._took_away:
+            for parameter in parameters:
+                parameter.grad = None
+
+    def refused_last_step(self) -> bool:
+        """Whether the step just made was left out; the same answer on every rank."""
+        took_away, self._took_away, self._norm = self._took_away, False, None
+        refused = took_away or bool(getattr(self.optimizer, "step_was_skipped", False))
+        if refused:
+            drop_refused_sums(getattr(self.optimizer, "optimizer", None))
+        return refused
+
+
+def _norm_of(parameters: list[torch.Tensor]) -> float:
+    """Of their gradients together: one pass, and one number to the host."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0

@@ -1,22 +1,24 @@
-"""Stopping on request: a signal, a stop file, the recipe's time limit, a launcher that is gone.
+"""Requests to stop: signals, a file, a time limit, a launcher that is gone, validations that do not improve.
 
-The ranks agree at a step boundary, save, and leave with exit code 75; the same command continues the run.
+The ranks agree after every step; the step after which they agree is saved, and the run ends with its exit code.
 """
 
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from transformers import TrainerCallback
 
+from pretraining.metric_names import is_better, worst_value
 from pretraining.runtime.exit_codes import STOPPED, supervisor_file, tell_exit_code
 from pretraining.runtime.process_group import Agreement
 from pretraining.runtime.restarts import STARTED, launch_details
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.launcher import launcher_is_gone, sibling_is_gone
-from pretraining.training.signals import SignalListener
+from pretraining.runtime.signals import SignalListener
+from pretraining.training.ranks import launcher_is_gone, sibling_is_gone, started_by_deepspeed
 
 NOT_ASKED, LAUNCHER_GONE, STOP_FILE, SUPERVISOR, TIME_LIMIT, A_SIGNAL = 0, 1, 2, 3, 4, 64
 """What the ranks agree on, by the largest: a signal is its number above the last."""
@@ -37,7 +39,7 @@ class StopRequests:
         self.signals = SignalListener(in_vain=lambda: not self._agreed and sibling_is_gone())
         started = float(os.environ.get(STARTED, time.time()))
         self._until = None if time_limit_hours is None else started + time_limit_hours * 3600
-        self._files = self._files_to_look_at()
+        self._files, self._by_deepspeed = self._files_to_look_at(), started_by_deepspeed()
 
     def agreed(self) -> bool:
         """Whether all ranks stop now: a collective until they have agreed, the same answer on every rank."""
@@ -54,7 +56,10 @@ class StopRequests:
             self.run.stop_file.unlink(missing_ok=True)
             details = launch_details() if asked else {"asked": False}
             self.run.add_event("stopped", step=step, reason=self.reason, **details)
-            line = f"stopped at step {step}: {self.reason}; the same command continues"
+            why = self.reason
+            if self._by_deepspeed and why == signal.SIGTERM.name:
+                why += " (deepspeed sends it for Ctrl-C too)"
+            line = f"stopped at step {step}: {why}; the same command continues"
             print(line, file=sys.stderr, flush=True)
         if asked:
             tell_exit_code(STOPPED)
@@ -108,3 +113,70 @@ class StoppingCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.stop.agreed():
             control.should_save = control.should_training_stop = True
+
+
+class EarlyStopping(TrainerCallback):
+    """As transformers' own callback judges, but by the logged validations alone.
+
+    A run that was killed and started again therefore stops where the undisturbed one does, and does not go on
+    from the checkpoint at which it had stopped. The numbers are the same on every rank, so is the decision.
+
+    metric: of the validation, as `loss`. patience: validations in a row that are not better than the best before
+    them by more than `min_improvement`.
+    """
+
+    def __init__(self, run: RunFolder, metric: str, patience: int, min_improvement: float):
+        self.run, self.metric = run, f"eval_{metric}"
+        self.patience, self.min_improvement = patience, min_improvement
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self._is_over(state):
+            control.should_training_stop = True
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps or not self._is_over(state):
+            return
+        control.should_training_stop = control.should_save = True
+        if state.is_world_process_zero:
+            values = self._values(state)
+            best = best_step(values, self.metric)
+            details = {"metric": self.metric.removeprefix("eval_"), "best": values[best], "best_step": best}
+            self.run.add_event("early_stop", step=state.global_step, **details, patience=self.patience)
+
+    def _values(self, state) -> dict[int, float]:
+        """{step: value} of the validations so far, in order; one that was repeated counts once."""
+        return {row["step"]: row[self.metric] for row in state.log_history if self.metric in row}
+
+    def _is_over(self, state) -> bool:
+        worse = validations_without_gain(self._values(state).values(), self.metric, self.min_improvement)
+        return worse >= self.patience
+
+
+def early_stopping(run: RunFolder, section: dict) -> list[EarlyStopping]:
+    """What the recipe's `evaluation` section asks for: one callback, or none."""
+    if section["patience"] is None:
+        return []
+    return [EarlyStopping(run, section["metric"], section["patience"], section["min_improvement"])]
+
+
+def validations_without_gain(values: Iterable[float], metric: str, min_improvement: float) -> int:
+    """How many of the last `values` in a row were no gain; a NaN never is, unless it is the first.
+
+    As transformers judges: the best is the best so far, however small its lead over the one before it.
+    """
+    best, without_gain = worst_value(metric), -1
+    for value in values:
+        better = is_better(metric, value, best)
+        gained = better and abs(value - best) > min_improvement
+        without_gain = 0 if gained or without_gain < 0 else without_gain + 1
+        best = value if better else best
+    return max(0, without_gain)
+
+
+def best_step(values: dict[int, float], metric: str) -> int:
+    """The step of the best value, the first of equals."""
+    best, best_value = min(values), worst_value(metric)
+    for step, value in values.items():
+        if is_better(metric, value, best_value):
+            best, best_value = step, value
+    return best

@@ -10,19 +10,19 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from transformers import PrinterCallback, Trainer, TrainingArguments, get_scheduler
-from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
+from pretraining.recipe.budget import StepSizes
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
-from pretraining.step_sizes import StepSizes
+from pretraining.runtime.signals import ignore_in_worker
 from pretraining.training.arguments import training_refusals
-from pretraining.training.hearing import tell
-from pretraining.training.optimizers import BindPartitions, Muon, counting_by_tensor, describe_groups
+from pretraining.training.monitors import tell
+from pretraining.training.muon import BindPartitions, Muon
+from pretraining.training.optimizers import describe_groups
 from pretraining.training.schedule import count_tokens, follow_step_sizes, lower_rates
-from pretraining.training.signals import ignore_in_worker
-from pretraining.training.step_clock import StepClock
+from pretraining.training.schedule_free import counting_by_tensor
 from pretraining.training.stopping import StoppingCallback, StopRequests
-from pretraining.training.timed_trainer import TimedTrainer
+from pretraining.training.throughput import StepClock, TimedTrainer
 from pretraining.upstream.zero_optimizers import keep_norm_at_stage_0, mend_optimizer
 
 ABSENT: dict = {}
@@ -30,11 +30,11 @@ ABSENT: dict = {}
 
 
 class Checkpoints(Protocol):
-    """What saves and loads the state of a Trainer; `folder` is one checkpoint's. All ranks call it together."""
+    """What saves and loads the state of a Trainer: a `CheckpointManager`. All ranks call it together."""
 
-    def save(self, trainer: Trainer, folder: Path) -> None: ...
+    def save(self, trainer: Trainer) -> None: ...
 
-    def load(self, trainer: Trainer, folder: Path) -> None: ...
+    def load_state(self, trainer: Trainer, folder: Path) -> None: ...
 
     def load_position(self, trainer: Trainer, folder: Path) -> None: ...
 
@@ -72,7 +72,6 @@ class PretrainingTrainer(TimedTrainer):
         self.checkpoints, self.stop, self.step_sizes = checkpoints, stop, step_sizes
         self.clock, self.clipping = clock or StepClock(), clipping
         self.averaged_weights, self.schedule_clock = averaged_weights, schedule_clock
-        self._last_saved: tuple[int, int] | None = None
         with training_refusals(recipe_path):  # before anything of the run is written
             super().__init__(*args, **kwargs)
             _try_optimizer_and_schedule(self.args)
@@ -230,21 +229,8 @@ class PretrainingTrainer(TimedTrainer):
             self._tr_loss.zero_()
 
     def _save_checkpoint(self, model, trial) -> None:
-        """At the cadence of `save_steps`; `on_save` of the callbacks comes next.
-
-        The Trainer looks at what is due after each step, and once more when it leaves its loop, where a stop and
-        the end of an epoch ask for a save again: one state is saved once.
-        """
-        saved = (self.state.global_step, len(self.state.log_history))
-        if saved == self._last_saved:
-            return
-        self._last_saved = saved
-        self.store_flos()
-        for callback in (*self.callback_handler.callbacks, self.control):
-            if isinstance(callback, ExportableState):
-                self.state.stateful_callbacks[type(callback).__name__] = callback.state()
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        self.checkpoints.save(self, folder)
+        """At the cadence of `save_steps`; `on_save` of the callbacks comes next."""
+        self.checkpoints.save(self)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         """Prepare as for a fresh start, then set every state in place."""
@@ -253,7 +239,7 @@ class PretrainingTrainer(TimedTrainer):
             keep_norm_at_stage_0(self.model_wrapped, self._tell_norm)
             mend_optimizer(self.model_wrapped.optimizer)
         if resume_from_checkpoint is not None:
-            self.checkpoints.load(self, Path(resume_from_checkpoint))
+            self.checkpoints.load_state(self, Path(resume_from_checkpoint))
         return prepared
 
     def _run_epoch(self, *args, **kwargs) -> None:

@@ -1,13 +1,23 @@
-"""torch's compiler and ZeRO-3's hooks, as far as compiled blocks need what neither library documents."""
+"""torch's compiler and ZeRO-3's hooks, as far as compiled code needs what neither library documents; torch 2.13.0.
+
+- What inductor lacks (`missing_compiler`): `torch.utils._triton.has_triton` and `torch._inductor.config`, because torch
+  finds a missing compiler only in the first pass. Held by tests/test_compiling.py.
+- Its processes (`compile_in_few_processes`): `torch._inductor.config.compile_threads`, up to 32 on every rank.
+- The backward pass (`compiled_both_ways`): `force_non_lazy_backward_lowering` of `torch._functorch.config`, so that it
+  fails in the first call, if it fails. Held by tests/test_compiling.py.
+- Lengths that vary (`let_length_vary`, `fix_no_length`): `torch._dynamo.maybe_mark_dynamic` and `mark_dynamic`, which
+  torch documents in its private module alone. Otherwise each number of documents or tokens would be a graph. Held by
+  tests/test_compiling.py and tests/test_loss.py; may go once torch.compiler has them.
+- Leaves of ZeRO-3 (`gather_as_one`): public, but explained nowhere; deepspeed 0.19.8. Held by tests/test_compiling.py.
+"""
 
 import os
-import shutil
-import sysconfig
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
 from torch import nn
+
+from pretraining.upstream.toolchain import missing_for_kernels
 
 WORKERS = 4
 """Processes of each rank that compile kernels: a block has some twenty."""
@@ -15,28 +25,14 @@ WORKERS = 4
 
 def missing_compiler() -> str | None:
     """What inductor lacks on this machine to generate code for its device; None if nothing."""
-    return _missing_on_gpu() if torch.cuda.is_available() else _missing_on_processor()
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        from torch.utils._triton import has_triton
 
-
-def _missing_on_gpu() -> str | None:
-    """triton 3.7 builds a small C extension of Python at its first kernel (backends/nvidia/driver.py)."""
-    from torch.utils._triton import has_triton
-
-    if not has_triton():
-        return "the package triton, which this torch was built without"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "a C compiler (gcc) for triton"
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
-        return "Python's headers (Python.h, of the package python3-dev) for triton"
-    return None
-
-
-def _missing_on_processor() -> str | None:
-    from torch._inductor import config
-
-    names = config.cpp.cxx if isinstance(config.cpp.cxx, list | tuple) else (config.cpp.cxx,)
-    found = any(name and shutil.which(name) for name in names)
-    return None if found else "a C++ compiler (g++)"
+        if not has_triton():
+            return "the package triton, which this torch was built without"
+    missing = next(missing_for_kernels(on_gpu), None)
+    return missing and missing.what
 
 
 def compile_in_few_processes() -> None:
@@ -45,6 +41,16 @@ def compile_in_few_processes() -> None:
         from torch._inductor import config
 
         config.compile_threads = min(WORKERS, config.compile_threads or WORKERS)
+
+
+def let_length_vary(tensor: torch.Tensor) -> None:
+    """Ask for a graph that takes any length of the first dimension; torch may still fix it."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def fix_no_length(tensor: torch.Tensor) -> None:
+    """Demand a graph that takes any length of the first dimension; torch raises if it would fix it."""
+    torch._dynamo.mark_dynamic(tensor, 0)
 
 
 def compiled_both_ways(compiled: Callable) -> Callable:

@@ -74,10 +74,10 @@ class FakeEvent:
 
     waits: Waits
 
-    def record(self, stream=None) -> None:
+    def record(self, stream: "FakeStream | None" = None) -> None:
         pass
 
-    def wait(self, stream=None) -> None:
+    def wait(self, stream: "FakeStream | None" = None) -> None:
         pass
 
     def query(self) -> bool:
@@ -98,13 +98,13 @@ class FakeStream:
     waits: Waits
     device: torch.device = GPU
 
-    def wait_stream(self, stream) -> None:
+    def wait_stream(self, stream: "FakeStream") -> None:
         pass
 
-    def wait_event(self, event) -> None:
+    def wait_event(self, event: FakeEvent) -> None:
         pass
 
-    def record_event(self, event=None) -> FakeEvent:
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         return event or FakeEvent(self.waits)
 
     def query(self) -> bool:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import deepspeed
@@ -62,7 +63,7 @@ class FakeRanks(dist.ProcessGroup):
     backend: str
     record: Callable[[Collective], None]
 
-    def __init__(self, store: dist.Store, rank: int, size: int, *_, **__):
+    def __init__(self, store: dist.Store, rank: int, size: int, *_: object, **__: object):
         super().__init__(rank, size)
         self.options = SimpleNamespace()
         self._rank, self._size = rank, size
@@ -100,11 +101,11 @@ class FakeRanks(dist.ProcessGroup):
     def shutdown(self) -> None:
         pass
 
-    def barrier(self, *_, **__) -> FakeWork:
+    def barrier(self, *_: object, **__: object) -> FakeWork:
         self.record(Collective("barrier", self.backend, self._size, 0, None))
         return FakeWork()
 
-    def moves(self, name: str, *args) -> FakeWork:
+    def moves(self, name: str, *args: Any) -> FakeWork:
         """Record one collective.
 
         Raises:

@@ -13,6 +13,7 @@ Each may go once its test passes without it.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,14 +28,14 @@ from deepspeed.utils import link_hp_params
 from torch.overrides import TorchFunctionMode
 
 
-def mend_optimizer(optimizer) -> None:
+def mend_optimizer(optimizer: Any) -> None:
     """Apply what follows to the engine's optimizer; each leaves alone what it does not concern."""
     link_slices(optimizer)
     read_norm_once(optimizer)
     order_on_the_device(optimizer)
 
 
-def read_norm_once(optimizer) -> None:
+def read_norm_once(optimizer: Any) -> None:
     """Bring the norm to the host as soon as it is known; what follows from it is worked out there.
 
     optimizer: the engine's. Stages 2 and 3, and stage 1 in bf16; any other is left as it is. A step with gradients that
@@ -89,7 +90,7 @@ _norm_of_groups = on_the_host(utils.combine_grad_norm_groups)
 _clip = on_the_host(clip_grad_norm_)
 
 
-def order_on_the_device(optimizer) -> None:
+def order_on_the_device(optimizer: Any) -> None:
     """Let streams wait for each other instead of the host, at stage 3; any other optimizer is left as it is.
 
     Nothing else protects memory here: buffers that two streams use are recorded on both, because reductions run beside
@@ -137,7 +138,7 @@ def keep_norm_at_stage_0(engine: DeepSpeedEngine, report: Callable[[float], None
     engine.clip_fp32_gradients = clip
 
 
-def link_slices(optimizer) -> None:
+def link_slices(optimizer: Any) -> None:
     """Mend `_hp_mapping` of every parameter, by which checkpoints, Muon and monitors find its slice.
 
     To spread the work of a backward pass over the ranks, DeepSpeed lays a group's parameters end to end in another
@@ -164,7 +165,7 @@ def link_slices(optimizer) -> None:
         )
 
 
-def drop_refused_sums(optimizer) -> None:
+def drop_refused_sums(optimizer: Any) -> None:
     """Forget the sums of gradients of a step that was refused, or every later step would be refused too.
 
     Stages 1 and 2 drop them only without offload (`DeepSpeedZeroOptimizer.step`); it matters if they are fp32 and the

@@ -8,7 +8,7 @@ import typing
 
 from schema_generator.from_types import SCALARS, described, first_sentence, type_schema
 
-from pretraining.owned_keys import DS_CONFIG_KEYS
+from pretraining.ds_config import DS_CONFIG_KEYS
 
 # The three keys that the Trainer fills from the hidden size when they say "auto".
 AUTO_KEYS = {

@@ -1,31 +1,10 @@
-"""Deduplication and decontamination: n-gram hashes, exact and MinHash pairs, clusters, fates of documents.
+"""Deduplication and decontamination, as pure functions over arrays and files.
 
-Pure functions over arrays and files, one for each numbered task; their results depend neither on how many
-workers ran them nor on how many slices the work was cut into. The names below are imported when first used.
+ngrams           texts to hashes of their n-grams
+minhash          what a recipe says about near duplicates, and the signatures that find them
+pairs            equal and similar documents, from the hashes and signatures of all pieces
+clusters         what pairs connect, and what becomes of each document
+decontamination  documents that hold a part of an evaluation set
+
+The engine runs them as numbered tasks; results depend neither on the number of workers nor of slices of the work.
 """
-
-from pretraining.lazy import imported_at_first_use
-
-_HOME = {
-    "MinHashSpec": "spec",
-    "DecontaminationSpec": "spec",
-    "hash_texts": "exact",
-    "exact_pairs": "exact",
-    "sign_piece": "minhash",
-    "Signatures": "minhash",
-    "SignatureParts": "parts",
-    "HashParts": "parts",
-    "match_slice": "pairs",
-    "Clusters": "clusters",
-    "cluster": "clusters",
-    "duplicates_report": "reports",
-    "assign_fates": "fates",
-    "ContaminationIndex": "decontaminate",
-    "build_index": "decontaminate",
-    "merge_reports": "decontaminate",
-    "read_evaluation_sets": "evaluation_sets",
-}
-
-__all__ = list(_HOME)
-
-__getattr__ = imported_at_first_use(__name__, _HOME)

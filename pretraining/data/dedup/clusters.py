@@ -1,16 +1,33 @@
-"""Clusters: what pairs connect, directly or through others. The first document of a cluster stands for it.
+"""Clusters of duplicates, and what becomes of their documents: train, validation, or dropped.
 
-Keep-rule: of each cluster the first document in the order of the recipe's sources (and within a source in the
-order of its files and rows) is kept, so a source named earlier keeps its copy. A chain of pairs is one cluster,
-though its ends may resemble each other less than neighbours do (`benchmarks/dedup.py` counts them).
+Clusters are what pairs connect, directly or through others. Of each cluster the first document in the order of the
+recipe's sources (and within a source in the order of its files and rows) is kept, so a source named earlier keeps its
+copy. A chain of pairs is one cluster, though its ends may resemble each other less than neighbours do
+(`benchmarks/dedup.py` counts them). Memory follows the documents that are in a pair and the pairs of one file, not the
+corpus.
 
-Memory follows the documents that are in a pair and the pairs of one file, not the corpus.
+The draw of a cluster is that of its representative, so copies never end up on both sides of the split. Pairs just below
+the threshold are caught by a wider pass: if the split would part a pair of at least `MinHashSpec.guarded`, the document
+in train is dropped, never the one in validation: validation stays the sample that the draw made it, and train loses the
+few documents that resemble it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from pretraining.data.dedup.pairs import DocumentNumbers
+
+TRAIN, VALIDATION, DUPLICATE, TWIN = 0, 1, 2, 3
+"""Fates. DUPLICATE: an earlier document of its cluster is kept. TWIN: in train, and close to validation."""
+
+FATE_NAMES = ("train", "validation", "duplicate", "validation_twin")
+
+_NUM_EXAMPLES = 5
+
+PairSource = np.ndarray | Callable[[], np.ndarray]
+"""An array of `pairs.PAIR`, or a function that loads one: only one of them is then in memory at a time."""
 
 
 class Clusters(NamedTuple):
@@ -22,7 +39,7 @@ class Clusters(NamedTuple):
     """int64 [members]: the first document of each one's cluster."""
 
     def representatives_of(self, documents: np.ndarray) -> np.ndarray:
-        """The representative of each of `documents`: itself where it has no duplicate."""
+        """Return the representative of each of `documents`: itself if it has no duplicate."""
         if not len(self.members):
             return documents
         places = np.minimum(np.searchsorted(self.members, documents), len(self.members) - 1)
@@ -34,29 +51,32 @@ class Clusters(NamedTuple):
         return self.members[self.members != self.representatives]
 
 
-def cluster(pairs: Sequence, accepted: float) -> Clusters:
-    """Clusters by the pairs of similarity `accepted` and above.
+def cluster(pairs: Sequence[PairSource], accepted: float) -> Clusters:
+    """Form clusters of the pairs of similarity `accepted` and above; each source of pairs is used twice.
 
-    `pairs`: arrays of `pairs.PAIR`, or callables that load one; each is used twice, one at a time. The result
-    depends on the set of all pairs alone.
+    The result depends on the set of all pairs alone, not on the number or order of the sources.
     """
     members = np.zeros(0, np.int64)
     for first, second in _accepted(pairs, accepted):
         members = np.union1d(members, np.concatenate([first, second]))
     labels = np.arange(len(members))
     for first, second in _accepted(pairs, accepted):
-        connect(labels, np.searchsorted(members, first), np.searchsorted(members, second))
+        _connect(labels, np.searchsorted(members, first), np.searchsorted(members, second))
     return Clusters(members, members[labels])
 
 
-def _accepted(pairs: Sequence, accepted: float) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+def _accepted(pairs: Sequence[PairSource], accepted: float) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     for source in pairs:
-        some = source() if callable(source) else source
-        some = some[some["similarity"] >= np.float32(accepted)]
-        yield some["first"], some["second"]
+        found = _load(source)
+        found = found[found["similarity"] >= np.float32(accepted)]
+        yield found["first"], found["second"]
 
 
-def connect(labels: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
+def _load(source: PairSource) -> np.ndarray:
+    return source() if callable(source) else source
+
+
+def _connect(labels: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
     """Add edges to a forest in place; every label is the least number of its tree, before and after.
 
     Each round hangs the larger root of every edge under the smaller and flattens the trees by pointer
@@ -76,3 +96,94 @@ def _flatten(labels: np.ndarray) -> None:
         if np.array_equal(above, labels):
             return
         labels[:] = above
+
+
+def assign_fates(
+    validation: Sequence[np.ndarray],
+    clusters: Clusters,
+    pairs: Sequence[PairSource] = (),
+    remove: bool = True,
+) -> list[np.ndarray]:
+    """Decide the fate of every document: uint8 [documents] for each piece.
+
+    `validation`: for each piece bool [documents], whether the draw of the text itself is below the share.
+    `pairs`: all pairs found. With `remove` false every copy is kept, on the side of its representative.
+    """
+    documents = DocumentNumbers([len(draws) for draws in validation])
+    fates = np.concatenate([np.zeros(0, np.uint8), *validation]).astype(np.uint8)
+    fates[clusters.members] = fates[clusters.representatives]  # the draw of the first decides for all
+    if remove:
+        fates[clusters.dropped] = DUPLICATE
+    twins = [_parted(_load(source), fates, clusters, remove) for source in pairs]
+    if twins:
+        fates[np.concatenate(twins)] = TWIN
+    return documents.split(fates)
+
+
+def _parted(pairs: np.ndarray, fates: np.ndarray, clusters: Clusters, remove: bool) -> np.ndarray:
+    """Documents in train that have a pair in validation; a dropped one counts as its representative."""
+    sides = [pairs["first"], pairs["second"]]
+    if remove:
+        sides = [clusters.representatives_of(side) for side in sides]
+    first, second = sides
+    forward = (fates[first] == VALIDATION) & (fates[second] == TRAIN)
+    backward = (fates[first] == TRAIN) & (fates[second] == VALIDATION)
+    return np.unique(np.concatenate([second[forward], first[backward]]))
+
+
+def count_fates(fates: Sequence[np.ndarray]) -> dict[str, int]:
+    """Count the documents of each fate."""
+    counts = sum(np.bincount(some, minlength=len(FATE_NAMES)) for some in fates)
+    return dict(zip(FATE_NAMES, map(int, counts), strict=True))
+
+
+def duplicates_report(
+    clusters: Clusters, counts: Sequence[int], sources: Sequence[int], names: Sequence[str]
+) -> dict:
+    """Report clusters and dropped documents, within and between sources, with examples.
+
+    `counts`: documents of each piece; `sources`: each piece's number in `names`. An example names piece and
+    row of the dropped and of the kept document, spread evenly over the dropped: the caller knows their places.
+    """
+    documents = DocumentNumbers(counts)
+    dropped = clusters.dropped
+    kept = clusters.representatives_of(dropped)
+    sizes = np.unique(clusters.representatives, return_counts=True)[1]
+    return {
+        "documents": len(documents),
+        "clusters": len(sizes),
+        "largest_cluster": int(sizes.max(initial=0)),
+        "dropped": len(dropped),
+        "dropped_for_kept_in": _by_source(documents, dropped, kept, np.asarray(sources), names),
+        "examples": _examples(documents, dropped, kept),
+    }
+
+
+def _by_source(
+    documents: DocumentNumbers,
+    dropped: np.ndarray,
+    kept: np.ndarray,
+    sources: np.ndarray,
+    names: Sequence[str],
+) -> dict[str, dict[str, int]]:
+    """{source of the dropped: {source of the one kept in its place: documents}}."""
+    losing, keeping = (sources[documents.locate(side)[0]] for side in (dropped, kept))
+    table = np.zeros((len(names), len(names)), np.int64)
+    np.add.at(table, (losing, keeping), 1)
+    return {
+        names[row]: {names[column]: int(table[row, column]) for column in np.flatnonzero(table[row])}
+        for row in np.flatnonzero(table.any(axis=1))
+    }
+
+
+def _examples(documents: DocumentNumbers, dropped: np.ndarray, kept: np.ndarray) -> list[dict]:
+    chosen = np.linspace(0, max(len(dropped) - 1, 0), min(_NUM_EXAMPLES, len(dropped)), dtype=np.int64)
+    return [
+        {"dropped": _place(documents, dropped[number]), "kept": _place(documents, kept[number])}
+        for number in chosen
+    ]
+
+
+def _place(documents: DocumentNumbers, document: np.int64) -> dict[str, int]:
+    piece, row = documents.locate(document)
+    return {"piece": int(piece), "row": int(row)}

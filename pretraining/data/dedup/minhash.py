@@ -6,24 +6,132 @@ similarities from, and one 64-bit key for each band of them, to find candidates 
 of 8 rows.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from pretraining.data.dedup.hashing import mix, random_words
-from pretraining.data.dedup.ngrams import Ngrams, batches_of, ngrams_of, units_of
-from pretraining.data.dedup.spec import MinHashSpec
+from pretraining.data.dedup.ngrams import (
+    MAX_NGRAM,
+    Ngrams,
+    batches_of,
+    mix,
+    ngrams_of,
+    random_words,
+    units_of,
+)
+from pretraining.errors import UserError
+
+_NUM_HASHES = 256
+"""Hashes of a signature if the recipe leaves bands and rows to the threshold."""
+
+_RECALL_AT_THRESHOLD = 0.99
+"""Share of the pairs exactly on the threshold that bands and rows derived from it find at least."""
+
+_MAX_HASHES = 4096
+
+# Standard deviations of the estimate below the threshold. 2.4 keep 99 % of the pairs on it (one-sided normal).
+_ACCEPT_DEVIATIONS = 2.4
+_GUARD_DEVIATIONS = 6
+
+
+@dataclass(frozen=True)
+class MinHashSpec:
+    """Near-duplicate settings of a recipe, their defaults, and what follows from them.
+
+    Two documents are near duplicates if the share of signature hashes on which they agree, an estimate of the
+    Jaccard similarity of their n-gram sets, is at least `accepted`.
+    """
+
+    ngram: int = 5
+    """Words or characters in an n-gram."""
+    unit: str = "words"
+    """"words" or "characters"."""
+    threshold: float = 0.8
+    """Jaccard similarity from which two documents are to be found."""
+    bands: int = 32
+    rows: int = 8
+    seed: int = 0
+    """Picks the hash functions."""
+
+    @classmethod
+    def from_recipe(cls, section: dict) -> "MinHashSpec":
+        """Read data.dedup.minhash, already checked against the schema; UserError for what does not fit."""
+        given = {key: value for key, value in section.items() if value is not None}
+        threshold = given.get("threshold", cls.threshold)
+        if ("bands" in given) != ("rows" in given):
+            raise UserError(
+                "data.dedup.minhash: bands and rows belong together; give both, or neither to have them "
+                "derived from the threshold"
+            )
+        if "bands" not in given:
+            given["bands"], given["rows"] = bands_and_rows(threshold)
+        spec = cls(**given)
+        spec._check()
+        return spec
+
+    def _check(self) -> None:
+        if not 1 <= self.ngram <= MAX_NGRAM:
+            raise UserError(f"data.dedup.minhash.ngram is {self.ngram}; it must lie in 1 .. {MAX_NGRAM}")
+        if self.unit not in ("words", "characters"):
+            raise UserError(f'data.dedup.minhash.unit is {self.unit!r}; it must be "words" or "characters"')
+        if not 0 < self.threshold <= 1:
+            raise UserError(f"data.dedup.minhash.threshold is {self.threshold}; it must lie in (0, 1]")
+        if min(self.bands, self.rows) < 1 or self.num_hashes > _MAX_HASHES:
+            raise UserError(
+                f"data.dedup.minhash: {self.bands} bands of {self.rows} rows are {self.num_hashes} hashes a "
+                f"document; bands x rows must lie in 1 .. {_MAX_HASHES}"
+            )
+
+    @property
+    def num_hashes(self) -> int:
+        """Hashes in a signature: bands x rows."""
+        return self.bands * self.rows
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the estimate for two documents exactly on the threshold (binomial)."""
+        return math.sqrt(self.threshold * (1 - self.threshold) / self.num_hashes)
+
+    @property
+    def accepted(self) -> float:
+        """Estimate from which a pair counts: it keeps 99 % of the pairs on the threshold (0.74 at 0.8)."""
+        return self.threshold - _ACCEPT_DEVIATIONS * self.deviation
+
+    @property
+    def guarded(self) -> float:
+        """Estimate from which the split may not part a pair into train and validation (0.65 at 0.8)."""
+        return max(self.threshold - _GUARD_DEVIATIONS * self.deviation, 0.0)
+
+
+def recall_at(similarity: float, bands: int, rows: int) -> float:
+    """Return the chance that two documents of Jaccard `similarity` share a band: 1 - (1 - s**rows)**bands.
+
+    Leskovec, Rajaraman, Ullman: Mining of Massive Datasets, section 3.4.
+    """
+    return 1 - (1 - similarity**rows) ** bands
+
+
+def bands_and_rows(threshold: float, num_hashes: int = _NUM_HASHES) -> tuple[int, int]:
+    """Choose the most rows (fewest useless candidates) that still find `_RECALL_AT_THRESHOLD`; 32 x 8 at 0.8."""
+    for rows in range(num_hashes, 1, -1):
+        bands = num_hashes // rows
+        if recall_at(threshold, bands, rows) >= _RECALL_AT_THRESHOLD:
+            return bands, rows
+    return num_hashes, 1
+
 
 NO_KEY = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 """Band key of a document without n-grams: it matches nothing."""
 
-HIGHEST_BYTE = np.uint32(24)
-SCATTER = np.uint32(0x9E3779B1)
+_HIGHEST_BYTE = np.uint32(24)
+_SCATTER = np.uint32(0x9E3779B1)
 
 
 class Signatures(NamedTuple):
-    """What finds and checks the near duplicates of some documents."""
+    """Keys that find near duplicates of some documents, and sketches that confirm them."""
 
     keys: np.ndarray
     """uint64 [bands, documents]."""
@@ -32,21 +140,21 @@ class Signatures(NamedTuple):
 
 
 def sign_piece(texts: Sequence[str], spec: MinHashSpec) -> Signatures:
-    """The signatures of `texts`, in their order; working memory is that of one batch (or one long text)."""
+    """Sign `texts`, in their order; working memory is that of one batch (or one long text)."""
     keys = np.full((spec.bands, len(texts)), NO_KEY, np.uint64)
     sketch = np.zeros((len(texts), spec.num_hashes), np.uint8)
     done = 0
     for batch in batches_of(texts):
         ngrams = ngrams_of(units_of(batch, spec.unit), spec.ngram)
         rows = done + np.flatnonzero(np.diff(ngrams.first))
-        minima = minima_of(ngrams, spec)
-        keys[:, rows] = band_keys(minima, spec)
-        sketch[rows] = scattered_bytes(minima).T
+        minima = _minima_of(ngrams, spec)
+        keys[:, rows] = _band_keys(minima, spec)
+        sketch[rows] = _scattered_bytes(minima).T
         done += len(batch)
     return Signatures(keys, sketch)
 
 
-def minima_of(ngrams: Ngrams, spec: MinHashSpec) -> np.ndarray:
+def _minima_of(ngrams: Ngrams, spec: MinHashSpec) -> np.ndarray:
     """uint32 [hashes, documents that have n-grams]."""
     starts = ngrams.first[:-1][np.diff(ngrams.first) > 0]
     minima = np.empty((spec.num_hashes, len(starts)), np.uint32)
@@ -55,18 +163,19 @@ def minima_of(ngrams: Ngrams, spec: MinHashSpec) -> np.ndarray:
     values = (ngrams.hashes >> np.uint64(32)).astype(np.uint32)
     np.maximum(values, 1, out=values)  # 0 would be the minimum of every hash
     hashed = np.empty_like(values)
-    for number, multiplier in enumerate(multipliers(spec)):
+    # One hash at a time: the array of n-grams stays in the cache, and memory does not grow with the hashes.
+    for number, multiplier in enumerate(_multipliers(spec)):
         np.multiply(values, multiplier, out=hashed)
         np.minimum.reduceat(hashed, starts, out=minima[number])
     return minima
 
 
-def multipliers(spec: MinHashSpec) -> np.ndarray:
+def _multipliers(spec: MinHashSpec) -> np.ndarray:
     """uint32 [hashes], odd."""
     return (random_words(spec.num_hashes, spec.seed + (1 << 32)) >> np.uint64(32)).astype(np.uint32) | 1
 
 
-def band_keys(minima: np.ndarray, spec: MinHashSpec) -> np.ndarray:
+def _band_keys(minima: np.ndarray, spec: MinHashSpec) -> np.ndarray:
     """uint64 [bands, documents]: the hash of each band's minima; unequal ones agree with odds of 2**-58."""
     weights = random_words(spec.rows, 15)
     banded = minima.reshape(spec.bands, spec.rows, -1)
@@ -76,13 +185,13 @@ def band_keys(minima: np.ndarray, spec: MinHashSpec) -> np.ndarray:
     return np.minimum(mix(keys), NO_KEY - np.uint64(1))
 
 
-def scattered_bytes(minima: np.ndarray) -> np.ndarray:
+def _scattered_bytes(minima: np.ndarray) -> np.ndarray:
     """uint8, same shape: a byte that depends on all bits of a minimum (whose own high bits are near zero)."""
-    return ((minima * SCATTER) >> HIGHEST_BYTE).astype(np.uint8)
+    return ((minima * _SCATTER) >> _HIGHEST_BYTE).astype(np.uint8)
 
 
 def agreement(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """float32 [pairs]: estimated Jaccard similarity of sketches uint8 [pairs, hashes].
+    """Estimate the Jaccard similarity of sketches uint8 [pairs, hashes]: float32 [pairs].
 
     Bytes of unequal minima agree once in 256 times; the estimate allows for it (Li and Konig: b-bit minwise
     hashing, WWW 2010).

@@ -16,23 +16,46 @@ probability about 2**-58: of 1e12 n-grams of a corpus against 1e6 of evaluation 
 
 import unicodedata
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from pretraining.data.dedup.characters import SEPARATOR, WHOLE, character_hashes, kinds
-from pretraining.data.dedup.hashing import mix, random_words
-
 BATCH_CHARACTERS = 1 << 18
 """Characters handled at once: the arrays of a batch stay in the processor's cache."""
 
-POSITIONS = 1 << 12
+MAX_NGRAM = 1 << 10
+"""Words or characters in the longest n-gram."""
+
+# splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014). The tables of random
+# numbers below are its stream, not a library's generator, so that hashes stay the same across versions.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """Apply the splitmix64 finaliser, a bijection of 64-bit words, in place to uint64 [n]; returns it."""
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        values ^= values >> np.uint64(shift)
+        values *= factor
+    values ^= values >> np.uint64(31)
+    return values
+
+
+def random_words(count: int, seed: int) -> np.ndarray:
+    """Return the first words of the splitmix64 stream whose state starts at mix(`seed` + 1): uint64 [count]."""
+    state = mix(np.array([seed + 1], np.uint64))
+    steps = np.arange(1, count + 1, dtype=np.uint64)
+    return mix(state + steps * _GOLDEN)
+
+
+_POSITIONS = 1 << 12
 """Random multipliers for the characters of a word; a longer word uses them again from the first."""
 
-POSITION_MULTIPLIERS = random_words(POSITIONS, 12)
-NGRAM_MULTIPLIERS = random_words(1 << 10, 13)
-SPACE = random_words(1, 14)[0]
+_POSITION_MULTIPLIERS = random_words(_POSITIONS, 12)
+_NGRAM_MULTIPLIERS = random_words(MAX_NGRAM, 13)
+_SPACE = random_words(1, 14)[0]
 
 
 class Units(NamedTuple):
@@ -58,7 +81,7 @@ class Ngrams(NamedTuple):
 
 
 def batches_of(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Consecutive texts of `BATCH_CHARACTERS` or so; a longer text comes alone."""
+    """Cut `texts` into batches of `BATCH_CHARACTERS` or so; a longer text comes alone."""
     first, size = 0, 0
     for number, text in enumerate(texts):
         if size and size + len(text) > BATCH_CHARACTERS:
@@ -69,43 +92,44 @@ def batches_of(texts: Sequence[str]) -> Iterator[Sequence[str]]:
         yield texts[first:]
 
 
-def normalise(text: str) -> str:
-    """NFKC; the case is folded later, by table."""
-    return text if text.isascii() else unicodedata.normalize("NFKC", text)
-
-
 def units_of(texts: Sequence[str], unit: str = "words") -> Units:
-    """The words or characters of `texts`, hashed. `unit`: "words" or "characters"."""
-    texts = [normalise(text) for text in texts]
+    """Hash the words or characters of `texts`. `unit`: "words" or "characters"."""
+    texts = [_normalise(text) for text in texts]
     joined = "\n".join(texts)
-    codes = code_points(joined)
+    codes = _code_points(joined)
     ends = np.cumsum([len(text) + 1 for text in texts], dtype=np.int64)
-    kind = kinds()[codes]
-    starts = word_starts(kind)
+    kind = _kinds()[codes]
+    starts = _word_starts(kind)
     if unit == "words":
-        hashes = word_hashes(codes, starts)
+        hashes = _word_hashes(codes, starts)
     else:
-        starts, hashes = spaced_characters(codes, kind, starts, ends)
+        starts, hashes = _spaced_characters(codes, kind, starts, ends)
     first = np.concatenate([[0], np.searchsorted(starts, ends)])
     return Units(hashes, first, starts, joined)
 
 
-def code_points(text: str) -> np.ndarray:
+def _normalise(text: str) -> str:
+    """NFKC; the case is folded later, by table."""
+    return text if text.isascii() else unicodedata.normalize("NFKC", text)
+
+
+def _code_points(text: str) -> np.ndarray:
     """uint8 or uint32 [len(text)]."""
     if text.isascii():
         return np.frombuffer(text.encode("ascii"), np.uint8)
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
-def word_starts(kind: np.ndarray) -> np.ndarray:
-    """int64 [words]: where a word begins."""
-    begins = kind != SEPARATOR
-    begins[1:] &= (kind[1:] == WHOLE) | (kind[:-1] != kind[1:])
+def _word_starts(kind: np.ndarray) -> np.ndarray:
+    """int64 [words]: the place of each word's first character."""
+    begins = kind != _SEPARATOR
+    begins[1:] &= (kind[1:] == _WHOLE) | (kind[:-1] != kind[1:])
     return np.flatnonzero(begins)
 
 
-def word_hashes(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """uint64 [words], in stretches of whole words so that the memory does not grow with the text."""
+def _word_hashes(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """uint64 [words]."""
+    # In stretches of whole words, so that the memory does not grow with the text.
     hashes = np.zeros(len(starts), np.uint64)
     first = 0
     while first < len(starts):
@@ -121,28 +145,32 @@ def _hash_stretch(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Sum over each word's characters of hash x multiplier of the position; separators add zero."""
     lengths = np.diff(starts, append=len(codes))
     position = np.arange(len(codes)) - np.repeat(starts, lengths)
-    position &= POSITIONS - 1
-    products = character_hashes()[codes]
-    products *= POSITION_MULTIPLIERS[position]
+    position &= _POSITIONS - 1
+    products = _character_hashes()[codes]
+    products *= _POSITION_MULTIPLIERS[position]
     return np.add.reduceat(products, starts)
 
 
-def spaced_characters(codes, kind, starts, ends) -> tuple[np.ndarray, np.ndarray]:
+def _spaced_characters(
+    codes: np.ndarray, kind: np.ndarray, starts: np.ndarray, ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Positions and hashes of the words' characters, with one space before each word but a text's first."""
-    kept = kind != SEPARATOR
+    kept = kind != _SEPARATOR
+    # A word's space is the separator before it; words without one between them have none.
     spaces = starts[(starts > 0) & ~kept[starts - 1]] - 1
     kept[spaces] = True
+    # But the first word of a text has none: what is before it may belong to the text before.
     first_words = np.searchsorted(starts, ends[:-1])
     before_texts = starts[np.append(0, first_words[first_words < len(starts)])] - 1 if len(starts) else starts
     kept[before_texts[before_texts >= 0]] = False
     positions = np.flatnonzero(kept)
-    hashes = character_hashes()[codes[positions]]
-    hashes[hashes == 0] = SPACE
+    hashes = _character_hashes()[codes[positions]]
+    hashes[hashes == 0] = _SPACE
     return positions, mix(hashes)
 
 
 def ngrams_of(units: Units, n: int) -> Ngrams:
-    """The hashes of all n-grams; a text of fewer than `n` units has one, of all it has."""
+    """Hash all n-grams of each text; a text of fewer than `n` units has one, of all its units."""
     counts = np.diff(units.first)
     # n - 1 zeros after each text: a window that reaches past a short text sums over its units alone.
     padded = np.zeros(len(units.hashes) + len(counts) * (n - 1), np.uint64)
@@ -157,14 +185,14 @@ def ngrams_of(units: Units, n: int) -> Ngrams:
 
 def _windows(values: np.ndarray, n: int) -> np.ndarray:
     """uint64 [len(values)]: mixed hash of the `n` values from each position on."""
-    sums = values * NGRAM_MULTIPLIERS[0]
+    sums = values * _NGRAM_MULTIPLIERS[0]
     for offset in range(1, min(n, len(values))):
-        sums[:-offset] += values[offset:] * NGRAM_MULTIPLIERS[offset]
+        sums[:-offset] += values[offset:] * _NGRAM_MULTIPLIERS[offset]
     return mix(sums)
 
 
 def ngram_sets(texts: Sequence[str], n: int, unit: str = "words") -> list[np.ndarray]:
-    """The set of n-gram hashes of each text, sorted: what exact Jaccard similarities are made of."""
+    """Return the sorted set of n-gram hashes of each text, to compute exact Jaccard similarities."""
     sets = []
     for batch in batches_of(texts):
         hashes, first = ngrams_of(units_of(batch, unit), n)
@@ -173,6 +201,53 @@ def ngram_sets(texts: Sequence[str], n: int, unit: str = "words") -> list[np.nda
 
 
 def jaccard(one: np.ndarray, other: np.ndarray) -> float:
-    """Shared share of two sorted sets; 0 where both are empty."""
+    """Return the Jaccard similarity of two sorted sets; 0 if both are empty."""
     shared = len(np.intersect1d(one, other, assume_unique=True))
     return shared / max(len(one) + len(other) - shared, 1)
+
+
+_SEPARATOR, _PART, _WHOLE = 0, 1, 2
+"""Kinds: between words; letter, mark or digit of a word; letter of a script written without spaces."""
+
+_WITHOUT_SPACES = (
+    (0x0E00, 0x0F00),  # Thai, Lao
+    (0x1000, 0x10A0),  # Myanmar
+    (0x1780, 0x1800),  # Khmer
+    (0x3040, 0x3100),  # Hiragana, Katakana
+    (0x31F0, 0x3200),
+    (0x3400, 0x4DC0),  # Han
+    (0x4E00, 0xA000),
+    (0x20000, 0x40000),
+)
+
+_LISTED = 0x20000
+"""Code points below have their category looked up; above, only the Han planes hold words."""
+
+_NUM_CODE_POINTS = 0x110000
+_CHARACTER_SEED = 11
+
+
+@cache
+def _kinds() -> np.ndarray:
+    """uint8 [0x110000]: _SEPARATOR, _PART or _WHOLE for each code point."""
+    table = np.zeros(_NUM_CODE_POINTS, np.uint8)
+    table[:_LISTED] = [unicodedata.category(chr(code))[0] in "LMN" for code in range(_LISTED)]
+    table[_LISTED : _WITHOUT_SPACES[-1][1]] = _PART
+    for first, end in _WITHOUT_SPACES:
+        table[first:end] *= _WHOLE
+    return table
+
+
+@cache
+def _character_hashes() -> np.ndarray:
+    """uint64 [0x110000]: one random number per lower-case character; 0 for separators.
+
+    Only those that lower to one character are lowered (all but U+0130, which NFKC leaves alone).
+    """
+    lowered = np.arange(_NUM_CODE_POINTS, dtype=np.uint32)
+    for code in range(_LISTED):
+        lower = chr(code).lower()
+        lowered[code] = ord(lower) if len(lower) == 1 else code
+    hashes = random_words(_NUM_CODE_POINTS, _CHARACTER_SEED)[lowered]
+    hashes[_kinds() == _SEPARATOR] = 0
+    return hashes

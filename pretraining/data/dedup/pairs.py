@@ -1,74 +1,193 @@
-"""Near-duplicate pairs: documents that share a band, checked by the agreement of their signatures.
+"""Pairs of equal and of similar documents, found in the files of hashes and signatures of all pieces.
 
-The work is a grid of bands x ranges of key values; task t of T takes cells t, t + T, ... A bucket (equal keys
-of a band) lies whole in one cell, so the pairs found do not depend on T. In a bucket every document is checked
-against the first and against the `NEIGHBOURS` before it: all pairs of a small bucket; of a large one enough to
-hold each of its clusters together, at a cost that grows with the documents and not with their square.
+A document's number is its place in the order of pieces: the pieces of the first source first, and so on.
+
+Similar documents share a band; the agreement of their signatures confirms them. The work is a grid of bands x
+ranges of key values; task t of T takes cells t, t + T, ... A bucket (equal keys of a band) is in one cell,
+so the pairs found do not depend on T. In a bucket every document is checked against the first and against the
+`NEIGHBOURS` before it: all pairs of a small bucket; of a large one enough to hold each of its clusters together, at
+a cost that grows with the documents and not with their square.
 """
 
-from collections.abc import Iterable
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.dedup.minhash import NO_KEY, agreement
-from pretraining.data.dedup.parts import SignatureParts
-from pretraining.data.dedup.spec import MinHashSpec
+from pretraining.data.dedup.minhash import NO_KEY, MinHashSpec, Signatures, agreement
+from pretraining.runtime.durable_files import replacing
 
 PAIR = np.dtype([("first", "<i8"), ("second", "<i8"), ("similarity", "<f4")])
 """Two document numbers, the earlier first, and their estimated Jaccard similarity (1 for equal texts)."""
 
 NEIGHBOURS = 16
+"""Documents before it in its bucket that each document is checked against."""
+
 RANGE_DOCUMENTS = 1 << 23
 """Documents sorted at once: some 500 MB of working memory."""
 
-CHECKED_AT_ONCE = 1 << 15
+_CHECKED_AT_ONCE = 1 << 15
 """Pairs whose sketches are held at once: 16 MB at 256 hashes."""
 
-
-def num_ranges(num_documents: int) -> int:
-    """Ranges (a power of two) that the keys of a band are cut into: a function of the corpus alone."""
-    return 1 << max(0, (num_documents - 1) // RANGE_DOCUMENTS).bit_length()
+_OPEN_FILES = 128
+"""Memory maps held open at once: below the usual limit of open files, however many pieces there are."""
 
 
-def collect_range(columns: Iterable[np.ndarray], number: int, ranges: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys that fall into range `number` of `ranges`, and the document numbers they belong to.
+class DocumentNumbers:
+    """Which documents each piece holds: `counts[p]` of them, numbered from `first[p]` on."""
 
-    `columns` holds the keys of one piece after the other: uint64 [documents], or [documents, words] of which
-    the first decides.
+    def __init__(self, counts: Sequence[int]):
+        self.first = np.concatenate([[0], np.cumsum(np.asarray(counts, np.int64))])
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def locate(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return piece and row within it of each document number."""
+        pieces = np.searchsorted(self.first, documents, side="right") - 1
+        return pieces, documents - self.first[pieces]
+
+    def split(self, values: np.ndarray) -> list[np.ndarray]:
+        """Cut an array over all documents into one array a piece."""
+        return np.split(values, self.first[1:-1])
+
+
+class HashParts:
+    """The text hashes of all pieces."""
+
+    def __init__(self, folder: Path, num_pieces: int):
+        self._files = _MappedFiles([hash_file(folder, piece) for piece in range(num_pieces)])
+        self.documents = DocumentNumbers([len(self._files[piece]) for piece in range(num_pieces)])
+
+    def columns(self) -> Iterator[np.ndarray]:
+        """uint64 [documents, 2] of each piece in turn."""
+        return (self._files[piece] for piece in range(len(self._files.paths)))
+
+
+class SignatureParts:
+    """The signatures of all pieces."""
+
+    def __init__(self, folder: Path, num_pieces: int):
+        paths = [_signature_files(folder, piece) for piece in range(num_pieces)]
+        self._keys = _MappedFiles([keys for keys, _ in paths])
+        self._sketches = _MappedFiles([sketch for _, sketch in paths])
+        self.documents = DocumentNumbers([self._keys[piece].shape[1] for piece in range(num_pieces)])
+
+    def columns(self, band: int) -> Iterator[np.ndarray]:
+        """uint64 [documents]: the keys of one band, of each piece in turn."""
+        return (self._keys[piece][band] for piece in range(len(self._keys.paths)))
+
+    def sketches(self, documents: np.ndarray) -> np.ndarray:
+        """uint8 [documents, hashes] of the given document numbers, in their order."""
+        pieces, rows = self.documents.locate(documents)
+        # File by file, so that each is mapped once for all its rows.
+        order = np.argsort(documents, kind="stable")
+        bounds = np.flatnonzero(np.diff(pieces[order], prepend=-1))
+        found = np.empty((len(documents), self._sketches[0].shape[1]), np.uint8)
+        for places in np.split(order, bounds[1:]) if len(order) else ():
+            found[places] = self._sketches[int(pieces[places[0]])][rows[places]]
+        return found
+
+
+class _MappedFiles:
+    """.npy files opened as memory maps when needed, at most `_OPEN_FILES` at a time."""
+
+    def __init__(self, paths: Sequence[Path]):
+        self.paths = list(paths)
+        self._open: OrderedDict[int, np.ndarray] = OrderedDict()
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        if number not in self._open:
+            if len(self._open) >= _OPEN_FILES:
+                self._open.popitem(last=False)
+            self._open[number] = _map(self.paths[number])
+        self._open.move_to_end(number)
+        return self._open[number]
+
+
+def _map(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r")
+    except ValueError:  # an empty array cannot be mapped
+        return np.load(path)
+
+
+def hash_file(folder: Path, piece: int) -> Path:
+    """Path of the text hashes of a piece."""
+    return folder / f"{piece:05d}.hashes.npy"
+
+
+def _signature_files(folder: Path, piece: int) -> tuple[Path, Path]:
+    """Paths of the band keys and of the sketches of a piece."""
+    return folder / f"{piece:05d}.keys.npy", folder / f"{piece:05d}.sketch.npy"
+
+
+def write_signatures(folder: Path, piece: int, signatures: Signatures) -> None:
+    """Write the signatures of a piece; the sketches last, so that they exist only with the keys."""
+    for path, array in zip(_signature_files(folder, piece), signatures, strict=True):
+        write_array(path, array)
+
+
+def write_array(path: Path, array: np.ndarray) -> None:
+    """Write `array` as .npy; the file is whole or absent."""
+    with replacing(path, "wb") as file:
+        np.save(file, array)
+
+
+def hash_texts(texts: Sequence[str]) -> np.ndarray:
+    """Hash each text's UTF-8 with blake2b, 128 bits: uint64 [texts, 2].
+
+    Unequal texts of a corpus of 1e9 documents agree with odds of 1.5e-21, and cannot be made to.
     """
-    shift, first = np.uint64(64 - (ranges.bit_length() - 1)), 0
-    keys, documents = [], []
-    for column in columns:
-        leading = column if column.ndim == 1 else column[:, 0]
-        rows = np.flatnonzero(leading >> shift == number) if ranges > 1 else np.arange(len(column))
-        keys.append(column[rows])
-        documents.append(rows + first)
-        first += len(column)
-    return np.concatenate(keys), np.concatenate(documents)
+    digests = [hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest() for text in texts]
+    return np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
+
+
+def exact_pairs(parts: HashParts, part: int = 0, num_slices: int = 1) -> np.ndarray:
+    """Pair each text that occurred before with its first occurrence, in one slice of the hashes: PAIR [pairs]."""
+    ranges = _num_ranges(len(parts.documents))
+    found = [_equal_pairs(parts, number, ranges) for number in range(part, ranges, num_slices)]
+    return unique_pairs(found)
+
+
+def _equal_pairs(parts: HashParts, number: int, ranges: int) -> np.ndarray:
+    hashes, documents = _collect_range(parts.columns(), number, ranges)
+    # Equal hashes side by side, each run of them in the order of documents.
+    order = np.lexsort((documents, hashes[:, 1], hashes[:, 0]))
+    hashes, documents = hashes[order], documents[order]
+    same = np.all(hashes[1:] == hashes[:-1], axis=1)
+    starts = np.flatnonzero(np.concatenate([[True], ~same])) if len(documents) else documents
+    leaders = np.repeat(documents[starts], np.diff(starts, append=len(documents)))
+    later = leaders != documents
+    pairs = np.zeros(np.count_nonzero(later), PAIR)
+    pairs["first"], pairs["second"], pairs["similarity"] = leaders[later], documents[later], 1
+    return pairs
 
 
 def match_slice(parts: SignatureParts, spec: MinHashSpec, part: int = 0, num_slices: int = 1) -> np.ndarray:
-    """PAIR [pairs] of one slice whose estimated similarity is at least `spec.guarded`.
+    """Find the pairs of one slice whose estimated similarity is at least `spec.guarded`: PAIR [pairs].
 
-    Those of at least `spec.accepted` are near duplicates; the others may not be parted by the split.
+    Those of at least `spec.accepted` are near duplicates; the split may not part the others.
     """
-    ranges = num_ranges(len(parts.documents))
+    ranges = _num_ranges(len(parts.documents))
     found = []
     for cell in range(part, spec.bands * ranges, num_slices):
         band, number = divmod(cell, ranges)
-        keys, documents = collect_range(parts.columns(band), number, ranges)
+        keys, documents = _collect_range(parts.columns(band), number, ranges)
         found.append(_matches(parts, keys, documents, spec.guarded))
     return unique_pairs(found)
 
 
 def _matches(parts: SignatureParts, keys: np.ndarray, documents: np.ndarray, least: float) -> np.ndarray:
-    """Checked pairs of the documents of one cell."""
+    """Confirmed pairs of the documents of one cell."""
     order = np.argsort(keys, kind="stable")  # equal keys stay in the order of documents
     keys, documents = keys[order], documents[order]
     found = [np.zeros(0, PAIR)]
     for first, second in _candidates(keys):
-        for start in range(0, len(first), CHECKED_AT_ONCE):
-            some = slice(start, start + CHECKED_AT_ONCE)
+        for start in range(0, len(first), _CHECKED_AT_ONCE):
+            some = slice(start, start + _CHECKED_AT_ONCE)
             found.append(_checked(parts, documents[first[some]], documents[second[some]], least))
     return np.concatenate(found)
 
@@ -95,8 +214,30 @@ def _checked(parts: SignatureParts, first: np.ndarray, second: np.ndarray, least
     return pairs
 
 
+def _num_ranges(num_documents: int) -> int:
+    """Ranges (a power of two) that the keys of a band are cut into: a function of the corpus alone."""
+    return 1 << max(0, (num_documents - 1) // RANGE_DOCUMENTS).bit_length()
+
+
+def _collect_range(columns: Iterable[np.ndarray], number: int, ranges: int) -> tuple[np.ndarray, np.ndarray]:
+    """Gather the keys that fall into range `number` of `ranges`, and the documents they belong to.
+
+    `columns` holds the keys of one piece after the other: uint64 [documents], or [documents, words] of which
+    the first decides.
+    """
+    shift, first = np.uint64(64 - (ranges.bit_length() - 1)), 0
+    keys, documents = [], []
+    for column in columns:
+        leading = column if column.ndim == 1 else column[:, 0]
+        rows = np.flatnonzero(leading >> shift == number) if ranges > 1 else np.arange(len(column))
+        keys.append(column[rows])
+        documents.append(rows + first)
+        first += len(column)
+    return np.concatenate(keys), np.concatenate(documents)
+
+
 def unique_pairs(found: list[np.ndarray]) -> np.ndarray:
-    """The pairs of several arrays, each once, in the order of their documents."""
+    """Merge the pairs of several arrays, each once, in the order of their documents."""
     pairs = np.concatenate([np.zeros(0, PAIR), *found])
     pairs = pairs[np.lexsort((pairs["second"], pairs["first"]))]
     repeated = (pairs["first"][1:] == pairs["first"][:-1]) & (pairs["second"][1:] == pairs["second"][:-1])

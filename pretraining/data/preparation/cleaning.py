@@ -20,22 +20,39 @@ from typing import NamedTuple
 import numpy as np
 
 from pretraining.data.corpus import Batch, Corpus, Piece, read_batches
-from pretraining.data.dedup.clusters import cluster
-from pretraining.data.dedup.decontaminate import ContaminationIndex, build_index, merge_reports
-from pretraining.data.dedup.evaluation_sets import fingerprint_of_sets, read_evaluation_sets
-from pretraining.data.dedup.exact import exact_pairs, hash_texts
-from pretraining.data.dedup.fates import TRAIN, VALIDATION, assign_fates, count_fates
-from pretraining.data.dedup.minhash import sign_piece
-from pretraining.data.dedup.pairs import match_slice
-from pretraining.data.dedup.parts import HashParts, SignatureParts, write_array
-from pretraining.data.dedup.reports import duplicates_report
-from pretraining.data.dedup.spec import DecontaminationSpec, MinHashSpec
+from pretraining.data.dedup.clusters import (
+    TRAIN,
+    VALIDATION,
+    assign_fates,
+    cluster,
+    count_fates,
+    duplicates_report,
+)
+from pretraining.data.dedup.decontamination import (
+    ContaminationIndex,
+    DecontaminationSpec,
+    build_index,
+    fingerprint_of_sets,
+    merge_reports,
+    read_evaluation_sets,
+)
+from pretraining.data.dedup.minhash import MinHashSpec, sign_piece
+from pretraining.data.dedup.pairs import (
+    HashParts,
+    SignatureParts,
+    exact_pairs,
+    hash_texts,
+    match_slice,
+    write_array,
+)
 from pretraining.data.manifest import digest_of
 from pretraining.data.preparation.tasks import Stage
 from pretraining.data.progress import Progress, Silence
-from pretraining.data.quality import FilterChain, FilterReport
+from pretraining.data.quality.chain import FilterChain
+from pretraining.data.quality.report import FilterReport
 from pretraining.data.text_files import Document
 from pretraining.errors import UserError
+from pretraining.recipe.data import Decontaminate, Dedup
 from pretraining.runtime.durable_files import write_json
 
 TEXTS_NAME, REPORT_NAME, INDEX_NAME = "texts.arrow", "report.json", "index.json"
@@ -54,12 +71,12 @@ class Deduplication(NamedTuple):
     remove: bool
 
     @classmethod
-    def from_recipe(cls, section: dict | None) -> "Deduplication | None":
+    def from_recipe(cls, section: Dedup | None) -> "Deduplication | None":
         """Read `data.dedup`; None if no documents are compared."""
-        if not section or not (section["exact"] or section["minhash"]):
+        minhash = section.minhash.to_dict() if section and section.minhash else None
+        if section is None or not (section.exact or minhash):
             return None
-        minhash = MinHashSpec.from_recipe(section["minhash"]) if section["minhash"] else None
-        return cls(bool(section["exact"]), minhash, section.get("remove", True))
+        return cls(section.exact, MinHashSpec.from_recipe(minhash) if minhash else None, section.remove)
 
 
 @dataclass(frozen=True)
@@ -72,12 +89,12 @@ class EvaluationSets(Stage):
     spec: DecontaminationSpec
 
     @classmethod
-    def from_recipe(cls, work: Path, section: dict | None) -> "EvaluationSets | None":
+    def from_recipe(cls, work: Path, section: Decontaminate | None) -> "EvaluationSets | None":
         """Read `data.decontaminate`; None if there is none."""
-        if not section:
+        if section is None:
             return None
-        values = dict(section)
-        return cls(work, values.pop("folder"), values.pop("tasks"), DecontaminationSpec(**values))
+        spec = DecontaminationSpec(section.ngram, section.shortest, section.share)
+        return cls(work, section.folder, section.tasks, spec)
 
     @cached_property
     def keys(self) -> list[str]:

@@ -154,7 +154,7 @@ def _submit(
     jobs = SlurmPipelineExecutor(
         pipeline=[],
         tasks=len(pending),
-        job_name=f"{preparation.data['name']}-{name}",
+        job_name=f"{preparation.data.name}-{name}",
         logging_dir=str(logs),
         **settings,
     )

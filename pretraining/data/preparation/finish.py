@@ -23,7 +23,7 @@ from pretraining.data.publishing import discard, publish, start_building
 from pretraining.data.shard_writer import SplitWriter, split_entry
 from pretraining.data.shards import open_shard
 from pretraining.errors import UserError
-from pretraining.mixture import source_name
+from pretraining.recipe.data import source_name
 from pretraining.runtime.durable_files import replacing
 
 
@@ -123,13 +123,13 @@ def _manifest(
     )
     return {
         "format": FORMAT,
-        "name": data["name"],
+        "name": data.name,
         "fingerprint": content_fingerprint(splits),
-        "data": deciding_section(data),
+        "data": deciding_section(data.to_dict()),
         "consulted": preparation.consulted,
         "tokenizer": vars(tokenizer.describe(tokenizer.output)),
         "encoding": _encoding(results),
-        "sources": _sources(data["sources"], preparation.fingerprints, results),
+        "sources": _sources(data.to_dict()["sources"], preparation.fingerprints, results),
         "skipped": _summed(skips),
         **reports,
         "splits": splits,

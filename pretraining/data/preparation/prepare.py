@@ -19,7 +19,7 @@ from pretraining.data.publishing import is_half_published, preparation_lock
 from pretraining.data.sources import Source, open_sources
 from pretraining.data.tokenizer import check_vocabulary
 from pretraining.errors import UserError
-from pretraining.mixture import source_name
+from pretraining.recipe.data import source_name
 from pretraining.schema import listed
 
 DISK_FAULTS = {
@@ -142,7 +142,7 @@ def prepare_data(
     takes its place once it is finished, and the old one is kept beside it. Raises UserError if the section, the
     sources or the disk do not allow it; finished tasks are kept.
     """
-    data, named = recipe.data, Path(data_root) / recipe.data["name"]
+    data, named = recipe.data.to_dict(), Path(data_root) / recipe.data.name
     folder = _place(named)
     sources = open_sources(data["sources"])
     fingerprints = [source.fingerprint() for source in sources]
@@ -162,7 +162,7 @@ def prepare_data(
         raise
     if manifest is not None:
         check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model["vocab_size"])
-        check_blocks(manifest["splits"], data, recipe.sequence_length)
+        check_blocks(manifest["splits"], recipe.data, recipe.sequence_length)
     return Outcome(folder, Path(data_root), data["sources"], manifest, kept, jobs)
 
 

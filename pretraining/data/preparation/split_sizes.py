@@ -5,6 +5,7 @@ from array import array
 from pathlib import Path
 
 from pretraining.errors import UserError
+from pretraining.recipe.data import Data
 
 FILE_NAME = "sizes.npz"
 RECORDED_DOCUMENTS = 1 << 16
@@ -70,7 +71,7 @@ def _round_up(value: float, digits: int) -> float:
     return float(f"{(math.floor(value / unit) + 1) * unit:.{digits}g}")
 
 
-def check_blocks(splits: dict, data: dict, sequence_length: int, sizes: SplitSizes | None = None) -> None:
+def check_blocks(splits: dict, data: Data, sequence_length: int, sizes: SplitSizes | None = None) -> None:
     """Raise UserError unless train and validation each hold one block of `sequence_length` inputs and targets."""
     wanted = sequence_length + 1
     counts = {name: entry["tokens"] for name, entry in splits.items()}
@@ -79,12 +80,12 @@ def check_blocks(splits: dict, data: dict, sequence_length: int, sizes: SplitSiz
         return
     share = sizes.workable_share(total, wanted) if sizes else None
     if share is not None:
-        advice = f"set data.validation_share to {share:g} (it is {data['validation_share']:g})"
+        advice = f"set data.validation_share to {share:g} (it is {data.validation_share:g})"
     elif total < 2 * wanted:
         advice = f"add text: two blocks need {2 * wanted:,} tokens"
     else:
         advice = "add text or documents, change data.validation_share, or shorten the sequence length"
     raise UserError(
-        f"data {data['name']!r}: {short[0]} has {counts[short[0]]:,} of the corpus's {total:,} tokens, too "
+        f"data {data.name!r}: {short[0]} has {counts[short[0]]:,} of the corpus's {total:,} tokens, too "
         f"few for one block of {wanted:,} (sequence length {sequence_length:,} and one target); {advice}"
     )

@@ -20,7 +20,7 @@ from pretraining.data.preparation.tasks import Stage
 from pretraining.data.preparation.tokenizing import MakeTokenizer, Tokenize
 from pretraining.data.publishing import work_folder
 from pretraining.data.sources import Source
-from pretraining.mixture import source_name
+from pretraining.recipe.data import Data, source_name
 from pretraining.runtime.durable_files import replacing
 
 STATE_NAME = "preparation.json"
@@ -32,7 +32,7 @@ class Preparation:
 
     folder: Path
     """Where the finished data set goes."""
-    data: dict
+    data: Data
     vocab_size: int | None
     """Of the model; None if there is no model to fit."""
     sequence_length: int
@@ -62,7 +62,7 @@ class Preparation:
     @cached_property
     def consulted(self) -> dict:
         """What filters and decontamination go by, as it is at the beginning."""
-        return consulted(self.data)
+        return consulted(self.data.to_dict())
 
     @property
     def texts(self) -> Corpus | CleanedCorpus:
@@ -72,31 +72,26 @@ class Preparation:
     @cached_property
     def cleaned(self) -> CleanedCorpus | None:
         """What cleaning leaves of the corpus; None if the recipe asks for none."""
-        dedup = Deduplication.from_recipe(self.data.get("dedup"))
-        cleaned_by = [key for key in CLEANING_KEYS if self.data.get(key)]
-        if not (dedup or self.data.get("filters") or self.data.get("decontaminate")):
+        data, dedup = self.data, Deduplication.from_recipe(self.data.dedup)
+        cleaned_by = [key for key in CLEANING_KEYS if getattr(data, key)]
+        if not (dedup or data.filters or data.decontaminate):
             return None
-        sets = EvaluationSets.from_recipe(self.work, self.data.get("decontaminate"))
-        clean = Clean(self.work, self.corpus, self.data.get("filters") or [], self.consulted, sets, dedup)
+        sets = EvaluationSets.from_recipe(self.work, data.decontaminate)
+        clean = Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup)
         fates = None
         if dedup:
             signatures = Signatures(self.work, clean)
             match = Match(self.work, signatures, dedup, len(self.corpus.pieces))
-            names = [source_name(spec) for spec in self.data["sources"]]
-            fates = Fates(self.work, clean, match, dedup, self._validation_share, names)
-        return CleanedCorpus(self.corpus, cleaned_by, clean, fates, self._validation_share)
+            names = [source_name(spec) for spec in data.to_dict()["sources"]]
+            fates = Fates(self.work, clean, match, dedup, data.validation_share, names)
+        return CleanedCorpus(self.corpus, cleaned_by, clean, fates, data.validation_share)
 
     @cached_property
     def tokenize(self) -> Tokenize:
         """The last stage, and with it the stage that makes the tokenizer."""
-        given = self.texts, self.data["tokenizer"], self.vocab_size, self._validation_share
-        tokenizer = MakeTokenizer(self.work, *given)
-        encoder = self.data.get("encoder", "auto")
-        return Tokenize(self.work, self.texts, tokenizer, encoder, self._validation_share)
-
-    @property
-    def _validation_share(self) -> float:
-        return self.data["validation_share"]
+        data, share = self.data, self.data.validation_share
+        tokenizer = MakeTokenizer(self.work, self.texts, data.tokenizer, self.vocab_size, share)
+        return Tokenize(self.work, self.texts, tokenizer, data.encoder, share)
 
     def stage(self, name: str) -> Stage:
         """Find a stage by its name."""
@@ -106,7 +101,7 @@ class Preparation:
         """Write the preparation to the work folder, for tasks in other processes."""
         values = {
             "folder": str(self.folder),
-            "data": self.data,
+            "data": self.data.to_dict(),
             "vocab_size": self.vocab_size,
             "sequence_length": self.sequence_length,
             "corpus": self.corpus.to_json(),
@@ -119,5 +114,5 @@ class Preparation:
     def load(cls, work: Path) -> "Preparation":
         """Read what `save` wrote."""
         values = json.loads((work / STATE_NAME).read_text(encoding="utf-8"))
-        opened = {"folder": Path(values["folder"]), "corpus": Corpus.from_json(values["corpus"])}
-        return cls(**{**values, **opened})
+        opened = {"folder": Path(values["folder"]), "data": Data.of(values["data"])}
+        return cls(**{**values, **opened, "corpus": Corpus.from_json(values["corpus"])})

@@ -1,18 +1,23 @@
-"""The filters of a recipe, applied to texts in turn."""
+"""The filters of a recipe, applied to texts in turn, and the JSON schema of `data.filters`."""
 
 from collections.abc import Sequence
 
-from pretraining.data.quality.parameters import Rule
+from pretraining.data.quality.content import Blocklist, Custom, Language, PersonalData
+from pretraining.data.quality.heuristics import C4, FineWeb, GopherQuality, GopherRepetition, Length
 from pretraining.data.quality.report import FilterReport
-from pretraining.data.quality.rules import RULES, filters_schema
-from pretraining.data.quality.verdict import Changed, Rejection
-from pretraining.data.quality.view import TextView
+from pretraining.data.quality.rule import Changed, Rejection, Rule
+from pretraining.data.quality.text import TextView
 from pretraining.errors import UserError
 from pretraining.schema import check, problem
 
+_CLASSES = (Length, Language, GopherQuality, GopherRepetition, C4, FineWeb, Blocklist, PersonalData, Custom)
+
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in _CLASSES}
+"""Every rule that a recipe may name; a new one is added here."""
+
 
 class FilterChain:
-    """Rules in the recipe's order. A verdict depends on the text alone: not on batches, workers, or what came before.
+    """Rules in the recipe's order. A verdict depends on the text alone: not on batches, workers, or earlier texts.
 
     `report` counts everything this chain has seen.
     """
@@ -23,7 +28,7 @@ class FilterChain:
 
     @classmethod
     def of(cls, specs: list[dict], where: str = "recipe", key: str = "data.filters") -> "FilterChain":
-        """The chain of a recipe's `data.filters`.
+        """Build the chain of a recipe's `data.filters`.
 
         Raises:
             UserError: `where`, `key` and number of an entry that names no rule, an unknown parameter, a value
@@ -41,11 +46,11 @@ class FilterChain:
 
     @property
     def identity(self) -> list[dict]:
-        """All that the verdicts depend on, for the key of a preparation: parameters and checksums of what they name."""
+        """All that the verdicts depend on, for the key of a preparation: parameters and checksums of files."""
         return [rule.identity() for rule in self.rules]
 
     def apply(self, texts: Sequence[str], wheres: Sequence[str]) -> list[str | None]:
-        """Each text as the rules leave it, or None where one rejects it.
+        """Return each text as the rules leave it, or None if one rejects it.
 
         Args:
             texts: in the order in which examples are to be reported.
@@ -60,7 +65,7 @@ class FilterChain:
             verdict = _judge(rule, view, where)
             if isinstance(verdict, Changed):
                 self.report.count_changed(number, verdict.counts)
-                view = TextView(verdict.text)
+                view = TextView(verdict.text)  # later rules see the text as this one left it
                 verdict = None if verdict.text else Rejection("nothing_left", 0, "a text")
             if verdict is not None:
                 self.report.count_rejected(number, verdict, view.text or text, text, where)
@@ -74,3 +79,21 @@ def _judge(rule: Rule, view: TextView, where: str) -> Rejection | Changed | None
         return rule.judge(view)
     except UserError as error:
         raise UserError(f"{where}: filter {rule.name}: {error}") from error
+
+
+def filters_schema() -> dict:
+    """Return the JSON schema of `data.filters`, in the part of the language that `pretraining.schema` reads."""
+    return {
+        "type": "array",
+        "default": [],
+        "description": "What a text must be to be trained on: rules in this order, the first that rejects wins.",
+        "items": {
+            "type": "object",
+            "properties": {"rule": {"enum": list(RULES), "description": "Which rule."}},
+            "required": ["rule"],
+            "allOf": [
+                {"if": {"properties": {"rule": {"const": name}}}, "then": {"type": "object", **rule.schema()}}
+                for name, rule in RULES.items()
+            ],
+        },
+    }

@@ -1,9 +1,9 @@
-"""What the filters took out and why: counts and examples, by rule and cause."""
+"""What the filters took out and why: counts and examples by rule and cause, as JSON and as a table."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from pretraining.data.quality.verdict import Rejection
+from pretraining.data.quality.rule import Rejection
 
 NUM_EXAMPLES = 3
 EXAMPLE_CHARACTERS = 200
@@ -11,7 +11,7 @@ EXAMPLE_CHARACTERS = 200
 
 @dataclass
 class Rejected:
-    """The texts that one cause of one rule took out, and the first few of them."""
+    """Counts of the texts that one cause of one rule took out, and the first few of them."""
 
     documents: int = 0
     num_bytes: int = 0
@@ -20,6 +20,7 @@ class Rejected:
     """{where, text, measured, wanted}, in the order in which the texts were read."""
 
     def add(self, other: "Rejected") -> None:
+        """Add the counts of later texts."""
         self.documents += other.documents
         self.num_bytes += other.num_bytes
         self.examples = [*self.examples, *other.examples][:NUM_EXAMPLES]
@@ -27,12 +28,13 @@ class Rejected:
 
 @dataclass
 class Change:
-    """How many texts one kind of change was made in, and how often."""
+    """In how many texts one kind of change was made, and how often."""
 
     documents: int = 0
     times: int = 0
 
     def add(self, other: "Change") -> None:
+        """Add the counts of other texts."""
         self.documents += other.documents
         self.times += other.times
 
@@ -51,6 +53,7 @@ class RuleReport:
         return sum(entry.documents for entry in self.rejected.values())
 
     def add(self, other: "RuleReport") -> None:
+        """Add what the same rule did to later texts."""
         for cause, entry in other.rejected.items():
             self.rejected.setdefault(cause, Rejected()).add(entry)
         for kind, change in other.changed.items():
@@ -72,29 +75,29 @@ class FilterReport:
 
     @classmethod
     def for_rules(cls, names: Sequence[str]) -> "FilterReport":
-        """An empty report. A rule that stands in the recipe again is numbered: blocklist, blocklist 2."""
+        """Make an empty report. A rule that the recipe names again is numbered: blocklist, blocklist 2."""
         numbers = [list(names[: position + 1]).count(name) for position, name in enumerate(names)]
         titles = [name if n == 1 else f"{name} {n}" for name, n in zip(names, numbers, strict=True)]
         return cls([RuleReport(title) for title in titles])
 
     def count_read(self, text: str) -> None:
-        """A text enters the chain."""
+        """Count a text that enters the chain."""
         self.documents += 1
         self.num_bytes += _num_bytes(text)
 
     def count_kept(self, text: str) -> None:
-        """A text leaves the chain."""
+        """Count a text that leaves the chain."""
         self.kept_documents += 1
         self.kept_bytes += _num_bytes(text)
 
     def count_changed(self, rule: int, counts: dict[str, int]) -> None:
-        """A rule changed a text: kind -> how often."""
+        """Count the changes that a rule made in one text: kind -> how often."""
         changed = self.rules[rule].changed
         for kind, times in counts.items():
             changed.setdefault(kind, Change()).add(Change(1, times))
 
     def count_rejected(self, rule: int, why: Rejection, seen: str, read: str, where: str) -> None:
-        """A rule rejected a text: `seen` as the rules before it left it, `read` as it came."""
+        """Count a text that a rule rejected: `seen` as the rules before it left it, `read` as it came."""
         entry = self.rules[rule].rejected.setdefault(why.cause, Rejected())
         entry.documents += 1
         entry.num_bytes += _num_bytes(read)
@@ -105,7 +108,7 @@ class FilterReport:
 
     @classmethod
     def merged(cls, reports: Sequence["FilterReport"]) -> "FilterReport":
-        """One report of several over the same rules, given in document order: equal to one worker's report."""
+        """Merge reports over the same rules, given in document order: equal to the report of one worker."""
         total = cls([RuleReport(rule.name) for rule in reports[0].rules])
         for report in reports:
             for key in ("documents", "num_bytes", "kept_documents", "kept_bytes"):
@@ -115,16 +118,17 @@ class FilterReport:
         return total
 
     def to_dict(self) -> dict:
-        """Nested JSON values; causes in alphabetical order."""
+        """Return nested JSON values; causes in alphabetical order."""
         values = asdict(self)
         for rule in values["rules"]:
+            # Causes are met in another order by other workers; the manifest must not show it.
             rule["rejected"] = dict(sorted(rule["rejected"].items()))
             rule["changed"] = dict(sorted(rule["changed"].items()))
         return values
 
     @classmethod
     def from_dict(cls, values: dict) -> "FilterReport":
-        """The report that `to_dict` wrote."""
+        """Read what `to_dict` returned."""
         rules = [
             RuleReport(
                 rule["name"],
@@ -136,11 +140,52 @@ class FilterReport:
         return cls(**{**values, "rules": rules})
 
     def as_text(self, examples: bool = False) -> str:
-        """A table of what each rule and cause cost, most documents first, and `examples` of them below it."""
-        from pretraining.data.quality.table import as_table
-
-        return as_table(self, examples)
+        """Format what each rule and cause cost, most documents first, and if wanted `examples` below it."""
+        return _as_table(self, examples)
 
 
 def _num_bytes(text: str) -> int:
+    # An ASCII text has a byte a character: no need to encode it.
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def _as_table(report: FilterReport, examples: bool) -> str:
+    """Rows of: what, documents, their share, text, its share; then what was changed; then examples."""
+    rows = [("read", report.documents, report.num_bytes)]
+    for rule in report.rules:
+        for cause, entry in _by_cost(rule):
+            rows.append((f"{rule.name}: {cause}", entry.documents, entry.num_bytes))
+    rows.append(("kept", report.kept_documents, report.kept_bytes))
+    width = max(len(title) for title, *_ in rows)
+    lines = [f"{'':{width}}  {'documents':>13}  {'share':>7}  {'text':>10}  {'share':>7}"]
+    lines += [_row(report, width, *row) for row in rows]
+    lines += [line for rule in report.rules for line in _changes(rule)]
+    return "\n".join(lines + (_examples(report) if examples else []))
+
+
+def _by_cost(rule: RuleReport) -> list[tuple[str, Rejected]]:
+    return sorted(rule.rejected.items(), key=lambda item: (-item[1].documents, item[0]))
+
+
+def _row(report: FilterReport, width: int, title: str, documents: int, num_bytes: int) -> str:
+    shares = documents / max(report.documents, 1), num_bytes / max(report.num_bytes, 1)
+    size = f"{num_bytes / 1e6:,.2f} MB"
+    return f"{title:{width}}  {documents:13,}  {shares[0]:7.2%}  {size:>10}  {shares[1]:7.2%}"
+
+
+def _changes(rule: RuleReport) -> list[str]:
+    return [
+        f"{rule.name} changed: {kind}, {change.times:,} times in {change.documents:,} documents"
+        for kind, change in sorted(rule.changed.items())
+    ]
+
+
+def _examples(report: FilterReport) -> list[str]:
+    lines = []
+    for rule in report.rules:
+        for cause, entry in _by_cost(rule):
+            lines += ["", f"{rule.name}: {cause}"]
+            for example in entry.examples:
+                lines.append(f"  {example['where']}: {example['measured']}, wanted {example['wanted']}")
+                lines.append(f"    {' '.join(example['text'].split())}")
+    return lines

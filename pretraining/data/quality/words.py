@@ -1,24 +1,30 @@
-"""The words of one text as arrays: where they begin, how long they are, a hash of each."""
+"""The words of a text as arrays, and the sequences of them that repeat: what the rules count without a loop."""
 
-from functools import cached_property, lru_cache
+import unicodedata
+from collections.abc import Iterator
+from functools import cache, cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from pretraining.data.quality.characters import (
-    ALPHABETIC,
-    CLASSIFIED,
-    DIGIT,
-    JOINS_DIGITS,
-    JOINS_LETTERS,
-    NOT_PUNCTUATION,
-    RUNS,
-    SPACE,
-    SYMBOL,
-    flags_by_code_point,
+from pretraining.data.quality.text import PUNCTUATION
+
+SPACE, SYMBOL, ALPHABETIC, DIGIT, NOT_PUNCTUATION, JOINS_LETTERS, JOINS_DIGITS, RUNS = (
+    1 << n for n in range(8)
 )
+"""Flags of a character, a byte together."""
+
+_JOINING_LETTERS = "'\u2019_.@"
+_JOINING_DIGITS = ",:"
+_RUNNING = ".-~^"
+
+_CLASSIFIED = 0x40000
+"""Planes 0 to 3. A code point above (tags, private use) counts as a letter of a word, not as alphabetic."""
 
 _WEIGHTED = 4096
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+"""Characters of a word that its hash tells apart."""
+
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: Fibonacci hashing
 
 
 class Words:
@@ -27,17 +33,17 @@ class Words:
     A word is a run of letters, marks and digits. An apostrophe, `_`, `.` and `@` between two of these belong to
     it (don't, snake_case, e.g, 3.14), as `,` and `:` do between two digits (1,000, 12:30). Every other symbol that
     is not white space is a word of its own; a run of `.`, `-`, `~` or `^` is one word (`...`). This is close to
-    spaCy's English rules, which FineWeb's pipeline uses: `benchmarks/filters.py` tells how often verdicts agree.
+    spaCy's English rules, which FineWeb's pipeline uses: `benchmarks/filters.py` counts how often verdicts agree.
     """
 
     def __init__(self, text: str):
         self.text = text
         if text.isascii():
             self._points = np.frombuffer(text.encode("ascii"), np.uint8)
-            self._flags = flags_by_code_point()[self._points]
+            self._flags = _flags_by_code_point()[self._points]
         else:
             self._points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-            self._flags = flags_by_code_point()[np.minimum(self._points, CLASSIFIED)]
+            self._flags = _flags_by_code_point()[np.minimum(self._points, _CLASSIFIED)]
         self.starts, self.ends = self._bounds()
         self.lengths = self.ends - self.starts
         """Characters of each word."""
@@ -53,6 +59,7 @@ class Words:
     def _bounds(self) -> tuple[np.ndarray, np.ndarray]:
         points, kinds = self._points, self._kinds()
         inside = kinds != SPACE
+        # A character goes on the word before it if both are of one kind; a symbol, only in a run of its own.
         goes_on = (kinds[1:] == kinds[:-1]) & inside[1:]
         runs_on = (points[1:] == points[:-1]) & ((self._flags[1:] & RUNS) != 0)
         goes_on &= (kinds[1:] != SYMBOL) | runs_on
@@ -64,6 +71,7 @@ class Words:
     def _kinds(self) -> np.ndarray:
         """SPACE, SYMBOL, or 0 for what makes up words: letters and the symbols that hold them together."""
         kinds = self._flags & (SPACE | SYMBOL)
+        # A joining symbol becomes part of the word if both its neighbours are.
         before, middle, after = self._flags[:-2], self._flags[1:-1], self._flags[2:]
         letters = ((middle & JOINS_LETTERS) != 0) & ((kinds[:-2] | kinds[2:]) == 0)
         digits = ((middle & JOINS_DIGITS) != 0) & ((before & after & DIGIT) != 0)
@@ -89,12 +97,13 @@ class Words:
 
     @cached_property
     def hashes(self) -> np.ndarray:
-        """uint64 hash of each word: equal words, equal hashes (of words up to 4,096 characters: and only they)."""
+        """uint64 hash of each word. Equal words have equal hashes; up to 4,096 characters only they do."""
         if not len(self):
             return np.zeros(0, np.uint64)
         firsts = np.cumsum(self.lengths) - self.lengths
         offsets = np.arange(firsts[-1] + self.lengths[-1]) - np.repeat(firsts, self.lengths)
         positions = offsets + np.repeat(self.starts, self.lengths)
+        # Sum over a word of mixed character x odd multiplier of its place: no Python object a word.
         mixed = (self._points[positions].astype(np.uint64) + np.uint64(1)) * _MULTIPLIER
         mixed ^= mixed >> np.uint64(29)
         mixed *= _WEIGHTS[np.minimum(offsets, _WEIGHTED - 1)]
@@ -102,19 +111,19 @@ class Words:
         return hashes ^ (hashes >> np.uint64(32))
 
     def count_distinct(self, wanted: tuple[str, ...]) -> int:
-        """How many of the distinct words `wanted` occur."""
-        return int(sum((self.hashes == wish).any() for wish in hashes_of(wanted)))
+        """Count the distinct words of `wanted` that occur."""
+        return int(sum((self.hashes == wish).any() for wish in _hashes_of(wanted)))
 
 
 @lru_cache
-def hashes_of(words: tuple[str, ...]) -> np.ndarray:
-    """The hash of each of some words, as `Words.hashes` has them."""
+def _hashes_of(words: tuple[str, ...]) -> np.ndarray:
+    """Hash some words as `Words.hashes` does."""
     return np.array([_hash_of(word) for word in words], np.uint64)
 
 
 def _hash_of(word: str) -> int:
     found = Words(word)
-    return found.hashes[0] if len(found) == 1 else 0
+    return found.hashes[0] if len(found) == 1 else 0  # what the splitter divides occurs as no word
 
 
 def _odd_powers(count: int) -> np.ndarray:
@@ -124,3 +133,99 @@ def _odd_powers(count: int) -> np.ndarray:
 
 
 _WEIGHTS = _odd_powers(_WEIGHTED)
+
+
+@cache
+def _flags_by_code_point() -> np.ndarray:
+    """uint8 array of _CLASSIFIED + 1 flags; the last one is for every code point above."""
+    flags = np.fromiter(map(_flags, range(_CLASSIFIED)), np.uint8, _CLASSIFIED)
+    return np.append(flags, np.uint8(NOT_PUNCTUATION))
+
+
+def _flags(point: int) -> int:
+    character = chr(point)
+    if character.isspace():
+        return SPACE
+    category = unicodedata.category(character)
+    kind = SYMBOL if category[0] in "PS" or category == "Cc" else 0
+    kind |= ALPHABETIC if category[0] == "L" else 0
+    kind |= DIGIT if category == "Nd" else 0
+    kind |= JOINS_LETTERS if character in _JOINING_LETTERS else 0
+    kind |= JOINS_DIGITS if character in _JOINING_DIGITS else 0
+    kind |= RUNS if character in _RUNNING else 0
+    return kind | (0 if character in PUNCTUATION else NOT_PUNCTUATION)
+
+
+class RepeatedNgrams(NamedTuple):
+    """The n-grams of a text that occur more than once, overlapping ones included."""
+
+    n: int
+    positions: np.ndarray
+    """Number of each one's first word, ascending."""
+    keys: np.ndarray
+    """Equal n-grams have equal keys."""
+
+
+def repeated_ngrams(words: Words, largest: int) -> Iterator[RepeatedNgrams]:
+    """Find the n-grams that repeat, for n = 2, 3, ... `largest`.
+
+    An n-gram can only repeat where its first n - 1 words do, so each n looks at the places that the last one left.
+    """
+    hashes = words.hashes
+    positions, keys = np.arange(len(hashes)), hashes
+    for n in range(2, largest + 1):
+        inside = positions + n <= len(hashes)
+        positions, keys = positions[inside], keys[inside]
+        keys = keys * _MULTIPLIER + hashes[positions + n - 1]
+        keys ^= keys >> np.uint64(31)
+        again = _occur_again(keys)
+        positions, keys = positions[again], keys[again]
+        yield RepeatedNgrams(n, positions, keys)
+
+
+def _occur_again(keys: np.ndarray) -> np.ndarray:
+    """Whether each key occurs more than once."""
+    order = np.argsort(keys)
+    ordered = keys[order]
+    pairs = ordered[1:] == ordered[:-1]
+    again = np.zeros(len(keys), bool)
+    again[order[1:][pairs]] = True
+    again[order[:-1][pairs]] = True
+    return again
+
+
+def characters_of_most_frequent(words: Words, ngrams: RepeatedNgrams) -> int:
+    """Count the characters (one space between words) of the most frequent n-gram, times its occurrences.
+
+    Of equally frequent ones the first counts; if none repeats, that is the text's first n words.
+    """
+    first, count = 0, 1
+    if len(words) < ngrams.n:
+        return 0
+    if len(ngrams.keys):
+        _, where, counts = np.unique(ngrams.keys, return_index=True, return_counts=True)
+        count = counts.max()
+        first = ngrams.positions[where[counts == count].min()]
+    return int((words.lengths[first : first + ngrams.n].sum() + ngrams.n - 1) * count)
+
+
+def characters_in_duplicates(words: Words, ngrams: RepeatedNgrams) -> int:
+    """Count the characters of words inside n-grams that occurred before in the text, none of them twice.
+
+    From left to right: an n-gram seen before is counted and skipped whole; any other is remembered and the next
+    begins one word on (Gopher, table A1).
+    """
+    if not len(ngrams.keys):
+        return 0
+    ends = np.concatenate([[0], np.cumsum(words.lengths)])
+    characters = (ends[ngrams.positions + ngrams.n] - ends[ngrams.positions]).tolist()
+    seen, total, free = set(), 0, 0
+    for position, key, size in zip(ngrams.positions.tolist(), ngrams.keys.tolist(), characters, strict=True):
+        if position < free:
+            continue
+        if key in seen:
+            total += size
+            free = position + ngrams.n
+        else:
+            seen.add(key)
+    return total

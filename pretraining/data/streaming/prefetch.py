@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pretraining.data.packed import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.streaming.cache import CacheFull, ShardBusy
 from pretraining.data.streaming.remote_data import StreamedSplit
 from pretraining.errors import UserError

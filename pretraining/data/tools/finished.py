@@ -10,7 +10,7 @@ import numpy as np
 from pretraining.data.manifest import MANIFEST_NAME, read_manifest
 from pretraining.data.shards import Shard, TokenSplit
 from pretraining.errors import UserError, nearest
-from pretraining.mixture import source_name
+from pretraining.recipe.data import source_name
 
 if TYPE_CHECKING:
     import tokenizers

@@ -4,8 +4,8 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
-from pretraining.data.best_fit import Stretch
 from pretraining.data.manifest import data_differences
+from pretraining.data.packing import Stretch
 from pretraining.data.tools.finished import FinishedData, SplitDocuments, StoredDocument, open_finished
 from pretraining.errors import UserError
 from pretraining.schema import listed
@@ -85,10 +85,11 @@ class Inspection:
 
     def sample(self, number: int, recipe) -> dict:
         """The block that sample `number` of a run of `recipe` is, with its step and epoch."""
-        from pretraining.data.mixing.training import build_mixture, build_training_dataset
+        from pretraining.data.mixture import build_mixture
+        from pretraining.data.packed_dataset import build_training_dataset
 
         manifest = self.data.manifest
-        differing = [] if "converted_from" in manifest else data_differences(manifest, recipe.data)
+        differing = [] if "converted_from" in manifest else data_differences(manifest, recipe.data.to_dict())
         if differing:
             raise UserError(
                 f"{self.data.folder}: not the data that recipe {recipe.name!r} trains on: {listed(differing)}; give "

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pretraining.data.cuts import cuts_of_split
 from pretraining.data.manifest import entropy_bits, num_shard_bytes
+from pretraining.data.packing import cuts_of_split
 from pretraining.data.progress import Progress
 from pretraining.data.tools.finished import (
     FinishedData,

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
+from pretraining.planning.constants import table
 from pretraining.planning.memory.precision import Precision
 from pretraining.planning.memory.states import FP32, ModelState, checkpoint_bytes, pinned_by_offload
 from pretraining.planning.memory.tensors import Tensor
-from pretraining.planning.tables import table
 from pretraining.recipe import Recipe
 from pretraining.runtime.imports import MOST_ROUNDED_MIB
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from pretraining.ds_config import zero_stage
-from pretraining.model_types import is_exact, value_of
+from pretraining.planning.constants import table
 from pretraining.planning.memory.activations import Activations, activations
 from pretraining.planning.memory.buffers import Buffers, buffers, optimizer_copies
 from pretraining.planning.memory.host import BUILT, PROCESS, SNAPSHOT, host_memory, most_at_once
@@ -12,10 +12,14 @@ from pretraining.planning.memory.precision import SIXTEEN_BIT, precision_of
 from pretraining.planning.memory.states import ModelState, model_state
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.sizes import model_size
-from pretraining.planning.tables import table
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.recipe.model import is_exact, value_of
 from pretraining.refusals import gathers_blocks
 
+ROOMY = 0.85
+"""Share of a GPU's memory up to which a run leaves room for what the prediction does not see."""
+TIGHT = 0.95
+"""Share of a GPU's memory above which fragmentation can end a run."""
 PHASES = {
     "loss": "when the backward pass starts: all kept activations and the loss",
     "backward": "when the backward pass ends: one layer's activations and all gradients",

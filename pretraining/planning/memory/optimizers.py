@@ -7,8 +7,8 @@ from functools import partial
 from pretraining.planning.memory.precision import FP32
 from pretraining.planning.memory.tensors import EMBEDDING, HIDDEN, Tensor
 from pretraining.recipe import Recipe
+from pretraining.recipe.training import DEFAULT_OPTIM
 from pretraining.refusals import own_groups
-from pretraining.schedules import DEFAULT_OPTIM
 
 BLOCK, SMALLEST_IN_8_BIT = 256, 4096
 """Elements that share a scale, and those from which on a tensor is kept in 8 bit (bitsandbytes 0.50, optimizer.py)."""

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from pretraining.model_types import is_exact
 from pretraining.planning.counted import count_model
 from pretraining.recipe import model_with_defaults
+from pretraining.recipe.model import is_exact
 
 EMBEDDING, HEAD, ROUTER, HIDDEN, VECTOR = "embedding", "head", "router", "hidden", "vector"
 

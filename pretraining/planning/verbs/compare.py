@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from pretraining.planning.comparison import QUANTITIES, compare_runs
+from pretraining.planning.constants import table
 from pretraining.planning.quantities import columns, duration, num_bytes, three_digits
-from pretraining.planning.tables import table
 
 EXAMPLES = """  python -m pretraining.planning compare runs/*
   python -m pretraining.planning compare runs/tiny --json"""

@@ -6,23 +6,26 @@ import textwrap
 
 from pretraining.errors import UserError
 from pretraining.planning.gpus import Gpu, find_gpu
+from pretraining.planning.memory.need import ROOMY, TIGHT
 from pretraining.planning.quantities import columns, count, duration, gpu_count, num_bytes, several, share
-from pretraining.planning.search import ROOMY, Candidate, fitting, worth_showing
+from pretraining.planning.search import SAME, Candidate, fitting, worth_choosing
 from pretraining.planning.throughput import scaling_over_nodes
 from pretraining.planning.workload import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe
 
 EXAMPLES = """  python -m pretraining.planning fit --recipe 7b --world_size 8 --gpu A100
   python -m pretraining.planning fit --recipe 30b --world_size 8 --gpu H200 --top 3 --json"""
+MOST = 6
 NOTE = """
-The fastest first; each further row needs less memory than all above it, and of ways that predict the same the simplest
-is shown. Of ways as fast as each other the first leaves {room:.0%} of the memory free, if one does, then has no
-offload, the fewest layers recomputed, the lowest stage and the largest micro-batch. Time is the longest of products,
-messages and kernel launches, plus offload. `ac`: of how many layers one is recomputed (activation checkpointing)."""
+The fastest first, times within {same:.0%} counted as equal; each further row needs less memory than all above it.
+Of ways as fast as each other the first leaves {room:.0%} of the memory free, if one does, then has no offload,
+the fewest layers recomputed, the lowest stage and the largest micro-batch. What takes more than {tight:.0%} of the
+memory is chosen only if nothing else fits. Time is the longest of products, messages and kernel launches, plus
+offload. `ac`: of how many layers one is recomputed (activation checkpointing)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The recipe, the GPUs, and how many ways to show."""
+    """The recipe, the GPUs, and which ways to show."""
     add_workload_arguments(parser)
     parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
     parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
@@ -35,19 +38,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of the dense peak where no layer is recomputed",
     )
-    parser.add_argument("--top", type=gpu_count, default=6, metavar="K", help="ways to show (default 6)")
+    parser.add_argument(
+        "--top", type=gpu_count, metavar="K", help=f"ways to show (default {MOST}, with --all every one)"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="show every way that fits, not only those that a choice is between"
+    )
 
 
 def answer(options: argparse.Namespace) -> dict:
-    """The fastest way, and those that need less memory, one of each ds_config and choice of checkpointing."""
+    """The fastest way, and those that need less memory; with `--deepspeed` those of that ds_config alone."""
     workload, gpu = workload_of(options), find_gpu(options.gpu)
     if workload.recipe is None:
         raise UserError("the search needs the model's shape: give --recipe NAME (and --set to change it)")
     limit = options.memory or gpu.memory_bytes
-    found = fitting(workload.recipe, options.world_size, gpu, limit, options.mfu)
-    best: dict[tuple, Candidate] = {}
-    for each in found:
-        best.setdefault((each.deepspeed, each.every_n_layers), each)
+    own = options.deepspeed is not None
+    found = fitting(workload.recipe, options.world_size, gpu, limit, options.mfu, own)
+    chosen = worth_choosing(found)
+    shown = found if options.all else chosen
+    top = options.top or (len(shown) if options.all else MOST)
     return {
         "name": workload.name,
         "gpu": gpu.name,
@@ -55,8 +64,8 @@ def answer(options: argparse.Namespace) -> dict:
         "world_size": options.world_size,
         "scaling": scaling_over_nodes(gpu, options.world_size),
         "fitting": len(found),
-        "ways": [each.to_dict() for each in worth_showing([*best.values()])[: options.top]],
-        "command": _command(options, workload.recipe, found[0], gpu),
+        "ways": [each.to_dict() for each in shown[:top]],
+        "command": _command(options, workload.recipe, chosen[0], gpu),
     }
 
 
@@ -81,12 +90,18 @@ def as_text(answer: dict) -> str:
     """A table, the best first, and what to type for it."""
     header = ["ds_config", "micro-batch", "accumulation", "ac", "memory", "step", "why"]
     rows = [_row(way) for way in answer["ways"]]
-    title = f"{answer['name']} on {answer['world_size']:,} x {answer['gpu']}: {answer['fitting']} ways fit"
+    title = f"{answer['name']} on {answer['world_size']:,} x {answer['gpu']}: {_how_many(answer)}"
     scaling = answer["scaling"]
-    note = NOTE.format(room=1 - ROOMY)
+    note = NOTE.format(same=SAME - 1, room=1 - ROOMY, tight=TIGHT)
     note += f" {several(scaling['nodes'], 'node')}: {scaling['assumption']}." if scaling else ""
     where = "on each node, with the name of the first in place of node0:\n" if scaling else ""
     return f"{title}\n\n{_table(header, rows)}\n{_filled(note)}\n\n{where}{_wrapped(answer['command'])}"
+
+
+def _how_many(answer: dict) -> str:
+    fitting, shown = answer["fitting"], len(answer["ways"])
+    words = f"{several(fitting, 'way')} {'fits' if fitting == 1 else 'fit'}"
+    return words if shown == fitting else f"{words}, {shown} worth a choice are shown; --all shows every one"
 
 
 def _filled(text: str) -> str:

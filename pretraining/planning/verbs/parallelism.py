@@ -6,13 +6,13 @@ For frameworks with those dimensions; this repository trains data-parallel with 
 import argparse
 
 from pretraining.errors import UserError
+from pretraining.planning.constants import table
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory import checkpoint_bytes
 from pretraining.planning.memory.optimizers import optimizer_states
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.parallelism import Layout, layouts
 from pretraining.planning.quantities import columns, duration, gpu_count, num_bytes, share
-from pretraining.planning.tables import table
 from pretraining.planning.throughput import model_flops_utilization
 from pretraining.planning.workload import Workload, add_workload_arguments, workload_of
 

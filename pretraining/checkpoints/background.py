@@ -1,0 +1,389 @@
+"""Writing checkpoints in the background: training stops for the copy into host memory, a thread does the rest.
+
+The thread of each rank writes and checksums its files in one pass, waits for the disk and leaves a receipt. That of
+rank 0 waits for all receipts, writes the marker, and then removes old checkpoints. At most one save is in flight. What
+became of it is agreed on by all ranks at a step boundary, so that a failure meets every rank at the same step.
+
+A rank that dies leaves a folder without a marker, which counts for nothing and is removed at the next start.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+import torch
+
+from pretraining.checkpoints.disk_errors import one_line_disk_errors
+from pretraining.checkpoints.folders import remove_checkpoint
+from pretraining.checkpoints.format import MARKER, receipt_name, write_bytes, write_receipt
+from pretraining.checkpoints.shard_files import rank_file, write_rank_file
+from pretraining.checkpoints.trainer_state import RankShare
+from pretraining.command_line import ranks_here
+from pretraining.errors import UserError
+from pretraining.planning.memory.host import SNAPSHOT_ALIGNMENT, pinned_bytes, snapshot_bytes
+from pretraining.planning.quantities import num_bytes
+from pretraining.runtime.durable_files import sync_to_disk
+from pretraining.runtime.heartbeat import long_work
+from pretraining.runtime.host import free_memory_bytes
+from pretraining.runtime.process_group import gather_from_ranks, host_group, rank_and_world_size
+from pretraining.runtime.run_folder import RunFolder
+
+_PAUSE_SECONDS = 0.01
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
+
+Commit = Callable[[Path, dict], None]
+"""(folder, the marker without its files): writes the marker, after which the checkpoint counts."""
+Result = TypeVar("Result")
+
+
+class CheckpointWriter:
+    """Writes checkpoints of a run; every rank makes one, and calls the same methods at the same steps.
+
+    commit: called on rank 0 when the disk holds all ranks' files. after_commit: called on rank 0 then (retention).
+    on_committed: called on every rank with the folder, at the step boundary at which all know (upload).
+    background: False writes the same bytes while the caller waits. on_full_disk: if files cannot be written, "stop"
+    raises `UserError` on every rank, "continue" leaves an event and trains on.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        commit: Commit,
+        after_commit: Callable[[], None] = lambda: None,
+        on_committed: Callable[[Path], None] = lambda folder: None,
+        background: bool = True,
+        on_full_disk: str = "stop",
+    ):
+        self.run, self.commit, self.after_commit, self.on_committed = run, commit, after_commit, on_committed
+        self.background, self.on_full_disk = background, on_full_disk
+        self.rank, self.ranks = rank_and_world_size()
+        self.snapshot = HostSnapshot()
+        self.last: dict | None = None
+        """The newest finished save, as in its event."""
+        self._group = host_group()
+        self._attempt = gather_from_ranks(uuid.uuid4().hex, self._group)[0]
+        self._num_saves = 0
+        self._reported_no_room = False
+        self._flight: RankSave | None = None
+        self._thread: threading.Thread | None = None
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        files: Mapping[str, bytes] | None = None,
+        receipt: Mapping | None = None,
+        marker: Mapping | None = None,
+    ) -> None:
+        """Begin to save this rank's `tensors`; returns as soon as they may change.
+
+        files: small files of this rank, by name. receipt: what its receipt holds besides (JSON). marker: the marker
+        without its files, of which rank 0's counts; it is copied now, so that later numbers cannot get into it.
+        """
+        began = time.perf_counter()
+        self.wait()
+        self._num_saves += 1
+        save = self._flight = RankSave(
+            folder=self.run.checkpoint(step),
+            name=f"{self._attempt}.{self._num_saves}",
+            files=dict(files or {}),
+            receipt=dict(receipt or {}),
+            marker=dict(marker or {}),
+            num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+            began=began,
+            waited_seconds=time.perf_counter() - began,
+        )
+        if self._open(save, tensors):
+            self._start(save, save.attempt(lambda: self.snapshot.take(tensors)))
+            save.blocked_seconds = time.perf_counter() - began
+        else:
+            with long_work():
+                save.attempt(lambda: self._write(save, tensors))
+            self._start(save, None)
+            self.wait()
+
+    def poll(self) -> None:
+        """Exchange, at each step boundary, how far the ranks are with the save in flight, if there is one.
+
+        Raises on every rank alike what stopped a rank's writing, unless the policy is to go on.
+        """
+        if self._flight is None:
+            return
+        reports = gather_from_ranks(self._flight.report(), self._group)
+        if any(report["failed"] for report in reports):
+            self._abandon(reports)
+        elif all(report["done"] for report in reports):
+            self._finish(reports)
+
+    @property
+    def in_flight(self) -> bool:
+        """Say if a save has begun whose end the ranks have not agreed on yet; the same on all ranks."""
+        return self._flight is not None
+
+    def wait(self) -> None:
+        """Wait until nothing is in flight."""
+        with long_work():
+            while self._flight is not None:
+                self.poll()
+                if self._flight is not None:
+                    time.sleep(_PAUSE_SECONDS)
+
+    def _open(self, save: RankSave, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Make the folder, on rank 0; returns whether every rank has room to copy its tensors and write later."""
+        if self.rank == 0:
+            save.attempt(lambda: _empty_folder(save.folder))
+        # All ranks of a host look at its free memory before one of them takes some.
+        fits = self.background and self.snapshot.would_fit(tensors)
+        answers = gather_from_ranks((save.failed, fits), self._group)
+        save.failed = save.failed or any(failed for failed, _ in answers)
+        all_fit = all(fits for _, fits in answers)
+        if all_fit and all(gather_from_ranks(self.snapshot.make_room(tensors), self._group)):
+            return True
+        self.snapshot.release()
+        if self.rank == 0 and self.background:
+            save.attempt(lambda: self._report_no_room(save))
+        return False
+
+    def _report_no_room(self, save: RankSave) -> None:
+        """Leave an event for each save, and a line for the first."""
+        self.run.add_event("no_room_for_snapshot", checkpoint=save.folder.name, needed_bytes=save.num_bytes)
+        if not self._reported_no_room:
+            size = num_bytes(save.num_bytes)
+            line = f"no host memory for a copy of {size} a rank; training waits while checkpoints are written"
+            print(f"checkpoints: {line}", file=sys.stderr, flush=True)
+        self._reported_no_room = True
+
+    def _start(self, save: RankSave, copies: Mapping[str, torch.Tensor] | None) -> None:
+        """Start a thread for what is left to do; `copies` is None if the rank's files are written already."""
+
+        def work() -> None:
+            if copies is not None:
+                save.attempt(lambda: self._write(save, copies))
+            if self.rank == 0:
+                save.attempt(lambda: self._commit(save))
+            save.done = True
+
+        self._thread = threading.Thread(target=work, name=f"save-{save.folder.name}", daemon=True)
+        self._thread.start()
+
+    def _write(self, save: RankSave, tensors: Mapping[str, torch.Tensor]) -> None:
+        began = time.perf_counter()
+        share = RankShare(tensors, save.files, {"save": save.name, **save.receipt})
+        write_share(share, save.folder, self.rank, self.ranks)
+        sync_to_disk(save.folder)
+        save.write_seconds = time.perf_counter() - began
+
+    def _commit(self, save: RankSave) -> None:
+        wait_for_receipts(save.folder, self.ranks, save.name, save.abandoned)
+        self.commit(save.folder, save.marker)
+        self.after_commit()  # an old checkpoint is removed only after a newer one is committed
+
+    def _finish(self, reports: list[dict]) -> None:
+        folder = self._close().folder
+        self.last = {
+            "checkpoint": folder.name,
+            "bytes": sum(report["num_bytes"] for report in reports),
+            "snapshot_bytes": self.snapshot.num_bytes,
+            **{key: max(report[key] for report in reports) for key in RankSave.SECONDS},
+        }
+        if self.rank == 0:
+            self.run.add_event("save", background=self.background, **self.last)
+        self.on_committed(folder)
+
+    def _abandon(self, reports: list[dict]) -> None:
+        """Give the save up, on every rank alike; raises or reports what failed on the lowest rank."""
+        self._flight.abandoned.set()
+        save = self._close()
+        gather_from_ranks(None, self._group)  # no thread writes there any more
+        reason, mendable = next(report["error"] for report in reports if report["error"])
+        if not mendable:
+            raise RuntimeError(f"{save.folder.name} could not be saved:\n{reason}")
+        if self.rank == 0:
+            if not (save.folder / MARKER).exists():
+                shutil.rmtree(save.folder, ignore_errors=True)
+            self._report_failure(save.folder.name, reason)
+        if self.on_full_disk == "stop":
+            raise UserError(reason)
+
+    def _report_failure(self, checkpoint: str, reason: str) -> None:
+        line = f"{checkpoint} was not saved: {reason}"
+        if self.on_full_disk == "continue":
+            print(f"checkpoints: {line}; training goes on", file=sys.stderr, flush=True)
+        try:
+            self.run.add_event("save_failed", checkpoint=checkpoint, reason=reason)
+        except OSError as error:  # the disk that refused the checkpoint refuses the event too
+            print(f"checkpoints: no event of it either ({error})", file=sys.stderr, flush=True)
+
+    def _close(self) -> RankSave:
+        """Return the save that was in flight, once its thread has ended."""
+        save, self._flight = self._flight, None
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return save
+
+
+def _empty_folder(folder: Path) -> None:
+    """Make a new folder; one of that name (a save of a step that training returned to) is removed before."""
+    if folder.exists():
+        remove_checkpoint(folder)
+    folder.mkdir(parents=True)
+
+
+@dataclass
+class RankSave:
+    """One rank's part of one save: what it writes, how far it is, and what went wrong.
+
+    The rank's main thread and the thread that writes share it; each field has one writer at a time.
+    """
+
+    SECONDS: ClassVar = ("blocked_seconds", "waited_seconds", "write_seconds")
+
+    folder: Path
+    name: str
+    """Of the save, for the receipts."""
+    files: dict[str, bytes]
+    receipt: dict
+    marker: dict
+    num_bytes: int
+    began: float
+    """By `time.perf_counter`."""
+    waited_seconds: float
+    """For the save before."""
+    blocked_seconds: float | None = None
+    """How long training waited, for the save before too; None while it still does."""
+    write_seconds: float = 0.0
+    done: bool = False
+    failed: bool = False
+    error: tuple[str, bool] | None = None
+    """What went wrong on this rank, and whether a user can mend it."""
+    abandoned: threading.Event = field(default_factory=threading.Event)
+
+    def attempt(self, work: Callable[[], Result]) -> Result | None:
+        """Do `work`, unless something has failed before; an error is kept for the step boundary."""
+        if self.failed:
+            return None
+        try:
+            with one_line_disk_errors(self.folder):
+                return work()
+        except SaveAbandoned:
+            pass
+        except UserError as error:
+            self.error = (str(error), True)
+        except Exception:  # a bug in a thread must end the run, not the thread alone
+            self.error = (traceback.format_exc(), False)
+        self.failed = True
+        return None
+
+    def report(self) -> dict:
+        """Return what the other ranks get at a step boundary."""
+        so_far = time.perf_counter() - self.began
+        return {
+            "done": self.done,
+            "failed": self.failed,
+            "error": self.error,
+            "num_bytes": self.num_bytes,
+            "waited_seconds": round(self.waited_seconds, 4),
+            "blocked_seconds": round(so_far if self.blocked_seconds is None else self.blocked_seconds, 4),
+            "write_seconds": round(self.write_seconds, 4),
+        }
+
+
+def write_share(share: RankShare, folder: Path, rank: int, ranks: int) -> None:
+    """Write a rank's share, its receipt last; the checkpoint counts once the marker is written after all receipts."""
+    name = rank_file(rank, ranks)
+    written = {name: write_rank_file(folder / name, share.tensors)}
+    written |= {name: write_bytes(folder / name, content) for name, content in share.files.items()}
+    write_receipt(folder, rank, ranks, written, **share.receipt)
+
+
+class SaveAbandoned(Exception):
+    """The save this thread works on has failed on another rank."""
+
+
+def wait_for_receipts(folder: Path, ranks: int, save: str, abandoned: threading.Event) -> None:
+    """Return as soon as every rank's receipt of this save is there; raises `SaveAbandoned` if `abandoned` is set.
+
+    It looks at the files, because it runs in a thread, which must not use the ranks' collectives. `save` is the name
+    of the save: so a receipt that an earlier attempt left, or an earlier save of the same step, does not count.
+    """
+    missing, pause = set(range(ranks)), _FIRST_PAUSE_SECONDS
+    while True:
+        missing -= {rank for rank in missing if _is_of(save, folder / receipt_name(rank, ranks))}
+        if not missing:
+            return
+        if abandoned.is_set():
+            raise SaveAbandoned
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _is_of(save: str, path: Path) -> bool:
+    """Say if the receipt is there, and of this save."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("save") == save
+    except (FileNotFoundError, ValueError):
+        return False
+
+
+class HostSnapshot:
+    """Host memory for one rank's tensors of one save; pinned where they come from a GPU.
+
+    num_bytes: what it holds now; 0 before the first save.
+    """
+
+    def __init__(self):
+        self._memory: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._memory is None else self._memory.numel()
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return copies of `tensors`, for which there is room; they are complete, and last until the next call."""
+        copies, start = {}, 0
+        for name, tensor in tensors.items():
+            stop = start + tensor.numel() * tensor.element_size()
+            copy = self._memory[start:stop].view(tensor.dtype).view(tensor.shape)
+            copy.copy_(tensor.detach(), non_blocking=True)
+            copies[name], start = copy, stop + -stop % SNAPSHOT_ALIGNMENT
+        if self._memory.is_pinned():
+            torch.cuda.synchronize()
+        return copies
+
+    def would_fit(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Say if this rank's share of the free host memory suffices for copies of `tensors`."""
+        needed, free = _bytes_of(tensors), free_memory_bytes()
+        if needed <= self.num_bytes or free is None:
+            return True
+        return pinned_bytes(needed) - self.num_bytes < free // ranks_here()
+
+    def make_room(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Take the memory that copies of `tensors` need; returns False if the system does not give it."""
+        needed = _bytes_of(tensors)
+        if self._memory is None or needed > self.num_bytes:
+            self.release()  # never two at once
+            on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+            try:
+                self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=on_gpu)
+            except RuntimeError:  # what was free a moment ago is taken, or may not be pinned
+                return False
+        return True
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._memory = None
+
+
+def _bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    return snapshot_bytes(tensor.nbytes for tensor in tensors.values())

@@ -1,0 +1,189 @@
+"""The format of a checkpoint on disk: files with their checksums, a receipt of each rank, and the marker.
+
+    checkpoint-<step>/
+        rank-00000-of-00002.safetensors   a rank's tensors (shard_files.py)
+        rank-00000-of-00002.json          its receipt: the files it wrote, their bytes and checksums
+        state.json  trainer_state.json    what is the same on every rank, written by rank 0
+        committed.json                    the marker, written last: it makes the checkpoint exist
+
+The marker names every file with its bytes and checksum. Its last line is the checksum of all its bytes before. That
+line, and the name of the key `format`, stay as they are in every later format: so a marker of a newer version can be
+told apart from a damaged one.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from pretraining.errors import UserError
+from pretraining.runtime.durable_files import replacing, sync_to_disk, write_json
+from pretraining.runtime.heartbeat import work_done
+
+MARKER = "committed.json"
+FORMAT = 1
+THREADS = 8  # files read at once: the checksum releases the interpreter's lock while it computes
+_SEAL = b',\n  "checksum": '
+_CHUNK_BYTES = 4 << 20
+
+
+class MarkerDamage(ValueError):
+    """A marker that does not say what was committed: it cannot be read, was edited, or is of another step."""
+
+
+def no_progress(num_bytes: int) -> None:
+    """Count nothing."""
+
+
+def file_entry(path: Path, progress: Callable[[int], None] = no_progress) -> dict:
+    """Return {"bytes", "checksum": "xxh128:<hex>"} of a file as it is now; `progress` gets the bytes of each read."""
+    digest, num_bytes = xxhash.xxh128(), 0
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            num_bytes += count
+            work_done(count)
+            progress(count)
+    return _entry(num_bytes, digest)
+
+
+def file_entries(
+    folder: Path, names: Iterable[str], progress: Callable[[int], None] = no_progress
+) -> dict[str, dict]:
+    """Return {name: its `file_entry`} of files of `folder`, several read at once."""
+    names = list(names)
+    with ThreadPoolExecutor(THREADS) as threads:
+        found = threads.map(lambda name: file_entry(folder / name, progress), names)
+        return dict(zip(names, found, strict=True))
+
+
+def write_bytes(path: Path, content: bytes) -> dict:
+    """Write a small file; returns its `file_entry` once the disk holds it (fsync)."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return _entry(len(content), xxhash.xxh128(content))
+
+
+def _entry(num_bytes: int, digest: xxhash.xxh128) -> dict:
+    return {"bytes": num_bytes, "checksum": f"xxh128:{digest.hexdigest()}"}
+
+
+def flush_folder(folder: Path) -> None:
+    """Return once the disk holds the names in `folder`."""
+    try:
+        sync_to_disk(folder)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        pass  # some network filesystems cannot sync a folder; they keep its names by themselves
+
+
+def receipt_name(rank: int, ranks: int) -> str:
+    """Return `rank-00000-of-00002.json`."""
+    return f"rank-{rank:05d}-of-{ranks:05d}.json"
+
+
+def write_receipt(folder: Path, rank: int, ranks: int, files: dict[str, dict], **more) -> None:
+    """Write a rank's receipt: the disk holds its `files`, {name relative to the checkpoint: its `file_entry`}.
+
+    more: what else the rank saves as JSON, the states of Python's and numpy's generators for one.
+    """
+    write_json(folder / receipt_name(rank, ranks), {"files": files, **more})
+
+
+def read_receipt(folder: Path, rank: int, ranks: int) -> dict:
+    """Read what a rank wrote with `write_receipt`."""
+    return json.loads((folder / receipt_name(rank, ranks)).read_text(encoding="utf-8"))
+
+
+def commit_checkpoint(folder: Path, content: dict) -> None:
+    """Write the marker of a checkpoint once all its `content["ranks"]` ranks have written their receipts.
+
+    The marker's files are those of the receipts, and the receipts themselves: the other ranks' files are not read
+    again.
+
+    Raises:
+        FileNotFoundError: a receipt is missing.
+    """
+    files, receipts, ranks = {}, {}, content["ranks"]
+    for rank in range(ranks):
+        name = receipt_name(rank, ranks)
+        if not (folder / name).exists():
+            raise FileNotFoundError(f"{folder}: no receipt of rank {rank} of {ranks}")
+        files |= read_receipt(folder, rank, ranks)["files"]
+        receipts[name] = file_entry(folder / name)
+    write_marker(folder, {**content, "files": {**files, **receipts}})
+
+
+def write_marker(folder: Path, content: dict) -> None:
+    """Commit: once this returns, `folder` is a checkpoint, even if the power fails then.
+
+    content: plain JSON values; `format` and the marker's own checksum are added.
+    """
+    # The disk holds the files' names before the marker that vouches for them, and then the marker's own name.
+    flush_folder(folder)
+    with replacing(folder / MARKER, "wb") as file:
+        file.write(_sealed({"format": FORMAT, **content}))
+    flush_folder(folder)
+    flush_folder(folder.parent)
+
+
+def read_marker(folder: Path) -> dict:
+    """Read the marker of a committed checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none: the folder does not count.
+        MarkerDamage: it was edited or damaged.
+        UserError: a newer version wrote it, or one from before this format.
+    """
+    return parse_marker((folder / MARKER).read_bytes(), folder)
+
+
+def marker_or_nothing(folder: Path) -> dict:
+    """Read the marker; {} if it is missing, damaged or of another version: for callers that can do without."""
+    try:
+        return read_marker(folder)
+    except (OSError, MarkerDamage, UserError):
+        return {}
+
+
+def parse_marker(raw: bytes, folder: Path | str) -> dict:
+    """Do as `read_marker` with a marker's bytes; `folder`, or its address, is for messages."""
+    body, found, _ = raw.rpartition(_SEAL)
+    if not found or raw != _with_checksum(body):
+        _refuse_earlier(raw, folder)
+        raise MarkerDamage(f"{MARKER} was edited or damaged: its own checksum does not hold")
+    content = json.loads(raw)
+    if content["format"] > FORMAT:
+        raise UserError(
+            f"{folder}: written by a newer version (format {content['format']}; this one reads up to {FORMAT}): "
+            "update this repository"
+        )
+    return content
+
+
+def _sealed(content: dict) -> bytes:
+    return _with_checksum(json.dumps(content, indent=2, ensure_ascii=False).removesuffix("\n}").encode())
+
+
+def _with_checksum(body: bytes) -> bytes:
+    return body + _SEAL + f'"xxh128:{xxhash.xxh128(body).hexdigest()}"\n}}\n'.encode()
+
+
+def _refuse_earlier(raw: bytes, folder: Path | str) -> None:
+    """Raise `UserError` for a marker from before `format`: it has sizes under `files`, checksums beside them."""
+    try:
+        content = json.loads(raw)
+    except ValueError:
+        return
+    if isinstance(content, dict) and "checksums" in content and "format" not in content:
+        raise UserError(
+            f"{folder}: written by an earlier version of this repository, in another format; finish that run with "
+            "it, give this one its own folder with --output_dir, or start over with --resume never"
+        )

@@ -1,0 +1,333 @@
+"""The parameters and optimizer states that one rank holds, at any ZeRO stage, read and set in place.
+
+An optimizer steps tensors. Without ZeRO each is a parameter; with ZeRO each is a flat fp32 partition that holds
+pieces of many parameters and padding. Here both are a `Block` with its `Piece`s.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from pretraining.checkpoints.shard_files import MASTER, CheckpointReader
+from pretraining.errors import UserError
+
+
+class Piece(NamedTuple):
+    """Elements [start, start + numel) of a flattened parameter, at `offset` in the block's tensor."""
+
+    parameter: str
+    start: int
+    numel: int
+    offset: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the piece's elements in the block's tensor, or in a state of its size, as a view."""
+        return tensor.detach().view(-1)[self.offset : self.offset + self.numel]
+
+
+@dataclass
+class Block:
+    """A tensor that the optimizer steps.
+
+    group: index of the optimizer's parameter group. parameters: names of all parameters that step with this block,
+    even if no piece of them is here: the block's scalars are theirs.
+    """
+
+    tensor: torch.Tensor
+    group: int
+    optimizer: torch.optim.Optimizer
+    pieces: list[Piece]
+    parameters: list[str]
+
+    @property
+    def state(self) -> dict:
+        """The optimizer's states of this tensor; {} before its first step."""
+        return self.optimizer.state.get(self.tensor, {})
+
+    def per_element(self) -> dict[str, torch.Tensor]:
+        """Return {state: tensor} of the block's size, the master weights among them."""
+        return {
+            MASTER: self.tensor,
+            **{k: v for k, v in self.state.items() if is_per_element(k, v, self.tensor)},
+        }
+
+    def scalars(self) -> dict[str, int | float]:
+        """Return the numbers that the optimizer keeps for the block, such as Adam's `step`."""
+        values = {k: v for k, v in self.state.items() if not is_per_element(k, v, self.tensor)}
+        values = {k: v.item() if torch.is_tensor(v) and v.numel() == 1 else v for k, v in values.items()}
+        return {k: v for k, v in values.items() if isinstance(v, int | float)}
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Return the states of a shape of their own, such as the row and column factors of a factored moment."""
+        values = {k: v for k, v in self.state.items() if torch.is_tensor(v) and v.numel() > 1}
+        return {k: v for k, v in values.items() if not is_per_element(k, v, self.tensor)}
+
+
+def is_per_element(key: str, value: object, tensor: torch.Tensor) -> bool:
+    """Say if a state has one value for each element of the tensor it belongs to."""
+    # The step of a parameter of one element has the parameter's shape too.
+    return key != "step" and torch.is_tensor(value) and value.shape == tensor.shape
+
+
+def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> LiveState:
+    """Return the state of an unwrapped model and its optimizer, whatever accelerate and DeepSpeed wrap around it."""
+    while type(optimizer).__module__.startswith("accelerate."):
+        optimizer = optimizer.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return PartitionedParameters(model, optimizer)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
+        return PartitionedOptimizer(model, optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"checkpoints cannot read DeepSpeed's {type(optimizer).__name__}: choose another ds_config"
+        )
+    return LiveState(model, optimizer)
+
+
+class LiveState:
+    """The blocks of this rank with every parameter unsharded: plain PyTorch, DDP and stage 0."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.model, self.optimizer = model, optimizer
+        self.blocks = list(self._blocks())
+        self._refuse_unoptimized()
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that keeps the states, below what DeepSpeed wraps around it."""
+        return self.optimizer
+
+    def _blocks(self) -> Iterator[Block]:
+        for group, values in enumerate(self.optimizer.param_groups):
+            for parameter in values["params"]:
+                name = self.names[parameter]
+                yield Block(parameter, group, self.optimizer, [Piece(name, 0, parameter.numel(), 0)], [name])
+
+    def own(self, piece: Piece) -> Piece:
+        """Return the part of a piece that this rank saves: every rank holds all of it, so each saves an equal part."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        first, end = piece.numel * rank // ranks, piece.numel * (rank + 1) // ranks
+        return piece._replace(start=piece.start + first, numel=end - first, offset=piece.offset + first)
+
+    def owns_whole(self) -> bool:
+        """Say if this rank saves the states that have a shape of their own."""
+        return dist.get_rank() == 0
+
+    def is_swapped(self, block: Block) -> bool:
+        """Say if the block is on NVMe, and in memory only while it is `held`."""
+        return False
+
+    @contextmanager
+    def held(self, block: Block, changed: bool = False) -> Iterator[None]:
+        """Bring the block into memory for the `with` block; if `changed`, write it back afterwards."""
+        yield
+
+    def set_weights(self) -> None:
+        """Set the weights that the model computes with from the masters; here they are the masters."""
+
+    def loss_scaler(self) -> object | None:
+        """Return DeepSpeed's own loss scaler (fp16), or None."""
+        return None
+
+    def _refuse_unoptimized(self) -> None:
+        found = {name for block in self.blocks for name in block.parameters}
+        if missing := [name for name in self.names.values() if name not in found]:
+            raise UserError(f"model: {missing[0]} is frozen; checkpoints hold trained parameters only")
+
+
+class PartitionedOptimizer(LiveState):
+    """ZeRO-1 and 2: each parameter group is one flat vector, of which each rank optimizes a partition."""
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizer.optimizer
+
+    def _blocks(self) -> Iterator[Block]:
+        for group, (tensor, parameters) in enumerate(self._groups()):
+            pieces = []
+            for parameter in parameters:
+                if (mapping := parameter._hp_mapping) is not None:
+                    start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+                    offset = mapping.hp_fragment_address.start
+                    pieces.append(Piece(self.names[parameter], start, numel, offset))
+            names = [self.names[parameter] for parameter in parameters]
+            yield Block(tensor, group, self.torch_optimizer, pieces, names)
+
+    def _groups(self) -> Iterator[tuple[torch.Tensor, list[torch.nn.Parameter]]]:
+        if isinstance(self.optimizer, BF16_Optimizer):
+            yield from zip(self.optimizer.fp32_groups_flat_partition, self.optimizer.bf16_groups, strict=True)
+        else:
+            flat = self.optimizer.single_partition_of_fp32_groups
+            yield from zip(flat, self.optimizer.bit16_groups, strict=True)
+
+    def own(self, piece: Piece) -> Piece:
+        return piece
+
+    def owns_whole(self) -> bool:
+        return True
+
+    def set_weights(self) -> None:
+        self.optimizer.update_lp_params()
+
+    def loss_scaler(self) -> object | None:
+        return getattr(self.optimizer, "loss_scaler", None)
+
+
+class PartitionedParameters(PartitionedOptimizer):
+    """ZeRO-3: each rank has its equal part of every parameter, the last with padding; in sub-groups, maybe on NVMe."""
+
+    def _blocks(self) -> Iterator[Block]:
+        zero = self.optimizer
+        for index, parameters in enumerate(zero.fp16_groups):
+            pieces, offset = [], 0
+            for parameter in parameters:
+                size = parameter.ds_tensor.ds_numel
+                start = size * dist.get_rank(group=parameter.ds_process_group)
+                numel = min(size, parameter.ds_numel - start)
+                if numel > 0:
+                    pieces.append(Piece(self.names[parameter], start, numel, offset))
+                offset += size
+            names = [self.names[parameter] for parameter in parameters]
+            group = zero.sub_group_to_group_id[index]
+            yield Block(zero.fp32_partitioned_groups_flat[index], group, self._stepping(index), pieces, names)
+
+    def _stepping(self, index: int) -> torch.optim.Optimizer:
+        """With a part of the optimizer offloaded, a second optimizer steps the sub-groups on the GPU."""
+        if self.optimizer.offload_optimizer and self.optimizer.subgroup_to_device[index] != "cpu":
+            return self.optimizer.backup_optimizer
+        return self.torch_optimizer
+
+    def is_swapped(self, block: Block) -> bool:
+        return self.optimizer._swappable_optimizer_subgroup(self._index(block))
+
+    def _index(self, block: Block) -> int:
+        return next(index for index, each in enumerate(self.blocks) if each is block)
+
+    @contextmanager
+    def held(self, block: Block, changed: bool = False) -> Iterator[None]:
+        if not self.is_swapped(block):
+            yield
+            return
+        index = self._index(block)
+        self.optimizer._optimizer_states_and_gradient_swap_in(index)
+        yield
+        if changed:
+            self.optimizer._optimizer_states_and_gradient_swap_out(index)
+        else:
+            self.optimizer._release_swap_buffers(index)
+
+    def set_weights(self) -> None:
+        zero = self.optimizer
+        zero.checkpoint_event_prologue()
+        for index, block in enumerate(self.blocks):
+            with self.held(block):
+                zero._reassign_or_swap_out_partitioned_parameters(index)
+        zero.checkpoint_event_epilogue()
+
+
+def set_block(block: Block, reader: CheckpointReader) -> None:
+    """Set a block's master weights and optimizer states, with a piece of one parameter in memory at a time.
+
+    Raises:
+        UserError: the checkpoint does not keep what this optimizer needs.
+    """
+    for piece in block.pieces:
+        piece.of(block.tensor).copy_(reader.read(MASTER, piece.parameter, piece.start, piece.numel))
+    saved = _saved_scalars(block, reader)
+    if saved is None:  # no gradient has reached these parameters yet
+        return
+    probe, kept = _states_after_a_step(block, int(saved.get("step", 1)))
+    live = block.optimizer.state[block.tensor]
+    for key, example in kept.items():
+        if is_per_element(key, example, probe):
+            _set_per_element(block, key, example, reader)
+        elif torch.is_tensor(example) and example.numel() > 1:
+            live[key] = _whole(block, key, reader).to(example.device, example.dtype)
+        elif key in saved:
+            live[key] = _as(saved[key], example)
+        else:
+            live[key] = example
+
+
+def _set_per_element(block: Block, key: str, example: torch.Tensor, reader: CheckpointReader) -> None:
+    live = block.optimizer.state[block.tensor]
+    if key not in live:
+        live[key] = torch.zeros_like(block.tensor, dtype=example.dtype, device=example.device)
+    for piece in block.pieces:
+        if key in reader.states(piece.parameter):
+            piece.of(live[key]).copy_(reader.read(key, piece.parameter, piece.start, piece.numel))
+        elif piece.parameter in reader.state["scalars"]:
+            raise _other_states(block, key, piece.parameter, reader)
+
+
+def _whole(block: Block, key: str, reader: CheckpointReader) -> torch.Tensor:
+    if key not in reader.whole_states(block.parameters[0]):
+        raise _other_states(block, key, block.parameters[0], reader)
+    return reader.read_whole(key, block.parameters[0])
+
+
+def _other_states(block: Block, key: str, parameter: str, reader: CheckpointReader) -> UserError:
+    found = [*reader.states(parameter), *(f"{state} (factored)" for state in reader.whole_states(parameter))]
+    return UserError(
+        f"{reader.folder} has {', '.join(found)} of {parameter}, and {type(block.optimizer).__name__} at this ZeRO "
+        f"stage needs {key}: resume with the optimizer and the kind of sharding that saved it"
+    )
+
+
+def _saved_scalars(block: Block, reader: CheckpointReader) -> dict | None:
+    """Return the numbers that all parameters of the block share; None if the optimizer had stepped none of them."""
+    table = reader.state["scalars"]
+    found = [table[name] for name in block.parameters if name in table]
+    if any(values != found[0] for values in found):
+        raise UserError(
+            f"{reader.folder}: the optimizer's counts differ between {block.parameters[0]} and others of its "
+            "group, which ZeRO keeps as one: resume without ZeRO"
+        )
+    return found[0] if found else None
+
+
+def _as(value: float, example: object) -> object:
+    """Return a saved number in the type in which this optimizer keeps it."""
+    if torch.is_tensor(example):
+        return torch.full_like(example, value)
+    return type(example)(value)
+
+
+def _states_after_a_step(block: Block, step: int) -> tuple[torch.Tensor, dict]:
+    """Step a small tensor with the block's optimizer; returns it and the states that the optimizer keeps for it.
+
+    Which states there are, of which types and on which devices, differs between optimizers and their versions.
+    """
+    optimizer, like = block.optimizer, block.tensor
+    # An optimizer that quantises does so to large tensors only: it gets one of the block's own size.
+    shape = like.shape if _quantises(optimizer) else (2,) * like.dim()
+    probe = torch.nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
+    probe.grad = torch.zeros_like(probe)
+    own = optimizer.state, optimizer.param_groups
+    optimizer.state = defaultdict(dict)
+    optimizer.param_groups = [{**own[1][block.group], "params": [probe]}]
+    try:
+        # DeepSpeed's CPU Adam multiplies its bias corrections up from step to step: it takes all of them here, so that
+        # the run's next step finds the corrections that it would have had.
+        for _ in range(step if isinstance(optimizer, DeepSpeedCPUAdam) else 1):
+            type(optimizer).step(optimizer)  # the class's method: the instance's would count for the schedule
+        return probe, dict(optimizer.state[probe])
+    finally:
+        optimizer.state, optimizer.param_groups = own
+
+
+def _quantises(optimizer: torch.optim.Optimizer) -> bool:
+    """Say if the optimizer is bitsandbytes' in 8 bits: its states are bytes, scales of blocks, a table of values."""
+    return getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8

@@ -1,0 +1,126 @@
+"""The CheckpointManager, with which the Trainer saves and loads.
+
+A save in order: this rank's share of the Trainer's state is gathered (trainer_state.py), copied and written in the
+background (background.py), and committed (format.py). Then old checkpoints are removed (retention.py) and the new one
+is uploaded (upload.py). Loading reads the files (shard_files.py) into the live state (live_state.py).
+"""
+
+from pathlib import Path
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from pretraining.checkpoints.background import CheckpointWriter
+from pretraining.checkpoints.export import demote_checkpoint
+from pretraining.checkpoints.format import commit_checkpoint
+from pretraining.checkpoints.identity import Identity, Start, metrics_at
+from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.retention import Retention
+from pretraining.checkpoints.trainer_state import load_position, load_state, rank_share
+from pretraining.checkpoints.upload import Uploader
+from pretraining.data.prepared import PreparedData
+from pretraining.planning.run_plan import RunPlan
+from pretraining.recipe import Recipe
+from pretraining.runtime.run_folder import RunFolder
+
+
+class CheckpointManager(TrainerCallback):
+    """Saves, commits, removes and uploads the checkpoints of one start of a run, and loads the one it goes on from.
+
+    The Trainer calls `save`, `load_state` and `load_position`, on all ranks together. As a callback it looks after the
+    save in flight at each step, and waits for it at the end. It comes before the callback that writes the metrics: a
+    row after a save says how long it blocked training.
+
+    environment: what `describe_environment` found, for the markers.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        recipe: Recipe,
+        plan: RunPlan,
+        data: PreparedData,
+        start: Start,
+        environment: dict,
+    ):
+        self.run, self.start = run, start
+        self.identity = Identity.of(recipe, plan, data.manifest, environment, start)
+        section = recipe.checkpoints
+        self.retention = Retention.of(section, demote_checkpoint, recipe.evaluation["metric"])
+        address = section["upload"]
+        remote = address and RemoteRun(address, run.path.name)
+        self.uploader = Uploader(run, remote, section["upload_mirror"]) if remote else None
+        self.writer = CheckpointWriter(
+            run,
+            commit_checkpoint,
+            after_commit=self._remove_old,
+            on_committed=self._upload,
+            background=section["background"],
+            on_full_disk=section["on_full_disk"],
+        )
+        self._last_saved: tuple[int, int] | None = None
+        self._last_logged: dict | None = None
+
+    def save(self, trainer: Trainer) -> None:
+        """Begin to save the Trainer's state of this step; returns once it is copied and may change.
+
+        The Trainer looks at what is due after each step, and once more when it leaves its loop, where a stop and
+        the end of an epoch ask for a save again: one state is saved once.
+        """
+        step, rows = trainer.state.global_step, trainer.state.log_history
+        if self._last_saved == (step, len(rows)):
+            return
+        self._last_saved = step, len(rows)
+        marker = self.identity.marker_at(step, metrics_at(step, rows))
+        share = rank_share(trainer)
+        self.writer.save(step, share.tensors, share.files, share.receipt, marker)
+
+    def load_state(self, trainer: Trainer, folder: Path) -> None:
+        """Set weights, optimizer, schedule and loss scaler of a prepared Trainer from a checkpoint."""
+        load_state(trainer, folder)
+
+    def load_position(self, trainer: Trainer, folder: Path) -> None:
+        """Set the random generators and the running loss, once the Trainer's loop has reset its own counters."""
+        load_position(trainer, folder)
+
+    def wait_for_upload(self) -> None:
+        """Wait until the last checkpoint is uploaded, or its upload has failed; every rank calls this at the end."""
+        if self.uploader is not None:
+            self.uploader.wait()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
+    ) -> None:
+        """Upload the checkpoint that the run goes on from: its own upload may have been interrupted."""
+        if self.start.checkpoint is not None:
+            self._upload(self.start.checkpoint)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
+    ) -> None:
+        """Ask how far the save in flight is."""
+        self.writer.poll()
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs
+    ) -> None:
+        """Add to the first row after a save how long it blocked training, and the bytes of its copy."""
+        if "loss" in logs and self.writer.last is not self._last_logged:
+            self._last_logged = self.writer.last
+            logs["save_blocked_seconds"] = self._last_logged["blocked_seconds"]
+            logs["save_snapshot_bytes"] = self._last_logged["snapshot_bytes"]
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
+    ) -> None:
+        """Wait for the save in flight."""
+        self.writer.wait()
+
+    def _upload(self, folder: Path) -> None:
+        # A checkpoint of another run, which --resume PATH named, is not this run's to upload.
+        if self.uploader is not None and folder.parent == self.run.path:
+            self.uploader.offer(folder)
+
+    def _remove_old(self) -> None:
+        removed = self.retention.apply(self.run)
+        if self.uploader is not None:
+            self.uploader.remove([folder.name for folder in removed])

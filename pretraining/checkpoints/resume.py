@@ -1,0 +1,308 @@
+"""Where a run begins or goes on (`find_start`), and the first writes of that start (`open_run`).
+
+Rank 0 looks at the folder and decides, all ranks verify the bytes of the checkpoint together, and nothing is loaded
+before. Between the two the caller builds model and Trainer: whatever refuses the start has written nothing yet.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pretraining.checkpoints.export import describe_model
+from pretraining.checkpoints.fetch import resolve_resume
+from pretraining.checkpoints.folders import (
+    changed_files,
+    committed_checkpoints,
+    quick_damage,
+    remove_uncommitted,
+    set_aside_after,
+    share_of,
+)
+from pretraining.checkpoints.format import MARKER, marker_or_nothing, read_marker
+from pretraining.checkpoints.identity import Identity, Start, described_data
+from pretraining.checkpoints.shard_files import read_state
+from pretraining.data.mixture import Mixture, format_table
+from pretraining.data.packed_dataset import PackedDataset
+from pretraining.data.packing import cuts_text
+from pretraining.errors import UserError
+from pretraining.planning import RunPlan, run_facts
+from pretraining.planning.quantities import facts, several
+from pretraining.planning.sizes import model_size
+from pretraining.recipe import Recipe
+from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
+from pretraining.recipe.schedule import CONSTANT, DECAYING
+from pretraining.runtime.durable_files import write_json
+from pretraining.runtime.journal import NOTHING_HEALED, Journal
+from pretraining.runtime.lock import move_lock
+from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, rank_and_world_size
+from pretraining.runtime.restarts import launch_details
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import differences, display_path, listed
+
+STEP_SIZES = ("budget.tokens_per_step", "budget.ramp")
+"""Keys that say how many tokens a step has."""
+
+
+def find_start(run: RunFolder, recipe: Recipe, manifest: dict, resume: str, allowed: Sequence[str]) -> Start:
+    """Find where to begin or go on; rank 0 decides, and every rank gets the same answer or the same `UserError`.
+
+    Writes nothing but checkpoints that it fetches from a store, and the event of a damaged one that it passes over.
+
+    resume: `--resume auto|never|PATH|ADDRESS`. allowed: keys of the recipe, or sections, that may differ from what
+    the run was so far.
+    """
+    resume = resolve_resume(run, recipe.checkpoints["upload"], resume)
+    if resume == "never":
+        return Start(starts_over=True)
+    from_rank_0(lambda: changes_of_run(run, recipe.to_dict(), allowed))
+    journal = from_rank_0(lambda: Journal.read(run.journal))
+    checkpoint = choose_checkpoint(run, resume, journal)
+    start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, manifest, allowed))
+    from_rank_0(lambda: _refuse_lost_rollbacks(checkpoint, run, journal))
+    return replace(start, journal=journal)
+
+
+def _start_at(
+    checkpoint: Path | None, run: RunFolder, recipe: Recipe, manifest: dict, allowed: Sequence[str]
+) -> Start:
+    if checkpoint is None:
+        return Start()
+    read_state(checkpoint)  # refuses another format before anything starts
+    changes = changes_since(checkpoint, read_marker(checkpoint), recipe, manifest, run, allowed)
+    start = Start.at(checkpoint)
+    accepted = [
+        {"step": start.step, "key": each.key, "from": each.earlier, "to": each.now} for each in changes
+    ]
+    if accepted and start.step >= start.last_step(recipe):
+        keys = ", ".join(each["key"] for each in accepted)
+        raise UserError(
+            f"{run.path}: all {start.step:,} steps are done, so that changing {keys} would change none of them; make a "
+            "run of its own (python -m pretraining.checkpoints branch), or start over with --resume never"
+        )
+    return replace(start, changes=(*start.changes, *accepted))
+
+
+def _refuse_lost_rollbacks(checkpoint: Path | None, run: RunFolder, journal: Journal) -> None:
+    known = read_marker(checkpoint).get("rollbacks", 0) if checkpoint else 0
+    if known > len(journal.rollbacks):
+        raise UserError(
+            f"{run.journal}: {checkpoint} was trained after {known} rollbacks and this journal holds "
+            f"{len(journal.rollbacks)}: the samples they left out are not known; bring back the journal of its run, "
+            "or begin a run of its own from it: python -m pretraining.checkpoints branch"
+        )
+
+
+def choose_checkpoint(run: RunFolder, resume: str, journal: Journal = NOTHING_HEALED) -> Path | None:
+    """Return the checkpoint that `--resume auto|never|PATH` means, on every rank; None begins from the beginning.
+
+    auto: the newest committed checkpoint that is whole and that no rollback of `journal` has left behind. A damaged
+    one is passed over with an event and a line.
+    Raises `UserError` for a PATH that is not a committed, whole checkpoint, and for another version's.
+    """
+    if resume == "never":
+        return None
+    if resume != "auto":
+        return _whole(Path(resume))
+    for folder in from_rank_0(lambda: _candidates(run, journal)):
+        reason = _damage_seen_by_all(folder, of_run=True)
+        if reason is None:
+            return folder
+        from_rank_0(lambda folder=folder, reason=reason: _pass_over(run, folder, reason))
+    return None
+
+
+def _damage_seen_by_all(folder: Path, of_run: bool = False) -> str | None:
+    """Return the `damage` of a checkpoint, of which each rank reads a share of the bytes; every rank calls it."""
+    reason, files = from_rank_0(lambda: quick_damage(folder, of_run))
+    if reason is not None:
+        return reason
+    rank, ranks = rank_and_world_size()
+    found = gather_from_ranks(changed_files(folder, share_of(files, rank, ranks)))
+    return next((reason for changed in found for reason in changed.values()), None)
+
+
+def is_left_behind(folder: Path, journal: Journal) -> bool:
+    """Say if a rollback went back behind a checkpoint since it was saved; of a damaged marker one cannot tell."""
+    marker = marker_or_nothing(folder)
+    return bool(marker) and journal.overtakes(marker["step"], marker.get("rollbacks", 0))
+
+
+def _candidates(run: RunFolder, journal: Journal) -> list[Path]:
+    return [folder for folder in committed_checkpoints(run) if not is_left_behind(folder, journal)]
+
+
+def _pass_over(run: RunFolder, folder: Path, reason: str) -> None:
+    run.add_event("checkpoint_passed_over", checkpoint=folder.name, reason=reason)
+    print(f"{folder} is damaged ({reason}): passed over for the one before", flush=True)
+
+
+def _whole(folder: Path) -> Path:
+    """Return the folder; `UserError` unless it is a committed checkpoint without damage."""
+    from_rank_0(lambda: _refuse_uncommitted(folder))
+    reason = _damage_seen_by_all(folder)
+    if reason is not None:
+        raise UserError(f"--resume {folder}: the checkpoint is damaged: {reason}")
+    return folder
+
+
+def _refuse_uncommitted(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(
+            f"--resume {folder}: no such folder; it takes auto, never or the path of a checkpoint"
+        )
+    if not (folder / MARKER).exists():
+        raise UserError(f"--resume {folder}: no committed checkpoint there ({MARKER} is missing)")
+
+
+def changes_since(
+    checkpoint: Path, marker: dict, recipe: Recipe, manifest: dict, run: RunFolder, allowed: Sequence[str]
+) -> list[Change]:
+    """Return how recipe and data differ from the checkpoint's.
+
+    What an earlier start in this folder accepted stays accepted. Raises `UserError` for a change that is not
+    allowed, and for one that no checkpoint can follow: other shapes of the weights.
+    """
+    changes = changed_parts(recipe.to_dict(), marker["recipe"])
+    if any(change.key.startswith("model.") for change in changes):
+        _refuse_other_shape(checkpoint, marker["recipe"]["model"], recipe.model)
+    changes += _data_change(marker["data"], described_data(recipe, manifest), changes)
+    recorded = [(each["key"], each["to"]) for each in _recorded_changes(run)]
+    new = [change for change in changes if (change.key, change.now) not in recorded]
+    refuse_changes(new, allowed, checkpoint, "checkpoint")
+    return changes
+
+
+def _recorded_changes(run: RunFolder) -> list[dict]:
+    """Return what earlier starts in this folder accepted: {"step", "key", "from", "to"} each."""
+    return _read_json(run.changes) if run.changes.exists() else []
+
+
+def _data_change(earlier: dict, now: dict, changes: list[Change]) -> list[Change]:
+    """Return the change to other tokens under the same recipe; [] if a key of `data`, which says so, differs too."""
+    if earlier["fingerprint"] == now["fingerprint"] or any(each.key.startswith("data.") for each in changes):
+        return []
+    return [Change(DATA_FINGERPRINT, earlier["fingerprint"], now["fingerprint"])]
+
+
+def _refuse_other_shape(checkpoint: Path, earlier: dict, now: dict) -> None:
+    if earlier["model_type"] != now["model_type"] or model_size(earlier).parts != model_size(now).parts:
+        raise UserError(
+            f"{checkpoint} holds weights of other shapes: {listed(differences(earlier, now, 'model'))}; give this "
+            "model its own folder with --output_dir, or start over with --resume never"
+        )
+
+
+def _read_json(path: Path) -> dict | list:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: cannot be read ({error}); remove it or choose another --output_dir"
+        ) from error
+
+
+def open_run(
+    run: RunFolder,
+    identity: Identity,
+    plan: RunPlan,
+    mixture: Mixture | None,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: PackedDataset,
+) -> None:
+    """Write what the run is into its folder, on rank 0, after every check, and print it.
+
+    Checkpoints that do not count any more go first: the files of a killed save, and what was saved after the step
+    from which the run goes on. Then recipe, plan, environment, the model's config with the tokenizer, mixture.
+    """
+
+    def write() -> None:
+        start = identity.start
+        if start.starts_over:
+            _set_aside(run)
+        remove_uncommitted(run)
+        set_aside_after(run, start.step, spared=start.checkpoint)
+        record_changes(run, start, identity.recipe)
+        write_json(run.recipe, identity.recipe.to_dict())
+        write_json(run.plan, plan.to_dict())
+        write_json(run.environment, identity.environment)
+        describe_model(run, model, tokenizer)
+        print(start_text(run, identity, plan), flush=True)
+        if mixture is not None:
+            table = mixture.table(identity.recipe.num_samples)
+            write_json(run.mixture, table)
+            print(format_table(table))
+        cuts = dataset.cut_shares()
+        if cuts is not None:
+            print(cuts_text(cuts))
+        run.add_event(
+            "resume" if start.checkpoint else "start",
+            step=start.step,
+            checkpoint=start.checkpoint and start.checkpoint.name,
+            **plan.layout,
+            **launch_details(),
+            **({} if cuts is None else {"cuts": cuts}),
+        )
+
+    from_rank_0(write)
+
+
+def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
+    """Return what a run is and where it begins, in a few lines."""
+    recipe, start = identity.recipe, identity.start
+    rows = [("run", f"{recipe.name} in {display_path(run.path)}, on {identity.environment['device']}")]
+    rows += run_facts(recipe, plan, "rank")
+    if start.checkpoint is not None:
+        marker, place = read_marker(start.checkpoint), start.checkpoint
+        name = place.name if place.parent.absolute() == run.path.absolute() else display_path(place)
+        stage = "no DeepSpeed" if marker["zero_stage"] is None else f"zero{marker['zero_stage']}"
+        done = f"step {start.step:,} of {start.last_step(recipe):,}, {start.tokens:,} tokens seen"
+        rows.append(("continues", f"from {name} ({several(marker['ranks'], 'rank')}, {stage}): {done}"))
+    return facts(rows)
+
+
+def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
+    """Print and keep what was changed on request."""
+    # Before the recipe is written: a start that is killed in between is asked again for what it accepted.
+    known = _recorded_changes(run)
+    for change in start.changes:
+        if change in known:
+            continue
+        effect = _effect_on_rate(change, recipe, start)
+        run.add_event("change_accepted", **change, **({"effect": effect} if effect else {}))
+        words = (
+            f"{change['key']} is {change['to']!r} from step {change['step']:,} on, and was {change['from']!r}"
+        )
+        print(f"accepted: {words}{'; ' if effect else ''}{effect}", flush=True)
+    if start.changes or known:
+        write_json(run.changes, list(start.changes))
+
+
+def _effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
+    """Return what a recorded change of the steps' sizes does to the learning rate, and the way out; "" if nothing.
+
+    A schedule that counts steps goes on at the same step, which is another share of the run than before.
+    """
+    kind, last = recipe.training.get("lr_scheduler_type", "linear"), start.last_step(recipe)
+    is_flat = kind == CONSTANT[0] or (kind in CONSTANT and start.step >= recipe.warmup_steps(last))
+    if change["key"] not in STEP_SIZES or recipe.schedule_counts_tokens or is_flat:
+        return ""
+    keys = "budget.warmup_tokens (in place of training.warmup_steps)"
+    keys += " or budget.decay_tokens" if kind == DECAYING else ""
+    return (
+        f"the learning rate moves by it: the schedule {kind} counts steps, and has {last - start.step:,} left after "
+        f"{start.step:,}, whatever their tokens; {keys} lets it count tokens, so that the rate stays where it is"
+    )
+
+
+def _set_aside(run: RunFolder) -> None:
+    """Keep what an earlier run left in this folder under another name."""
+    if run.recipe.exists():
+        aside = run.path.with_name(f"{run.path.name}.{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
+        run.path.rename(aside)
+        move_lock(aside, run.path)  # this process goes on holding the new folder
+        print(f"the earlier run of {run.path} is kept as {aside}")

@@ -1,0 +1,256 @@
+"""The state of a Trainer in a checkpoint: what each rank saves of it, and how it is set again.
+
+Every rank saves its own fragments of the parameters and optimizer states, rank 0 also what is the same on every rank.
+On loading each rank reads the slices that it needs, whichever ranks at whichever stage saved them.
+"""
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+
+from pretraining.checkpoints.format import read_receipt
+from pretraining.checkpoints.live_state import Block, LiveState, live_state, set_block
+from pretraining.checkpoints.shard_files import (
+    BUFFER,
+    FORMAT,
+    STATE_FILE,
+    CheckpointReader,
+    fragment_key,
+)
+from pretraining.errors import UserError
+from pretraining.runtime.heartbeat import long_work
+
+
+class RankShare(NamedTuple):
+    """What one rank writes of a checkpoint."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """By key; they may be live views, which the next step changes."""
+    files: Mapping[str, bytes]
+    """Small files, by name."""
+    receipt: Mapping
+    """What its receipt holds besides, as JSON."""
+
+
+def rank_share(trainer: Trainer) -> RankShare:
+    """Gather this rank's share of a checkpoint of the Trainer as it is now; all ranks call it together."""
+    _update_trainer_state(trainer)
+    live = live_state(trainer.model, trainer.optimizer)
+    files = {}
+    if dist.get_rank() == 0:
+        files[STATE_FILE] = _json(_replicated_state(trainer, live))
+        files[TRAINER_STATE_NAME] = _json(asdict(trainer.state), sort_keys=True)
+    receipt = {"rng": random_numbers(), "running_loss": _running_loss(trainer)}
+    return RankShare(dict(rank_tensors(live)), files, receipt)
+
+
+def _update_trainer_state(trainer: Trainer) -> None:
+    """Bring up to date what `trainer.state` keeps of FLOPs and of callbacks, as the Trainer's own save would."""
+    trainer.store_flos()
+    for callback in (*trainer.callback_handler.callbacks, trainer.control):
+        if isinstance(callback, ExportableState):
+            trainer.state.stateful_callbacks[type(callback).__name__] = callback.state()
+
+
+def rank_tensors(live: LiveState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (key, tensor) of all that this rank saves: live views, and copies of what is swapped to NVMe."""
+    for block in live.blocks:
+        with live.held(block):
+            for key, tensor in _block_tensors(live, block):
+                yield key, tensor.clone() if live.is_swapped(block) else tensor
+    if dist.get_rank() == 0:
+        for name, buffer in _persistent_buffers(live.model).items():
+            yield fragment_key(BUFFER, name, 0), buffer.detach().reshape(-1)
+    yield from random_tensors().items()
+
+
+def _block_tensors(live: LiveState, block: Block) -> Iterator[tuple[str, torch.Tensor]]:
+    for state, tensor in block.per_element().items():
+        for piece in map(live.own, block.pieces):
+            if piece.numel:
+                yield fragment_key(state, piece.parameter, piece.start), piece.of(tensor)
+    for state, tensor in block.whole().items():
+        if len(block.parameters) == 1 and live.owns_whole():
+            yield fragment_key(state, block.parameters[0], None), tensor.detach()
+
+
+def _replicated_state(trainer: Trainer, live: LiveState) -> dict:
+    """Return what is the same on every rank, as JSON; `scalars` holds the optimizer's counts by parameter."""
+    scalars = {}
+    for block in live.blocks:
+        with live.held(block):
+            values = block.scalars()
+            scalars |= {name: values for name in block.parameters if block.state}
+    scaler = live.loss_scaler() or trainer.accelerator.scaler
+    return {
+        "format": FORMAT,
+        "optimizer": type(live.torch_optimizer).__name__,
+        "scalars": scalars,
+        "schedule": schedule_state(trainer.lr_scheduler),
+        "loss_scaler": scaler_state(scaler),
+        "skipped_steps": getattr(trainer.model_wrapped, "skipped_steps", 0),
+        "parameters": {name: _shape_and_type(p) for p, name in live.names.items()},
+        "buffers": {name: _shape_and_type(b) for name, b in _persistent_buffers(live.model).items()},
+    }
+
+
+def _running_loss(trainer: Trainer) -> dict:
+    """Return the sum of this rank's losses since the last logged step, in nats per token, and of how many steps."""
+    steps = trainer.state.global_step - trainer._globalstep_last_logged
+    return {"sum": trainer._tr_loss.item(), "steps": steps}
+
+
+def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong to the model's state, by name."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non__persistent_buffers_set:
+                found[name] = buffer
+    return found
+
+
+def _shape_and_type(tensor: torch.Tensor) -> dict:
+    """Return shape and type of the whole tensor, even if ZeRO-3 has partitioned it."""
+    shape = getattr(tensor, "ds_shape", tensor.shape)
+    return {"shape": list(shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+
+def _json(value: dict, **keywords) -> bytes:
+    return (json.dumps(value, indent=2, **keywords) + "\n").encode()
+
+
+def load_state(trainer: Trainer, folder: Path) -> None:
+    """Set weights, optimizer states, schedule and loss scaler of a prepared Trainer, in place.
+
+    Takes memory of the largest piece of a parameter that this rank holds. Raises `UserError` if the checkpoint does
+    not fit the model or the optimizer.
+    """
+    reader = CheckpointReader(folder)
+    live = live_state(trainer.model, trainer.optimizer)
+    _refuse_other_shapes(live, reader)
+    with torch.no_grad(), long_work():
+        for block in live.blocks:
+            with live.held(block, changed=True):
+                set_block(block, reader)
+        live.set_weights()
+        for name, buffer in _persistent_buffers(live.model).items():
+            buffer.copy_(reader.read(BUFFER, name, 0, buffer.numel()).view_as(buffer))
+    reader.close()
+    set_schedule(trainer.lr_scheduler, reader.state["schedule"])
+    set_scaler(live.loss_scaler() or trainer.accelerator.scaler, reader.state["loss_scaler"])
+    if trainer.is_deepspeed_enabled:
+        trainer.model_wrapped.skipped_steps = reader.state["skipped_steps"]
+
+
+def _refuse_other_shapes(live: LiveState, reader: CheckpointReader) -> None:
+    ours = {name: tuple(getattr(p, "ds_shape", p.shape)) for p, name in live.names.items()}
+    changed = [
+        name for name in ours.keys() | reader.parameters if ours.get(name) != reader.parameters.get(name)
+    ]
+    if changed:
+        name = min(changed)
+        raise UserError(
+            f"{reader.folder} is of another model: {name} is {reader.parameters.get(name)} there and "
+            f"{ours.get(name)} here"
+        )
+
+
+def load_position(trainer: Trainer, folder: Path) -> None:
+    """Set the random generators and the running loss, once the Trainer's loop has reset its own counters."""
+    _load_random_state(folder)
+    _load_running_loss(trainer, folder)
+
+
+def _load_random_state(folder: Path) -> None:
+    """Set this rank's random generators, if as many ranks saved the checkpoint as run now."""
+    reader = CheckpointReader(folder)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if reader.ranks == ranks and (numbers := read_receipt(folder, rank, ranks).get("rng")):
+        set_random_state(reader.own_tensors(rank), numbers)
+
+
+def _load_running_loss(trainer: Trainer, folder: Path) -> None:
+    """Go on with the losses since the last logged step, so that the next row is that of a run without a break."""
+    reader = CheckpointReader(folder)
+    saved = [read_receipt(folder, rank, reader.ranks).get("running_loss") for rank in range(reader.ranks)]
+    if reader.ranks == dist.get_world_size():
+        saved = [saved[dist.get_rank()]]  # else each rank takes the mean: only the mean over ranks is logged
+    trainer._tr_loss.fill_(sum(loss["sum"] for loss in saved) / len(saved))
+    trainer._globalstep_last_logged = trainer.state.global_step - saved[0]["steps"]
+
+
+def schedule_state(scheduler: LRScheduler) -> dict:
+    """Return the schedule's own state, and the rate of each parameter group."""
+    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+    return {"state": scheduler.state_dict(), "rates": [float(rate) for rate in rates]}
+
+
+def set_schedule(scheduler: LRScheduler, saved: dict) -> None:
+    """Continue a schedule at the step at which it was saved."""
+    state, rates = saved["state"], saved["rates"]
+    if isinstance(scheduler, LambdaLR):
+        # A function of the step needs its position alone: peak and shape are those of this run's recipe.
+        state = {**state, **{key: scheduler.state_dict()[key] for key in ("base_lrs", "lr_lambdas")}}
+        shapes = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        rates = [base * shape(state["last_epoch"]) for base, shape in shapes]
+    scheduler.load_state_dict(state)
+    scheduler._last_lr = rates
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def scaler_state(scaler: object | None) -> dict | None:
+    """Return the numbers of a loss scaler, torch's GradScaler or DeepSpeed's; None if there is none."""
+    if scaler is None:
+        return None
+    # DeepSpeed's scaler has no state of its own: its attributes are its state.
+    values = scaler.state_dict() if hasattr(scaler, "state_dict") else vars(scaler)
+    return {key: value for key, value in values.items() if isinstance(value, int | float | bool)}
+
+
+def set_scaler(scaler: object | None, saved: dict | None) -> None:
+    """Set what `scaler_state` returned, as far as both scalers have it."""
+    if scaler is None or not saved:
+        return
+    if hasattr(scaler, "load_state_dict"):
+        scaler.load_state_dict({**scaler.state_dict(), **saved})
+    else:
+        vars(scaler).update({key: value for key, value in saved.items() if key in vars(scaler)})
+
+
+def random_tensors() -> dict[str, torch.Tensor]:
+    """Return {"rng/torch", "rng/cuda"}: uint8 states of torch's generators, the device's only if there is one."""
+    found = {"rng/torch": torch.random.get_rng_state()}
+    if torch.cuda.is_available():
+        found["rng/cuda"] = torch.cuda.random.get_rng_state()
+    return found
+
+
+def random_numbers() -> dict:
+    """Return the states of Python's and numpy's generators, for JSON."""
+    kind, keys, *rest = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    return {"python": [version, list(internal), gauss], "numpy": [kind, keys.tolist(), *rest]}
+
+
+def set_random_state(tensors: dict[str, torch.Tensor], numbers: dict) -> None:
+    """Set what `random_tensors` and `random_numbers` returned."""
+    version, internal, gauss = numbers["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = numbers["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.random.set_rng_state(tensors["rng/torch"])
+    if torch.cuda.is_available() and "rng/cuda" in tensors:
+        torch.cuda.random.set_rng_state(tensors["rng/cuda"])

@@ -1,0 +1,222 @@
+"""A guard on what training reads: blocks from which a model learns nothing are flagged, never changed.
+
+It looks for four things:
+
+dominant     one token fills most of the block: padding, whitespace, a run of one character
+few_tokens   hardly any distinct tokens: a table of digits, an ASCII drawing
+repeated     the block repeats itself with a short period
+undecodable  a good part of the block's characters is U+FFFD: binary files, or text in a wrong encoding
+
+The thresholds are those at which real English and code, Python's library and its documentation among them, raise
+no flag but for what is degenerate by eye: dumps of numbers, tables of one value, drawn lines.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from pretraining.data.shards import TokenSplit
+from pretraining.recipe.data import source_names
+from pretraining.runtime.durable_files import append_row
+from pretraining.schema import display_path
+
+if TYPE_CHECKING:
+    from pretraining.data.prepared import PreparedData
+    from pretraining.recipe import Recipe
+
+_SAMPLED_ONE_IN = 16
+"""A first look takes one token of so many."""
+
+_PERIODS_IN_BLOCK = 8
+"""A period is short if the block holds at least so many of it."""
+
+
+class Thresholds(NamedTuple):
+    """A block is flagged if a measure reaches (distinct tokens: stays under) its threshold."""
+
+    dominant_share: float = 0.6
+    """Of the block's tokens that are one and the same."""
+    distinct_share: float = 1 / 96
+    """Distinct tokens over tokens; at least three distinct ones are asked for in any block."""
+    repeated_share: float = 0.9
+    """Of the tokens that equal the one a period before; periods up to an eighth of the block."""
+    undecodable_share: float = 0.05
+    """Of the characters of the block's text that are U+FFFD."""
+
+
+def open_guard(path: Path, data: "PreparedData", recipe: "Recipe") -> "BlockGuard":
+    """Make the guard that lists degenerate blocks of the run in the file `path`."""
+    token_bytes = tokens_of_file(data.tokenizer_path / "tokenizer.json")
+    return BlockGuard(path, token_bytes, source_names(recipe.data, display_path(recipe.path)))
+
+
+class BlockGuard:
+    """Looks at blocks of token ids; each flagged one becomes a JSON line in `path`.
+
+    Lines are appended in one write each, so that ranks and workers may share the file; a resumed run may flag a
+    sample again. token_bytes: for each token id the bytes it stands for (`tokens_of_file`), or None to leave out the
+    test for undecodable text.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        token_bytes: Sequence[bytes] | None = None,
+        source_names: Sequence[str] = (),
+        thresholds: Thresholds | None = None,
+    ):
+        self.path, self.token_bytes = Path(path), token_bytes
+        self.source_names = tuple(source_names)
+        self.thresholds = thresholds or Thresholds()
+        self._at_worst = None if token_bytes is None else _replacements_at_worst(token_bytes)
+
+    def look(
+        self,
+        tokens: np.ndarray,
+        sample: int,
+        block: int,
+        source: int,
+        stretches: Sequence[tuple[int, int]],
+        split: TokenSplit,
+    ) -> dict[str, float]:
+        """Check one block, [L + 1] ids from these stretches of its split, and write down what is wrong with it.
+
+        The row names the document in which the longest stretch begins.
+        """
+        reasons = self.reasons(tokens)
+        if reasons:
+            longest, _ = max(stretches, key=lambda stretch: stretch[1] - stretch[0])
+            shard, document = split.document_at(longest)
+            name = self.source_names[source] if source < len(self.source_names) else source
+            place = {"sample": sample, "block": block, "source": name, "shard": shard, "document": document}
+            append_row(self.path, {**place, "reasons": reasons})
+        return reasons
+
+    def reasons(self, tokens: np.ndarray) -> dict[str, float]:
+        """Return {what is wrong: its measure} for one block of ids; empty for a sound one."""
+        limits = self.thresholds
+        apart = max(1, int(limits.dominant_share * len(tokens)) - 1)
+        fewest = max(3, limits.distinct_share * len(tokens))
+        found = {} if _is_varied(tokens, apart, fewest) else _poor(tokens, apart, fewest)
+        if not found and (period := short_period(tokens, limits.repeated_share)):
+            found["repeated"] = period
+        if (share := self._undecodable_share(tokens)) >= limits.undecodable_share:
+            found["undecodable"] = round(share, 4)
+        return found
+
+    def _undecodable_share(self, tokens: np.ndarray) -> float:
+        """Share of U+FFFD among the characters; decoded only if the tokens, one by one, could reach the limit."""
+        if self._at_worst is None:
+            return 0.0
+        # Half the time of "raise"; no id is beyond the vocabulary.
+        at_worst = self._at_worst.take(tokens, mode="clip")
+        bound = int(at_worst.sum(dtype=np.int64))
+        # Every token spells at least one character, or a part of one that `bound` counts.
+        if bound < self.thresholds.undecodable_share * len(tokens):
+            return 0.0
+        text = b"".join([self.token_bytes[token] for token in tokens.tolist()]).decode(errors="replace")
+        return text.count("\ufffd") / max(1, len(text))
+
+
+def _replacements_at_worst(token_bytes: Sequence[bytes]) -> np.ndarray:
+    """[ids], uint16: U+FFFD in each token decoded by itself; in a text its bytes may complete each other."""
+    return np.array([text.decode(errors="replace").count("\ufffd") for text in token_bytes], np.uint16)
+
+
+def _is_varied(tokens: np.ndarray, apart: int, fewest: float) -> bool:
+    """A sure sign, without sorting, that `_poor` finds nothing; most sound blocks show it.
+
+    A token that fills k of n places is its own neighbour at least 2k - n - 1 times; and what a sample of the
+    block holds, the block holds.
+    """
+    if np.count_nonzero(tokens[1:] == tokens[:-1]) >= 2 * (apart + 1) - len(tokens) - 1:
+        return False
+    return len(set(tokens[::_SAMPLED_ONE_IN].tolist())) >= fewest
+
+
+def _poor(tokens: np.ndarray, apart: int, fewest: float) -> dict[str, float]:
+    """`dominant` if a token occurs more than `apart` times, `few_tokens` below `fewest` distinct ones."""
+    found = {}
+    # numpy sorts 32-bit integers several times faster than 16-bit ones.
+    ordered = np.sort(tokens.astype(np.int32))
+    if (ordered[apart:] == ordered[:-apart]).any():
+        found["dominant"] = _share_of_commonest(ordered)
+    distinct = int(np.count_nonzero(ordered[1:] != ordered[:-1])) + 1
+    if distinct < fewest:
+        found["few_tokens"] = distinct
+    return found
+
+
+def _share_of_commonest(ordered: np.ndarray) -> float:
+    return round(float(np.unique(ordered, return_counts=True)[1].max() / len(ordered)), 4)
+
+
+def short_period(tokens: np.ndarray, share: float) -> int | None:
+    """Find the shortest period, up to an eighth of the block, with which `share` of it repeats itself; or None.
+
+    In a block with a period, the token one period after nearly any place is the token at that place. Only distances
+    that fit at two of three places are tried in full.
+    """
+    longest = len(tokens) // _PERIODS_IN_BLOCK
+    if longest < 1:
+        return None
+    a, b, c = (
+        tokens[place + 1 : place + 1 + longest] == tokens[place]
+        for place in (longest, len(tokens) // 2, len(tokens) - longest - 1)
+    )
+    for distance in (np.flatnonzero((a & (b | c)) | (b & c)) + 1).tolist():
+        if np.count_nonzero(tokens[distance:] == tokens[:-distance]) >= share * (len(tokens) - distance):
+            return distance
+    return None
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def tokens_of_file(path: Path) -> list[bytes]:
+    """Read the bytes of each token id from a tokenizer.json: byte-level BPE, or SentencePiece with byte fallback."""
+    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    vocabulary = _vocabulary(content["model"])
+    spell = _byte_level if _is_byte_level(content) else _sentence_piece
+    ids = {number: spell(text) for text, number in vocabulary.items()}
+    ids |= {number: text.encode() for text, number in added.items()}
+    return [ids.get(number, b"") for number in range(max(ids) + 1)]
+
+
+def _vocabulary(model: dict) -> dict[str, int]:
+    """BPE and WordPiece map texts to ids; Unigram lists [text, score]."""
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        return vocabulary
+    return {text: number for number, (text, _) in enumerate(vocabulary)}
+
+
+def _is_byte_level(content: dict) -> bool:
+    """Whether some part of the decoder is the byte-level one."""
+    decoder = content.get("decoder") or {}
+    return any(part.get("type") == "ByteLevel" for part in [decoder, *decoder.get("decoders", [])])
+
+
+def _byte_level(text: str) -> bytes:
+    return b"".join(_BYTE_OF_LETTER.get(letter, letter.encode()) for letter in text)
+
+
+def _sentence_piece(text: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(text)
+    return bytes([int(byte[1], 16)]) if byte else text.replace("\u2581", " ").encode()
+
+
+def _letters_of_bytes() -> dict[str, bytes]:
+    """GPT-2's alphabet: printable bytes spell themselves, the others take the letters from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): bytes([byte]) for byte in printable}
+    return letters | {chr(256 + number): bytes([byte]) for number, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _letters_of_bytes()

@@ -1,0 +1,280 @@
+"""Decontamination: training documents that hold a stretch of an evaluation set, and the texts of such sets.
+
+A document is found by a shared n-gram of words (13 by default, as in Brown et al. 2020, appendix C; the
+normalisation of `ngrams`). Evaluation texts shorter than that are looked for whole, down to `shortest` words;
+still shorter ones would be found everywhere: they are left out and counted.
+"""
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretraining.data.dedup.ngrams import MAX_NGRAM, Units, batches_of, ngrams_of, units_of
+from pretraining.data.manifest import digest_of
+from pretraining.data.packages import require
+from pretraining.data.text_files import local_file, read_documents
+from pretraining.errors import UserError
+
+_FILTER_BITS = 24
+"""A table of 2**24 bytes answers for most n-grams that they are in no evaluation set."""
+
+_NUM_EXAMPLES = 5
+
+_READ_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz")
+
+
+@dataclass(frozen=True)
+class DecontaminationSpec:
+    """When a document counts as holding a part of an evaluation set."""
+
+    ngram: int = 13
+    """Words in an n-gram."""
+    shortest: int = 8
+    """Evaluation texts of fewer words than `ngram` are looked for whole, down to this many words."""
+    share: float = 0.0
+    """Share of a document's n-grams that must be found before it is dropped; 0 means any one."""
+
+    def __post_init__(self):
+        if not 1 <= self.shortest <= self.ngram <= MAX_NGRAM:
+            raise UserError(
+                f"data.decontaminate: shortest ({self.shortest}) and ngram ({self.ngram}) must satisfy "
+                f"1 <= shortest <= ngram <= {MAX_NGRAM}"
+            )
+
+
+@dataclass
+class ContaminationIndex:
+    """The n-grams of all evaluation sets, to be looked for in training documents."""
+
+    spec: DecontaminationSpec
+    names: list[str]
+    hashes: dict[int, np.ndarray]
+    """{words in the n-gram: uint64, ascending}."""
+    owners: dict[int, np.ndarray]
+    """{words in the n-gram: int32, the set each hash was first seen in}."""
+    texts: list[int]
+    """Texts of each set."""
+    too_short: list[int]
+    """Those of them that are too short to look for."""
+
+    def __post_init__(self):
+        self._filters = {}
+        for length, hashes in self.hashes.items():
+            self._filters[length] = np.zeros(1 << _FILTER_BITS, np.bool_)
+            self._filters[length][_bucket(hashes)] = True
+
+    def check(self, texts: Sequence[str]) -> tuple[np.ndarray, dict]:
+        """Return bool [texts], whether each is contaminated, and a report (`merge_reports` adds those of pieces).
+
+        The report names for every evaluation set with a find the documents dropped for it, and examples: the
+        number of the document in `texts` and the words that it shares.
+        """
+        contaminated = np.zeros(len(texts), np.bool_)
+        report = {"documents": len(texts), "dropped": 0, "sets": {}}
+        done = 0
+        for batch in batches_of(texts):
+            units = units_of(batch)
+            found = self._finds(units)
+            contaminated[done : done + len(batch)] = self._is_enough(units, found)
+            self._describe(units, found, contaminated, done, report)
+            done += len(batch)
+        report["dropped"] = int(contaminated.sum())
+        return contaminated, report
+
+    def _finds(self, units: Units) -> np.ndarray:
+        """int64 [finds, 4]: text, first word, words and evaluation set of every n-gram that is in one."""
+        found = [np.zeros((0, 4), np.int64)]
+        for length, hashes in self.hashes.items():
+            windows = ngrams_of(units, length)
+            # The table spares most n-grams the binary search.
+            likely = np.flatnonzero(self._filters[length][_bucket(windows.hashes)])
+            places = np.minimum(np.searchsorted(hashes, windows.hashes[likely]), len(hashes) - 1)
+            sure = hashes[places] == windows.hashes[likely]
+            where, owner = likely[sure], self.owners[length][places[sure]]
+            text = np.searchsorted(windows.first, where, side="right") - 1
+            word = where - windows.first[text] + units.first[text]
+            found.append(np.column_stack([text, word, np.full(len(text), length), owner]))
+        found = np.concatenate(found)
+        return found[np.lexsort((found[:, 1], found[:, 0]))]
+
+    def _is_enough(self, units: Units, found: np.ndarray) -> np.ndarray:
+        """bool [texts]: whether the share of n-grams found reaches that of the spec, or any is found if that is 0."""
+        counts = np.diff(units.first)
+        begun = np.unique(found[:, :2], axis=0)[:, 0]  # lengths that begin at the same word count once
+        hits = np.bincount(begun, minlength=len(counts))
+        return (hits > 0) & (hits >= self.spec.share * np.maximum(counts - self.spec.ngram + 1, 1))
+
+    def _describe(
+        self, units: Units, found: np.ndarray, contaminated: np.ndarray, done: int, report: dict
+    ) -> None:
+        """Add the dropped texts of one batch to `report`, each once for every set it was found in."""
+        found = found[contaminated[done + found[:, 0]]]
+        firsts = np.unique(found[:, [0, 3]], axis=0, return_index=True)[1]
+        for text, word, length, owner in found[np.sort(firsts)].tolist():
+            entry = report["sets"].setdefault(self.names[owner], {"dropped": 0, "examples": []})
+            entry["dropped"] += 1
+            if len(entry["examples"]) < _NUM_EXAMPLES:
+                entry["examples"].append({"document": done + text, "words": _words_at(units, word, length)})
+
+
+def _words_at(units: Units, word: int, length: int) -> str:
+    """Return the normalised text from unit `word` on, `length` units long."""
+    ends = np.append(units.starts, len(units.texts))
+    return " ".join(units.texts[ends[word] : ends[word + length]].split()).lower()
+
+
+def build_index(texts: Iterable[tuple[str, str]], spec: DecontaminationSpec) -> ContaminationIndex:
+    """Index (evaluation set, text) pairs; a set is counted in the order of its first text."""
+    names: dict[str, int] = {}
+    hashes, owners = {}, {}
+    num_texts, too_short = Counter(), Counter()
+    for name, text in texts:
+        owner = names.setdefault(name, len(names))
+        num_texts[owner] += 1
+        length, found = _looked_for(text, spec)
+        too_short[owner] += length < spec.shortest
+        if length >= spec.shortest:
+            hashes.setdefault(length, []).append(found)
+            owners.setdefault(length, []).append(np.full(len(found), owner, np.int32))
+    columns = {length: _first_owners(hashes[length], owners[length]) for length in sorted(hashes)}
+    return ContaminationIndex(
+        spec,
+        list(names),
+        {length: column[0] for length, column in columns.items()},
+        {length: column[1] for length, column in columns.items()},
+        [num_texts[owner] for owner in names.values()],
+        [too_short[owner] for owner in names.values()],
+    )
+
+
+def _looked_for(text: str, spec: DecontaminationSpec) -> tuple[int, np.ndarray]:
+    """Words in the n-grams of one evaluation text (fewer if it is shorter), and their hashes."""
+    units = units_of([text])
+    length = min(spec.ngram, len(units.hashes))
+    return length, ngrams_of(units, max(length, 1)).hashes
+
+
+def _first_owners(hashes: list[np.ndarray], owners: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    distinct, first = np.unique(np.concatenate(hashes), return_index=True)
+    return distinct, np.concatenate(owners)[first]
+
+
+def _bucket(hashes: np.ndarray) -> np.ndarray:
+    return (hashes >> np.uint64(64 - _FILTER_BITS)).astype(np.int64)
+
+
+def merge_reports(reports: Iterable[dict]) -> dict:
+    """Add up the reports of all pieces, in their order; an example gains the number of its piece."""
+    total = {"documents": 0, "dropped": 0, "sets": {}}
+    for piece, report in enumerate(reports):
+        total["documents"] += report["documents"]
+        total["dropped"] += report["dropped"]
+        for name, found in report["sets"].items():
+            entry = total["sets"].setdefault(name, {"dropped": 0, "examples": []})
+            entry["dropped"] += found["dropped"]
+            free = _NUM_EXAMPLES - len(entry["examples"])
+            entry["examples"] += [{"piece": piece, **example} for example in found["examples"][:free]]
+    return total
+
+
+def read_evaluation_sets(folder: str | None = None, tasks: list[str] = ()) -> Iterator[tuple[str, str]]:
+    """Yield (name of the set, text) of every file in `folder` and its folders, then of every lm-eval task.
+
+    A .txt is one text. Of a .jsonl(.gz) every string in a row is a text, whatever its key, so that questions,
+    choices and answers are found by themselves. Raises UserError for what is missing or cannot be read.
+    """
+    if folder is not None:
+        yield from _of_folder(Path(folder))
+    for name in tasks:
+        yield from ((name, text) for text in _of_task(name))
+
+
+def fingerprint_of_sets(folder: str | None, tasks: list[str]) -> str:
+    """Return a digest of the files of `folder`, the names of the tasks, and lm-eval's version."""
+    if folder is None and not tasks:
+        raise UserError("data.decontaminate names no evaluation sets: give it a folder, or tasks")
+    version = require("lm_eval", "data.decontaminate.tasks").__version__ if tasks else None
+    files = [local_file(path, Path(folder)) for path in _files_of(Path(folder))] if folder else []
+    return digest_of([(file.name, file.num_bytes, file.version) for file in files], list(tasks), version)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    found = sorted(path for path in folder.rglob("*") if path.name.lower().endswith(_READ_SUFFIXES))
+    if not found:
+        raise UserError(
+            f"data.decontaminate.folder: {folder} holds no {', '.join(_READ_SUFFIXES)}; "
+            "name a folder of evaluation sets"
+        )
+    return found
+
+
+def _of_folder(folder: Path) -> Iterator[tuple[str, str]]:
+    for path in _files_of(folder):
+        name = str(path.relative_to(folder))
+        texts = _of_text(path) if path.suffix.lower() == ".txt" else _of_json_lines(path)
+        yield from ((name, text) for text in texts)
+
+
+def _of_text(path: Path) -> Iterator[str]:
+    for document in read_documents(local_file(path, path.parent)):
+        if document.text is None:
+            raise UserError(f"{document.where}: not UTF-8 text; convert the file")
+        yield document.text
+
+
+def _of_json_lines(path: Path) -> Iterator[str]:
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield from _strings_of(_row(line, f"{path}:line {number}"))
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); fetch or convert it again") from error
+
+
+def _row(line: str, where: str) -> object:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not valid JSON ({error.msg}); mend or remove the line") from error
+
+
+def _strings_of(value: object) -> Iterator[str]:
+    """Every string in a JSON value, keys left out."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings_of(inner)
+
+
+def _of_task(name: str) -> Iterator[str]:
+    """Every string of the evaluated documents of an lm-eval task, tag or group, and the prompts built of them.
+
+    `name` may also be the path of a task's YAML file.
+    """
+    managers = require("lm_eval.tasks", f"data.decontaminate.tasks ({name})")
+    # Indexing the tasks that lm-eval ships takes half a minute; a file needs none of them.
+    manager = managers.TaskManager(include_defaults=not Path(name).is_file())
+    for task in _load_tasks(manager, name):
+        for document in task.eval_docs:
+            yield from _strings_of(document)
+            yield from _strings_of(task.doc_to_text(document))
+
+
+def _load_tasks(manager: Any, name: str) -> list:
+    try:
+        return list(manager.load([name])["tasks"].values())
+    except KeyError as error:
+        raise UserError(
+            f"data.decontaminate.tasks: lm-eval knows no task {name!r}; `lm-eval ls tasks` lists them"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"data.decontaminate.tasks: {name} cannot be loaded ({error})") from error

@@ -1,0 +1,267 @@
+"""How the sources of a mixture are interleaved: which source the i-th sample comes from, and which draw of it that is.
+
+Source s is due T_s(i) samples among the run's first i: a line of slope share_s in each stage. Its j-th draw may
+happen once T_s > j - 1 and must have happened when T_s >= j. Such windows can always be met, for any shares and
+any change of shares, and taking the released draw with the earliest deadline meets them (Tijdeman, "The chairman
+assignment problem", 1980; Baruah et al., "Proportionate progress", 1996). So at every i each source has had
+T_s(i) rounded down or up: never one sample away from the promise.
+"""
+
+import heapq
+from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil, floor, lcm
+from typing import NamedTuple
+
+import numpy as np
+
+_NEVER = 1 << 46
+"""A deadline, in samples, that no run reaches; with the source's number it still fits 63 bits."""
+
+MAX_PERIOD = 1 << 20
+"""The longest period that is laid out sample by sample; the smallest share is one in as many."""
+
+_GRID_STEPS_OF_SMALLEST = 512
+"""How many grid steps the smallest share gets if the grid may be fine enough: within 0.1 % of the wish."""
+
+
+class MixtureStage(NamedTuple):
+    """Constant shares from sample `start` of the run up to `stop` (None: without end)."""
+
+    start: int
+    stop: int | None
+    counts: tuple[int, ...]
+    """[sources]: samples of each in one period."""
+
+    @classmethod
+    def of(cls, start: int, stop: int | None, shares: Sequence[Fraction]) -> "MixtureStage":
+        """Make the stage that promises these shares, rounded to a grid if they need it."""
+        return cls(start, stop, tuple(counts_per_period(shares)))
+
+    @property
+    def period(self) -> int:
+        """Samples until the sequence of sources repeats."""
+        return sum(self.counts)
+
+    @property
+    def shares(self) -> list[Fraction]:
+        """[sources]: what is promised."""
+        return [Fraction(count, self.period) for count in self.counts]
+
+
+class _Cycle(NamedTuple):
+    """A piece of the sequence, repeated from sample `start` until the next piece begins."""
+
+    start: int
+    drawn: np.ndarray
+    """[sources], int64: draws before it."""
+    sources: np.ndarray
+    """[samples], uint16"""
+    ranks: np.ndarray
+    """[samples], int32: earlier samples of the same source in this piece."""
+    per_cycle: np.ndarray
+    """[sources], int64: draws of one repetition."""
+
+
+class Interleaving:
+    """sample -> (source, draw) over the stages of a run, in O(1); draws of a source run on from stage to stage."""
+
+    def __init__(self, stages: Sequence[MixtureStage]):
+        self.stages = tuple(stages)
+        self.num_sources = len(self.stages[0].counts)
+        self._targets = _Targets(self.stages)
+        self._cycles: list[_Cycle] = []
+        drawn = [0] * self.num_sources
+        for stage in self.stages:
+            drawn = self._lay_out(stage, drawn)
+        self._starts = np.array([cycle.start for cycle in self._cycles], np.int64)
+
+    def _lay_out(self, stage: MixtureStage, drawn: list[int]) -> list[int]:
+        """Add the stage's pieces: periods until the state repeats, the repetition, the samples before the border."""
+        position, seen, pieces = stage.start, {}, []
+        # A draw due after the border has another deadline than in the periods before: no window is longer.
+        last_regular = None if stage.stop is None else stage.stop - 2 * stage.period
+        while last_regular is None or position < last_regular:
+            index = len(pieces)
+            state = tuple(done - index * count for done, count in zip(drawn, stage.counts, strict=True))
+            if state in seen:
+                return self._repeat(stage, pieces[seen[state] :], position, drawn, last_regular)
+            seen[state] = index
+            piece, after = self._targets.draw(position, position + stage.period, drawn)
+            pieces.append(self._add(position, piece, drawn))
+            position, drawn = position + stage.period, after
+        return self._finish(stage, position, drawn)
+
+    def _repeat(
+        self,
+        stage: MixtureStage,
+        cycle: list[_Cycle],
+        position: int,
+        drawn: list[int],
+        last_regular: int | None,
+    ) -> list[int]:
+        """Repeat `cycle` from `position` as often as it fits; then finish the stage."""
+        if len(cycle) > 1 or cycle[0] is not self._cycles[-1]:
+            self._add(position, np.concatenate([piece.sources for piece in cycle]), drawn)
+        if last_regular is None:
+            return drawn
+        repeated = self._cycles[-1]
+        times = (last_regular - position) // len(repeated.sources)
+        position += times * len(repeated.sources)
+        drawn = [done + times * int(more) for done, more in zip(drawn, repeated.per_cycle, strict=True)]
+        return self._finish(stage, position, drawn)
+
+    def _finish(self, stage: MixtureStage, position: int, drawn: list[int]) -> list[int]:
+        """The samples up to the stage's border, laid out one by one."""
+        if position >= stage.stop:
+            return drawn
+        piece, after = self._targets.draw(position, stage.stop, drawn)
+        self._add(position, piece, drawn)
+        return after
+
+    def _add(self, start: int, sources: np.ndarray, drawn: list[int]) -> _Cycle:
+        ranks = np.empty(len(sources), np.int32)
+        per_cycle = np.bincount(sources, minlength=self.num_sources)
+        by_source = np.argsort(sources, kind="stable")
+        firsts = np.repeat(np.cumsum(per_cycle) - per_cycle, per_cycle)
+        ranks[by_source] = np.arange(len(sources)) - firsts
+        self._cycles.append(_Cycle(start, np.array(drawn, np.int64), sources, ranks, per_cycle))
+        return self._cycles[-1]
+
+    def draws(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sources [n] of samples [n] of the run, and which draw of its source each is [n], int64."""
+        samples = np.asarray(samples, np.int64)
+        which = np.searchsorted(self._starts, samples, side="right") - 1
+        sources, draws = np.empty_like(samples), np.empty_like(samples)
+        for number in np.unique(which):
+            chosen, cycle = which == number, self._cycles[number]
+            times, places = np.divmod(samples[chosen] - cycle.start, len(cycle.sources))
+            found = cycle.sources[places].astype(np.int64)
+            sources[chosen] = found
+            draws[chosen] = cycle.drawn[found] + times * cycle.per_cycle[found] + cycle.ranks[places]
+        return sources, draws
+
+    def realised(self, num_samples: int) -> np.ndarray:
+        """Count the run's first `num_samples` samples that come from each source: [sources], int64."""
+        if num_samples == 0:
+            return np.zeros(self.num_sources, np.int64)
+        cycle = self._cycles[int(np.searchsorted(self._starts, num_samples - 1, side="right")) - 1]
+        times, rest = divmod(num_samples - cycle.start, len(cycle.sources))
+        partial = np.bincount(cycle.sources[:rest], minlength=self.num_sources)
+        return cycle.drawn + times * cycle.per_cycle + partial
+
+    def promised(self, num_samples: int) -> list[Fraction]:
+        """Return T(num_samples), what each source is due among the first samples of the run: [sources]."""
+        return self._targets.at(num_samples)
+
+
+class _Targets:
+    """The lines T_s over the stages, and the draws that keep to them."""
+
+    def __init__(self, stages: Sequence[MixtureStage]):
+        self.stages = stages
+        self._dues = [[Fraction(0)] * len(stages[0].counts)]
+        for stage in stages[:-1]:
+            length = stage.stop - stage.start
+            rows = zip(self._dues[-1], stage.shares, strict=True)
+            self._dues.append([due + length * share for due, share in rows])
+
+    def at(self, sample: int) -> list[Fraction]:
+        """[sources]: T(sample)."""
+        number = self._stage_at(sample)
+        stage, dues = self.stages[number], self._dues[number]
+        return [due + (sample - stage.start) * share for due, share in zip(dues, stage.shares, strict=True)]
+
+    def deadline(self, source: int, draw: int) -> int:
+        """Sample by which draw number `draw` (0-based) must have happened: the first i with T(i) >= draw + 1."""
+        for stage, dues in zip(self.stages, self._dues, strict=True):
+            if not stage.counts[source]:
+                continue
+            first = stage.start + ceil((draw + 1 - dues[source]) * stage.period / stage.counts[source])
+            if stage.stop is None or first <= stage.stop:
+                return first
+        return _NEVER
+
+    def draw(self, start: int, stop: int, drawn: list[int]) -> tuple[np.ndarray, list[int]]:
+        """Sources [stop - start], uint16, of samples inside one stage, after `drawn` of each; draws after them."""
+        num_sources = len(drawn)
+        windows = [self._windows(source, start, stop, drawn[source]) for source in range(num_sources)]
+        releases = np.concatenate([release for release, _ in windows])
+        keys = np.concatenate([due * num_sources + source for source, (_, due) in enumerate(windows)])
+        by_release = np.argsort(releases, kind="stable")
+        taken = _earliest_deadlines(start, stop, releases[by_release].tolist(), keys[by_release].tolist())
+        deadlines, chosen = np.divmod(np.array(taken, np.int64), num_sources)
+        assert (deadlines > np.arange(start, stop)).all(), "a draw missed its deadline"
+        counts = np.bincount(chosen, minlength=num_sources).tolist()
+        return chosen.astype(np.uint16), [done + more for done, more in zip(drawn, counts, strict=True)]
+
+    def _windows(self, source: int, start: int, stop: int, drawn: int) -> tuple[np.ndarray, np.ndarray]:
+        """First and last sample counts [n], [n] of the draws from number `drawn` on that may happen by `stop`."""
+        number = self._stage_at(start)
+        stage, due = self.stages[number], self._dues[number][source]
+        draws = range(drawn, max(drawn, ceil(self.at(stop)[source]) if stage.counts[source] else ceil(due)))
+        if not stage.counts[source]:
+            return np.full(len(draws), start), np.array([self.deadline(source, n) for n in draws], np.int64)
+        base, slope = floor(due), stage.counts[source] * due.denominator
+        # Whole numbers from here on: thousands of Fractions would take seconds. Beyond 63 bits Python's own.
+        part = due.numerator - base * due.denominator
+        largest = (draws.stop - base + 1) * due.denominator * stage.period
+        ahead = np.arange(
+            draws.start - base, draws.stop - base, dtype=np.int64 if largest < 1 << 62 else object
+        )
+        behind = (ahead * due.denominator - part) * stage.period
+        releases = stage.start + behind // slope + 1
+        deadlines = stage.start - (-(behind + due.denominator * stage.period) // slope)
+        # Only the last draws can have deadlines behind the border, at the shares of a later stage.
+        for place in range(len(draws) - 1, -1, -1):
+            if stage.stop is None or deadlines[place] <= stage.stop:
+                break
+            deadlines[place] = self.deadline(source, draws[place])
+        return releases.astype(np.int64), deadlines.astype(np.int64)
+
+    def _stage_at(self, sample: int) -> int:
+        return max(number for number, stage in enumerate(self.stages) if stage.start <= sample)
+
+
+def _earliest_deadlines(start: int, stop: int, releases: list[int], keys: list[int]) -> list[int]:
+    """For each sample the smallest key (deadline first) among those released and not yet taken."""
+    ready, taken, place = [], [], 0
+    releases.append(stop + 1)
+    for i in range(start + 1, stop + 1):
+        while releases[place] <= i:
+            heapq.heappush(ready, keys[place])
+            place += 1
+        taken.append(heapq.heappop(ready))
+    return taken
+
+
+def counts_per_period(shares: Sequence[Fraction]) -> list[int]:
+    """Return the samples of each source in one period, whose length is their sum: at most `MAX_PERIOD`.
+
+    Exact if the shares have a common denominator that small, as decimal weights do. Others are rounded to a grid of
+    2**-10 to 2**-20, by largest remainder; a share that is not zero never becomes zero.
+    """
+    denominator = lcm(*(share.denominator for share in shares))
+    if denominator <= MAX_PERIOD:
+        return [int(share * denominator) for share in shares]
+    return _round_to_grid(shares, _grid_for(min(share for share in shares if share)))
+
+
+def _grid_for(smallest: Fraction) -> int:
+    """The power of two that gives the smallest share `_GRID_STEPS_OF_SMALLEST`, or `MAX_PERIOD`."""
+    grid = 1 << 10
+    while grid < MAX_PERIOD and grid * smallest < _GRID_STEPS_OF_SMALLEST:
+        grid *= 2
+    return grid
+
+
+def _round_to_grid(shares: Sequence[Fraction], grid: int) -> list[int]:
+    """Counts that sum to `grid`: the largest remainders are rounded up, but never a share to nothing."""
+    counts = [max(1, int(share * grid)) if share else 0 for share in shares]
+    sources = [source for source, share in enumerate(shares) if share]
+    while (missing := grid - sum(counts)) != 0:
+        step = 1 if missing > 0 else -1
+        movable = [source for source in sources if counts[source] + step > 0]
+        furthest = max(movable, key=lambda source: step * (shares[source] * grid - counts[source]))
+        counts[furthest] += step
+    return counts

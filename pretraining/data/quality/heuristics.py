@@ -1,0 +1,303 @@
+"""The published rules that measure a text's form: length, Gopher's quality and repetition, C4's and FineWeb's."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pretraining.data.quality.rule import Changed, Rejection, Rule, above, below, from_one_to, parameter
+from pretraining.data.quality.text import TERMINAL, TextView, count_sentences, repeated
+from pretraining.errors import UserError
+
+_LENGTH_LIMITS = ("min_words", "max_words", "min_characters", "max_characters")
+
+
+@dataclass(frozen=True)
+class Length(Rule):
+    """Number of words (symbols alone are none) and of characters. At least one limit must be given."""
+
+    name: ClassVar[str] = "length"
+    min_words: int | None = parameter(None, "Fewest words; null: no limit.", minimum=1)
+    max_words: int | None = parameter(None, "Most words; null: no limit.", minimum=1)
+    min_characters: int | None = parameter(None, "Fewest characters; null: no limit.", minimum=1)
+    max_characters: int | None = parameter(None, "Most characters; null: no limit.", minimum=1)
+
+    def __post_init__(self):
+        if all(getattr(self, limit) is None for limit in _LENGTH_LIMITS):
+            raise UserError(f"has no limit; give at least one of {', '.join(_LENGTH_LIMITS)}")
+        for unit in ("words", "characters"):
+            least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
+            if least and most and least > most:
+                raise UserError(f"min_{unit} is {least}, more than max_{unit} {most}: no text could stay")
+
+    def judge(self, view: TextView) -> Rejection | None:
+        """Reject by the first limit that the text breaks."""
+        # Characters first: most texts then need no words.
+        characters = len(view.text)
+        found = below("too_few_characters", characters, self.min_characters)
+        found = found or above("too_many_characters", characters, self.max_characters)
+        if found or (self.min_words is None and self.max_words is None):
+            return found
+        words = int(view.words.is_more_than_punctuation.sum())
+        return below("too_few_words", words, self.min_words) or above("too_many_words", words, self.max_words)
+
+
+_ELLIPSES = ("...", "…")
+_BULLETS = ("•", "-")
+
+
+@dataclass(frozen=True)
+class GopherQuality(Rule):
+    """Gopher's quality rules (Rae et al. 2021, arXiv:2112.11446, A1.1), in English by their stop words.
+
+    Symbols count as words (see `Words`) but for the number and the mean length of the words, as in FineWeb.
+    """
+
+    name: ClassVar[str] = "gopher_quality"
+    min_words: int | None = parameter(50, "Fewest words; null: no limit.", minimum=0)
+    max_words: int | None = parameter(100_000, "Most words; null: no limit.", minimum=1)
+    min_mean_word_length: float | None = parameter(3, "Characters; null: no limit.", minimum=0)
+    max_mean_word_length: float | None = parameter(10, "Characters; null: no limit.", minimum=0)
+    max_symbols_per_word: float | None = parameter(
+        0.1, "For hashes and for ellipses; null: no limit.", minimum=0
+    )
+    max_bullet_lines: float | None = from_one_to(0.9, "Share of lines that start with a bullet")
+    max_ellipsis_lines: float | None = from_one_to(0.3, "Share of lines that end with an ellipsis")
+    min_alphabetic_words: float | None = from_one_to(0.8, "Share of words with an alphabetic character")
+    min_stop_words: int | None = parameter(2, "How many of stop_words must occur; null: no limit.", minimum=0)
+    stop_words: list[str] = parameter(
+        ["the", "be", "to", "of", "and", "that", "have", "with"], "Words of ordinary text, lower case."
+    )
+
+    def judge(self, view: TextView) -> Rejection | None:
+        """Reject by the first of the paper's rules that the text breaks."""
+        if not len(view.words):
+            return Rejection("too_few_words", 0, f"at least {self.min_words or 1}")
+        return self._size(view) or self._symbols(view) or self._lines(view) or self._language(view)
+
+    def _size(self, view: TextView) -> Rejection | None:
+        lengths = view.words.lengths[view.words.is_more_than_punctuation]
+        mean_length = float(lengths.mean()) if len(lengths) else 0.0
+        return (
+            below("too_few_words", len(lengths), self.min_words)
+            or above("too_many_words", len(lengths), self.max_words)
+            or below("words_too_short", mean_length, self.min_mean_word_length)
+            or above("words_too_long", mean_length, self.max_mean_word_length)
+        )
+
+    def _symbols(self, view: TextView) -> Rejection | None:
+        hashes = view.text.count("#") / len(view.words)
+        ellipses = sum(map(view.text.count, _ELLIPSES)) / len(view.words)
+        most = self.max_symbols_per_word
+        return above("hashes", hashes, most) or above("ellipses", ellipses, most)
+
+    def _lines(self, view: TextView) -> Rejection | None:
+        lines = view.text.splitlines()
+        # Most texts hold neither: one search is cheaper than a look at every line.
+        if not any(symbol in view.text for symbol in _ELLIPSES + _BULLETS):
+            return None
+        bullets = sum(line.lstrip().startswith(_BULLETS) for line in lines) / len(lines)
+        ellipses = sum(line.rstrip().endswith(_ELLIPSES) for line in lines) / len(lines)
+        found = above("bullet_lines", bullets, self.max_bullet_lines)
+        return found or above("ellipsis_lines", ellipses, self.max_ellipsis_lines)
+
+    def _language(self, view: TextView) -> Rejection | None:
+        alphabetic = view.words.is_alphabetic.mean()
+        found = below("alphabetic_words", float(alphabetic), self.min_alphabetic_words)
+        if found or not self.min_stop_words:
+            return found
+        return below("stop_words", view.words.count_distinct(tuple(self.stop_words)), self.min_stop_words)
+
+
+_NGRAM_SIZE = "^([2-9]|[1-9][0-9])$"
+_NGRAM_SHARES = {
+    "propertyNames": {"pattern": _NGRAM_SIZE},
+    "additionalProperties": {"type": "number", "minimum": 0, "maximum": 1},
+}
+
+
+@dataclass(frozen=True)
+class GopherRepetition(Rule):
+    """Gopher's repetition rules (Rae et al. 2021, arXiv:2112.11446, table A1).
+
+    Shares of characters are of the whole text, its white space included.
+    """
+
+    name: ClassVar[str] = "gopher_repetition"
+    max_duplicate_paragraphs: float | None = from_one_to(0.3, "Share of paragraphs that stood before")
+    max_duplicate_paragraph_characters: float | None = from_one_to(0.2, "Share of characters in them")
+    max_duplicate_lines: float | None = from_one_to(0.3, "Share of lines that stood before")
+    max_duplicate_line_characters: float | None = from_one_to(0.2, "Share of characters in them")
+    max_top_ngrams: dict = parameter(
+        {"2": 0.20, "3": 0.18, "4": 0.16},
+        "n -> share of characters in the most frequent n-gram.",
+        **_NGRAM_SHARES,
+    )
+    max_duplicate_ngrams: dict = parameter(
+        {"5": 0.15, "6": 0.14, "7": 0.13, "8": 0.12, "9": 0.11, "10": 0.10},
+        "n -> share of characters in n-grams that stood before.",
+        **_NGRAM_SHARES,
+    )
+
+    def __post_init__(self):
+        for key in ("max_top_ngrams", "max_duplicate_ngrams"):
+            for n, share in getattr(self, key).items():
+                if not re.fullmatch(_NGRAM_SIZE, str(n)):
+                    raise UserError(f"{key}: {n!r} is no size of n-grams; write 2 to 99, in quotes")
+                if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+                    raise UserError(f"{key}.{n}: is {share!r}; write a share between 0 and 1")
+
+    def judge(self, view: TextView) -> Rejection | None:
+        """Reject by the first row of the table that the text breaks."""
+        if not view.text:
+            return Rejection("empty", 0, "at least 1")
+        return self._parts(view) or self._ngrams(view)
+
+    def _parts(self, view: TextView) -> Rejection | None:
+        kinds = (
+            ("paragraphs", view.paragraphs, self.max_duplicate_paragraphs),
+            ("lines", view.lines, self.max_duplicate_lines),
+        )
+        shares = (self.max_duplicate_paragraph_characters, self.max_duplicate_line_characters)
+        for (kind, parts, most), most_characters in zip(kinds, shares, strict=True):
+            count, characters = repeated(parts)
+            found = above(f"duplicate_{kind}", count / len(parts), most)
+            found = found or above(
+                f"duplicate_{kind[:-1]}_characters", characters / len(view.text), most_characters
+            )
+            if found:
+                return found
+        return None
+
+    def _ngrams(self, view: TextView) -> Rejection | None:
+        from pretraining.data.quality import words
+
+        measures = (
+            ("top", self.max_top_ngrams, words.characters_of_most_frequent),
+            ("duplicate", self.max_duplicate_ngrams, words.characters_in_duplicates),
+        )
+        largest = max(map(int, [*self.max_top_ngrams, *self.max_duplicate_ngrams]), default=0)
+        for found in words.repeated_ngrams(view.words, largest):
+            for kind, limits, characters_of in measures:
+                share = limits.get(str(found.n))
+                if share is not None:
+                    measured = characters_of(view.words, found) / len(view.text)
+                    if broken := above(f"{kind}_{found.n}_gram", measured, share):
+                        return broken
+        return None
+
+
+_SENTENCE_ENDS = (".", "?", "!", '"', "'")
+_POLICY_PHRASES = (
+    "terms of use",
+    "privacy policy",
+    "cookie policy",
+    "uses cookies",
+    "use of cookies",
+    "use cookies",
+)
+_CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
+
+
+@dataclass(frozen=True)
+class C4(Rule):
+    """C4's rules (Raffel et al. 2020, arXiv:1910.10683, section 2.2, and its code). Takes lines out of texts.
+
+    The list of bad words that C4 applied is not part of it: give your own to the rule `blocklist`.
+    """
+
+    name: ClassVar[str] = "c4"
+    only_lines_with_terminal: bool = parameter(True, "Take out lines that do not end a sentence.")
+    min_words_per_line: int | None = parameter(3, "Take out lines with fewer; null: none.", minimum=0)
+    max_word_characters: int | None = parameter(
+        1000, "Take out lines with a longer word; null: none.", minimum=1
+    )
+    remove_citations: bool = parameter(True, "Take out [1], [edit] and [citation needed].")
+    remove_javascript_lines: bool = parameter(True, "Take out lines that say javascript.")
+    remove_policy_lines: bool = parameter(True, "Take out lines about cookies and terms of use.")
+    reject_lorem_ipsum: bool = parameter(True, "Reject texts with lorem ipsum.")
+    reject_curly_brackets: bool = parameter(True, "Reject texts with a curly bracket: they are code.")
+    min_sentences: int | None = parameter(5, "Fewest sentences left in a text; null: no limit.", minimum=0)
+
+    def judge(self, view: TextView) -> Rejection | Changed | None:
+        """Reject the text, or keep the lines that pass, stripped and joined by newlines."""
+        kept, gone = [], Counter()
+        for line in view.text.splitlines():
+            line, cause = self._line(line.strip())
+            if cause in ("lorem_ipsum", "curly_bracket"):
+                return Rejection(cause, line[:40], "none")
+            if cause:
+                gone[cause] += 1
+            else:
+                kept.append(line)
+        if self.min_sentences and (found := self._too_few_sentences(kept)):
+            return found
+        text = "\n".join(kept).strip()
+        return None if text == view.text else Changed(text, dict(gone))
+
+    def _line(self, line: str) -> tuple[str, str | None]:
+        """Return the line without citations, and why it (or the whole text) is left out."""
+        words = line.split()
+        if self._has_long_word(line, words):
+            return line, "long_word"
+        if self.remove_citations and "[" in line:
+            line = _CITATION.sub("", line)
+        if self.only_lines_with_terminal and (not line.endswith(_SENTENCE_ENDS) or line.endswith("...")):
+            return line, "no_terminal"
+        if self.min_words_per_line and len(words) < self.min_words_per_line:
+            return line, "few_words"
+        return line, self._phrase(line, line.lower())
+
+    def _has_long_word(self, line: str, words: list[str]) -> bool:
+        most = self.max_word_characters
+        return most is not None and len(line) > most and max(map(len, words)) > most
+
+    def _phrase(self, line: str, lowered: str) -> str | None:
+        if self.reject_lorem_ipsum and "lorem ipsum" in lowered:
+            return "lorem_ipsum"
+        if self.remove_javascript_lines and "javascript" in lowered:
+            return "javascript"
+        if self.reject_curly_brackets and "{" in line:
+            return "curly_bracket"
+        if self.remove_policy_lines and any(phrase in lowered for phrase in _POLICY_PHRASES):
+            return "policy"
+        return None
+
+    def _too_few_sentences(self, lines: list[str]) -> Rejection | None:
+        count = 0
+        for line in lines:
+            count += count_sentences(line)
+            if count >= self.min_sentences:
+                return None
+        return below("too_few_sentences", count, self.min_sentences)
+
+
+@dataclass(frozen=True)
+class FineWeb(Rule):
+    """FineWeb's own rules (Penedo et al. 2024, arXiv:2406.17557, section 3.6 and its pipeline's list rule)."""
+
+    name: ClassVar[str] = "fineweb"
+    min_lines_with_terminal: float | None = from_one_to(0.12, "Share of lines that end a sentence")
+    max_short_lines: float | None = from_one_to(0.67, "Share of short lines")
+    short_line_characters: int = parameter(30, "Characters of the longest short line.", minimum=0)
+    max_duplicate_line_characters: float | None = from_one_to(0.01, "Share of characters in repeated lines")
+    max_newlines_per_word: float | None = parameter(0.3, "Lists have many; null: no limit.", minimum=0)
+
+    def judge(self, view: TextView) -> Rejection | None:
+        """Reject by the first of the four rules that the text breaks; empty lines do not count."""
+        lines = [line for line in view.text.split("\n") if line and not line.isspace()]
+        if not lines:
+            return Rejection("empty", 0, "at least 1")
+        return self._lines(lines) or self._repetition(view, lines)
+
+    def _lines(self, lines: list[str]) -> Rejection | None:
+        terminal = sum(line[-1] in TERMINAL for line in lines) / len(lines)
+        short = sum(len(line) <= self.short_line_characters for line in lines) / len(lines)
+        found = below("lines_with_terminal", terminal, self.min_lines_with_terminal)
+        return found or above("short_lines", short, self.max_short_lines)
+
+    def _repetition(self, view: TextView, lines: list[str]) -> Rejection | None:
+        newlines = view.text.count("\n")
+        duplicate = repeated(lines)[1] / (len(view.text) - newlines)
+        found = above("duplicate_line_characters", duplicate, self.max_duplicate_line_characters)
+        return found or above("newlines_per_word", newlines / len(view.words), self.max_newlines_per_word)

@@ -1,0 +1,105 @@
+"""What a run is evaluated by while it trains: validation loss, HellaSwag, tasks of lm-eval."""
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from pretraining.data.mixture import validation_by_source
+from pretraining.data.prepared import PreparedData
+from pretraining.errors import UserError, nearest
+from pretraining.evaluation.harness import Harness
+from pretraining.evaluation.likelihood import HellaSwag, Interrupted, read_items
+from pretraining.evaluation.validation import Validation
+from pretraining.recipe import Recipe
+
+
+class Evaluator:
+    """The evaluation of a run: the exact loss at every validation, and scores at some of them.
+
+    What the recipe's `evaluation` asks for is opened with its data here; the model comes later.
+
+    Args:
+        last_step: of the run; scores are taken there too, whatever `evaluation.task_steps` says.
+
+    Raises:
+        UserError: a task is unknown, its data cannot be read, lm-eval is not installed, or `evaluation.metric` names
+            what no validation measures.
+    """
+
+    def __init__(
+        self, recipe: Recipe, data: PreparedData, tokenizer: PreTrainedTokenizerBase, last_step: int
+    ) -> None:
+        section = recipe.evaluation
+        self.validation = Validation.of(validation_by_source(data, recipe), recipe)
+        self.scorers = build_scorers(
+            section["tasks"],
+            section["hellaswag"],
+            tokenizer,
+            max_length=recipe.model.max_position_embeddings,
+            batch_size=self.validation.batch_size,
+            limit=section["task_limit"],
+        )
+        self.task_steps, self.last_step = section["task_steps"], last_step
+        self.metric = section["metric"]
+        # A score's name ("<task>/<metric>") is known only after it is measured; every other name is known now.
+        if "/" not in self.metric:
+            self._check_metric(self.validation.names)
+
+    @property
+    def dataset(self) -> Dataset:
+        """The validation blocks, for the Trainer."""
+        return self.validation.dataset
+
+    def unigram_bits_per_byte(self) -> float:
+        """Compute what `bits_per_byte` is compared with, of the same tokens."""
+        return self.validation.unigram_bits_per_byte()
+
+    def measure(
+        self, model: torch.nn.Module, step: int, interrupted: Callable[[], bool]
+    ) -> dict[str, float] | None:
+        """Measure the model after `step`; every rank must call it, and gets the same metrics. None if interrupted."""
+        metrics = self.validation.measure(model, interrupted)
+        if metrics is None:
+            return None
+        if self.scorers and self._scores_at(step):
+            try:
+                for scorer in self.scorers:
+                    metrics |= scorer.measure(model, interrupted)
+            except Interrupted:
+                return None
+            if "/" in self.metric:
+                self._check_metric(metrics)
+        return metrics
+
+    def _scores_at(self, step: int) -> bool:
+        return self.task_steps is None or step % self.task_steps == 0 or step == self.last_step
+
+    def _check_metric(self, names: Collection[str]) -> None:
+        if self.metric not in names:
+            known = nearest(self.metric, names) or f"; there are {', '.join(names)}"
+            raise UserError(f"evaluation.metric: a validation has no {self.metric!r}{known}")
+
+
+def build_scorers(
+    tasks: Sequence[str],
+    hellaswag: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    batch_size: int,
+    limit: int | None,
+) -> list[HellaSwag | Harness]:
+    """Open HellaSwag if its data is named, and lm-eval if tasks are.
+
+    Args:
+        max_length: tokens that the model reads at once.
+        limit: items of each task.
+    """
+    scorers: list[HellaSwag | Harness] = []
+    if hellaswag is not None:
+        scorers.append(HellaSwag(read_items(hellaswag, limit), tokenizer, max_length, batch_size))
+    if tasks:
+        scorers.append(Harness(tasks, tokenizer, max_length, batch_size, limit))
+    return scorers

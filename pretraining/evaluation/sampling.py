@@ -1,0 +1,135 @@
+"""Text from a model: one sample, and the samples of a run after each validation."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from pretraining.recipe import Recipe
+from pretraining.runtime.durable_files import append_row
+from pretraining.runtime.heartbeat import long_work, work_done
+from pretraining.runtime.run_folder import RunFolder, keep_past_rows
+
+
+class SamplingCallback(TrainerCallback):
+    """Continue the recipe's prompts after every validation, with the same seed each time.
+
+    Writes rows of samples.jsonl: {"step", "prompt", "text"}, the text with its prompt. Every rank draws all samples,
+    the same tokens, because under ZeRO-3 a forward pass is a collective. The curve is not affected: random generators
+    and training mode are as before.
+    """
+
+    def __init__(self, run: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.run, self.tokenizer = run, tokenizer
+        self.prompts, self.num_tokens = prompts_of(recipe), recipe.evaluation["sample_tokens"]
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Remove the samples of steps that a resumed run repeats."""
+        if state.is_world_process_zero:
+            keep_past_rows(self.run.samples, state.global_step, state.log_history, lambda row: True)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module,
+        **kwargs: object,
+    ) -> None:
+        """Draw one sample for each prompt."""
+        for prompt in self.prompts if self.num_tokens else ():
+            text = sample_text(model, self.tokenizer, prompt, self.num_tokens)
+            if state.is_world_process_zero:
+                append_row(self.run.samples, {"step": state.global_step, "prompt": prompt, "text": text})
+
+
+def prompts_of(recipe: Recipe) -> list[str]:
+    """List the recipe's `evaluation.prompt`, which is one text or several."""
+    prompt = recipe.evaluation["prompt"]
+    return [prompt] if isinstance(prompt, str) else prompt
+
+
+@torch.no_grad()
+def sample_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    num_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+) -> str:
+    """Continue `prompt` by at most `num_tokens` tokens, fewer if the model's positions end.
+
+    An empty prompt starts from the end-of-text token, as every document does. Random generators and the model's mode
+    are the same afterwards. Under ZeRO-3 every rank must call it with the same arguments.
+
+    Args:
+        temperature: 0 is greedy.
+    """
+    ids = encode(tokenizer, prompt) or [tokenizer.eos_token_id]
+    room = model.config.max_position_embeddings - len(ids)
+    if min(num_tokens, room) <= 0:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_k": top_k}
+        if temperature
+        else {"do_sample": False}
+    )
+    prompt_ids = torch.tensor([ids], device=model.device)
+    with seeded(seed, model.device), evaluation_mode(model), long_work():
+        output = model.generate(
+            prompt_ids,
+            attention_mask=torch.ones_like(prompt_ids),
+            max_new_tokens=min(num_tokens, room),
+            pad_token_id=tokenizer.eos_token_id,
+            use_cache=True,
+            streamer=TokensCounted(),
+            **sampling,
+        )
+    return tokenizer.decode(output[0], skip_special_tokens=True)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Encode a text without special tokens, as documents are encoded for training."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+class TokensCounted:
+    """A streamer for `generate` that reports each token as progress: with parameters on NVMe a token takes long."""
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Report progress to the watch over hangs."""
+        work_done()
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators inside the block; afterwards they are as before."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Switch dropout off inside the block; afterwards the model has the mode it had."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,125 @@
+"""A model counted by building it on the meta device, which takes no memory: for types that no formula describes.
+
+A program of its own, which planning/counted.py starts: it reads a recipe's `model` section on stdin and prints one
+JSON object, the facts or {"error": one line}. It imports neither DeepSpeed nor the Trainer, so that it answers sooner.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from pretraining.model.initial_weights import drawing_faults
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+
+
+def main() -> None:
+    """Read a `model` section on stdin and print what was counted."""
+    model = json.load(sys.stdin)
+    try:
+        found = describe(model)
+    except Exception as error:  # whatever a class of transformers raises for a shape it cannot take
+        while error.__cause__ is not None:  # strict configurations wrap what their own checks raise
+            error = error.__cause__
+        found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    print(json.dumps(found))
+
+
+def describe(model: dict) -> dict:
+    """Count what planning needs of a model section: parameters by part, widths, experts, and how weights are drawn."""
+    built, config = build_on_meta(model)
+    tensors, head = list(parameters_by_part(built)), _head(built)
+    experts = any(part == "experts" for part, *_ in tensors)
+    return {
+        "tensors": tensors,
+        "layers": config.num_hidden_layers,
+        "attention_width": _attention_width(config),
+        "tied": head is built.get_input_embeddings().weight,
+        "head": 0 if head is None else head.numel(),
+        "normed_heads": any(
+            re.search(r"[._][qk]_(layer)?norm", name) for name, _ in built.named_parameters()
+        ),
+        "experts": _first(config, EXPERTS) if experts else 0,
+        "chosen_experts": _first(config, CHOSEN) if experts else 0,
+        "faults": drawing_faults(built),
+    }
+
+
+def build_on_meta(model: dict) -> tuple[PreTrainedModel, PreTrainedConfig]:
+    """Build the model without storage, and find the config of its text part."""
+    config = AutoConfig.for_model(**{"use_cache": False, **model})
+    with torch.device("meta"), no_init_weights():
+        built = AutoModelForCausalLM.from_config(config)
+    built.tie_weights()
+    return built, built.config.get_text_config()
+
+
+def parameters_by_part(built: PreTrainedModel) -> Iterator[tuple[str, int, int | None, int | None]]:
+    """Yield (part, elements, layer or None, rows and columns) of every parameter once, in the order of the modules.
+
+    Rows and columns are added up over all its matrices; None if it is no matrix.
+    """
+    head, seen = _head(built), set()
+    has_experts = any(".experts." in f"{name}." for name, _ in built.named_parameters())
+    for module_name, module in built.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:  # tied ones have two names
+                seen.add(id(parameter))
+                is_head = parameter is head and not isinstance(module, nn.Embedding)
+                part = "head" if is_head else _part(module_name, name, module, has_experts)
+                layer = re.search(r"\.(\d+)(\.|$)", module_name)
+                place = int(layer[1]) if layer else None
+                yield part, parameter.numel(), place, _rows_and_columns(parameter)
+
+
+def _rows_and_columns(parameter: torch.Tensor) -> int | None:
+    if parameter.ndim < 2:
+        return None
+    rows, columns = parameter.shape[-2:]
+    return parameter.numel() // (rows * columns) * (rows + columns)
+
+
+def _part(module_name: str, name: str, module: nn.Module, has_experts: bool) -> str:
+    """Name one of sizes.PartSizes; biases of linear layers are marked, since no token is multiplied with them."""
+    kind, path = type(module).__name__.lower(), f"{module_name}.{name}".lower()
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if "norm" in kind or re.search(r"(^|[._])(ln|norm)(_|\.|\d|$)", path):
+        return "norms"
+    if ".experts." in path:
+        return "experts"
+    last = module_name.rpartition(".")[2]
+    if has_experts and last in ("gate", "router", "classifier"):
+        return "router"
+    part = "attention" if "attn" in path or "attention" in path else "mlp"
+    return f"{part} bias" if name.endswith("bias") else part
+
+
+def _head(built: PreTrainedModel) -> torch.Tensor | None:
+    module = built.get_output_embeddings()
+    return getattr(module, "weight", None)
+
+
+def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int:
+    """Read the first of these keys that is a number; 0 if there is none."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value), 0)
+
+
+def _attention_width(config: PreTrainedConfig) -> int:
+    """Multiply the heads by the mean of the sizes of a head's keys and values."""
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    return heads * sum(parts) // 2 if all(parts) else heads * size
+
+
+if __name__ == "__main__":
+    main()

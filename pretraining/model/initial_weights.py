@@ -1,0 +1,119 @@
+"""Initial weights that depend on the seed and the parameter's name alone: the same at every ZeRO stage."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from pretraining.upstream.model_classes import draw_module, forget_drawn, is_partitioned, times_written
+
+NO_FACTORS: Mapping[str, float] = {}
+
+
+@torch.no_grad()
+def initialise_weights(model: PreTrainedModel, seed: int, factors: Mapping[str, float] = NO_FACTORS) -> None:
+    """Draw every weight from the architecture's own distribution, in fp32 on the CPU, seeded by module name.
+
+    The class's rule for each module runs on full fp32 tensors under a generator of its own, children before parents
+    (GPT-2's attention and MLP redraw their output projections scaled by 1/sqrt(2 n_layer)). The result is rounded to
+    the parameter's dtype. Under ZeRO-3 one module is gathered at a time and rank 0 draws.
+
+    Args:
+        factors: by parameter name, multiply what was drawn.
+    """
+    for name, module, owner in children_first(model):
+        parameters = parameters_near(module)
+        with _whole(parameters) as is_to_write:
+            if is_to_write:
+                with _generator_of(seed, name), _as_fp32_on_cpu(parameters):
+                    draw_module(owner, module)
+    for name, parameter in model.named_parameters():
+        if factors.get(name, 1.0) != 1.0:
+            with _whole([parameter]) as is_to_write:
+                if is_to_write:
+                    parameter.mul_(factors[name])
+
+
+def children_first(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    """Yield (name, module, the PreTrainedModel whose rule initialises it), every child before its parent."""
+
+    def walk(
+        name: str, module: nn.Module, owner: PreTrainedModel
+    ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        for child_name, child in module.named_children():
+            yield from walk(f"{name}.{child_name}" if name else child_name, child, owner)
+        yield name, module, owner
+
+    return walk("", model, model)
+
+
+def parameters_near(module: nn.Module) -> list[nn.Parameter]:
+    """List what a module's rule may draw: its own parameters and its children's, as only these are gathered then."""
+    return [p for each in (module, *module.children()) for p in each.parameters(recurse=False)]
+
+
+@contextmanager
+def _whole(parameters: list[nn.Parameter]) -> Iterator[bool]:
+    """Gather the parameters if ZeRO-3 has them in shards; yield whether this rank is the one that writes them."""
+    if not any(map(is_partitioned, parameters)):
+        yield True
+        return
+    import deepspeed  # here and not above: counting a model does not wait for its import
+
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+        yield torch.distributed.get_rank() == 0
+
+
+@contextmanager
+def _generator_of(seed: int, module_name: str) -> Iterator[None]:
+    """Seed torch's generator by seed and module name, so that no weight depends on what was drawn before it."""
+    digest = hashlib.blake2b(f"{seed}/{module_name}".encode(), digest_size=8).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        yield
+
+
+@contextmanager
+def _as_fp32_on_cpu(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Lend the parameters fp32 CPU storage, then write what was drawn there back into their own."""
+    own_storage = [p.data for p in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.data.to("cpu", torch.float32, copy=True)
+        forget_drawn(parameter)
+    yield
+    for parameter, storage in zip(parameters, own_storage, strict=True):
+        storage.copy_(parameter.data)
+        parameter.data = storage
+
+
+@torch.no_grad()
+def drawing_faults(built: PreTrainedModel) -> list[str]:
+    """Find parameters that `initialise_weights` would not reach, or would reach from too far; one sentence each.
+
+    A module's rule may write to its own parameters and its children's: under ZeRO-3 no others are gathered while it
+    runs. A matrix that no module draws would keep whatever the memory held.
+
+    Args:
+        built: on the meta device.
+    """
+    faults, drawn = [], set()
+    for parameter in built.parameters():
+        forget_drawn(parameter)
+    for name, module, owner in children_first(built):
+        inside = dict(module.named_parameters(prefix=name))
+        before = {key: times_written(parameter) for key, parameter in inside.items()}
+        draw_module(owner, module)
+        written = {key for key, parameter in inside.items() if times_written(parameter) != before[key]}
+        drawn |= {id(inside[key]) for key in written}
+        near = {id(parameter) for parameter in parameters_near(module)}
+        far = [key for key in written if id(inside[key]) not in near]
+        faults += [f"{key} is drawn from two levels above it, by {type(module).__name__}" for key in far]
+    # Biases and norms may be left to their constructors, which fill them with zeros and ones.
+    matrices = ((key, parameter) for key, parameter in built.named_parameters() if parameter.ndim >= 2)
+    return faults + [
+        f"{key} is drawn by no module" for key, parameter in matrices if id(parameter) not in drawn
+    ]

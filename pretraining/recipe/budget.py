@@ -1,0 +1,225 @@
+"""Tokens of every optimizer step: the same throughout, or rising in stairs while a run is young (`budget.ramp`)."""
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, NamedTuple
+
+from pretraining.recipe.section import Section, key
+from pretraining.schema import problem
+
+LR_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+"""The learning rate goes as this power of a step's size over the full size."""
+
+MOST_STAIRS = 10_000
+"""Of a ramp: more of them are a slip of the keyboard, and would take long to lay out."""
+MOST_UNITS = 1_000_000
+"""Sequences up to which a dividing increment is looked for."""
+
+
+class Ramp(Section):
+    """Smaller steps at first, by accumulation: their size rises in equal stairs."""
+
+    from_tokens_per_step: int = key(..., "Tokens of the first step.", minimum=1)
+    over_tokens: int = key(
+        ...,
+        "Tokens after which a step has tokens_per_step; each stair has an equal share of them.",
+        minimum=1,
+    )
+    increment: int | None = key(
+        None, "Tokens by which a stair is higher than the one before; null: from_tokens_per_step.", minimum=1
+    )
+    lr_scaling: Literal["none", "sqrt", "linear"] = key(
+        "none",
+        "How the learning rate goes with the size of a step: not at all, as its root (Adam), "
+        "in proportion (SGD).",
+    )
+
+
+class Budget(Section):
+    """How long to train; steps and gradient accumulation follow from it."""
+
+    tokens: int = key(
+        ..., "Tokens to train on: a multiple of tokens_per_step.", minimum=1, maximum=1000000000000000000
+    )
+    tokens_per_step: int = key(
+        ...,
+        "Tokens per optimizer step, at any number of GPUs: a multiple of the sequence length.",
+        minimum=1,
+        maximum=1000000000000000000,
+    )
+    warmup_tokens: int | None = key(
+        None,
+        "Tokens over which the learning rate rises, in place of training.warmup_steps; the "
+        "schedule then counts tokens. A multiple of tokens_per_step.",
+        minimum=1,
+    )
+    decay_tokens: int | None = key(
+        None,
+        "Last tokens, over which warmup_stable_decay falls, in place of num_decay_steps; the "
+        "schedule then counts tokens. A multiple of tokens_per_step.",
+        minimum=1,
+    )
+    ramp: Ramp | None = key(None)
+
+    @property
+    def step_sizes(self) -> "StepSizes":
+        """Tokens of each optimizer step."""
+        return StepSizes.of(self.tokens_per_step, self.ramp)
+
+    def check_together(self, where: str, at: str) -> None:
+        """Steps are whole; so are warm-up and decay, and they fit into the run."""
+        unit = self.tokens_per_step
+        unit_words = f"{at}.tokens_per_step {unit}"
+        check_multiple(self.tokens, f"{at}.tokens", unit, unit_words, where)
+        for name in ("warmup_tokens", "decay_tokens"):
+            if (tokens := getattr(self, name)) is not None:
+                check_multiple(tokens, f"{at}.{name}", unit, unit_words, where)
+        spent = (self.warmup_tokens or 0) + (self.decay_tokens or 0)
+        if spent > self.tokens:
+            name = "decay_tokens" if self.decay_tokens else "warmup_tokens"
+            what = (
+                f"is {getattr(self, name)}; warm-up and decay together take {spent}, more than {at}.tokens "
+            )
+            raise problem(where, f"{at}.{name}", f"{what}{self.tokens}: shorten them")
+
+    def check_length(self, length: int, where: str) -> None:
+        """Raise `UserError` if a step, or a step of the ramp, is not whole sequences of `length` tokens."""
+        words = f"the sequence length {length}"
+        check_multiple(self.tokens_per_step, "budget.tokens_per_step", length, words, where)
+        if self.ramp is not None:
+            _check_ramp(self, self.ramp, length, where)
+
+
+class Stair(NamedTuple):
+    """Steps of one size."""
+
+    first_step: int
+    """Steps before it."""
+    tokens_before: int
+    tokens_per_step: int
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """A function of the recipe's budget alone, whatever runs it; steps are counted from 0."""
+
+    stairs: tuple[Stair, ...]
+    """In order; the last one has no end."""
+    lr_scaling: str = "none"
+
+    @classmethod
+    def of(cls, full: int, ramp: Ramp | None = None) -> "StepSizes":
+        """Sizes rise from `from_tokens_per_step` by `increment` over `over_tokens`, each for an equal share of them.
+
+        A stair ends with the first step that completes its share, as in Megatron-LM's --rampup-batch-size; one that
+        the step before has used up is left out.
+        """
+        if ramp is None:
+            return cls((Stair(0, 0, full),))
+        stairs, steps, tokens = [], 0, 0
+        sizes = range(ramp.from_tokens_per_step, full, increment_of(ramp))
+        for number, size in enumerate(sizes, start=1):
+            left = Fraction(number * ramp.over_tokens, len(sizes)) - tokens
+            count = max(0, -(-left // size))
+            stairs += [Stair(steps, tokens, size)] * (count > 0)
+            steps, tokens = steps + count, tokens + count * size
+        return cls((*stairs, Stair(steps, tokens, full)), ramp.lr_scaling)
+
+    @property
+    def full(self) -> int:
+        """Tokens of a step after the ramp: the largest."""
+        return self.stairs[-1].tokens_per_step
+
+    @property
+    def all(self) -> list[int]:
+        """Every size there is, rising."""
+        return [stair.tokens_per_step for stair in self.stairs]
+
+    @property
+    def ramp_steps(self) -> int:
+        """Steps before the size is full."""
+        return self.stairs[-1].first_step
+
+    def at(self, step: int) -> int:
+        """Tokens of the step after `step` steps."""
+        return self._stair(step).tokens_per_step
+
+    def tokens_at(self, steps: int) -> int:
+        """Tokens of the first `steps` steps together."""
+        stair = self._stair(steps)
+        return stair.tokens_before + (steps - stair.first_step) * stair.tokens_per_step
+
+    def steps_within(self, tokens: int) -> int:
+        """Whole steps from the beginning that so many tokens pay for."""
+        place = bisect_right(self.stairs, tokens, key=lambda stair: stair.tokens_before) - 1
+        stair = self.stairs[max(0, place)]
+        return stair.first_step + (tokens - stair.tokens_before) // stair.tokens_per_step
+
+    def lr_factor(self, finished_steps: int) -> float:
+        """What the schedule's learning rate is multiplied with in the step after `finished_steps` steps."""
+        return (self.at(finished_steps) / self.full) ** LR_POWERS[self.lr_scaling]
+
+    def _stair(self, step: int) -> Stair:
+        place = bisect_right(self.stairs, step, key=lambda stair: stair.first_step) - 1
+        return self.stairs[max(0, place)]
+
+
+def increment_of(ramp: Ramp) -> int:
+    """By how much a stair is higher than the one before: the first one's size where the recipe does not say."""
+    return ramp.increment or ramp.from_tokens_per_step
+
+
+def _check_ramp(budget: Budget, ramp: Ramp, length: int, where: str) -> None:
+    """The stairs lead to `tokens_per_step`, in whole sequences, within the budget."""
+    full, first, increment = budget.tokens_per_step, ramp.from_tokens_per_step, increment_of(ramp)
+    if first >= full:
+        what = f"is {first}, not below budget.tokens_per_step {full}; leave the ramp out, or begin lower"
+        raise problem(where, "budget.ramp.from_tokens_per_step", what)
+    for name, tokens in {"from_tokens_per_step": first, "increment": increment}.items():
+        check_multiple(tokens, f"budget.ramp.{name}", length, f"the sequence length {length}", where)
+    if (full - first) % increment:
+        units = (full - first) // length
+        dividing = (unit * length for unit in range(1, min(units, MOST_UNITS) + 1) if units % unit == 0)
+        near = min(dividing, key=lambda each: abs(each - increment))
+        what = f"{increment} does not lead from {first} to {full} in whole stairs; the nearest that does is {near}"
+        raise problem(where, "budget.ramp.increment", what)
+    if (stairs := (full - first) // increment) > MOST_STAIRS:
+        what = f"is {increment}, which makes {stairs} stairs from {first} to {full}; at most {MOST_STAIRS}: raise it"
+        raise problem(where, "budget.ramp.increment", what)
+    if ramp.over_tokens > budget.tokens:
+        what = f"is {ramp.over_tokens}, more than budget.tokens {budget.tokens}"
+        raise problem(where, "budget.ramp.over_tokens", what)
+
+
+def check_division(sizes: StepSizes, length: int, ranks: int, micro_batch: int, where: str) -> None:
+    """`UserError` where ranks x micro-batch x length does not divide every step, with what would."""
+    at_once = ranks * micro_batch
+    size = next((size for size in sizes.all if size % (at_once * length)), None)
+    if size is None:
+        return
+    what = (
+        f"a step of {size // length} sequences is not a multiple of {at_once} = {ranks} ranks x {micro_batch} "
+        "per_device_train_batch_size; "
+    )
+    shared, rest = divmod(math.gcd(*sizes.all) // length, ranks)
+    if rest:
+        what += f"make from_tokens_per_step and increment multiples of {ranks * length}, or take fewer ranks"
+    else:
+        fitting = next(micro for micro in range(min(micro_batch, shared), 0, -1) if shared % micro == 0)
+        what += f"training.per_device_train_batch_size={fitting} divides every step"
+    raise problem(where, "budget.ramp", what)
+
+
+def check_multiple(value: int, key: str, unit: int, unit_words: str, where: str) -> None:
+    """`UserError` with the nearest multiples if `value` is not a multiple of `unit`."""
+    if value % unit:
+        what = f"{value} is not a multiple of {unit_words}; {nearest_multiples(value, unit)}"
+        raise problem(where, key, what)
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """What a message says of the multiples next to a value."""
+    below = value // unit * unit
+    return f"the nearest are {below} and {below + unit}" if below else f"the nearest is {unit}"

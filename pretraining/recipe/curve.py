@@ -1,0 +1,147 @@
+"""What the loss curve belongs to: the parts of a recipe that a run folder may not change between two starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pretraining.errors import UserError, nearest
+from pretraining.recipe import recipe_schema
+from pretraining.recipe.model import other_model_types
+from pretraining.schema import differences
+
+if TYPE_CHECKING:
+    from pretraining.runtime.run_folder import RunFolder  # which asks for the parts of the curve
+
+# `training` keys that change where the work happens or what is recorded, not the curve.
+NEUTRAL_TRAINING_KEYS = frozenset(
+    {
+        "activation_checkpointing",
+        "activation_checkpointing_kwargs",
+        "dataloader_num_workers",
+        "dataloader_persistent_workers",
+        "dataloader_pin_memory",
+        "dataloader_prefetch_factor",
+        "ddp_bucket_cap_mb",
+        "eval_delay",
+        "eval_on_start",
+        "eval_steps",
+        "eval_strategy",
+        "log_level",
+        "log_level_replica",
+        "logging_first_step",
+        "logging_steps",
+        "logging_strategy",
+        "per_device_eval_batch_size",
+        "per_device_train_batch_size",
+        "project",
+        "report_to",
+        "run_name",
+        "save_steps",
+        "save_strategy",
+        "skip_memory_metrics",
+        "torch_empty_cache_steps",
+    }
+)
+
+# `data` keys that say where the tokens are and how fast they were made: which ones they are, their fingerprint says.
+NEUTRAL_DATA_KEYS = frozenset({"name", "encoder"})
+NEUTRAL_KEYS = frozenset(
+    {f"training.{key}" for key in NEUTRAL_TRAINING_KEYS} | {f"data.{key}" for key in NEUTRAL_DATA_KEYS}
+)
+
+# Keys that came later, with the value that means what was done before there were any.
+LATER_KEYS = {"data.document_masking": False, "data.packing": "in_sequence", "budget.ramp": None}
+LATER_KEYS |= {"speed.fp8": "none"} | dict.fromkeys(
+    ("mup.base_width", "mup.base_layers", "mup.base_head_size")
+)
+
+SECTIONS = ("model", "data", "budget", "training")
+DATA_FINGERPRINT = "data.fingerprint"
+"""Not a key of the recipe: the identity of the prepared tokens, which `--allow_change` may name like one."""
+
+
+class Change(NamedTuple):
+    """One part of the curve that is not what it was."""
+
+    key: str
+    earlier: Any
+    now: Any
+
+    def is_allowed(self, allowed: Iterable[str]) -> bool:
+        """Whether the key, or its whole section, is among `allowed`."""
+        section = self.key.partition(".")[0]
+        return self.key in allowed or section in allowed
+
+    def __str__(self) -> str:
+        """The first single value that differs."""
+        return str(differences(self.earlier, self.now, self.key)[0])
+
+
+def curve_parts(recipe: dict) -> dict:
+    """Flat {dotted key: value} of everything in a resolved recipe that the loss at step k is a function of."""
+    parts = {}
+    for section in SECTIONS:
+        for key, value in recipe[section].items():
+            parts[f"{section}.{key}"] = value
+    parts |= {f"loss.{key}": recipe.get("loss", {}).get(key, 0.0) for key in ("z_loss", "router_z_loss")}
+    parts |= {"speed.fp8": recipe.get("speed", {}).get("fp8", "none")}
+    for section in ("optimizer", "mup"):
+        parts |= {f"{section}.{key}": value for key, value in recipe.get(section, {}).items()}
+    return LATER_KEYS | {key: value for key, value in parts.items() if key not in NEUTRAL_KEYS}
+
+
+def changed_parts(recipe: dict, earlier: dict) -> list[Change]:
+    """What of the curve differs between two resolved recipes, by key."""
+    ours, theirs = curve_parts(recipe), curve_parts(earlier)
+    changed = sorted(
+        key for key in ours.keys() | theirs.keys() if differences(theirs.get(key), ours.get(key))
+    )
+    return [Change(key, theirs.get(key), ours.get(key)) for key in changed]
+
+
+def changes_of_run(run: RunFolder, recipe: dict, allowed: Iterable[str] = ()) -> list[Change]:
+    """How a resolved recipe differs from that of the last start in this folder.
+
+    Raises:
+        UserError: it differs where that is not `allowed`, or the file that was kept is no recipe of a run.
+    """
+    if not run.recipe.exists():
+        return []
+    try:
+        changes = changed_parts(recipe, json.loads(run.recipe.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        reason = error if isinstance(error, OSError | ValueError) else "it is no recipe of a run"
+        raise UserError(
+            f"{run.recipe}: cannot be read ({reason}); remove it or choose another --output_dir"
+        ) from error
+    refuse_changes(changes, allowed, run.path, "run")
+    return changes
+
+
+def refuse_changes(changes: list[Change], allowed: Iterable[str], place: Path, what: str) -> None:
+    """Raise `UserError` for the first change that is not `allowed`; `place` holds a `what` of another recipe."""
+    refused = [change for change in changes if not change.is_allowed(allowed)]
+    if refused:
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        raise UserError(
+            f"{place} holds a {what} of another recipe: {refused[0]}{more}; give this one its own folder with "
+            "--output_dir, start over with --resume never, or accept the change with "
+            f"--allow_change {refused[0].key}"
+        )
+
+
+def check_allowed(key: str) -> str:
+    """`key` if `--allow_change` can mean it: a key of the curve, or a section; else `UserError` with the nearest."""
+    properties = recipe_schema()["properties"]
+    names = {f"{section}.{name}" for section in SECTIONS for name in properties[section]["properties"]}
+    models = [*recipe_schema()["$defs"].values(), *other_model_types()["types"].values()]
+    names |= {f"model.{name}" for model in models for name in model["properties"]}
+    names |= {*SECTIONS, DATA_FINGERPRINT}
+    names -= NEUTRAL_KEYS
+    if key not in names:
+        why = "may change without it" if key in NEUTRAL_KEYS else f"no part of the curve{nearest(key, names)}"
+        raise UserError(f"{key}: {why}")
+    return key

@@ -1,0 +1,316 @@
+"""The recipe's mixture: what its sources are called, and the shares that their weights give each stage of the run."""
+
+from collections.abc import Sequence
+from decimal import Context, Decimal
+from fractions import Fraction
+from pathlib import PurePosixPath
+from typing import Literal, NamedTuple
+
+from pretraining.errors import UserError, nearest
+from pretraining.recipe.section import Section, check_folder_name, key
+from pretraining.schema import problem
+
+_DECIMALS = Context(prec=50)
+
+
+class Source(Section):
+    """Where text comes from: one of builtin, path and dataset."""
+
+    one_of = ("builtin", "path", "dataset")
+
+    builtin: Literal["python_stdlib"] | None = key(
+        None, "The text of the installed Python standard library: no network, no account.", omitted=True
+    )
+    path: str | None = key(
+        None,
+        "A file, a folder or a glob: .txt, .jsonl(.gz, .zst), .parquet, .warc(.gz); here or "
+        "at an fsspec address (s3://, gs://, hf://, https://).",
+        minLength=1,
+        omitted=True,
+    )
+    dataset: str | None = key(None, "A Hugging Face dataset name, streamed.", minLength=1, omitted=True)
+    config: str | None = key(None, "Configuration of the dataset.", minLength=1)
+    split: str = key("train", "Split of the dataset.", minLength=1)
+    revision: str | None = key(None, "Commit or tag of the dataset.", minLength=1)
+    text_column: str = key("text", "Column or JSON key that holds the text.", minLength=1)
+    name: str | None = key(None, "What reports and data.mixture call this source.", minLength=1)
+    weight: float | None = key(
+        None,
+        "Share of the training tokens relative to the other sources' weights; null for all sources: by size.",
+        exclusiveMinimum=0,
+    )
+    max_epochs: float | None = key(
+        None,
+        "How often the run may read this source; null: once in a mixture, without limit otherwise.",
+        exclusiveMinimum=0,
+    )
+
+
+class MinHash(Section):
+    """Near duplicates by MinHash-LSH, each candidate pair checked."""
+
+    keeps_what_is_written = True
+
+    ngram: int = key(5, "Words or characters in an n-gram.", minimum=1, maximum=1024)
+    unit: Literal["words", "characters"] = key("words", "What an n-gram is made of.")
+    threshold: float = key(
+        0.8, "Jaccard similarity from which documents are near duplicates.", exclusiveMinimum=0, maximum=1
+    )
+    bands: int | None = key(None, "null: derived from threshold (32 x 8 at 0.8).", minimum=1)
+    rows: int | None = key(None, "Hashes in a band; goes with bands.", minimum=1)
+    seed: int = key(0, "Picks the hash functions.", minimum=0)
+
+
+class Dedup(Section):
+    """Leave out repeated documents, across all sources; the first in source order is kept."""
+
+    exact: bool = key(True, "Drop documents whose text occurred before.")
+    remove: bool = key(True, "false keeps every copy, on one side of the train/validation split.")
+    minhash: MinHash | None = key(None)
+
+
+class Decontaminate(Section):
+    """Drop documents that hold a stretch of an evaluation set."""
+
+    folder: str | None = key(None, "Folder of .txt and .jsonl(.gz) evaluation sets.", minLength=1)
+    tasks: list[str] = key([], "lm-eval tasks, groups, or paths of task YAML files.", items={"minLength": 1})
+    ngram: int = key(13, "Words that must be shared.", minimum=1, maximum=1024)
+    shortest: int = key(
+        8, "Shorter evaluation texts are looked for whole, down to this many words.", minimum=1
+    )
+    share: float = key(
+        0, "Share of a document's n-grams that must be found; 0: any one.", minimum=0, maximum=1
+    )
+
+
+class MixtureStage(Section):
+    """A part of the run with weights of its own."""
+
+    keeps_what_is_written = True
+
+    until: float | None = key(
+        None,
+        "End of the stage: a share of the run below 1, or tokens; left out in the last.",
+        exclusiveMinimum=0,
+    )
+    weights: dict | None = key(None, "Weight by source name; a source left out is not read in this stage.")
+
+
+class Mixture(Section):
+    """How the sources are mixed; null: by their weights, or without weights as one stream."""
+
+    keeps_what_is_written = True
+
+    temperature: float | None = key(
+        None, "Without weights: shares go as size ** (1 / temperature).", minimum=1
+    )
+    stages: list[MixtureStage] | None = key(None, "Weights that change during the run, in order.", minItems=1)
+
+
+class Data(Section):
+    """The text, how it becomes tokens, and how much of it validates."""
+
+    name: str = key(
+        ...,
+        "Folder below data/ that holds the prepared tokens; recipes with equal data share it.",
+        check=check_folder_name,
+    )
+    sources: list[Source] = key(..., "Where the text comes from, in this order.", minItems=1)
+    tokenizer: str | dict = key(
+        ...,
+        'A name or path, or {"train_vocab_size": N} to train byte-level BPE on the corpus.',
+        minLength=1,
+        properties={"train_vocab_size": {"type": "integer", "minimum": 257}},
+        required=["train_vocab_size"],
+        additionalProperties=False,
+    )
+    validation_share: float = key(
+        0.005,
+        "Share of the documents kept for validation, whole, by a hash of their text.",
+        exclusiveMinimum=0,
+        exclusiveMaximum=1,
+    )
+    encoder: Literal["auto", "fastokens", "gigatoken", "tokenizers"] = key(
+        "auto",
+        "What turns text into tokens; auto: the fast exact one where it fits the tokenizer, "
+        "else tokenizers. The tokens are the same.",
+    )
+    filters: list[dict] = key([], schema={})
+    dedup: Dedup | None = key(None)
+    decontaminate: Decontaminate | None = key(None)
+    mixture: Mixture | None = key(None)
+    shuffle_shards: int | None = key(
+        None,
+        "Shuffle inside groups of so many shards, so that a remote cache stays small; null: "
+        "over the whole epoch.",
+        minimum=1,
+    )
+    skip_undecodable: bool = key(False, "Skip and count text that is not UTF-8 instead of stopping at it.")
+    sequence_length: int | None = key(None, "Tokens per sample; null: the model's positions.", minimum=1)
+    document_masking: bool = key(
+        False,
+        "Attention and positions stop at the ends of documents, and no document's first token is a target.",
+    )
+    packing: Literal["in_sequence", "best_fit"] = key(
+        "in_sequence",
+        "How documents fill blocks: one after the other, or rearranged near each other so "
+        "that few are cut by a block's end.",
+    )
+
+
+class WishedStage(NamedTuple):
+    """Shares as the recipe means them, before any rounding, from sample `start` up to `stop` (None: to the end)."""
+
+    start: int
+    stop: int | None
+    shares: list[Fraction]
+    """[sources], summing to one"""
+
+
+def is_mixed(data: dict) -> bool:
+    """Whether the data section asks for a mixture; without one, all text is one stream in one order."""
+    weighted = any(source.get("weight") is not None for source in data["sources"])
+    return weighted or data.get("mixture") is not None
+
+
+def source_names(section: dict, where: str) -> list[str]:
+    """What the recipe calls its sources: the name, else the last part of the path or data set's name."""
+    names = [source_name(source) for source in section["sources"]]
+    for number, name in enumerate(names):
+        if name in names[:number] and is_mixed(section):
+            what = f"is {name!r} like that of source {names.index(name)}; give each a name of its own"
+            raise problem(where, f"data.sources.{number}.name", what)
+    return names
+
+
+def check_mixture(data: dict, num_samples: int, sequence_length: int, where: str) -> None:
+    """Raise `UserError` for what is wrong with a mixture before its data, and thus its sources' sizes, are there."""
+    names = source_names(data, where)
+    if is_mixed(data):
+        read_stages(data, names, [1] * len(names), num_samples, sequence_length, where)
+
+
+def read_stages(
+    data: dict, names: list[str], sizes: list[int], num_samples: int, sequence_length: int, where: str
+) -> list[WishedStage]:
+    """The stages of a run of `num_samples` blocks over sources of `sizes` blocks, in the order of `names`.
+
+    Raises:
+        UserError: a weight that is not a number above zero, names no source or is given for some sources only; a
+            stage that does not begin where the one before it ends; a source that no stage reads.
+    """
+    mixture = data.get("mixture") or {}
+    base = _base_shares(data, mixture, names, sizes, where)
+    stages = mixture.get("stages") or [{}]
+    wished, start = [], 0
+    for number, stage in enumerate(stages):
+        key = f"data.mixture.stages.{number}"
+        is_last = number == len(stages) - 1
+        stop = _border(stage.get("until"), start, is_last, num_samples, sequence_length, where, key)
+        weights = stage.get("weights")
+        shares = base if weights is None else _named_shares(weights, names, where, f"{key}.weights")
+        wished.append(WishedStage(start, stop, shares))
+        start = stop
+    _check_every_source_is_read(wished, names, where)
+    return wished
+
+
+def _base_shares(data: dict, mixture: dict, names: list[str], sizes: list[int], where: str) -> list[Fraction]:
+    """By the sources' own weights, or else by size and temperature."""
+    weights = [source.get("weight") for source in data["sources"]]
+    temperature = mixture.get("temperature") or 1
+    for number, weight in enumerate(weights):
+        if weight is not None:
+            _check_weight(weight, where, f"data.sources.{number}.weight")
+    if all(weight is None for weight in weights):
+        return shares_of_sizes(sizes, temperature)
+    if None in weights:
+        number = weights.index(None)
+        what = f"is missing for {names[number]!r}; give every source a weight, or none to mix by size"
+        raise problem(where, f"data.sources.{number}.weight", what)
+    if temperature != 1:
+        what = f"is {temperature:g}, but the sources have weights; give a temperature or weights, not both"
+        raise problem(where, "data.mixture.temperature", what)
+    return exact_shares(weights)
+
+
+def _named_shares(weights: dict, names: list[str], where: str, key: str) -> list[Fraction]:
+    for name, weight in weights.items():
+        if name not in names:
+            hint = nearest(name, names) or f"; the sources are: {', '.join(names)}"
+            raise problem(where, f"{key}.{name}", f"names no source{hint}")
+        _check_weight(weight, where, f"{key}.{name}")
+    if not weights:
+        raise problem(where, key, "is empty; give at least one source a weight")
+    return exact_shares([weights.get(name, 0) for name in names])
+
+
+def _check_weight(weight, where: str, key: str) -> None:
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not 0 < weight < float("inf"):
+        shown = f"{weight!r}; a weight is a number above zero"
+        raise problem(where, key, f"is {shown} (leave a source out to have it not read)")
+
+
+def _border(
+    until, start: int, is_last: bool, num_samples: int, sequence_length: int, where: str, key: str
+) -> int | None:
+    """The sample before which a stage ends; None for the last, which goes on for as long as the run does."""
+    tokens = num_samples * sequence_length
+    if is_last:
+        if until not in (None, 1, tokens):
+            what = (
+                f"is {until:g}, but the last stage goes on to the end of the run; leave it out or add a stage"
+            )
+            raise problem(where, f"{key}.until", what)
+        return None
+    if until is None:
+        raise problem(where, f"{key}.until", "is missing: a share of the run below 1, or a number of tokens")
+    stop = block_of(until, num_samples, sequence_length)
+    if not start < stop < num_samples:
+        what = (
+            f"is {until:g}: that is block {stop:,}, which must lie between the stage's start at {start:,} and "
+            f"the run's end at {num_samples:,} (blocks of {sequence_length:,} tokens)"
+        )
+        raise problem(where, f"{key}.until", what)
+    return stop
+
+
+def block_of(until: float, num_samples: int, sequence_length: int) -> int:
+    """Blocks before the border that a stage's `until` names: a share of the run below 1, or a number of tokens."""
+    exact = Fraction(repr(until))
+    return round(exact * num_samples if until < 1 else exact / sequence_length)
+
+
+def _check_every_source_is_read(stages: list[WishedStage], names: list[str], where: str) -> None:
+    for number, name in enumerate(names):
+        if not any(stage.shares[number] for stage in stages):
+            raise UserError(
+                f"{where}: data.mixture.stages: no stage reads the source {name!r}; name it in one"
+            )
+
+
+def exact_shares(weights: Sequence[float | int]) -> list[Fraction]:
+    """Weights as a person wrote them (0.1 is one tenth, not its nearest binary fraction), summing to one."""
+    fractions = [Fraction(repr(weight)) for weight in weights]
+    total = sum(fractions)
+    return [fraction / total for fraction in fractions]
+
+
+def shares_of_sizes(sizes: Sequence[int], temperature: float = 1) -> list[Fraction]:
+    """p_i proportional to n_i ** (1 / T) (Conneau and Lample 2019, section 3.1): T = 1 is by size, large T is even.
+
+    Computed in decimal, so that every machine finds the same shares.
+    """
+    if temperature == 1:
+        return exact_shares(sizes)
+    exponent = _DECIMALS.divide(Decimal(1), Decimal(repr(temperature)))
+    powers = [Fraction(_DECIMALS.power(Decimal(size), exponent)) for size in sizes]
+    total = sum(powers)
+    return [power / total for power in powers]
+
+
+def source_name(spec: dict) -> str:
+    """Its own name in the recipe, else the last part of what it is read from."""
+    origin = spec.get("builtin") or spec.get("dataset") or spec.get("path")
+    return spec.get("name") or PurePosixPath(origin).name

@@ -1,0 +1,207 @@
+"""Read a recipe: its file, `--set section.key=value` over it, every key checked, what is left out filled in."""
+
+import json
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pretraining.addresses import masked
+from pretraining.ds_config import short_name
+from pretraining.errors import UserError, nearest
+from pretraining.recipe.model import checked_model, refuse_names_of_others
+from pretraining.recipe.recipe import RECIPES, SECTIONS, Recipe
+from pretraining.recipe.section import schema_file
+from pretraining.recipe.training import TRAINING_KEYS
+from pretraining.schema import check, display_path, load_json, problem, read_json
+
+NO_DEEPSPEED = ("null", "none")
+
+
+def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str | None = None) -> Recipe:
+    """Read a recipe by its name in recipes/ or by its path, apply `--set` overrides, and check all of it.
+
+    Args:
+        name_or_path: `tiny`, `features/muon`, or a path that ends in .json.
+        overrides: `section.key=value` texts, applied in order.
+        deepspeed: takes the place of the recipe's `deepspeed`; "null" means none.
+
+    Raises:
+        UserError: one line naming the file (or option), the dotted key, what is wrong, and the nearest valid
+            key or value.
+    """
+    path = _find(str(name_or_path))
+    where = display_path(path)
+    values = _read(path)
+    refuse_names_of_others(values.get("model"), where)
+    overrides = list(overrides)
+    for override in overrides:
+        _check_override(override, values.get("model"))
+    values = _apply_overrides(check(values, recipe_schema(), where), overrides)
+    if deepspeed is not None:
+        values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed
+    # An address among the overrides may hold a credential.
+    where += masked(f" with --set {' '.join(overrides)}") if overrides else ""
+    recipe = _built(values, path, where, tuple(overrides))
+    recipe.check(where)
+    return recipe
+
+
+def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> Recipe:
+    """The recipe of a checked JSON object."""
+    sharding = values.get("deepspeed")
+    return Recipe(
+        name=values.get("name", path.stem),
+        path=path,
+        description=values["description"],
+        deepspeed=None if sharding is None else short_name(sharding),
+        overrides=overrides,
+        model=checked_model(values["model"], where),
+        training=values["training"],
+        **{name: section.of(values.get(name, {})) for name, section in SECTIONS.items()},
+    )
+
+
+@cache
+def recipe_schema() -> dict:
+    """JSON Schema of a recipe: our sections from their classes, model and training from recipes/schema.json."""
+    found = schema_file()
+    properties = {**found["properties"], **sections_schema()}
+    # Its rules have schemas of their own, which the file holds.
+    filters = found["properties"]["data"]["properties"]["filters"]
+    properties["data"]["properties"]["filters"] = filters
+    return {**found, "properties": properties}
+
+
+def sections_schema() -> dict[str, dict]:
+    """JSON Schema of each of our own sections."""
+    return {name: section.schema() for name, section in SECTIONS.items()}
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes in recipes/."""
+    return sorted(path.stem for path in RECIPES.glob("*.json") if path.name != "schema.json")
+
+
+def _read(path: Path) -> dict:
+    """The sections of a recipe's file, over those of the one base it may name."""
+    where, own = display_path(path), read_json(path)
+    _check_owners(own, where)
+    if "base" not in own:
+        return own
+    name = check(own.pop("base"), recipe_schema()["properties"]["base"], where, "base")
+    try:
+        base_path = path.parent / name if name.endswith(".json") else _find(name)
+    except UserError as error:
+        raise problem(where, "base", str(error).removeprefix("--recipe ")) from None
+    base = read_json(base_path)
+    if "base" in base:
+        what = f"{display_path(base_path)} has a base itself; name that one, or a recipe without"
+        raise problem(where, "base", what)
+    load_recipe(str(base_path))  # so that a mistake in the base is reported with the base's name
+    return _merged(base, own)
+
+
+def _merged(base: dict, own: dict) -> dict:
+    """`own` over `base`, key by key in each section; lists and objects in a section replace the base's whole.
+
+    A model that names its type is another model and inherits nothing. The base's name and description stay its own.
+    """
+    merged = {key: value for key, value in base.items() if key not in ("name", "description")}
+    for key, value in own.items():
+        inherited = merged.get(key)
+        extends = isinstance(value, dict) and isinstance(inherited, dict) and "model_type" not in value
+        merged[key] = {**inherited, **value} if extends else value
+    return merged
+
+
+def _find(name_or_path: str) -> Path:
+    if name_or_path.endswith(".json"):
+        return Path(name_or_path)
+    if "/" in name_or_path:  # a name in a folder of recipes/: features/muon
+        path = RECIPES / f"{name_or_path}.json"
+        return path if path.is_file() else Path(name_or_path)
+    path = RECIPES / f"{name_or_path}.json"
+    if name_or_path == "schema" or not path.is_file():
+        names = recipe_names()
+        raise UserError(
+            f"--recipe {name_or_path}: no such recipe{nearest(name_or_path, names)}; "
+            f"there are: {', '.join(names)} (or give a path that ends in .json)"
+        )
+    return path
+
+
+def _check_owners(values: dict, where: str) -> None:
+    for key in values:
+        if key in TRAINING_KEYS and key not in recipe_schema()["properties"]:
+            raise problem(where, key, f"does not belong here: {TRAINING_KEYS[key]}")
+    training = values.get("training")
+    for key in training if isinstance(training, dict) else ():
+        if key in TRAINING_KEYS:
+            raise problem(where, f"training.{key}", f"does not belong here: {TRAINING_KEYS[key]}")
+
+
+def _check_override(override: str, model: Any) -> None:
+    """A `--set` text names neither a key of another owner, nor a base, nor another model type's name of a key."""
+    nested, where = _as_nested(override), f"--set {override}"
+    _check_owners(nested, where)
+    if "base" in nested:
+        raise problem(where, "base", "is named in a recipe's file alone; --recipe takes another")
+    if isinstance(model, dict):
+        kind = {"model_type": model.get("model_type")}
+        refuse_names_of_others({**nested.get("model", {}), **kind}, where)
+
+
+def _as_nested(override: str) -> dict:
+    """The first two parts of an override's key as a recipe would write them."""
+    section, _, rest = override.partition("=")[0].partition(".")
+    return {section: {rest.partition(".")[0]: None}}
+
+
+def _apply_overrides(recipe: dict, overrides: Iterable[str]) -> dict:
+    """A copy of `recipe` with each `section.key=value` set, checked against the schema after each.
+
+    A value is JSON where it parses, else a string; a number in the key indexes a list, and the list's length
+    appends. Whole objects can be set: `training.lr_scheduler_kwargs={"min_lr_rate": 0.05}`.
+
+    Raises:
+        UserError: no `=`, an unknown key (with the nearest), a wrong type, an index beyond the list.
+    """
+    changed = json.loads(json.dumps(recipe))
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        where = f"--set {override}"
+        if not equals or not key:
+            raise UserError(f"{where}: write --set section.key=value")
+        _set(changed, key.split("."), _parse(text, where), where)
+        changed = check(changed, recipe_schema(), where)
+    return changed
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return load_json(text, where)
+    except json.JSONDecodeError:
+        return text
+
+
+def _set(value: Any, path: list[str], new: Any, where: str) -> None:
+    """Descend to the last part of `path`, making objects where there are none yet, and set it."""
+    for depth, name in enumerate(path):
+        here = ".".join(path[:depth])
+        if not isinstance(value, dict | list):
+            raise UserError(f"{where}: {here} is not an object, it has no {name!r}")
+        place = _index(value, name, here, where) if isinstance(value, list) else name
+        if depth == len(path) - 1:
+            value[place] = new
+        elif isinstance(value, dict) and value.get(place) is None:
+            value[place] = {}
+        value = value[place]
+
+
+def _index(items: list, name: str, here: str, where: str) -> int:
+    if not name.isdecimal() or int(name) > len(items):
+        raise UserError(f"{where}: {here} is a list of {len(items)}: {name!r} is not one of its indices")
+    if int(name) == len(items):
+        items.append({})
+    return int(name)

@@ -1,0 +1,310 @@
+"""The `model` section: which types a recipe may name, what their keys are called, and what fits together."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pretraining.errors import did_you_mean, nearest, nearest_names
+from pretraining.recipe.section import schema_file
+from pretraining.schema import check, problem
+
+EXACT = ("gpt2", "llama", "mixtral", "qwen3", "qwen3_moe")
+"""Counted by formula in planning/sizes.py; what holds for them is tested for each."""
+FILE = Path(__file__).with_name("model_types.json")
+GPT2_NAMES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "intermediate_size": "n_inner",
+}
+ATTENTIONS = (
+    "eager",
+    "sdpa",
+    "sdpa_causal",
+    "torch_varlen",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "flex_attention",
+)
+"""What `model.attn_implementation` names, beside a kernel of the hub (kernels-community/...)."""
+CROSSES_DOCUMENTS = ("sdpa_causal",)
+"""Those of them that cannot keep documents apart."""
+ROPE = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "yarn": (
+        ("factor",),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": (("short_factor", "long_factor"), ("attention_factor", "factor")),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "proportional": (("rope_theta",), ()),
+}
+"""{model.rope_parameters.rope_type: (keys it needs, keys it may have beside them)}, as transformers checks them."""
+ROPE_ALWAYS = ("rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+ROTARY = ("llama", "mixtral", "qwen3", "qwen3_moe")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""What configuration classes call a layer's number of experts."""
+
+
+def is_exact(model: dict) -> bool:
+    """Whether the model section is of a type that planning counts by formula."""
+    return model["model_type"] in EXACT
+
+
+@cache
+def other_model_types(path: Path = FILE) -> dict:
+    """model_types.json, generated from the installed transformers: {"types": ..., "refused": ...}."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def own_key(model: dict, name: str) -> str:
+    """What the model's type calls `hidden_size`, `num_hidden_layers` and so on."""
+    if model["model_type"] == "gpt2":
+        return GPT2_NAMES.get(name, name)
+    if is_exact(model):
+        return name
+    return other_model_types()["types"][model["model_type"]]["names"].get(name, name)
+
+
+def value_of(model: dict, name: str) -> Any:
+    """The section's value for a common name; None where it has none."""
+    return model.get(own_key(model, name))
+
+
+def refuse_names_of_others(model: object, where: str) -> None:
+    """Raise `UserError` for a key that another type of model has, with this type's own name for the same.
+
+    `n_layer` of a Llama is `num_hidden_layers`. A section without a known type is left to the checks that follow.
+    """
+    if not isinstance(model, dict) or model.get("model_type") not in (*EXACT, *other_model_types()["types"]):
+        return
+    common = {name: key for key, name in GPT2_NAMES.items()}
+    for key in model if is_exact(model) else model.keys() - other_properties(model).keys():
+        if (own := own_key(model, common.get(key, key))) != key:
+            raise problem(where, f"model.{key}", f"unknown key{did_you_mean([own])}")
+
+
+def other_properties(model: dict) -> dict:
+    """Key -> schema of a section whose type is not among the exact ones."""
+    return other_model_types()["types"][model["model_type"]]["properties"]
+
+
+def model_with_defaults(model: dict) -> dict:
+    """A model section over its configuration class's own defaults, as the schemas record them."""
+    exact = schema_file()["$defs"]
+    properties = exact[model["model_type"]]["properties"] if is_exact(model) else other_properties(model)
+    defaults = {key: value["default"] for key, value in properties.items() if "default" in value}
+    return {**defaults, **model}
+
+
+def checked_model(model: dict, where: str) -> dict:
+    """The model section, its type known and every key one of its class's.
+
+    Raises:
+        UserError: an unknown type or key, with the nearest; a type that does not train here, with the reason.
+    """
+    if is_exact(model):
+        return model  # the recipe's own schema has checked it
+    _check_type(model["model_type"], where)
+    # Its configuration class would take any key without a word.
+    entry = other_model_types()["types"][model["model_type"]]
+    schema = {"type": "object", "properties": entry["properties"], "required": entry["required"]}
+    return check(model, {**schema, "additionalProperties": False}, where, "model", schema_file())
+
+
+def _check_type(model_type: str, where: str) -> None:
+    found = other_model_types()
+    if model_type in found["refused"]:
+        reason = found["refused"][model_type]
+        raise problem(where, "model.model_type", f"is {model_type!r}, which does not train here: {reason}")
+    known = [*EXACT, *found["types"]]
+    if model_type not in known:
+        near = (
+            nearest_names(model_type, known) or f"; known are {', '.join(EXACT)} and others of transformers"
+        )
+        raise problem(where, "model.model_type", f"is {model_type!r}, which is no model type{near}")
+
+
+class Model(dict):
+    """`model_type` and that configuration class's keyword arguments, verbatim: a dict of what the recipe gives.
+
+    Attributes are what every type has, under the names that most of them use.
+    """
+
+    @property
+    def model_type(self) -> str:
+        """A name of transformers."""
+        return self["model_type"]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether planning counts the type by formula."""
+        return is_exact(self)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self["vocab_size"]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width."""
+        return value_of(self, "hidden_size")
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Depth."""
+        return value_of(self, "num_hidden_layers")
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Heads of queries."""
+        return value_of(self, "num_attention_heads")
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The longest sequence that the model is built for."""
+        return value_of(self, "max_position_embeddings")
+
+    def with_defaults(self) -> "Model":
+        """Over its configuration class's own defaults."""
+        return Model(model_with_defaults(self))
+
+    def check(self, where: str) -> None:
+        """Raise `UserError` for the first key that does not fit another one, or that no model can be built with."""
+        model = self.with_defaults()
+        _check_heads(model, where)
+        _check_experts(model, where)
+        _check_rope(model, where)
+        _check_layer_types(model, where)
+        _check_special_ids(self, where)
+        _check_attention(model, where)
+
+
+def _check_heads(model: dict, where: str) -> None:
+    width_key, heads_key = own_key(model, "hidden_size"), own_key(model, "num_attention_heads")
+    width, heads = model[width_key], model[heads_key]
+    # Only some classes take a head_dim that the width does not follow from.
+    must_divide = model["model_type"] in ("gpt2", "llama") or model.get("head_dim") is None
+    if must_divide and width % heads:
+        raise problem(
+            where, f"model.{heads_key}", f"is {heads}, which does not divide model.{width_key} {width}"
+        )
+    key_value_heads = value_of(model, "num_key_value_heads") or heads
+    if heads % key_value_heads:
+        what = f"is {key_value_heads}, which does not divide model.{heads_key} {heads}"
+        raise problem(where, f"model.{own_key(model, 'num_key_value_heads')}", what)
+
+
+def _check_experts(model: dict, where: str) -> None:
+    """A token's experts are among those there are, whose groups are of one size (as DeepSeek-V3 routes)."""
+    key = next((key for key in EXPERTS if model.get(key)), None)
+    if key is None:
+        return
+    experts, chosen, groups = model[key], model.get("num_experts_per_tok") or 1, model.get("n_group") or 1
+    if chosen > experts:
+        raise problem(where, "model.num_experts_per_tok", f"is {chosen}, more than model.{key} {experts}")
+    if experts % groups:
+        raise problem(where, "model.n_group", f"is {groups}, which does not divide model.{key} {experts}")
+    if model["model_type"] == "qwen3_moe":
+        _check_sparse_layers(model, where)
+
+
+def _check_sparse_layers(model: dict, where: str) -> None:
+    """One layer at least is a mixture of experts: every `decoder_sparse_step`th that is not in `mlp_only_layers`."""
+    layers, step, dense = (
+        model["num_hidden_layers"],
+        model["decoder_sparse_step"],
+        model["mlp_only_layers"] or [],
+    )
+    if not any((layer + 1) % step == 0 and layer not in dense for layer in range(layers)):
+        key = "mlp_only_layers" if step <= layers else "decoder_sparse_step"
+        what = f"is {model[key]}, which leaves none of {layers} layers with experts"
+        raise problem(where, f"model.{key}", f"{what}; change it, or take model_type qwen3")
+
+
+def _check_rope(model: dict, where: str) -> None:
+    """Rotary positions of a known kind, with the keys that it needs, on heads of an even size."""
+    if model["model_type"] not in ROTARY:
+        return
+    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    if head_dim % 2:
+        what = f"makes heads of {head_dim}, and rotary positions turn pairs: choose an even size of a head"
+        raise problem(where, "model.head_dim" if model.get("head_dim") else "model.num_attention_heads", what)
+    given, key = model.get("rope_parameters"), "model.rope_parameters"
+    if not given:
+        return
+    for name, value in given.items():
+        if value is None:
+            raise problem(where, f"{key}.{name}", "is null; leave it out")
+    kind = given.get("rope_type", "default")
+    if kind not in ROPE:
+        what = f"is {json.dumps(kind)}, not one of {', '.join(ROPE)}{nearest(kind, ROPE)}"
+        raise problem(where, f"{key}.rope_type", what)
+    needed, optional = ROPE[kind]
+    for name in needed:
+        if given.get(name) is None:
+            raise problem(where, f"{key}.{name}", f"is missing; rope_type {kind} needs it")
+    for name in given:
+        if name not in (*needed, *optional, *ROPE_ALWAYS):
+            raise problem(where, f"{key}.{name}", f"is no key of rope_type {kind}; leave it out")
+    if kind == "longrope":
+        for name in needed:
+            if len(given[name]) != head_dim // 2:
+                what = f"has {len(given[name])} numbers; half of a head needs {head_dim // 2}"
+                raise problem(where, f"{key}.{name}", what)
+    if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
+        what = f"is {given['high_freq_factor']:g}; it must be greater than low_freq_factor {given['low_freq_factor']:g}"
+        raise problem(where, f"{key}.high_freq_factor", what)
+
+
+def _check_layer_types(model: dict, where: str) -> None:
+    """One kind of attention for every layer, a window where there is one to look back over."""
+    given, key = model.get("layer_types"), "model.layer_types"
+    if given is None:
+        return
+    layers = value_of(model, "num_hidden_layers")
+    if len(given) != layers:
+        layers_key = own_key(model, "num_hidden_layers")
+        raise problem(
+            where, key, f"has {len(given)} entries, and model.{layers_key} is {layers}: name every layer's"
+        )
+    if model["model_type"] != "qwen3":
+        return
+    for number, kind in enumerate(given):
+        if kind not in ("full_attention", "sliding_attention"):
+            what = f"is {json.dumps(kind)}; it must be full_attention or sliding_attention"
+            raise problem(where, f"{key}.{number}", what)
+    if "sliding_attention" in given and not (model.get("use_sliding_window") and model.get("sliding_window")):
+        raise problem(
+            where, key, "has sliding_attention, which needs model.use_sliding_window true and sliding_window"
+        )
+
+
+def _check_special_ids(model: dict, where: str) -> None:
+    """Ids that the recipe names are rows of the embedding; those it leaves out are the tokenizer's."""
+    for key in SPECIAL_IDS:
+        given = model.get(key)
+        for number in given if isinstance(given, list) else [given]:
+            if number is not None and number >= model["vocab_size"]:
+                what = f"is {number}, beyond model.vocab_size {model['vocab_size']}; leave it out: the tokenizer has it"
+                raise problem(where, f"model.{key}", what)
+
+
+def _check_attention(model: dict, where: str) -> None:
+    """A kernel that there is."""
+    name, key = model.get("attn_implementation"), "model.attn_implementation"
+    if name is None:
+        return
+    if name not in ATTENTIONS and "/" not in name:
+        what = f"is {json.dumps(name)}, which is no attention{nearest(name, ATTENTIONS)}; known are "
+        raise problem(where, key, f"{what}{', '.join(ATTENTIONS)}, or leave it out")
+    if name == "flex_attention" and (model.get("attn_pdrop") or model.get("attention_dropout")):
+        dropout = "attn_pdrop" if model.get("attn_pdrop") else "attention_dropout"
+        raise problem(where, f"model.{dropout}", "is not 0, and flex_attention has no dropout: set it to 0")

@@ -1,0 +1,151 @@
+"""muP: how initial values, rates, decay and Adam's epsilon of every parameter follow from a model's width and depth.
+
+CompleteP (Dey et al. 2025, table 1, alpha = 1), which is muP (Yang et al. 2022) in the width and makes depth transfer
+too: rates that are best for a narrow and shallow base model are best for this one.
+
+Its multipliers of activations are not here, since an export must be a model of transformers' own. Each of them goes
+into the weight behind it, which under Adam is the same method (Yang et al. 2022, lemma J.1): a weight that is c times
+as large, with c times the rate, a c-th of the decay and of the epsilon, makes the same steps.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pretraining.recipe.section import Section, key
+from pretraining.schema import problem
+
+FAMILIES = ("gpt2", "llama", "qwen3")
+_BLOCK = re.compile(r"\.(h|layers)\.\d+\.")
+_LEAVES_A_BRANCH = re.compile(r"\.(c_proj|o_proj|down_proj)\.")
+_QUERY = {"llama": re.compile(r"\.q_proj\."), "qwen3": re.compile(r"\.q_norm\.")}
+_FINAL_NORM = re.compile(r"(\.ln_f\.|^model\.norm\.)")
+HEAD = "lm_head.weight"
+RULES = {"adamw": 1.0, "match_adamw": 0.5, "spectral": 0.0}
+"""By which power of the width a hidden matrix' rate falls. Muon's updates have one spectral norm, and that is what
+must not grow (Yang et al. 2023): 1 under its scale `spectral`, with the root of the width under `match_adamw`."""
+
+
+class Mup(Section):
+    """Rates tuned on a smaller model (muP; CompleteP in the depth): initial values, rates, decay and
+    epsilon follow from how much larger this one is."""
+
+    base_width: int | None = key(
+        None,
+        "Width of the model that training.learning_rate was tuned for; null: no muP. All "
+        "other widths grow in proportion, the heads in number.",
+        minimum=1,
+    )
+    base_layers: int | None = key(None, "Its layers; null: as many as here.", minimum=1)
+    base_head_size: int | None = key(
+        None,
+        "Size of its heads, for attention that is divided by the size and not its root; null: as here.",
+        minimum=1,
+    )
+
+    def check_together(self, where: str, at: str) -> None:
+        """The rest of a base needs its width."""
+        for name in ("base_layers", "base_head_size"):
+            if self.base_width is None and getattr(self, name) is not None:
+                what = f"is set without {at}.base_width; set that too, or leave both out"
+                raise problem(where, f"{at}.{name}", what)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Factors of one parameter's initial values, learning rate, weight decay and epsilon."""
+
+    initial: float = 1.0
+    rate: float = 1.0
+    decay: float = 1.0
+    epsilon: float = 1.0
+
+    def times(self, multiplier: float) -> "Scales":
+        """With a multiplier of the activations moved into the weight."""
+        c = multiplier
+        return Scales(self.initial * c, self.rate * c, self.decay / c, self.epsilon / c)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How many times as wide and as deep as its base a model is; its queries' multiplier."""
+
+    model_type: str
+    width: float
+    depth: float
+    queries: float
+
+    @classmethod
+    def of(cls, model: dict, mup: Mup) -> "Growth":
+        """Of a model section with its class's defaults."""
+        width, layers, head_size = shape_of(model)
+        depth = layers / (mup.base_layers or layers)
+        queries = ((mup.base_head_size or head_size) / head_size) ** 0.5
+        return cls(model["model_type"], width / mup.base_width, depth, queries)
+
+    def scales(self, name: str, is_tied: bool, rule: str) -> Scales:
+        """Of the parameter called `name`; `is_tied`: whether the head is the embedding; `rule`: a key of RULES."""
+        if not _BLOCK.search(name):
+            return self._outside_blocks(name, is_tied)
+        epsilon = 1 / (self.width * self.depth)
+        scales = Scales(epsilon=epsilon)
+        if self._is_matrix(name):
+            power = RULES[rule]
+            scales = Scales(self.width**-0.5, self.width**-power, self.width**power, epsilon)
+        if _LEAVES_A_BRANCH.search(name):
+            scales = scales.times(1 / self.depth)
+            # Drawn with 1 / sqrt(2 layers) already, as the base's are.
+            if self.model_type == "gpt2":
+                scales = Scales(scales.initial * self.depth**0.5, scales.rate, scales.decay, scales.epsilon)
+        if self.queries != 1 and _QUERY[self.model_type].search(name):
+            scales = scales.times(self.queries)
+        return scales
+
+    def _outside_blocks(self, name: str, is_tied: bool) -> Scales:
+        scales = Scales(epsilon=1 / self.width)
+        holds_output_multiplier = _FINAL_NORM.search(name) if is_tied else name == HEAD
+        return scales.times(1 / self.width) if holds_output_multiplier else scales
+
+    @staticmethod
+    def _is_matrix(name: str) -> bool:
+        return name.endswith(".weight") and not re.search(r"(ln_\d|norm)\.weight$", name)
+
+
+def shape_of(model: dict) -> tuple[int, int, int]:
+    """(width, layers, size of a head) of a model section with its class's defaults."""
+    if model["model_type"] == "gpt2":
+        return model["n_embd"], model["n_layer"], model["n_embd"] // model["n_head"]
+    width, heads = model["hidden_size"], model["num_attention_heads"]
+    return width, model["num_hidden_layers"], model.get("head_dim") or width // heads
+
+
+def scales_by_name(names: Iterable[str], model: dict, mup: Mup, rule: str = "adamw") -> dict[str, Scales]:
+    """{parameter name: Scales}; empty where the recipe names no base.
+
+    model: the section with its class's defaults. names: of all parameters, the tied head not among them.
+    rule: of the hidden matrices, a key of RULES.
+    """
+    if mup.base_width is None:
+        return {}
+    names = list(names)
+    growth, is_tied = Growth.of(model, mup), HEAD not in names
+    return {name: growth.scales(name, is_tied, rule) for name in names}
+
+
+def check_mup(mup: Mup, model: dict, where: str) -> None:
+    """Raise `UserError` for a base that this model has no rule from.
+
+    model: the section with its class's defaults.
+    """
+    if mup.base_width is None:
+        return
+    if model["model_type"] not in FAMILIES:
+        what = f"is set, but muP has no rule here for the routers and experts of {model['model_type']}"
+        raise problem(where, "mup.base_width", f"{what}; leave it out, or choose {', '.join(FAMILIES)}")
+    size = shape_of(model)[2]
+    if model["model_type"] == "gpt2" and mup.base_head_size not in (None, size):
+        what = (
+            f"is {mup.base_head_size}, and heads here have {size}; gpt2 keeps queries, keys and values in one"
+        )
+        what += " matrix of one rate: grow by more heads of the same size"
+        raise problem(where, "mup.base_head_size", what)

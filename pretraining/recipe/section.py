@@ -1,0 +1,229 @@
+"""A section of the recipe is a class whose fields carry type, default, limits and description, once.
+
+    class Report(Section):
+        "What the page shows."
+        every_seconds: float | None = key(30, "Write it at most this often.", minimum=0.1)
+
+`Report.schema()` is the section's JSON Schema, `Report.of(values)` builds it from checked JSON, `to_dict()` is what
+recipe.json holds of it.
+"""
+
+import json
+import re
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
+from typing import Any, ClassVar, Literal, Self, Union, dataclass_transform, get_args, get_origin
+
+from pretraining.schema import REPOSITORY, problem
+
+JSON_TYPES = {
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    str: "string",
+    types.NoneType: "null",
+    dict: "object",
+}
+
+Check = Callable[[Any, str, str], None]
+
+
+def key(
+    default: Any, description: str = "", *, omitted: bool = False, check: Check | None = None, **limits: Any
+) -> Any:
+    """A field of a section.
+
+    Args:
+        default: what the recipe means if it leaves the key out; `...` makes the key required, a section's class means
+            that section with its own defaults.
+        description: for editors and recipes/README.md; a section's is its docstring.
+        omitted: whether the key stays out of recipe.json, and of the schema's defaults, while it is None.
+        check: raises `UserError` for a value that the schema cannot judge; called with value, dotted key and file.
+        limits: of the value, in the words of JSON Schema (minimum, minLength, ...); `schema` takes the place of
+            what the annotation says.
+    """
+    metadata = {"description": description, "omitted": omitted, "limits": limits, "check": check}
+    if default is ...:
+        return field(metadata=metadata)
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(key, field))
+class Section:
+    """One object of a recipe. Its docstring's first paragraph describes it."""
+
+    keeps_what_is_written: ClassVar[bool] = False
+    """Whether recipe.json holds only the keys that the recipe itself gives, without defaults."""
+    one_of: ClassVar[tuple[str, ...]] = ()
+    """Keys of which exactly one must be given."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        dataclass(frozen=True, kw_only=True)(cls)
+
+    @classmethod
+    def of(cls, values: Mapping) -> Self:
+        """The section of a checked JSON object; what it leaves out has its default."""
+        inner = _inner_sections(cls)
+        found = {name: _built(inner.get(name), value) for name, value in values.items()}
+        section = cls(**found)
+        if cls.keeps_what_is_written:
+            object.__setattr__(section, "_written", frozenset(found))
+        return section
+
+    def to_dict(self) -> dict:
+        """The JSON object that `of` builds this section from."""
+        return {name: _plain(getattr(self, name)) for name in self.keys()}
+
+    @classmethod
+    def schema(cls) -> dict:
+        """The section's JSON Schema."""
+        properties = {each.name: _field_schema(each) for each in fields(cls)}
+        required = [
+            each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING
+        ]
+        schema = {"type": "object", "description": description_of(cls), "properties": properties}
+        if cls.one_of:
+            schema["oneOf"] = [{"required": [name]} for name in cls.one_of]
+        if required:
+            schema["required"] = required
+        return {**schema, "additionalProperties": False}
+
+    def check(self, where: str, at: str) -> None:
+        """Raise `UserError` for the first field, or the first that does not fit another one, that is wrong.
+
+        where: the file, for the message. at: the section's dotted key.
+        """
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.metadata["check"] and value is not None:
+                each.metadata["check"](value, f"{at}.{each.name}", where)
+            if isinstance(value, Section):
+                value.check(where, f"{at}.{each.name}")
+        self.check_together(where, at)
+
+    def check_together(self, where: str, at: str) -> None:
+        """Raise `UserError` for fields of this section that do not fit each other."""
+
+    # Until every reader says `section.key`: a section is also a mapping of its keys.
+
+    def keys(self) -> list[str]:
+        written = getattr(self, "_written", None)
+        return [
+            each.name
+            for each in fields(self)
+            if (written is None or each.name in written)
+            and not (each.metadata["omitted"] and getattr(self, each.name) is None)
+        ]
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name) if name in self.keys() else default
+
+    def items(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in self.keys()]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.keys()
+
+    def __iter__(self):
+        return iter(self.keys())
+
+
+def description_of(section: type[Section]) -> str:
+    """The first paragraph of the class's docstring, as one line."""
+    return " ".join((section.__doc__ or "").partition("\n\n")[0].split())
+
+
+@cache
+def _inner_sections(section: type[Section]) -> dict[str, type[Section]]:
+    """{name: class} of the keys that hold sections, or lists of them."""
+    found = {}
+    for each in fields(section):
+        hints = [
+            each.type,
+            *get_args(each.type),
+            *(inner for hint in get_args(each.type) for inner in get_args(hint)),
+        ]
+        classes = [hint for hint in hints if isinstance(hint, type) and issubclass(hint, Section)]
+        found.update({each.name: classes[0]} if classes else {})
+    return found
+
+
+def _built(section: type[Section] | None, value: Any) -> Any:
+    if section is None:
+        return value
+    if isinstance(value, list):
+        return [_built(section, item) for item in value]
+    return section.of(value) if isinstance(value, Mapping) else value
+
+
+def _plain(value: Any) -> Any:
+    """A copy of a field's value that JSON can write and that shares nothing with the section."""
+    if isinstance(value, Section):
+        return value.to_dict()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return {name: _plain(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def _field_schema(each: Field) -> dict:
+    limits = dict(each.metadata["limits"])
+    schema = limits.pop("schema", None) or _type_schema(each.type)
+    if each.metadata["omitted"]:
+        schema = _without_null(schema)
+    if description := each.metadata["description"]:
+        schema = {**schema, "description": description}
+    if "items" in limits:
+        limits["items"] = {**schema["items"], **limits["items"]}
+    schema |= limits
+    if each.default is not MISSING and not each.metadata["omitted"]:
+        schema["default"] = each.default
+    elif each.default_factory is not MISSING and not isinstance(each.default_factory, type):
+        schema["default"] = each.default_factory()
+    return schema
+
+
+def _type_schema(hint: Any) -> dict:
+    """`int | None` -> {"type": ["integer", "null"]}; a section -> its own schema; Literal -> its choices."""
+    if isinstance(hint, type) and issubclass(hint, Section):
+        return hint.schema()
+    if get_origin(hint) is Literal:
+        return {"enum": list(get_args(hint))}
+    if get_origin(hint) is list:
+        return {"type": "array", "items": _type_schema(get_args(hint)[0])}
+    if get_origin(hint) in (types.UnionType, Union):
+        parts = [_type_schema(part) for part in get_args(hint)]
+        if any("enum" in part for part in parts):
+            return {"enum": [choice for part in parts for choice in part.get("enum", [None])]}
+        merged = {name: value for part in parts for name, value in part.items()}
+        return {**merged, "type": [part["type"] for part in parts]}
+    return {"type": JSON_TYPES[get_origin(hint) or hint]}
+
+
+def _without_null(schema: dict) -> dict:
+    if "enum" in schema:
+        return {"enum": [choice for choice in schema["enum"] if choice is not None]}
+    names = [name for name in schema.get("type", ()) if name != "null"]
+    return {**schema, "type": names[0] if len(names) == 1 else names} if names else schema
+
+
+def check_folder_name(name: str, key: str, where: str) -> None:
+    """Raise `UserError` for a name that leads out of runs/ or data/: it would take over another folder."""
+    if not re.fullmatch(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*", name) or name != name.strip():
+        what = f"is {json.dumps(name, ensure_ascii=False)}; it must be the name of one folder: no slash, no dot first"
+        raise problem(where, key, what)
+
+
+@cache
+def schema_file() -> dict:
+    """recipes/schema.json, generated: our sections from their classes, model and training from the libraries'."""
+    return json.loads((REPOSITORY / "recipes" / "schema.json").read_text(encoding="utf-8"))

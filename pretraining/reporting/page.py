@@ -1,0 +1,427 @@
+"""The page of one or several runs: what it shows, as plain JSON values, and the HTML that shows it."""
+
+import html
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretraining.reporting.analysis import Analysis, analyze
+from pretraining.reporting.run_record import RunRecord
+from pretraining.reporting.words import sentences
+from pretraining.runtime.durable_files import replacing
+from pretraining.runtime.run_folder import trained_on_processor
+
+PAGE = Path(__file__).resolve().parent / "assets"
+"""What every page holds: structure, style, scripts and the chart library."""
+SCRIPTS = ("vendor/uplot-1.6.32.min.js", "format.js", "charts.js", "sections.js", "main.js")
+STYLES = ("vendor/uplot-1.6.32.min.css", "style.css")
+# A page stays small whatever the run's length: a phone opens it.
+POINTS_OF_LOSS, POINTS = 3000, 1000
+POINTS_OF_PARTS, FEWEST_POINTS = 10_000, 20
+"""Points of all parts of a metric together, such as the layers of the gradient norm; points of each part."""
+MOST_EVENTS, MOST_SAMPLES, MOST_SCORES = 400, 60, 60
+LONGEST_TEXT = 6000
+"""Characters of a sample or of an event's detail."""
+LEVELS = {
+    "alert": "bad",
+    "spike": "bad",
+    "non_finite": "bad",
+    "gradient_explosion": "bad",
+    "hang": "bad",
+    "rollback": "bad",
+    "plateau": "warn",
+    "starved_experts": "warn",
+    "straggler": "warn",
+    "tracker_failed": "warn",
+    "checkpoint_passed_over": "warn",
+    "uncommitted_checkpoint_removed": "warn",
+    "refusal": "warn",
+    "start": "note",
+    "resume": "note",
+    "end": "note",
+}
+"""How an event is shown; a kind that is not here is a note, or as its own `level` says."""
+ROUTINE = ("save", "upload")
+"""Kinds that are many and go well. They are no marks; the checkpoints on disk are."""
+NEAR = 0.002
+"""A spike of the curve this close to an event's step, as a share of the run, is the one that the event reports."""
+MOST_MARKS = 600
+QUANTITIES = {
+    "tokens_per_second": ("tokens", "Tokens per second, all steps"),
+    "step_seconds": ("seconds", "Time of a step, mean"),
+    "training_seconds": ("seconds", "Time of all steps"),
+    "mfu": ("share", "MFU, all steps"),
+    "peak_memory_bytes": ("bytes", "Peak GPU memory"),
+    "checkpoint_bytes": ("bytes", "A checkpoint"),
+}
+"""{quantity of plan.json's `predicted`: (its unit, its name on the page)}"""
+ON_PROCESSOR = "Peak memory, beyond what the process held before the model"
+
+
+def page_text(payload: dict, title: str) -> str:
+    """Build the HTML of a report, with everything inside: nothing comes from a network.
+
+    Every text of a run is data: the scripts show it as text, never as markup.
+    """
+    # Inside a script element only `<` could end it.
+    data = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    parts = {**_fixed_parts(), "title": html.escape(title), "data": data.replace("<", "\\u003c")}
+    pieces = (PAGE / "index.html").read_text(encoding="utf-8").split("{{")
+    filled = [pieces[0]]
+    for piece in pieces[1:]:
+        name, _, rest = piece.partition("}}")
+        filled += [parts[name], rest]
+    return "".join(filled)
+
+
+@cache
+def _fixed_parts() -> dict[str, str]:
+    def joined(names: Iterable[str]) -> str:
+        return "\n".join((PAGE / name).read_text(encoding="utf-8") for name in names)
+
+    return {"style": joined(STYLES), "script": joined(SCRIPTS)}
+
+
+def write_page(path: Path, text: str) -> None:
+    """Replace the page atomically: a reader sees the old page or the new one, never half of one."""
+    with replacing(path, "wb") as file:
+        # Lone surrogates, which no browser can show, become question marks.
+        file.write(text.encode("utf-8", errors="replace"))
+
+
+def page_payload(runs: list[dict], every_seconds: float | None) -> dict:
+    """Give the page's data: its runs, when it was written, and how often it is written again (None: never)."""
+    return {"runs": runs, "written": round(time.time(), 3), "every_seconds": every_seconds}
+
+
+def run_payload(record: RunRecord, live: bool | None = None, track_record: Sequence[float] = ()) -> dict:
+    """Collect everything that the page shows of one run.
+
+    Args:
+        live: True if a process of the run writes the page again and again, False if it writes the last one, None if
+            the page is written from outside.
+        track_record: relative errors of forecasts of finished runs, for the sentences.
+    """
+    found = analyze(record, track_record)
+    metrics, num_points = record.metrics, points_of(record.metrics.names())
+    return {
+        "name": record.name,
+        "folder": str(record.run.path),
+        "description": str(record.recipe.get("description") or ""),
+        **_standing(record, found, live),
+        "began": _began(record),
+        "num_rows": len(metrics),
+        "broken_lines": metrics.broken_lines,
+        "last": {name: _plain(metrics.last(name)) for name in metrics.names()},
+        "speed": record.speed(),
+        "last_place": record.newest_place if len(metrics) else None,
+        "budget_share": record.budget_share,
+        "budget": record.recipe.get("budget") or {},
+        "phase": found.phase,
+        "sentences": sentences(found),
+        "series": {name: _series(record, name, most) for name, most in num_points.items()},
+        "marks": marks_of(record, found.spikes),
+        "heading": _heading(found),
+        "target": found.target,
+        "best_validation": _plain(found.best_validation),
+        "plan": plan_beside_measured(record),
+        "scores": _scores(record),
+        "sources": [row.get("source") for row in record.mixture.get("run", {}).get("sources", [])],
+        "events": _events(record),
+        "samples": [_short(sample) for sample in _spread(record.samples, MOST_SAMPLES)],
+        "recipe": record.recipe,
+        "environment": record.environment,
+    }
+
+
+def _standing(record: RunRecord, found: Analysis, live: bool | None) -> dict:
+    """Give the run's state when the page is written.
+
+    The page is read later: a run that is running here is silent `silent_after` seconds after `alive`, by its
+    reader's clock.
+    """
+    state = found.standing.state
+    # Only a process of the run writes a live page, so it runs: killed were the ranks of the start before.
+    quiet = state in ("running", "silent") or (live and state == "killed")
+    return {
+        "state": "running" if quiet else state,
+        "since": found.standing.since,
+        "at_step": found.standing.step,
+        "reason": found.standing.reason,
+        "checkpoint": found.standing.checkpoint,
+        "alive": time.time() if live and quiet else record.last_written,
+        "silent_after": 0.0 if live is False else record.silent_after,
+    }
+
+
+def _began(record: RunRecord) -> float | None:
+    """Find the UNIX seconds of the first event or row."""
+    times = [record.event_time(event) for event in record.events[:1]] + list(record.metrics.times[:1])
+    times = [moment for moment in times if math.isfinite(moment)]
+    return min(times) if times else None
+
+
+def _heading(found: Analysis) -> dict | None:
+    if found.heading is None:
+        return None
+    law = found.heading.law
+    return {
+        "tokens": found.heading_tokens,
+        "loss": found.heading.loss,
+        "low": found.heading.low,
+        "high": found.heading.high,
+        "floor": law.floor,
+        "scale": law.scale,
+        "exponent": law.exponent,
+        "unit": law.unit,
+    }
+
+
+def points_of(names: list[str]) -> dict[str, int]:
+    """Share out points: {metric: most points it is drawn with}. Parts of one metric share a chart and its points."""
+    parts = Counter(name.rpartition("/")[0] for name in names if name.count("/") > 1)
+    shares = {name: POINTS_OF_PARTS // parts.get(name.rpartition("/")[0], 1) for name in names}
+    points = {name: max(FEWEST_POINTS, min(POINTS, share)) for name, share in shares.items()}
+    return points | ({"train/loss": POINTS_OF_LOSS} if "train/loss" in points else {})
+
+
+def _series(record: RunRecord, name: str, most_points: int) -> dict:
+    """Give a metric's points, as x columns and values; if not every row is a point, also bucket means to smooth."""
+    rows, values = record.metrics.column(name)
+    kept = kept_points(values, most_points)
+    points = {**_places(record, rows[kept]), "value": _numbers(values[kept])}
+    if len(values) > most_points:
+        middle, means, counts = bucket_means(values, most_points // (2 if name == "train/loss" else 3))
+        points["mean"] = {
+            **_places(record, rows[middle]),
+            "value": _numbers(means),
+            "count": counts.tolist(),
+        }
+    return points
+
+
+def _places(record: RunRecord, rows: np.ndarray) -> dict[str, list]:
+    return {
+        "step": _numbers(record.steps[rows], 12),
+        "tokens": _numbers(record.tokens[rows], 12),
+        "hours": _numbers(record.hours[rows]),
+    }
+
+
+def bucket_edges(num_rows: int, num_buckets: int) -> np.ndarray:
+    """Find the first row of each bucket: two thirds are evenly spaced, one third by the logarithm, for log axes."""
+    if num_rows <= num_buckets:
+        return np.arange(num_rows)
+    even = np.linspace(0, num_rows, 2 * num_buckets // 3, endpoint=False)
+    early = np.geomspace(1, num_rows, num_buckets // 3, endpoint=False)
+    return np.unique(np.concatenate([even, early]).astype(np.int64))
+
+
+def kept_points(values: np.ndarray, num_points: int) -> np.ndarray:
+    """Choose at most about `num_points` rows to draw, so that no spike is lost.
+
+    If there are few values, all rows; else the first, the last, and of every bucket the lowest, the highest and the
+    first that is not finite.
+    """
+    if len(values) <= num_points:
+        return np.arange(len(values))
+    edges = bucket_edges(len(values), num_points // 2)
+    finite = np.isfinite(values)
+    low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
+    kept = {0, len(values) - 1}
+    for begin, end in zip(edges, [*edges[1:], len(values)], strict=True):
+        kept.add(begin + int(low[begin:end].argmin()))
+        kept.add(begin + int(high[begin:end].argmax()))
+    broken = np.flatnonzero(~finite)
+    if len(broken):
+        _, first = np.unique(np.searchsorted(edges, broken, side="right"), return_index=True)
+        kept.update(broken[first].tolist())
+    return np.array(sorted(kept))
+
+
+def bucket_means(values: np.ndarray, num_buckets: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Average each bucket that has a finite value: (middle row, mean of the finite values, how many)."""
+    edges = bucket_edges(len(values), num_buckets)
+    if not len(edges):
+        return np.array([], dtype=np.int64), np.array([]), np.array([], dtype=np.int64)
+    finite = np.isfinite(values)
+    counts = np.add.reduceat(finite.astype(np.int64), edges)
+    sums = np.add.reduceat(np.where(finite, values, 0.0), edges)
+    ends = np.append(edges[1:], len(values))
+    some = counts > 0
+    return ((edges + ends - 1) // 2)[some], sums[some] / counts[some], counts[some]
+
+
+def marks_of(record: RunRecord, spike_steps: list[int]) -> list[dict]:
+    """List {"kind", "level", "label", "step", "tokens", "hours"} of all marks, by step.
+
+    Marks are events that have a place on the curves, spikes that no event reports, and the checkpoints on disk.
+    """
+    placed = zip(record.events, record.event_steps, strict=True)
+    marks = [_event_mark(record, *each) for each in placed if each[0].get("event") not in (None, *ROUTINE)]
+    reported = [mark["step"] for mark in marks if mark["kind"] in ("spike", "rollback", "alert")]
+    near = max(2.0, NEAR * (float(record.steps[-1]) if len(record.steps) else 0))
+    for step in spike_steps:
+        if not any(abs(step - other) <= near for other in reported):
+            label = f"spike of the loss at step {step:,}"
+            marks.append({"kind": "spike", "level": "bad", "label": label, **record.at_step(step)})
+    marks += [_checkpoint_mark(record, step) for step in record.checkpoint_steps()]
+    return sorted(marks, key=lambda mark: mark["step"])[-MOST_MARKS:]
+
+
+def _event_mark(record: RunRecord, event: dict, step: float) -> dict:
+    kind = str(event["event"])
+    level = LEVELS.get(kind, str(event.get("level", "note")))
+    details = {key: value for key, value in event.items() if key not in ("event", "time", "step", "export")}
+    text = _brief({key: value for key, value in details.items() if value is not None})
+    label = f"{kind.replace('_', ' ')} at step {step:,.0f}" + (f": {text[:280]}" if text else "")
+    return {
+        "kind": kind,
+        "level": level if level in ("bad", "warn", "note") else "note",
+        "label": label,
+        **record.at_step(step),
+    }
+
+
+def _checkpoint_mark(record: RunRecord, step: int) -> dict:
+    label = f"checkpoint of step {step:,}, on disk"
+    return {"kind": "checkpoint", "level": "good", "label": label, **record.at_step(step)}
+
+
+def _brief(value: Any) -> str:
+    """Write a value in few words: an object's values with their names, a list's values."""
+    if isinstance(value, dict):
+        return ", ".join(f"{str(key).replace('_', ' ')} {_brief(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_brief, value))
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def plan_beside_measured(record: RunRecord) -> dict:
+    """Compare: {"facts": of the plan, "pairs": [{"quantity", "label", "unit", "predicted", "measured"}, ...]}.
+
+    The measured speed is that of all steps together. Measured memory comes from the end event, else from the last
+    row. A checkpoint's bytes are those of the newest.
+    """
+    predicted = {
+        "checkpoint_bytes": record.plan.get("checkpoint_bytes"),
+        **(record.plan.get("predicted") or {}),
+    }
+    ends = [event for event in record.events if event.get("event") == "end"]
+    measured_at_end = (ends[-1].get("measured") or {}) if ends else {}
+    pairs = []
+    on_processor = trained_on_processor(record.environment)
+    found = {**_sizes(record), **measured_at_end, **record.speed()}
+    if not ends:
+        found.pop("training_seconds", None)  # the plan's is that of the whole run
+    for quantity, (unit, label) in QUANTITIES.items():
+        pair = {
+            "quantity": quantity,
+            "label": ON_PROCESSOR if on_processor and quantity == "peak_memory_bytes" else label,
+            "unit": unit,
+            "predicted": predicted.get(quantity),
+            "measured": found.get(quantity),
+        }
+        if pair["predicted"] is not None or pair["measured"] is not None:
+            pairs.append(pair)
+    return {"facts": _facts(record.plan), "pairs": pairs}
+
+
+def _sizes(record: RunRecord) -> dict[str, float | None]:
+    return {
+        "peak_memory_bytes": record.metrics.last("memory/peak_bytes"),
+        "checkpoint_bytes": _checkpoint_bytes(record),
+    }
+
+
+def _checkpoint_bytes(record: RunRecord) -> float | None:
+    folders = [path.parent for path in record.run.path.glob("checkpoint-*/committed.json")]
+    if not folders:
+        return None
+    newest = max(folders, key=lambda folder: folder.stat().st_mtime)
+    return float(sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()))
+
+
+def _facts(plan: dict) -> dict:
+    """Take from the plan what fits one line each."""
+    names = (
+        "parameters",
+        "tokens",
+        "steps",
+        "tokens_per_step",
+        "sequence_length",
+        "world_size",
+        "micro_batch",
+    )
+    names += ("accumulation_steps", "deepspeed", "training_flops", "tokens_per_parameter")
+    return {name: plan[name] for name in names if plan.get(name) is not None}
+
+
+def _events(record: RunRecord) -> list[dict]:
+    """List the last events, each with its step; routine ones, which are many, fill at most half of the list."""
+    routine = [event.get("event") in ROUTINE for event in record.events]
+    notable = [number for number, is_routine in enumerate(routine) if not is_routine][-MOST_EVENTS // 2 :]
+    saves = [number for number, is_routine in enumerate(routine) if is_routine][-MOST_EVENTS // 2 :]
+    return [
+        {**_short(record.events[n]), "step": record.event_steps[n], "routine": routine[n]}
+        for n in sorted(notable + saves)
+    ]
+
+
+def _scores(record: RunRecord) -> dict:
+    """Tabulate the evaluations, spread over the run: {"names", "rows": [[step, value, ...], ...]}."""
+    columns = {
+        name: record.metrics.column(name) for name in record.metrics.names() if name.startswith("eval/")
+    }
+    by_step: dict[float, dict] = {}
+    for name, (rows, values) in columns.items():
+        for row, value in zip(rows, values, strict=True):
+            by_step.setdefault(float(record.steps[row]), {})[name] = _plain(float(value))
+    chosen = _spread(sorted(by_step), MOST_SCORES)
+    return {
+        "names": list(columns),
+        "rows": [[step, *(by_step[step].get(name) for name in columns)] for step in chosen],
+    }
+
+
+def _spread(items: list, most: int) -> list:
+    """Choose at most `most` items, evenly spaced, with the first and the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))]
+
+
+def _short(row: dict) -> dict:
+    return {key: _plain(value) for key, value in row.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Turn a value into one that JSON can write: no NaN, no endless text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        return value if len(value) <= LONGEST_TEXT else f"{value[:LONGEST_TEXT]} ..."
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value[:1000]]
+    return value
+
+
+def _numbers(values: np.ndarray, digits: int = 6) -> list:
+    """Shorten numbers to few digits: whole ones become integers, those that are not finite null."""
+    plain = []
+    for value in values.tolist():
+        if not math.isfinite(value):
+            plain.append(None)
+        else:
+            short = float(f"{value:.{digits}g}")
+            plain.append(int(short) if short.is_integer() else short)
+    return plain

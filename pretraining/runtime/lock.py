@@ -1,0 +1,98 @@
+"""One run a folder: rank 0 holds a lock on it from before the first write to the end."""
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from pretraining.errors import UserError
+from pretraining.runtime.process_group import from_rank_0
+from pretraining.runtime.run_folder import RunFolder
+
+LOCK = ".lock"
+PATIENCE_SECONDS = 5.0
+"""A run that was killed a moment ago may need this long to be gone."""
+
+
+@contextmanager
+def lock_run(run: RunFolder) -> Iterator[None]:
+    """Lock the run folder, on rank 0 for all ranks. At the end a folder in which nothing was written is removed.
+
+    The system releases the lock when the process ends, however it ends.
+
+    Raises:
+        UserError: on every rank, with nothing written: which process holds the folder.
+    """
+    locks: list[TextIO] = []  # one on rank 0, none on the others
+    from_rank_0(lambda: locks.append(lock_folder(run.path)))
+    try:
+        yield
+    finally:
+        for lock in locks:
+            _release(lock, run.path)
+
+
+@contextmanager
+def lock_idle_run(folder: Path) -> Iterator[None]:
+    """Lock a run folder that exists, in one process, so that no run begins there; `UserError` if a run holds it."""
+    lock = lock_folder(folder, patience_seconds=0)
+    try:
+        yield
+    finally:
+        _release(lock, folder)
+
+
+def lock_folder(folder: Path, patience_seconds: float = PATIENCE_SECONDS) -> TextIO:
+    """Make the folder and lock it until the file returned is closed; `UserError` says which process holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + patience_seconds
+    while (lock := _try_lock(folder / LOCK)) is None:
+        if time.monotonic() > until and (holder := _holder(folder / LOCK)) is not None:
+            raise UserError(
+                f"{folder}: another run is writing there ({holder}); wait for its end, stop it, or give this one "
+                "its own folder with --output_dir"
+            )
+        time.sleep(0.1)
+    os.register_at_fork(after_in_child=lock.close)  # else a data worker would keep the lock of a killed run
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.flush()
+    return lock
+
+
+def move_lock(folder: Path, new_folder: Path) -> None:
+    """Move the lock to `new_folder`: it belongs to the open file, whatever its name."""
+    new_folder.mkdir()
+    (folder / LOCK).rename(new_folder / LOCK)
+
+
+def _try_lock(path: Path) -> TextIO | None:
+    """Return the locked file, or None if another process holds it, or has just removed it."""
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            return file
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    file.close()
+    return None
+
+
+def _holder(path: Path) -> str | None:
+    """Return what the process that holds the lock wrote about itself; None if it has left meanwhile."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+
+
+def _release(lock: TextIO, folder: Path) -> None:
+    (folder / LOCK).unlink(missing_ok=True)
+    lock.close()
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

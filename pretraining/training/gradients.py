@@ -1,0 +1,284 @@
+"""Gradient statistics on chosen steps: norms layer by layer, and the gradient noise scale.
+
+Both see the whole step before clipping, at any ZeRO stage; on all other steps they cost nothing.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Callable
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from pretraining.runtime.process_group import sum_over_ranks
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.training.partitions import partition_fragments
+
+PREFIX = "stability/gradient_norm/"
+_BLOCK = re.compile(r".*?\.\d+(?=\.)")
+
+
+def layer_of(name: str) -> str:
+    """The layer that a parameter belongs to: `transformer.h.0.attn.c_attn.weight` -> `transformer.h.0`.
+
+    Outside the blocks each module is its own: `transformer.wte.weight` -> `transformer.wte`.
+    """
+    block = _BLOCK.match(name)
+    return block[0] if block else name.rpartition(".")[0]
+
+
+class LayerNorms:
+    """Looks at the gradients that the optimizer is handed, between `open` and `close`; outside it costs nothing.
+
+    They are summed over ranks and micro-batches by then and, under ZeRO, lie in flat slices: each rank adds up the
+    squares of its own. What clipping did to them is the same factor everywhere, which the whole norm undoes.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer):
+        """optimizer: the Trainer's, as accelerate or DeepSpeed wrapped it."""
+        inner = getattr(optimizer, "optimizer", optimizer)
+        names = {id(parameter): layer_of(name) for name, parameter in model.named_parameters()}
+        self.layers = list(dict.fromkeys(names.values()))
+        numbers = {key: self.layers.index(layer) for key, layer in names.items()}
+        # Hashed by identity: (layer, offset, elements) of what lies in each tensor that is stepped.
+        self.places: dict[int, list[tuple[int, int, int]]] = {}
+        if isinstance(inner, torch.optim.Optimizer):
+            self.optimizers, self.is_whole = [inner], True
+            for parameter in model.parameters():
+                self.places[id(parameter)] = [(numbers[id(parameter)], 0, parameter.numel())]
+        else:
+            steppers = (inner.optimizer, getattr(inner, "backup_optimizer", None))
+            self.optimizers, self.is_whole = [each for each in steppers if each is not None], False
+            for tensor, piece in partition_fragments(model, inner, lambda each: numbers.get(id(each))):
+                self.places.setdefault(id(tensor), []).append((piece.parameter, piece.offset, piece.numel))
+        self.squares = torch.zeros(len(self.layers), dtype=torch.float64)
+        self._hooks: list = []
+
+    def open(self) -> None:
+        """Look at the step that comes."""
+        self.squares.zero_()
+        for optimizer in self.optimizers:
+            hook = optimizer.register_step_pre_hook(self._see)
+            optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # before clipping by value
+            self._hooks.append(hook)
+
+    @torch.no_grad()
+    def _see(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        norms, layers = [], []
+        for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
+            if tensor.grad is not None:
+                flat = tensor.grad.reshape(-1)
+                for layer, offset, numel in self.places.get(id(tensor), ()):
+                    piece = flat[offset : offset + numel]
+                    norms.append(torch.linalg.vector_norm(piece, dtype=torch.float32))
+                    layers.append(layer)
+        if norms:
+            self.squares.index_add_(0, torch.tensor(layers), torch.stack(norms).double().square().cpu())
+
+    def close(self, whole_norm: float | None) -> dict[str, float]:
+        """{layer: gradient norm before clipping}; empty where the step had no finite gradients. A collective.
+
+        whole_norm: of all layers together, before clipping; None: nothing was clipped.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        squares = self.squares.tolist()
+        if not self.is_whole:
+            squares = sum_over_ranks(squares)
+        total = math.sqrt(sum(squares))
+        if not 0 < total < math.inf or not math.isfinite(whole_norm or 0):
+            return {}
+        factor = 1.0 if whole_norm is None else whole_norm / total
+        return {layer: factor * math.sqrt(s) for layer, s in zip(self.layers, squares, strict=True)}
+
+
+class LayerNormsCallback(TrainerCallback):
+    """Measures every `every_steps`-th step, for the next row of metrics, and the step after an alert, as an event."""
+
+    def __init__(self, run: RunFolder, every_steps: int | None, alerted_step: Callable[[], int | None]):
+        """alerted_step: the last step that an alert was told of, the same on every rank."""
+        self.run, self.every_steps, self.alerted_step = run, every_steps, alerted_step
+        self.norms: LayerNorms | None = None
+        self.measures, self.gradient_norm, self.latest = False, None, {}
+
+    def on_step_begin(self, args, state, control, model, optimizer, **kwargs):
+        step = state.global_step
+        self.is_due = self.every_steps is not None and (step + 1) % self.every_steps == 0
+        self.follows_alert = step > 0 and self.alerted_step() == step
+        self.measures = self.is_due or self.follows_alert
+        if self.measures:
+            self.norms = self.norms or LayerNorms(model, optimizer)
+            self.norms.open()
+
+    def hear_gradient_norm(self, norm) -> None:
+        """Of the whole step, before clipping; None where there was no clipping to tell of it."""
+        self.gradient_norm = norm
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if not self.measures:
+            return
+        whole = None if self.gradient_norm is None else float(self.gradient_norm)
+        found = {layer: round(norm, 8) for layer, norm in self.norms.close(whole).items()}
+        if self.is_due:
+            self.latest = found
+        if self.follows_alert and found and state.is_world_process_zero:
+            self.run.add_event("layer_norms", step=state.global_step, gradient_norms=found)
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" in logs:
+            logs.update({f"{PREFIX}{layer}": norm for layer, norm in self.latest.items()})
+            self.latest = {}
+
+
+MEMORY = 0.9
+"""Of the running means: what one measurement leaves of the ones before it."""
+
+
+class NoiseScale:
+    """tr(Sigma) / |G|^2 from squared gradient norms at two batch sizes, each smoothed before the division.
+
+    Both parts are unbiased, their ratio is not: the smoothing is what makes it useful. The unit is that of the
+    batch sizes.
+    """
+
+    def __init__(self, small: float, memory: float = MEMORY):
+        """small: the smaller batch."""
+        self.small, self.memory = small, memory
+        self.signal = self.noise = 0.0
+
+    def add(self, small_square: float, big_square: float, big: float) -> None:
+        """One measurement: mean squared norm of gradients of the smaller batch, squared norm of one of `big`."""
+        if not (math.isfinite(small_square) and math.isfinite(big_square)):
+            return
+        signal = (big * big_square - self.small * small_square) / (big - self.small)
+        noise = (small_square - big_square) / (1 / self.small - 1 / big)
+        self.signal = self.memory * self.signal + (1 - self.memory) * signal
+        self.noise = self.memory * self.noise + (1 - self.memory) * noise
+
+    @property
+    def value(self) -> float | None:
+        """None while the estimates do not make sense together: too little is known yet."""
+        return self.noise / self.signal if self.signal > 0 and self.noise > 0 else None
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps, as JSON values."""
+        return {"signal": self.signal, "noise": self.noise}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Continue from what `state` returned."""
+        self.signal, self.noise = state["signal"], state["noise"]
+
+
+class NoiseScaleCallback(TrainerCallback, ExportableState):
+    """Measures on every `every_steps`-th step; logs `stability/gradient_noise_scale` in tokens.
+
+    The small batch is a micro-batch (the mean over all of them, on all ranks), the big one the whole step, whose norm
+    before clipping the Trainer tells. On all other steps nothing is done.
+    """
+
+    def __init__(self, every_steps: int, sequence_length: int):
+        self.every_steps, self.sequence_length = every_steps, sequence_length
+        self.norms: MicroBatchNorms | None = None
+        self.scale: NoiseScale | None = None
+        self.measures, self.is_new, self.gradient_norm = False, False, None
+
+    def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
+        if args.gradient_accumulation_steps * args.world_size == 1:
+            print(
+                "monitors.noise_scale_steps: a step is one micro-batch here, so there is nothing to compare it with; "
+                "a smaller training.per_device_train_batch_size gives two sizes",
+                file=sys.stderr,
+            )
+            return
+        self.norms = MicroBatchNorms(model)
+        self.scale = NoiseScale(args.per_device_train_batch_size * self.sequence_length)
+        name = type(self).__name__
+        saved = state.stateful_callbacks.get(name)
+        if saved and saved["attributes"]:
+            self.scale.restore(saved["attributes"])
+        state.stateful_callbacks[name] = self.state()
+
+    def on_step_begin(self, args, state, control, optimizer, **kwargs):
+        self.measures = self.norms is not None and (state.global_step + 1) % self.every_steps == 0
+        if self.measures:
+            self.loss_scale = loss_scale(optimizer)
+            self.norms.open()
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if self.measures:
+            self.norms.fold()
+
+    def hear_gradient_norm(self, norm) -> None:
+        """Of the whole step, before clipping; None where DeepSpeed does not tell."""
+        self.gradient_norm = norm
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if not self.measures:
+            return
+        total, own_passes = self.norms.close()
+        total, passes = sum_over_ranks([total, own_passes])
+        if self.gradient_norm is None or passes < 2:
+            return
+        # A micro-batch's backward pass carries its share of the step's mean loss.
+        small_square = total / passes * (own_passes / self.loss_scale) ** 2
+        self.scale.add(small_square, float(self.gradient_norm) ** 2, passes * self.scale.small)
+        self.is_new = True
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" in logs and self.is_new and self.scale.value is not None:
+            logs["stability/gradient_noise_scale"] = round(self.scale.value, 3)
+            self.is_new = False
+
+    def state(self) -> dict:
+        """What checkpoints keep of it."""
+        return {"args": {}, "attributes": {} if self.scale is None else self.scale.state()}
+
+
+def loss_scale(optimizer) -> float:
+    """What the loss is multiplied with before the backward pass: fp16's, else 1."""
+    scaler = getattr(optimizer, "scaler", None)
+    if scaler is not None:
+        return scaler.get_scale()
+    return float(getattr(getattr(optimizer, "optimizer", optimizer), "loss_scale", 1.0))
+
+
+class MicroBatchNorms:
+    """Squared norms of this rank's micro-batch gradients, between `open` and `close`; outside them it costs nothing.
+
+    Hooks on the parameters see the gradient of one backward pass, whole and unreduced, at every ZeRO stage and under
+    DDP: they run before what accumulates, reduces or shards it.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._norms: list[torch.Tensor] = []
+        self._sum: torch.Tensor | None = None
+        self._hooks: list = []
+        self._passes = 0
+
+    def open(self) -> None:
+        """Look at every backward pass from here on."""
+        self._hooks = [parameter.register_hook(self._see) for parameter in self.parameters]
+
+    def _see(self, gradient: torch.Tensor) -> None:
+        self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+
+    def fold(self) -> None:
+        """After each backward pass: one number in place of one a parameter."""
+        if self._norms:
+            square = torch.stack(self._norms).double().square().sum()
+            self._sum = square if self._sum is None else self._sum + square
+            self._norms.clear()
+            self._passes += 1
+
+    def close(self) -> tuple[float, int]:
+        """(sum of the squared norms of the micro-batches since `open`, their number); waits for the device."""
+        self.fold()
+        for hook in self._hooks:
+            hook.remove()
+        total, passes = self._sum, self._passes
+        self._sum, self._passes, self._hooks = None, 0, []
+        return 0.0 if total is None else total.item(), passes

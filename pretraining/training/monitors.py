@@ -1,0 +1,105 @@
+"""Everything that watches a run while it trains, built from the recipe: stop requests, hangs, spikes, metrics.
+
+Callbacks may have two methods beside the Trainer's own events:
+
+- `hear_gradient_norm(norm)`: the global gradient norm of each step, before clipping; None if nobody knows it.
+- `hear_sources(sources)`: [batch] numbers of the sources of the next micro-batch, before its forward pass.
+"""
+
+import gc
+from collections.abc import Callable, Iterable
+
+from transformers import TrainerCallback
+
+from pretraining.planning import RunPlan
+from pretraining.recipe import Recipe
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.training.gradients import LayerNormsCallback, NoiseScaleCallback
+from pretraining.training.hangs import HangCallback
+from pretraining.training.metrics import (
+    ExpertLoad,
+    MetricsCallback,
+    ProgressCallback,
+    experts_per_token,
+    source_losses,
+)
+from pretraining.training.profile import PeakMemory, ProfileCallback
+from pretraining.training.stability import Finding, StabilityMonitor
+from pretraining.training.stopping import StopRequests, early_stopping
+from pretraining.training.throughput import SpeedMeter
+from pretraining.training.trackers import build_trackers
+
+
+class Monitors:
+    """One for a run; `begin` starts an attempt, of which a run has several where it rolls back."""
+
+    def __init__(self, run: RunFolder, recipe: Recipe):
+        self.run, self.recipe = run, recipe
+        self.stop = StopRequests(run, recipe.checkpoints["time_limit_hours"])
+        self.hangs = HangCallback(run, recipe.monitors["hang_minutes"])
+
+    def begin(self, origins, plan: RunPlan, start, num_blocks: int) -> None:
+        """Watch an attempt.
+
+        origins: where the samples of a step are from, for events. start: where it begins. num_blocks: an epoch of
+        the training data.
+        """
+        run, recipe = self.run, self.recipe
+        last_step, extra_tokens = start.last_step(recipe), start.extra_tokens(recipe)
+        self.memory = PeakMemory()
+        self.stability = StabilityMonitor(run, recipe.monitors, origins)
+        self.gradients, self.experts = self._gradient_monitors(), self._expert_monitors()
+        self.sources = source_losses(recipe)
+        settings = recipe.monitors["profile"]
+        self.profile = [] if settings is None else [ProfileCallback(run, settings)]
+        self.speed = SpeedMeter.of(recipe, plan.world_size, last_step, extra_tokens)
+        self.metrics = MetricsCallback(run, self.speed, num_blocks * recipe.sequence_length)
+        report_to, project = recipe.training.get("report_to", "none"), recipe.training.get("project")
+        self.trackers = build_trackers(report_to, run, recipe.name, project)
+
+    def _gradient_monitors(self) -> list[TrainerCallback]:
+        """What measures gradients on some steps."""
+        every = self.recipe.monitors["noise_scale_steps"]
+        noise = [] if every is None else [NoiseScaleCallback(every, self.recipe.sequence_length)]
+        layers_every, alerted = self.recipe.monitors["layer_norms_steps"], self.stability
+        return [*noise, LayerNormsCallback(self.run, layers_every, lambda: alerted.alerted_step)]
+
+    def _expert_monitors(self) -> list[ExpertLoad]:
+        """What counts the load of experts, where there are some."""
+        chosen = experts_per_token(self.recipe) if self.recipe.monitors["expert_load"] else None
+        return [] if chosen is None else [ExpertLoad(self.run, chosen)]
+
+    def loss(self, loss: Callable) -> Callable:
+        """The loss, looked at before the backward pass."""
+        for monitor in (*self.sources, *self.experts, self.stability.watch):
+            loss = monitor.around(loss)
+        return loss
+
+    def callbacks(self, saves: TrainerCallback) -> list[TrainerCallback]:
+        """In the order in which they must hear of things: a row of metrics tells of the save before it."""
+        judging = [self.stability, *early_stopping(self.run, self.recipe.evaluation)]
+        told = [self.metrics, ProgressCallback(), *self.trackers]
+        counting = [*self.gradients, *self.sources, *self.experts]
+        return [SettledCollector(), self.hangs, *judging, *counting, saves, *told, *self.profile]
+
+    @property
+    def finding(self) -> Finding | None:
+        """Why the attempt was broken off, where it was."""
+        return self.stability.finding
+
+
+def tell(callbacks: Iterable[TrainerCallback], method: str, value) -> None:
+    """Call `method` of those that have it."""
+    for callback in callbacks:
+        hear = getattr(callback, method, None)
+        if hear is not None:
+            hear(value)
+
+
+class SettledCollector(TrainerCallback):
+    """From the first step on only what came after it is looked at. `train.py` imports without collecting."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        gc.collect()
+        gc.freeze()
+        gc.enable()

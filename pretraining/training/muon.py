@@ -1,0 +1,299 @@
+"""Muon for hidden matrices and AdamW for the rest, on whole parameters or on the flat partitions of ZeRO.
+
+Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon): the momentum of a matrix, orthogonalised. Momentum and
+weights stay where ZeRO keeps them; a matrix comes together on one rank only for its orthogonalisation.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.pytorch_utils import Conv1D
+
+from pretraining.training.partitions import (
+    Fragment,
+    partition_fragments,
+    partition_tensors,
+    plan_rounds,
+    work_on_whole,
+)
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices that one parameter holds: GPT-2's queries, keys and values, or both halves of every expert."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter, whatever part of it is here."""
+    split_dim: int = 0
+    parts: int = 1
+    """So many matrices side by side along `split_dim`."""
+    transposed: bool = False
+    """Whether it is [inputs, outputs], as GPT-2's Conv1D keeps it, rather than [outputs, inputs]."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return prod(self.shape)
+
+    @property
+    def cost(self) -> int:
+        """Multiplications of one Newton-Schulz iteration, up to a constant."""
+        rows, columns = self._one()
+        return self.numel * min(rows, columns)
+
+    @property
+    def fan_out_in(self) -> tuple[int, int]:
+        """Outputs and inputs of one of the matrices."""
+        rows, columns = self._one()
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    def _one(self) -> tuple[int, int]:
+        sizes = list(self.shape)
+        sizes[self.split_dim] //= self.parts
+        return sizes[-2], sizes[-1]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """[numel] to [matrices, rows, columns], a view where the layout allows one."""
+        dim, sizes = self.split_dim, list(self.shape)
+        sizes[dim : dim + 1] = [self.parts, sizes[dim] // self.parts]
+        apart = flat.view(sizes).movedim(dim, 0)
+        return apart.reshape(-1, *apart.shape[-2:])
+
+    def put(self, matrices: torch.Tensor) -> torch.Tensor:
+        """The way back: [matrices, rows, columns] to [numel]."""
+        dim, sizes = self.split_dim, list(self.shape)
+        sizes[dim] //= self.parts
+        return matrices.view(self.parts, *sizes).movedim(0, dim).reshape(-1)
+
+
+def hidden_matrices(model: PreTrainedModel) -> dict[str, Matrices]:
+    """{name: its matrices} of every parameter that maps hidden states to hidden states.
+
+    Embeddings, the head, routers, norms and biases are none: an embedding's rows are looked up one at a time, and
+    a router's outputs are no features (Jordan 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025,
+    section 2.2).
+    """
+    head = model.get_output_embeddings()
+    found = {}
+    for module_name, module in model.named_modules():
+        if module is head or isinstance(module, nn.Embedding) or type(module).__name__.endswith("Router"):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            if len(shape) >= 2:
+                full_name = f"{module_name}.{name}" if module_name else name
+                found[full_name] = _matrices(module, full_name, shape)
+    return found
+
+
+def _matrices(module: nn.Module, name: str, shape: tuple[int, ...]) -> Matrices:
+    if isinstance(module, Conv1D):
+        fused = name.endswith("c_attn.weight")
+        return Matrices(shape, split_dim=1, parts=3 if fused else 1, transposed=True)
+    if name.endswith("gate_up_proj"):  # experts: [experts, 2 x inner, hidden]
+        return Matrices(shape, split_dim=1, parts=2)
+    return Matrices(shape)
+
+
+def spectral_scale(matrices: Matrices) -> float:
+    """sqrt(max(1, outputs / inputs)): the update's effect on the outputs does not depend on the shape (Jordan 2024)."""
+    outputs, inputs = matrices.fan_out_in
+    return max(1.0, outputs / inputs) ** 0.5
+
+
+def adamw_scale(matrices: Matrices) -> float:
+    """0.2 sqrt(max(outputs, inputs)): entries as large as AdamW's, whose rates then fit (Liu et al. 2025, eq. 4)."""
+    return 0.2 * max(matrices.fan_out_in) ** 0.5
+
+
+SCALES = {"match_adamw": adamw_scale, "spectral": spectral_scale}
+
+
+class Muon(torch.optim.Optimizer):
+    """One optimizer of two rules: groups with `algorithm` "muon" and "adamw".
+
+    Args:
+        groups: parameter groups; one of "muon" has lr, weight_decay, momentum, nesterov, newton_schulz_steps and
+            scale, one of "adamw" lr, weight_decay, betas and eps.
+        matrices: {parameter: its matrices} of every parameter in a group of "muon".
+
+    DeepSpeed replaces a group's parameters by flat fp32 partitions: `bind` then says what lies in them.
+    """
+
+    def __init__(self, groups: list[dict], matrices: dict[torch.Tensor, Matrices]):
+        super().__init__(groups, {"algorithm": "adamw"})
+        self.matrices = list(matrices.values())
+        self._numbers = {id(parameter): number for number, parameter in enumerate(matrices)}
+        self._costs = {number: each.cost for number, each in enumerate(self.matrices)}
+        self.bind(list(matrices), self._whole_parameters)
+
+    def bind(
+        self, tensors: Sequence[torch.Tensor], locate: Callable[[Sequence[torch.Tensor]], list[Fragment]]
+    ) -> None:
+        """Say which tensors hold the matrices from now on; `locate` finds this rank's fragments in some of them."""
+        self._tensors, self._locate, self._plans = {id(tensor): tensor for tensor in tensors}, locate, {}
+
+    def number_of(self, parameter: torch.Tensor) -> int | None:
+        """How fragments name a parameter of the model; None for one that AdamW updates."""
+        return self._numbers.get(id(parameter))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of every group that has parameters; all ranks must call it alike."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            if group["params"]:
+                (self._step_muon if group["algorithm"] == "muon" else self._step_adamw)(group)
+        return loss
+
+    def _step_muon(self, group: dict) -> None:
+        parameters = group["params"]
+        updates = [self._momentum_update(parameter, group) for parameter in parameters]
+        if any(id(parameter) not in self._tensors for parameter in parameters):
+            # No tensor of the model's: loading a checkpoint asks, with zeros, which states one would have.
+            assert not any(update.any() for update in updates), (
+                "Muon was not told what lies in its partitions"
+            )
+            return
+        device = _compute_device(updates[0])
+        dtype = torch.bfloat16 if device.type == "cuda" else updates[0].dtype
+        work_on_whole(self._plan(parameters), updates, self._orthogonalized_by(group), dtype, device)
+        for parameter, update in zip(parameters, updates, strict=True):
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(update.view_as(parameter), alpha=-group["lr"])
+
+    def _momentum_update(self, parameter: torch.Tensor, group: dict) -> torch.Tensor:
+        """[numel]: the running mean of the gradients, with Nesterov's look ahead."""
+        gradient, state = parameter.grad, self.state[parameter]
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
+        return update.flatten()
+
+    def _plan(self, parameters: list[torch.Tensor]) -> list:
+        key = tuple(map(id, parameters))
+        if key not in self._plans:
+            self._plans[key] = plan_rounds(self._locate(parameters), self._costs)
+        return self._plans[key]
+
+    def _orthogonalized_by(self, group: dict) -> Callable:
+        scale, steps = SCALES[group["scale"]], group["newton_schulz_steps"]
+
+        def orthogonalized(whole: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+            batches = [self.matrices[number].of(flat) for number, flat in whole.items()]
+            results = zip(whole, orthogonalize_all(batches, steps), strict=True)
+            return {n: self.matrices[n].put(result * scale(self.matrices[n])) for n, result in results}
+
+        return orthogonalized
+
+    def _whole_parameters(self, parameters: Sequence[torch.Tensor]) -> list[Fragment]:
+        """Without ZeRO every rank holds every parameter."""
+        numbered = ((self._numbers[id(p)], place, p.numel()) for place, p in enumerate(parameters))
+        return [Fragment(number, 0, place, 0, numel) for number, place, numel in numbered]
+
+    def _step_adamw(self, group: dict) -> None:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        states = [self._adamw_state(parameter) for parameter in parameters]
+        beta1, beta2 = group["betas"]
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _adamw_state(self, parameter: torch.Tensor) -> dict:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
+
+
+def _compute_device(tensor: torch.Tensor) -> torch.device:
+    """The rank's GPU, also for states that lie in host memory."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else tensor.device
+
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic: steepest at zero, so that small singular values come near 1 in five iterations (Jordan 2024)."""
+SMALLEST_NORM = 1e-7
+
+
+def orthogonalize(matrices: torch.Tensor, num_steps: int = 5) -> torch.Tensor:
+    """[n, rows, columns] to as many matrices whose singular values all lie near 1.
+
+    X <- a X + b (X X^T) X + c (X X^T)^2 X after X / |X|_F, on the side where X X^T is smaller; in bf16 on a GPU
+    (the caller's dtype), which the iteration is stable in.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(SMALLEST_NORM)
+    for _ in range(num_steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def orthogonalize_all(batches: Sequence[torch.Tensor], num_steps: int = 5) -> list[torch.Tensor]:
+    """The same for batches of various shapes; matrices of one shape go through together."""
+    alike = defaultdict(list)
+    for number, batch in enumerate(batches):
+        alike[tuple(sorted(batch.shape[1:]))].append(number)
+    found: list[torch.Tensor | None] = [None] * len(batches)
+    for numbers in alike.values():
+        tall = [batches[n].shape[1] > batches[n].shape[2] for n in numbers]
+        wide = [batches[n].mT if flip else batches[n] for n, flip in zip(numbers, tall, strict=True)]
+        results = orthogonalize(torch.cat(wide), num_steps).split([len(batch) for batch in wide])
+        for number, flip, result in zip(numbers, tall, results, strict=True):
+            found[number] = result.mT if flip else result
+    return found
+
+
+class BindPartitions(TrainerCallback):
+    """Tells Muon, once DeepSpeed has cut the parameters up, where each of them lies."""
+
+    def __init__(self, muon: Muon):
+        self.muon = muon
+
+    def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
+        zero = getattr(optimizer, "optimizer", optimizer)
+        if args.deepspeed and zero is not self.muon:
+            bind_partitions(self.muon, model, zero)
+
+
+def bind_partitions(muon: Muon, model: torch.nn.Module, zero) -> None:
+    """`Muon.bind` for a DeepSpeed optimizer of stage 1, 2 or 3."""
+    by_tensor: dict[int, list[Fragment]] = {}
+    for tensor, fragment in partition_fragments(model, zero, muon.number_of):
+        by_tensor.setdefault(id(tensor), []).append(fragment)
+
+    def locate(tensors: Sequence[torch.Tensor]) -> list[Fragment]:
+        return [
+            fragment._replace(tensor=number)
+            for number, tensor in enumerate(tensors)
+            for fragment in by_tensor.get(id(tensor), [])
+        ]
+
+    muon.bind(partition_tensors(zero), locate)

@@ -1,0 +1,183 @@
+"""The recipe's optimizer as the Trainer takes it: parameter groups, factors of muP, clipping beyond the norm."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from pretraining.recipe import model_with_defaults
+from pretraining.recipe.mup import Scales, scales_by_name
+from pretraining.refusals import own_groups
+from pretraining.training.muon import Muon, hidden_matrices
+
+
+def choose_optimizer(recipe) -> tuple[Callable, dict] | None:
+    """The Trainer's `optimizer_cls_and_kwargs`; None if `training.optim` alone names the optimizer."""
+    if not own_groups(recipe):
+        return None
+    training = recipe.training
+    keywords = {
+        "settings": recipe.optimizer,
+        "learning_rate": training["learning_rate"],
+        "weight_decay": training.get("weight_decay", 0.0),
+        "betas": (training.get("adam_beta1", 0.9), training.get("adam_beta2", 0.999)),
+        "eps": training.get("adam_epsilon", 1e-8),
+        "scales_of": partial(scales_by_name, model=model_with_defaults(recipe.model), mup=recipe.mup),
+    }
+    return (lambda: build_optimizer), keywords
+
+
+def build_optimizer(
+    model: PreTrainedModel,
+    settings: dict,
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple,
+    eps: float,
+    scales_of: Callable[..., dict[str, Scales]] = lambda names, **_: {},
+) -> Muon:
+    """Embeddings, head and routers; norms and biases, which are not decayed; hidden matrices.
+
+    One group of each, or one for each of the factors that `scales_of` finds for their names.
+    """
+    matrices, tables, vectors = split_parameters(model)
+
+    def chosen(key: str, otherwise: float) -> float:
+        return otherwise if settings[key] is None else settings[key]
+
+    adamw = {"algorithm": "adamw", "betas": betas, "eps": eps}
+    is_muon = settings["name"] == "muon"
+    keys = ("momentum", "nesterov", "newton_schulz_steps", "scale")
+    matrix_rule = {"algorithm": "muon", **{key: settings[key] for key in keys}} if is_muon else adamw
+    rule = settings["scale"] if is_muon else "adamw"
+    scales = scales_of([*tables, *vectors, *matrices], rule=rule)
+    groups = [
+        {
+            "name": "embeddings and head",
+            "params": tables,
+            "lr": chosen("embedding_learning_rate", learning_rate),
+            "weight_decay": chosen("embedding_weight_decay", weight_decay),
+            **adamw,
+        },
+        {
+            "name": "norms and biases",
+            "params": vectors,
+            "lr": learning_rate,
+            "weight_decay": 0.0,
+            **adamw,
+        },
+        {
+            "name": "hidden matrices",
+            "params": matrices,
+            "lr": chosen("matrix_learning_rate", learning_rate),
+            "weight_decay": chosen("matrix_weight_decay", weight_decay),
+            **matrix_rule,
+        },
+    ]
+    layouts = hidden_matrices(model)
+    scaled = [each for group in groups for each in by_scales(group, scales)]
+    return Muon(scaled, {parameter: layouts[name] for name, parameter in matrices.items()})
+
+
+Named = dict[str, nn.Parameter]
+
+
+def split_parameters(model: PreTrainedModel) -> tuple[Named, Named, Named]:
+    """({name: parameter} of hidden matrices, of embeddings, head and routers, of norms and biases)."""
+    matrices, tables, vectors = {}, {}, {}
+    hidden = hidden_matrices(model)
+    for name, parameter in model.named_parameters():
+        dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
+        home = matrices if name in hidden else tables if dimensions >= 2 else vectors
+        home[name] = parameter
+    return matrices, tables, vectors
+
+
+def by_scales(group: dict, scales: Mapping[str, Scales]) -> list[dict]:
+    """The group, whose `params` have names, cut into one for each of the factors of rate, decay and epsilon."""
+    found: dict[tuple, list] = {}
+    for name, parameter in group["params"].items():
+        each = scales.get(name, Scales())
+        found.setdefault((each.rate, each.decay, each.epsilon), []).append(parameter)
+    return [
+        {**group, "params": parameters, **_scaled(group, *factors)} for factors, parameters in found.items()
+    ]
+
+
+def _scaled(group: dict, rate: float, decay: float, epsilon: float) -> dict:
+    values = {"lr": group["lr"] * rate, "weight_decay": group["weight_decay"] * decay}
+    return {**values, "eps": group["eps"] * epsilon} if "eps" in group else values
+
+
+def describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
+    """A line for each parameter group: what, how many, at which rate. Before DeepSpeed flattens them."""
+    lines = []
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        numel = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+        name = group.get("name") or ("decayed" if group["weight_decay"] else "not decayed")
+        algorithm = group.get("algorithm", type(optimizer).__name__.lower())
+        lines.append(
+            f"{name}: {algorithm}, {len(parameters)} tensors, {numel:,} parameters, "
+            f"learning rate {group['lr']:g}, weight decay {group['weight_decay']:g}"
+        )
+    return lines
+
+
+SMALLEST_NORM = 1e-3
+"""Of a unit's weights, so that units that start at zero can leave it (Brock et al. 2021, section 4)."""
+
+
+def choose_clipping(recipe) -> Callable | None:
+    """(model, optimizer) -> None that clips before each step; None if the recipe asks for nothing more."""
+    value, ratio = (recipe.optimizer[key] for key in ("clip_value", "adaptive_clip"))
+    if not (value or ratio):
+        return None
+
+    def clip_before_steps(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+        if ratio:
+            dimensions = unit_dimensions(model)
+            optimizer.register_step_pre_hook(lambda each, *_: clip_adaptively(each, dimensions, ratio))
+        if value:
+            optimizer.register_step_pre_hook(lambda each, *_: clip_by_value(each, value))
+
+    return clip_before_steps
+
+
+@torch.no_grad()
+def clip_by_value(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Every gradient into [-value, value]; element by element, so whole parameters or slices alike."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-value, value)
+
+
+def unit_dimensions(model: PreTrainedModel) -> dict[torch.Tensor, tuple[int, ...]]:
+    """{parameter: the dimensions that make up one unit}, of all but the head, which is not clipped.
+
+    A unit of a matrix is what leads into one output, of an embedding a row, of a vector all of it, as in the
+    reference of Brock et al. 2021.
+    """
+    head, matrices = model.get_output_embeddings(), hidden_matrices(model)
+    spared = None if head is None else head.weight
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter is not spared:
+            transposed = name in matrices and matrices[name].transposed
+            found[parameter] = (0,) if parameter.ndim < 2 else (-2,) if transposed else (-1,)
+    return found
+
+
+@torch.no_grad()
+def clip_adaptively(optimizer: torch.optim.Optimizer, dimensions: dict, ratio: float) -> None:
+    """No unit's gradient longer than `ratio` times its weights (AGC: Brock et al. 2021, equation 3)."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter in dimensions:
+                unit = {"dim": dimensions[parameter], "keepdim": True}
+                longest = ratio * parameter.norm(**unit).clamp_min(SMALLEST_NORM)
+                length = parameter.grad.norm(**unit)
+                parameter.grad.mul_((longest / length.clamp_min(1e-12)).clamp_max(1.0))

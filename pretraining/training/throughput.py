@@ -1,0 +1,358 @@
+"""Throughput: where the time of a step goes, tokens per second against the device's peak, and ranks that are slow.
+
+`StepClock` is always in exactly one phase, so that the phases add up. `TimedTrainer` marks them, `SpeedMeter` turns
+them into metrics, `Stragglers` compares the ranks, `Goodput` counts the share of the wall time that went into steps.
+"""
+
+import math
+import socket
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer
+
+from pretraining.errors import UserError
+from pretraining.planning.flops import flops_per_token
+from pretraining.planning.gpus import FILE, find_gpu
+from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
+from pretraining.planning.sizes import model_size
+from pretraining.recipe import Recipe
+from pretraining.recipe.budget import StepSizes
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.process_group import rank_and_world_size
+from pretraining.runtime.run_folder import RunFolder, StepTotals, first_step, stopped_seconds, unix_seconds
+
+PAUSES = ("evaluation", "saving")
+"""Phases that are no part of a step."""
+
+
+class StepClock:
+    """Seconds by phase, on the device's own time line where it is a GPU.
+
+    There a change of phase records an event on the current stream and asks for its time only once the device
+    has passed it: nothing waits, except `take` for the last event, which logging has waited for already.
+    """
+
+    def __init__(self, on_gpu: bool | None = None):
+        self.on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.phase = "other"
+        self._mark = None
+        self._pending: deque = deque()  # (phase, its first event, the event after it)
+
+    def start(self) -> None:
+        """Forget everything; the time from here on is `other`."""
+        self.seconds.clear()
+        self._pending.clear()
+        self.phase, self._mark = "other", self._now()
+
+    def enter(self, phase: str) -> str:
+        """End the running phase and begin `phase`; returns the one that ended."""
+        ended, mark = self.phase, self._now()
+        if self._mark is not None:
+            self._add(ended, self._mark, mark)
+        self.phase, self._mark = phase, mark
+        return ended
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """`phase` inside the block, afterwards the one before it again."""
+        before = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def take(self) -> dict[str, float]:
+        """{phase: seconds} since the last call."""
+        self.enter(self.phase)
+        if self.on_gpu:
+            self._mark.synchronize()
+            self._fold(lambda event: True)
+        taken = dict(self.seconds)
+        self.seconds.clear()
+        return taken
+
+    def settle(self) -> None:
+        """Add up what the device has passed, so that a long stretch without a log holds few events."""
+        if self.on_gpu:
+            self._fold(lambda event: event.query())
+
+    def _now(self):
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _add(self, phase: str, begin, end) -> None:
+        if self.on_gpu:
+            self._pending.append((phase, begin, end))
+        else:
+            self.seconds[phase] += end - begin
+
+    def _fold(self, has_passed: Callable) -> None:
+        while self._pending and has_passed(self._pending[0][2]):
+            phase, begin, end = self._pending.popleft()
+            self.seconds[phase] += begin.elapsed_time(end) / 1e3  # milliseconds
+
+
+@dataclass
+class SpeedMeter:
+    """What a run's tokens cost, and the clock of its steps."""
+
+    step_sizes: StepSizes
+    num_steps: int
+    """Of the whole run."""
+    world_size: int = 1
+    model_flops_per_token: float = 0.0
+    """Forward and backward, attention and active experts counted, the causal mask not credited."""
+    hardware_flops_per_token: float = 0.0
+    """With what activation checkpointing computes again."""
+    peak_flops: float | None = None
+    """Dense peak of one device in FLOPs per second; None where it is not known, as for a processor."""
+    tokens_before: int = 0
+    """What earlier, larger or smaller steps have consumed more than as many of these would."""
+    clock: StepClock = field(default_factory=StepClock)
+
+    @classmethod
+    def of(cls, recipe: Recipe, world_size: int, last_step: int, tokens_before: int = 0) -> "SpeedMeter":
+        """The meter of a recipe that ends with `last_step`, on this machine's devices."""
+        counted = flops_per_token(model_size(recipe.model), recipe.sequence_length)
+        again = recomputed_share(recomputed_one_in(recipe)) * counted.recomputed
+        return cls(
+            recipe.step_sizes,
+            last_step,
+            world_size,
+            counted.training,
+            counted.training + again,
+            device_peak_flops(recipe),
+            tokens_before,
+        )
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens that the run has seen after optimizer step `step`."""
+        return self.tokens_before + self.step_sizes.tokens_at(step)
+
+    def rates(self, seconds: dict[str, float], before: int, step: int) -> dict[str, float]:
+        """Metrics of the steps after `before`, up to `step`, that took {phase: seconds}: means of a step, sums of the
+        pauses.
+        """
+        steps = step - before
+        in_steps = sum(value for phase, value in seconds.items() if phase not in PAUSES)
+        step_seconds = in_steps / max(steps, 1)
+        tokens_per_second = (self.tokens_at(step) - self.tokens_at(before)) / max(in_steps, 1e-9)
+        split = {
+            "data_wait": seconds.get("data_wait", 0.0),
+            "forward_backward": seconds.get("forward", 0.0) + seconds.get("backward", 0.0),
+            "optimizer": seconds.get("optimizer", 0.0),
+        }
+        return {
+            "throughput/tokens_per_second": round(tokens_per_second, 1),
+            "throughput/tokens_per_second_per_device": round(tokens_per_second / self.world_size, 1),
+            "throughput/step_seconds": round(step_seconds, 6),
+            **{f"throughput/{name}_seconds": round(s / max(steps, 1), 6) for name, s in split.items()},
+            **{f"throughput/{name}_seconds": round(seconds.get(name, 0.0), 6) for name in PAUSES},
+            **self.utilization(tokens_per_second),
+        }
+
+    def progress(self, step: int, step_seconds: float) -> dict[str, float]:
+        """Share of the budget that is spent, and the time left at this speed, pauses not foreseen."""
+        done, budget = self.tokens_at(step), self.tokens_at(self.num_steps)
+        token_seconds = step_seconds / self.step_sizes.at(max(0, step - 1))
+        return {
+            "throughput/budget_share": round(done / budget, 6),
+            "throughput/seconds_left": round((budget - done) * token_seconds, 1),
+        }
+
+    def utilization(self, tokens_per_second: float) -> dict[str, float]:
+        """MFU and HFU: shares of the dense peak (PaLM, appendix B)."""
+        if self.peak_flops is None:
+            return {}
+        share = tokens_per_second / (self.world_size * self.peak_flops)
+        return {
+            "throughput/mfu": round(share * self.model_flops_per_token, 6),
+            "throughput/hfu": round(share * self.hardware_flops_per_token, 6),
+        }
+
+
+def device_peak_flops(recipe: Recipe) -> float | None:
+    """Dense peak of this rank's GPU at the recipe's precision, from the planner's table; None where unknown."""
+    if not torch.cuda.is_available():
+        return None
+    precision = next((name for name in ("bf16", "fp16", "tf32") if recipe.training.get(name)), "fp32")
+    return _known_peak(torch.cuda.get_device_name(), precision)
+
+
+@cache
+def _known_peak(name: str, precision: str) -> float | None:
+    """The table's peak; if it has none, rank 0 logs once why there will be no MFU."""
+    try:
+        return find_gpu(name).peak_flops(precision)
+    except UserError:
+        why = "is a slice of a GPU, and its peak" if " MIG " in name else f"or its {precision} peak"
+        if rank_and_world_size()[0] == 0:
+            print(f"no MFU: {name} {why} is not in {FILE}", flush=True)
+        return None
+
+
+def device_memory() -> dict[str, float]:
+    """{metric: bytes or share} of this rank's device; empty without a GPU.
+
+    The same metrics on every rank, which gather them; NaN for a utilization that this one does not know.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        "memory/peak_bytes": torch.cuda.max_memory_allocated(),
+        "memory/reserved_bytes": torch.cuda.max_memory_reserved(),
+        "throughput/gpu_utilization": _utilization(),
+    }
+
+
+def _utilization() -> float:
+    try:
+        return torch.cuda.utilization() / 100
+    except Exception:  # nvidia-ml-py is not installed, or NVML refuses in its own way (MIG, virtual GPUs)
+        return math.nan
+
+
+class TimedTrainer(Trainer):
+    """Marks waiting for data, forward and backward; the optimizer is marked by `time_optimizer`."""
+
+    clock: StepClock
+
+    def get_batch_samples(self, *args, **kwargs):
+        """The step's micro-batches; the wait for them ends every pause."""
+        self.clock.enter("data_wait")
+        batches = super().get_batch_samples(*args, **kwargs)
+        self.clock.enter("other")
+        return batches
+
+    def training_step(self, *args, **kwargs):
+        """Forward and backward of one micro-batch; under DeepSpeed the optimizer too, in the last of a step."""
+        loss = super().training_step(*args, **kwargs)
+        self.clock.enter("other")
+        return loss
+
+    def compute_loss(self, *args, **kwargs):
+        """Forward pass and loss; what follows in a training step is the backward pass."""
+        self.clock.enter("forward")
+        loss = super().compute_loss(*args, **kwargs)
+        self.clock.enter("backward")
+        return loss
+
+
+def time_optimizer(optimizer, clock: StepClock) -> None:
+    """Mark every step of the prepared `optimizer` on the clock, whoever calls it.
+
+    Under ZeRO that is DeepSpeed's own optimizer, which the engine steps inside the backward call: its step holds
+    the gradient norm, the update and the gathering of updated weights.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if isinstance(inner, torch.optim.Optimizer):
+        before = []
+        inner.register_step_pre_hook(lambda *_: before.append(clock.enter("optimizer")))
+        inner.register_step_post_hook(lambda *_: clock.enter(before.pop()) and None)
+        return
+    step = inner.step
+
+    def timed_step(*args, **kwargs):
+        with clock.during("optimizer"):
+            return step(*args, **kwargs)
+
+    inner.step = timed_step
+
+
+SLOW = 1.25
+"""A rank is slow from this multiple of the median on ..."""
+NOTABLE = 0.05
+"""... where the difference is at least this share of a step ..."""
+STEPS = 20
+"""... over so many steps in a row."""
+
+
+class Stragglers:
+    """Compares the ranks' own seconds of a step: waiting for data and the forward passes.
+
+    Every rank of a data-parallel step ends when the slowest does, so whole steps do not tell them apart; the backward
+    pass holds the messages. Under ZeRO-3 the forward passes hold messages too: there only the data wait tells.
+    """
+
+    def __init__(self):
+        _, self.world_size = rank_and_world_size()
+        hosts = [socket.gethostname()] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(hosts, socket.gethostname())
+        self.hosts = hosts
+        self.slow_steps = [0] * self.world_size
+        self.named: set[int] = set()
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        """[ranks, values] of every rank; a collective."""
+        if self.world_size == 1:
+            return [values]
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        mine = torch.tensor(values, dtype=torch.float64, device=device)
+        gathered = torch.empty(self.world_size * len(values), dtype=torch.float64, device=device)
+        dist.all_gather_into_tensor(gathered, mine)
+        return gathered.view(self.world_size, len(values)).tolist()
+
+    def judge(self, own_seconds: list[float], step_seconds: float, steps: int) -> list[dict]:
+        """Ranks that have just become slow, as {"rank", "host", "own_seconds", "median_seconds", "steps"}.
+
+        own_seconds: of each rank, a step's mean over the `steps` steps since the last call.
+        """
+        median = statistics.median_low(own_seconds)
+        found = []
+        for rank, own in enumerate(own_seconds):
+            slow = own > SLOW * median and own - median > NOTABLE * step_seconds
+            self.slow_steps[rank] = self.slow_steps[rank] + steps if slow else 0
+            if not slow:
+                self.named.discard(rank)
+            elif self.slow_steps[rank] >= STEPS and rank not in self.named:
+                self.named.add(rank)
+                found.append(self._words(rank, own, median))
+        return found
+
+    def _words(self, rank: int, own: float, median: float) -> dict:
+        return {
+            "rank": rank,
+            "host": self.hosts[rank],
+            "own_seconds": round(own, 6),
+            "median_seconds": round(median, 6),
+            "steps": self.slow_steps[rank],
+        }
+
+
+SECONDS = "throughput/step_seconds"
+
+
+class Goodput:
+    """Steps count if their rows stay in metrics.jsonl. All other time is lost: start-up, evaluation, saving, steps
+    done twice after a kill or a rollback, and the time between a crash and the next start.
+
+    The time between a stop on request and the next start is not the run's: it counts on neither side.
+    """
+
+    def __init__(self, run: RunFolder, kept_rows: list[dict]):
+        """kept_rows: of metrics.jsonl, up to the step that training continues from."""
+        events = read_rows(run.events)
+        starts = [number for number, row in enumerate(events) if row.get("event") == "start"]
+        self.began = unix_seconds(events[starts[-1]]["time"]) if starts else time.time()
+        self.stopped_seconds = stopped_seconds(events[starts[-1] :]) if starts else 0.0
+        timed = [(row["step"], row[SECONDS], 0.0) for row in kept_rows if SECONDS in row]
+        self.good_seconds = StepTotals.of(timed, first_step(events)).seconds
+
+    def add(self, steps: int, step_seconds: float) -> float:
+        """Count `steps` steps; the goodput now."""
+        self.good_seconds += steps * step_seconds
+        wall_seconds = time.time() - self.began - self.stopped_seconds
+        return min(1.0, self.good_seconds / wall_seconds) if wall_seconds > 0 else 1.0
