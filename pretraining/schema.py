@@ -259,7 +259,8 @@ def filled(value: Any, schema: dict) -> Any:
         if fits(value, condition["if"]):
             properties |= condition["then"].get("properties", {})
     defaults = {key: each["default"] for key, each in properties.items() if "default" in each}
-    return {key: filled(item, properties.get(key, {})) for key, item in {**defaults, **value}.items()}
+    whole = {**value, **defaults, **value}  # what is written comes first, in its order: manifests keep their bytes
+    return {key: filled(item, properties.get(key, {})) for key, item in whole.items()}
 
 
 def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:
