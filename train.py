@@ -7,7 +7,10 @@ from pretraining.data.packed_dataset import build_training_dataset, step_origins
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import one_line_errors
-from pretraining.planning import build_run_plan, judge_plan, measured, print_plan
+from pretraining.planning.comparison import measured
+from pretraining.planning.gate import judge_plan
+from pretraining.planning.run_plan import build_run_plan
+from pretraining.planning.screen import print_plan
 from pretraining.refusals import load_run
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.restarts import leave_again_if_stopped
@@ -66,7 +69,7 @@ def pretrain(recipe, ds_config, plan, data, mixture, run, options, monitors) -> 
     from pretraining.training.ranks import device_name, find_machine
     from pretraining.training.trainer import PretrainingTrainer
 
-    start = find_start(run, recipe, data.manifest, options.resume, options.allow_change)
+    start = find_start(run, recipe, data, options.resume, options.allow_change)
     continues = options.resume != "never" and (run.recipe.exists() or start.checkpoint is not None)
     machine = find_machine(run.path, continues, data.train.num_tokens)
     plan, verdict = judge_plan(plan, recipe, ds_config, machine, options.force)

@@ -1,4 +1,4 @@
-"""How long a save keeps training standing still: behind training against `checkpoints.background: false`.
+"""How long a save keeps training standing still: in the background against `checkpoints.background: false`.
 
     python benchmarks/blocked_save.py --pairs 5
     python benchmarks/blocked_save.py --recipe tiny --pairs 3

@@ -99,7 +99,7 @@ def layer_factors(family: str, compiles: str, **changes) -> dict:
     from kernels import OTHER
 
     from pretraining.planning.roofline import layer_widths
-    from pretraining.planning.stand_in import shape_of
+    from pretraining.planning.shapes import shape_of
 
     rows, moved = [], {"forward": [], "backward": []}
     for shape in SHAPES[family]:

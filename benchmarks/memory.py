@@ -64,8 +64,7 @@ def predict(
 ) -> dict[str, float]:
     """Bytes kept for the backward pass (a plain loss's log-probabilities included), and at the peak of both passes."""
     from pretraining.planning.memory.activations import activations
-    from pretraining.planning.memory.precision import Precision
-    from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
+    from pretraining.planning.memory.tensors import Precision, layer_numel, parameter_tensors
     from pretraining.planning.sizes import model_size
 
     widths = {"bf16": (2, 2, 2), "fp32": (4, 4, 4), "autocast": (4, 2, 4)}[precision]
@@ -144,7 +143,7 @@ def peaks(options: argparse.Namespace, name: str, every_n_layers: int):
     from transformers import TrainerCallback
 
     from pretraining.ds_config import load_ds_config
-    from pretraining.planning.memory import memory_need
+    from pretraining.planning.memory.need import memory_need
     from pretraining.recipe import load_recipe
 
     if not torch.cuda.is_available():

@@ -138,7 +138,7 @@ class RankFiles:
 
         folder = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
-        write_share(rank_share(trainer), folder, *rank_and_world_size())
+        write_share(folder, *rank_and_world_size(), *rank_share(trainer))
 
     def load_state(self, trainer, folder: Path) -> None:
         from pretraining.checkpoints.trainer_state import load_state
@@ -157,7 +157,7 @@ def build_trainer(options: argparse.Namespace, folder: Path, resume: Path | None
     from pretraining.ds_config import load_ds_config
     from pretraining.model.build import build_model
     from pretraining.model.loss import build_loss
-    from pretraining.planning import build_run_plan
+    from pretraining.planning.run_plan import build_run_plan
     from pretraining.recipe import load_recipe
     from pretraining.training.arguments import build_arguments, collate_blocks
     from pretraining.training.trainer import PretrainingTrainer

@@ -51,11 +51,10 @@ def ceiling_of(options: argparse.Namespace) -> dict:
     """The counted ceiling of a recipe, which kernels cost it, and what the plan says."""
     from stand_in_engine import count_engine, count_waits
 
-    from pretraining.planning.flops import flops_per_token
     from pretraining.planning.gpus import find_gpu
     from pretraining.planning.roofline import ceiling, layer_mode, sustained_rates
-    from pretraining.planning.sizes import model_size
-    from pretraining.planning.step_time import precision_of_products
+    from pretraining.planning.sizes import flops_per_token, model_size
+    from pretraining.planning.throughput import precision_of_products
     from pretraining.recipe import accumulation_steps
     from pretraining.refusals import load_run
 
@@ -115,7 +114,7 @@ def count_pass(recipe, compiles: str, gpu):
     import torch
 
     from pretraining.model.loss import build_loss
-    from pretraining.planning.memory.loss import chunk_length, compiles_loss, logit_bytes
+    from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
     from pretraining.planning.memory.need import recomputed_one_in
 
     tokens, compiled = (

@@ -3,10 +3,10 @@
 #
 #   RUN=runs/30b sbatch --nodes=2 --gpus-per-node=8 --time=24:00:00 launch/slurm.sh --recipe 30b
 #
-# Ten minutes before its time is over (room for a save: change @600) SLURM signals this shell, which leaves a stop file
-# in the run folder. All ranks then save and the supervisors answer 75. Nothing is sent to the ranks themselves.
+# Ten minutes before the job's time is over, SLURM signals this shell (change @600 if a save takes longer). The shell writes a
+# stop file in the run folder. All ranks then save, and the supervisors exit with 75. No signal goes to the ranks themselves.
 #
-# The job takes whole nodes: the ranks of a node and their data workers share all its cores. If a node's own name leads to
+# The job takes whole nodes: the ranks of a node and their data workers share all its cores. If a node's own name resolves to
 # a loopback address (Debian's /etc/hosts), export GLOO_SOCKET_IFNAME with the interface between the nodes.
 #SBATCH --exclusive
 #SBATCH --job-name=pretraining

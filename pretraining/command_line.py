@@ -1,6 +1,6 @@
 """The flags that mean the same in every command of the repository, and commands of several verbs.
 
-A verb is a module (or an object like one) with a docstring whose first line is its help, and
+A verb is an object whose class has a docstring, of which the first line is its help, and
 
     EXAMPLES                       command lines, shown by --help
     add_arguments(parser)          its options; --json is there already
@@ -16,12 +16,9 @@ import inspect
 import json
 import math
 import os
-import pkgutil
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import unquote
 
 from pretraining.errors import UserError
@@ -265,15 +262,9 @@ def positive_number(text: str) -> float:
     return number
 
 
-def verb_modules(folder: ModuleType) -> dict[str, ModuleType]:
-    """Every module of a package verbs/, by name."""
-    names = sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
-    return {name: import_module(f"{folder.__name__}.{name}") for name in names}
-
-
 def answer_one(
     prog: str,
-    verbs: Mapping[str, object],
+    verbs: Mapping[str, Any],
     description: str,
     epilog: str,
     arguments: list[str] | None = None,
@@ -289,13 +280,13 @@ def answer_one(
 
 
 def _build_parser(
-    prog: str, verbs: Mapping[str, object], description: str, epilog: str
+    prog: str, verbs: Mapping[str, Any], description: str, epilog: str
 ) -> argparse.ArgumentParser:
-    shared = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    shared: dict = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = OneLineParser(prog, description=description, epilog=epilog, **shared)
     parsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, verb in verbs.items():
-        text = inspect.getdoc(verb)
+        text = inspect.getdoc(verb) or ""
         examples = f"examples:\n{verb.EXAMPLES}"
         options = parsers.add_parser(
             name, help=text.splitlines()[0], description=text, epilog=examples, **shared

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from pretraining.doctor import __main__ as doctor
-from pretraining.doctor import alike, cluster, devices, folders
+from pretraining.doctor import cluster, devices, shared
 from pretraining.doctor.findings import BREAKS, FINE, Finding
 from pretraining.errors import one_line_errors
 from tests.hosts import Hosts
@@ -28,7 +28,7 @@ def main(fault: str, folder: str, options: list[str]) -> None:
         "findings": [each.to_dict() for each in findings],
         "summary": found,
     }
-    folders.LOOK_SECONDS = 2.0  # no network folder is late here
+    shared.LOOK_SECONDS = 2.0  # no network folder is late here
     FAULTS[fault](rank, Path(folder))
     with one_line_errors():
         doctor.main(["--output_dir", str(Path(folder, "run")), "--json", *options])
@@ -58,7 +58,7 @@ def sick(rank: int, folder: Path) -> None:
     sys.path.insert(0, str(other))
     os.environ["NCCL_ALGO"] = "Ring"
     fast = SimpleNamespace(time=lambda: time.time() + 90, perf_counter=time.perf_counter)
-    alike.time = fast
+    shared.time = fast
     absolute = cluster.ProbedFolder
     cluster.ProbedFolder = lambda run, *more: absolute(run / "elsewhere", *more)
     products = devices.Devices._products

@@ -5,7 +5,7 @@ from pathlib import Path
 from pretraining.checkpoints.format import commit_checkpoint, file_entries, write_receipt
 from pretraining.checkpoints.identity import Identity, Start, metrics_at
 from pretraining.checkpoints.retention import Retention
-from pretraining.planning import build_run_plan
+from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.runtime.run_folder import RunFolder
 

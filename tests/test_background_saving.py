@@ -19,7 +19,7 @@ from pretraining.checkpoints.background import (
 from pretraining.checkpoints.format import MARKER, receipt_name, write_receipt
 from pretraining.checkpoints.shard_files import rank_file
 from pretraining.errors import UserError
-from pretraining.planning.memory.host import snapshot_bytes
+from pretraining.planning.memory.need import snapshot_bytes
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
 from tests.runs import Started

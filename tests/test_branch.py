@@ -13,7 +13,7 @@ from pretraining.checkpoints.__main__ import main
 from pretraining.checkpoints.format import read_marker
 from pretraining.checkpoints.identity import Identity, Start
 from pretraining.errors import UserError
-from pretraining.planning import build_run_plan
+from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import RECIPES, load_recipe, recipe_names
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.schedule import count_tokens

@@ -19,7 +19,7 @@ from pretraining.checkpoints.folders import (
 from pretraining.checkpoints.format import FORMAT, MARKER, read_marker, receipt_name, write_marker
 from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.resume import changes_since, choose_checkpoint, record_changes
-from pretraining.checkpoints.retention import Kept, Retention
+from pretraining.checkpoints.retention import Committed, Retention
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import read_rows, write_json
@@ -105,7 +105,7 @@ def test_ranks_share_the_reading():
     assert max(loads) - min(loads) <= 200
 
 
-KEPT = [Kept(step, loss) for step, loss in ((2, 5.0), (4, 1.0), (6, None), (8, float("nan")), (10, 3.0))]
+KEPT = [Committed(step, loss) for step, loss in ((2, 5.0), (4, 1.0), (6, None), (8, float("nan")), (10, 3.0))]
 RULES = {
     "the last": (Retention(2), {8, 10}),
     "all": (Retention(None), {2, 4, 6, 8, 10}),

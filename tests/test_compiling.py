@@ -16,7 +16,7 @@ from pretraining.model.attention import TORCH_VARLEN, register_kernels
 from pretraining.model.build import build_config, build_from_recipe, build_model
 from pretraining.model.compiling import blocks_of, check_compiler, compile_model, describe_compilation
 from pretraining.model.loss import build_loss
-from pretraining.planning.memory import memory_need
+from pretraining.planning.memory.need import memory_need
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.recipe import load_recipe
 from pretraining.recipe.training import TRAINING_KEYS

@@ -16,15 +16,13 @@ from types import SimpleNamespace
 import pytest
 
 from pretraining.doctor import __main__ as doctor
-from pretraining.doctor import disks, gpus, machine, reach, software
+from pretraining.doctor import disks, gpus, machine, reach
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, summary, summary_line
 from pretraining.doctor.launch import Launch, check_earlier_start, plan_launch
 from pretraining.errors import UserError
-from pretraining.planning.forecast import forecast
-from pretraining.planning.gpus import find_gpu
-from pretraining.planning.machine_rates import FOLDER_VARIABLE, keep_rates, kept_rates
+from pretraining.planning.costs import forecast, write_words
+from pretraining.planning.gpus import FOLDER_VARIABLE, find_gpu, keep_rates, kept_rates
 from pretraining.planning.memory.need import memory_need
-from pretraining.planning.verbs.cost import write_words
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe.curve import changes_of_run
 from pretraining.refusals import load_run
@@ -444,12 +442,12 @@ def test_the_own_name_is_judged_as_ranks_judge_it(monkeypatch):
         ("10.0.0.7", None, FINE),
     ):
         monkeypatch.setattr(host, "own_address", lambda address=address: address)
-        monkeypatch.setattr(machine, "own_address", lambda address=address: address)
+        monkeypatch.setattr(reach, "own_address", lambda address=address: address)
         assert host.loopback_name() == name
-        assert (machine._own_name(several).verdict, machine._own_name(alone).verdict) == (verdict, FINE)
+        assert (reach._own_name(several).verdict, reach._own_name(alone).verdict) == (verdict, FINE)
     monkeypatch.setattr(host, "own_address", lambda: "127.0.1.1")
     monkeypatch.setenv(host.GLOO_INTERFACE, "eth0")
-    assert machine._own_name(several).verdict == FINE and "eth0" in machine._own_name(several).message
+    assert reach._own_name(several).verdict == FINE and "eth0" in reach._own_name(several).message
 
 
 def on_gpus(number: int, world_size: int, **fields) -> Launch:
@@ -517,10 +515,10 @@ def test_a_local_store_is_not_asked_through_a_proxy(monkeypatch):
         ("https://hub.example", False),
     ):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        assert bool(machine._proxies()) == names
+        assert bool(reach._proxies()) == names
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://minio:9000")
     monkeypatch.setenv("no_proxy", "localhost,minio")
-    assert machine._proxies() is None
+    assert reach._proxies() is None
 
 
 def test_gpus_on_a_socket_that_this_process_may_not_use(monkeypatch, tmp_path):
@@ -716,10 +714,10 @@ def test_packages_are_asked_for_by_the_key_that_needs_them():
     ]
     recipe, ds_config = load_run("124m", settings, "zero1")
     launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config)
-    modules = {needed.module for needed in software.needs_of(launch)}
+    modules = {needed.module for needed in machine.needs_of(launch)}
     assert {"trackio", "bitsandbytes", "s3fs"} <= modules
     recipe, ds_config = load_run("tiny")
-    assert software.needs_of(Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config)) == []
+    assert machine.needs_of(Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config)) == []
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="no nvidia-smi")

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from pretraining.doctor import layers, messages
-from pretraining.doctor.alike import compare_ranks, judge_clocks
 from pretraining.doctor.devices import Products, _products, slow_ranks, state_in_words
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, of_all_nodes
 from pretraining.doctor.layers import Trained, _curve, reduced_recipe
-from pretraining.doctor.messages import bus_bandwidth, link_peak
-from pretraining.doctor.pairs import _remedy, rounds_of, tournament
+from pretraining.doctor.messages import _pair_remedy, bus_bandwidth, link_peak, rounds_of, tournament
 from pretraining.doctor.roll_call import Rank
+from pretraining.doctor.shared import compare_ranks, judge_clocks
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe, recipe_names
@@ -131,8 +130,8 @@ def test_a_clock_is_wrong_only_beyond_what_the_way_there_explains():
 
 
 def test_the_remedy_follows_the_library_that_failed():
-    assert "firewall" in _remedy(["cannot connect to 10.0.0.2 (TCP, port 1): timed out"])
-    assert "NCCL_IB_DISABLE" in _remedy(["nccl does not work: RuntimeError: unhandled system error"])
+    assert "firewall" in _pair_remedy(["cannot connect to 10.0.0.2 (TCP, port 1): timed out"])
+    assert "NCCL_IB_DISABLE" in _pair_remedy(["nccl does not work: RuntimeError: unhandled system error"])
 
 
 @pytest.mark.parametrize("name", recipe_names())

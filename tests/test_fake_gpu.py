@@ -27,7 +27,7 @@ from pretraining.evaluation.sampling import sample_text
 from pretraining.evaluation.validation import Validation
 from pretraining.model import loss as losses
 from pretraining.model.build import build_from_recipe
-from pretraining.planning import build_run_plan
+from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.refusals import load_run
 from pretraining.runtime.run_folder import RunFolder

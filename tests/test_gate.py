@@ -8,11 +8,12 @@ import pytest
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
-from pretraining.planning import build_run_plan, throughput
+from pretraining.planning import throughput
 from pretraining.planning.comparison import QUANTITIES, compare_run
-from pretraining.planning.findings import Finding, Verdict
-from pretraining.planning.forecast import forecast
+from pretraining.planning.costs import forecast
+from pretraining.planning.gate import Objection, Verdict
 from pretraining.planning.gpus import find_gpu
+from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import load_recipe
@@ -82,7 +83,7 @@ def test_a_measured_run_feeds_later_plans(tmp_path, monkeypatch):
 
 def test_warnings_are_told_once_and_kept(tmp_path, capsys, monkeypatch):
     """By rank 0 on stderr, and as events at the step where the run starts; a refusal that was forced among them."""
-    no, careful = Finding("too large", "--set a=1"), Finding("no clipping", "--set b=2")
+    no, careful = Objection("too large", "--set a=1"), Objection("no clipping", "--set b=2")
     verdict = Verdict([no], [careful])
     with pytest.raises(UserError, match=r"too large; --set a=1 .*--force"):
         verdict.enforce()

@@ -6,19 +6,18 @@ from dataclasses import replace
 import pytest
 
 from pretraining.ds_config import ds_config_names, load_ds_config
-from pretraining.planning.findings import Found
-from pretraining.planning.gate import check_plan
+from pretraining.planning.gate import Machine, check_plan
 from pretraining.planning.memory.buffers import unprotected_gradient
 from pretraining.planning.memory.tensors import EMBEDDING, Tensor
 from pretraining.recipe import load_recipe, recipe_names
 from tests.freed_gradients import NUMEL, WAYS, stage_2
 from tests.runs import execute
 
-ON_GPUS = Found(gpu_memory_bytes=1e15)
+ON_GPUS = Machine(gpu_memory_bytes=1e15)
 RANKS = 3
 
 
-def judged(recipe, config: dict | None, found: Found = ON_GPUS, world_size: int = 2) -> list[str]:
+def judged(recipe, config: dict | None, found: Machine = ON_GPUS, world_size: int = 2) -> list[str]:
     """What is refused of the buckets."""
     refusals = check_plan(recipe, config, world_size, found).refusals
     return [str(each) for each in refusals if "reduce_bucket_size" in str(each)]
@@ -56,6 +55,6 @@ def test_the_refusal_names_the_tensor_its_size_and_the_key():
     (line,) = judged(replace(recipe, deepspeed="mine/zero2.json"), config)
     assert 'in mine/zero2.json: "reduce_bucket_size": 51511296' in line
     assert not judged(recipe, config, world_size=1)
-    assert not judged(recipe, config, Found(trains_on_processor=True))
+    assert not judged(recipe, config, Machine(trains_on_processor=True))
     config["zero_optimization"]["overlap_comm"] = False
     assert not judged(recipe, config)

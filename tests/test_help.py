@@ -22,7 +22,7 @@ COMMANDS = {
     "train.py": (parse_train_arguments, ()),
     "data_prep.py": (data_prep.parse_arguments, ()),
     "data": (data.main, data.RUNS),
-    "planning": (planning.main, planning.verb_modules()),
+    "planning": (planning.main, planning.VERBS),
     "evaluation": (evaluation.main, ()),
     "checkpoints": (checkpoints.main, checkpoints.VERBS),
     "reporting": (reporting.main, ("analyze",)),

@@ -17,8 +17,8 @@ from pretraining.errors import UserError
 from pretraining.model import cross_entropy
 from pretraining.model.cross_entropy import LossHead, chunked_nats, fused_nats, token_nats
 from pretraining.model.loss import build_loss, layers_balance, next_token_loss
-from pretraining.planning.memory.loss import chunk_length, loss_bytes
-from pretraining.planning.memory.precision import Precision
+from pretraining.planning.memory.activations import chunk_length, loss_bytes
+from pretraining.planning.memory.tensors import Precision
 from pretraining.upstream.fake_gpu import fake_gpu
 from tests.runs import EXPERTS, LLAMA, MODELS, REPOSITORY
 

@@ -7,7 +7,7 @@ import pytest
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
-from pretraining.planning import counted as counting
+from pretraining.planning import shapes as counting
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.sizes import model_size

@@ -10,14 +10,13 @@ import pytest
 
 from pretraining.ds_config import ds_config_names, load_ds_config
 from pretraining.errors import UserError
-from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.memory import model_state
 from pretraining.planning.memory.need import state_of_recipe
+from pretraining.planning.memory.states import model_state
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.run_plan import build_run_plan, checkpoints_written
 from pretraining.planning.screen import as_text, full_plan, world_sizes
-from pretraining.planning.sizes import model_size
+from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.recipe import load_recipe, model_with_defaults, recipe_names
 from pretraining.recipe.model import value_of
 from pretraining.schema import REPOSITORY
@@ -342,7 +341,7 @@ def test_planning_imports_neither_torch_nor_transformers():
     code = """
 import sys
 from pretraining.ds_config import load_ds_config
-from pretraining.planning import print_plan
+from pretraining.planning.screen import print_plan
 from pretraining.recipe import load_recipe
 print_plan(load_recipe("30b"), load_ds_config("zero3"), None, "H200", False)
 sys.exit(" ".join({"torch", "transformers", "deepspeed", "numpy", "datasets"} & set(sys.modules)) or 0)

@@ -14,9 +14,10 @@ import pytest
 from pretraining.command_line import parse_train_arguments
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
-from pretraining.planning import constants, print_plan, verbs
-from pretraining.planning.__main__ import EPILOG, main, verb_modules
+from pretraining.planning import constants
+from pretraining.planning.__main__ import EPILOG, VERBS, main
 from pretraining.planning.gpus import all_gpus
+from pretraining.planning.screen import print_plan
 from pretraining.recipe import load_recipe
 from pretraining.schema import REPOSITORY
 
@@ -27,7 +28,7 @@ TRILLION += ["budget.tokens=1006632960000", "training.per_device_train_batch_siz
 
 def examples() -> list[str]:
     """Every command line that --help shows and that needs no run."""
-    shown = [EPILOG, *(module.EXAMPLES for module in verb_modules().values())]
+    shown = [EPILOG, *(verb.EXAMPLES for verb in VERBS.values())]
     lines = [line.strip() for text in shown for line in text.splitlines()]
     return sorted(
         {line.removeprefix(PREFIX) for line in lines if line.startswith(PREFIX) and "runs/" not in line}
@@ -151,16 +152,26 @@ def test_slow_links_lengthen_an_assumed_run_and_not_a_given_one(capsys):
     assert given["step"]["seconds"] < assumed["step"]["seconds"]
 
 
-def test_a_verb_is_a_module_in_the_folder(tmp_path, capsys, monkeypatch):
-    """Another verb is dropped in without touching a line of what is there."""
-    (tmp_path / "fitting.py").write_text(
-        '"""What fits."""\n\nEXAMPLES = "  python -m pretraining.planning fitting"\n\n\n'
-        "def add_arguments(parser):\n    pass\n\n\n"
-        'def answer(options):\n    return {"fits": 1}\n\n\n'
-        "def as_text(answer):\n    return f\"fits: {answer['fits']}\"\n"
-    )
-    monkeypatch.setattr(verbs, "__path__", [*verbs.__path__, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "pretraining.planning.verbs.fitting", raising=False)
+class Fitting:
+    """What fits."""
+
+    EXAMPLES = "  python -m pretraining.planning fitting"
+
+    def add_arguments(self, parser) -> None:
+        """None."""
+
+    def answer(self, options) -> dict:
+        """One number."""
+        return {"fits": 1}
+
+    def as_text(self, answer: dict) -> str:
+        """The number in words."""
+        return f"fits: {answer['fits']}"
+
+
+def test_a_verb_is_one_entry_of_a_table(capsys, monkeypatch):
+    """Another verb is a line beside the others."""
+    monkeypatch.setitem(VERBS, "fitting", Fitting())
     assert printed(capsys, ["fitting"]) == "fits: 1\n"
     assert json.loads(printed(capsys, ["fitting", "--json"])) == {"fits": 1}
 

@@ -9,26 +9,20 @@ from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning import scaling_laws as laws
 from pretraining.planning.constants import table
-from pretraining.planning.costs import checkpoint_cost
-from pretraining.planning.flops import flops_per_token
-from pretraining.planning.forecast import forecast
+from pretraining.planning.costs import checkpoint_cost, forecast
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
-from pretraining.planning.hyperparameters import extra_steps, extra_tokens, step_law
-from pretraining.planning.layout_memory import (
+from pretraining.planning.parallelism import (
     activation_bytes_per_token,
     gpu_parameters,
     layer_shape,
     layout_memory,
-)
-from pretraining.planning.parallelism import layouts
-from pretraining.planning.sizes import model_size
-from pretraining.planning.throughput import (
-    communication,
-    communication_seconds,
-    expected_utilization,
+    layouts,
     pipeline_bubble,
-    predicted_step_seconds,
 )
+from pretraining.planning.roofline import expected_utilization
+from pretraining.planning.scaling_laws import extra_steps, extra_tokens, step_law
+from pretraining.planning.sizes import flops_per_token, model_size
+from pretraining.planning.throughput import communication, communication_seconds, predicted_step_seconds
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import load_recipe
 

@@ -14,12 +14,10 @@ from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.__main__ import main
 from pretraining.planning.comparison import QUANTITIES, predicted
-from pretraining.planning.gate import Found, check_plan
+from pretraining.planning.gate import Machine, check_plan
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.memory import memory_need
-from pretraining.planning.memory.advice import shrink
-from pretraining.planning.memory.host import pinned_bytes
-from pretraining.planning.memory.optimizers import optimizer_states
+from pretraining.planning.memory.need import memory_need, pinned_bytes, shrink
+from pretraining.planning.memory.states import optimizer_states
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.screen import as_text, full_plan
@@ -63,7 +61,7 @@ def need_of(name: str, world_size: int, deepspeed: str | None = None, *settings:
 def judge(name: str, world_size: int, *settings: str, deepspeed: str | None = None, **found):
     recipe = load_recipe(name, settings, deepspeed)
     config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
-    return check_plan(recipe, config, world_size, Found(**found))
+    return check_plan(recipe, config, world_size, Machine(**found))
 
 
 @pytest.mark.parametrize("model", [*MODELS.values(), *SHIPPED.values()], ids=[*MODELS, *SHIPPED])

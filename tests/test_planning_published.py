@@ -5,11 +5,10 @@ import pytest
 from pretraining.planning import scaling_laws as laws
 from pretraining.planning.constants import table
 from pretraining.planning.costs import energy_kwh, gpu_hours
-from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.parallelism import layouts
-from pretraining.planning.sizes import ModelSize, PartSizes, model_size
-from pretraining.planning.throughput import model_flops_utilization, tokens_per_second
+from pretraining.planning.roofline import model_flops_utilization, tokens_per_second
+from pretraining.planning.sizes import ModelSize, PartSizes, flops_per_token, model_size
 
 WITHIN = 0.05
 DAY = 86400
@@ -231,7 +230,7 @@ def test_inference_demand_shrinks_the_model():
 
 def test_kaplans_critical_batch_doubles_for_every_13_percent():
     """Kaplan et al. 2020, section 5.1: the critical batch doubles for every 13 % decrease of the loss."""
-    from pretraining.planning.hyperparameters import critical_batch_tokens
+    from pretraining.planning.scaling_laws import critical_batch_tokens
 
     assert critical_batch_tokens(2.0 * 0.87) / critical_batch_tokens(2.0) == pytest.approx(2, rel=WITHIN)
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from pretraining.planning.flops import flops_per_token
-from pretraining.planning.sizes import model_size
+from pretraining.planning.sizes import flops_per_token, model_size
 
 
 def gpt2(layers: int, width: int, heads: int) -> dict:

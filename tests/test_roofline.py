@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from pretraining.planning.constants import table
-from pretraining.planning.gpus import find_gpu
-from pretraining.planning.machine_rates import FOLDER_VARIABLE, keep_rates
+from pretraining.planning.gpus import FOLDER_VARIABLE, find_gpu, keep_rates
 from pretraining.planning.roofline import (
     ceiling,
     last_product,
@@ -17,7 +16,7 @@ from pretraining.planning.roofline import (
     sustained_rates,
 )
 from pretraining.planning.sizes import model_size
-from pretraining.planning.step_time import precision_of_products, step_time
+from pretraining.planning.throughput import precision_of_products, step_time
 from pretraining.recipe import recipe_names
 from pretraining.refusals import load_run
 from tests.runs import REPOSITORY

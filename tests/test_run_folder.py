@@ -14,7 +14,7 @@ import pytest
 from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.resume import start_text
 from pretraining.errors import UserError
-from pretraining.planning import build_run_plan
+from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.run_folder import RunFolder

@@ -11,8 +11,7 @@ from deepspeed.utils.config import get_timers_config
 
 from pretraining.ds_config import ds_config_names, load_ds_config
 from pretraining.metric_names import GROUPS, PLACE, grouped
-from pretraining.planning.flops import flops_per_token
-from pretraining.planning.sizes import model_size
+from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.recipe import accumulation_steps, load_recipe
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.run_folder import RunFolder

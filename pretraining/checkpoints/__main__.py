@@ -21,7 +21,7 @@ from pretraining.checkpoints.folders import (
     step_of,
 )
 from pretraining.checkpoints.format import MARKER
-from pretraining.checkpoints.retention import Kept, Retention, measured_at
+from pretraining.checkpoints.retention import Committed, Retention, measured_at
 from pretraining.command_line import answer_one, not_negative_integer, not_negative_number, positive_integer
 from pretraining.errors import UserError, one_line_errors
 from pretraining.planning.quantities import columns, duration, num_bytes
@@ -57,15 +57,15 @@ class List:
     HEADER = ("step", "state", "age", "size", "ranks", "stage", "loss", "validation")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The run."""
+        """Add the run."""
         _add_run(parser)
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """{"run", "checkpoints": entries of the catalogue}."""
+        """Return {"run", "checkpoints": entries of the catalogue}."""
         return {"run": str(options.run), "checkpoints": catalogue(_run_of(options.run))}
 
     def as_text(self, answer: dict) -> str:
-        """A table, and below it what is wrong with the damaged ones."""
+        """Return a table, and below it what is wrong with the damaged ones."""
         entries = answer["checkpoints"]
         if not entries:
             return f"{answer['run']}: no checkpoint yet"
@@ -99,12 +99,15 @@ class Verify:
   python -m pretraining.checkpoints verify /mnt/copies/checkpoint-750 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The run or checkpoint, and the step."""
+        """Add the run or checkpoint, and the step."""
         _add_run(parser, or_checkpoint=True)
         _add_step(parser, "default: every committed one")
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """{"checkpoints": [{"checkpoint", "whole", "bytes", "seconds", "files": {name: what is wrong or null}}]}."""
+        """Return {"checkpoints": [{"checkpoint", "whole", "bytes", "seconds", "files"}]}.
+
+        files: {name: what is wrong, or None}.
+        """
         chosen = _chosen_checkpoints(options.run, options.step)
         return {"checkpoints": [self._verified(folder, of_run=folder != options.run) for folder in chosen]}
 
@@ -131,7 +134,7 @@ class Verify:
         )
 
     def as_text(self, answer: dict) -> str:
-        """Each file with its verdict, and a line for each checkpoint."""
+        """Return a line for each checkpoint, and its files with their verdicts."""
         return "\n".join(line for each in answer["checkpoints"] for line in self._lines(each))
 
     def _lines(self, found: dict) -> list[str]:
@@ -144,7 +147,7 @@ class Verify:
         ]
 
     def refusal(self, answer: dict) -> str | None:
-        """The line for damaged checkpoints."""
+        """Return the line for damaged checkpoints, or None."""
         damaged = [each for each in answer["checkpoints"] if not each["whole"]]
         if not damaged:
             return None
@@ -168,7 +171,7 @@ class Export:
   python -m pretraining.checkpoints export /mnt/copies/checkpoint-750 --model runs/tiny/model --to out/tiny-750"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The checkpoint, and where the export goes."""
+        """Add the checkpoint, and the folder of the export."""
         _add_run(parser, or_checkpoint=True)
         _add_step(parser, "default: the newest")
         parser.add_argument(
@@ -178,7 +181,7 @@ class Export:
         parser.add_argument("--model", type=Path, metavar="DIR", help=what)
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """{"checkpoint", "step", "export", "bytes"}."""
+        """Return {"checkpoint", "step", "export", "bytes"}."""
         checkpoint = _whole_checkpoint(options.run, options.step, "--step")
         run, step = RunFolder(checkpoint.parent), step_of(checkpoint)
         folder = options.to or run.path / f"export-{step}"
@@ -198,7 +201,7 @@ class Export:
         }
 
     def as_text(self, answer: dict) -> str:
-        """Where it is."""
+        """Return its path, and what it is."""
         return f"{answer['export']}: the model after {answer['step']:,} steps, {num_bytes(answer['bytes'])}"
 
 
@@ -218,7 +221,7 @@ class Branch:
     SHAPES = ("linear", "cosine", "1-sqrt")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The run, the step, and the decay."""
+        """Add the run, the step, and the stage."""
         _add_run(parser, or_checkpoint=True)
         parser.add_argument("--at", type=not_negative_integer, metavar="STEP", help="default: the newest")
         parser.add_argument(
@@ -239,7 +242,7 @@ class Branch:
         parser.add_argument("--output", type=Path, metavar="DIR", help=what)
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """{"checkpoint", "step", "run": the new folder, "last_step", "command": what trains it}."""
+        """Return {"checkpoint", "step", "run": the new folder, "last_step", "command": what trains it}."""
         from pretraining.checkpoints.branch import Stage, branch, settings_of
 
         if options.min_lr_ratio > 1:
@@ -261,7 +264,7 @@ class Branch:
         }
 
     def as_text(self, answer: dict) -> str:
-        """Where it is, and how it goes on."""
+        """Return its path, and the command that trains it."""
         return (
             f"{answer['run']}: goes on from {answer['checkpoint']} until step {answer['last_step']:,}\n"
             f"train it, by the launcher of your choice: {answer['command']}"
@@ -281,7 +284,7 @@ class Prune:
     USELESS = ("damaged", "uncommitted", "set aside")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The run, and what to keep where it is not the recipe's rule."""
+        """Add the run, and what to keep instead of what the recipe keeps."""
         _add_run(parser)
         rule = "default: the recipe's"
         parser.add_argument("--keep_last", type=positive_integer, metavar="N", help=f"the newest N ({rule})")
@@ -298,11 +301,11 @@ class Prune:
         choice.add_argument("--dry_run", action="store_true", help="show what would go (the default)")
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """{"removed": whether, "freed_bytes", "kept", "checkpoints": entries of the catalogue that go}."""
+        """Return {"removed": whether, "freed_bytes", "kept", "checkpoints": entries of the catalogue that go}."""
         run = _run_of(options.run)
         if not options.yes:
             return self._plan(run, options)
-        with lock_idle_run(run.path):
+        with lock_idle_run(run.path):  # before the plan: a run that began now would save meanwhile
             plan = self._plan(run, options)
             for entry in plan["checkpoints"]:
                 self._remove(run, entry, demote=plan["demote_to_weights"])
@@ -313,9 +316,10 @@ class Prune:
         entries = catalogue(run)
         committed = [each for each in entries if each["state"] == "committed"]
         kept = Retention.of(section, metric=section["metric"]).kept_steps(
-            Kept(each["step"], measured_at(run.path / each["folder"], section["metric"]))
+            Committed(each["step"], measured_at(run.path / each["folder"], section["metric"]))
             for each in committed
         )
+        # Checkpoints of another version are kept: that version may still go on from them.
         going = [each for each in entries if each["state"] in self.USELESS]
         going += [each for each in committed if each["step"] not in kept]
         return {
@@ -328,7 +332,7 @@ class Prune:
         }
 
     def _section(self, run: RunFolder, options: argparse.Namespace) -> dict:
-        """The recipe's `checkpoints` and what the command line changes of it; without a recipe all are kept."""
+        """Return the recipe's `checkpoints` with the command line's changes; without a recipe all are kept."""
         section = {"keep_last": None, "keep_best": 0, "keep_every": None, "demote_to_weights": False}
         section["metric"] = "loss"
         if run.recipe.exists():
@@ -354,7 +358,7 @@ class Prune:
         run.add_event("checkpoint_pruned", checkpoint=entry["folder"], state=entry["state"])
 
     def as_text(self, answer: dict) -> str:
-        """What goes, what that frees, and how to do it."""
+        """Return what would be removed, what that frees, and how to do it."""
         going = answer["checkpoints"]
         kept = f"kept: {', '.join(map(str, answer['kept'])) or 'none'}"
         if not going:
@@ -376,14 +380,14 @@ class Reshard:
   python -m pretraining.checkpoints reshard runs/tiny --step 750 --files 8 --to out/checkpoint-750"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The checkpoint, how many files, and where they go."""
+        """Add the checkpoint, the number of files, and their folder."""
         _add_run(parser, or_checkpoint=True)
         _add_step(parser, "default: the newest")
         parser.add_argument("--files", type=not_negative_integer, required=True, metavar="N", help="how many")
         parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """{"checkpoint", "step", "to", "files", "bytes"}."""
+        """Return {"checkpoint", "step", "to", "files", "bytes"}."""
         if options.files < 1:
             raise UserError("--files 0: a checkpoint needs one file at least")
         checkpoint = _whole_checkpoint(options.run, options.step, "--step")
@@ -400,7 +404,7 @@ class Reshard:
         }
 
     def as_text(self, answer: dict) -> str:
-        """Where it is."""
+        """Return its path, and what it is."""
         return (
             f"{answer['to']}: {answer['checkpoint']} in {answer['files']} files, {num_bytes(answer['bytes'])}"
         )

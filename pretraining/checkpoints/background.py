@@ -27,10 +27,9 @@ from pretraining.checkpoints.disk_errors import one_line_disk_errors
 from pretraining.checkpoints.folders import remove_checkpoint
 from pretraining.checkpoints.format import MARKER, receipt_name, write_bytes, write_receipt
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
-from pretraining.checkpoints.trainer_state import RankShare
 from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
-from pretraining.planning.memory.host import SNAPSHOT_ALIGNMENT, pinned_bytes, snapshot_bytes
+from pretraining.planning.memory.need import SNAPSHOT_ALIGNMENT, pinned_bytes, snapshot_bytes
 from pretraining.planning.quantities import num_bytes
 from pretraining.runtime.durable_files import sync_to_disk
 from pretraining.runtime.heartbeat import long_work
@@ -70,7 +69,9 @@ class CheckpointWriter:
         self.snapshot = HostSnapshot()
         self.last: dict | None = None
         """The newest finished save, as in its event."""
+        # The group of training may be busy on the GPU; reports of saves use the hosts' network.
         self._group = host_group()
+        # Names the saves of this process in their receipts: see `wait_for_receipts`.
         self._attempt = gather_from_ranks(uuid.uuid4().hex, self._group)[0]
         self._num_saves = 0
         self._reported_no_room = False
@@ -91,7 +92,7 @@ class CheckpointWriter:
         without its files, of which rank 0's counts; it is copied now, so that later numbers cannot get into it.
         """
         began = time.perf_counter()
-        self.wait()
+        self.wait()  # for the save before: there is memory for one copy
         self._num_saves += 1
         save = self._flight = RankSave(
             folder=self.run.checkpoint(step),
@@ -109,7 +110,7 @@ class CheckpointWriter:
         else:
             with long_work():
                 save.attempt(lambda: self._write(save, tensors))
-            self._start(save, None)
+            self._start(save, None)  # the commit waits for other ranks, which may still write
             self.wait()
 
     def poll(self) -> None:
@@ -117,7 +118,7 @@ class CheckpointWriter:
 
         Raises on every rank alike what stopped a rank's writing, unless the policy is to go on.
         """
-        if self._flight is None:
+        if self._flight is None:  # on all ranks alike: nobody waits in the exchange
             return
         reports = gather_from_ranks(self._flight.report(), self._group)
         if any(report["failed"] for report in reports):
@@ -147,6 +148,7 @@ class CheckpointWriter:
         answers = gather_from_ranks((save.failed, fits), self._group)
         save.failed = save.failed or any(failed for failed, _ in answers)
         all_fit = all(fits for _, fits in answers)
+        # The system may refuse what seemed free, on any rank: then all write at once.
         if all_fit and all(gather_from_ranks(self.snapshot.make_room(tensors), self._group)):
             return True
         self.snapshot.release()
@@ -173,13 +175,14 @@ class CheckpointWriter:
                 save.attempt(lambda: self._commit(save))
             save.done = True
 
+        # A daemon: a run that ends by an error must not wait for its save.
         self._thread = threading.Thread(target=work, name=f"save-{save.folder.name}", daemon=True)
         self._thread.start()
 
     def _write(self, save: RankSave, tensors: Mapping[str, torch.Tensor]) -> None:
         began = time.perf_counter()
-        share = RankShare(tensors, save.files, {"save": save.name, **save.receipt})
-        write_share(share, save.folder, self.rank, self.ranks)
+        receipt = {"save": save.name, **save.receipt}
+        write_share(save.folder, self.rank, self.ranks, tensors, save.files, receipt)
         sync_to_disk(save.folder)
         save.write_seconds = time.perf_counter() - began
 
@@ -209,6 +212,7 @@ class CheckpointWriter:
         if not mendable:
             raise RuntimeError(f"{save.folder.name} could not be saved:\n{reason}")
         if self.rank == 0:
+            # What failed may have been the retention, after the commit: then the checkpoint counts.
             if not (save.folder / MARKER).exists():
                 shutil.rmtree(save.folder, ignore_errors=True)
             self._report_failure(save.folder.name, reason)
@@ -299,12 +303,19 @@ class RankSave:
         }
 
 
-def write_share(share: RankShare, folder: Path, rank: int, ranks: int) -> None:
-    """Write a rank's share, its receipt last; the checkpoint counts once the marker is written after all receipts."""
+def write_share(
+    folder: Path,
+    rank: int,
+    ranks: int,
+    tensors: Mapping[str, torch.Tensor],
+    files: Mapping[str, bytes],
+    receipt: Mapping,
+) -> None:
+    """Write one rank's files, and its receipt last; the checkpoint counts once the marker follows all receipts."""
     name = rank_file(rank, ranks)
-    written = {name: write_rank_file(folder / name, share.tensors)}
-    written |= {name: write_bytes(folder / name, content) for name, content in share.files.items()}
-    write_receipt(folder, rank, ranks, written, **share.receipt)
+    written = {name: write_rank_file(folder / name, tensors)}
+    written |= {name: write_bytes(folder / name, content) for name, content in files.items()}
+    write_receipt(folder, rank, ranks, written, **receipt)
 
 
 class SaveAbandoned(Exception):
@@ -319,12 +330,14 @@ def wait_for_receipts(folder: Path, ranks: int, save: str, abandoned: threading.
     """
     missing, pause = set(range(ranks)), _FIRST_PAUSE_SECONDS
     while True:
+        # A rank leaves its receipt last: it is there once all its files are.
         missing -= {rank for rank in missing if _is_of(save, folder / receipt_name(rank, ranks))}
         if not missing:
             return
         if abandoned.is_set():
             raise SaveAbandoned
         time.sleep(pause)
+        # Small checkpoints are committed at once, and large ones do not cost a shared disk thousands of looks.
         pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
 
 
@@ -355,8 +368,10 @@ class HostSnapshot:
         for name, tensor in tensors.items():
             stop = start + tensor.numel() * tensor.element_size()
             copy = self._memory[start:stop].view(tensor.dtype).view(tensor.shape)
-            copy.copy_(tensor.detach(), non_blocking=True)
-            copies[name], start = copy, stop + -stop % SNAPSHOT_ALIGNMENT
+            copy.copy_(
+                tensor.detach(), non_blocking=True
+            )  # from a GPU all copies are queued, then waited for once
+            copies[name], start = copy, stop + -stop % SNAPSHOT_ALIGNMENT  # an address that suits every type
         if self._memory.is_pinned():
             torch.cuda.synchronize()
         return copies
@@ -366,6 +381,7 @@ class HostSnapshot:
         needed, free = _bytes_of(tensors), free_memory_bytes()
         if needed <= self.num_bytes or free is None:
             return True
+        # Pinned memory comes in powers of two; every rank of this host asks for as much.
         return pinned_bytes(needed) - self.num_bytes < free // ranks_here()
 
     def make_room(self, tensors: Mapping[str, torch.Tensor]) -> bool:

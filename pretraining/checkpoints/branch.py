@@ -55,6 +55,7 @@ def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=folder) as unfinished:
         run = RunFolder(Path(unfinished) / output.name)
+        # Both recipes are read from the file, so that a wrong setting is refused by its name there.
         write_json(run.recipe, {**marker["recipe"], "name": output.name})
         earlier, changed = load_recipe(str(run.recipe)), load_recipe(str(run.recipe), stage.settings)
         recipe = _staged_recipe(earlier, changed, marker, stage, checkpoint)
@@ -75,6 +76,7 @@ def _record(run: RunFolder, recipe: dict, marker: dict, stage: Stage, checkpoint
         for each in changed_parts(recipe, marker["recipe"])
     ]
     write_json(run.changes, [*marker["changes"], *changes])
+    # Only those that the checkpoint knows of: its run may have rolled back since.
     for row in read_rows(RunFolder(checkpoint.parent).journal)[: marker["rollbacks"]]:
         append_row(run.journal, row)
     run.add_event("branch", step=step, parent=str(checkpoint), **stage._asdict())

@@ -28,9 +28,9 @@ def one_line_disk_errors(folder: Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if (told := _disk_error(error, folder)) is None:
+        if (refusal := _disk_error(error, folder)) is None:
             raise
-        raise told from error
+        raise refusal from error
 
 
 def _disk_error(error: Exception, folder: Path) -> UserError | None:

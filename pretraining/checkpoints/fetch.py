@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from tqdm import tqdm
+
 from pretraining.addresses import is_remote, refuse_credentials
 from pretraining.checkpoints.folders import committed_checkpoints, step_in_name, step_of
 from pretraining.checkpoints.format import MARKER, file_entry, parse_marker
@@ -39,6 +41,7 @@ def resolve_resume(run: RunFolder, upload: str | None, resume: str) -> str:
     upload: the recipe's `checkpoints.upload`. Raises `UserError` if the store cannot be used, or holds later
     checkpoints with which those of this start would mix.
     """
+    # A launcher that starts the run again repeats what was typed, which must not begin it anew each time.
     resume = from_rank_0(lambda: resume_after_restart(run, resume))
     if is_remote(resume):
         return _fetch_address(run, resume)
@@ -50,6 +53,7 @@ def resolve_resume(run: RunFolder, upload: str | None, resume: str) -> str:
         fetch_newest(run, remote, max(here, default=None))
     else:
         step = 0 if resume == "never" else from_rank_0(lambda: _step_at(Path(resume)))
+        # The run will save steps that the store may have already, from another course.
         refuse_newer(remote, step, resume)
     return resume
 
@@ -85,7 +89,7 @@ def fetch_newest(run: RunFolder, remote: RemoteRun, newest_here: int | None) -> 
         if (reason := fetch_checkpoint(run, remote, name)) is None:
             return
         from_rank_0(lambda: _pass_over(run, remote.where(name), reason))
-        below = step_in(name)
+        below = step_in(name)  # damaged: the one before may be whole
 
 
 def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str) -> str | None:
@@ -98,6 +102,7 @@ def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str) -> str | None
         return wrong
     rank, ranks = rank_and_world_size()
     share = dict(sorted(files.items())[rank::ranks])
+    # What fails on one rank is raised on all: a rank that left alone would let the others wait for it.
     for damage, failure in gather_from_ranks(_fetch_share(remote, name, run.path / name, share)):
         if failure:
             raise UserError(failure)
@@ -154,7 +159,7 @@ def _journal(run: RunFolder, remote: RemoteRun) -> Journal:
 def _newest_unless_unreachable(run: RunFolder, remote: RemoteRun, above: int, below: int) -> str | None:
     try:
         first_contact = remote.at_first_contact()
-        if below == sys.maxsize:
+        if below == sys.maxsize:  # once a start
             first_contact.check_writable()
         return newest_committed(first_contact, above, below, _journal(run, first_contact))
     except UserError as error:
@@ -181,6 +186,7 @@ def _read_marker(remote: RemoteRun, name: str) -> tuple[bytes, dict, str | None]
         return b"", {}, f"no committed checkpoint there ({MARKER} is missing)"
     try:
         files = parse_marker(content, remote.where(name))["files"]
+        # A marker from a store must not write outside the checkpoint's folder.
         if foreign := next((file for file in files if Path(file).name != file), None):
             return content, {}, f"{MARKER} names a file outside the checkpoint: {foreign}"
         return content, files, None
@@ -206,6 +212,7 @@ def _fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> tup
                 if damage := _fetch_file(remote, f"{name}/{file}", folder / file, entry, threads, bar.update):
                     return damage, None
     except UserError as error:
+        # A file that the marker names and the store lacks is damage: the checkpoint before may be whole.
         missing = isinstance(error.__cause__, FileNotFoundError)
         return (str(error), None) if missing else (None, str(error))
     except OSError as error:
@@ -231,7 +238,7 @@ def _fetch_file(
 
             def fetch(start: int, descriptor: int = file.fileno()) -> None:
                 content = remote.read_range(where, start, min(start + _RANGE_BYTES, size))
-                os.pwrite(descriptor, content, start)
+                os.pwrite(descriptor, content, start)  # the ranges arrive in any order
                 progress(len(content))
 
             list(threads.map(fetch, range(0, size, _RANGE_BYTES)))
@@ -249,6 +256,7 @@ def _finish(run: RunFolder, remote: RemoteRun, name: str, marker: bytes) -> None
     """Write what belongs to the run, if this machine has none or fewer rollbacks; then the marker."""
     if (journal := _journal(run, remote)) != NOTHING_HEALED:
         journal.write(run.journal)
+    # A file of the run that is here already is newer: it was written by a run on this machine.
     for each in RUN_FILES:
         if not (run.path / each).exists() and (content := remote.read_if_there(each)) is not None:
             _write(run.path / each, content)
@@ -263,10 +271,8 @@ def _write(path: Path, content: bytes) -> None:
     sync_to_disk(path.parent)
 
 
-def _bar(where: str, files: dict):
+def _bar(where: str, files: dict) -> tqdm:
     """Return a progress bar of rank 0's share on stderr; the other ranks' show nothing."""
-    from tqdm import tqdm
-
     total = sum(entry["bytes"] for entry in files.values())
     return tqdm(
         desc=f"fetching {where}",

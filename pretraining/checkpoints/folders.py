@@ -41,6 +41,7 @@ def committed_checkpoints(run: RunFolder) -> list[Path]:
 
 
 def _by_step(folder: Path, kind: str) -> list[Path]:
+    # Not `weights-8.partial`, nor a copy that a user named `checkpoint-8-good`.
     found = (path for path in folder.glob(f"{kind}-*") if re.fullmatch(rf"{kind}-\d+", path.name))
     return sorted(found, key=step_in_name, reverse=True)
 
@@ -68,7 +69,7 @@ def remove_uncommitted(run: RunFolder) -> None:
         if not (folder / MARKER).exists():
             shutil.rmtree(folder)  # before the event: the disk may be full of it
             run.add_event("uncommitted_checkpoint_removed", checkpoint=folder.name)
-    for partial in run.path.glob("weights-*.partial"):
+    for partial in run.path.glob("weights-*.partial"):  # a demotion that was killed
         shutil.rmtree(partial)
 
 
@@ -80,6 +81,7 @@ def set_aside_after(run: RunFolder, step: int, spared: Path | None = None) -> li
     """
     later = [each for each in checkpoint_folders(run) + weights_folders(run) if step_in_name(each) > step]
     later = [each for each in later if spared is None or not each.samefile(spared)]
+    # A step may be set aside more than once.
     when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     moved = []
     for folder in later:
@@ -119,6 +121,7 @@ def quick_damage(folder: Path, of_run: bool = False) -> tuple[str | None, dict[s
         return f"{MARKER} cannot be read: {error.strerror}", {}
     except MarkerDamage as error:
         return str(error), {}
+    # A run chooses by the names of its folders: a renamed one would be taken for a step that it does not hold.
     if of_run and step_in_name(folder) != marker["step"]:
         return f"{MARKER} is that of step {marker['step']}", {}
     return _wrong_sizes(folder, marker["files"]), marker["files"]
@@ -137,7 +140,7 @@ def file_verdicts(
 
     def verdict(name: str) -> str | None:
         try:
-            reason = _wrong_size(folder, name, files[name])
+            reason = _wrong_size(folder, name, files[name])  # without reading a byte
             if reason or file_entry(folder / name, progress) == files[name]:
                 return reason
         except OSError as error:
@@ -150,6 +153,7 @@ def file_verdicts(
 
 def share_of(files: dict[str, dict], rank: int, ranks: int) -> dict[str, dict]:
     """Return the files that one of `ranks` compares: the largest first, each to the rank with the fewest bytes."""
+    # The start waits for the rank that reads longest.
     loads, shares = [0] * ranks, [{} for _ in range(ranks)]
     for name in _largest_first(files):
         least = loads.index(min(loads))
@@ -200,7 +204,7 @@ def _checkpoint(folder: Path) -> dict:
 
 
 def _set_aside(folder: Path, run: RunFolder) -> dict:
-    step = int(folder.name.partition(".")[0].rpartition("-")[2])
+    step = int(folder.name.partition(".")[0].rpartition("-")[2])  # checkpoint-<step>.<when>
     return {**_entry(folder, step, "set aside"), "folder": str(folder.relative_to(run.path))}
 
 

@@ -42,7 +42,7 @@ def file_entry(path: Path, progress: Callable[[int], None] = no_progress) -> dic
     """Return {"bytes", "checksum": "xxh128:<hex>"} of a file as it is now; `progress` gets the bytes of each read."""
     digest, num_bytes = xxhash.xxh128(), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb", buffering=0) as file:  # no second copy of each byte on its way
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             num_bytes += count
@@ -105,8 +105,7 @@ def read_receipt(folder: Path, rank: int, ranks: int) -> dict:
 def commit_checkpoint(folder: Path, content: dict) -> None:
     """Write the marker of a checkpoint once all its `content["ranks"]` ranks have written their receipts.
 
-    The marker's files are those of the receipts, and the receipts themselves: the other ranks' files are not read
-    again.
+    The marker's files are those of the receipts, and the receipts themselves.
 
     Raises:
         FileNotFoundError: a receipt is missing.
@@ -116,6 +115,7 @@ def commit_checkpoint(folder: Path, content: dict) -> None:
         name = receipt_name(rank, ranks)
         if not (folder / name).exists():
             raise FileNotFoundError(f"{folder}: no receipt of rank {rank} of {ranks}")
+        # No other rank's bytes are read again: its checksums were computed of what it wrote.
         files |= read_receipt(folder, rank, ranks)["files"]
         receipts[name] = file_entry(folder / name)
     write_marker(folder, {**content, "files": {**files, **receipts}})

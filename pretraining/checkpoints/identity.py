@@ -47,6 +47,7 @@ class Start:
     def last_step(self, recipe: Recipe) -> int:
         """Return the optimizer step that uses up the recipe's tokens: its `num_steps`, unless sizes changed."""
         within = recipe.budget["tokens"] - self.extra_tokens(recipe)
+        # Fewer tokens than are consumed already leave no step to train.
         return max(self.step, recipe.step_sizes.steps_within(within))
 
     def extra_tokens(self, recipe: Recipe) -> int:
@@ -85,6 +86,7 @@ class Identity:
     def marker_at(self, step: int, metrics: dict) -> dict:
         """Return the marker of a checkpoint after `step`, without its files."""
         recipe = self.recipe.to_dict()
+        # Tokens say where the next start goes on: the number of samples or steps changes with their size.
         return {
             "step": step,
             "tokens": self.start.tokens_at(step, self.recipe),
@@ -96,7 +98,7 @@ class Identity:
             "recipe_fingerprint": fingerprint_of(curve_parts(recipe)),
             "data": self.data,
             "changes": list(self.start.changes),
-            "rollbacks": len(self.start.journal.rollbacks),
+            "rollbacks": len(self.start.journal.rollbacks),  # later ones leave this checkpoint behind
             "environment": self.environment,
             "recipe": recipe,
         }

@@ -59,22 +59,22 @@ class Block:
         """Return {state: tensor} of the block's size, the master weights among them."""
         return {
             MASTER: self.tensor,
-            **{k: v for k, v in self.state.items() if is_per_element(k, v, self.tensor)},
+            **{k: v for k, v in self.state.items() if _is_per_element(k, v, self.tensor)},
         }
 
     def scalars(self) -> dict[str, int | float]:
         """Return the numbers that the optimizer keeps for the block, such as Adam's `step`."""
-        values = {k: v for k, v in self.state.items() if not is_per_element(k, v, self.tensor)}
+        values = {k: v for k, v in self.state.items() if not _is_per_element(k, v, self.tensor)}
         values = {k: v.item() if torch.is_tensor(v) and v.numel() == 1 else v for k, v in values.items()}
         return {k: v for k, v in values.items() if isinstance(v, int | float)}
 
     def whole(self) -> dict[str, torch.Tensor]:
         """Return the states of a shape of their own, such as the row and column factors of a factored moment."""
         values = {k: v for k, v in self.state.items() if torch.is_tensor(v) and v.numel() > 1}
-        return {k: v for k, v in values.items() if not is_per_element(k, v, self.tensor)}
+        return {k: v for k, v in values.items() if not _is_per_element(k, v, self.tensor)}
 
 
-def is_per_element(key: str, value: object, tensor: torch.Tensor) -> bool:
+def _is_per_element(key: str, value: object, tensor: torch.Tensor) -> bool:
     """Say if a state has one value for each element of the tensor it belongs to."""
     # The step of a parameter of one element has the parameter's shape too.
     return key != "step" and torch.is_tensor(value) and value.shape == tensor.shape
@@ -82,6 +82,7 @@ def is_per_element(key: str, value: object, tensor: torch.Tensor) -> bool:
 
 def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> LiveState:
     """Return the state of an unwrapped model and its optimizer, whatever accelerate and DeepSpeed wrap around it."""
+    # accelerate wraps every optimizer, DeepSpeed's too.
     while type(optimizer).__module__.startswith("accelerate."):
         optimizer = optimizer.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -158,6 +159,7 @@ class PartitionedOptimizer(LiveState):
         for group, (tensor, parameters) in enumerate(self._groups()):
             pieces = []
             for parameter in parameters:
+                # DeepSpeed's map from a parameter to its slice of this rank's partition; None: no element is here.
                 if (mapping := parameter._hp_mapping) is not None:
                     start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
                     offset = mapping.hp_fragment_address.start
@@ -195,7 +197,7 @@ class PartitionedParameters(PartitionedOptimizer):
             for parameter in parameters:
                 size = parameter.ds_tensor.ds_numel
                 start = size * dist.get_rank(group=parameter.ds_process_group)
-                numel = min(size, parameter.ds_numel - start)
+                numel = min(size, parameter.ds_numel - start)  # the last rank's part ends in padding
                 if numel > 0:
                     pieces.append(Piece(self.names[parameter], start, numel, offset))
                 offset += size
@@ -230,6 +232,7 @@ class PartitionedParameters(PartitionedOptimizer):
 
     def set_weights(self) -> None:
         zero = self.optimizer
+        # Small parameters are whole on every rank: they are partitioned before and gathered again afterwards.
         zero.checkpoint_event_prologue()
         for index, block in enumerate(self.blocks):
             with self.held(block):
@@ -251,14 +254,14 @@ def set_block(block: Block, reader: CheckpointReader) -> None:
     probe, kept = _states_after_a_step(block, int(saved.get("step", 1)))
     live = block.optimizer.state[block.tensor]
     for key, example in kept.items():
-        if is_per_element(key, example, probe):
+        if _is_per_element(key, example, probe):
             _set_per_element(block, key, example, reader)
         elif torch.is_tensor(example) and example.numel() > 1:
             live[key] = _whole(block, key, reader).to(example.device, example.dtype)
         elif key in saved:
             live[key] = _as(saved[key], example)
         else:
-            live[key] = example
+            live[key] = example  # neither a number nor a tensor: the same after every step
 
 
 def _set_per_element(block: Block, key: str, example: torch.Tensor, reader: CheckpointReader) -> None:
@@ -266,6 +269,7 @@ def _set_per_element(block: Block, key: str, example: torch.Tensor, reader: Chec
     if key not in live:
         live[key] = torch.zeros_like(block.tensor, dtype=example.dtype, device=example.device)
     for piece in block.pieces:
+        # A parameter that no gradient had reached has no states in the checkpoint, and zeros here.
         if key in reader.states(piece.parameter):
             piece.of(live[key]).copy_(reader.read(key, piece.parameter, piece.start, piece.numel))
         elif piece.parameter in reader.state["scalars"]:

@@ -61,18 +61,14 @@ class CheckpointManager(TrainerCallback):
         self._last_logged: dict | None = None
 
     def save(self, trainer: Trainer) -> None:
-        """Begin to save the Trainer's state of this step; returns once it is copied and may change.
-
-        The Trainer looks at what is due after each step, and once more when it leaves its loop, where a stop and
-        the end of an epoch ask for a save again: one state is saved once.
-        """
+        """Begin to save the Trainer's state of this step; returns once it is copied and may change."""
         step, rows = trainer.state.global_step, trainer.state.log_history
+        # When the Trainer leaves its loop, a stop and the end of an epoch ask for the same save again.
         if self._last_saved == (step, len(rows)):
             return
         self._last_saved = step, len(rows)
         marker = self.identity.marker_at(step, metrics_at(step, rows))
-        share = rank_share(trainer)
-        self.writer.save(step, share.tensors, share.files, share.receipt, marker)
+        self.writer.save(step, *rank_share(trainer), marker)
 
     def load_state(self, trainer: Trainer, folder: Path) -> None:
         """Set weights, optimizer, schedule and loss scaler of a prepared Trainer from a checkpoint."""

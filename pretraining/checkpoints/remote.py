@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from pretraining.checkpoints.format import MARKER
 from pretraining.data.streaming.store import Patience, Store, reason_of
@@ -14,7 +15,7 @@ FIRST_CONTACT_SECONDS = 60.0
 """A store that does not answer at the start is more likely misspelt than down."""
 
 _BLOCK_BYTES = 32 << 20
-"""A rank holds so much of a file while it goes up."""
+"""How much of a file a rank holds in memory during its upload."""
 _MOST_BLOCKS = 9_000  # S3 takes 10,000 parts a file
 
 
@@ -79,7 +80,7 @@ class RemoteRun(Store):
 
         def listed() -> list[str]:
             system = self._filesystem()
-            system.invalidate_cache()
+            system.invalidate_cache()  # fsspec remembers listings for ever
             with contextlib.suppress(FileNotFoundError):
                 return [
                     str(path).rstrip("/").rpartition("/")[2] for path in system.ls(self.address, detail=False)
@@ -96,6 +97,7 @@ class RemoteRun(Store):
     def _send(self, path: str, chunks: Iterable[bytes], num_bytes: int) -> None:
         system = self._filesystem()
         if "file" in _protocols(system):
+            # fsspec's own local files grow in place: a reader would see half of them.
             return _send_to_folder(Path(system._strip_protocol(self.where(path))), chunks)
         block = max(_BLOCK_BYTES, num_bytes // _MOST_BLOCKS)
         file = system.open(self.where(path), "wb", block_size=block)
@@ -104,7 +106,7 @@ class RemoteRun(Store):
                 file.write(chunk)
             file.close()
         except BaseException:
-            _forget(file)
+            _discard(file)
             raise
 
 
@@ -114,7 +116,7 @@ def _send_to_folder(path: Path, chunks: Iterable[bytes]) -> None:
             file.write(chunk)
 
 
-def _forget(file) -> None:
+def _discard(file: Any) -> None:
     """Drop what was sent: closing the file, as its destructor would, would complete it with half its bytes."""
     with contextlib.suppress(Exception):
         file.discard()
@@ -122,18 +124,18 @@ def _forget(file) -> None:
         file.closed = True
 
 
-def _protocols(system) -> tuple[str, ...]:
+def _protocols(system: Any) -> tuple[str, ...]:
     return (system.protocol,) if isinstance(system.protocol, str) else tuple(system.protocol)
 
 
 def _refusal(error: Exception, what: str) -> UserError | None:
     """Return the `UserError` for an answer that asking again will not change; None for any other."""
-    told = reason_of(error)
+    reason = reason_of(error)
     if isinstance(error, FileNotFoundError):
-        return UserError(f"{what}: no such bucket or folder ({told}); make it, or check checkpoints.upload")
+        return UserError(f"{what}: no such bucket or folder ({reason}); make it, or check checkpoints.upload")
     if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
         return UserError(
-            f"{what}: no permission ({told}); check the rights of the account and the variables that hold its "
+            f"{what}: no permission ({reason}); check the rights of the account and the variables that hold its "
             "credentials"
         )
     if isinstance(error, NotImplementedError):

@@ -18,6 +18,7 @@ from pretraining.checkpoints.shard_files import (
 )
 
 _OWN_KEYS = ("format", "checksum", "files", "ranks")
+"""Of a marker: they describe its own files, not the run."""
 
 
 def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
@@ -47,8 +48,9 @@ def _write_share(reader: CheckpointReader, path: Path, index: int, num_files: in
         if end > start:
             key = fragment_key(state, name, start)
             slices[key] = (state, name, start, end - start)
+            # Without memory: the slices are read one at a time as they are written.
             shapes[key] = torch.empty(end - start, dtype=reader.dtype(state, name), device="meta")
-    whole = _whole_states(reader) if index == 0 else {}
+    whole = _whole_states(reader) if index == 0 else {}  # small: factors of moments
 
     def read(key: str) -> torch.Tensor:
         return whole[key] if key in whole else reader.read(*slices[key])

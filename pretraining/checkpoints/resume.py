@@ -28,9 +28,11 @@ from pretraining.checkpoints.shard_files import read_state
 from pretraining.data.mixture import Mixture, format_table
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.packing import cuts_text
+from pretraining.data.prepared import PreparedData
 from pretraining.errors import UserError
-from pretraining.planning import RunPlan, run_facts
 from pretraining.planning.quantities import facts, several
+from pretraining.planning.run_plan import RunPlan
+from pretraining.planning.screen import run_facts
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
@@ -47,7 +49,9 @@ STEP_SIZES = ("budget.tokens_per_step", "budget.ramp")
 """Keys that say how many tokens a step has."""
 
 
-def find_start(run: RunFolder, recipe: Recipe, manifest: dict, resume: str, allowed: Sequence[str]) -> Start:
+def find_start(
+    run: RunFolder, recipe: Recipe, data: PreparedData, resume: str, allowed: Sequence[str]
+) -> Start:
     """Find where to begin or go on; rank 0 decides, and every rank gets the same answer or the same `UserError`.
 
     Writes nothing but checkpoints that it fetches from a store, and the event of a damaged one that it passes over.
@@ -58,10 +62,11 @@ def find_start(run: RunFolder, recipe: Recipe, manifest: dict, resume: str, allo
     resume = resolve_resume(run, recipe.checkpoints["upload"], resume)
     if resume == "never":
         return Start(starts_over=True)
+    # First what costs nothing to refuse: verifying a checkpoint reads all its bytes.
     from_rank_0(lambda: changes_of_run(run, recipe.to_dict(), allowed))
     journal = from_rank_0(lambda: Journal.read(run.journal))
     checkpoint = choose_checkpoint(run, resume, journal)
-    start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, manifest, allowed))
+    start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, data.manifest, allowed))
     from_rank_0(lambda: _refuse_lost_rollbacks(checkpoint, run, journal))
     return replace(start, journal=journal)
 
@@ -108,18 +113,19 @@ def choose_checkpoint(run: RunFolder, resume: str, journal: Journal = NOTHING_HE
     if resume != "auto":
         return _whole(Path(resume))
     for folder in from_rank_0(lambda: _candidates(run, journal)):
-        reason = _damage_seen_by_all(folder, of_run=True)
+        reason = _damage_found_together(folder, of_run=True)
         if reason is None:
             return folder
         from_rank_0(lambda folder=folder, reason=reason: _pass_over(run, folder, reason))
     return None
 
 
-def _damage_seen_by_all(folder: Path, of_run: bool = False) -> str | None:
+def _damage_found_together(folder: Path, of_run: bool = False) -> str | None:
     """Return the `damage` of a checkpoint, of which each rank reads a share of the bytes; every rank calls it."""
     reason, files = from_rank_0(lambda: quick_damage(folder, of_run))
     if reason is not None:
         return reason
+    # The ranks share the reading: a large checkpoint is verified in the time that loading it takes.
     rank, ranks = rank_and_world_size()
     found = gather_from_ranks(changed_files(folder, share_of(files, rank, ranks)))
     return next((reason for changed in found for reason in changed.values()), None)
@@ -143,7 +149,7 @@ def _pass_over(run: RunFolder, folder: Path, reason: str) -> None:
 def _whole(folder: Path) -> Path:
     """Return the folder; `UserError` unless it is a committed checkpoint without damage."""
     from_rank_0(lambda: _refuse_uncommitted(folder))
-    reason = _damage_seen_by_all(folder)
+    reason = _damage_found_together(folder)
     if reason is not None:
         raise UserError(f"--resume {folder}: the checkpoint is damaged: {reason}")
     return folder
@@ -167,9 +173,12 @@ def changes_since(
     allowed, and for one that no checkpoint can follow: other shapes of the weights.
     """
     changes = changed_parts(recipe.to_dict(), marker["recipe"])
-    if any(change.key.startswith("model.") for change in changes):
+    if any(
+        change.key.startswith("model.") for change in changes
+    ):  # no request can change the weights' shapes
         _refuse_other_shape(checkpoint, marker["recipe"]["model"], recipe.model)
     changes += _data_change(marker["data"], described_data(recipe, manifest), changes)
+    # A start may have been killed before it saved: the checkpoint does not know yet what was accepted then.
     recorded = [(each["key"], each["to"]) for each in _recorded_changes(run)]
     new = [change for change in changes if (change.key, change.now) not in recorded]
     refuse_changes(new, allowed, checkpoint, "checkpoint")
@@ -225,6 +234,7 @@ def open_run(
         if start.starts_over:
             _set_aside(run)
         remove_uncommitted(run)
+        # The next start would go on from a later checkpoint, whose course this start has left.
         set_aside_after(run, start.step, spared=start.checkpoint)
         record_changes(run, start, identity.recipe)
         write_json(run.recipe, identity.recipe.to_dict())

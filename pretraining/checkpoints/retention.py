@@ -13,7 +13,7 @@ from pretraining.runtime.run_folder import RunFolder
 Demote = Callable[[RunFolder, Path, Path], bool]
 
 
-class Kept(NamedTuple):
+class Committed(NamedTuple):
     """A committed checkpoint as the rule sees it."""
 
     step: int
@@ -48,7 +48,7 @@ class Retention:
         rule = {key: section[key] for key in ("keep_last", "keep_best", "keep_every")}
         return cls(**rule, demote=demote if section["demote_to_weights"] else None, metric=metric)
 
-    def kept_steps(self, committed: Iterable[Kept]) -> set[int]:
+    def kept_steps(self, committed: Iterable[Committed]) -> set[int]:
         """Return the steps whose checkpoints are kept."""
         newest = sorted(committed, reverse=True)
         if self.keep_last is None:
@@ -64,7 +64,9 @@ class Retention:
     def to_remove(self, run: RunFolder) -> list[Path]:
         """Return the committed checkpoints that the rule does not keep, oldest first."""
         folders = committed_checkpoints(run)
-        kept = self.kept_steps(Kept(step_in_name(each), measured_at(each, self.metric)) for each in folders)
+        kept = self.kept_steps(
+            Committed(step_in_name(each), measured_at(each, self.metric)) for each in folders
+        )
         return [folder for folder in reversed(folders) if step_in_name(folder) not in kept]
 
     def apply(self, run: RunFolder) -> list[Path]:
@@ -75,6 +77,7 @@ class Retention:
         removed = self.to_remove(run)
         for folder in removed:
             weights = run.weights(step_in_name(folder))
+            # They exist if an earlier call was killed between the two.
             if self.demote is None or weights.exists() or self.demote(run, folder, weights):
                 remove_checkpoint(folder)
         return removed

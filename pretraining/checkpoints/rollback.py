@@ -1,17 +1,26 @@
 """Back to the last good committed checkpoint, and on without the samples that spoilt the run."""
 
 from dataclasses import asdict
+from typing import Protocol
 
 from pretraining.checkpoints.folders import committed_checkpoints, quick_damage, step_in_name
 from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.resume import is_left_behind
 from pretraining.errors import GaveUp
+from pretraining.recipe import Recipe
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.process_group import from_rank_0
 from pretraining.runtime.run_folder import RunFolder
 
 
-def roll_back(run: RunFolder, start: Start, finding, recipe) -> None:
+class Finding(Protocol):
+    """Why the attempt was broken off: the optimizer step whose loss was the reason, and a sentence."""
+
+    step: int
+    sentence: str
+
+
+def roll_back(run: RunFolder, start: Start, finding: Finding, recipe: Recipe) -> None:
     """Write a rollback into the journal, which the next `find_start` follows; every rank calls it.
 
     The samples of `monitors.spikes.skip_steps` steps before the finding's, and of as many from it on, are left out.
@@ -27,7 +36,7 @@ def roll_back(run: RunFolder, start: Start, finding, recipe) -> None:
         raise GaveUp(last_words)
 
 
-def _roll_back_on_rank_0(run: RunFolder, start: Start, finding, recipe) -> str | None:
+def _roll_back_on_rank_0(run: RunFolder, start: Start, finding: Finding, recipe: Recipe) -> str | None:
     """Return the run's last line, or None after a rollback."""
     spikes, done = recipe.monitors["spikes"], len(start.journal.rollbacks)
     step, why, allowed = finding.step, finding.sentence, spikes["max_rollbacks"]
@@ -35,13 +44,14 @@ def _roll_back_on_rank_0(run: RunFolder, start: Start, finding, recipe) -> str |
         run.add_event("gave_up", step=step, why=why, policy=spikes["policy"], rollbacks=done)
         return _last_words(run, why, spikes["policy"], done)
     rollback = _planned(run, start, step, spikes, recipe)
+    # The journal first: if the process is killed here, the next start follows it.
     start.journal.with_rollback(rollback).write(run.journal)
     run.add_event("rollback", **asdict(rollback), why=why, rollback=done + 1, of=allowed)
     print(f"rollback {done + 1} of {allowed}: {why}; back to step {rollback.to_step}", flush=True)
     return None
 
 
-def _planned(run: RunFolder, start: Start, step: int, spikes: dict, recipe) -> Rollback:
+def _planned(run: RunFolder, start: Start, step: int, spikes: dict, recipe: Recipe) -> Rollback:
     """Plan the rollback from the loss of optimizer step `step`."""
     # Counted from 0, `step - 1` is the step whose loss was the reason.
     first_step = max(0, step - 1 - spikes["skip_steps"])
@@ -49,6 +59,7 @@ def _planned(run: RunFolder, start: Start, step: int, spikes: dict, recipe) -> R
     first, last = (
         start.tokens_at(each, recipe) // recipe.sequence_length for each in (first_step, last_step)
     )
+    # In the global order, in which earlier rollbacks have left out samples already.
     positions = start.journal.position(first), start.journal.position(last - 1) + 1
     to_step = _good_step(run, start.journal, first_step)
     return Rollback(step, to_step, positions, spikes["lr_factor"], spikes["lr_steps"])

@@ -145,6 +145,7 @@ class CheckpointReader:
         for key in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
             if "@" not in key:
                 continue
+            # Names of states have no slash; those of parameters may have any sign.
             state, _, rest = key.partition("/")
             parameter, _, start = rest.rpartition("@")
             if start == "whole":
@@ -179,11 +180,12 @@ class CheckpointReader:
         numel = self.numel(parameter) - start if numel is None else numel
         slice_, at, end = None, start, start + numel
         fragments = self._fragments.get((state, parameter), [])
+        # From the last fragment that begins at `start` or before, on to the end of the slice.
         for fragment in fragments[max(0, bisect_right(fragments, (start,)) - 1) :]:
             stop = min(end, fragment.start + fragment.numel)
-            if fragment.start > at or at == end:
+            if fragment.start > at or at == end:  # a gap, or done
                 break
-            if stop <= at:
+            if stop <= at:  # overlaps with what is read already
                 continue
             part = self._part(fragment, at - fragment.start, stop - fragment.start)
             slice_ = torch.empty(numel, dtype=part.dtype) if slice_ is None else slice_

@@ -51,6 +51,7 @@ def rank_share(trainer: Trainer) -> RankShare:
     if dist.get_rank() == 0:
         files[STATE_FILE] = _json(_replicated_state(trainer, live))
         files[TRAINER_STATE_NAME] = _json(asdict(trainer.state), sort_keys=True)
+    # Each rank draws from its own generators and has its own loss.
     receipt = {"rng": random_numbers(), "running_loss": _running_loss(trainer)}
     return RankShare(dict(rank_tensors(live)), files, receipt)
 
@@ -69,7 +70,7 @@ def rank_tensors(live: LiveState) -> Iterator[tuple[str, torch.Tensor]]:
         with live.held(block):
             for key, tensor in _block_tensors(live, block):
                 yield key, tensor.clone() if live.is_swapped(block) else tensor
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0:  # buffers are the same on every rank
         for name, buffer in _persistent_buffers(live.model).items():
             yield fragment_key(BUFFER, name, 0), buffer.detach().reshape(-1)
     yield from random_tensors().items()
@@ -81,6 +82,7 @@ def _block_tensors(live: LiveState, block: Block) -> Iterator[tuple[str, torch.T
             if piece.numel:
                 yield fragment_key(state, piece.parameter, piece.start), piece.of(tensor)
     for state, tensor in block.whole().items():
+        # A state of its own shape belongs to one parameter: of a flat partition it would mean nothing elsewhere.
         if len(block.parameters) == 1 and live.owns_whole():
             yield fragment_key(state, block.parameters[0], None), tensor.detach()
 
@@ -91,6 +93,7 @@ def _replicated_state(trainer: Trainer, live: LiveState) -> dict:
     for block in live.blocks:
         with live.held(block):
             values = block.scalars()
+            # By parameter: another ZeRO stage groups the parameters in other blocks.
             scalars |= {name: values for name in block.parameters if block.state}
     scaler = live.loss_scaler() or trainer.accelerator.scaler
     return {
@@ -116,7 +119,7 @@ def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non__persistent_buffers_set:
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 found[name] = buffer
     return found
 
@@ -177,6 +180,7 @@ def _load_random_state(folder: Path) -> None:
     """Set this rank's random generators, if as many ranks saved the checkpoint as run now."""
     reader = CheckpointReader(folder)
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    # With other ranks there is no generator to go on with: they keep those of their seed.
     if reader.ranks == ranks and (numbers := read_receipt(folder, rank, ranks).get("rng")):
         set_random_state(reader.own_tensors(rank), numbers)
 

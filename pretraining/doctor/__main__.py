@@ -19,11 +19,10 @@ from pretraining.doctor.disks import check_disks
 from pretraining.doctor.findings import Finding, as_lines, summary, summary_line
 from pretraining.doctor.gpus import check_gpus, read_gpus, torch_build
 from pretraining.doctor.launch import Launch, check_earlier_start, check_fit, plan_launch
-from pretraining.doctor.machine import check_machine
-from pretraining.doctor.reach import ask_around
-from pretraining.doctor.software import check_software, versions
+from pretraining.doctor.machine import check_machine, check_software, versions
+from pretraining.doctor.reach import ask_around, check_names
 from pretraining.errors import UserError, one_line_errors
-from pretraining.planning.machine_rates import RATES, keep_rates
+from pretraining.planning.gpus import RATES, keep_rates
 from pretraining.runtime.exit_codes import FINISHED, USER_ERROR
 from pretraining.runtime.imports import prepare_imports
 
@@ -110,7 +109,8 @@ def examine(options: argparse.Namespace) -> tuple[list[Finding], Launch]:
     gpus, torch = read_gpus(), torch_build()
     launch, refused = plan_launch(options, gpus)
     elsewhere = ask_around(launch)  # answers come while the machine itself is looked at
-    findings = check_gpus(gpus, torch) + check_software(launch) + check_machine(launch) + check_disks(launch)
+    findings = check_gpus(gpus, torch) + check_software(launch) + check_machine(launch)
+    findings += check_names(launch) + check_disks(launch)
     findings += [*elsewhere.findings(), *refused, *check_earlier_start(launch), *check_fit(launch)]
     return findings, launch
 

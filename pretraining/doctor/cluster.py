@@ -15,23 +15,25 @@ from pathlib import Path
 import torch
 
 from pretraining.command_line import world_size_here
-from pretraining.doctor.alike import ClockQuestion, compare_ranks, describe_rank, judge_clocks
 from pretraining.doctor.devices import measure_devices
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, of_all_nodes, worst
-from pretraining.doctor.folders import (
+from pretraining.doctor.layers import examine_layers
+from pretraining.doctor.messages import bound_address, measure_messages, meet_in_pairs
+from pretraining.doctor.roll_call import FAILED, MOST_REFUSED, SILENT, WAITS, RollCall, Stuck, named, one_line
+from pretraining.doctor.shared import (
     BYTES_ELSEWHERE,
     BYTES_ON_GPU_MACHINES,
+    ClockQuestion,
     ProbedFolder,
+    compare_ranks,
+    describe_rank,
+    judge_clocks,
     judge_data,
     look_at_run_folder,
     manifest_of,
     measure_disk,
     token_of_all,
 )
-from pretraining.doctor.layers import examine_layers
-from pretraining.doctor.messages import measure_messages
-from pretraining.doctor.pairs import bound_address, meet_in_pairs
-from pretraining.doctor.roll_call import FAILED, SILENT, WAITS, RollCall, Stuck, named, one_line
 from pretraining.errors import UserError
 from pretraining.planning.gpus import known_gpu
 from pretraining.planning.quantities import several
@@ -217,7 +219,7 @@ class Examination:
             try:
                 found = examine()
             except (RuntimeError, OSError) as error:
-                found = [_failure(name, one_line(error))]
+                found = [Finding.of_error(name, one_line(error))]
         self.findings += found
         return found
 
@@ -227,7 +229,8 @@ class Examination:
         answers = self.call.step(name, work, seconds)
         failed = [rank for rank, answer in enumerate(answers) if answer.state == FAILED]
         self.findings += [
-            _failure(name, answers[rank].error, str(self.call.ranks[rank])) for rank in failed[:8]
+            Finding.of_error(name, answers[rank].error, where=str(self.call.ranks[rank]))
+            for rank in failed[:MOST_REFUSED]
         ]
         return None if failed else [answer.value for answer in answers]
 
@@ -283,11 +286,6 @@ class Examination:
     def _say(self, what: str) -> None:
         if self.rank == 0:
             print(f"doctor: {time.monotonic() - self.began:5.1f} s: {what}", file=sys.stderr, flush=True)
-
-
-def _failure(name: str, error: str, where: str = "") -> Finding:
-    what, _, remedy = error.partition("; ")
-    return Finding(name, BREAKS, what, remedy, where)
 
 
 def _numbers(ranks: list[int]) -> str:

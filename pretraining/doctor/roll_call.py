@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
@@ -24,6 +25,8 @@ from pretraining.training.ranks import shared_with_the_launcher
 DONE, FAILED, WAITS, SILENT = "done", "failed", "waits", "silent"
 GRACE_SECONDS = 4.0
 """An answer may come so much later than the step's own limit: ranks do not begin a step at the same moment."""
+MOST_REFUSED = 8
+"""Lines of one step: eight ranks of a node often fail for one reason."""
 _POLL_SECONDS = 0.01
 
 
@@ -40,7 +43,7 @@ class Answer:
     """What one rank says of a step."""
 
     state: str = SILENT
-    value: object = None
+    value: Any = None
     """What the work returned, as JSON keeps it."""
     error: str = ""
     """Its exception on one line, if it failed."""
@@ -53,7 +56,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank that came: where it runs."""
+    """One rank that came: its host and process."""
 
     rank: int
     host: str

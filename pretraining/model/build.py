@@ -7,7 +7,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    PretrainedConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainingArguments,
@@ -34,7 +34,7 @@ PLAIN = {"compile": "none", "fp8": "none"}
 """A `speed` section that asks for nothing."""
 
 
-def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Build the transformers config of the recipe's `model` section, with the tokenizer's special tokens."""
     keywords = {k: v for k, v in model.items() if k != "model_type"}
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}

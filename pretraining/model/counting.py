@@ -1,6 +1,6 @@
 """A model counted by building it on the meta device, which takes no memory: for types that no formula describes.
 
-A program of its own, which planning/counted.py starts: it reads a recipe's `model` section on stdin and prints one
+A program of its own, which planning/shapes.py starts: it reads a recipe's `model` section on stdin and prints one
 JSON object, the facts or {"error": one line}. It imports neither DeepSpeed nor the Trainer, so that it answers sooner.
 """
 

@@ -29,7 +29,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pretraining.data.document_masking import IGNORED
-from pretraining.planning.memory.loss import chunk_length, compiles_loss, logit_bytes
+from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.recipe.model import EXACT
 from pretraining.upstream.compiler import fix_no_length, missing_compiler
 
@@ -321,7 +321,8 @@ def _can_compile(device: torch.device, dtype: torch.dtype, vocab_size: int) -> b
 def _go_on_without(reason: str, alike_on_machine: bool) -> bool:
     """Warn once that the loss is not compiled here; return False.
 
-    alike_on_machine: if every rank of this machine meets the same; then the first of them warns for all.
+    Args:
+        alike_on_machine: whether every rank of this machine meets the same; then its first rank warns for all.
     """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if is_first or not alike_on_machine:

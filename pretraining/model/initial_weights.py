@@ -83,7 +83,6 @@ def _as_fp32_on_cpu(parameters: list[nn.Parameter]) -> Iterator[None]:
     own_storage = [p.data for p in parameters]
     for parameter in parameters:
         parameter.data = parameter.data.to("cpu", torch.float32, copy=True)
-        forget_drawn(parameter)
     yield
     for parameter, storage in zip(parameters, own_storage, strict=True):
         storage.copy_(parameter.data)

@@ -1,11 +1,17 @@
 """Answers before you pay: sizes, FLOPs, the best allocation, hours, dollars, layouts, GPUs."""
 
 import sys
-from types import ModuleType
 
-from pretraining import command_line as commands
+from pretraining.command_line import answer_one
 from pretraining.errors import one_line_errors
-from pretraining.planning import verbs
+from pretraining.planning.comparison import CompareVerb
+from pretraining.planning.costs import CostVerb
+from pretraining.planning.gpus import GpusVerb
+from pretraining.planning.memory.need import MemoryVerb
+from pretraining.planning.parallelism import ParallelismVerb
+from pretraining.planning.scaling_laws import ChinchillaVerb
+from pretraining.planning.search import FitVerb
+from pretraining.planning.workload import FlopsVerb
 
 EPILOG = """examples:
   python -m pretraining.planning flops --recipe 30b
@@ -15,16 +21,22 @@ EPILOG = """examples:
   python -m pretraining.planning gpus
 
 Every verb has --help, and --json for scripts. Constants and their sources: pretraining/planning/tables/."""
-
-
-def verb_modules() -> dict[str, ModuleType]:
-    """Every module of the folder verbs/, by name."""
-    return commands.verb_modules(verbs)
+VERBS = {
+    "chinchilla": ChinchillaVerb(),
+    "compare": CompareVerb(),
+    "cost": CostVerb(),
+    "fit": FitVerb(),
+    "flops": FlopsVerb(),
+    "gpus": GpusVerb(),
+    "memory": MemoryVerb(),
+    "parallelism": ParallelismVerb(),
+}
+"""Each in the module whose question it asks."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Answer one question on stdout."""
-    commands.answer_one("python -m pretraining.planning", verb_modules(), __doc__, EPILOG, arguments)
+    answer_one("python -m pretraining.planning", VERBS, __doc__, EPILOG, arguments)
 
 
 if __name__ == "__main__":

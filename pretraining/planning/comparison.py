@@ -1,5 +1,6 @@
 """What a run was predicted to need beside what it measured."""
 
+import argparse
 import json
 import math
 from collections.abc import Iterable
@@ -7,14 +8,15 @@ from pathlib import Path
 
 from pretraining.errors import UserError
 from pretraining.metric_names import grouped_names
-from pretraining.planning.flops import flops_per_token
-from pretraining.planning.forecast import forecast
+from pretraining.planning.constants import table
+from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import memory_need
+from pretraining.planning.quantities import columns, duration, num_bytes, three_digits
+from pretraining.planning.roofline import model_flops_utilization
 from pretraining.planning.run_plan import build_run_plan
-from pretraining.planning.sizes import model_size
-from pretraining.planning.step_time import precision_of_products
-from pretraining.planning.throughput import model_flops_utilization
+from pretraining.planning.sizes import flops_per_token, model_size
+from pretraining.planning.throughput import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.runtime.durable_files import read_rows
@@ -29,6 +31,14 @@ QUANTITIES = (
     "checkpoint_bytes",
 )
 """`training_seconds` are those of all steps together, without validation, saving and restarts."""
+TITLES = {
+    "peak_memory_bytes": "peak memory",
+    "tokens_per_second": "tokens/s, all steps",
+    "mfu": "MFU",
+    "step_seconds": "step, mean",
+    "training_seconds": "time of all steps",
+    "checkpoint_bytes": "checkpoint",
+}
 
 
 def predicted(
@@ -41,7 +51,7 @@ def predicted(
 ) -> dict[str, float | None]:
     """The quantities of a run before it starts: plan.json's `predicted`.
 
-    What depends on the speed is None where the GPU is not in the table, or lacks the recipe's precision.
+    What depends on the speed is None if the GPU is not in the table, or lacks the recipe's precision.
 
     Args:
         on_processor: no GPU: the peak is what a process takes beyond what it had before the model was built.
@@ -78,7 +88,7 @@ def measured(
     return values
 
 
-def compare_runs(folders: Iterable[Path]) -> dict:
+def _compare_runs(folders: Iterable[Path]) -> dict:
     """{"runs": one entry for each run folder, "left_out": [{"run", "why"}]}; see `compare_run`.
 
     Raises:
@@ -169,3 +179,58 @@ def _observed(run: RunFolder) -> dict[str, float]:
 def _pair(foreseen: float | None, found: float | None) -> dict:
     ratio = found / foreseen if foreseen and found is not None else None
     return {"predicted": foreseen, "measured": found, "ratio": ratio}
+
+
+class CompareVerb:
+    """Predicted beside measured, for every run folder given."""
+
+    EXAMPLES = """  python -m pretraining.planning compare runs/*
+  python -m pretraining.planning compare runs/tiny --json"""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The run folders."""
+        parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders: runs/*")
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """Every run that can be compared, in the order given, and why the others are left out."""
+        return _compare_runs(options.runs)
+
+    def as_text(self, answer: dict) -> str:
+        """A line for each run and quantity that is known on either side; then a line for each run that is left out."""
+        header = ["run", "quantity", "predicted", "measured", "measured/predicted"]
+        rows = [row for run in answer["runs"] for row in _rows(run)]
+        left_out = [f"left out: {each['run']}: {each['why']}" for each in answer["left_out"]]
+        notes = [_processor_note()] if any(run["on_processor"] for run in answer["runs"]) else []
+        below = [*notes, *left_out]
+        return "\n".join([columns(header, rows, left=2), *([""] if below else []), *below])
+
+
+def _processor_note() -> str:
+    assumed = num_bytes(table("memory")["processor_bytes"]["value"])
+    return (
+        f"Without a GPU peak memory is what a process took beyond its libraries. {assumed} of what is predicted are "
+        "assumed,\nfor libraries that are loaded later and for what the allocator keeps: a run may take less, or more."
+    )
+
+
+def _rows(run: dict) -> list[list[str]]:
+    known = [
+        name for name in QUANTITIES if run[name]["predicted"] is not None or run[name]["measured"] is not None
+    ]
+    name = run["run"] if run["finished"] else f"{run['run']} (not finished)"
+    return [[name, TITLES[quantity], *_cells(quantity, run[quantity])] for quantity in known]
+
+
+def _cells(quantity: str, pair: dict) -> list[str]:
+    words = [_words(quantity, pair[side]) for side in ("predicted", "measured")]
+    return [*words, "-" if pair["ratio"] is None else f"{pair['ratio']:.2f}"]
+
+
+def _words(quantity: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if quantity.endswith("bytes"):
+        return num_bytes(value)
+    if quantity.endswith("seconds"):
+        return duration(value)
+    return f"{value:.0%}" if quantity == "mfu" else three_digits(value)

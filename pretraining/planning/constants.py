@@ -71,7 +71,7 @@ def _value(kind: Kind) -> dict:
 
 
 def _of_any_kind(kind: Kind) -> dict:
-    """By the kind of GPU; `*` stands for those that have no entry."""
+    """By the kind of GPU; `*` is for those that have no entry."""
     return {"*": _value(kind), ANY: _value(kind)}
 
 

@@ -1,12 +1,55 @@
-"""What a run costs: GPU-hours, dollars, energy, and the disk and the time that its checkpoints take."""
+"""How long a run takes and what it costs: GPU-hours, dollars, energy, and what its checkpoints take."""
 
+import argparse
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
+from pretraining.ds_config import zero_stage
+from pretraining.errors import UserError
 from pretraining.planning.constants import table
-from pretraining.planning.gpus import Gpu, prices_of
+from pretraining.planning.gpus import Gpu, find_gpu, kept_rates, prices_of
+from pretraining.planning.memory.tensors import precision_of
+from pretraining.planning.quantities import (
+    amount,
+    dollars,
+    duration,
+    energy,
+    facts,
+    gpu_count,
+    hours,
+    num_bytes,
+    several,
+    share,
+    short,
+)
+from pretraining.planning.roofline import (
+    Ceiling,
+    Utilization,
+    ceiling,
+    expected_utilization,
+    recipe_utilization,
+    tokens_per_second,
+)
+from pretraining.planning.run_plan import (
+    RunPlan,
+    build_run_plan,
+    checkpoints_written,
+    save_every,
+    token_bytes,
+)
+from pretraining.planning.throughput import (
+    StepTime,
+    communication,
+    precision_of_products,
+    scaling_over_nodes,
+    step_time,
+)
+from pretraining.planning.workload import Workload, add_workload_arguments, workload_of
+from pretraining.recipe import Recipe
 
 SECONDS_PER_HOUR = 3600
+NOT_COUNTED = "without validation, saving and restarts"
+PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8")
 
 
 @dataclass(frozen=True)
@@ -28,7 +71,7 @@ class Cost:
 
     gpu_hours: float
     prices: tuple[Price, ...]
-    """Cheapest first; empty where the table has no price for the GPU."""
+    """Cheapest first; empty if the table has no price for the GPU."""
     energy_kwh: float
     """GPUs at their rated power, times the data centre's overhead."""
 
@@ -50,7 +93,7 @@ class CheckpointCost:
     failure_seconds: float
     """Mean time between failures of all GPUs together."""
     disk: dict | None = None
-    """The disk's rate as it was measured on this machine (`machine_rates`); None if it is assumed."""
+    """The disk's rate as it was measured on this machine (`gpus.kept_rates`); None if it is assumed."""
 
     @property
     def write_share(self) -> float:
@@ -73,12 +116,177 @@ class CheckpointCost:
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
-def gpu_hours(num_gpus: int, seconds: float) -> float:
-    """GPUs times hours."""
-    return num_gpus * seconds / SECONDS_PER_HOUR
+@dataclass(frozen=True)
+class StepForecast:
+    """What a recipe and its ds_config add: the step, its messages, its data and its checkpoints."""
+
+    seconds: float
+    """Of one optimizer step, as the run's tokens per second have it."""
+    time: StepTime
+    """What the products and the messages need by themselves."""
+    kernel_seconds: dict[str, float]
+    """Of one micro-batch at the ceiling, by what they are spent on (`roofline.Ceiling`)."""
+    sent_bytes_per_gpu: float
+    loader_bytes_per_second: float
+    """Over all ranks."""
+    checkpoints: CheckpointCost | None
+    """None if the recipe saves none."""
+    disk: dict[str, int]
+    """Bytes by what they are for (`RunPlan.disk`)."""
+
+    def to_dict(self) -> dict:
+        """Plain JSON values."""
+        time = {**asdict(self.time), "bound_by": self.time.bound_by}
+        saved = self.checkpoints.to_dict() if self.checkpoints else None
+        return {**asdict(self), "time": time, "checkpoints": saved, "disk_bytes": sum(self.disk.values())}
 
 
-def run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
+@dataclass(frozen=True)
+class Forecast:
+    """A run on some GPUs."""
+
+    name: str
+    parameters: float
+    tokens: float
+    flops: float
+    """Training FLOPs, recomputation not counted."""
+    gpu: str
+    num_gpus: int
+    precision: str
+    utilization: Utilization
+    mfu: float
+    """What the run reaches: the utilization less what is recomputed, sent or offloaded."""
+    tokens_per_second: float
+    cost: Cost
+    scaling: dict | None
+    """What is assumed if the GPUs are in more than one node; None in one."""
+    step: StepForecast | None
+    """None if no recipe says what a step is."""
+
+    @property
+    def seconds(self) -> float:
+        """Training time, without validation, checkpoints and failures."""
+        return self.tokens / self.tokens_per_second
+
+    def to_dict(self) -> dict:
+        """Plain JSON values, derived ones included."""
+        derived = {
+            "seconds": self.seconds,
+            "tokens_per_second_per_gpu": self.tokens_per_second / self.num_gpus,
+            "cost": self.cost.to_dict(),
+            "scaling": self.scaling,
+            "step": self.step.to_dict() if self.step else None,
+        }
+        return {**asdict(self), **derived}
+
+
+def forecast(
+    workload: Workload,
+    gpu: Gpu,
+    num_gpus: int,
+    mfu: float | None = None,
+    precision: str | None = None,
+    price: float | None = None,
+) -> Forecast:
+    """Time and money of a workload.
+
+    An assumed utilization knows nothing of the run: recomputed layers, messages that need longer than the products,
+    and offload come on top of it. A given one is taken as it is; of a measured one recomputation alone is taken off.
+
+    Args:
+        mfu: share of the dense peak; None for what was measured here, else for the assumption of the tables.
+        precision: of the products; None for the recipe's, or the GPU's training precision.
+        price: dollars per GPU-hour instead of the table's.
+
+    Raises:
+        UserError: the GPU lacks the precision, or the ranks do not divide the recipe's step.
+    """
+    precision = precision or _precision(workload.recipe, gpu)
+    recipe, ds_config = workload.recipe, workload.ds_config
+    at_best = ceiling(recipe, ds_config, num_gpus, gpu, precision) if recipe else None
+    used = _utilization(workload, gpu, at_best, mfu)
+    at_peak = tokens_per_second(workload.training_flops_per_token, num_gpus, gpu.peak_flops(precision), 1.0)
+    time = _time(workload, gpu, num_gpus, used, precision) if recipe else None
+    rate = at_peak * used.mfu
+    if time:
+        rate = recipe.tokens_per_step / (time.seconds if used.assumed else time.compute_seconds)
+    return Forecast(
+        name=workload.name,
+        parameters=workload.parameters,
+        tokens=workload.tokens,
+        flops=workload.training_flops_per_token * workload.tokens,
+        gpu=gpu.name,
+        num_gpus=num_gpus,
+        precision=precision,
+        utilization=used,
+        mfu=rate / at_peak,
+        tokens_per_second=rate,
+        cost=_run_cost(gpu, gpu_hours(num_gpus, workload.tokens / rate), price),
+        scaling=scaling_over_nodes(gpu, num_gpus, used.assumed),
+        step=_step(workload, gpu, num_gpus, at_best, rate, time) if time else None,
+    )
+
+
+def _precision(recipe: Recipe | None, gpu: Gpu) -> str:
+    return gpu.training_precision if recipe is None else precision_of_products(recipe)
+
+
+def _utilization(workload: Workload, gpu: Gpu, at_best: Ceiling | None, mfu: float | None) -> Utilization:
+    if mfu:
+        return Utilization(mfu, "given", assumed=False)
+    if at_best:
+        return recipe_utilization(workload.recipe, gpu, at_best)
+    recomputation = workload.hardware_flops_per_token / workload.training_flops_per_token
+    return expected_utilization(gpu, int(workload.parameters), recomputation=recomputation)
+
+
+def _time(workload: Workload, gpu: Gpu, num_gpus: int, used: Utilization, precision: str) -> StepTime:
+    """What products, messages and offload need by themselves; a given utilization is that of whole steps."""
+    mfu = None if used.assumed else used.mfu
+    time = step_time(workload.recipe, workload.ds_config, num_gpus, gpu, mfu, precision)
+    if used.source != "given":
+        return time
+    flops = workload.training_flops_per_token * workload.recipe.tokens_per_step
+    return replace(time, compute_seconds=flops / (num_gpus * gpu.peak_flops(precision) * used.mfu))
+
+
+def _step(
+    workload: Workload, gpu: Gpu, num_gpus: int, at_best: Ceiling, rate: float, time: StepTime
+) -> StepForecast:
+    recipe, ds_config = workload.recipe, workload.ds_config
+    plan = build_run_plan(recipe, ds_config, num_gpus)
+    volume = communication(
+        plan.parameters,
+        zero_stage(ds_config),
+        num_gpus,
+        plan.accumulation_steps,
+        width=precision_of(recipe, ds_config).weights,
+        hpz=(ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1),
+    )
+    seconds = recipe.tokens_per_step / rate
+    return StepForecast(
+        seconds=seconds,
+        time=time,
+        kernel_seconds=at_best.seconds,
+        sent_bytes_per_gpu=volume.total,
+        loader_bytes_per_second=rate * token_bytes(recipe.model["vocab_size"]),
+        checkpoints=_checkpoints(plan, recipe, seconds, gpu, num_gpus),
+        disk=plan.disk,
+    )
+
+
+def _checkpoints(
+    plan: RunPlan, recipe: Recipe, step_seconds: float, gpu: Gpu, num_gpus: int
+) -> CheckpointCost | None:
+    every = save_every(recipe)
+    if every is None:
+        return None
+    written, kept = checkpoints_written(recipe), plan.checkpoints_kept
+    disk = kept_rates(gpu.name, num_gpus).get("disk_bytes_per_second")
+    return checkpoint_cost(plan.checkpoint_bytes, every, step_seconds, written, kept, num_gpus, disk)
+
+
+def _run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
     """Dollars at every known provider, and energy, of `hours` GPU-hours.
 
     Args:
@@ -102,6 +310,11 @@ def run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
     return Cost(hours, prices, energy_kwh(gpu.watts, hours))
 
 
+def gpu_hours(num_gpus: int, seconds: float) -> float:
+    """GPUs times hours."""
+    return num_gpus * seconds / SECONDS_PER_HOUR
+
+
 def energy_kwh(watts: float, hours: float, overhead: float | None = None) -> float:
     """Energy of `hours` GPU-hours at rated power times the overhead (PUE) (Touvron et al. 2023, section 6)."""
     overhead = overhead or table("rates")["power_usage_effectiveness"]["value"]
@@ -119,7 +332,7 @@ def checkpoint_cost(
 ) -> CheckpointCost:
     """Cadence, disk and lost work of a checkpoint of `num_bytes` every `every_steps` optimizer steps.
 
-    disk: the measured rate of the disk, as `machine_rates` keeps it.
+    disk: the measured rate of the disk, as `gpus.kept_rates` has it.
     """
     rates = table("rates")
     speed = (disk or rates["disk_bytes_per_second"])["value"]
@@ -132,3 +345,129 @@ def checkpoint_cost(
         failure_seconds=rates["gpu_hours_between_failures"]["value"] * SECONDS_PER_HOUR / num_gpus,
         disk=disk,
     )
+
+
+class CostVerb:
+    """Hours, dollars, energy, links, data rate and checkpoints of a run."""
+
+    EXAMPLES = """  python -m pretraining.planning cost --recipe 7b --world_size 64 --gpu H100
+  python -m pretraining.planning cost --recipe 30b --world_size 8 --gpu H200 --mfu 0.35 --price 2.5
+  python -m pretraining.planning cost --parameters 65b --tokens 1.4t --world_size 2048 --gpu A100 --json"""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The workload, the GPUs, and what takes the place of the tables' values."""
+        add_workload_arguments(parser)
+        parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
+        parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
+        parser.add_argument(
+            "--mfu",
+            type=share,
+            metavar="SHARE",
+            help="share of the dense peak that whole steps reach",
+        )
+        parser.add_argument(
+            "--precision", choices=PRECISIONS, help="of the products, instead of the recipe's"
+        )
+        parser.add_argument(
+            "--price", type=amount, metavar="DOLLARS", help="per GPU-hour, instead of the table's"
+        )
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """The forecast."""
+        workload, gpu = workload_of(options), find_gpu(options.gpu)
+        if not workload.tokens:
+            raise UserError("--tokens D is missing: how many tokens is it to train on?")
+        result = forecast(workload, gpu, options.world_size, options.mfu, options.precision, options.price)
+        return result.to_dict()
+
+    def as_text(self, answer: dict) -> str:
+        """One screen: the run, its time, its money, and for a recipe its step."""
+        cost = answer["cost"]
+        rate, each = answer["tokens_per_second"], answer["tokens_per_second_per_gpu"]
+        rows = [
+            ("run", _run_words(answer)),
+            ("training FLOPs", f"{answer['flops']:.3e}"),
+            ("GPUs", f"{answer['num_gpus']:,} x {answer['gpu']}, {answer['precision']}"),
+            ("MFU", mfu_words(answer)),
+            ("throughput", f"{rate:,.0f} tokens/s, {each:,.0f} a GPU"),
+            ("time", f"{duration(answer['seconds'])}, {NOT_COUNTED}"),
+            *scaling_rows(answer["scaling"]),
+            ("GPU-hours", hours(cost["gpu_hours"])),
+            ("energy", f"{energy(cost['energy_kwh'])} at rated power"),
+        ]
+        rows += [(f"at {price['provider']}", _price_words(price)) for price in cost["prices"]]
+        if not cost["prices"]:
+            rows.append(("dollars", "no price known: give --price, or add one to tables/prices.json"))
+        return facts(rows + (_step_rows(answer["step"]) if answer["step"] else []))
+
+
+def mfu_words(answer: dict) -> str:
+    """The MFU of the run, and what it was made of."""
+    used = answer["utilization"]
+    if f"{used['mfu']:.0%}" == f"{answer['mfu']:.0%}":
+        return f"{answer['mfu']:.0%} ({used['source']})"
+    less = "less recomputation, messages, offload and launches"
+    return f"{answer['mfu']:.0%}: {used['mfu']:.0%} ({used['source']}) {less}"
+
+
+def scaling_rows(scaling: dict | None) -> list[tuple[str, str]]:
+    """What is assumed of more than one node; nothing of one."""
+    if scaling is None:
+        return []
+    return [("scaling", f"{several(scaling['nodes'], 'node')}, {scaling['assumption']}")]
+
+
+def disk_words(disk: dict[str, int], checkpoints_kept: int) -> str:
+    """The bytes of a run's disk: all of them, and what they are for."""
+    names = {name: name for name in disk} | {"checkpoints kept": several(checkpoints_kept, "checkpoint")}
+    parts = ", ".join(f"{num_bytes(size)} for {names[name]}" for name, size in disk.items())
+    return f"{num_bytes(sum(disk.values()))}: {parts}"
+
+
+def _run_words(answer: dict) -> str:
+    size = f"{short(answer['parameters'])} parameters"
+    name = answer["name"] if answer["name"] == size else f"{answer['name']}, {size}"
+    return f"{name} on {short(answer['tokens'])} tokens"
+
+
+def _price_words(price: dict) -> str:
+    where = ", ".join(part for part in (price["place"], price["date"]) if part)
+    return f"{dollars(price['dollars'])} ({dollars(price['dollars_per_gpu_hour'])} a GPU-hour; {where})"
+
+
+def _step_rows(step: dict) -> list[tuple[str, str]]:
+    time, saved = step["time"], step["checkpoints"]
+    rows = [
+        ("step", f"{duration(step['seconds'])}, bound by {time['bound_by']}"),
+        ("sent per GPU and step", f"{num_bytes(step['sent_bytes_per_gpu'])}, {_link_words(time)}"),
+        ("data loaders", f"{num_bytes(step['loader_bytes_per_second'])}/s for all ranks"),
+    ]
+    if saved:
+        rows += _checkpoint_rows(saved)
+    return [*rows, ("disk", disk_words(step["disk"], saved["kept"] if saved else 0))]
+
+
+def _checkpoint_rows(saved: dict) -> list[tuple[str, str]]:
+    spacing = (
+        f"every {duration(saved['every_seconds'])}, best about every {duration(saved['best_every_seconds'])}"
+    )
+    failure = f"every {duration(saved['failure_seconds'])} of all GPUs; {saved['lost_share']:.1%} done twice"
+    written = f"{num_bytes(saved['bytes'])} each, {saved['written']:,} written, {spacing}"
+    return [("checkpoints", f"{written}{write_words(saved)}"), ("a failure", failure)]
+
+
+def write_words(saved: dict) -> str:
+    """How long a checkpoint takes to write, if the disk was measured; nothing if its rate is an assumption."""
+    disk = saved["disk"]
+    if disk is None:
+        return ""
+    rate = f"{num_bytes(disk['value'])}/s to {disk['where']}, measured here on {disk['date']}"
+    return f", {duration(saved['write_seconds'])} to write ({rate})"
+
+
+def _link_words(time: dict) -> str:
+    seconds, products = time["communication_seconds"], time["compute_seconds"]
+    if seconds > products:
+        ways = "larger micro-batches with less accumulation, hpZ or model parallelism would help"
+        return f"{duration(seconds)} at the links' peak, more than the products' {duration(products)}: {ways}"
+    return f"{duration(seconds)} at the links' peak, {seconds / products:.0%} of the products' time"

@@ -4,23 +4,107 @@ A vocabulary larger than the model's, and data that is read more often than `max
 `data/` when it is opened.
 """
 
-from dataclasses import replace
+import math
+import os
+import sys
+from dataclasses import asdict, dataclass, field, replace
 
+from pretraining.ds_config import (
+    ds_config_names,
+    load_ds_config,
+    optimizer_device,
+    parameter_device,
+    zero_stage,
+)
+from pretraining.errors import UserError
 from pretraining.planning.comparison import predicted
-from pretraining.planning.findings import Case, Finding, Found, Verdict
-from pretraining.planning.memory.buffers import unprotected_gradient
-from pretraining.planning.memory.tensors import parameter_tensors
-from pretraining.planning.mistakes import larger_buckets, mistakes, without_kernels
-from pretraining.planning.quantities import num_bytes
+from pretraining.planning.gpus import Gpu
+from pretraining.planning.memory.buffers import reduce_bucket, unprotected_gradient
+from pretraining.planning.memory.need import ROOMY, TIGHT, memory_need, recomputed_one_in
+from pretraining.planning.memory.tensors import ROUTER, parameter_tensors, precision_of
+from pretraining.planning.quantities import num_bytes, several
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.search import nearest_fit
-from pretraining.planning.step_time import precision_of_products
-from pretraining.recipe import Recipe
+from pretraining.planning.sizes import model_size
+from pretraining.planning.throughput import precision_of_products, step_time
+from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import value_of
+from pretraining.recipe.schedule import WITHOUT_WARMUP
+from pretraining.runtime.run_folder import RunFolder
+
+MANY_EPOCHS = 4
+HIDDEN = 0.5
+"""Share of the products' time up to which messages at the links' peak are hidden behind them."""
+SMALL_BUCKET = 5_000_000
+"""Elements: below this, messages are bound by latency (DeepSpeed's own default is 500 million)."""
+WARM_UP_TOKENS = 375_000_000
+"""GPT-3 warms up over 375 million tokens at every size (Brown et al. 2020, appendix B)."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine and the prepared data, as they were found; None for what is not known."""
+
+    gpu_memory_bytes: float | None = None
+    """Of one GPU; None too if the processor trains."""
+    gpu: Gpu | None = None
+    """Its entry in tables/gpus.json, if it has one."""
+    has_bf16: bool | None = None
+    disk_room_bytes: float | None = None
+    """Of the run folder's disk, for this run's checkpoints: free, or taken by those it has already."""
+    host_memory_bytes: float | None = None
+    """Of this machine, or what its container allows."""
+    ranks_per_host: int = 1
+    trains_on_processor: bool = False
+    data_tokens: int | None = None
+    """Training tokens of the prepared data."""
+    continues: bool = False
+    """Whether the run has begun already, so that its recipe may not change the curve any more."""
+
+
+@dataclass(frozen=True)
+class Objection:
+    """One thing that is wrong or unwise, and what to do about it."""
+
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Refusals stop a run, unless it is forced; warnings are printed."""
+
+    refusals: list[Objection] = field(default_factory=list)
+    warnings: list[Objection] = field(default_factory=list)
+
+    def enforce(self, force: bool = False) -> "Verdict":
+        """Itself, its warnings printed by rank 0; raises `UserError` with the first refusal, unless forced."""
+        if self.refusals and not force:
+            raise UserError(f"{self.refusals[0]} (--force goes on regardless)")
+        if _is_rank_0():
+            for objection in (*self.refusals, *self.warnings):
+                print(f"warning: {objection}", file=sys.stderr, flush=True)
+        return self
+
+    def keep(self, run: RunFolder, step: int) -> None:
+        """Write an event for each refusal that was forced and each warning, on rank 0.
+
+        step: at which the run starts.
+        """
+        for kind, objections in {"forced": self.refusals, "warning": self.warnings}.items():
+            for objection in objections if _is_rank_0() else ():
+                run.add_event(kind, step=step, **asdict(objection))
+
+
+def _is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def judge_plan(
-    plan: RunPlan, recipe: Recipe, ds_config: dict | None, found: Found, force: bool
+    plan: RunPlan, recipe: Recipe, ds_config: dict | None, found: Machine, force: bool
 ) -> tuple[RunPlan, Verdict]:
     """The plan with what it predicts for the machine found, and the verdict; warnings are printed by rank 0.
 
@@ -33,21 +117,35 @@ def judge_plan(
     return replace(plan, predicted=values), verdict
 
 
-def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, found: Found) -> Verdict:
+def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, found: Machine) -> Verdict:
     """Judge a recipe on `world_size` ranks of what was found. Pure: reads no device and no file but tables.
 
     Raises:
         UserError: the ranks do not divide the recipe's step.
     """
-    kernels = without_kernels(found.gpu)
+    kernels = _without_kernels(found.gpu)
     if found.gpu and precision_of_products(recipe) not in found.gpu.dense_peak_flops:
         found = replace(found, gpu=None)  # its speed in that precision is not known
-    case = Case(recipe, ds_config, world_size, found)
+    case = _Case(recipe, ds_config, world_size, found)
     refusals = [_memory(case), _host(case), _disk(case), _gradients(case)]
-    return Verdict([each for each in refusals if each], [*kernels, *mistakes(case)])
+    return Verdict([each for each in refusals if each], [*kernels, *_mistakes(case)])
 
 
-def _memory(case: Case) -> Finding | None:
+class _Case:
+    """One question, with what several answers need."""
+
+    def __init__(self, recipe: Recipe, ds_config: dict | None, world_size: int, found: Machine):
+        self.recipe, self.ds_config, self.world_size, self.found = recipe, ds_config, world_size, found
+        self.limit = found.gpu_memory_bytes
+        self.need = memory_need(recipe, ds_config, world_size, self.limit)
+
+    def total_with(self, ds_config: dict | None, **training) -> float:
+        """Bytes on a GPU under another ds_config or other training keys."""
+        recipe = replace(self.recipe, training={**self.recipe.training, **training})
+        return memory_need(recipe, ds_config, self.world_size, self.limit).total
+
+
+def _memory(case: _Case) -> Objection | None:
     if case.found.trains_on_processor:
         return _processor_memory(case)
     if case.limit is None or case.need.total <= case.limit:
@@ -59,12 +157,12 @@ def _memory(case: Case) -> Finding | None:
     )
     fit = nearest_fit(case.recipe, ranks, lambda need: need.total <= case.limit, case.found.gpu, case.limit)
     if fit is None:
-        return Finding(what, "no stage, offload or micro-batch fits: take more or larger GPUs")
-    return Finding(what, f"this fits ({num_bytes(fit.need.total)}): {fit.arguments}")
+        return Objection(what, "no stage, offload or micro-batch fits: take more or larger GPUs")
+    return Objection(what, f"this fits ({num_bytes(fit.need.total)}): {fit.arguments}")
 
 
-def _processor_memory(case: Case) -> Finding | None:
-    """Where the processor trains, its memory holds what a GPU's would, once for every rank."""
+def _processor_memory(case: _Case) -> Objection | None:
+    """If the processor trains, its memory holds what a GPU's would, once for every rank."""
     ranks, there = case.found.ranks_per_host, case.found.host_memory_bytes
     if there is None or ranks * case.need.on_processor <= there:
         return None
@@ -74,13 +172,13 @@ def _processor_memory(case: Case) -> Finding | None:
     )
     fit = nearest_fit(case.recipe, case.world_size, lambda need: ranks * need.on_processor <= there)
     if fit is None:
-        return Finding(
+        return Objection(
             what, "no stage or micro-batch fits: take a smaller model, or a machine with more memory"
         )
-    return Finding(what, f"this fits ({num_bytes(fit.need.on_processor)} each): {fit.arguments}")
+    return Objection(what, f"this fits ({num_bytes(fit.need.on_processor)} each): {fit.arguments}")
 
 
-def _host(case: Case) -> Finding | None:
+def _host(case: _Case) -> Objection | None:
     """Beside GPUs: what is offloaded or built in host memory, without what a process is assumed to take."""
     ranks, there = case.found.ranks_per_host, case.found.host_memory_bytes
     needed = ranks * case.need.host_counted
@@ -88,11 +186,11 @@ def _host(case: Case) -> Finding | None:
         return None
     what = f"{ranks} ranks keep {num_bytes(needed)} in host memory, the machine has {num_bytes(there)}"
     if case.need.state and case.need.state.host:
-        return Finding(what, "more GPUs share the offloaded states, or use --deepspeed zero3_nvme")
-    return Finding(what, "build the weights sharded: --deepspeed zero3")
+        return Objection(what, "more GPUs share the offloaded states, or use --deepspeed zero3_nvme")
+    return Objection(what, "build the weights sharded: --deepspeed zero3")
 
 
-def _disk(case: Case) -> Finding | None:
+def _disk(case: _Case) -> Objection | None:
     plan, room = build_run_plan(case.recipe, case.ds_config, case.world_size), case.found.disk_room_bytes
     if room is None or plan.checkpoint_disk_bytes <= room:
         return None
@@ -103,11 +201,11 @@ def _disk(case: Case) -> Finding | None:
     )
     fewer = _fewer_checkpoints(case, plan.checkpoints_kept, room)
     if fewer:
-        return Finding(what, f"keep fewer: --set checkpoints.keep_last={fewer}")
-    return Finding(what, "fewer do not fit either: give --output_dir on a larger disk")
+        return Objection(what, f"keep fewer: --set checkpoints.keep_last={fewer}")
+    return Objection(what, "fewer do not fit either: give --output_dir on a larger disk")
 
 
-def _gradients(case: Case) -> Finding | None:
+def _gradients(case: _Case) -> Objection | None:
     """A gradient that GPUs may overwrite before it is reduced."""
     if case.found.trains_on_processor:
         return None
@@ -120,13 +218,185 @@ def _gradients(case: Case) -> Finding | None:
         f"the {tensor.kind}{place} has {tensor.numel:,} elements, more than reduce_bucket_size: with overlap_comm "
         "ZeRO-2 frees its gradient while it is still being reduced, and nothing would say that it is wrong"
     )
-    return Finding(what, f"{larger_buckets(case, tensor.numel)}, or --deepspeed zero1")
+    return Objection(what, f"{_larger_buckets(case, tensor.numel)}, or --deepspeed zero1")
 
 
-def _fewer_checkpoints(case: Case, kept: int, room: float) -> int | None:
+def _fewer_checkpoints(case: _Case, kept: int, room: float) -> int | None:
     """The largest `checkpoints.keep_last` below `kept` for which there is room."""
     for keep in range(kept - 1, 0, -1):
         recipe = replace(case.recipe, checkpoints={**case.recipe.checkpoints, "keep_last": keep})
         if build_run_plan(recipe, case.ds_config, case.world_size).checkpoint_disk_bytes <= room:
             return keep
     return None
+
+
+def _mistakes(case: _Case) -> list[Objection]:
+    """Every mistake found whose remedy can still be taken: a run that continues may not change its curve."""
+    of_the_curve = (_fp16, _warm_up, _clipping, _repeats)
+    rules = (_experts, _tiny_batch, _needless_zero_3, _offload, _buckets, _checkpointing, _snapshot)
+    rules = rules if case.found.continues else (*of_the_curve, *rules)
+    return [objection for objection in (rule(case) for rule in rules) if objection]
+
+
+def _without_kernels(gpu: Gpu | None) -> list[Objection]:
+    """A GPU for which the pinned torch has no kernels, whatever the recipe."""
+    if gpu is None or gpu.architecture != "Volta":
+        return []
+    what = f"CUDA 13, for which the pinned torch is built, has no kernels for {gpu.name} and its generation"
+    return [Objection(what, "install a build of torch for CUDA 12, or take a later GPU")]
+
+
+def _fp16(case: _Case) -> Objection | None:
+    if not (case.recipe.training.get("fp16") and case.found.has_bf16):
+        return None
+    what = "fp16 overflows above 65,504 and needs loss scaling, and this GPU has bf16"
+    return Objection(what, "--set training.fp16=false --set training.bf16=true")
+
+
+def _warm_up(case: _Case) -> Objection | None:
+    """2 / (1 - beta2) steps (Ma and Yarats 2021, section 5), from a billion parameters on GPT-3's tokens too."""
+    steps = case.recipe.num_steps
+    given, kind = case.recipe.warmup_steps(steps), case.recipe.training.get("lr_scheduler_type", "linear")
+    if given and kind in WITHOUT_WARMUP:
+        what = f"training.lr_scheduler_type {kind} has no warm-up: the rate is whole from the first step on"
+        return Objection(
+            f"{what}, whatever training.warmup_steps says", "write constant_with_warmup, or 0 steps"
+        )
+    needed = round(2 / max(1 - case.recipe.training.get("adam_beta2", 0.999), 1e-9))
+    if model_size(case.recipe.model).total >= 1e9:
+        needed = max(needed, WARM_UP_TOKENS // case.recipe.tokens_per_step)
+    needed = min(needed, max(1, steps // 10))
+    if given >= needed:
+        return None
+    what = f"warm-up of {given} steps is short for this size: the optimizer's running means are not settled"
+    if case.recipe.budget["warmup_tokens"] is not None:
+        return Objection(what, f"--set budget.warmup_tokens={needed * case.recipe.tokens_per_step}")
+    return Objection(what, f"--set training.warmup_steps={needed}")
+
+
+def _clipping(case: _Case) -> Objection | None:
+    if case.recipe.training.get("max_grad_norm", 1.0):
+        return None
+    return Objection(
+        "gradients are not clipped: one bad batch can end the run", "--set training.max_grad_norm=1.0"
+    )
+
+
+def _experts(case: _Case) -> Objection | None:
+    """Experts that are not bf16, whatever autocast says (transformers 5.23, integrations/moe.py `_grouped_mm`)."""
+    precision = precision_of(case.recipe, case.ds_config)
+    experts = any(tensor.kind == ROUTER for tensor in parameter_tensors(case.recipe.model))
+    if case.limit is None or not experts or (precision.name == "bf16" and not precision.is_autocast):
+        return None
+    weights = "fp32" if precision.is_autocast else precision.name
+    what = f"weights of experts in {weights} are multiplied one expert after another, and every layer waits for the GPU"
+    if precision.name == "bf16":
+        return Objection(what, "--deepspeed zero1, which keeps them in bf16")
+    return None if case.found.continues else Objection(what, "--set training.bf16=true --deepspeed zero1")
+
+
+def _tiny_batch(case: _Case) -> Objection | None:
+    if case.recipe.micro_batch > 1 or accumulation_steps(case.recipe, case.world_size) > 1:
+        return None
+    what = "one sequence a GPU and step, without accumulation: small kernels, and a message after each"
+    return Objection(what, "use fewer GPUs, or a larger budget.tokens_per_step")
+
+
+def _needless_zero_3(case: _Case) -> Objection | None:
+    if (
+        case.limit is None
+        or zero_stage(case.ds_config) != 3
+        or case.world_size == 1
+        or _offloads(case.ds_config)
+    ):
+        return None
+    simple = case.total_with(load_ds_config("zero1"))
+    if _hidden(case):
+        return None
+    if simple > ROOMY * case.limit:
+        return None
+    what = f"ZeRO-3 gathers the weights twice in every pass, and ZeRO-1 would fit ({num_bytes(simple)})"
+    return Objection(what, "--deepspeed zero1")
+
+
+def _offload(case: _Case) -> Objection | None:
+    if case.limit is None or not _offloads(case.ds_config):
+        return None
+    name = f"zero{zero_stage(case.ds_config)}"
+    here = case.total_with(load_ds_config(name))
+    if here > ROOMY * case.limit:
+        return None
+    return Objection(
+        f"offloading slows every step, and all of it fits the GPU ({num_bytes(here)})", f"--deepspeed {name}"
+    )
+
+
+def _offloads(config: dict | None) -> bool:
+    return optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
+
+
+def _buckets(case: _Case) -> Objection | None:
+    on_gpus = case.limit is not None and case.world_size > 1
+    if not on_gpus or zero_stage(case.ds_config) < 2:
+        return None
+    bucket = reduce_bucket(case.ds_config, value_of(case.recipe.model, "hidden_size"))
+    if bucket >= min(SMALL_BUCKET, model_size(case.recipe.model).total / 4):
+        return None
+    what = f"reduce buckets of {bucket:,} elements send many small messages"
+    return Objection(what, _larger_buckets(case, 50_000_000))
+
+
+def _larger_buckets(case: _Case, elements: int) -> str:
+    """How to set the buckets of the ds_config in use."""
+    name = case.recipe.deepspeed
+    file = f"a copy of ds_configs/{name}.json" if name in ds_config_names() else name
+    return f'in {file}: "reduce_bucket_size": {elements}'
+
+
+def _checkpointing(case: _Case) -> Objection | None:
+    if case.limit is None:
+        return None
+    if not recomputed_one_in(case.recipe):
+        if not TIGHT * case.limit < case.need.total <= case.limit:
+            return None
+        what = f"{num_bytes(case.need.total)} of {num_bytes(case.limit)}: fragmentation can end the run"
+        return Objection(what, "--set training.activation_checkpointing=true")
+    without = case.total_with(case.ds_config, activation_checkpointing=False)
+    if without > ROOMY * case.limit:
+        return None
+    what = f"activation checkpointing costs a third more FLOPs, and it fits without ({num_bytes(without)})"
+    return Objection(what, "--set training.activation_checkpointing=false")
+
+
+def _repeats(case: _Case) -> Objection | None:
+    """Up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)."""
+    tokens, there = case.recipe.budget["tokens"], case.found.data_tokens
+    stated = any(source.get("max_epochs") for source in case.recipe.data["sources"])
+    if not there or stated or tokens <= MANY_EPOCHS * there:
+        return None
+    what = f"budget.tokens reads the {there:,} training tokens {tokens / there:.1f} times: after four it teaches little"
+    unit = case.recipe.tokens_per_step
+    fewer = f", or --set budget.tokens={MANY_EPOCHS * there // unit * unit}" if there >= unit else ""
+    return Objection(
+        what, f"add text{fewer}; --set data.sources.0.max_epochs={math.ceil(tokens / there)} states it"
+    )
+
+
+def _hidden(case: _Case) -> bool:
+    """Whether the links are known and carry the step's messages well within the time of its products."""
+    if case.found.gpu is None:
+        return False
+    time = step_time(case.recipe, case.ds_config, case.world_size, case.found.gpu)
+    return time.communication_seconds <= HIDDEN * time.compute_seconds
+
+
+def _snapshot(case: _Case) -> Objection | None:
+    """Without room for it in host memory a save is written while training waits (`checkpoints/background.py`)."""
+    ranks, there, need = case.found.ranks_per_host, case.found.host_memory_bytes, case.need
+    held = need.on_processor if case.found.trains_on_processor else need.host_running
+    if there is None or not need.snapshot or ranks * (held + need.snapshot) <= there:
+        return None
+    copies = f"{num_bytes(ranks * need.snapshot)} for {several(ranks, 'rank')}"
+    what = f"{num_bytes(there)} of host memory leave no room for a copy of the state ({copies})"
+    what = f"{what}: training waits while a checkpoint is written"
+    return Objection(what, "more nodes share it, or save less often (training.save_steps)")

@@ -1,12 +1,21 @@
-"""The GPUs that plans know: peaks, memory, links, watts, prices."""
+"""The GPUs that plans know: peaks, memory, links, watts, prices; and what was measured on this machine."""
 
+import argparse
+import json
+import math
+import os
 import re
+import socket
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
+from pretraining.planning.quantities import columns, dollars, facts, num_bytes, three_digits
+from pretraining.runtime.durable_files import write_json
+from pretraining.runtime.run_folder import utc_now
 
 FILE = "pretraining/planning/tables/gpus.json"
 NUMBERS = (
@@ -18,6 +27,15 @@ NUMBERS = (
     "watts",
     "gpus_per_node",
 )
+FOLDER_VARIABLE = "PRETRAINING_DOCTOR_FOLDER"
+RATES = {
+    "disk_bytes_per_second": "one process writes to the disk of the run, in bytes per second",
+    "all_reduce_bytes_per_second": "each rank sends in an all-reduce of all ranks, in bytes per second",
+    "product_flops": "a GPU reaches in large 16-bit products, in FLOPs per second",
+}
+"""Names of what may be kept, and what each says."""
+TABLE_NOTE = """
+Peaks are dense TFLOPS; links are per GPU and direction. From pretraining/planning/tables/, which you may edit."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +81,7 @@ class Gpu:
 
     @property
     def training_precision(self) -> str:
-        """bf16 where the GPU has it, else fp16."""
+        """bf16 if the GPU has it, else fp16."""
         return "bf16" if "bf16" in self.dense_peak_flops else "fp16"
 
 
@@ -128,3 +146,148 @@ def _gpu(name: str, entry: dict) -> Gpu:
         assumed=tuple(entry.get("assumed", ())),
         **{key: entry[key] for key in NUMBERS},
     )
+
+
+def _rates_file() -> Path:
+    """The file of this host: in $PRETRAINING_DOCTOR_FOLDER or ~/.cache/pretraining/doctor."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get(FOLDER_VARIABLE) or cache / "pretraining" / "doctor")
+    return folder / f"{socket.gethostname()}.json"
+
+
+def keep_rates(rates: dict[str, float], where: str, gpu: str | None, num_gpus: int) -> Path:
+    """Write what was measured over what is kept already; returns the file.
+
+    Args:
+        rates: values of names in RATES.
+        where: folder or hosts of the measurement.
+        gpu: name of the GPUs in tables/gpus.json; None if there are none, or the table does not know them.
+        num_gpus: of the run that was measured, over all its machines.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path, machine = _rates_file(), _machine(gpu, num_gpus)
+    entries = {name: {"value": rates[name], "where": where, "date": utc_now()[:10]} for name in rates}
+    write_json(path, {**_read_rates(path), machine: {**kept_rates(gpu, num_gpus), **entries}})
+    return path
+
+
+def kept_rates(gpu: str | None, num_gpus: int) -> dict[str, dict]:
+    """Of each rate that was measured on this host beside these GPUs {"value", "where", "date"}; empty if none was."""
+    entries = _read_rates(_rates_file()).get(_machine(gpu, num_gpus))
+    entries = entries if isinstance(entries, dict) else {}
+    return {name: entries[name] for name in RATES if _is_rate(entries.get(name))}
+
+
+def _machine(gpu: str | None, num_gpus: int) -> str:
+    """What a plan must name to be a plan of this machine."""
+    return f"{num_gpus} x {gpu}" if gpu else "processor"
+
+
+def _read_rates(path: Path) -> dict:
+    """Read the file; one that is missing or damaged is empty, as measuring again takes a second."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_rate(entry) -> bool:
+    if not isinstance(entry, dict) or type(entry.get("value")) not in (int, float):
+        return False
+    words = all(isinstance(entry.get(name), str) for name in ("where", "date"))
+    return words and 1 <= entry["value"] < math.inf
+
+
+class GpusVerb:
+    """GPUs that plans know: dense peaks, memory, links, watts, prices."""
+
+    EXAMPLES = """  python -m pretraining.planning gpus
+  python -m pretraining.planning gpus --gpu "NVIDIA H100 80GB HBM3"
+  python -m pretraining.planning gpus --json"""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """`--gpu` for one of them in full."""
+        parser.add_argument("--gpu", metavar="NAME", help="one GPU in full, by any of its names")
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """Every GPU of the table, or one."""
+        chosen = all_gpus().values() if options.gpu is None else [find_gpu(options.gpu)]
+        return {"gpus": [_gpu_entry(gpu) for gpu in chosen]}
+
+    def as_text(self, answer: dict) -> str:
+        """A table, or one GPU line by line."""
+        gpus = answer["gpus"]
+        if len(gpus) == 1:
+            return _in_full(gpus[0])
+        header = [
+            "GPU",
+            "bf16",
+            "fp16",
+            "fp8",
+            "memory",
+            "bandwidth/s",
+            "link",
+            "per s",
+            "network/s",
+            "W",
+            "$/hour",
+        ]
+        return columns(header, [_row(gpu) for gpu in gpus]) + "\n" + TABLE_NOTE
+
+
+def _gpu_entry(gpu: Gpu) -> dict:
+    return {
+        **vars(gpu),
+        "aliases": list(gpu.aliases),
+        "assumed": list(gpu.assumed),
+        "prices": prices_of(gpu),
+    }
+
+
+def _row(gpu: dict) -> list[str]:
+    peaks = gpu["dense_peak_flops"]
+    prices = [entry["dollars_per_gpu_hour"] for entry in gpu["prices"]]
+    price = f"{prices[0]:.2f}" if prices else "-"
+    return [
+        gpu["name"],
+        *(three_digits(peaks[key] / 1e12) if key in peaks else "-" for key in ("bf16", "fp16", "fp8")),
+        num_bytes(gpu["memory_bytes"]),
+        num_bytes(gpu["memory_bandwidth_bytes_per_second"]),
+        gpu["link"],
+        num_bytes(gpu["link_bytes_per_second"]),
+        num_bytes(gpu["network_bits_per_second"] / 8),
+        str(gpu["watts"]),
+        price,
+    ]
+
+
+def _in_full(gpu: dict) -> str:
+    peaks = ", ".join(f"{key} {three_digits(peak / 1e12)}" for key, peak in gpu["dense_peak_flops"].items())
+    assumed = ", ".join(gpu["assumed"]) or "nothing"
+    rows = [
+        ("GPU", f"{gpu['name']} ({gpu['architecture']}); also {', '.join(gpu['aliases'])}"),
+        ("dense peak, TFLOPS", peaks),
+        (
+            "memory",
+            f"{num_bytes(gpu['memory_bytes'])} at {num_bytes(gpu['memory_bandwidth_bytes_per_second'])}/s",
+        ),
+        (
+            "in a node",
+            f"{gpu['gpus_per_node']} by {gpu['link']}, {num_bytes(gpu['link_bytes_per_second'])}/s",
+        ),
+        ("to the host", f"{num_bytes(gpu['pcie_bytes_per_second'])}/s"),
+        ("between nodes", f"{num_bytes(gpu['network_bits_per_second'] / 8)}/s"),
+        ("power", f"{gpu['watts']} W"),
+        ("source", gpu["source"]),
+        ("assumed of its machine", assumed),
+    ]
+    rows += [("price", _price_words(entry)) for entry in gpu["prices"]]
+    return facts(rows)
+
+
+def _price_words(entry: dict) -> str:
+    where = f"{entry['provider']}, {entry['place']}, {entry['date']}"
+    return f"{dollars(entry['dollars_per_gpu_hour'])} an hour: {where} ({entry['source']})"

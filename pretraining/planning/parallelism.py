@@ -1,25 +1,69 @@
 """Layouts of data x tensor x pipeline x context parallelism that fit a cluster, fastest first."""
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from pretraining.errors import UserError
-from pretraining.planning.flops import flops_per_token
-from pretraining.planning.gpus import Gpu
-from pretraining.planning.layout_memory import (
-    BF16,
-    FP32,
-    LayerShape,
-    LayoutMemory,
-    layer_shape,
-    layout_memory,
-)
-from pretraining.planning.sizes import ModelSize, model_size
-from pretraining.planning.throughput import pipeline_bubble
+from pretraining.planning.constants import table
+from pretraining.planning.gpus import Gpu, find_gpu
+from pretraining.planning.memory.states import checkpoint_bytes, optimizer_states
+from pretraining.planning.memory.tensors import parameter_tensors
+from pretraining.planning.quantities import columns, duration, gpu_count, num_bytes, share
+from pretraining.planning.roofline import model_flops_utilization
+from pretraining.planning.shapes import shape_of, widths_of
+from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
+from pretraining.planning.workload import Workload, add_workload_arguments, workload_of
 
+BF16, FP32 = 2, 4
+RESERVES = ("fragmentation", "cuda_context_bytes", "nccl_bytes")
 SHORTEST_CONTEXT_SHARD = 4096
 """Tokens below which splitting a sequence over GPUs is not considered."""
 MICRO_BATCHES = (1, 2, 4, 8, 16)
+NOTE = """
+Time is of kernels at {efficiency} of the dense peak plus every message at its link's peak, nothing overlapped:
+good for an order, not for a promise. `ac` recomputes every layer (activation checkpointing)."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What of a model's shape decides its activations and messages."""
+
+    width: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+    layers: int
+    inner: int
+    """Width of the feed-forward layers a token meets; of a mixture, of all experts it is routed to."""
+    gated: bool
+    vocab_size: int
+
+    @property
+    def key_value_width(self) -> int:
+        """Width of the keys, or of the values."""
+        return self.key_value_heads * self.head_size
+
+
+@dataclass(frozen=True)
+class LayoutMemory:
+    """Bytes on the fullest GPU of a layout."""
+
+    weights_and_gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """All of it, with the allocator's and the framework's reserve."""
+        held = self.weights_and_gradients + self.optimizer + self.activations + self.logits
+        assumed = {name: table("memory")[name]["value"] for name in RESERVES}
+        return held * (1 + assumed["fragmentation"]) + assumed["cuda_context_bytes"] + assumed["nccl_bytes"]
+
+    def to_dict(self) -> dict:
+        """The parts and the total."""
+        return {**asdict(self), "total": self.total}
 
 
 @dataclass(frozen=True)
@@ -86,7 +130,7 @@ def layouts(
 ) -> list[Layout]:
     """Every layout that divides the model, the step and the GPUs, and fits their memory; fastest first.
 
-    Tensor parallelism stays inside a node (Narayanan et al. 2021, takeaway 1). A layout recomputes only where
+    Tensor parallelism stays inside a node (Narayanan et al. 2021, takeaway 1). A layout recomputes only if
     it would not fit otherwise.
 
     Args:
@@ -118,7 +162,7 @@ def layouts(
 
 
 def _candidates(cluster: _Cluster) -> Iterator[Layout]:
-    """Both kinds of each division: without recomputation, and with it where the first does not fit."""
+    """Both kinds of each division: without recomputation, and with it if the first does not fit."""
     for tensor, pipeline, context, data, micro_batch in _divisions(cluster):
         layout = _layout(cluster, data, tensor, pipeline, context, micro_batch, recompute=False)
         if layout.memory.total > cluster.gpu.memory_bytes:
@@ -185,8 +229,91 @@ def _layout(
     )
 
 
+def layer_shape(model: dict) -> LayerShape:
+    """The shape of a recipe's model section."""
+    shape = shape_of(model)
+    widths = widths_of(shape)
+    return LayerShape(
+        width=widths.hidden,
+        heads=widths.heads,
+        key_value_heads=widths.key_value_heads,
+        head_size=widths.head_size,
+        layers=widths.layers,
+        inner=widths.expert_inner * widths.chosen_experts,
+        gated=shape["model_type"] != "gpt2",
+        vocab_size=shape["vocab_size"],
+    )
+
+
+def layout_memory(
+    size: ModelSize,
+    shape: LayerShape,
+    tokens: float,
+    tensor: int,
+    pipeline: int,
+    shards: int,
+    in_flight: int,
+    recompute: bool,
+    optimizer_width: float = 3 * FP32,
+) -> LayoutMemory:
+    """Memory of the fullest GPU.
+
+    Weights and fp32 gradients are 6 bytes a parameter, the optimizer's master weights and Adam's moments 12, shared
+    by the `shards` data- and context-parallel ranks as Megatron-LM's distributed optimizer does (ZeRO stage 1).
+    Under 1F1B the first stage holds the activations of `in_flight` micro-batches (Narayanan et al. 2021, section
+    2.2); tensor parallelism with sequence parallelism divides all of them (Korthikanti et al. 2022, table 2);
+    with recomputation only each layer's input stays, and one layer's activations beside them.
+
+    Args:
+        tokens: of one micro-batch on one GPU, that is after context parallelism.
+        optimizer_width: bytes a parameter of master weights and the optimizer's states.
+    """
+    held, layers = gpu_parameters(size, tensor, pipeline), shape.layers / pipeline
+    one_layer = activation_bytes_per_token(shape) * tokens / tensor
+    kept = BF16 * shape.width * tokens / tensor if recompute else one_layer
+    activations = in_flight * layers * kept + (one_layer if recompute else 0)
+    return LayoutMemory(
+        weights_and_gradients=held * (BF16 + FP32),
+        optimizer=held * optimizer_width / shards,
+        activations=activations,
+        # as a plain loss in memory/activations.py: fp32 log-probabilities, their gradient, the logits' gradient
+        logits=3 * FP32 * tokens * shape.vocab_size / tensor,
+    )
+
+
+def gpu_parameters(size: ModelSize, tensor: int, pipeline: int) -> float:
+    """Parameters on a GPU of the first stage, or the last if that holds more: its layers and a table."""
+    vocabulary = max(size.embedding, size.parts.head)
+    layers = size.total - size.embedding - size.parts.head
+    whole = layers + size.embedding + size.parts.head if pipeline == 1 else layers / pipeline + vocabulary
+    return whole / tensor
+
+
+def activation_bytes_per_token(shape: LayerShape) -> int:
+    """Bytes one layer keeps per token for its backward pass, in bf16 with fused attention.
+
+    Korthikanti et al. 2022, section 4.1, without dropout masks: 32 h for GPT. Inputs of the two norms, input of
+    the attention, queries, keys, values, its result, input of the feed-forward layer, and its inner values:
+    two of them, four if it is gated.
+    """
+    queries = shape.heads * shape.head_size
+    attention = shape.width + queries + 2 * shape.key_value_width + queries
+    feed_forward = shape.width + shape.inner * (4 if shape.gated else 2)
+    return BF16 * (2 * shape.width + attention + feed_forward)
+
+
+def pipeline_bubble(stages: int, microbatches: int, chunks: int = 1) -> float:
+    """Idle time over ideal time of a pipeline, (p - 1) / (v m): Narayanan et al. 2021, section 2.2.
+
+    Args:
+        microbatches: m, per pipeline and optimizer step.
+        chunks: v, model chunks per GPU of the interleaved schedule.
+    """
+    return (stages - 1) / (chunks * microbatches)
+
+
 def _tensor_bytes(shape: LayerShape, tokens: float, tensor: int, recompute: bool) -> float:
-    """A layer's all-reduces: two forward, two backward, and two more where the forward pass is repeated.
+    """A layer's all-reduces: two forward, two backward, and two more if the forward pass is repeated.
 
     Megatron-LM (Shoeybi et al. 2019), figure 4; a ring sends 2 (t - 1) / t of the message.
     """
@@ -241,3 +368,85 @@ def _nothing_fits(found: list[Layout], cluster: _Cluster) -> str:
         f"data {best.data}) needs {best.memory.total / 1e9:,.1f} GB on each {cluster.gpu.name} of "
         f"{cluster.gpu.memory_bytes / 1e9:,.0f} GB; take about {need:.1f} times as many GPUs, or larger ones"
     )
+
+
+class ParallelismVerb:
+    """Layouts of data x tensor x pipeline x context parallelism that fit, fastest first.
+
+    For frameworks with those dimensions; this repository trains data-parallel with ZeRO.
+    """
+
+    EXAMPLES = """  python -m pretraining.planning parallelism --recipe 65b --world_size 512 --gpu H100
+  python -m pretraining.planning parallelism --recipe 30b --world_size 64 --gpu A100 --top 3 --json"""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The recipe, the cluster, and how many layouts to show."""
+        add_workload_arguments(parser)
+        parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
+        parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
+        parser.add_argument(
+            "--top", type=gpu_count, default=5, metavar="K", help="layouts to show (default 5)"
+        )
+        parser.add_argument("--kernel_efficiency", type=share, metavar="SHARE", help="instead of the table's")
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """The best layouts, one of each division of the GPUs."""
+        workload, gpu = workload_of(options), find_gpu(options.gpu)
+        if workload.recipe is None:
+            raise UserError("layouts need the model's shape: give --recipe NAME (and --set to change it)")
+        recipe = workload.recipe
+        efficiency = options.kernel_efficiency or table("rates")["kernel_efficiency"]["value"]
+        found = layouts(
+            recipe.model,
+            workload.sequence_length,
+            recipe.tokens_per_step,
+            options.world_size,
+            gpu,
+            efficiency,
+            checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe)) / workload.size.total,
+        )
+        best: dict[tuple, Layout] = {}
+        for layout in found:
+            best.setdefault((layout.tensor, layout.pipeline, layout.context), layout)
+        peak = gpu.peak_flops(gpu.training_precision)
+        shown = list(best.values())[: options.top]
+        return {
+            "name": workload.name,
+            "gpu": gpu.name,
+            "memory_bytes": gpu.memory_bytes,
+            "world_size": options.world_size,
+            "kernel_efficiency": efficiency,
+            "fitting": len(found),
+            "layouts": [
+                {**layout.to_dict(), "mfu": _mfu(layout, workload, options.world_size, peak)}
+                for layout in shown
+            ],
+        }
+
+    def as_text(self, answer: dict) -> str:
+        """A table, the best first."""
+        header = ["data", "tensor", "pipeline", "context", "micro-batch", "layers/stage"]
+        header += ["bubble", "memory", "step", "MFU", "ac"]
+        rows = [_row(layout) for layout in answer["layouts"]]
+        title = (
+            f"{answer['name']} on {answer['world_size']:,} x {answer['gpu']}: {answer['fitting']} layouts fit"
+        )
+        efficiency = f"{answer['kernel_efficiency']:.0%}"
+        return f"{title}\n\n{columns(header, rows, left=0)}\n{NOTE.format(efficiency=efficiency)}"
+
+
+def _mfu(layout: Layout, workload: Workload, num_gpus: int, peak: float) -> float:
+    rate = workload.recipe.tokens_per_step / layout.step_seconds
+    return model_flops_utilization(rate, workload.training_flops_per_token, num_gpus, peak)
+
+
+def _row(layout: dict) -> list[str]:
+    sizes = ("data", "tensor", "pipeline", "context", "micro_batch", "layers_per_stage")
+    return [
+        *(str(layout[name]) for name in sizes),
+        f"{layout['bubble']:.0%}",
+        num_bytes(layout["memory"]["total"]),
+        duration(layout["step_seconds"]),
+        f"{layout['mfu']:.0%}",
+        "yes" if layout["recompute"] else "no",
+    ]

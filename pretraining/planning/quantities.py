@@ -70,7 +70,7 @@ def several(number: int, what: str) -> str:
 
 
 def three_digits(number: float) -> str:
-    """A number with three significant digits, without an exponent where it is short."""
+    """A number with three significant digits, without an exponent if it is short."""
     if number == 0 or not math.isfinite(number):
         return f"{number:g}"
     if number >= 1e6 or number < 1e-4:

@@ -1,4 +1,4 @@
-"""The most of a GPU's peak that a recipe can reach: what its kernels must compute and move, at the rates GPUs sustain.
+"""The share of a GPU's peak that a recipe reaches: measured here, or the most that its kernels allow.
 
 A training pass is products and attention, bound by FLOPs, and all other kernels, bound by the bytes they read and
 write. How many bytes a layer's kernels move for a token is linear in its widths; tables/kernels.json holds the
@@ -6,23 +6,27 @@ factors, counted by benchmarks/kernel_factors.py on the real model, eager and co
 between kernels, no message, no wait. So it is a ceiling, and a run stays below it.
 """
 
+import json
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from pretraining.ds_config import zero_stage
+from pretraining.errors import UserError
 from pretraining.planning.constants import table
-from pretraining.planning.flops import BACKWARD, flops_per_token
-from pretraining.planning.gpus import Gpu
-from pretraining.planning.machine_rates import kept_rates
-from pretraining.planning.memory.loss import chunk_length, compiles_loss, logit_bytes
+from pretraining.planning.gpus import Gpu, find_gpu, kept_rates
+from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
-from pretraining.planning.memory.precision import SIXTEEN_BIT, precision_of
-from pretraining.planning.memory.tensors import num_experts
-from pretraining.planning.sizes import model_size
-from pretraining.planning.stand_in import shape_of
-from pretraining.planning.throughput import Utilization, expected_utilization
+from pretraining.planning.memory.tensors import SIXTEEN_BIT, precision_of
+from pretraining.planning.shapes import shape_of, widths_of
+from pretraining.planning.sizes import BACKWARD, flops_per_token, model_size
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.refusals import compiled_part
+from pretraining.schema import REPOSITORY, display_path
 
+RESULTS = REPOSITORY / "benchmarks" / "results"
+SAME_SIZE = 1.25
+"""Models whose parameters differ by no more than this factor count as the same size."""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass over its forward pass: five products for two, the scores are made again."""
 SIXTEEN_BIT_NAMES = ("bf16", "fp16")
@@ -31,16 +35,14 @@ CAUSAL = 0.5
 
 
 @dataclass(frozen=True)
-class Rates:
-    """What a GPU sustains in training."""
+class Utilization:
+    """A model FLOPs utilization (share of the dense peak) and where it comes from."""
 
-    product_flops: float
-    """FLOPs a second of large matrix products."""
-    attention_flops: float
-    bytes: float
-    """Read and written a second."""
-    products_measured_on: str | None
-    """The day on which the doctor measured products; None if their rate is assumed."""
+    mfu: float
+    """If nothing is recomputed."""
+    source: str
+    assumed: bool
+    """Neither given nor measured here: it knows nothing of this run's messages."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,32 @@ class Ceiling:
     """The day on which the doctor measured this machine's products; None if their rate is assumed."""
 
 
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU sustains in training."""
+
+    product_flops: float
+    """FLOPs a second of large matrix products."""
+    attention_flops: float
+    bytes: float
+    """Read and written a second."""
+    products_measured_on: str | None
+    """The day on which the doctor measured products; None if their rate is assumed."""
+
+
+def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilization:
+    """What was measured here on this GPU at this size, else the ceiling of the recipe's own kernels."""
+    size = model_size(recipe.model)
+    flops = flops_per_token(size, recipe.sequence_length)
+    measured = expected_utilization(gpu, size.total, recomputation=flops.hardware / flops.training)
+    if not measured.assumed:
+        return measured
+    day = at_best.products_measured_on
+    how = f", products as measured here on {day}" if day else ""
+    source = f"the ceiling of its kernels, counted{how}; a run stays below it"
+    return Utilization(at_best.mfu_without_recomputation, source, assumed=True)
+
+
 def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, precision: str) -> Ceiling:
     """The most that a recipe's kernels reach on this GPU.
 
@@ -71,10 +99,10 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     width = precision_of(recipe, ds_config).compute / SIXTEEN_BIT  # the factors are those of 16-bit numbers
     mode = layer_mode(recipe, ds_config)
     scores = CAUSAL * 4 * size.num_layers * size.attention_width * recipe.sequence_length * tokens
-    forward = width * size.num_layers * layer_bytes(recipe.model, mode, "forward", tokens)
-    backward = width * size.num_layers * layer_bytes(recipe.model, mode, "backward", tokens)
-    outside = width * outside_bytes(recipe.model, mode, tokens)
-    skipped = size.num_layers * last_product(recipe.model) if skips_last_product(recipe, ds_config) else 0
+    forward = width * size.num_layers * _layer_bytes(recipe.model, mode, "forward", tokens)
+    backward = width * size.num_layers * _layer_bytes(recipe.model, mode, "backward", tokens)
+    outside = width * _outside_bytes(recipe.model, mode, tokens)
+    skipped = size.num_layers * last_product(recipe.model) if _skips_last_product(recipe, ds_config) else 0
     recomputed = 2 * (size.matmul - size.head - skipped) * tokens
     again = recomputed_share(recomputed_one_in(recipe))
     engine = table("kernels")["engines"][str(zero_stage(ds_config))]
@@ -83,7 +111,7 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
         "products": (1 + BACKWARD) * 2 * size.matmul * tokens / rates.product_flops,
         "attention": (1 + ATTENTION_BACKWARD) * scores / rates.attention_flops,
         "other kernels": (forward + backward + outside) / rates.bytes,
-        "loss": width * loss_kernel_bytes(recipe, tokens, gpu) / rates.bytes,
+        "loss": width * _loss_kernel_bytes(recipe, tokens, gpu) / rates.bytes,
         "recomputation": again
         * (recomputed / rates.product_flops + scores / rates.attention_flops + forward / rates.bytes),
         "gradients": engine["micro-batch"] * size.total / rates.bytes,
@@ -95,17 +123,65 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     return Ceiling(seconds, at_peak / total, without, rates.products_measured_on)
 
 
-def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilization:
-    """What was measured here on this GPU at this size, else the ceiling of the recipe's own kernels."""
-    size = model_size(recipe.model)
-    flops = flops_per_token(size, recipe.sequence_length)
-    measured = expected_utilization(gpu, size.total, recomputation=flops.hardware / flops.training)
-    if not measured.assumed:
-        return measured
-    day = at_best.products_measured_on
-    how = f", products as measured here on {day}" if day else ""
-    source = f"the ceiling of its kernels, counted{how}; a run stays below it"
-    return Utilization(at_best.mfu_without_recomputation, source, assumed=True)
+def expected_utilization(
+    gpu: Gpu, parameters: int, results: Path = RESULTS, recomputation: float = 1.0
+) -> Utilization:
+    """What this repository measured on this GPU at this size, else the assumption of tables/rates.json.
+
+    A measurement is a line of benchmarks/results/*.jsonl with `mfu` and `parameters` beside the device's name.
+
+    Args:
+        recomputation: FLOPs with every layer recomputed over those without. A line is raised by as much of it as
+            its `recomputes`, the share of the layers that were recomputed.
+    """
+    found = [row for row in _measured_utilizations(results) if _is_like(row, gpu, parameters)]
+    if found:
+        row = max(found, key=lambda row: row.get("when", ""))
+        source = f"measured by benchmarks/{row['benchmark']}.py on {row['environment']['device']}"
+        mfu = row["mfu"] * (1 + row.get("recomputes", 0) * (recomputation - 1))
+        return Utilization(mfu, f"{source}, {row.get('when', 'undated')}", assumed=False)
+    assumed = table("rates")["mfu"]
+    entry = assumed.get(gpu.name, assumed["*"])
+    return Utilization(entry["value"], entry["source"], assumed=True)
+
+
+@cache
+def _measured_utilizations(results: Path) -> tuple[dict, ...]:
+    """The kept results that hold a utilization.
+
+    Raises:
+        UserError: a line that is not JSON.
+    """
+    files = {path: path.read_text(encoding="utf-8").splitlines() for path in sorted(results.glob("*.jsonl"))}
+    rows = [_row(path, n, line) for path in files for n, line in enumerate(files[path], 1) if '"mfu"' in line]
+    return tuple(row for row in rows if row.get("mfu") and row.get("parameters"))
+
+
+def _row(path: Path, number: int, line: str) -> dict:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{display_path(path)}: line {number}: not JSON ({error}); remove it") from None
+
+
+def _is_like(row: dict, gpu: Gpu, parameters: int) -> bool:
+    try:
+        device = find_gpu(row["environment"]["device"])
+    except (UserError, KeyError):
+        return False
+    return device == gpu and 1 / SAME_SIZE <= row["parameters"] / parameters <= SAME_SIZE
+
+
+def tokens_per_second(flops: float, num_gpus: int, peak_flops: float, mfu: float) -> float:
+    """Tokens per second of all GPUs, at `flops` FLOPs a token (the MFU's definition, PaLM appendix B)."""
+    return num_gpus * peak_flops * mfu / flops
+
+
+def model_flops_utilization(
+    tokens_per_second: float, flops: float, num_gpus: int, peak_flops: float
+) -> float:
+    """MFU: the share of the dense peak spent on `flops` FLOPs a token (PaLM, section 4.1 and appendix B)."""
+    return tokens_per_second * flops / (num_gpus * peak_flops)
 
 
 def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
@@ -136,7 +212,7 @@ def layer_mode(recipe: Recipe, ds_config: dict | None) -> str:
     return "eager" if compiled_part(recipe, ds_config, on_gpu=True) == "none" else "compiled"
 
 
-def layer_bytes(model: dict, mode: str, direction: str, tokens: int) -> float:
+def _layer_bytes(model: dict, mode: str, direction: str, tokens: int) -> float:
     """Bytes that the kernels of one layer move for a micro-batch in 16 bit, products and attention left out.
 
     direction: `forward` or `backward`.
@@ -145,10 +221,10 @@ def layer_bytes(model: dict, mode: str, direction: str, tokens: int) -> float:
     factors, widths = kernels["layers"][shape["model_type"]][mode][direction], layer_widths(shape, tokens)
     written_out = kernels["activations"].get(_activation(shape), {}).get(mode, {}).get(direction, 0.0)
     moved = sum(factor * widths[name] for name, factor in factors.items())
-    return tokens * (moved + written_out * inner_width(widths))
+    return tokens * (moved + written_out * _inner_width(widths))
 
 
-def inner_width(widths: dict[str, float]) -> float:
+def _inner_width(widths: dict[str, float]) -> float:
     """Of the feed-forward part, over all experts that a token is given to."""
     return widths["inner"] if "inner" in widths else widths["routed inner"]
 
@@ -158,36 +234,29 @@ def layer_widths(shape: dict, tokens: int) -> dict[str, float]:
 
     `routed` counts a token once for every expert it is given to; the experts' weights are shared among the tokens.
     """
+    of_layer = widths_of(shape)
     if shape["model_type"] == "gpt2":
-        return {"hidden": shape["n_embd"], "inner": shape["n_inner"] or 4 * shape["n_embd"]}
-    heads, hidden = shape["num_attention_heads"], shape["hidden_size"]
-    head_size = shape["head_dim"] or hidden // heads
-    widths = {
-        "hidden": hidden,
-        "queries": heads * head_size,
-        "keys": (shape["num_key_value_heads"] or heads) * head_size,
-    }
+        return {"hidden": of_layer.hidden, "inner": of_layer.inner}
+    widths = {"hidden": of_layer.hidden, "queries": of_layer.queries, "keys": of_layer.keys}
     routed = shape.get("num_experts_per_tok")
     if not routed:
-        return {**widths, "inner": shape["intermediate_size"]}
-    inner = shape.get("moe_intermediate_size") or shape["intermediate_size"]
-    weights = 3 * num_experts(shape) * hidden * inner / tokens
+        return {**widths, "inner": of_layer.inner}
     return {
         **widths,
-        "routed hidden": routed * hidden,
-        "routed inner": routed * inner,
+        "routed hidden": routed * of_layer.hidden,
+        "routed inner": routed * of_layer.expert_inner,
         "routed": routed,
-        "expert weights": weights,
+        "expert weights": 3 * of_layer.experts * of_layer.hidden * of_layer.expert_inner / tokens,
     }
 
 
 def last_product(model: dict) -> int:
     """Entries of a layer's last matrix, which a recomputed layer need not multiply again: nothing keeps its result."""
     widths = layer_widths(shape_of(model), tokens=1)
-    return round(widths["hidden"] * inner_width(widths))
+    return round(widths["hidden"] * _inner_width(widths))
 
 
-def skips_last_product(recipe: Recipe, ds_config: dict | None) -> bool:
+def _skips_last_product(recipe: Recipe, ds_config: dict | None) -> bool:
     """Whether a recomputed layer stops before its last product: torch stops once all that was kept is there again.
 
     Under ZeRO-3 DeepSpeed's linear function (runtime/zero/linear.py, `zero3_linear_wrap`) keeps its input only after it
@@ -196,14 +265,14 @@ def skips_last_product(recipe: Recipe, ds_config: dict | None) -> bool:
     return zero_stage(ds_config) < 3 or recipe.model["model_type"] == "gpt2"
 
 
-def outside_bytes(model: dict, mode: str, tokens: int) -> float:
+def _outside_bytes(model: dict, mode: str, tokens: int) -> float:
     """Bytes that embeddings and the last norm move, forward and backward, for a micro-batch in 16 bit."""
     shape = shape_of(model)
     factor = table("kernels")["layers"][shape["model_type"]][mode]["outside"]
     return tokens * factor * layer_widths(shape, tokens)["hidden"]
 
 
-def loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu) -> float:
+def _loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu) -> float:
     """Bytes that the loss moves beside the head's products, in 16 bit."""
     vocab_size, hidden = recipe.model["vocab_size"], layer_widths(shape_of(recipe.model), tokens)["hidden"]
     kind = {"auto": "fused"}.get(recipe.loss["kind"], recipe.loss["kind"])

@@ -4,13 +4,10 @@ import math
 from dataclasses import asdict, dataclass, field
 
 from pretraining.ds_config import zero_stage
-from pretraining.planning.flops import flops_per_token
-from pretraining.planning.memory import ModelState, checkpoint_bytes
 from pretraining.planning.memory.need import state_of_recipe
-from pretraining.planning.memory.optimizers import optimizer_states
-from pretraining.planning.memory.precision import precision_of
-from pretraining.planning.memory.tensors import parameter_tensors
-from pretraining.planning.sizes import ModelSize, model_size
+from pretraining.planning.memory.states import ModelState, checkpoint_bytes, optimizer_states
+from pretraining.planning.memory.tensors import parameter_tensors, precision_of
+from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.recipe import Recipe, accumulation_steps
 
 
@@ -136,7 +133,7 @@ def token_bytes(vocab_size: int) -> int:
 
 
 def save_every(recipe: Recipe) -> int | None:
-    """Steps from one checkpoint to the next: all of the run's where they are not counted in steps; None: none is."""
+    """Steps from one checkpoint to the next: the whole run if they are not counted in steps; None if none is saved."""
     strategy, every = recipe.training.get("save_strategy", "steps"), recipe.training.get("save_steps", 500)
     if strategy == "no":
         return None

@@ -1,9 +1,13 @@
-"""Scaling laws: the best size and tokens for a budget, what over-training costs, what inference changes."""
+"""Scaling laws: the best size and tokens for a budget, what over-training costs, batch size and learning rate."""
 
+import argparse
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
+from pretraining.errors import UserError
 from pretraining.planning.constants import table
+from pretraining.planning.quantities import columns, count, facts, short, three_digits
+from pretraining.planning.workload import add_workload_arguments, workload_of
 
 PF_DAY = 8.64e19
 """FLOPs of one petaFLOP/s for a day."""
@@ -71,7 +75,7 @@ class ParametricLoss:
         return self.E + self.A * parameters**-self.alpha + self.B * tokens**-self.beta
 
     def tokens_for(self, loss: float, parameters: float) -> float:
-        """Tokens that bring a model of this size to `loss`; infinite where it is too small for it."""
+        """Tokens that bring a model of this size to `loss`; infinite if it is too small for it."""
         left = loss - self.E - self.A * parameters**-self.alpha
         return (self.B / left) ** (1 / self.beta) if left > 0 else math.inf
 
@@ -113,8 +117,8 @@ def kaplan_frontier() -> Frontier:
     return Frontier(scale * PF_DAY**-exponent, exponent, law["source"])
 
 
-def extrapolates(given: Allocation) -> str | None:
-    """What the laws were fitted on, where the allocation is far from it."""
+def _extrapolates(given: Allocation) -> str | None:
+    """What the laws were fitted on if the allocation is far from it, else None."""
     fitted = table("scaling_laws")["fitted_on"]
     pairs = ((given.parameters, fitted["parameters"]), (given.tokens, fitted["tokens"]))
     near = all(low / FAR <= value <= high * FAR for value, (low, high) in pairs)
@@ -164,3 +168,223 @@ def _power_law(xs: list[float], ys: list[float]) -> tuple[float, float]:
     products = sum((x - mean_x) * (y - mean_y) for x, y in zip(log_x, log_y, strict=True))
     exponent = products / sum((x - mean_x) ** 2 for x in log_x)
     return math.exp(mean_y - exponent * mean_x), exponent
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What one source would choose; None if it says nothing."""
+
+    learning_rate: float | None
+    batch_tokens: float | None
+    source: str
+
+
+def critical_batch_tokens(loss: float) -> float:
+    """Critical batch size in tokens at a training loss: B* / L^(1 / alpha_B), Kaplan et al. 2020, equation 1.4.
+
+    McCandlish et al. 2018 define it, Kaplan et al. fit it on WebText2; `loss` is in nats per token.
+    """
+    law = table("scaling_laws")["kaplan"]["critical_batch"]
+    return law["scale_tokens"] / loss ** (1 / law["exponent"])
+
+
+def _critical_batch_growth(tokens_factor: float) -> float:
+    """Growth of the critical batch with `tokens_factor` times the tokens (Zhang et al. 2024), at any size."""
+    return tokens_factor ** table("scaling_laws")["zhang"]["exponent"]
+
+
+def extra_tokens(batch_tokens: float, critical: float) -> float:
+    """Tokens needed over those of a tiny batch, 1 + B / B_crit (McCandlish et al. 2018, equation 2.11)."""
+    return 1 + batch_tokens / critical
+
+
+def extra_steps(batch_tokens: float, critical: float) -> float:
+    """Steps needed over those of a huge batch, 1 + B_crit / B (McCandlish et al. 2018, equation 2.11)."""
+    return 1 + critical / batch_tokens
+
+
+def step_law(parameters: float, tokens: float) -> Hint:
+    """Li et al. 2025 (Step Law), for AdamW; `parameters` without the vocabulary."""
+    law = table("scaling_laws")["step_law"]
+    rate, batch = law["learning_rate"], law["batch_tokens"]
+    return Hint(
+        rate["scale"] * parameters ** rate["parameters"] * tokens ** rate["tokens"],
+        batch["scale"] * tokens ** batch["tokens"],
+        law["source"],
+    )
+
+
+def deepseek(flops: float) -> Hint:
+    """DeepSeek LLM (2024), section 3.1, by training FLOPs."""
+    law = table("scaling_laws")["deepseek"]
+    rate, batch = law["learning_rate"], law["batch_tokens"]
+    return Hint(
+        rate["scale"] * flops ** rate["exponent"], batch["scale"] * flops ** batch["exponent"], law["source"]
+    )
+
+
+def gpt3(parameters: float) -> Hint:
+    """The row of GPT-3's table 2.1 whose size is nearest."""
+    law = table("scaling_laws")["gpt3"]
+    row = min(law["rows"], key=lambda row: abs(math.log(row["parameters"] / parameters)))
+    source = f"{law['source']}, the row of {row['parameters']:.3g} parameters"
+    return Hint(row["learning_rate"], row["batch_tokens"], source)
+
+
+def hints(parameters: float, tokens: float, flops: float) -> dict[str, Hint]:
+    """All of them, by name."""
+    return {
+        "GPT-3's nearest size": gpt3(parameters),
+        "Step Law": step_law(parameters, tokens),
+        "DeepSeek": deepseek(flops),
+    }
+
+
+class ChinchillaVerb:
+    """Compute-optimal size and tokens, over-training, batch and learning rate.
+
+    Give a budget of FLOPs, a size, a number of tokens, or a size and tokens to compare with the optimum.
+    The default is the corrected third approach (Besiroglu et al. 2024); all others stand beside it.
+    """
+
+    EXAMPLES = """  python -m pretraining.planning chinchilla --flops 5.76e23
+  python -m pretraining.planning chinchilla --parameters 7b
+  python -m pretraining.planning chinchilla --parameters 8b --tokens 15t
+  python -m pretraining.planning chinchilla --parameters 13b --inference_tokens 2t
+  python -m pretraining.planning chinchilla --recipe 30b --json"""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """What is given, and how much the model will be used."""
+        add_workload_arguments(parser)
+        parser.add_argument("--flops", type=count, metavar="C", help="training budget in FLOPs: 1e23")
+        parser.add_argument("--inference_tokens", type=count, metavar="D", help="tokens the model will serve")
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """Every approach's optimum for what is given, and what follows for the chosen allocation."""
+        given, name = _given(options)
+        optima = {approach: _optimum(frontier(approach), given) for approach in approaches()}
+        best = optima[DEFAULT]
+        has_both = given["parameters"] and given["tokens"]
+        chosen = Allocation(given["parameters"], given["tokens"]) if has_both else best
+        law = parametric_loss()
+        loss = law.loss(chosen.parameters, chosen.tokens)
+        return {
+            "given": {**given, "name": name},
+            "optima": {
+                approach: _numbers(each, frontier(approach).source) for approach, each in optima.items()
+            },
+            "kaplan": _numbers(kaplan_frontier().at_flops(best.flops), kaplan_frontier().source),
+            "extrapolates": _extrapolates(chosen),
+            "chosen": _numbers(chosen, "given" if has_both else DEFAULT),
+            "tokens_over_optimum": chosen.tokens / frontier().at_parameters(chosen.parameters).tokens,
+            "loss": loss,
+            "compute_over_optimum": compute_overhead(law, chosen),
+            "with_inference": _inference(law, chosen, loss, options.inference_tokens),
+            "critical_batch_tokens": critical_batch_tokens(loss),
+            "hints": {source: asdict(hint) for source, hint in _hints(chosen, given).items()},
+        }
+
+    def as_text(self, answer: dict) -> str:
+        """The optima as a table, then what they mean for the allocation."""
+        rows = [[name, *_cells(each)] for name, each in answer["optima"].items()]
+        rows.append(["Kaplan et al. 2020 (superseded)", *_cells(answer["kaplan"])])
+        table = columns(["compute-optimal by", "parameters", "tokens", "FLOPs", "tokens/parameter"], rows)
+        chosen, critical = answer["chosen"], answer["critical_batch_tokens"]
+        what = f"{short(chosen['parameters'])} parameters on {short(chosen['tokens'])} tokens"
+        lines = [
+            ("given", answer["given"]["name"]),
+            *(
+                [("beware", f"far from what was fitted: {answer['extrapolates']}")]
+                if answer["extrapolates"]
+                else []
+            ),
+            ("looked at", f"{what}, {three_digits(chosen['tokens_per_parameter'])} per parameter"),
+            ("tokens", f"{answer['tokens_over_optimum']:.2f} times those for which that size is optimal"),
+            ("predicted loss", f"{answer['loss']:.3f} nats a token (on Chinchilla's data and tokenizer)"),
+            ("training compute", f"{answer['compute_over_optimum']:.2f} times the optimum for that loss"),
+        ]
+        if inference := answer["with_inference"]:
+            words = f"{short(inference['parameters'])} parameters on {short(inference['tokens'])} tokens"
+            served = short(inference["inference_tokens"])
+            lines.append(
+                (f"with {served} tokens served", f"{words} reach it for {inference['saved']:.0%} less in all")
+            )
+        growth = f"twice the tokens raise it {_critical_batch_growth(2):.2f} times (Zhang et al. 2024)"
+        at_loss = f"{short(critical)} tokens at that loss (Kaplan et al. 2020, equation 1.4)"
+        lines.append(("critical batch", f"{at_loss}; {growth}"))
+        for name, hint in answer["hints"].items():
+            batch = hint["batch_tokens"]
+            effect = " and ".join(
+                f"{three_digits(times)} x {what}"
+                for what, times in (
+                    ("tokens", extra_tokens(batch, critical)),
+                    ("steps", extra_steps(batch, critical)),
+                )
+            )
+            lines.append(
+                (name, f"learning rate {hint['learning_rate']:.2g}, batch {short(batch)} tokens ({effect})")
+            )
+        return f"{table}\n\n{facts(lines)}"
+
+
+def _given(options: argparse.Namespace) -> tuple[dict, str]:
+    nothing = dict.fromkeys(("flops", "parameters", "without_vocabulary", "tokens"))
+    if options.flops:
+        if options.recipe or options.parameters or options.tokens or options.set or options.deepspeed:
+            raise UserError("--flops stands alone: the size and the tokens follow from it")
+        return {**nothing, "flops": options.flops}, f"{options.flops:.3g} FLOPs"
+    if options.tokens and not (options.recipe or options.parameters):
+        return {**nothing, "tokens": options.tokens}, f"{short(options.tokens)} tokens"
+    if not (options.recipe or options.parameters):
+        raise UserError("give one of --flops C, --parameters N, --tokens D or --recipe NAME")
+    workload = workload_of(options)
+    size = workload.size
+    given = {
+        **nothing,
+        "parameters": workload.active,
+        "without_vocabulary": size.active - size.embedding - size.parts.head if size else None,
+        "tokens": workload.tokens,
+    }
+    return given, workload.name
+
+
+def _optimum(frontier: Frontier, given: dict) -> Allocation:
+    if given["flops"]:
+        return frontier.at_flops(given["flops"])
+    if given["parameters"] and given["tokens"]:
+        return frontier.at_flops(6 * given["parameters"] * given["tokens"])
+    if given["parameters"]:
+        return frontier.at_parameters(given["parameters"])
+    return frontier.at_tokens(given["tokens"])
+
+
+def _numbers(allocation: Allocation, source: str) -> dict:
+    return {
+        "parameters": allocation.parameters,
+        "tokens": allocation.tokens,
+        "flops": allocation.flops,
+        "tokens_per_parameter": allocation.tokens_per_parameter,
+        "source": source,
+    }
+
+
+def _inference(law: ParametricLoss, chosen: Allocation, loss: float, served: float | None) -> dict | None:
+    """The allocation of the same loss that is cheapest over its life, and what it saves."""
+    if not served:
+        return None
+    best = with_inference(law, loss, served)
+    before, after = (each.flops + 2 * each.parameters * served for each in (chosen, best))
+    return {
+        **_numbers(best, "Sardana et al. 2024, equation 3"),
+        "inference_tokens": served,
+        "saved": 1 - after / before,
+    }
+
+
+def _hints(chosen: Allocation, given: dict) -> dict:
+    return hints(given["without_vocabulary"] or chosen.parameters, chosen.tokens, chosen.flops)
+
+
+def _cells(each: dict) -> list[str]:
+    numbers = [short(each["parameters"]), short(each["tokens"]), f"{each['flops']:.2e}"]
+    return [*numbers, three_digits(each["tokens_per_parameter"])]

@@ -5,12 +5,25 @@ from dataclasses import asdict
 
 from pretraining.planning.comparison import predicted
 from pretraining.planning.constants import table
-from pretraining.planning.findings import Found
-from pretraining.planning.forecast import Forecast, forecast
-from pretraining.planning.gate import check_plan
+from pretraining.planning.costs import (
+    NOT_COUNTED,
+    Forecast,
+    disk_words,
+    forecast,
+    mfu_words,
+    scaling_rows,
+    write_words,
+)
+from pretraining.planning.gate import Machine, check_plan
 from pretraining.planning.gpus import Gpu, all_gpus, find_gpu
-from pretraining.planning.memory.advice import shrink
-from pretraining.planning.memory.need import PHASES, MemoryNeed, memory_need, recomputed_one_in
+from pretraining.planning.memory.need import (
+    PHASES,
+    MemoryNeed,
+    host_words,
+    memory_need,
+    recomputed_one_in,
+    shrink,
+)
 from pretraining.planning.quantities import (
     columns,
     dollars,
@@ -24,10 +37,8 @@ from pretraining.planning.quantities import (
     short,
 )
 from pretraining.planning.run_plan import RunPlan, build_run_plan
-from pretraining.planning.stand_in import family_of
-from pretraining.planning.step_time import precision_of_products
-from pretraining.planning.verbs.cost import NOT_COUNTED, disk_words, mfu_words, scaling_rows, write_words
-from pretraining.planning.verbs.memory import host_words
+from pretraining.planning.shapes import family_of
+from pretraining.planning.throughput import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.recipe.model import value_of
@@ -95,7 +106,7 @@ def _fitting_gpus(recipe: Recipe, ds_config: dict | None, world_size: int) -> li
 
 
 def _verdict(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None) -> dict:
-    found = Found(gpu.memory_bytes, gpu, "bf16" in gpu.dense_peak_flops) if gpu else Found()
+    found = Machine(gpu.memory_bytes, gpu, "bf16" in gpu.dense_peak_flops) if gpu else Machine()
     verdict = check_plan(recipe, ds_config, world_size, found)
     return {
         "refusals": [asdict(each) for each in verdict.refusals],

@@ -1,12 +1,15 @@
 """The ZeRO stage, offload, micro-batch and activation checkpointing that fit so many GPUs and are predicted fastest."""
 
+import argparse
+import shlex
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
 from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
-from pretraining.planning.gpus import Gpu
+from pretraining.planning.gpus import Gpu, find_gpu
 from pretraining.planning.memory.buffers import unprotected_gradient
 from pretraining.planning.memory.need import (
     ROOMY,
@@ -18,8 +21,18 @@ from pretraining.planning.memory.need import (
     recomputed_share,
 )
 from pretraining.planning.memory.tensors import parameter_tensors
-from pretraining.planning.quantities import num_bytes, recomputation_text, several
-from pretraining.planning.step_time import step_time
+from pretraining.planning.quantities import (
+    columns,
+    count,
+    duration,
+    gpu_count,
+    num_bytes,
+    recomputation_text,
+    several,
+    share,
+)
+from pretraining.planning.throughput import scaling_over_nodes, step_time
+from pretraining.planning.workload import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import value_of
 from pretraining.refusals import check_run
@@ -31,6 +44,13 @@ RECOMPUTED = (0, 4, 2, 1)
 """Of how many layers one is recomputed; 0: nothing is."""
 SAME = 1.02
 """Step times, or needs of memory, that differ by no more than this factor count as equal: the model is not finer."""
+MOST = 6
+NOTE = """
+The fastest first, times within {same:.0%} counted as equal; each further row needs less memory than all above it.
+Of ways as fast as each other the first leaves {room:.0%} of the memory free, if one does, then has no offload,
+the fewest layers recomputed, the lowest stage and the largest micro-batch. What takes more than {tight:.0%} of the
+memory is chosen only if nothing else fits. Time is the longest of products, messages and kernel launches, plus
+offload. `ac`: of how many layers one is recomputed (activation checkpointing)."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +64,7 @@ class Candidate:
     """Of so many layers one is recomputed; 0: nothing is."""
     need: MemoryNeed
     step_seconds: float | None
-    """None where the GPU is not one of the table's."""
+    """None if the GPU is not one of the table's."""
     offload_seconds: float
     """Part of the step: transfers to the host, its optimizer, NVMe."""
     changes: tuple[str, ...]
@@ -70,33 +90,6 @@ class Candidate:
             **{name: getattr(self, name) for name in (*names, "arguments", "why")},
             "memory": self.need.to_dict(),
         }
-
-
-def candidates(
-    recipe: Recipe,
-    world_size: int,
-    gpu: Gpu | None = None,
-    mfu: float | None = None,
-    gpu_memory: float | None = None,
-    own_ds_config: bool = False,
-) -> Iterator[Candidate]:
-    """Every combination that divides the recipe's step, whether it fits or not.
-
-    Args:
-        gpu: for the step times; None leaves them out.
-        mfu: share of the dense peak without recomputation; None for the expected one.
-        gpu_memory: bytes of one GPU, in the table or not; None: a processor trains, or it is not known.
-        own_ds_config: the recipe's ds_config alone.
-    """
-    recomputed = sorted({*RECOMPUTED, recomputed_one_in(recipe)})
-    for way in [recipe.deepspeed] if own_ds_config else _ways(recipe, world_size, gpu):
-        for micro_batch in sorted({*MICRO_BATCHES, recipe.micro_batch}):
-            at_once = world_size * micro_batch * recipe.sequence_length
-            if any(size % at_once for size in recipe.step_sizes.all):
-                continue
-            for every_n_layers in recomputed:
-                variant = _variant(recipe, way, micro_batch, every_n_layers)
-                yield _candidate(variant, recipe, world_size, gpu, mfu, gpu_memory)
 
 
 def fitting(
@@ -133,6 +126,29 @@ def fitting(
     ]
 
 
+def worth_choosing(ways: list[Candidate]) -> list[Candidate]:
+    """Of ways in the order of `fitting` those that a choice is between, the best first.
+
+    No way beats one of them, and each needs less memory than every one before it.
+    """
+    totals, burdens = [each.need.total for each in ways], [_burdens(each) for each in ways]
+
+    def beaten(place: int) -> bool:
+        """Whether another way is as fast, smaller, and burdened by nothing that this one is free of."""
+        return any(
+            SAME * totals[other] < totals[place]
+            and each.step_seconds <= ways[place].step_seconds
+            and all(more <= here for more, here in zip(burdens[other], burdens[place], strict=True))
+            for other, each in enumerate(ways)
+        )
+
+    found: list[int] = []
+    for place in range(len(ways)):
+        if (not found or SAME * totals[place] < totals[found[-1]]) and not beaten(place):
+            found.append(place)
+    return [ways[place] for place in found]
+
+
 def nearest_fit(
     recipe: Recipe,
     world_size: int,
@@ -155,6 +171,33 @@ def nearest_fit(
     return min(fits, key=distance, default=None)
 
 
+def candidates(
+    recipe: Recipe,
+    world_size: int,
+    gpu: Gpu | None = None,
+    mfu: float | None = None,
+    gpu_memory: float | None = None,
+    own_ds_config: bool = False,
+) -> Iterator[Candidate]:
+    """Every combination that divides the recipe's step, whether it fits or not.
+
+    Args:
+        gpu: for the step times; None leaves them out.
+        mfu: share of the dense peak without recomputation; None for the expected one.
+        gpu_memory: bytes of one GPU, in the table or not; None: a processor trains, or it is not known.
+        own_ds_config: the recipe's ds_config alone.
+    """
+    recomputed = sorted({*RECOMPUTED, recomputed_one_in(recipe)})
+    for way in [recipe.deepspeed] if own_ds_config else _ways(recipe, world_size, gpu):
+        for micro_batch in sorted({*MICRO_BATCHES, recipe.micro_batch}):
+            at_once = world_size * micro_batch * recipe.sequence_length
+            if any(size % at_once for size in recipe.step_sizes.all):
+                continue
+            for every_n_layers in recomputed:
+                variant = _variant(recipe, way, micro_batch, every_n_layers)
+                yield _candidate(variant, recipe, world_size, gpu, mfu, gpu_memory)
+
+
 @cache
 def _config(way: str | None) -> dict | None:
     return load_ds_config(way) if way else None
@@ -163,7 +206,7 @@ def _config(way: str | None) -> dict | None:
 def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     """The recipe's own ds_config and the shipped ones that `train.py` accepts with it (refusals.py).
 
-    hpZ only where its eight ranks are a node among several.
+    hpZ only if its eight ranks are a node among several.
     """
     node = gpu.gpus_per_node if gpu else 8
     hpz = node == 8 and world_size > 8 and world_size % 8 == 0
@@ -229,29 +272,6 @@ def _changes(variant: Recipe, recipe: Recipe) -> tuple[str, ...]:
     return tuple(changes)
 
 
-def worth_choosing(ways: list[Candidate]) -> list[Candidate]:
-    """Of ways in the order of `fitting` those that a choice is between, the best first.
-
-    No way beats one of them, and each needs less memory than every one before it.
-    """
-    totals, burdens = [each.need.total for each in ways], [_burdens(each) for each in ways]
-
-    def beaten(place: int) -> bool:
-        """Whether another way is as fast, smaller, and burdened by nothing that this one is free of."""
-        return any(
-            SAME * totals[other] < totals[place]
-            and each.step_seconds <= ways[place].step_seconds
-            and all(more <= here for more, here in zip(burdens[other], burdens[place], strict=True))
-            for other, each in enumerate(ways)
-        )
-
-    found: list[int] = []
-    for place in range(len(ways)):
-        if (not found or SAME * totals[place] < totals[found[-1]]) and not beaten(place):
-            found.append(place)
-    return [ways[place] for place in found]
-
-
 def _burdens(each: Candidate) -> tuple[bool, float, int]:
     """What a way costs beyond its predicted time: offload, layers computed twice, waits.
 
@@ -300,3 +320,121 @@ def _nothing_fits(
         f"({largest} {num_bytes(best.need.parts[largest])}); {instead}take more or larger GPUs, or a shorter "
         "data.sequence_length"
     )
+
+
+class FitVerb:
+    """The stage, offload, micro-batch and activation checkpointing that fit, predicted fastest first."""
+
+    EXAMPLES = """  python -m pretraining.planning fit --recipe 7b --world_size 8 --gpu A100
+  python -m pretraining.planning fit --recipe 30b --world_size 8 --gpu H200 --top 3 --json"""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The recipe, the GPUs, and which ways to show."""
+        add_workload_arguments(parser)
+        parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
+        parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
+        parser.add_argument(
+            "--memory", type=count, metavar="BYTES", help="of one GPU, instead of the table's: 80e9"
+        )
+        parser.add_argument(
+            "--mfu",
+            type=share,
+            metavar="SHARE",
+            help="share of the dense peak where no layer is recomputed",
+        )
+        parser.add_argument(
+            "--top", type=gpu_count, metavar="K", help=f"ways to show (default {MOST}, with --all every one)"
+        )
+        parser.add_argument(
+            "--all",
+            action="store_true",
+            help="show every way that fits, not only those that a choice is between",
+        )
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """The fastest way, and those that need less memory; with `--deepspeed` those of that ds_config alone."""
+        workload, gpu = workload_of(options), find_gpu(options.gpu)
+        if workload.recipe is None:
+            raise UserError("the search needs the model's shape: give --recipe NAME (and --set to change it)")
+        limit = options.memory or gpu.memory_bytes
+        own = options.deepspeed is not None
+        found = fitting(workload.recipe, options.world_size, gpu, limit, options.mfu, own)
+        chosen = worth_choosing(found)
+        shown = found if options.all else chosen
+        top = options.top or (len(shown) if options.all else MOST)
+        return {
+            "name": workload.name,
+            "gpu": gpu.name,
+            "memory_bytes": limit,
+            "world_size": options.world_size,
+            "scaling": scaling_over_nodes(gpu, options.world_size),
+            "fitting": len(found),
+            "ways": [each.to_dict() for each in shown[:top]],
+            "command": _command(options, workload.recipe, chosen[0], gpu),
+        }
+
+    def as_text(self, answer: dict) -> str:
+        """A table, the best first, and what to type for it."""
+        header = ["ds_config", "micro-batch", "accumulation", "ac", "memory", "step", "why"]
+        rows = [_row(way) for way in answer["ways"]]
+        title = f"{answer['name']} on {answer['world_size']:,} x {answer['gpu']}: {_how_many(answer)}"
+        scaling = answer["scaling"]
+        note = NOTE.format(same=SAME - 1, room=1 - ROOMY, tight=TIGHT)
+        note += f" {several(scaling['nodes'], 'node')}: {scaling['assumption']}." if scaling else ""
+        where = "on each node, with the name of the first in place of node0:\n" if scaling else ""
+        return f"{title}\n\n{_table(header, rows)}\n{_filled(note)}\n\n{where}{_wrapped(answer['command'])}"
+
+
+def _command(options: argparse.Namespace, recipe: Recipe, best: Candidate, gpu: Gpu) -> str:
+    """What to type for the best way: launcher, what was given, and after it what the search changes."""
+    given = [*_launcher(options.world_size, gpu.gpus_per_node, recipe.name), "train.py", *recipe.words]
+    if options.deepspeed and recipe.deepspeed == best.deepspeed:
+        given += ["--deepspeed", options.deepspeed]
+    return " ".join([shlex.join(given), *best.changes])
+
+
+def _launcher(num_gpus: int, gpus_per_node: int, name: str) -> list[str]:
+    """Of one node deepspeed; of several, as equal as they come, torchrun, which is typed on each of them."""
+    nodes = next(n for n in range(-(-num_gpus // gpus_per_node), num_gpus + 1) if num_gpus % n == 0)
+    if nodes == 1:
+        return ["deepspeed", f"--num_gpus={num_gpus}"]
+    ranks = [f"--nnodes={nodes}", f"--nproc_per_node={num_gpus // nodes}"]
+    return ["torchrun", *ranks, "--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500", f"--rdzv_id={name}"]
+
+
+def _how_many(answer: dict) -> str:
+    fitting, shown = answer["fitting"], len(answer["ways"])
+    words = f"{several(fitting, 'way')} {'fits' if fitting == 1 else 'fit'}"
+    return words if shown == fitting else f"{words}, {shown} worth a choice are shown; --all shows every one"
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 118, initial_indent="\n", break_on_hyphens=False)
+
+
+def _wrapped(command: str) -> str:
+    """As a shell takes it, an option of train.py a line."""
+    words = [shlex.quote(word) for word in shlex.split(command)]
+    options = words.index("train.py") + 1
+    lines = [f" \\\n    {word}" if word.startswith("--") else f" {word}" for word in words[options:]]
+    return " ".join(words[:options]) + "".join(lines)
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    """Numbers to the right, names and reasons to the left."""
+    width = max(len(row[-1]) for row in rows)
+    return columns(
+        [*header[:-1], header[-1].ljust(width)], [[*row[:-1], row[-1].ljust(width)] for row in rows]
+    )
+
+
+def _row(way: dict) -> list[str]:
+    return [
+        way["deepspeed"] or "none",
+        str(way["micro_batch"]),
+        str(way["accumulation"]),
+        str(way["every_n_layers"] or "no"),
+        num_bytes(way["memory"]["total"]),
+        duration(way["step_seconds"]),
+        way["why"],
+    ]

@@ -1,10 +1,13 @@
-"""Exact parameter counts, part by part: by formula for the known architectures, by building for all others."""
+"""Parameters, part by part, and FLOPs per token, in every way the field counts them."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
-from pretraining.planning.counted import HOW, CountedModel, count_model
+from pretraining.planning.shapes import HOW, CountedModel, Widths, count_model, is_mixture, widths_of
 from pretraining.recipe import model_with_defaults
 from pretraining.recipe.model import is_exact
+
+BACKWARD = 2
+"""The backward pass costs twice the forward pass: one product for the inputs' gradients, one for the weights'."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class PartSizes:
     """The matrices that choose among the experts."""
     norms: int
     head: int
-    """Output projection; 0 where it is tied to the token table."""
+    """Output projection; 0 if it is tied to the token table."""
 
     @property
     def total(self) -> int:
@@ -52,7 +55,7 @@ class ModelSize:
     """Whether the head is the token table."""
     parts: PartSizes
     counted: str | None = None
-    """How, where not by formula."""
+    """How it was counted; None by formula."""
 
     @property
     def non_embedding(self) -> int:
@@ -87,7 +90,7 @@ def model_size(model: dict) -> ModelSize:
         active=active,
         matmul=in_layers + counted.head,
         head=counted.head,
-        num_layers=shape["n_layer"] if shape["model_type"] == "gpt2" else shape["num_hidden_layers"],
+        num_layers=widths_of(shape).layers,
         attention_width=counted.attention_width,
         tied=bool(shape["tie_word_embeddings"]),
         parts=parts,
@@ -122,8 +125,9 @@ def _of_counted(facts: CountedModel) -> ModelSize:
 
 def _gpt2(shape: dict) -> _Counted:
     """GPT-2 (Radford et al. 2019): learned positions, biases everywhere, LayerNorm with bias."""
-    width, layers = shape["n_embd"], shape["n_layer"]
-    inner, head = shape["n_inner"] or 4 * width, shape["vocab_size"] * width
+    widths = widths_of(shape)
+    width, layers, inner = widths.hidden, widths.layers, widths.inner
+    head = shape["vocab_size"] * width
     parts = PartSizes(
         embedding=(shape["vocab_size"] + shape["n_positions"]) * width,
         attention=layers * (_linear(width, 3 * width, bias=True) + _linear(width, width, bias=True)),
@@ -138,13 +142,13 @@ def _gpt2(shape: dict) -> _Counted:
 
 def _llama_like(shape: dict) -> _Counted:
     """Llama, Qwen3, Mixtral and Qwen3-MoE: rotary positions, RMSNorm, gated MLPs, grouped-query attention."""
-    width, layers, heads = shape["hidden_size"], shape["num_hidden_layers"], shape["num_attention_heads"]
-    head_size = shape["head_dim"] or width // heads
-    sparse, experts = _moe_layers(shape), _num_experts(shape)
-    expert, table = 3 * width * _expert_width(shape), shape["vocab_size"] * width
-    attention, attention_biases = _attention(shape, heads, head_size)
-    mlp, mlp_biases = _gated_mlp(shape)
-    head_norms = 2 * head_size if shape["model_type"].startswith("qwen3") else 0
+    widths = widths_of(shape)
+    width, layers, experts = widths.hidden, widths.layers, widths.experts
+    sparse = sum(is_mixture(shape, layer) for layer in range(layers))
+    expert, table = 3 * width * widths.expert_inner, shape["vocab_size"] * width
+    attention, attention_biases = _attention(shape, widths)
+    mlp, mlp_biases = _gated_mlp(shape, widths)
+    head_norms = 2 * widths.head_size if shape["model_type"].startswith("qwen3") else 0
     parts = PartSizes(
         embedding=table,
         attention=layers * attention,
@@ -154,45 +158,73 @@ def _llama_like(shape: dict) -> _Counted:
         norms=layers * (2 * width + head_norms) + width,
         head=0 if shape["tie_word_embeddings"] else table,
     )
-    idle = sparse * (experts - shape.get("num_experts_per_tok", 0)) * expert
+    idle = sparse * (experts - widths.chosen_experts) * expert
     biases = layers * attention_biases + (layers - sparse) * mlp_biases
-    return _Counted(parts, table, idle, biases, heads * head_size)
+    return _Counted(parts, table, idle, biases, widths.queries)
 
 
-def _attention(shape: dict, heads: int, head_size: int) -> tuple[int, int]:
+def _attention(shape: dict, widths: Widths) -> tuple[int, int]:
     """Parameters of one layer's projections, and how many of them are biases."""
-    width, bias = shape["hidden_size"], bool(shape.get("attention_bias"))
-    queries, key_values = heads * head_size, (shape["num_key_value_heads"] or heads) * head_size
-    parameters = _linear(width, queries, bias) + 2 * _linear(width, key_values, bias)
-    parameters += _linear(queries, width, bias)
-    return parameters, bias * (queries + 2 * key_values + width)
+    hidden, queries, keys = widths.hidden, widths.queries, widths.keys
+    bias = bool(shape.get("attention_bias"))
+    parameters = _linear(hidden, queries, bias) + 2 * _linear(hidden, keys, bias)
+    parameters += _linear(queries, hidden, bias)
+    return parameters, bias * (queries + 2 * keys + hidden)
 
 
-def _gated_mlp(shape: dict) -> tuple[int, int]:
+def _gated_mlp(shape: dict, widths: Widths) -> tuple[int, int]:
     """Parameters of one dense gated MLP, and how many of them are biases."""
-    width, inner, bias = shape["hidden_size"], shape["intermediate_size"], bool(shape.get("mlp_bias"))
-    parameters = 2 * _linear(width, inner, bias) + _linear(inner, width, bias)
-    return parameters, bias * (2 * inner + width)
+    hidden, inner, bias = widths.hidden, widths.inner, bool(shape.get("mlp_bias"))
+    parameters = 2 * _linear(hidden, inner, bias) + _linear(inner, hidden, bias)
+    return parameters, bias * (2 * inner + hidden)
 
 
 def _linear(inputs: int, outputs: int, bias: bool) -> int:
     return inputs * outputs + (outputs if bias else 0)
 
 
-def _num_experts(shape: dict) -> int:
-    return shape.get("num_local_experts") or shape.get("num_experts") or 0
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """FLOPs of one token; a multiply-add is two."""
+
+    parameters: int
+    """6 N over the entries of the matrices a token meets, head included, attention's scores left out."""
+    six_n_total: int
+    """6 N over all active parameters, embeddings included: Hoffmann et al. 2022's C = 6 N D."""
+    forward: int
+    """Forward pass, every product, causal mask not credited."""
+    training: int
+    """Forward and backward, causal mask not credited: 6 N + 12 L H Q T (PaLM, appendix B)."""
+    training_causal: int
+    """The same with the masked half of the scores left out: 6 N + 6 L H Q T."""
+    recomputed: int
+    """What activation checkpointing of every layer adds: each layer's forward pass once more, the head's not."""
+
+    @property
+    def hardware(self) -> int:
+        """Training with every layer recomputed: what hardware FLOPs utilization (HFU) counts."""
+        return self.training + self.recomputed
+
+    def to_dict(self) -> dict:
+        """The counts and their sum."""
+        return {**asdict(self), "hardware": self.hardware}
 
 
-def _expert_width(shape: dict) -> int:
-    return shape.get("moe_intermediate_size") or shape["intermediate_size"]
+def flops_per_token(size: ModelSize, sequence_length: int) -> FlopsPerToken:
+    """Count the FLOPs of a token in a sequence of `sequence_length` tokens.
 
-
-def _moe_layers(shape: dict) -> int:
-    """Layers whose MLP is a mixture of experts."""
-    layers = shape["num_hidden_layers"]
-    if shape["model_type"] == "mixtral":
-        return layers
-    if shape["model_type"] != "qwen3_moe" or not shape["num_experts"]:
-        return 0
-    dense, every = set(shape["mlp_only_layers"] or []), shape["decoder_sparse_step"]
-    return sum(layer not in dense and (layer + 1) % every == 0 for layer in range(layers))
+    A product with a matrix of n entries is 2 n (Kaplan et al. 2020, table 1). The scores and their product
+    with the values are 2 x 2 L H Q T without the mask: PaLM (Chowdhery et al. 2022), appendix B. With every
+    layer recomputed the sum is equation 3 of Narayanan et al. 2021: 96 l h^2 (1 + s / 6h + V / 16lh) a token
+    for GPT. Softmax, norms, biases and activations are not counted, nor is the look-up of the embedding.
+    """
+    scores = 4 * size.num_layers * size.attention_width * sequence_length
+    forward = 2 * size.matmul + scores
+    return FlopsPerToken(
+        parameters=6 * size.matmul,
+        six_n_total=6 * size.active,
+        forward=forward,
+        training=(1 + BACKWARD) * forward,
+        training_causal=(1 + BACKWARD) * (forward - scores // 2),
+        recomputed=forward - 2 * size.head,
+    )

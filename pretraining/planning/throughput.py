@@ -1,48 +1,19 @@
-"""Tokens per second and hours: from a utilization, and from what the links must carry."""
+"""Seconds of one optimizer step: its products, its messages, and what offloading moves."""
 
-import json
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-from pretraining.errors import UserError
+from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
 from pretraining.planning.constants import table
-from pretraining.planning.flops import flops_per_token
-from pretraining.planning.gpus import Gpu, find_gpu
-from pretraining.planning.machine_rates import kept_rates
-from pretraining.planning.sizes import ModelSize
-from pretraining.schema import REPOSITORY, display_path
+from pretraining.planning.gpus import Gpu, kept_rates
+from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
+from pretraining.planning.memory.tensors import precision_of
+from pretraining.planning.roofline import ceiling, expected_utilization, recipe_utilization, tokens_per_second
+from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
+from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.refusals import compiled_part
 
-RESULTS = REPOSITORY / "benchmarks" / "results"
-SAME_SIZE = 1.25
-"""Models whose parameters differ by no more than this factor count as the same size."""
-
-
-@dataclass(frozen=True)
-class Utilization:
-    """A model FLOPs utilization (share of the dense peak) and where it comes from."""
-
-    mfu: float
-    """Where nothing is recomputed."""
-    source: str
-    assumed: bool
-    """Neither given nor measured here: it knows nothing of this run's messages."""
-
-
-@dataclass(frozen=True)
-class Communication:
-    """Bytes that one rank sends in one optimizer step."""
-
-    gradients: float
-    parameters: float
-    """Gathered weights; with hpZ only what crosses nodes."""
-    inside_node: float
-    """What hpZ gathers inside the node instead."""
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.gradients + self.parameters + self.inside_node
+ADAM_BYTES = 28
+"""Moved by the CPU optimizer for one element: fp32 gradient, master and moments read, the last three written."""
 
 
 @dataclass(frozen=True)
@@ -76,65 +47,104 @@ class StepTime:
         return max(parts, key=parts.get)
 
 
-def expected_utilization(
-    gpu: Gpu, parameters: int, results: Path = RESULTS, recomputation: float = 1.0
-) -> Utilization:
-    """What this repository measured on this GPU at this size, else the assumption of tables/rates.json.
-
-    A measurement is a line of benchmarks/results/*.jsonl with `mfu` and `parameters` beside the device's name.
+def step_time(
+    recipe: Recipe,
+    ds_config: dict | None,
+    world_size: int,
+    gpu: Gpu,
+    mfu: float | None = None,
+    precision: str | None = None,
+) -> StepTime:
+    """The step of a recipe on `world_size` GPUs.
 
     Args:
-        recomputation: FLOPs with every layer recomputed over those without. A line is raised by as much of it as
-            its `recomputes`, the share of the layers that were recomputed.
-    """
-    found = [row for row in measured_utilizations(results) if _is_like(row, gpu, parameters)]
-    if found:
-        row = max(found, key=lambda row: row.get("when", ""))
-        source = f"measured by benchmarks/{row['benchmark']}.py on {row['environment']['device']}"
-        mfu = row["mfu"] * (1 + row.get("recomputes", 0) * (recomputation - 1))
-        return Utilization(mfu, f"{source}, {row.get('when', 'undated')}", assumed=False)
-    assumed = table("rates")["mfu"]
-    entry = assumed.get(gpu.name, assumed["*"])
-    return Utilization(entry["value"], entry["source"], assumed=True)
-
-
-@cache
-def measured_utilizations(results: Path) -> tuple[dict, ...]:
-    """The kept results that tell a utilization.
+        mfu: share of the dense peak without recomputation; None for the expected one.
+        precision: of the products; None for the recipe's.
 
     Raises:
-        UserError: a line that is not JSON.
+        UserError: the ranks do not divide the recipe's step, or the GPU lacks the precision.
     """
-    files = {path: path.read_text(encoding="utf-8").splitlines() for path in sorted(results.glob("*.jsonl"))}
-    rows = [_row(path, n, line) for path in files for n, line in enumerate(files[path], 1) if '"mfu"' in line]
-    return tuple(row for row in rows if row.get("mfu") and row.get("parameters"))
+    accumulation = accumulation_steps(recipe, world_size)
+    precision = precision or precision_of_products(recipe)
+    used = None
+    if not mfu:
+        at_best = ceiling(recipe, ds_config, world_size, gpu, precision)
+        used = recipe_utilization(recipe, gpu, at_best)
+    time = predicted_step_seconds(
+        model_size(recipe.model),
+        recipe.sequence_length,
+        recipe.tokens_per_step,
+        world_size,
+        gpu,
+        stage=zero_stage(ds_config),
+        accumulation=accumulation,
+        mfu=used.mfu if used else mfu,
+        precision=precision,
+        recomputed=recomputed_share(recomputed_one_in(recipe)),
+        width=precision_of(recipe, ds_config).weights,
+        hpz=(ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1),
+    )
+    if used and used.assumed:
+        time = replace(time, compute_seconds=accumulation * sum(at_best.seconds.values()))
+    return replace(
+        time,
+        offload_seconds=_offload_seconds(recipe, ds_config, world_size, accumulation, gpu),
+        launch_seconds=_launch_seconds(recipe, ds_config, accumulation),
+    )
 
 
-def _row(path: Path, number: int, line: str) -> dict:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{display_path(path)}: line {number}: not JSON ({error}); remove it") from None
+def precision_of_products(recipe: Recipe) -> str:
+    """bf16, fp16, tf32 or fp32, as the recipe's `training` says."""
+    return next((name for name in ("bf16", "fp16", "tf32") if recipe.training.get(name)), "fp32")
 
 
-def _is_like(row: dict, gpu: Gpu, parameters: int) -> bool:
-    try:
-        device = find_gpu(row["environment"]["device"])
-    except (UserError, KeyError):
-        return False
-    return device == gpu and 1 / SAME_SIZE <= row["parameters"] / parameters <= SAME_SIZE
+def predicted_step_seconds(
+    size: ModelSize,
+    sequence_length: int,
+    tokens_per_step: int,
+    num_gpus: int,
+    gpu: Gpu,
+    *,
+    stage: int = 0,
+    accumulation: int = 1,
+    mfu: float | None = None,
+    precision: str | None = None,
+    recomputed: float = 0.0,
+    width: int = 2,
+    hpz: int = 1,
+) -> StepTime:
+    """Seconds of one optimizer step of data-parallel training.
+
+    Args:
+        mfu: share of the dense peak without recomputation; None for the expected one.
+        precision: of the products; None for the GPU's training precision.
+        recomputed: share of the layers under activation checkpointing: the kernels run as fast, on more FLOPs.
+        width: bytes an element that is sent; 4 if the weights are held in fp32, under autocast too.
+    """
+    precision = precision or gpu.training_precision
+    counted = flops_per_token(size, sequence_length)
+    ratio = counted.hardware / counted.training
+    mfu = mfu or expected_utilization(gpu, size.total, recomputation=ratio).mfu
+    flops = counted.training + recomputed * counted.recomputed
+    rate = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), mfu)
+    volume = communication(size.total, stage, num_gpus, accumulation, width, hpz)
+    return StepTime(tokens_per_step / rate, communication_seconds(volume, gpu, num_gpus))
 
 
-def tokens_per_second(flops: float, num_gpus: int, peak_flops: float, mfu: float) -> float:
-    """Tokens per second of all GPUs, at `flops` FLOPs a token (the MFU's definition, PaLM appendix B)."""
-    return num_gpus * peak_flops * mfu / flops
+@dataclass(frozen=True)
+class Communication:
+    """Bytes that one rank sends in one optimizer step."""
 
+    gradients: float
+    parameters: float
+    """Gathered weights; with hpZ only what crosses nodes."""
+    inside_node: float
+    """What hpZ gathers inside the node instead."""
 
-def model_flops_utilization(
-    tokens_per_second: float, flops: float, num_gpus: int, peak_flops: float
-) -> float:
-    """MFU: the share of the dense peak spent on `flops` FLOPs a token (PaLM, section 4.1 and appendix B)."""
-    return tokens_per_second * flops / (num_gpus * peak_flops)
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.gradients + self.parameters + self.inside_node
 
 
 def communication(
@@ -177,7 +187,7 @@ def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> fl
 
 
 def scaling_over_nodes(gpu: Gpu, num_gpus: int, utilization_is_assumed: bool = True) -> dict | None:
-    """{"nodes", "assumption"} of GPUs that lie in more than one node; None in one.
+    """{"nodes", "assumption"} of GPUs in more than one node; None in one.
 
     The tables hold no measured loss between nodes: time has a lower bound by the links' peaks, and nothing more.
     """
@@ -191,44 +201,31 @@ def scaling_over_nodes(gpu: Gpu, num_gpus: int, utilization_is_assumed: bool = T
     return {"nodes": nodes, "assumption": f"{words}; latency, congestion and slow nodes are not counted"}
 
 
-def predicted_step_seconds(
-    size: ModelSize,
-    sequence_length: int,
-    tokens_per_step: int,
-    num_gpus: int,
-    gpu: Gpu,
-    *,
-    stage: int = 0,
-    accumulation: int = 1,
-    mfu: float | None = None,
-    precision: str | None = None,
-    recomputed: float = 0.0,
-    width: int = 2,
-    hpz: int = 1,
-) -> StepTime:
-    """Seconds of one optimizer step of data-parallel training.
+def _launch_seconds(recipe: Recipe, ds_config: dict | None, accumulation: int) -> float:
+    """Of all micro-batches of a rank; not known of compiled models, which launch fewer kernels."""
+    if compiled_part(recipe, ds_config) != "none":
+        return 0.0
+    layers = model_size(recipe.model).num_layers
+    return accumulation * layers * table("rates")["launch_seconds_per_layer"]["value"]
 
-    Args:
-        mfu: share of the dense peak without recomputation; None for the expected one.
-        precision: of the products; None for the GPU's training precision.
-        recomputed: share of the layers under activation checkpointing: the kernels run as fast, on more FLOPs.
-        width: bytes an element that is sent; 4 where the weights are held in fp32, under autocast too.
+
+def _offload_seconds(
+    recipe: Recipe, config: dict | None, world_size: int, accumulation: int, gpu: Gpu
+) -> float:
+    """Gradients to the host once a micro-batch, weights back once a step, the CPU's optimizer, NVMe both ways.
+
+    Nothing overlapped; rates are tables/memory.json's and the GPU's PCIe (ZeRO-Offload, Ren et al. 2021, section 4).
     """
-    precision = precision or gpu.training_precision
-    counted = flops_per_token(size, sequence_length)
-    ratio = counted.hardware / counted.training
-    mfu = mfu or expected_utilization(gpu, size.total, recomputation=ratio).mfu
-    flops = counted.training + recomputed * counted.recomputed
-    rate = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), mfu)
-    volume = communication(size.total, stage, num_gpus, accumulation, width, hpz)
-    return StepTime(tokens_per_step / rate, communication_seconds(volume, gpu, num_gpus))
-
-
-def pipeline_bubble(stages: int, microbatches: int, chunks: int = 1) -> float:
-    """Idle time over ideal time of a pipeline, (p - 1) / (v m): Narayanan et al. 2021, section 2.2.
-
-    Args:
-        microbatches: m, per pipeline and optimizer step.
-        chunks: v, model chunks per GPU of the interleaved schedule.
-    """
-    return (stages - 1) / (chunks * microbatches)
+    rates, share = table("memory"), model_size(recipe.model).total / world_size
+    in_node = min(world_size, gpu.gpus_per_node)
+    seconds = 0.0
+    if optimizer_device(config) != "gpu":
+        seconds += 2 * share * (accumulation + 1) / gpu.pcie_bytes_per_second
+        seconds += ADAM_BYTES * share * in_node / rates["host_bandwidth_bytes_per_second"]["value"]
+    if optimizer_device(config) == "nvme":
+        seconds += 2 * 12 * share * in_node / rates["nvme_bytes_per_second"]["value"]
+    if parameter_device(config) == "nvme":
+        seconds += 2 * 2 * share * in_node * accumulation / rates["nvme_bytes_per_second"]["value"]
+    elif parameter_device(config) == "cpu":
+        seconds += 2 * 2 * share * accumulation / gpu.pcie_bytes_per_second
+    return seconds

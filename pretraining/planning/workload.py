@@ -1,14 +1,21 @@
 """What a question about planning is asked of: a recipe, or a size and a number of tokens."""
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from pretraining.errors import UserError
-from pretraining.planning.flops import FlopsPerToken, flops_per_token
-from pretraining.planning.quantities import count, short
-from pretraining.planning.sizes import ModelSize, model_size
+from pretraining.planning.quantities import columns, count, facts, short, three_digits
+from pretraining.planning.sizes import FlopsPerToken, ModelSize, flops_per_token, model_size
 from pretraining.recipe import Recipe, recipe_schema
 from pretraining.refusals import load_run
+
+COUNTS = {
+    "parameters": "6 N, matrices a token meets",
+    "six_n_total": "6 N, all active parameters",
+    "training_causal": "with attention, causal half",
+    "training": "with attention, in full (MFU)",
+    "hardware": "with recomputed layers (HFU)",
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
     if options.set or options.deepspeed:
         raise UserError("--set and --deepspeed change a recipe: give --recipe NAME instead of --parameters")
     n = options.parameters
-    # 6 N (Kaplan et al. 2020); another forward pass where the layers are recomputed
+    # 6 N (Kaplan et al. 2020); another forward pass if the layers are recomputed
     return Workload(
         f"{short(n)} parameters", n, n, options.tokens, 6 * n, 8 * n, None, None, None, None, None
     )
@@ -100,3 +107,67 @@ def _with_tokens(recipe: Recipe, tokens: float) -> Recipe:
     # a command that is made of this recipe says them too
     overrides = (*recipe.overrides, f"budget.tokens={whole}")
     return replace(recipe, budget={**recipe.budget, "tokens": whole}, overrides=overrides)
+
+
+class FlopsVerb:
+    """Parameters by part and FLOPs per token, in every convention.
+
+    6 N D, the exact count with attention (causal mask credited or not), and what recomputation adds.
+    """
+
+    EXAMPLES = """  python -m pretraining.planning flops --recipe 30b
+  python -m pretraining.planning flops --recipe 7b --set model.max_position_embeddings=32768 --json
+  python -m pretraining.planning flops --parameters 175b --tokens 300b"""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """A recipe, or a size and tokens."""
+        add_workload_arguments(parser)
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """Counts per token and over all tokens."""
+        workload = workload_of(options)
+        per_token = _per_token(workload)
+        tokens = workload.tokens
+        return {
+            "name": workload.name,
+            "parameters": workload.parameters,
+            "active_parameters": workload.active,
+            "parts": asdict(workload.size.parts) if workload.size else None,
+            "tied": workload.size.tied if workload.size else None,
+            "sequence_length": workload.sequence_length,
+            "tokens": tokens,
+            "flops_per_token": per_token,
+            "flops": {name: flops * tokens for name, flops in per_token.items()} if tokens else None,
+            "petaflop_days": workload.training_flops_per_token * tokens / 8.64e19 if tokens else None,
+        }
+
+    def as_text(self, answer: dict) -> str:
+        """The parts, then the counts."""
+        rows = [("model", answer["name"]), ("parameters", f"{answer['parameters']:,.0f}")]
+        if answer["active_parameters"] != answer["parameters"]:
+            rows.append(("active per token", f"{answer['active_parameters']:,.0f}"))
+        for part, number in (answer["parts"] or {}).items():
+            if number or part == "head":
+                rows.append((f"  {part}", f"{number:,}" if number else "tied to the embedding"))
+        if answer["tokens"]:
+            rows.append(("tokens", f"{answer['tokens']:,.0f}"))
+            rows.append(("petaFLOP/s-days", three_digits(answer["petaflop_days"])))
+        if answer["sequence_length"]:
+            rows.append(("sequence length", f"{answer['sequence_length']:,}"))
+        return facts(rows) + "\n\n" + _table(answer)
+
+
+def _per_token(workload: Workload) -> dict:
+    if workload.counted is None:
+        return {"six_n_total": 6 * workload.parameters}
+    return workload.counted.to_dict()
+
+
+def _table(answer: dict) -> str:
+    per_token, total = answer["flops_per_token"], answer["flops"]
+    lines = [
+        [words, short(per_token[name]), f"{total[name]:.3e}" if total else "-"]
+        for name, words in COUNTS.items()
+        if name in per_token
+    ]
+    return columns(["FLOPs, forward and backward", "per token", "all tokens"], lines)

@@ -75,6 +75,7 @@ def _try_lock(path: Path) -> TextIO | None:
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The last holder may have removed the file between the two: a lock on it would keep nobody out.
         if os.path.samestat(path.stat(), os.fstat(file.fileno())):
             return file
     except (BlockingIOError, FileNotFoundError):

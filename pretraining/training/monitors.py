@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from transformers import TrainerCallback
 
-from pretraining.planning import RunPlan
+from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.gradients import LayerNormsCallback, NoiseScaleCallback

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
 
 from pretraining.command_line import ranks_here, started_by_launcher
 from pretraining.errors import UserError
-from pretraining.planning.findings import Found
+from pretraining.planning.gate import Machine
 from pretraining.planning.gpus import cuda_needs, known_gpu
 from pretraining.runtime.exit_codes import HANG
 from pretraining.runtime.heartbeat import process_fields
@@ -400,17 +400,17 @@ def _parent_of(process: int) -> int:
     return int(fields[1]) if fields else 0
 
 
-def find_machine(run_folder: Path, continues: bool, data_tokens: int) -> Found:
+def find_machine(run_folder: Path, continues: bool, data_tokens: int) -> Machine:
     """What rank 0 finds, told to every rank, so that all judge alike.
 
     Args:
         continues: the run has begun already, and its own checkpoints take the places of those to come; else they
             stay beside them.
     """
-    found: list[Found | None] = [None]
+    found: list[Machine | None] = [None]
     if dist.get_rank() == 0:
         on_gpu = torch.cuda.is_available()
-        found[0] = Found(
+        found[0] = Machine(
             gpu_memory_bytes=torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
             gpu=known_gpu(device_name()) if on_gpu else None,
             has_bf16=torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else None,

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from transformers import Trainer
 
 from pretraining.errors import UserError
-from pretraining.planning.flops import flops_per_token
 from pretraining.planning.gpus import FILE, find_gpu
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
-from pretraining.planning.sizes import model_size
+from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.recipe import Recipe
 from pretraining.recipe.budget import StepSizes
 from pretraining.runtime.durable_files import read_rows

@@ -43,7 +43,7 @@ def missing_for_operators(nvme: bool, torch_cuda: str | None) -> Iterator[Missin
     if shutil.which(cxx) is None:
         yield Missing(f"a C++ compiler ({cxx})", "apt-get install g++, or export CXX=YOURS")
     if shutil.which("ninja") is None:
-        yield Missing("ninja", "pip install ninja, and activate the environment it lies in")
+        yield Missing("ninja", "pip install ninja, and activate the environment that holds it")
     if not nvme:
         return
     if not _links_libaio():

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pretraining.ds_config import optimizer_device, zero_stage
-from pretraining.planning.memory.precision import FP32, Precision
-from pretraining.planning.memory.tensors import Tensor, layer_numel
+from pretraining.planning.memory.tensors import FP32, Precision, Tensor, layer_numel
 
 REDUCE_BUCKET = 500_000_000
 MAX_REUSE_DISTANCE = 1_000_000_000
@@ -57,7 +56,7 @@ def buffers(
             * max(layer_numel(tensors) * gathers_blocks, *(tensor.numel for tensor in tensors)),
             step=0 if optimizer_device(config) != "gpu" else FP32 * min(share, _sub_group(zero)),
         )
-    # two buffers take turns where reducing overlaps the backward pass (`setup_buckets`, stage_1_and_2.py)
+    # two buffers take turns if reducing overlaps the backward pass (`setup_buckets`, stage_1_and_2.py)
     turns = 2 if zero.get("overlap_comm") else 1
     if stage == 2:
         in_flight = element * share + (FP32 * share if accumulation > 1 else 0)
@@ -82,10 +81,10 @@ def unprotected_gradient(
 ) -> Tensor | None:
     """The largest gradient that ZeRO-2 frees on a GPU while another stream may still read it; None if there is none.
 
-    A gradient that is larger than the bucket is reduced from where it lies. With `overlap_comm` this happens on a
+    A gradient that is larger than the bucket is reduced in its own place. With `overlap_comm` this happens on a
     stream of its own, and a rank that keeps no part of the gradient frees it at once, without telling the allocator of
     that stream: the next kernel may write into it (deepspeed 0.19.8, zero/stage_1_and_2.py, `average_tensor`,
-    `clear_grad_attribute`). With an offloaded optimizer DeepSpeed tells the allocator; one rank keeps all gradients.
+    `clear_grad_attribute`). With an offloaded optimizer DeepSpeed notifies the allocator; one rank keeps all gradients.
     """
     if zero_stage(config) != 2 or optimizer_device(config) != "gpu" or world_size == 1:
         return None
@@ -105,9 +104,9 @@ def optimizer_copies(
 def _gathered(zero: dict, tensors: Sequence[Tensor], width: int, gathers_blocks: bool) -> float:
     """Elements of whole weights at a time.
 
-    A weight stays gathered after its forward pass where it is used again within `stage3_max_reuse_distance`
-    elements: the last half of that distance before the loss (zero/partitioned_param_coordinator.py). Beside those
-    lie the layer at work and what is prefetched, never more than the model.
+    A weight stays gathered after its forward pass if it is used again within `stage3_max_reuse_distance`
+    elements: the last half of that distance before the loss (zero/partitioned_param_coordinator.py). The layer at work
+    and what is prefetched come on top, never more than the model.
     """
     if gathers_blocks:
         zero = {**zero, **block_gathering(zero, layer_numel(tensors))}

@@ -1,20 +1,40 @@
 """The memory a run needs on each GPU, on the host and on NVMe, part by part at its peak."""
 
+import argparse
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from pretraining.ds_config import zero_stage
+from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
+from pretraining.errors import UserError
 from pretraining.planning.constants import table
+from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.activations import Activations, activations
 from pretraining.planning.memory.buffers import Buffers, buffers, optimizer_copies
-from pretraining.planning.memory.host import BUILT, PROCESS, SNAPSHOT, host_memory, most_at_once
-from pretraining.planning.memory.optimizers import ADAM, optimizer_states
-from pretraining.planning.memory.precision import SIXTEEN_BIT, precision_of
-from pretraining.planning.memory.states import ModelState, model_state
-from pretraining.planning.memory.tensors import parameter_tensors
+from pretraining.planning.memory.states import (
+    ADAM,
+    ModelState,
+    OptimizerStates,
+    checkpoint_bytes,
+    model_state,
+    optimizer_states,
+    pinned_by_offload,
+)
+from pretraining.planning.memory.tensors import (
+    FP32,
+    SIXTEEN_BIT,
+    Precision,
+    Tensor,
+    parameter_tensors,
+    precision_of,
+)
+from pretraining.planning.quantities import columns, gpu_count, num_bytes, several
 from pretraining.planning.sizes import model_size
+from pretraining.planning.workload import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import is_exact, value_of
 from pretraining.refusals import gathers_blocks
+from pretraining.runtime.imports import MOST_ROUNDED_MIB
 
 ROOMY = 0.85
 """Share of a GPU's memory up to which a run leaves room for what the prediction does not see."""
@@ -25,6 +45,17 @@ PHASES = {
     "backward": "when the backward pass ends: one layer's activations and all gradients",
     "step": "in the optimizer step: gradients and their flat copies",
 }
+SNAPSHOT_ALIGNMENT = 64
+"""Bytes; a tensor of any type may begin there."""
+PROCESS, BUILT, SNAPSHOT = "process", "model while it is built", "copy for a save"
+SMALLER_BATCH = "a smaller micro-batch (--set training.per_device_train_batch_size={})"
+FIXED = {
+    "reduce buckets": "a smaller reduce_bucket_size in the ds_config",
+    "gathered weights": "a smaller stage3_max_reuse_distance in the ds_config",
+    "copies for the step": "more GPUs",
+}
+SHARDED_FROM = {"weights": 3, "gradients": 2, "gradient sums": 2, "fp32 masters": 1}
+"""The ZeRO stage from which on the ranks share a part; the optimizer's states from 1 on."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +102,7 @@ class MemoryNeed:
 
     @property
     def on_processor(self) -> float:
-        """Bytes that a rank takes where the processor trains, beyond what it had before the model was built.
+        """Bytes that a rank takes if the processor trains, beyond what it had before the model was built.
 
         Nobody touches the pages of the buckets' flat buffers.
         """
@@ -106,7 +137,7 @@ class MemoryNeed:
     @property
     def host_bytes(self) -> float:
         """Host memory of one rank, at its peak."""
-        return most_at_once(self.host)
+        return _most_at_once(self.host)
 
     def to_dict(self) -> dict:
         """Plain JSON values, derived ones included."""
@@ -156,7 +187,7 @@ def memory_need(
     return MemoryNeed(
         phases=_phases(state, held, extra, zero_stage(ds_config), accumulation, optimizer.name),
         num_gpus=world_size,
-        host=host_memory(recipe, ds_config, world_size, state, precision, tensors, optimizer),
+        host=_host_memory(recipe, ds_config, world_size, state, precision, tensors, optimizer),
         nvme=state.nvme,
         state=state,
         optimizer_states=optimizer.name,
@@ -177,7 +208,7 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
 
 
 def loss_of(recipe: Recipe) -> dict:
-    """The recipe's section with what `kind: auto` becomes: fused where the head is known (`model/loss.py`)."""
+    """The recipe's section with what `kind: auto` becomes: fused if the head is known (`model/loss.py`)."""
     kind = recipe.loss["kind"]
     if kind != "auto":
         return recipe.loss
@@ -206,7 +237,7 @@ def _phases(
 ) -> dict[str, dict[str, float]]:
     """The three moments at which a step's memory can peak.
 
-    When a backward pass starts, gradients of earlier micro-batches lie there; the fp32 sums of stage 2 too, those
+    When a backward pass starts, gradients of earlier micro-batches are held; the fp32 sums of stage 2 too, those
     of stages 1 and 3 always (observed with deepspeed 0.19.8: benchmarks/model_states.py).
     """
     always = {"weights": state.parameters, "fp32 masters": state.masters, optimizer: state.moments}
@@ -235,3 +266,173 @@ def _phases(
             "copies for the step": extra.step,
         },
     }
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Host memory that a pinned buffer of so many bytes takes.
+
+    torch 2.13 rounds up to a power of two (ATen/core/CachingHostAllocator.h), here only up to `MOST_ROUNDED_MIB`.
+    """
+    rounded = 1 << max(0, num_bytes - 1).bit_length()
+    return rounded if num_bytes <= MOST_ROUNDED_MIB << 20 else num_bytes
+
+
+def snapshot_bytes(sizes: Iterable[int]) -> int:
+    """Bytes of one buffer for copies of tensors of these sizes in bytes."""
+    return sum(size + -size % SNAPSHOT_ALIGNMENT for size in sizes)
+
+
+def _host_memory(
+    recipe: Recipe,
+    config: dict | None,
+    world_size: int,
+    state: ModelState,
+    precision: Precision,
+    tensors: Sequence[Tensor],
+    optimizer: OptimizerStates,
+) -> dict[str, float]:
+    """Host memory of one rank in bytes, by use: the process, offloaded states, buffers, a model on its way, a save.
+
+    Stage 3 builds its weights sharded; the other stages build all of them on every rank, then move them to the GPU
+    (`model/build.py`). NVMe offload stages through pinned buffers (`buffer_count`, `buffer_size`:
+    deepspeed 0.19.8, runtime/zero/offload_config.py).
+    """
+    host = {PROCESS: table("memory")["host_process_bytes"]["value"]}
+    if state.host:
+        host["offloaded states"] = state.host
+    if staging := _staging(config, tensors):
+        host["staging buffers"] = staging
+    pinned = pinned_by_offload(config, world_size, precision.weights, optimizer.in_groups(tensors))
+    if rounding := sum(pinned_bytes(size) - size for size in pinned):
+        host["rounding of pinned buffers"] = rounding
+    if zero_stage(config) != 3:
+        built = 2 if config and precision.name == "bf16" and not precision.is_autocast else 4
+        host[BUILT] = built * sum(tensor.numel for tensor in tensors)
+    if recipe.checkpoints["background"] and recipe.training.get("save_strategy", "steps") != "no":
+        host[SNAPSHOT] = pinned_bytes(
+            snapshot_bytes([-(-checkpoint_bytes(tensors, optimizer) // world_size)])
+        )
+    return host
+
+
+def _most_at_once(host: dict[str, float]) -> float:
+    """Bytes of a rank at their peak: the model has moved to the GPU before the first save."""
+    return sum(host.values()) - min(host.get(BUILT, 0), host.get(SNAPSHOT, 0))
+
+
+def _staging(config: dict | None, tensors: Sequence[Tensor]) -> float:
+    zero = (config or {}).get("zero_optimization", {})
+    staging = 0.0
+    if optimizer_device(config) == "cpu" and zero_stage(config) < 3:
+        staging += 2 * max(tensor.numel for tensor in tensors)  # temp_grad_buffer_for_cpu_offload
+    if parameter_device(config) == "nvme":
+        settings = zero["offload_param"]
+        staging += 2 * settings.get("buffer_count", 5) * settings.get("buffer_size", 100_000_000)
+    if optimizer_device(config) == "nvme":
+        settings, group = zero["offload_optimizer"], zero.get("sub_group_size", 1_000_000_000)
+        share = sum(tensor.numel for tensor in tensors)
+        staging += FP32 * settings.get("buffer_count", 4) * min(group, share)
+    return staging
+
+
+def shrink(need: MemoryNeed, recipe: Recipe, ds_config: dict | None) -> str:
+    """What would shrink the largest part; what is on already is not offered again."""
+    part = need.largest
+    if part in FIXED:
+        return FIXED[part]
+    if part in SHARDED_FROM or part == need.optimizer_states:
+        return _shrink_state(SHARDED_FROM.get(part, 1), part, need, ds_config)
+    if part == "activations" and not recomputed_one_in(recipe):
+        return "--set training.activation_checkpointing=true, or a smaller micro-batch"
+    if recipe.micro_batch > 1:
+        return SMALLER_BATCH.format(recipe.micro_batch // 2)
+    return (
+        "a shorter data.sequence_length"
+        if part == "activations"
+        else "a smaller vocabulary or sequence length"
+    )
+
+
+def _shrink_state(stage: int, part: str, need: MemoryNeed, ds_config: dict | None) -> str:
+    if need.num_gpus > 1 and zero_stage(ds_config) < stage:
+        return f"the GPUs share it from --deepspeed zero{stage} on"
+    offloads = optimizer_device(ds_config) != "gpu"
+    away = "" if offloads or part == "weights" else ", or host memory takes it: --deepspeed zero3_offload"
+    return (
+        f"more GPUs{away}"
+        if zero_stage(ds_config) >= stage
+        else f"more GPUs and --deepspeed zero{stage}{away}"
+    )
+
+
+class MemoryVerb:
+    """Memory per GPU by part, on the host and on NVMe, of a recipe on so many GPUs."""
+
+    EXAMPLES = """  python -m pretraining.planning memory --recipe 30b --world_size 8 --gpu H200
+  python -m pretraining.planning memory --recipe 1.5b --world_size 8 --deepspeed zero1 --json"""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The recipe, the number of GPUs, and which kind."""
+        add_workload_arguments(parser)
+        parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
+        parser.add_argument(
+            "--gpu", metavar="NAME", help="which kind (see the verb gpus), to say whether it fits"
+        )
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """The need at the peak, by part, and the other phases."""
+        workload = workload_of(options)
+        if workload.recipe is None:
+            raise UserError("memory needs the model's shape: give --recipe NAME (and --set to change it)")
+        gpu = None if options.gpu is None else find_gpu(options.gpu)
+        there = gpu.memory_bytes if gpu else None
+        need = memory_need(workload.recipe, workload.ds_config, options.world_size, there)
+        return {
+            "name": workload.name,
+            "deepspeed": workload.recipe.deepspeed,
+            "world_size": options.world_size,
+            "micro_batch": workload.recipe.micro_batch,
+            "gpu": gpu.name if gpu else None,
+            "gpu_memory_bytes": there,
+            "fits": need.total <= there if gpu else None,
+            "shrink": shrink(need, workload.recipe, workload.ds_config),
+            **need.to_dict(),
+        }
+
+    def as_text(self, answer: dict) -> str:
+        """One screen: a column for each phase, the peak's first."""
+        phases = sorted(answer["phases"], key=lambda name: name != answer["peak_phase"])
+        parts = dict.fromkeys(part for phase in phases for part in answer["phases"][phase])
+        parts = [part for part in parts if any(answer["phases"][phase].get(part) for phase in phases)]
+        rows = [[part, *(_cell(answer["phases"][phase].get(part)) for phase in phases)] for part in parts]
+        rows.append(["allocated", *(num_bytes(sum(answer["phases"][phase].values())) for phase in phases)])
+        lines = [_title(answer), "", columns(["", *phases], rows), ""]
+        lines += [f"{phase}: {PHASES[phase]}" for phase in phases]
+        lines += [f"largest: {answer['largest']}; less of it: {answer['shrink']}"]
+        lines += [f"beside it: {num_bytes(answer['reserve'])} for CUDA, NCCL and the allocator (assumed)"]
+        host = f"host memory per GPU: {num_bytes(answer['host_bytes'])} ({host_words(answer['host'])})"
+        lines += textwrap.wrap(host, 118)
+        return "\n".join(lines + ([f"NVMe per GPU: {num_bytes(answer['nvme'])}"] if answer["nvme"] else []))
+
+
+def _title(answer: dict) -> str:
+    ranks, way = answer["world_size"], answer["deepspeed"] or "plain data parallel"
+    title = f"{answer['name']} on {several(ranks, 'GPU')}, {way}, micro-batch {answer['micro_batch']}"
+    need = f"{num_bytes(answer['total'])} on each"
+    if answer["gpu"]:
+        verdict = "fits" if answer["fits"] else "does not fit"
+        need += f", {verdict} {answer['gpu']} ({num_bytes(answer['gpu_memory_bytes'])})"
+    return f"{title}: {need}"
+
+
+def _cell(number: float | None) -> str:
+    return num_bytes(number) if number else "-"
+
+
+def host_words(parts: dict) -> str:
+    """What host memory is for; of a process by itself nothing is counted."""
+    names = {name: name for name in parts} | {PROCESS: "assumed for the process"}
+    words = {name: f"{num_bytes(size)} {names[name]}" for name, size in parts.items()}
+    if BUILT in parts and SNAPSHOT in parts:
+        words[SNAPSHOT] = f"later {words[SNAPSHOT]}"
+    return ", ".join(words.values())

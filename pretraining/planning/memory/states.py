@@ -1,19 +1,112 @@
-"""Bytes of model state per GPU and per host, for every ZeRO stage and offload."""
+"""Bytes of model state per GPU and per host, for every ZeRO stage, offload and optimizer."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 from pretraining.ds_config import offloaded_share, optimizer_device, parameter_device, zero_stage
-from pretraining.planning.memory.optimizers import ADAM, OptimizerStates
-from pretraining.planning.memory.tensors import Tensor
+from pretraining.planning.memory.tensors import EMBEDDING, FP32, HIDDEN, Tensor
+from pretraining.recipe import Recipe
+from pretraining.recipe.training import DEFAULT_OPTIM
+from pretraining.refusals import own_groups
 
+ELEMENTS_A_SCALE, SMALLEST_IN_8_BIT = 256, 4096
+"""Elements that share a scale, and those from which on a tensor is kept in 8 bit (bitsandbytes 0.50, optimizer.py)."""
+FAMILIES = {
+    "schedule_free_sgd": ("schedule-free SGD's sequence", 1),
+    "schedule_free": ("schedule-free Adam's states", 2),
+    "ademamix": ("AdEMAMix's moments", 3),
+    "adafactor": ("Adafactor's factors", 0),
+    "adam": ("Adam's moments", 2),
+    "lion": ("Lion's momentum", 1),
+    "rmsprop": ("RMSprop's mean squares", 1),
+    "adagrad": ("Adagrad's sums", 1),
+    "sgd": ("SGD's momentum", 0),
+}
+"""Part of a name of `training.optim` -> what its states are called, how many numbers it keeps for a weight."""
 GIB = 2**30
-FP32 = 4
 MOMENTS = 2 * FP32
 ALIGNMENT = 2
 """Elements a rank's share is padded to (nccl_start_alignment_factor, deepspeed 0.19.8 zero/stage_1_and_2.py)."""
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """The states of one optimizer."""
+
+    name: str
+    """What the plan calls them."""
+    bytes_of: Callable[[Tensor], float]
+    """Bytes for a whole tensor."""
+    groups: tuple[tuple[str, ...], ...] | None = None
+    """Kinds of tensors that share a parameter group; None: the Trainer's two, what decays and the rest."""
+    copied: str | None = None
+    """The kind of tensors of which a step makes another fp32 copy."""
+
+    def in_groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The tensors group by group: ZeRO lays each group end to end before it cuts it."""
+        if self.groups is None:
+            return [[t for t in tensors if t.decays is decays] for decays in (True, False)]
+        return [[t for t in tensors if t.kind in kinds] for kinds in self.groups]
+
+
+def optimizer_states(recipe: Recipe) -> OptimizerStates:
+    """The states of the recipe's optimizer; of one that no family names, Adam's, which are seldom less."""
+    if recipe.optimizer["name"] == "muon":
+        return MUON
+    if own_groups(recipe):
+        return replace(ADAM, groups=MUON.groups)
+    optim = recipe.training.get("optim", DEFAULT_OPTIM)
+    family = next((part for part in FAMILIES if part in optim), "adam")
+    name, numbers = FAMILIES[family]
+    if family == "adafactor":
+        return OptimizerStates(name, _factors)
+    if family in ("sgd", "rmsprop"):
+        numbers += _extra_buffers(recipe.training.get("optim_args") or "")
+    if "8bit" in optim and "torch" not in optim:
+        return OptimizerStates(f"8-bit {name}", partial(_in_8_bit, numbers=numbers))
+    return OptimizerStates(name, partial(_numbers_each, numbers=numbers))
+
+
+def _numbers_each(tensor: Tensor, numbers: int) -> float:
+    return FP32 * numbers * tensor.numel
+
+
+def _in_8_bit(tensor: Tensor, numbers: int) -> float:
+    """A byte a number and a scale for each group of them; small tensors and embeddings stay fp32."""
+    # embeddings: transformers 5.23, trainer.py
+    if tensor.numel < SMALLEST_IN_8_BIT or tensor.kind == EMBEDDING:
+        return _numbers_each(tensor, numbers)
+    return numbers * (tensor.numel + FP32 * -(-tensor.numel // ELEMENTS_A_SCALE))
+
+
+def _factors(tensor: Tensor) -> float:
+    """A mean of every row and of every column (Shazeer and Stern 2018); no first moment."""
+    return FP32 * tensor.factors
+
+
+def _muon(tensor: Tensor) -> float:
+    """The momentum of a hidden matrix; AdamW's two moments of all others."""
+    return _numbers_each(tensor, 1 if tensor.kind == HIDDEN else 2)
+
+
+def _extra_buffers(optim_args: str) -> int:
+    """SGD's and RMSprop's: a momentum above 0, and RMSprop's mean of a centered one, as `training.optim_args` says."""
+    given = dict(pair.partition("=")[::2] for pair in optim_args.replace(" ", "").lower().split(","))
+    return (given.get("momentum", "0").strip("0.") != "") + (given.get("centered") in ("true", "1", "yes"))
+
+
+ADAM = OptimizerStates(FAMILIES["adam"][0], partial(_numbers_each, numbers=2))
+
+
+MUON = OptimizerStates(
+    "Muon's and Adam's moments",
+    _muon,
+    groups=(("embedding", "head", "router"), ("vector",), (HIDDEN,)),
+    copied=HIDDEN,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +124,7 @@ class ModelState:
     gradient_accumulation: float
     """fp32 sums over the micro-batches of a step."""
     masters: float
-    """fp32 master weights; 0 where the weights themselves are the masters."""
+    """fp32 master weights; 0 if the weights themselves are the masters."""
     moments: float
     """What the optimizer keeps beside them: of AdamW, two moments in fp32."""
     host: float
@@ -201,7 +294,7 @@ def _offloaded(
     Gradient sums go with the optimizer, and a second fp32 set of gradients is there for the step: each master's
     `.grad` (deepspeed 0.19.8, zero/stage3.py `initialize_optimizer_states`; zero/stage_1_and_2.py, where the sums
     are needed only with accumulation). Stages 1 and 2 also keep their slice in 16 bit on the host
-    (`param_buffer_of_bit16_for_cpu_offload_groups`). On NVMe lie masters and moments; gradients stay in memory.
+    (`param_buffer_of_bit16_for_cpu_offload_groups`). Masters and moments are on NVMe, gradients stay in memory.
     """
     places, zero = {"gpu": 0.0, "cpu": 0.0, "nvme": 0.0}, zero_stage(config)
     if optimizer_device(config) != "gpu":
@@ -226,8 +319,8 @@ def pinned_by_offload(config: dict | None, world_size: int, width: int, groups: 
 
     width: bytes of a weight.
     """
-    block = ((config or {}).get("zero_optimization") or {}).get("offload_optimizer") or {}
-    if block.get("device") != "cpu" or not block.get("pin_memory"):
+    settings = ((config or {}).get("zero_optimization") or {}).get("offload_optimizer") or {}
+    if settings.get("device") != "cpu" or not settings.get("pin_memory"):
         return []
     if zero_stage(config) < 3:
         slices = [_slice(_numel(group), world_size) for group in groups if group]

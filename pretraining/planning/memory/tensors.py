@@ -1,15 +1,48 @@
-"""The parameter tensors of a model, in the order of its modules: what ZeRO cuts and pads one by one."""
+"""The parameter tensors of a model, in the order of its modules, and the width of their elements."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from pretraining.planning.counted import count_model
-from pretraining.recipe import model_with_defaults
+from pretraining.ds_config import zero_stage
+from pretraining.planning.shapes import count_model, is_mixture, widths_of
+from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import is_exact
 
+SIXTEEN_BIT, FP32 = 2, 4
 EMBEDDING, HEAD, ROUTER, HIDDEN, VECTOR = "embedding", "head", "router", "hidden", "vector"
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes an element."""
+
+    name: str
+    """bf16, fp16 or fp32."""
+    weights: int
+    compute: int
+    """Of the products' inputs and results."""
+    residual: int
+    """Of what the norms read: fp32 under autocast, else as the products."""
+
+    @property
+    def is_autocast(self) -> bool:
+        """Weights stay fp32 and every product casts its inputs."""
+        return self.weights > self.compute
+
+
+def precision_of(recipe: Recipe, ds_config: dict | None) -> Precision:
+    """The precision a recipe trains in under a ds_config.
+
+    bf16 without DeepSpeed, and at stage 0, is autocast over fp32 weights (`training/arguments.py`); from stage
+    1 on DeepSpeed holds 16-bit weights and fp32 masters.
+    """
+    name = next((name for name in ("bf16", "fp16") if recipe.training.get(name)), "fp32")
+    compute = FP32 if name == "fp32" else SIXTEEN_BIT
+    autocast = name != "fp32" and (ds_config is None or (name == "bf16" and zero_stage(ds_config) == 0))
+    weights = FP32 if autocast else compute
+    return Precision(name, weights, compute, residual=weights)
 
 
 @dataclass(frozen=True)
@@ -20,7 +53,7 @@ class Tensor:
     kind: str
     """An embedding (a tied head is one), the head, a router, a hidden matrix, or a vector: a norm or a bias."""
     layer: int | None
-    """None for what lies outside the layers."""
+    """None for what is outside the layers."""
     factors: int
     """Rows and columns of its matrices together; of a vector its elements."""
 
@@ -76,11 +109,11 @@ def _norm(layer: int | None, width: int, bias: bool = False) -> list[Tensor]:
 
 
 def _gpt2(shape: dict) -> list[Tensor]:
-    width, vocabulary = shape["n_embd"], shape["vocab_size"]
-    inner = shape["n_inner"] or 4 * width
+    widths, vocabulary = widths_of(shape), shape["vocab_size"]
+    width, inner = widths.hidden, widths.inner
     tensors = _matrix(None, vocabulary, width, kind=EMBEDDING)
     tensors += _matrix(None, shape["n_positions"], width, kind=EMBEDDING)
-    for layer in range(shape["n_layer"]):
+    for layer in range(widths.layers):
         tensors += _norm(layer, width, bias=True)
         tensors += _matrix(layer, width, 3 * width, bias=True) + _matrix(layer, width, width, bias=True)
         tensors += _norm(layer, width, bias=True)
@@ -100,35 +133,20 @@ def _llama_like(shape: dict) -> list[Tensor]:
 
 
 def _attention(shape: dict, layer: int) -> list[Tensor]:
-    width, heads, bias = shape["hidden_size"], shape["num_attention_heads"], bool(shape.get("attention_bias"))
-    head_size = shape["head_dim"] or width // heads
-    queries, keys = heads * head_size, (shape["num_key_value_heads"] or heads) * head_size
+    widths, bias = widths_of(shape), bool(shape.get("attention_bias"))
+    width, queries, keys = widths.hidden, widths.queries, widths.keys
     tensors = _matrix(layer, width, queries, bias) + _matrix(layer, width, keys, bias)
     tensors += _matrix(layer, width, keys, bias) + _matrix(layer, queries, width, bias)
-    return tensors + (2 * _norm(layer, head_size) if shape["model_type"].startswith("qwen3") else [])
+    return tensors + (2 * _norm(layer, widths.head_size) if shape["model_type"].startswith("qwen3") else [])
 
 
 def _feed_forward(shape: dict, layer: int) -> list[Tensor]:
-    width, bias = shape["hidden_size"], bool(shape.get("mlp_bias"))
-    if is_mixture(shape, layer):
-        experts = num_experts(shape)
-        inner = shape.get("moe_intermediate_size") or shape["intermediate_size"]
-        router = _matrix(layer, experts, width, kind=ROUTER)
-        halves = _matrix(layer, 2 * inner, width, experts=experts)
-        return router + halves + _matrix(layer, width, inner, experts=experts)
-    inner = shape["intermediate_size"]
-    return 2 * _matrix(layer, width, inner, bias) + _matrix(layer, inner, width, bias)
-
-
-def num_experts(shape: dict) -> int:
-    """Experts of a mixture layer, 0 in a dense model."""
-    return shape.get("num_local_experts") or shape.get("num_experts") or 0
-
-
-def is_mixture(shape: dict, layer: int) -> bool:
-    """Whether this layer's feed-forward part is a mixture of experts (as transformers 5.23 chooses)."""
-    if shape["model_type"] == "mixtral":
-        return True
-    if shape["model_type"] != "qwen3_moe" or not shape["num_experts"]:
-        return False
-    return layer not in (shape["mlp_only_layers"] or []) and (layer + 1) % shape["decoder_sparse_step"] == 0
+    widths, bias = widths_of(shape), bool(shape.get("mlp_bias"))
+    width, inner = widths.hidden, widths.inner
+    if not is_mixture(shape, layer):
+        return 2 * _matrix(layer, width, inner, bias) + _matrix(layer, inner, width, bias)
+    experts, inner = widths.experts, widths.expert_inner
+    router = _matrix(layer, experts, width, kind=ROUTER)
+    # transformers 5.23 keeps the experts of a layer in two tensors: both halves of the gate, and the way back
+    halves = _matrix(layer, 2 * inner, width, experts=experts)
+    return router + halves + _matrix(layer, width, inner, experts=experts)

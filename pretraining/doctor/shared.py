@@ -1,0 +1,405 @@
+"""What all ranks must have alike (versions, variables, GPUs, the time of day) and share: run folder, data, a disk."""
+
+import contextlib
+import hashlib
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch.distributed import Store
+
+from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
+from pretraining.doctor.roll_call import FAILED, MOST_REFUSED, Answer, RollCall, named
+from pretraining.errors import file_error
+from pretraining.planning.quantities import duration, num_bytes, several
+from pretraining.runtime.run_folder import describe_environment
+from pretraining.schema import REPOSITORY
+from pretraining.training.ranks import device_name
+
+LIBRARIES = (
+    "NCCL_",
+    "TORCH_NCCL_",
+    "GLOO_",
+    "UCX_",
+    "FI_",
+    "DS_",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "CUDA_DEVICE_MAX",
+)
+"""Beginnings of the variables that change what a collective does."""
+OF_THE_HOST = ("IFNAME", "_HCA", "_DEBUG", "_TOPO", "_NET_GDR", "_ADDR")
+"""Parts of names of variables that may differ between hosts: they name interfaces and files there, or only speak."""
+CLOCK_ROUNDS = 8
+"""Questions a node; the one with the shortest way gives the bound."""
+CLOCK_SECONDS = 1.0
+"""Events, metrics and checkpoints are written with whole seconds of the clock: beyond that their order is wrong."""
+RUN_FOLDER = "shared run folder"
+LOOK_SECONDS = 12.0
+"""A network folder may show a new file late: NFS keeps what it knows of a folder for some seconds."""
+DISK_SECONDS = 15.0
+"""No further piece is written after this; what was written until then counts."""
+BYTES_ON_GPU_MACHINES, BYTES_ELSEWHERE = 512 << 20, 16 << 20
+"""That each rank writes: enough to leave a controller's cache behind on a machine that is meant for training."""
+PIECE_BYTES = 4 << 20
+SAVE_SECONDS = 600
+"""A save that takes longer does not end between the signal of launch/slurm.sh, ten minutes early, and the end."""
+
+
+def describe_rank(on_gpu: bool) -> dict[str, str]:
+    """{what: value} of this rank, all of which must be the same on every rank, or on every rank of a host."""
+    here = describe_environment(device_name(), 0)
+    described = {
+        "Python": here["python"],
+        **{f"version of {name}": value or "not installed" for name, value in here["versions"].items()},
+        "commit of this repository": f"{here['git_commit']}"[:12] + _modifications(),
+        "GPU": here["device"],
+    }
+    if on_gpu:
+        described |= {
+            "GPU memory": num_bytes(
+                torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            ),
+            "CUDA of torch": str(torch.version.cuda),
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+            "driver": _driver(),
+        }
+    variables = {key: value for key, value in os.environ.items() if key.startswith(LIBRARIES)}
+    return described | {f"variable {key}": value for key, value in variables.items()}
+
+
+def _modifications() -> str:
+    """A digest of what was changed in the repository since its commit; empty if nothing was."""
+    try:
+        command = ["git", "-C", str(REPOSITORY), "diff", "HEAD"]
+        # Nodes may hold copies of the repository: the same commit with other changes is another program.
+        changed = subprocess.run(command, capture_output=True, check=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f", modified ({hashlib.blake2b(changed, digest_size=3).hexdigest()})" if changed else ""
+
+
+def _driver() -> str:
+    try:
+        # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  ..."
+        return Path("/proc/driver/nvidia/version").read_text().split("Module")[1].split()[0]
+    except (OSError, IndexError):
+        return "unknown"
+
+
+def compare_ranks(call: RollCall, described: list[dict[str, str]]) -> list[Finding]:
+    """What differs between the ranks: one finding for each thing and value that is not most ranks' own."""
+    everything = sorted({key for each in described for key in each})
+    findings = [finding for key in everything for finding in _differences(call, key, described)]
+    findings += _uneven_hosts(call)
+    if findings:
+        return findings
+    versions = ", ".join(f"{name} {described[0][f'version of {name}']}" for name in ("torch", "deepspeed"))
+    same = "versions, commit, variables and devices are the same"
+    message = f"{same} on {several(call.size, 'rank')}: {versions}, {described[0]['GPU']}"
+    return [Finding("ranks alike", FINE, message)]
+
+
+def _differences(call: RollCall, key: str, described: list[dict[str, str]]) -> list[Finding]:
+    values = [each.get(key, "not set") for each in described]
+    usual, _ = Counter(values).most_common(1)[0]  # of two values that are as frequent, rank 0's
+    if key.startswith("variable") and any(part in key for part in OF_THE_HOST):
+        # Within a host all ranks must still agree with its first.
+        first = {node[0]: values[node[0]] for node in call.nodes}
+        expected = [first[node[0]] for node in call.nodes for _ in node]
+    else:
+        expected = [usual] * call.size
+    odd: dict[str, list[int]] = {}
+    for rank, (value, wanted) in enumerate(zip(values, expected, strict=True)):
+        if value != wanted:
+            odd.setdefault(value, []).append(rank)
+    return [_difference(call, key, value, ranks, expected[ranks[0]]) for value, ranks in odd.items()]
+
+
+def _difference(call: RollCall, key: str, value: str, ranks: list[int], usual: str) -> Finding:
+    verdict, remedy = (
+        BREAKS,
+        "install the same on every node (pip install -r requirements.txt), or share one folder",
+    )
+    if key.startswith("variable"):
+        name = key.removeprefix("variable ")
+        export = "" if usual == "not set" else f"export {name}={usual} on every node, or "
+        remedy = f"{export}unset {name} everywhere: collectives would not match"
+    elif key.startswith("commit"):
+        remedy = f"git checkout {usual.partition(',')[0]} on every node, and have the same changes, or none, on each"
+    elif key in ("GPU", "GPU memory", "driver"):
+        verdict, remedy = (
+            COSTS,
+            "take nodes of one kind: the slowest GPU sets the pace, the smallest the memory",
+        )
+    message = f"{key} is {value}, elsewhere {usual}"
+    return Finding("ranks alike", verdict, message, remedy, named(call.ranks, ranks))
+
+
+def _uneven_hosts(call: RollCall) -> list[Finding]:
+    counts = {call.hosts[node[0]]: len(node) for node in call.nodes}
+    usual = statistics.mode(counts.values())
+    return [
+        Finding(
+            "ranks alike",
+            COSTS,
+            f"{several(count, 'rank')} here, {usual} on other hosts",
+            "start as many on every node: NCCL finds its fastest ways, and hpZ its groups, only among equals",
+            host,
+        )
+        for host, count in counts.items()
+        if count != usual
+    ]
+
+
+class ClockQuestion:
+    """The first rank of each node asks rank 0 for the time; half the way there and back bounds the error.
+
+    Cristian's algorithm (1989), through the store.
+    """
+
+    def __init__(self, call: RollCall, now: Callable[[], float] | None = None):
+        self.store: Store = call.work_store
+        self.rank = call.rank
+        self.asking = [node[0] for node in call.nodes[1:]]
+        self.now = now or time.time
+
+    def ask_or_answer(self) -> dict | None:
+        """{"ahead_seconds", "bound_seconds"} of the first rank of a node; None on the others."""
+        if self.rank == 0:
+            for rank in self.asking:
+                for number in range(CLOCK_ROUNDS):
+                    self._wait_for(f"asked/{rank}/{number}")
+                    self.store.set(f"clock/time/{rank}/{number}", repr(self.now()))
+            return None
+        if self.rank not in self.asking:
+            return None
+        rounds = [self._ask(number) for number in range(CLOCK_ROUNDS)]
+        return min(rounds, key=lambda found: found["bound_seconds"])
+
+    def _ask(self, number: int) -> dict:
+        """Before the first answer rank 0 may be busy with other nodes: the way of that round is long."""
+        began, sent = time.perf_counter(), self.now()
+        self.store.set(f"clock/asked/{self.rank}/{number}", "?")
+        there = float(self._wait_for(f"time/{self.rank}/{number}"))
+        half = (time.perf_counter() - began) / 2
+        return {"ahead_seconds": sent + half - there, "bound_seconds": half}
+
+    def _wait_for(self, key: str) -> str:
+        self.store.wait([f"clock/{key}"], timedelta(seconds=10))
+        return self.store.get(f"clock/{key}").decode()
+
+
+def judge_clocks(call: RollCall, found: list[dict | None]) -> list[Finding]:
+    """One finding for each clock that is off for certain; one for all if none is."""
+    measured = {rank: each for rank, each in enumerate(found) if each is not None}
+    if not measured:
+        return []
+    wrong = {
+        rank: each
+        for rank, each in measured.items()
+        if abs(each["ahead_seconds"]) - each["bound_seconds"]
+        > CLOCK_SECONDS  # certain, whatever the way took
+    }
+    if not wrong:
+        most = max(measured.values(), key=lambda each: abs(each["ahead_seconds"]))
+        apart, bound = abs(most["ahead_seconds"]), most["bound_seconds"]
+        message = f"{several(len(call.nodes), 'node')} are at most {duration(apart)} apart (known to {duration(bound)})"
+        return [Finding("clocks", FINE, message, values={"apart_seconds": apart, "bound_seconds": bound})]
+    remedy = "set the clocks (chrony, ntpd): times of events, checkpoints and logs would not fit together"
+    return [
+        Finding(
+            "clocks",
+            COSTS,
+            f"{duration(abs(each['ahead_seconds']))} {'ahead of' if each['ahead_seconds'] > 0 else 'behind'} rank 0 on "
+            f"{call.hosts[0]} (known to {duration(each['bound_seconds'])})",
+            remedy,
+            str(call.ranks[rank]),
+            each,
+        )
+        for rank, each in wrong.items()
+    ]
+
+
+class ProbedFolder:
+    """One folder of the run, and what the doctor leaves there for a moment; every rank makes one."""
+
+    def __init__(self, folder: Path, rank: int, token: str):
+        self.folder, self.rank = folder.absolute(), rank
+        self.probe = self.folder / f".doctor-{token}"
+        # Folders that only the doctor makes: they go again at the end.
+        self._absent = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        self._data = self.probe / f"data-{rank}"
+
+    def leave_token(self) -> None:
+        """Write this rank's token.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        try:
+            self.probe.mkdir(parents=True, exist_ok=True)
+            self._token(self.rank).write_text("here")
+        except OSError as error:
+            raise file_error(error, self.folder) or error from error
+
+    def look_for(self, ranks: int) -> list[int]:
+        """Ranks whose token is not here, after some patience."""
+        missing, until = list(range(ranks)), time.monotonic() + LOOK_SECONDS
+        while missing:
+            missing = [rank for rank in missing if not self._token(rank).exists()]
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05 if missing else 0)
+        return missing
+
+    def write_and_read(self, num_bytes: int) -> dict:
+        """{"bytes", "write_seconds", "read_seconds"}: written and flushed to the disk, then read from it.
+
+        Raises:
+            UserError: the disk is full, or refuses otherwise.
+        """
+        try:
+            written, write_seconds = self._write(num_bytes)
+            return {"bytes": written, "write_seconds": write_seconds, "read_seconds": self._read()}
+        except OSError as error:
+            raise file_error(error, self.folder) or error from error
+        finally:
+            self._data.unlink(missing_ok=True)
+
+    def _write(self, num_bytes: int) -> tuple[int, float]:
+        # nothing that a filesystem could compress
+        piece, began, written = os.urandom(PIECE_BYTES), time.perf_counter(), 0
+        with self._data.open("wb") as file:
+            while written < num_bytes and time.perf_counter() - began < DISK_SECONDS:
+                written += file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+            seconds = time.perf_counter() - began
+            if hasattr(os, "posix_fadvise"):  # else the file would be read from memory
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return written, seconds
+
+    def _read(self) -> float:
+        began = time.perf_counter()
+        with self._data.open("rb", buffering=0) as file:
+            while time.perf_counter() - began < DISK_SECONDS and file.read(PIECE_BYTES):
+                continue
+        return time.perf_counter() - began
+
+    def clear(self) -> None:
+        """Leave no trace, not of ranks that stopped either; no step needs the probe any more."""
+        shutil.rmtree(self.probe, ignore_errors=True)
+        for path in self._absent:
+            with contextlib.suppress(OSError):  # another rank was first, or somebody else has written there
+                path.rmdir()
+
+    def _token(self, rank: int) -> Path:
+        return self.probe / f"rank-{rank}"
+
+
+def token_of_all(call: RollCall) -> str:
+    """A name for the probes, the same on every rank."""
+    return call.gather("token", uuid.uuid4().hex[:8])[0]
+
+
+def look_at_run_folder(call: RollCall, probed: ProbedFolder) -> list[Finding]:
+    """Whether all ranks write into one and the same folder."""
+    answers = call.step("run folder: tokens", probed.leave_token, LOOK_SECONDS + 5)
+    if refused := _refused_folder(call, RUN_FOLDER, answers):
+        return refused
+    answers = call.step("run folder: tokens of others", lambda: probed.look_for(call.size), LOOK_SECONDS + 5)
+    # Ranks that miss the same others see the same folder.
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, answer in enumerate(answers):
+        groups.setdefault(tuple(answer.value), []).append(rank)
+    ranks, nodes = several(call.size, "rank"), several(len(call.nodes), "node")
+    if set(groups) == {()}:
+        return [Finding(RUN_FOLDER, FINE, f"{probed.folder} is one folder for {ranks} on {nodes}")]
+    most = max(groups.values(), key=len)  # of groups of one size that of rank 0
+    odd = [rank for rank in range(call.size) if rank not in most]
+    one, other = named(call.ranks, odd), named(call.ranks, most)
+    message = f"{probed.folder} is not shared: {one} and {other} see different folders"
+    remedy = "--output_dir FOLDER, on a disk that all nodes share: else checkpoints would be in pieces"
+    return [Finding(RUN_FOLDER, BREAKS, message, remedy, one)]
+
+
+def _refused_folder(call: RollCall, check: str, answers: list[Answer]) -> list[Finding]:
+    """One line for each of the first ranks that could not use the folder; none if all could."""
+    refused = [rank for rank, answer in enumerate(answers) if answer.state == FAILED]
+    lines = [
+        Finding.of_error(check, answers[rank].error, where=str(call.ranks[rank]))
+        for rank in refused[:MOST_REFUSED]
+    ]
+    return [replace(line, remedy=line.remedy or "--output_dir FOLDER, another one") for line in lines]
+
+
+def manifest_of(data_dir: Path | str, name: str) -> str | None:
+    """A digest of what prepared data a rank finds; None if there is none. An address is every node's alike."""
+    if isinstance(data_dir, str) and "://" in data_dir:
+        return data_dir
+    folder = Path(data_dir) / name
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        return None
+    digest = hashlib.blake2b(digest_size=8)
+    # The manifests hold every shard's checksum: equal manifests are equal data.
+    for path in files:
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def judge_data(call: RollCall, data_dir: Path | str, name: str, digests: list[str | None]) -> list[Finding]:
+    """Whether every rank finds the same prepared data, in one folder or in copies of it."""
+    place, check = f"{str(data_dir).rstrip('/')}/{name}", "shared data"
+    if not any(digests):
+        return []  # what each node finds of the data is a line of its own
+    if len(set(digests)) == 1:
+        return [
+            Finding(check, FINE, f"{place} holds the same prepared data for {several(call.size, 'rank')}")
+        ]
+    usual = max((each for each in digests if each), key=digests.count)  # what most ranks have
+    odd = [rank for rank, each in enumerate(digests) if each != usual]
+    lacks = all(digests[rank] is None for rank in odd)
+    message = f"{place}: {'no prepared data' if lacks else 'other prepared data'} here, other ranks have it"
+    source = call.hosts[digests.index(usual)]
+    remedy = (
+        "--data_dir FOLDER, on a disk that all nodes share; or copy the data to the nodes that are named: "
+    )
+    remedy += f"rsync -a {source}:{place}/ {place}/"
+    return [Finding(check, BREAKS, message, remedy, named(call.ranks, odd))]
+
+
+def measure_disk(
+    call: RollCall, probed: ProbedFolder, size: int, checkpoint_bytes: int | None
+) -> list[Finding]:
+    """Bytes per second of all ranks at once, and how long a checkpoint takes at that rate."""
+    answers = call.step("disk of all ranks", lambda: probed.write_and_read(size), 3 * DISK_SECONDS)
+    if refused := _refused_folder(call, "disk of all ranks", answers):
+        return refused
+    total = sum(answer.value["bytes"] for answer in answers)
+    # A save ends with its slowest rank.
+    seconds = {key: max(answer.value[key] for answer in answers) for key in ("write_seconds", "read_seconds")}
+    writes, reads = (total / max(seconds[key], 1e-9) for key in ("write_seconds", "read_seconds"))
+    values = {"all_ranks_write_bytes_per_second": writes, "all_ranks_read_bytes_per_second": reads}
+    message = (
+        f"{several(call.size, 'rank')} at once write {num_bytes(writes)}/s and read {num_bytes(reads)}/s"
+    )
+    if checkpoint_bytes is None:
+        return [Finding("disk of all ranks", FINE, message, values=values)]
+    saving = values["checkpoint_seconds"] = checkpoint_bytes / writes
+    message += f"; a checkpoint of {num_bytes(checkpoint_bytes)} takes {duration(saving)}"
+    if saving > SAVE_SECONDS:
+        remedy = "give --output_dir a faster disk; on SLURM ask for the stop so much earlier: "
+        remedy += f"sbatch --signal=B:USR1@{math.ceil(1.5 * saving)}"
+        return [Finding("disk of all ranks", COSTS, message, remedy, values=values)]
+    return [Finding("disk of all ranks", FINE, message, values=values)]

@@ -1,0 +1,271 @@
+"""The shape of a model: its own, or that of a known family as wide, counted by building the model.
+
+A model that no formula describes is built on the meta device, in a process of its own. The process takes the seconds
+that torch and transformers need to load; what it finds is kept in ~/.cache/pretraining/models (or
+$PRETRAINING_MODEL_CACHE), by the model section, this repository's way to count and the version of transformers.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pretraining.errors import UserError
+from pretraining.recipe import model_with_defaults
+from pretraining.recipe.model import is_exact, value_of
+from pretraining.schema import REPOSITORY
+
+MODULE = "pretraining.model.counting"
+SOURCES = [
+    REPOSITORY / "pretraining" / name
+    for name in ("model/counting.py", "model/initial_weights.py", "upstream/model_classes.py")
+]
+HOW = "counted by building on the meta device"
+GATED = 2.5
+"""Matrices of width x inner in a feed-forward layer above which it is taken for a gated one (three, else two)."""
+
+
+@dataclass(frozen=True)
+class CountedModel:
+    """What is known of a model that was built on the meta device."""
+
+    tensors: tuple[tuple[str, int, int | None, int | None], ...]
+    """Of each parameter: its part (of `sizes.PartSizes`, or `attention bias`, `mlp bias`), elements, its layer, and
+    of a matrix its rows and columns."""
+    layers: int
+    attention_width: int
+    tied: bool
+    head: int
+    """Entries of the output projection, tied or not."""
+    normed_heads: bool
+    """Whether queries and keys have norms of their own."""
+    experts: int
+    """Of one mixture layer; 0 in a dense model."""
+    chosen_experts: int
+    faults: tuple[str, ...]
+    """Why its initial weights would not be the same at every stage."""
+
+    def of_part(self, *parts: str) -> int:
+        """Parameters of these parts."""
+        return sum(numel for part, numel, _, _ in self.tensors if part in parts)
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Numbers of elements that a layer is made of."""
+
+    hidden: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+    inner: int
+    """Of a dense feed-forward layer."""
+    layers: int
+    experts: int = 0
+    """Of one mixture layer; 0 in a dense model."""
+    chosen_experts: int = 1
+    """Experts that a token is given to; 1 in a dense model."""
+    expert_inner: int = 0
+    """Of one expert's feed-forward layer; in a dense model of its own."""
+
+    @property
+    def queries(self) -> int:
+        """Of all queries; grouped-query attention has fewer keys."""
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        """Of all keys, or of all values."""
+        return self.key_value_heads * self.head_size
+
+
+def shape_of(model: dict) -> dict:
+    """The model section with its class's defaults; of a type that no formula describes, that of `stand_in`."""
+    return model_with_defaults(model) if is_exact(model) else stand_in(model)
+
+
+def widths_of(shape: dict) -> Widths:
+    """The widths in a model section with its class's defaults (`shape_of`)."""
+    if shape["model_type"] == "gpt2":
+        hidden, heads = shape["n_embd"], shape["n_head"]
+        inner = shape["n_inner"] or 4 * hidden
+        return Widths(hidden, heads, heads, hidden // heads, inner, shape["n_layer"], expert_inner=inner)
+    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
+    experts = shape.get("num_local_experts") or shape.get("num_experts") or 0
+    return Widths(
+        hidden=hidden,
+        heads=heads,
+        key_value_heads=shape["num_key_value_heads"] or heads,
+        head_size=shape["head_dim"] or hidden // heads,
+        inner=shape["intermediate_size"],
+        layers=shape["num_hidden_layers"],
+        experts=experts,
+        chosen_experts=shape["num_experts_per_tok"] if experts else 1,
+        # only qwen3_moe has dense layers of another width beside its experts
+        expert_inner=shape.get("moe_intermediate_size") or shape["intermediate_size"],
+    )
+
+
+def is_mixture(shape: dict, layer: int) -> bool:
+    """Whether this layer's feed-forward part is a mixture of experts (as transformers 5.23 chooses)."""
+    if shape["model_type"] == "mixtral":
+        return True
+    if shape["model_type"] != "qwen3_moe" or not shape["num_experts"]:
+        return False
+    return layer not in (shape["mlp_only_layers"] or []) and (layer + 1) % shape["decoder_sparse_step"] == 0
+
+
+def family_of(model: dict) -> str:
+    """The model type whose activations are counted."""
+    return model["model_type"] if is_exact(model) else stand_in(model)["model_type"]
+
+
+def stand_in(model: dict) -> dict:
+    """A gpt2, llama, qwen3 or mixtral with the model's width, layers, heads, feed-forward part and vocabulary."""
+    full, facts = model_with_defaults(model), count_model(model)
+    width, layers = value_of(full, "hidden_size"), facts.layers
+    if facts.experts and facts.chosen_experts:
+        expert = facts.of_part("experts") // (3 * width * facts.experts * _sparse_layers(facts))
+        return {**_grouped(full, width, layers, expert), **_mixture(facts)}
+    matrices = facts.of_part("mlp", "experts") / layers / width
+    inner = _inner(full, matrices)
+    if matrices / inner > GATED:
+        return _grouped(full, width, layers, inner, "qwen3" if facts.normed_heads else "llama")
+    own = {
+        "n_embd": width,
+        "n_layer": layers,
+        "n_head": value_of(full, "num_attention_heads"),
+        "n_inner": inner,
+    }
+    return model_with_defaults({"model_type": "gpt2", **own, **_outside(full, "n_positions")})
+
+
+def _inner(full: dict, matrices: float) -> int:
+    """Inner width: the section's own if it says one, else that of two matrices."""
+    stated = value_of(full, "intermediate_size")
+    return stated if isinstance(stated, int) and stated else max(1, round(matrices / 2))
+
+
+def _grouped(full: dict, width: int, layers: int, inner: int, family: str = "llama") -> dict:
+    heads = value_of(full, "num_attention_heads")
+    own = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": max(1, inner)}
+    own |= {
+        "num_attention_heads": heads,
+        "num_key_value_heads": _whole(value_of(full, "num_key_value_heads")) or heads,
+    }
+    own |= {"head_dim": _whole(value_of(full, "head_dim")) or width // heads}
+    own |= _outside(full, "max_position_embeddings")
+    return model_with_defaults({"model_type": family, **own})
+
+
+def _outside(full: dict, positions: str) -> dict:
+    kept = {"vocab_size": full["vocab_size"], positions: value_of(full, "max_position_embeddings")}
+    named = full.get("attn_implementation")
+    return {
+        **kept,
+        "attn_implementation": named,
+        "tie_word_embeddings": bool(full.get("tie_word_embeddings")),
+    }
+
+
+def _mixture(facts: CountedModel) -> dict:
+    return {
+        "model_type": "mixtral",
+        "num_local_experts": facts.experts,
+        "num_experts_per_tok": facts.chosen_experts,
+    }
+
+
+def _sparse_layers(facts: CountedModel) -> int:
+    return len({layer for part, _, layer, _ in facts.tensors if part == "experts"}) or 1
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def count_model(model: dict) -> CountedModel:
+    """A model section of any type, counted.
+
+    Raises:
+        UserError: transformers cannot build it, or its weights cannot be drawn alike at every ZeRO stage.
+    """
+    return _counted(json.dumps(model, sort_keys=True))
+
+
+@cache
+def _counted(section: str) -> CountedModel:
+    kept = _cache_file(section)
+    found = _read_counted(kept) or _built(section)
+    model_type = json.loads(section)["model_type"]
+    if "error" in found:
+        raise UserError(f"model: transformers cannot build this {model_type}: {found['error']}")
+    _keep(kept, found)
+    if found["faults"]:
+        what = "weights would not be the same at every ZeRO stage"
+        raise UserError(
+            f"model.model_type: {model_type} does not train here, its initial {what}: {found['faults'][0]}"
+        )
+    found["tensors"] = tuple(tuple(tensor) for tensor in found["tensors"])
+    return CountedModel(**{**found, "faults": tuple(found["faults"])})
+
+
+def _built(section: str) -> dict:
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    command = [sys.executable, "-P", "-W", "ignore", "-m", MODULE]
+    done = subprocess.run(command, input=section, capture_output=True, text=True, env=environment)
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        last = (done.stderr.splitlines() or ["it said nothing"])[-1]
+        return {"error": f"{MODULE} ended with code {done.returncode}: {last}"}
+    return json.loads(lines[-1])
+
+
+def _cache_file(section: str) -> Path:
+    try:
+        library = version("transformers")
+    except PackageNotFoundError:
+        raise UserError(
+            "model: counting this type needs transformers; pip install -r requirements.txt"
+        ) from None
+    said = "\n".join([library, *(source.read_text(encoding="utf-8") for source in SOURCES), section])
+    name = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+    return _cache_folder() / f"{name}.json"
+
+
+def _cache_folder() -> Path:
+    try:
+        own = Path.home() / ".cache"
+    except RuntimeError:  # a user of a container who has no home
+        own = Path(tempfile.gettempdir())
+    return Path(os.environ.get("PRETRAINING_MODEL_CACHE") or own / "pretraining" / "models")
+
+
+def _read_counted(path: Path) -> dict | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "tensors" in found else None
+
+
+def _keep(path: Path, found: dict) -> None:
+    """Keep what was counted for the next start; without a place to write it is counted again."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # renamed when whole: ranks that count at once do not read each other's halves
+        aside = path.with_suffix(f".{os.getpid()}")
+        aside.write_text(json.dumps(found), encoding="utf-8")
+        aside.replace(path)

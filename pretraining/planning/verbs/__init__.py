@@ -1,1 +1,0 @@
-"""What `python -m pretraining.planning` answers, one module a verb, as `pretraining.command_line` describes it."""
