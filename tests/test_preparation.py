@@ -86,7 +86,8 @@ def reference(corpus, tmp_path_factory) -> tuple[Path, dict]:
 def test_filters_copies_and_evaluation_sets_are_counted(reference):
     """The manifest says what each of them cost."""
     manifest = json.loads((reference[0].parent / "data" / "corpus" / "manifest.json").read_text())
-    assert manifest["duplicates"]["dropped"] >= 10 and manifest["decontamination"]["dropped"] >= 1
+    # Eleven copies of the first text; and of each third text one in which a word is another, found by `"minhash": {}`.
+    assert manifest["duplicates"]["dropped"] >= 20 and manifest["decontamination"]["dropped"] >= 1
     assert manifest["filters"]["documents"] > manifest["filters"]["kept_documents"] - 1
     kept = sum(split["documents"] for split in manifest["splits"].values())
     fates = manifest["duplicates"]["fates"]

@@ -73,10 +73,11 @@ class Deduplication(NamedTuple):
     @classmethod
     def from_recipe(cls, section: Dedup | None) -> "Deduplication | None":
         """Read `data.dedup`; None if no documents are compared."""
-        minhash = section.minhash.to_dict() if section and section.minhash else None
-        if section is None or not (section.exact or minhash):
+        if section is None or not (section.exact or section.minhash):
             return None
-        return cls(section.exact, MinHashSpec.from_recipe(minhash) if minhash else None, section.remove)
+        # `"minhash": {}` asks for near duplicates too, by the defaults.
+        minhash = MinHashSpec.from_recipe(section.minhash.to_dict()) if section.minhash else None
+        return cls(section.exact, minhash, section.remove)
 
 
 @dataclass(frozen=True)
