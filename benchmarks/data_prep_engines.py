@@ -86,6 +86,7 @@ def shards(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
     from pretraining.data.manifest import read_manifest
     from pretraining.data.preparation.prepare import prepare_data
     from pretraining.data.shards import TokenSplit
+    from pretraining.recipe.data import Data
 
     sources = [{"path": str(root / "corpus-*.jsonl")}]
     data = {
@@ -96,7 +97,7 @@ def shards(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
     }
     vocab_size = 1 << 16
     recipe = SimpleNamespace(
-        data={**data, "encoder": backend}, model={"vocab_size": vocab_size}, sequence_length=BLOCK
+        data=Data.of({**data, "encoder": backend}), model={"vocab_size": vocab_size}, sequence_length=BLOCK
     )
 
     encoder = open_encoder(root, backend)

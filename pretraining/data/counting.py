@@ -12,6 +12,7 @@ from pretraining.data.corpus import CLEANING_KEYS, Batch, Corpus, prefetch, read
 from pretraining.data.progress import Progress
 from pretraining.data.sources import open_sources
 from pretraining.recipe.data import source_name
+from pretraining.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from pretraining.data.encoder import Encoder
@@ -54,7 +55,7 @@ class TokenCounts:
         return "\n".join(lines)
 
 
-def count_data(recipe, num_documents: int | None = None, show_progress: bool = True) -> TokenCounts:
+def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: bool = True) -> TokenCounts:
     """Count documents, bytes of text and tokens of each source in `recipe.data`; no shard is written.
 
     With `num_documents`, only the first so many of each source. A tokenizer that is to be trained is trained, and
@@ -86,7 +87,7 @@ def count_data(recipe, num_documents: int | None = None, show_progress: bool = T
     )
 
 
-def _open_encoder(recipe, corpus: Corpus, folder: Path, progress: Progress) -> "Encoder":
+def _open_encoder(recipe: Recipe, corpus: Corpus, folder: Path, progress: Progress) -> "Encoder":
     """Open the encoder that a preparation of the recipe would use; its tokenizer is made in `folder`."""
     # numpy, tokenizers and pyarrow are needed from here on
     from pretraining.data.encoder import Encoder

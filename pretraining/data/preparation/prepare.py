@@ -5,6 +5,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pretraining.data.manifest import (
     data_differences,
@@ -20,7 +21,11 @@ from pretraining.data.sources import Source, open_sources
 from pretraining.data.tokenizer import check_vocabulary
 from pretraining.errors import UserError
 from pretraining.recipe.data import source_name
+from pretraining.recipe.recipe import Recipe
 from pretraining.schema import listed
+
+if TYPE_CHECKING:
+    from pretraining.data.preparation.stages import Preparation
 
 DISK_FAULTS = {
     errno.ENOSPC: "no space left on the disk",
@@ -128,7 +133,7 @@ def _kept_text(kept: Path, data_root: Path) -> str:
 
 
 def prepare_data(
-    recipe,
+    recipe: Recipe,
     data_root: Path,
     show_progress: bool = True,
     execution: Execution | None = None,
@@ -214,7 +219,7 @@ def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool)
 
 
 def _build(
-    recipe,
+    recipe: Recipe,
     folder: Path,
     sources: list[Source],
     fingerprints: list[dict],
@@ -244,7 +249,7 @@ def _build(
         raise
 
 
-def finish_prepared(preparation) -> None:
+def finish_prepared(preparation: "Preparation") -> None:
     """Publish what the tasks of a cluster have prepared."""
     from pretraining.data.preparation.finish import finish
 

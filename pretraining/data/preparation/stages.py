@@ -21,6 +21,7 @@ from pretraining.data.preparation.tokenizing import MakeTokenizer, Tokenize
 from pretraining.data.publishing import work_folder
 from pretraining.data.sources import Source
 from pretraining.recipe.data import Data, source_name
+from pretraining.recipe.recipe import Recipe
 from pretraining.runtime.durable_files import replacing
 
 STATE_NAME = "preparation.json"
@@ -41,7 +42,9 @@ class Preparation:
     """What each source is, for the manifest."""
 
     @classmethod
-    def of(cls, recipe, sources: list[Source], folder: Path, fingerprints: list[dict]) -> "Preparation":
+    def of(
+        cls, recipe: Recipe, sources: list[Source], folder: Path, fingerprints: list[dict]
+    ) -> "Preparation":
         """Plan the preparation of a recipe's data; the sources are cut, which may read their files' footers."""
         corpus = Corpus.of(recipe.data, sources)
         return cls(

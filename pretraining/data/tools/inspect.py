@@ -8,6 +8,7 @@ from pretraining.data.manifest import data_differences
 from pretraining.data.packing import Stretch
 from pretraining.data.tools.finished import FinishedData, SplitDocuments, StoredDocument, open_finished
 from pretraining.errors import UserError
+from pretraining.recipe.recipe import Recipe
 from pretraining.schema import listed
 
 SEARCH_BATCH = 256
@@ -83,7 +84,7 @@ class Inspection:
             "documents": parts,
         }
 
-    def sample(self, number: int, recipe) -> dict:
+    def sample(self, number: int, recipe: Recipe) -> dict:
         """The block that sample `number` of a run of `recipe` is, with its step and epoch."""
         from pretraining.data.mixture import build_mixture
         from pretraining.data.packed_dataset import build_training_dataset
