@@ -159,7 +159,7 @@ def build_trainer(options: argparse.Namespace, folder: Path, resume: Path | None
     from pretraining.model.loss import build_loss
     from pretraining.planning.run_plan import build_run_plan
     from pretraining.recipe import load_recipe
-    from pretraining.training.arguments import build_arguments, collate_blocks
+    from pretraining.training.arguments import build_arguments
     from pretraining.training.trainer import PretrainingTrainer
 
     recipe = load_recipe(str(options.worker / "recipe.json"))
@@ -172,13 +172,7 @@ def build_trainer(options: argparse.Namespace, folder: Path, resume: Path | None
     model = build_model(recipe.model, tokens, arguments, draw_weights=resume is None)
     first = SAVED_AFTER * recipe.samples_per_step if resume else 0
     return PretrainingTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=blocks(recipe)[first:],
-        data_collator=collate_blocks,
-        compute_loss_func=build_loss(model, recipe.loss),
-        validate=lambda model, step, interrupted: {},
-        recipe_path=recipe.path,
+        recipe, model, arguments, loss=build_loss(model, recipe.loss), train_dataset=blocks(recipe)[first:]
     )
 
 

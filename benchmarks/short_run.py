@@ -8,7 +8,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from pretraining.model.loss import build_loss
 from pretraining.recipe import Recipe
 from pretraining.training.arguments import build_arguments
-from pretraining.training.optimizers import choose_optimizer
 from pretraining.training.ranks import join_ranks
 from pretraining.training.trainer import PretrainingTrainer
 
@@ -30,12 +29,10 @@ def short_trainer(
     built.loss_type = None
     block = torch.zeros(recipe.sequence_length, dtype=torch.long)
     return PretrainingTrainer(
-        model=built,
-        args=arguments,
+        recipe,
+        built,
+        arguments,
+        loss=build_loss(built, recipe.loss),
         train_dataset=[{"input_ids": block, "labels": block}] * (recipe.samples_per_step * steps),
-        compute_loss_func=build_loss(built, recipe.loss),
-        optimizer_cls_and_kwargs=choose_optimizer(recipe),
-        validate=lambda model: {},
-        recipe_path=recipe.path,
         callbacks=[callback],
     )

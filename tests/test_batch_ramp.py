@@ -126,8 +126,8 @@ def test_a_ramp_given_up_on_the_way_trains_the_rest_of_the_budget():
     """--allow_change budget.ramp: what was consumed counts, full steps for what is left."""
     start = Start(None, step=8, tokens=sum(SIZES[:8]))
     recipe = load_recipe("tiny", ["budget.tokens_per_step=1024", "budget.tokens=10240"])
-    assert start.last_step(recipe) == 8 + (10240 - 1792) // 1024
-    assert start.tokens_at(9, recipe) == 1792 + 1024
+    assert start.progress(recipe).last_step == 8 + (10240 - 1792) // 1024
+    assert start.progress(recipe).tokens_at(9) == 1792 + 1024
 
 
 @pytest.fixture(scope="module")

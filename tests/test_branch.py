@@ -15,8 +15,9 @@ from pretraining.checkpoints.identity import Identity, Start
 from pretraining.errors import UserError
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import RECIPES, load_recipe, recipe_names
+from pretraining.recipe.progress import Progress
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.schedule import count_tokens
+from pretraining.training.schedule import follow_run
 from tests.runs import LLAMA, Run, contents, execute, launcher, on_own_port
 from tests.small_checkpoints import MANIFEST, identity_of, save
 from tests.test_batch_ramp import RAMPED
@@ -145,15 +146,15 @@ def test_a_branch_of_a_schedule_in_tokens_goes_on_in_tokens(tmp_path, capsys):
     recipe = load_recipe(str(Path(told["run"]) / "recipe.json"))
     assert recipe.num_steps == 1000 and recipe.budget["decay_tokens"] == 200 * 2048
     assert "num_decay_steps" not in recipe.training["lr_scheduler_kwargs"]
-    clock, keywords = Start().schedule_clock(recipe), recipe.training_keywords
+    progress, keywords = Progress.of(recipe), recipe.training_keywords
     scheduler = get_scheduler(
         recipe.training["lr_scheduler_type"],
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0),
         keywords["warmup_steps"],
-        clock(recipe.num_steps),
+        progress.full_steps_at(recipe.num_steps),
         keywords["lr_scheduler_kwargs"],
     )
-    count_tokens(scheduler, clock)
+    follow_run(scheduler, progress, counts_tokens=recipe.schedule_counts_tokens)
     (rate,) = scheduler.lr_lambdas
     assert [rate(step) for step in (50, 150, 800, 900, 1000)] == pytest.approx([0.25, 1, 1, 0.5, 0])
 

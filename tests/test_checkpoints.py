@@ -284,7 +284,8 @@ def test_with_tokens_counted_the_rate_stays_where_it_was():
         )
     )
     start = Start(None, 400, 400 * 2048)
-    clock, last = start.schedule_clock(now), start.last_step(now)
+    progress = start.progress(now)
+    clock, last = progress.full_steps_at, progress.last_step
     assert clock(400) / clock(last) == 400 / before.num_steps
     assert now.warmup_steps(last) / clock(last) == before.warmup_steps(before.num_steps) / before.num_steps
 
@@ -306,11 +307,11 @@ def test_changed_tokens_per_step_keep_the_budget_and_the_position(run):
     """12 steps of 2,048 tokens, then steps of 4,096: no sample twice, and the run ends with its budget."""
     recipe = identity_of("budget.tokens_per_step=4096").recipe
     start = Start.at(run.checkpoint(12))
-    assert start.tokens == 12 * 2048 and start.first_sample(recipe) * 128 == start.tokens
-    last = start.last_step(recipe)
-    assert start.tokens_at(last, recipe) == recipe.budget["tokens"] and last == 12 + (1000 - 12) // 2
+    assert start.tokens == 12 * 2048 and start.progress(recipe).first_sample * 128 == start.tokens
+    last = start.progress(recipe).last_step
+    assert start.progress(recipe).tokens_at(last) == recipe.budget["tokens"] and last == 12 + (1000 - 12) // 2
     again = save(run, 20, identity=replace(identity_of("budget.tokens_per_step=4096"), start=start))
-    assert Start.at(again).last_step(recipe) == last
+    assert Start.at(again).progress(recipe).last_step == last
     assert read_marker(again)["tokens"] == 12 * 2048 + 8 * 4096
 
 

@@ -31,9 +31,8 @@ from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.refusals import load_run
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.arguments import build_arguments, collate_blocks
+from pretraining.training.arguments import build_arguments
 from pretraining.training.monitors import Monitors
-from pretraining.training.optimizers import choose_clipping, choose_optimizer
 from pretraining.training.trainer import PretrainingTrainer
 from pretraining.upstream.fake_cuda import FakeStream
 from pretraining.upstream.fake_gpu import fake_gpu
@@ -151,27 +150,31 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
     order = GlobalOrder(2 * split.num_blocks(LENGTH), 0, "faked")
     masks = recipe.data["document_masking"]
     dataset = PackedDataset((split, split), LENGTH, order, 0, recipe.num_samples, masks_documents=masks)
-    watch = Monitors(run, recipe)
-    watch.begin(lambda step: {}, plan, start, dataset.num_blocks)
+    monitors = Monitors(run, recipe)
+    monitors.begin(plan, start, dataset)
     validation = Validation.of(split, recipe)
-    return PretrainingTrainer(
-        model=language_model,
-        args=arguments,
-        train_dataset=dataset,
-        eval_dataset=validation.dataset,
-        data_collator=collate_blocks,
-        compute_loss_func=watch.loss(losses.build_loss(language_model, recipe.loss)),
-        optimizer_cls_and_kwargs=choose_optimizer(recipe),
-        clipping=choose_clipping(recipe),
-        averaged_weights=averaged_weights,
-        validate=lambda trained, step, interrupted: validation.measure(trained, interrupted),
-        recipe_path=recipe.path,
-        journal=start.journal,
-        step_sizes=recipe.step_sizes,
-        stop=watch.stop,
-        clock=watch.speed.clock,
-        callbacks=[*watch.callbacks(TrainerCallback()), *callbacks],
+    evaluator = SimpleNamespace(
+        dataset=validation.dataset,
+        callbacks=(),
+        measure=lambda trained, step, interrupted: validation.measure(trained, interrupted),
     )
+    return PretrainingTrainer(
+        recipe,
+        language_model,
+        arguments,
+        loss=losses.build_loss(language_model, recipe.loss),
+        train_dataset=dataset,
+        evaluator=evaluator,
+        checkpoints=NoCheckpoints(),
+        monitors=monitors,
+        callbacks=callbacks,
+    )
+
+
+class NoCheckpoints(TrainerCallback):
+    """Saves nothing."""
+
+    averaged_weights = staticmethod(averaged_weights)
 
 
 def last_step(

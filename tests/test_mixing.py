@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -139,8 +140,8 @@ def recipe_of(weights=None, mixture=None, max_epochs=None, shuffle_shards=None) 
 
 
 def open_run(prepared, recipe, num_samples=800, first_sample=0) -> PackedDataset:
-    mixture = build_mixture(prepared, recipe, num_samples)
-    return build_training_dataset(prepared, recipe, mixture, first_sample, num_samples)
+    mixed = replace(prepared, mixture=build_mixture(prepared, recipe, num_samples))
+    return build_training_dataset(mixed, recipe, first_sample, num_samples)
 
 
 EVEN = {"web": 0.5, "code": 0.375, "books": 0.125}

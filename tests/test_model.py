@@ -1,7 +1,6 @@
 """The model: initial weights that are the same at every stage, decay on matrices alone, and the loss."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -103,9 +102,10 @@ def test_weight_decay_reaches_the_matrices_and_nothing_else(tmp_path, name):
     from pretraining.training.trainer import PretrainingTrainer
 
     model, arguments = built(tmp_path, MODELS[name])
-    optimizer = PretrainingTrainer(
-        model=model, args=arguments, validate=None, recipe_path=Path("a.json")
-    ).create_optimizer()
+    trainer = PretrainingTrainer(
+        load_recipe("tiny"), model, arguments, loss=build_loss(model), train_dataset=[]
+    )
+    optimizer = trainer.create_optimizer()
     decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0.1 for p in g["params"]}
     spared = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0.0 for p in g["params"]}
     assert decayed == {id(p) for p in model.parameters() if p.ndim >= 2}
@@ -199,9 +199,10 @@ def test_the_balancing_loss_is_asked_for_by_the_recipe():
 def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dict]:
     """metrics.jsonl of a Trainer whose loss at step k is made to read losses[k]; gradients stay finite."""
     from pretraining.recipe.budget import StepSizes
+    from pretraining.recipe.progress import Progress
     from pretraining.runtime.durable_files import read_rows
     from pretraining.runtime.run_folder import RunFolder
-    from pretraining.training.arguments import build_arguments, collate_blocks
+    from pretraining.training.arguments import build_arguments
     from pretraining.training.metrics import MetricsCallback
     from pretraining.training.throughput import SpeedMeter
     from pretraining.training.trainer import PretrainingTrainer
@@ -219,18 +220,13 @@ def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dic
         real = next_token_loss(outputs, labels, num_items_in_batch)
         return real - real.detach() + next(remaining)
 
-    run, speed = RunFolder(tmp_path / "run"), SpeedMeter(StepSizes.of(8), len(losses))
-    PretrainingTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=blocks,
-        data_collator=collate_blocks,
-        compute_loss_func=loss,
-        validate=None,
-        recipe_path=Path("a.json"),
-        clock=speed.clock,
-        callbacks=[MetricsCallback(run, speed, 80)],
-    ).train()
+    run, speed = RunFolder(tmp_path / "run"), SpeedMeter(Progress(StepSizes.of(8), 8, 8 * len(losses)))
+    callbacks = [MetricsCallback(run, speed, 80)]
+    trainer = PretrainingTrainer(
+        load_recipe("tiny"), model, arguments, loss=loss, train_dataset=blocks, callbacks=callbacks
+    )
+    trainer.clock = speed.clock
+    trainer.train()
     return [row for row in read_rows(run.metrics) if "train/loss" in row]
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import TrainingArguments, get_scheduler
 
-from pretraining.checkpoints.identity import Start
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
+from pretraining.recipe.progress import Progress
 from pretraining.training.arguments import build_arguments
-from pretraining.training.schedule import count_tokens
+from pretraining.training.schedule import follow_run
 from tests.runs import Run, execute
 from tests.test_batch_ramp import RAMPED
 from tests.test_curve import column
@@ -110,16 +110,16 @@ def recipe_in_tokens(name: str, *more: str):
 def test_a_schedule_in_tokens_does_not_see_the_ramp(name, tmp_path):
     """The rate is that of the tokens consumed, however many steps they were."""
     recipe, (_, _, factor) = recipe_in_tokens(name), IN_TOKENS[name][0]
-    clock = Start().schedule_clock(recipe)
+    progress = Progress.of(recipe)
     arguments = build_arguments(recipe, None, tmp_path, 1)
     schedule = get_scheduler(
         arguments.lr_scheduler_type,
         torch.optim.SGD([torch.zeros(1)], lr=1.0),
         num_warmup_steps=arguments.get_warmup_steps(STEPS),
-        num_training_steps=clock(arguments.max_steps),
+        num_training_steps=progress.full_steps_at(arguments.max_steps),
         scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
     )
-    count_tokens(schedule, clock)
+    follow_run(schedule, progress, counts_tokens=recipe.schedule_counts_tokens)
     (rate,) = schedule.lr_lambdas
     assert recipe.num_steps > STEPS + 20 and recipe.num_tokens == STEPS * STEP, (
         "the ramp takes more steps than its tokens are full ones"

@@ -12,11 +12,13 @@ import torch
 
 from pretraining.data.order import GlobalOrder, OrderWithout
 from pretraining.errors import UserError
+from pretraining.recipe import load_recipe
 from pretraining.recipe.budget import StepSizes
+from pretraining.recipe.progress import Progress
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.schedule import apply_schedule_now, lower_rates
+from pretraining.training.schedule import apply_schedule_now, follow_run
 from pretraining.training.spikes import Plateau, SpikeScore
 from pretraining.training.stability import NonFiniteGuard
 from tests.runs import SMALL_RECIPE, Started
@@ -145,7 +147,7 @@ def test_the_lowered_rate_is_a_function_of_the_step(tmp_path):
     def rates(first_step: int) -> list[float]:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=8.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        lower_rates(scheduler, journal)
+        follow_run(scheduler, Progress.of(load_recipe("tiny")), journal=journal)
         scheduler.last_epoch = first_step
         apply_schedule_now(scheduler)
         seen = []
@@ -160,7 +162,7 @@ def test_the_lowered_rate_is_a_function_of_the_step(tmp_path):
     assert rates(5) == rates(0)[5:]
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], lr=1.0))
     with pytest.raises(UserError, match="lr_factor"):
-        lower_rates(plateau, journal)
+        follow_run(plateau, Progress.of(load_recipe("tiny")), journal=journal)
 
 
 @pytest.fixture
@@ -180,7 +182,7 @@ class Watched:
     ):
         from pretraining.model.build import build_model
         from pretraining.model.loss import next_token_loss
-        from pretraining.training.arguments import build_arguments, collate_blocks
+        from pretraining.training.arguments import build_arguments
         from pretraining.training.gradients import LayerNormsCallback
         from pretraining.training.metrics import MetricsCallback
         from pretraining.training.stability import StabilityMonitor
@@ -200,7 +202,7 @@ class Watched:
         self.monitor = StabilityMonitor(self.run, monitors, lambda step: {"samples": [step - 1, step]})
         remaining, speed = (
             iter(enumerate(losses)),
-            SpeedMeter(StepSizes.of(8), len(losses)),
+            SpeedMeter(Progress(StepSizes.of(8), 8, 8 * len(losses))),
         )
 
         def loss(outputs, labels, num_items_in_batch=None):
@@ -213,13 +215,11 @@ class Watched:
 
         layers = LayerNormsCallback(self.run, None, lambda: self.monitor.alerted_step)
         PretrainingTrainer(
-            model=self.model,
-            args=arguments,
+            load_recipe("tiny"),
+            self.model,
+            arguments,
+            loss=self.monitor.watch.around(loss),
             train_dataset=[{"input_ids": np.arange(8), "labels": np.arange(8)}] * len(losses),
-            data_collator=collate_blocks,
-            compute_loss_func=self.monitor.watch.around(loss),
-            validate=None,
-            recipe_path=Path("a.json"),
             callbacks=[self.monitor, layers, MetricsCallback(self.run, speed, 80)],
         ).train()
 

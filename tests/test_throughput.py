@@ -13,6 +13,7 @@ from pretraining.ds_config import ds_config_names, load_ds_config
 from pretraining.metric_names import GROUPS, PLACE, grouped
 from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.recipe import accumulation_steps, load_recipe
+from pretraining.recipe.progress import Progress
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training import arguments
@@ -130,7 +131,7 @@ def test_an_optimizer_that_is_none_of_torchs_is_timed_too():
 def test_utilization_is_the_planners_flops_over_the_dense_peak():
     """By hand: 2,048 tokens in 0.5 s on two devices of 1e12 FLOP/s; recomputed layers count for HFU alone."""
     recipe = load_recipe("tiny", ["training.activation_checkpointing=true"])
-    speed = SpeedMeter.of(recipe, 2, recipe.num_steps)
+    speed = SpeedMeter.of(recipe, 2, Progress.of(recipe))
     speed.peak_flops = 1e12
     counted = flops_per_token(model_size(recipe.model), recipe.sequence_length)
     rates = speed.rates({"forward": 2.0, "backward": 2.5, "data_wait": 0.5, "evaluation": 60.0}, 20, 30)

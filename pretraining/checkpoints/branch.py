@@ -179,10 +179,10 @@ def _refuse_settings(earlier: Recipe, changed: Recipe, stage: Stage, checkpoint:
 def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
     """Return the full steps of warm-up before the stable rate; `UserError` unless the rate at `start` is that."""
     training = recipe.training_keywords
-    clock, unit = start.schedule_clock(recipe), recipe.tokens_per_step
-    now, total = start.step, start.last_step(recipe)
-    if clock:
-        now, total = clock(now), clock(total)
+    progress, unit = start.progress(recipe), recipe.tokens_per_step
+    now, total = progress.step, progress.last_step
+    if recipe.schedule_counts_tokens:
+        now, total = progress.full_steps_at(now), progress.full_steps_at(total)
     kind, kwargs = training.get("lr_scheduler_type", "linear"), training.get("lr_scheduler_kwargs") or {}
     if kind not in STABLE:
         raise UserError(
@@ -195,7 +195,7 @@ def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
         end = total - kwargs["num_decay_steps"] if stable_steps is None else warmup + stable_steps
     if not warmup <= now <= end:
         span = f"from step {warmup:,} to {end:,}"
-        if clock:
+        if recipe.schedule_counts_tokens:
             span = f"from {warmup * unit:,} to {round(end * unit):,} tokens, and this is at {start.tokens:,}"
         raise UserError(f"{checkpoint}: the rate is stable {span}; choose --at there")
     return warmup

@@ -1,7 +1,6 @@
 """What the marker of each checkpoint says of its run: what it is (`Identity`) and where it went on (`Start`)."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from pretraining.checkpoints.format import read_marker
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import curve_parts
+from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.run_folder import utc_now
 
@@ -40,29 +40,9 @@ class Start:
         changes = tuple(marker["changes"])
         return cls(checkpoint, marker["step"], marker["tokens"], changes)
 
-    def first_sample(self, recipe: Recipe) -> int:
-        """Return the position in the global order: the consumed tokens in samples of this recipe's length."""
-        return self.tokens // recipe.sequence_length
-
-    def last_step(self, recipe: Recipe) -> int:
-        """Return the optimizer step that uses up the recipe's tokens: its `num_steps`, unless sizes changed."""
-        within = recipe.budget["tokens"] - self.extra_tokens(recipe)
-        # Fewer tokens than are consumed already leave no step to train.
-        return max(self.step, recipe.step_sizes.steps_within(within))
-
-    def extra_tokens(self, recipe: Recipe) -> int:
-        """Return the tokens consumed beyond `step` steps of the recipe: 0 unless step sizes changed on the way."""
-        return self.tokens - recipe.step_sizes.tokens_at(self.step)
-
-    def tokens_at(self, step: int, recipe: Recipe) -> int:
-        """Return the tokens consumed after `step` of the run that goes on from here."""
-        return self.extra_tokens(recipe) + recipe.step_sizes.tokens_at(step)
-
-    def schedule_clock(self, recipe: Recipe) -> Callable[[int], float] | None:
-        """Return a function from steps to tokens consumed by then, in full steps; None if the rate counts steps."""
-        if not recipe.schedule_counts_tokens:
-            return None
-        return lambda step: self.tokens_at(step, recipe) / recipe.tokens_per_step
+    def progress(self, recipe: Recipe) -> Progress:
+        """Return how far the run is in this recipe's budget."""
+        return Progress.of(recipe, self.step, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -85,12 +65,12 @@ class Identity:
 
     def marker_at(self, step: int, metrics: dict) -> dict:
         """Return the marker of a checkpoint after `step`, without its files."""
-        recipe = self.recipe.to_dict()
+        recipe, progress = self.recipe.to_dict(), self.start.progress(self.recipe)
         # Tokens say where the next start goes on: the number of samples or steps changes with their size.
         return {
             "step": step,
-            "tokens": self.start.tokens_at(step, self.recipe),
-            "samples": self.start.tokens_at(step, self.recipe) // self.recipe.sequence_length,
+            "tokens": progress.tokens_at(step),
+            "samples": progress.samples_at(step),
             "ranks": self.layout["world_size"],
             "zero_stage": self.layout["zero_stage"],
             "saved": utc_now(),

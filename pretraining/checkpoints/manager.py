@@ -5,12 +5,13 @@ background (background.py), and committed (format.py). Then old checkpoints are 
 is uploaded (upload.py). Loading reads the files (shard_files.py) into the live state (live_state.py).
 """
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from pretraining.checkpoints.background import CheckpointWriter
-from pretraining.checkpoints.export import demote_checkpoint
+from pretraining.checkpoints.export import averaged_weights, demote_checkpoint
 from pretraining.checkpoints.format import commit_checkpoint
 from pretraining.checkpoints.identity import Identity, Start, metrics_at
 from pretraining.checkpoints.remote import RemoteRun
@@ -20,7 +21,8 @@ from pretraining.checkpoints.upload import Uploader
 from pretraining.data.prepared import PreparedData
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.process_group import device_name
+from pretraining.runtime.run_folder import RunFolder, describe_environment
 
 
 class CheckpointManager(TrainerCallback):
@@ -29,8 +31,6 @@ class CheckpointManager(TrainerCallback):
     The Trainer calls `save`, `load_state` and `load_position`, on all ranks together. As a callback it looks after the
     save in flight at each step, and waits for it at the end. It comes before the callback that writes the metrics: a
     row after a save says how long it blocked training.
-
-    environment: what `describe_environment` found, for the markers.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class CheckpointManager(TrainerCallback):
         plan: RunPlan,
         data: PreparedData,
         start: Start,
-        environment: dict,
-    ):
+    ) -> None:
         self.run, self.start = run, start
+        environment = describe_environment(device_name(), plan.world_size)
         self.identity = Identity.of(recipe, plan, data.manifest, environment, start)
         section = recipe.checkpoints
         self.retention = Retention.of(section, demote_checkpoint, recipe.evaluation["metric"])
@@ -77,6 +77,10 @@ class CheckpointManager(TrainerCallback):
     def load_position(self, trainer: Trainer, folder: Path) -> None:
         """Set the random generators and the running loss, once the Trainer's loop has reset its own counters."""
         load_position(trainer, folder)
+
+    def averaged_weights(self, trainer: Trainer) -> AbstractContextManager:
+        """Put the averaged weights in place inside the block, if the optimizer averages those that it trains."""
+        return averaged_weights(trainer)
 
     def wait_for_upload(self) -> None:
         """Wait until the last checkpoint is uploaded, or its upload has failed; every rank calls this at the end."""

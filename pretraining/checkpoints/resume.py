@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from pretraining.checkpoints.export import describe_model
 from pretraining.checkpoints.fetch import resolve_resume
@@ -25,7 +25,7 @@ from pretraining.checkpoints.folders import (
 from pretraining.checkpoints.format import MARKER, marker_or_nothing, read_marker
 from pretraining.checkpoints.identity import Identity, Start, described_data
 from pretraining.checkpoints.shard_files import read_state
-from pretraining.data.mixture import Mixture, format_table
+from pretraining.data.mixture import format_table
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.packing import cuts_text
 from pretraining.data.prepared import PreparedData
@@ -82,7 +82,7 @@ def _start_at(
     accepted = [
         {"step": start.step, "key": each.key, "from": each.earlier, "to": each.now} for each in changes
     ]
-    if accepted and start.step >= start.last_step(recipe):
+    if accepted and start.step >= start.progress(recipe).last_step:
         keys = ", ".join(each["key"] for each in accepted)
         raise UserError(
             f"{run.path}: all {start.step:,} steps are done, so that changing {keys} would change none of them; make a "
@@ -216,17 +216,17 @@ def _read_json(path: Path) -> dict | list:
 
 def open_run(
     run: RunFolder,
-    identity: Identity,
     plan: RunPlan,
-    mixture: Mixture | None,
+    data: PreparedData,
+    identity: Identity,
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
     dataset: PackedDataset,
 ) -> None:
     """Write what the run is into its folder, on rank 0, after every check, and print it.
 
     Checkpoints that do not count any more go first: the files of a killed save, and what was saved after the step
-    from which the run goes on. Then recipe, plan, environment, the model's config with the tokenizer, mixture.
+    from which the run goes on. Then recipe, plan, environment, the model's config with the tokenizer, mixture; and an
+    event for the start, and for each of the plan's warnings.
     """
 
     def write() -> None:
@@ -234,16 +234,15 @@ def open_run(
         if start.starts_over:
             _set_aside(run)
         remove_uncommitted(run)
-        # The next start would go on from a later checkpoint, whose course this start has left.
         set_aside_after(run, start.step, spared=start.checkpoint)
         record_changes(run, start, identity.recipe)
         write_json(run.recipe, identity.recipe.to_dict())
         write_json(run.plan, plan.to_dict())
         write_json(run.environment, identity.environment)
-        describe_model(run, model, tokenizer)
+        describe_model(run, model, data.tokenizer)
         print(start_text(run, identity, plan), flush=True)
-        if mixture is not None:
-            table = mixture.table(identity.recipe.num_samples)
+        if data.mixture is not None:
+            table = data.mixture.table(identity.recipe.num_samples)
             write_json(run.mixture, table)
             print(format_table(table))
         cuts = dataset.cut_shares()
@@ -257,6 +256,7 @@ def open_run(
             **launch_details(),
             **({} if cuts is None else {"cuts": cuts}),
         )
+        plan.verdict.keep(run, start.step)
 
     from_rank_0(write)
 
@@ -270,7 +270,7 @@ def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
         marker, place = read_marker(start.checkpoint), start.checkpoint
         name = place.name if place.parent.absolute() == run.path.absolute() else display_path(place)
         stage = "no DeepSpeed" if marker["zero_stage"] is None else f"zero{marker['zero_stage']}"
-        done = f"step {start.step:,} of {start.last_step(recipe):,}, {start.tokens:,} tokens seen"
+        done = f"step {start.step:,} of {start.progress(recipe).last_step:,}, {start.tokens:,} tokens seen"
         rows.append(("continues", f"from {name} ({several(marker['ranks'], 'rank')}, {stage}): {done}"))
     return facts(rows)
 
@@ -297,7 +297,7 @@ def _effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
 
     A schedule that counts steps goes on at the same step, which is another share of the run than before.
     """
-    kind, last = recipe.training.get("lr_scheduler_type", "linear"), start.last_step(recipe)
+    kind, last = recipe.training.get("lr_scheduler_type", "linear"), start.progress(recipe).last_step
     is_flat = kind == CONSTANT[0] or (kind in CONSTANT and start.step >= recipe.warmup_steps(last))
     if change["key"] not in STEP_SIZES or recipe.schedule_counts_tokens or is_flat:
         return ""

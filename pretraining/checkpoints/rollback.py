@@ -56,9 +56,8 @@ def _planned(run: RunFolder, start: Start, step: int, spikes: dict, recipe: Reci
     # Counted from 0, `step - 1` is the step whose loss was the reason.
     first_step = max(0, step - 1 - spikes["skip_steps"])
     last_step = step - 1 + spikes["skip_steps"]
-    first, last = (
-        start.tokens_at(each, recipe) // recipe.sequence_length for each in (first_step, last_step)
-    )
+    progress = start.progress(recipe)
+    first, last = progress.samples_at(first_step), progress.samples_at(last_step)
     # In the global order, in which earlier rollbacks have left out samples already.
     positions = start.journal.position(first), start.journal.position(last - 1) + 1
     to_step = _good_step(run, start.journal, first_step)

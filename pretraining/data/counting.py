@@ -94,7 +94,7 @@ def _open_encoder(recipe: Recipe, corpus: Corpus, folder: Path, progress: Progre
     from pretraining.data.preparation.tokenizing import MakeTokenizer
     from pretraining.data.shards import token_dtype
 
-    data, vocab_size = recipe.data, recipe.model["vocab_size"]
+    data, vocab_size = recipe.data, recipe.model.vocab_size
     stage = MakeTokenizer(folder, corpus, data.tokenizer, vocab_size, data.validation_share)
     stage.run(0, folder / "tokenizer", progress)
     info = stage.describe(folder / "tokenizer")

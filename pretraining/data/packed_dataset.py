@@ -182,18 +182,19 @@ def _document_ends(split: TokenSplit, stretches: list[Stretch]) -> np.ndarray:
 def build_training_dataset(
     data: "PreparedData",
     recipe: "Recipe",
-    mixture: Mixture | None,
     first_sample: int,
-    num_samples: int,
+    num_samples: int | None = None,
     guard: BlockGuard | None = None,
     left_out: Sequence[tuple[int, int]] = (),
 ) -> PackedDataset:
     """Build the run's `num_samples` samples from `first_sample` on, in the order that (data, seed, recipe) give.
 
+    num_samples: None for as many as the Trainer's loop may ask for.
     left_out: windows [first, last) of that order which the run does not read (`Journal.left_out`).
     """
-    splits = data.train if mixture is None else mixture.splits
-    order = _order_of_run(data, recipe, mixture)
+    splits = data.train if data.mixture is None else data.mixture.splits
+    order = _order_of_run(data, recipe, data.mixture)
+    num_samples = recipe.most_samples if num_samples is None else num_samples
     order = OrderWithout(order, left_out) if left_out else order
     masks, packing = recipe.data.get("document_masking", False), recipe.data.get("packing", "in_sequence")
     return PackedDataset(

@@ -1,7 +1,8 @@
 """The way into a prepared data set: checks that it is the recipe's, whole, and fits the model."""
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from pretraining.data.manifest import (
     tokenizer_difference,
     verify,
 )
+from pretraining.data.mixture import Mixture, build_mixture
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.cache import CacheSettings
@@ -23,6 +25,8 @@ from pretraining.recipe.recipe import Recipe
 from pretraining.schema import REPOSITORY, listed
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from pretraining.data.streaming.prefetch import PrefetchedDataset
 
 VERIFIED_BYTES = 256 << 20
@@ -38,6 +42,23 @@ class PreparedData:
     manifest: dict
     train: TokenSplit
     validation: TokenSplit
+    mixture: "Mixture | None" = None
+    """Of a run that mixes sources; see `for_run`."""
+
+    def for_run(self, recipe: "Recipe") -> "PreparedData":
+        """Return the same data with the mixture of a whole run of the recipe.
+
+        Raises:
+            UserError: a source would be read more often than the recipe allows.
+        """
+        return replace(self, mixture=build_mixture(self, recipe, recipe.num_samples))
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer that the data was prepared with."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.tokenizer_path)
 
     @property
     def tokenizer_path(self) -> Path:
@@ -63,7 +84,7 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: CacheSettings | 
 
     `data_root` is a local folder, or an address fsspec understands; the shards of an address are kept in `cache`
     (default: `CacheSettings.of()`). Raises UserError if it is not prepared, was prepared from another data
-    section or tokenizer, has more ids than `recipe.model["vocab_size"]`, or if a shard is missing, truncated
+    section or tokenizer, has more ids than `recipe.model.vocab_size`, or if a shard is missing, truncated
     or damaged (that of an address: when it is fetched).
     """
     if is_remote(data_root):
@@ -97,7 +118,7 @@ def _open_remote(recipe: Recipe, data_root: str, cache: CacheSettings) -> Prepar
 
 def _check_manifest(recipe: Recipe, manifest: dict, place: Path | str, command: str) -> None:
     _check_section(recipe.data.to_dict(), manifest, place, command)
-    check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model["vocab_size"])
+    check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model.vocab_size)
 
 
 def _preparing_command(recipe: Recipe, data_root: Path) -> str:

@@ -36,8 +36,7 @@ from pretraining.planning.throughput import precision_of_products
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import is_exact, own_key, value_of
 from pretraining.refusals import check_run
-from pretraining.training.arguments import build_arguments, collate_blocks
-from pretraining.training.optimizers import choose_clipping, choose_optimizer
+from pretraining.training.arguments import build_arguments
 from pretraining.training.profile import PeakMemory
 from pretraining.training.ranks import device_name
 from pretraining.training.trainer import PretrainingTrainer
@@ -250,16 +249,11 @@ def train_some_steps(recipe: Recipe, ds_config: dict | None, world_size: int) ->
     no_tokenizer = SimpleNamespace(bos_token_id=None, eos_token_id=None)
     language_model = build_from_recipe(recipe, no_tokenizer, arguments, draw_weights=True)
     trainer = PretrainingTrainer(
-        model=language_model,
-        args=arguments,
+        recipe,
+        language_model,
+        arguments,
+        loss=build_loss(language_model, recipe.loss),
         train_dataset=MadeUpTokens(recipe),
-        data_collator=collate_blocks,
-        compute_loss_func=build_loss(language_model, recipe.loss),
-        optimizer_cls_and_kwargs=choose_optimizer(recipe),
-        clipping=choose_clipping(recipe),
-        validate=lambda *_: None,
-        recipe_path=recipe.path,
-        step_sizes=recipe.step_sizes,
         callbacks=[recorder],
     )
     try:

@@ -11,8 +11,10 @@ from pretraining.data.prepared import PreparedData
 from pretraining.errors import UserError, nearest
 from pretraining.evaluation.harness import Harness
 from pretraining.evaluation.likelihood import HellaSwag, Interrupted, read_items
+from pretraining.evaluation.sampling import SamplingCallback
 from pretraining.evaluation.validation import Validation
 from pretraining.recipe import Recipe
+from pretraining.runtime.run_folder import RunFolder
 
 
 class Evaluator:
@@ -22,6 +24,7 @@ class Evaluator:
 
     Args:
         last_step: of the run; scores are taken there too, whatever `evaluation.task_steps` says.
+        run: samples of text are written there after every validation; None: no samples.
 
     Raises:
         UserError: a task is unknown, its data cannot be read, lm-eval is not installed, or `evaluation.metric` names
@@ -29,9 +32,15 @@ class Evaluator:
     """
 
     def __init__(
-        self, recipe: Recipe, data: PreparedData, tokenizer: PreTrainedTokenizerBase, last_step: int
+        self,
+        recipe: Recipe,
+        data: PreparedData,
+        tokenizer: PreTrainedTokenizerBase,
+        last_step: int,
+        run: RunFolder | None = None,
     ) -> None:
         section = recipe.evaluation
+        self.callbacks = () if run is None else (SamplingCallback(run, recipe, tokenizer),)
         self.validation = Validation.of(validation_by_source(data, recipe), recipe)
         self.scorers = build_scorers(
             section["tasks"],

@@ -103,18 +103,16 @@ def _is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def judge_plan(
-    plan: RunPlan, recipe: Recipe, ds_config: dict | None, found: Machine, force: bool
-) -> tuple[RunPlan, Verdict]:
-    """The plan with what it predicts for the machine found, and the verdict; warnings are printed by rank 0.
+def judge_plan(plan: RunPlan, recipe: Recipe, machine: Machine, force: bool = False) -> RunPlan:
+    """Return the plan with its verdict, and what it predicts, on this machine; rank 0 prints the warnings.
 
     Raises:
         UserError: the run does not fit, and `force` is not set.
     """
-    verdict = check_plan(recipe, ds_config, plan.world_size, found).enforce(force)
-    on_processor, gpu_memory = found.trains_on_processor, found.gpu_memory_bytes
-    values = predicted(recipe, ds_config, plan.world_size, found.gpu, on_processor, gpu_memory)
-    return replace(plan, predicted=values), verdict
+    verdict = check_plan(recipe, plan.ds_config, plan.world_size, machine).enforce(force)
+    on_processor, gpu_memory = machine.trains_on_processor, machine.gpu_memory_bytes
+    values = predicted(recipe, plan.ds_config, plan.world_size, machine.gpu, on_processor, gpu_memory)
+    return replace(plan, machine=machine, verdict=verdict, predicted=values)
 
 
 def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, found: Machine) -> Verdict:

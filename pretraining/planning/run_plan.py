@@ -1,7 +1,8 @@
 """The RunPlan: what a recipe will take, known before anything is built."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from pretraining.ds_config import zero_stage
 from pretraining.planning.memory.need import state_of_recipe
@@ -9,6 +10,9 @@ from pretraining.planning.memory.states import ModelState, checkpoint_bytes, opt
 from pretraining.planning.memory.tensors import parameter_tensors, precision_of
 from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.recipe import Recipe, accumulation_steps
+
+if TYPE_CHECKING:
+    from pretraining.planning.gate import Machine, Verdict
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,11 @@ class RunPlan:
     """Of the exported model, in the precision that holds the weights."""
     data_bytes: int
     """Token shards that the run reads, if it reads each token once."""
+    ds_config: dict | None = None
+    machine: "Machine | None" = None
+    """That the run is on; None for a plan on paper."""
+    verdict: "Verdict | None" = None
+    """Of the plan on that machine."""
     predicted: dict = field(default_factory=dict)
     """On the machine at hand: what `comparison.predicted` says, once that is known."""
 
@@ -85,8 +94,11 @@ class RunPlan:
 
     def to_dict(self) -> dict:
         """The plan as plain JSON values, derived ones included."""
+        values = asdict(replace(self, ds_config=None, machine=None, verdict=None))
+        for name in ("ds_config", "machine", "verdict"):  # they have files and events of their own
+            del values[name]
         return {
-            **asdict(self),
+            **values,
             "parameters": self.parameters,
             "tokens_per_parameter": self.tokens_per_parameter,
             "model_state": self.model_state.to_dict(),
@@ -108,6 +120,7 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         name=recipe.name,
         deepspeed=recipe.deepspeed,
         zero_stage=zero_stage(ds_config) if ds_config else None,
+        ds_config=ds_config,
         size=size,
         tokens=tokens,
         tokens_per_step=recipe.tokens_per_step,

@@ -61,6 +61,11 @@ class Journal:
         """Position in the global order of the run's sample number `sample`, both counted from 0."""
         return position(sample, self.left_out)
 
+    @property
+    def lowers_rates(self) -> bool:
+        """Whether some step has a lower learning rate than the schedule gives it."""
+        return any(row.lr_factor != 1.0 and row.lr_steps for row in self.rollbacks)
+
     def lr_factor(self, finished_steps: int) -> float:
         """What the schedule's learning rate is multiplied with in the step after `finished_steps` steps."""
         factor = 1.0

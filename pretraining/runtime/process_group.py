@@ -5,6 +5,7 @@ torch is imported inside the functions: a look at a run folder asks for the rank
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,6 +22,13 @@ def rank_and_world_size() -> tuple[int, int]:
     import torch.distributed as dist
 
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def device_name() -> str:
+    """Return the name of this rank's GPU, or of the processor."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
 
 
 def from_rank_0(decide: Callable[[], Answer]) -> Answer:

@@ -113,7 +113,7 @@ class LayerNormsCallback(TrainerCallback):
             self.norms = self.norms or LayerNorms(model, optimizer)
             self.norms.open()
 
-    def hear_gradient_norm(self, norm) -> None:
+    def on_gradient_norm(self, norm) -> None:
         """Of the whole step, before clipping; None where there was no clipping to tell of it."""
         self.gradient_norm = norm
 
@@ -211,7 +211,7 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
         if self.measures:
             self.norms.fold()
 
-    def hear_gradient_norm(self, norm) -> None:
+    def on_gradient_norm(self, norm) -> None:
         """Of the whole step, before clipping; None where DeepSpeed does not tell."""
         self.gradient_norm = norm
 

@@ -87,7 +87,7 @@ class MetricsCallback(TrainerCallback):
         most = dict(zip(device, [_largest(column) for column in zip(*ranks, strict=True)][2:], strict=True))
         measured = {
             **rates,
-            **self.speed.progress(state.global_step, step_seconds),
+            **self.speed.remaining(state.global_step, step_seconds),
             "memory/host_peak_bytes": max(row[1] for row in ranks),
             **{name: value for name, value in most.items() if not math.isnan(value)},
         }
@@ -181,7 +181,7 @@ class SourceLoss(TrainerCallback):
         self.sources: torch.Tensor | None = None
         self.sums: torch.Tensor | None = None
 
-    def hear_sources(self, sources: torch.Tensor) -> None:
+    def on_sources(self, sources: torch.Tensor) -> None:
         """[batch] numbers of the sources that the next micro-batch is from."""
         self.sources = sources
 

@@ -2,8 +2,8 @@
 
 Callbacks may have two methods beside the Trainer's own events:
 
-- `hear_gradient_norm(norm)`: the global gradient norm of each step, before clipping; None if nobody knows it.
-- `hear_sources(sources)`: [batch] numbers of the sources of the next micro-batch, before its forward pass.
+- `on_gradient_norm(norm)`: the global gradient norm of each step, before clipping; None if nobody knows it.
+- `on_sources(sources)`: [batch] numbers of the sources of the next micro-batch, before its forward pass.
 """
 
 import gc
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from transformers import TrainerCallback
 
+from pretraining.data.packed_dataset import PackedDataset, step_origins
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.runtime.run_folder import RunFolder
@@ -38,22 +39,18 @@ class Monitors:
         self.stop = StopRequests(run, recipe.checkpoints["time_limit_hours"])
         self.hangs = HangCallback(run, recipe.monitors["hang_minutes"])
 
-    def begin(self, origins, plan: RunPlan, start, num_blocks: int) -> None:
-        """Watch an attempt.
-
-        origins: where the samples of a step are from, for events. start: where it begins. num_blocks: an epoch of
-        the training data.
-        """
+    def begin(self, plan: RunPlan, start, dataset: PackedDataset) -> None:
+        """Watch an attempt that begins at `start` and reads `dataset`."""
         run, recipe = self.run, self.recipe
-        last_step, extra_tokens = start.last_step(recipe), start.extra_tokens(recipe)
+        origins = step_origins(dataset, recipe, run, start.step)
         self.memory = PeakMemory()
         self.stability = StabilityMonitor(run, recipe.monitors, origins)
         self.gradients, self.experts = self._gradient_monitors(), self._expert_monitors()
         self.sources = source_losses(recipe)
         settings = recipe.monitors["profile"]
         self.profile = [] if settings is None else [ProfileCallback(run, settings)]
-        self.speed = SpeedMeter.of(recipe, plan.world_size, last_step, extra_tokens)
-        self.metrics = MetricsCallback(run, self.speed, num_blocks * recipe.sequence_length)
+        self.speed = SpeedMeter.of(recipe, plan.world_size, start.progress(recipe))
+        self.metrics = MetricsCallback(run, self.speed, dataset.num_blocks * recipe.sequence_length)
         report_to, project = recipe.training.get("report_to", "none"), recipe.training.get("project")
         self.trackers = build_trackers(report_to, run, recipe.name, project)
 
@@ -88,12 +85,12 @@ class Monitors:
         return self.stability.finding
 
 
-def tell(callbacks: Iterable[TrainerCallback], method: str, value) -> None:
-    """Call `method` of those that have it."""
+def notify(callbacks: Iterable[TrainerCallback], method: str, value) -> None:
+    """Call `method` of the callbacks that have it."""
     for callback in callbacks:
-        hear = getattr(callback, method, None)
-        if hear is not None:
-            hear(value)
+        handler = getattr(callback, method, None)
+        if handler is not None:
+            handler(value)
 
 
 class SettledCollector(TrainerCallback):

@@ -5,7 +5,6 @@ that started the ranks, so that none outlives it unseen; and this machine, by wh
 """
 
 import os
-import platform
 import re
 import socket
 import time
@@ -18,7 +17,6 @@ from pathlib import Path
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
 
 from pretraining.command_line import ranks_here, started_by_launcher
@@ -28,6 +26,8 @@ from pretraining.planning.gpus import cuda_needs, known_gpu
 from pretraining.runtime.exit_codes import HANG
 from pretraining.runtime.heartbeat import process_fields
 from pretraining.runtime.host import GLOO_INTERFACE, disk_room_bytes, host_memory_bytes, loopback_name
+from pretraining.runtime.process_group import device_name, from_rank_0
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.operators import ask_the_processor_once, keep_compiled_operators
 
 # What a launcher sets; a plain `python train.py` is a world of one.
@@ -222,11 +222,6 @@ def _meet(backend: str, timeout: timedelta, patience: timedelta) -> None:
     )
 
 
-def device_name() -> str:
-    """Name of this rank's GPU, or of the processor."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
-
-
 def at_leaving(close: Callable[[], None]) -> None:
     """Have `close` called when this rank leaves the process group in order."""
     _at_leaving.append(close)
@@ -400,26 +395,26 @@ def _parent_of(process: int) -> int:
     return int(fields[1]) if fields else 0
 
 
-def find_machine(run_folder: Path, continues: bool, data_tokens: int) -> Machine:
-    """What rank 0 finds, told to every rank, so that all judge alike.
+def find_machine(run: RunFolder, start, data_tokens: int) -> Machine:
+    """Return what rank 0 finds, on every rank, so that all judge alike.
 
-    Args:
-        continues: the run has begun already, and its own checkpoints take the places of those to come; else they
-            stay beside them.
+    start: where the run begins (checkpoints/identity.py). If it starts over, the checkpoints of the earlier run in this
+    folder stay beside those to come; else they make room for them.
     """
-    found: list[Machine | None] = [None]
-    if dist.get_rank() == 0:
+
+    def look() -> Machine:
         on_gpu = torch.cuda.is_available()
-        found[0] = Machine(
+        continues = not start.starts_over and (run.recipe.exists() or start.checkpoint is not None)
+        return Machine(
             gpu_memory_bytes=torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
             gpu=known_gpu(device_name()) if on_gpu else None,
             has_bf16=torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else None,
-            disk_room_bytes=disk_room_bytes(run_folder, continues),
+            disk_room_bytes=disk_room_bytes(run.path, continues),
             host_memory_bytes=host_memory_bytes(),
             ranks_per_host=ranks_here(),
             trains_on_processor=not on_gpu,
             data_tokens=data_tokens,
             continues=continues,
         )
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+
+    return from_rank_0(look)

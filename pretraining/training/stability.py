@@ -57,9 +57,9 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         apply_schedule_now(lr_scheduler)
         self._set_limit()
 
-    def hear_gradient_norm(self, norm) -> None:
+    def on_gradient_norm(self, norm) -> None:
         """Of the step, before clipping: before it is made, and by DeepSpeed after it."""
-        self.guard.hear_gradient_norm(norm)
+        self.guard.on_gradient_norm(norm)
 
     def on_step_end(self, args, state, control, optimizer, lr_scheduler, **kwargs):
         if getattr(optimizer, "step_was_skipped", False):
@@ -229,7 +229,7 @@ class NonFiniteGuard:
         if isinstance(inner, torch.optim.Optimizer) and not hasattr(inner, "overflow"):
             inner.register_step_pre_hook(self._before_step)
 
-    def hear_gradient_norm(self, norm) -> None:
+    def on_gradient_norm(self, norm) -> None:
         """Of the gradients that are about to be stepped with; nothing is looked through again where it is known."""
         self._norm = norm
 

@@ -16,17 +16,17 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer
 
 from pretraining.errors import UserError
 from pretraining.planning.gpus import FILE, find_gpu
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
 from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.recipe import Recipe
-from pretraining.recipe.budget import StepSizes
+from pretraining.recipe.progress import Progress
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.process_group import rank_and_world_size
 from pretraining.runtime.run_folder import RunFolder, StepTotals, first_step, stopped_seconds, unix_seconds
+from pretraining.upstream.trainer import OpenTrainer
 
 PAUSES = ("evaluation", "saving")
 """Phases that are no part of a step."""
@@ -107,9 +107,7 @@ class StepClock:
 class SpeedMeter:
     """What a run's tokens cost, and the clock of its steps."""
 
-    step_sizes: StepSizes
-    num_steps: int
-    """Of the whole run."""
+    progress: Progress
     world_size: int = 1
     model_flops_per_token: float = 0.0
     """Forward and backward, attention and active experts counted, the causal mask not credited."""
@@ -117,28 +115,24 @@ class SpeedMeter:
     """With what activation checkpointing computes again."""
     peak_flops: float | None = None
     """Dense peak of one device in FLOPs per second; None where it is not known, as for a processor."""
-    tokens_before: int = 0
-    """What earlier, larger or smaller steps have consumed more than as many of these would."""
     clock: StepClock = field(default_factory=StepClock)
 
     @classmethod
-    def of(cls, recipe: Recipe, world_size: int, last_step: int, tokens_before: int = 0) -> "SpeedMeter":
-        """The meter of a recipe that ends with `last_step`, on this machine's devices."""
+    def of(cls, recipe: Recipe, world_size: int, progress: Progress) -> "SpeedMeter":
+        """Build the meter of a run on this machine's devices."""
         counted = flops_per_token(model_size(recipe.model), recipe.sequence_length)
         again = recomputed_share(recomputed_one_in(recipe)) * counted.recomputed
         return cls(
-            recipe.step_sizes,
-            last_step,
+            progress,
             world_size,
             counted.training,
             counted.training + again,
             device_peak_flops(recipe),
-            tokens_before,
         )
 
     def tokens_at(self, step: int) -> int:
         """Tokens that the run has seen after optimizer step `step`."""
-        return self.tokens_before + self.step_sizes.tokens_at(step)
+        return self.progress.tokens_at(step)
 
     def rates(self, seconds: dict[str, float], before: int, step: int) -> dict[str, float]:
         """Metrics of the steps after `before`, up to `step`, that took {phase: seconds}: means of a step, sums of the
@@ -162,10 +156,10 @@ class SpeedMeter:
             **self.utilization(tokens_per_second),
         }
 
-    def progress(self, step: int, step_seconds: float) -> dict[str, float]:
+    def remaining(self, step: int, step_seconds: float) -> dict[str, float]:
         """Share of the budget that is spent, and the time left at this speed, pauses not foreseen."""
-        done, budget = self.tokens_at(step), self.tokens_at(self.num_steps)
-        token_seconds = step_seconds / self.step_sizes.at(max(0, step - 1))
+        done, budget = self.tokens_at(step), self.tokens_at(self.progress.last_step)
+        token_seconds = step_seconds / self.progress.step_sizes.at(max(0, step - 1))
         return {
             "throughput/budget_share": round(done / budget, 6),
             "throughput/seconds_left": round((budget - done) * token_seconds, 1),
@@ -223,7 +217,7 @@ def _utilization() -> float:
         return math.nan
 
 
-class TimedTrainer(Trainer):
+class TimedTrainer(OpenTrainer):
     """Marks waiting for data, forward and backward; the optimizer is marked by `time_optimizer`."""
 
     clock: StepClock

@@ -1,27 +1,39 @@
-"""The Trainer, with validation and checkpoints of our own."""
+"""The Trainer of a run: its micro-batches, its learning rate, its validation, and its checkpoints.
+
+The loop is transformers'. What is overridden is public; what is private there is opened in upstream/trainer.py.
+"""
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from transformers import PrinterCallback, Trainer, TrainingArguments, get_scheduler
+from torch.utils.data import Dataset
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    get_scheduler,
+)
 from transformers.utils import logging
 
-from pretraining.recipe.budget import StepSizes
+from pretraining.recipe import Recipe
+from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.signals import ignore_in_worker
-from pretraining.training.arguments import training_refusals
-from pretraining.training.monitors import tell
+from pretraining.training.arguments import collate_blocks, training_refusals
+from pretraining.training.monitors import Monitors, notify
 from pretraining.training.muon import BindPartitions, Muon
-from pretraining.training.optimizers import describe_groups
-from pretraining.training.schedule import count_tokens, follow_step_sizes, lower_rates
+from pretraining.training.optimizers import choose_clipping, choose_optimizer, describe_groups
+from pretraining.training.schedule import follow_run
 from pretraining.training.schedule_free import counting_by_tensor
-from pretraining.training.stopping import StoppingCallback, StopRequests
+from pretraining.training.stopping import StoppingCallback
 from pretraining.training.throughput import StepClock, TimedTrainer
 from pretraining.upstream.zero_optimizers import keep_norm_at_stage_0, mend_optimizer
 
@@ -38,77 +50,100 @@ class Checkpoints(Protocol):
 
     def load_position(self, trainer: Trainer, folder: Path) -> None: ...
 
+    def averaged_weights(self, trainer: Trainer) -> AbstractContextManager: ...
+
+
+class Evaluation(Protocol):
+    """What measures a model in training: an `Evaluator`. All ranks call it together."""
+
+    dataset: Dataset
+    callbacks: Sequence[TrainerCallback]
+
+    def measure(
+        self, model: torch.nn.Module, step: int, interrupted: Callable[[], bool]
+    ) -> dict[str, float] | None: ...
+
 
 class PretrainingTrainer(TimedTrainer):
-    """`validate(model, step, interrupted) -> metrics` replaces the evaluation loop, whose mean is not exact.
+    """Trains a recipe from where its run stands.
 
-    `schedule_clock(finished steps)` is what the learning rate's schedule counts where it does not count steps.
-    `averaged_weights(trainer)` holds the weights to measure where the optimizer trains others.
+    The recipe's optimizer, clipping and learning rate are chosen here. The evaluator takes the place of the Trainer's
+    evaluation loop, whose mean is not exact; the checkpoints take the place of what it writes. The Trainer's own
+    cadence (`eval_strategy`, `eval_steps`, `save_steps`) and its best-model bookkeeping stay in force.
 
-    `checkpoints` replaces what the Trainer and DeepSpeed write and load: pickles of one layout.
+    A request to stop is looked for after every step and in every round of a validation, which then has no result. Once
+    the checkpoint is saved, the process ends with its exit code.
 
-    `stop` is asked after every step and in every round of a validation, which then has no result (None); once
-    the checkpoint is saved the process leaves with its exit code. The Trainer's own cadence (`eval_strategy`,
-    `eval_steps`) and its best-model bookkeeping stay in force. What it refuses of the recipe's `training`,
-    optimizer and schedule included, is a `UserError` that names the file.
+    Args:
+        progress: where the run begins or goes on.
+        journal: what healing has changed.
+        loss: the Trainer's `compute_loss_func`.
+
+    Raises:
+        UserError: transformers refuses a value of the recipe's `training`, optimizer and schedule included.
     """
 
     def __init__(
         self,
-        *args,
-        validate: Callable[[torch.nn.Module, int, Callable[[], bool]], dict | None],
-        recipe_path: Path,
-        checkpoints: Checkpoints | None = None,
-        stop: StopRequests | None = None,
+        recipe: Recipe,
+        model: PreTrainedModel,
+        arguments: TrainingArguments,
+        *,
+        loss: Callable,
+        train_dataset: Dataset | Sequence,
+        progress: Progress | None = None,
         journal: Journal = NOTHING_HEALED,
-        step_sizes: StepSizes | None = None,
-        schedule_clock: Callable[[int], float] | None = None,
-        clock: StepClock | None = None,
-        clipping: Callable[[torch.nn.Module, torch.optim.Optimizer], None] | None = None,
-        averaged_weights: Callable[[Trainer], AbstractContextManager] = nullcontext,
-        **kwargs,
+        evaluator: Evaluation | None = None,
+        checkpoints: Checkpoints | None = None,
+        monitors: Monitors | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
     ):
-        self.validate, self.recipe_path, self.journal = validate, recipe_path, journal
-        self.checkpoints, self.stop, self.step_sizes = checkpoints, stop, step_sizes
-        self.clock, self.clipping = clock or StepClock(), clipping
-        self.averaged_weights, self.schedule_clock = averaged_weights, schedule_clock
-        with training_refusals(recipe_path):  # before anything of the run is written
-            super().__init__(*args, **kwargs)
+        self.recipe, self.progress, self.journal = recipe, progress or Progress.of(recipe), journal
+        self.evaluator, self.checkpoints, self.monitors = evaluator, checkpoints, monitors
+        self.clock = monitors.speed.clock if monitors else StepClock()
+        self.stop = monitors.stop if monitors else None
+        self.clipping = choose_clipping(recipe)
+        with training_refusals(recipe.path):  # before anything of the run is written
+            super().__init__(
+                model=model,
+                args=arguments,
+                train_dataset=train_dataset,
+                eval_dataset=evaluator.dataset if evaluator else None,
+                data_collator=collate_blocks,
+                compute_loss_func=monitors.loss(loss) if monitors else loss,
+                optimizer_cls_and_kwargs=choose_optimizer(recipe),
+                callbacks=[
+                    *(evaluator.callbacks if evaluator else ()),
+                    *(monitors.callbacks(checkpoints) if monitors else ()),
+                    *callbacks,
+                ],
+            )
             _try_optimizer_and_schedule(self.args)
-        if stop is not None:
-            self.add_callback(StoppingCallback(stop))
+        if self.stop is not None:
+            self.add_callback(StoppingCallback(self.stop))
         self.remove_callback(PrinterCallback)  # ProgressCallback shows what it would
         logging.disable_progress_bar()  # one bar is enough
         if self.accelerator.ddp_handler is not None:
             self.accelerator.ddp_handler.gradient_as_bucket_view = True  # spares a copy of every gradient
 
     def train(self, *args, **kwargs):
-        """As the Trainer's; a run that was asked to stop is left here."""
+        """Train as the Trainer does; a run that was asked to stop ends here."""
         result = super().train(*args, **kwargs)
         self._leave_if_stopped()
         return result
 
-    def create_scheduler(self, num_training_steps: int, optimizer=None):
-        """The recipe's schedule, scaled with the steps' sizes and lowered where recipe and journal say so."""
-        clock = self.schedule_clock
-        scheduler = super().create_scheduler(
-            clock(num_training_steps) if clock else num_training_steps, optimizer
-        )
-        if clock:
-            count_tokens(scheduler, clock)
-        if self.step_sizes is not None:
-            follow_step_sizes(scheduler, self.step_sizes)
-        lower_rates(scheduler, self.journal)
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+        """Build the recipe's schedule, and let it follow the run."""
+        counts_tokens = self.recipe.schedule_counts_tokens
+        if counts_tokens:
+            num_training_steps = self.progress.full_steps_at(num_training_steps)
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        follow_run(scheduler, self.progress, counts_tokens, self.journal)
         return scheduler
 
-    def _get_grad_norm(self, model, grad_norm=None):
-        """Of every step, before clipping; told to the callbacks that listen."""
-        norm = super()._get_grad_norm(model, grad_norm)
-        self._tell_norm(norm)
-        return norm
-
-    def _tell_norm(self, norm) -> None:
-        tell(self.callback_handler.callbacks, "hear_gradient_norm", norm)
+    def gradient_norm_known(self, norm: float | torch.Tensor | None) -> None:
+        """Notify the monitors of every step's norm, before clipping."""
+        notify(self.callback_handler.callbacks, "on_gradient_norm", norm)
 
     def release(self) -> None:
         """Give back the memory of an engine that is not trained any further; the process group stays."""
@@ -117,7 +152,7 @@ class PretrainingTrainer(TimedTrainer):
         self.accelerator.free_memory()
         self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = None
         self.callback_handler.model = self.callback_handler.optimizer = None
-        gc.unfreeze()  # see training/collector.py
+        gc.unfreeze()  # see SettledCollector
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -146,9 +181,10 @@ class PretrainingTrainer(TimedTrainer):
         return optimizer
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict:
-        """Validation loss in nats per token, perplexity and bits per byte; every rank takes part."""
-        with self.averaged_weights(self):
-            measured = self.validate(self.model_wrapped, self.state.global_step, self._interrupted)
+        """Measure validation loss in nats per token, perplexity and bits per byte; every rank takes part."""
+        averaged = self.checkpoints.averaged_weights(self) if self.checkpoints else nullcontext()
+        with averaged:
+            measured = self.evaluator.measure(self.model_wrapped, self.state.global_step, self._interrupted)
             if measured is None:
                 return self._evaluation_cut_short()
             metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
@@ -164,7 +200,7 @@ class PretrainingTrainer(TimedTrainer):
     def _evaluation_cut_short(self) -> dict:
         """Save and stop; nothing is logged, and the next start measures again."""
         self.control.should_evaluate = False  # else the Trainer begins another one when it leaves its loop
-        if self.state.global_step == self._initial_global_step:
+        if self.state.global_step == self.first_step:
             self._leave_if_stopped()  # the checkpoint it came from holds all there is
         self.control.should_save = self.control.should_training_stop = True
         judged = (self.args.metric_for_best_model or "loss").removeprefix("eval_")
@@ -187,81 +223,73 @@ class PretrainingTrainer(TimedTrainer):
 
         The Trainer's loop counts micro-batches by a fixed accumulation; only the last of a step closes it.
         """
-        sizes, wanted = self.step_sizes, num_batches
-        if sizes is not None:
-            wanted = num_batches * sizes.at(self.state.global_step) // sizes.full
+        sizes = self.progress.step_sizes
+        wanted = num_batches * sizes.at(self.state.global_step) // sizes.full
         batches, num_items = super().get_batch_samples(epoch_iterator, wanted, device)
         return [ABSENT] * (num_batches - wanted) + batches, num_items
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         """Forward and backward; nothing for an absent micro-batch."""
         if inputs is ABSENT:
-            return self._tr_loss.new_zeros(())
+            return self.running_loss.new_zeros(())
         return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         """Forward pass and loss; the samples' sources are for the callbacks that listen, not for the model."""
         sources = inputs.pop("source", None)
         if sources is not None:
-            tell(self.callback_handler.callbacks, "hear_sources", sources)
+            notify(self.callback_handler.callbacks, "on_sources", sources)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def floating_point_ops(self, inputs) -> int:
         """The Trainer's estimate of a forward and backward pass."""
         return 0 if inputs is ABSENT else super().floating_point_ops(inputs)
 
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
-        """Targets of the step on this rank; of masked documents, of which ranks hold different numbers, the mean.
+    def count_targets(
+        self, batch_samples: list, count: torch.Tensor | int | None
+    ) -> torch.Tensor | int | None:
+        """Return this rank's targets of the step; if documents are masked, the mean of all ranks' numbers.
 
         Each rank's loss is a sum over this count, and the step's loss the mean over the ranks.
         """
-        items = super()._get_num_items_in_batch(batch_samples, device)
         if not batch_samples or "position_ids" not in batch_samples[0] or self.args.world_size == 1:
-            return items
-        items = items.to(device)
-        dist.all_reduce(items)
-        return items / self.args.world_size
+            return count
+        count = count.to(self.args.device)
+        dist.all_reduce(count)
+        return count / self.args.world_size
 
     def log(self, logs: dict, start_time: float | None = None) -> None:
+        """Log as the Trainer does; afterwards the running loss is zero, whatever it was."""
         super().log(logs, start_time)
         if "loss" in logs:
-            # The Trainer clears its running loss by subtracting it from itself: one NaN would stay for ever.
-            self._tr_loss.zero_()
+            self.running_loss.zero_()  # the Trainer subtracts it from itself, so that one NaN would stay for ever
 
-    def _save_checkpoint(self, model, trial) -> None:
-        """At the cadence of `save_steps`; `on_save` of the callbacks comes next."""
+    def prepared(self) -> None:
+        """Mend DeepSpeed's engine and its optimizer."""
+        if self.is_deepspeed_enabled:
+            keep_norm_at_stage_0(self.model_wrapped, self.gradient_norm_known)
+            mend_optimizer(self.model_wrapped.optimizer)
+
+    def save_checkpoint(self) -> None:
+        """Save through the run's checkpoints."""
         self.checkpoints.save(self)
 
-    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        """Prepare as for a fresh start, then set every state in place."""
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        if self.is_deepspeed_enabled:
-            keep_norm_at_stage_0(self.model_wrapped, self._tell_norm)
-            mend_optimizer(self.model_wrapped.optimizer)
-        if resume_from_checkpoint is not None:
-            self.checkpoints.load_state(self, Path(resume_from_checkpoint))
-        return prepared
+    def load_state(self, checkpoint: Path) -> None:
+        """Load through the run's checkpoints."""
+        self.checkpoints.load_state(self, checkpoint)
 
-    def _run_epoch(self, *args, **kwargs) -> None:
-        """Not where training is over already: it was resumed from a checkpoint that early stopping had left."""
-        if not self.control.should_training_stop:
-            super()._run_epoch(*args, **kwargs)
+    def load_position(self, checkpoint: Path) -> None:
+        """Load random generators and the running loss through the run's checkpoints."""
+        self.checkpoints.load_position(self, checkpoint)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        """Without DeepSpeed the Trainer would load the weights before it prepares them: see above."""
-
-    def _load_rng_state(self, checkpoint) -> None:
-        """Called once the loop's own counters are at their start: random generators, and the running loss."""
-        if checkpoint is not None:
-            self.checkpoints.load_position(self, Path(checkpoint))
-
-    def closing_validation(self) -> dict:
-        """Metrics of the last step, measured now unless the Trainer's cadence has just done so."""
+    def closing_results(self) -> dict[str, float]:
+        """Return the metrics of the last step, measured now unless the Trainer's cadence has just done so."""
         last = next((row for row in reversed(self.state.log_history) if "eval_loss" in row), {})
         if last.get("step") != self.state.global_step:
             last = self.evaluate()
             self._leave_if_stopped()
-        return {key: value for key, value in last.items() if key.startswith("eval_")}
+        metrics = {key: value for key, value in last.items() if key.startswith("eval_")}
+        return {**metrics, "unigram_bits_per_byte": self.evaluator.unigram_bits_per_byte()}
 
 
 class _InWorker:

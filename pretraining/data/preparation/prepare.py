@@ -142,7 +142,7 @@ def prepare_data(
     """Prepare the recipe's data section under `data_root`.
 
     Returns at once if what decides the bytes is what was prepared already; uses `recipe.data`, and checks that the
-    tokenizer fits `recipe.model["vocab_size"]` and that each split holds a block of `recipe.sequence_length`.
+    tokenizer fits `recipe.model.vocab_size` and that each split holds a block of `recipe.sequence_length`.
     `execution` says where the tasks run. A finished data set that differs is refused; with `replace` the new one
     takes its place once it is finished, and the old one is kept beside it. Raises UserError if the section, the
     sources or the disk do not allow it; finished tasks are kept.
@@ -166,7 +166,7 @@ def prepare_data(
             raise UserError(f"{error.filename or folder}: {DISK_FAULTS[error.errno]}") from error
         raise
     if manifest is not None:
-        check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model["vocab_size"])
+        check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model.vocab_size)
         check_blocks(manifest["splits"], recipe.data, recipe.sequence_length)
     return Outcome(folder, Path(data_root), data["sources"], manifest, kept, jobs)
 

@@ -48,7 +48,7 @@ class Preparation:
         """Plan the preparation of a recipe's data; the sources are cut, which may read their files' footers."""
         corpus = Corpus.of(recipe.data, sources)
         return cls(
-            folder, recipe.data, recipe.model["vocab_size"], recipe.sequence_length, corpus, fingerprints
+            folder, recipe.data, recipe.model.vocab_size, recipe.sequence_length, corpus, fingerprints
         )
 
     @property

@@ -86,7 +86,6 @@ class Inspection:
 
     def sample(self, number: int, recipe: Recipe) -> dict:
         """The block that sample `number` of a run of `recipe` is, with its step and epoch."""
-        from pretraining.data.mixture import build_mixture
         from pretraining.data.packed_dataset import build_training_dataset
 
         manifest = self.data.manifest
@@ -108,8 +107,7 @@ class Inspection:
         prepared = SimpleNamespace(
             **{"validation": self.split.stream, **streams}, fingerprint=manifest["fingerprint"]
         )
-        mixture = build_mixture(prepared, recipe, recipe.num_samples)
-        dataset = build_training_dataset(prepared, recipe, mixture, number, 1)
+        dataset = build_training_dataset(prepared.for_run(recipe), recipe, number, 1)
         source, stretches = dataset.place(int(dataset.block_numbers([0])[0]))
         before = sum(split.num_tokens for split in dataset.splits[:source])
         where = {

@@ -1,0 +1,89 @@
+"""The Trainer with the doors that a run needs; transformers 5.23.
+
+`Trainer` has no public way to do what follows. Each private method is overridden here, in terms of a public one that
+the run's own Trainer fills in:
+
+    private in transformers       public here               why
+    _get_grad_norm                gradient_norm_known       monitors judge every step by the norm before clipping
+    _get_num_items_in_batch       count_targets             masked documents: ranks hold different numbers of targets
+    _prepare_for_training         prepared, load_state      checkpoints are ours, and are loaded into prepared objects
+    _load_from_checkpoint         (nothing)                 without DeepSpeed it would load weights before that
+    _load_rng_state               load_position             called once the loop's own counters are at their start
+    _save_checkpoint              save_checkpoint           the Trainer's and DeepSpeed's are pickles of one layout
+    _run_epoch                    (skipped)                 a run that early stopping had left is not trained on
+    _tr_loss                      running_loss              one NaN would stay in it for ever
+    _initial_global_step          first_step                a validation at the resumed step has nothing to save
+
+Held by tests/test_upstream.py, which compares the signatures, and by every test that trains. A row may go once
+transformers calls something public there.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import Trainer
+
+
+class OpenTrainer(Trainer):
+    """A Trainer whose subclasses override public methods alone."""
+
+    def gradient_norm_known(self, norm: float | torch.Tensor | None) -> None:
+        """Called in every step with the norm of all gradients before clipping; None if nobody knows it."""
+
+    def count_targets(
+        self, batch_samples: list, count: torch.Tensor | int | None
+    ) -> torch.Tensor | int | None:
+        """Return what the losses of a step's micro-batches are divided by; count: the targets of this rank."""
+        return count
+
+    def prepared(self) -> None:
+        """Called once model, optimizer and schedule are wrapped, before anything is loaded into them."""
+
+    def load_state(self, checkpoint: Path) -> None:
+        """Load weights, optimizer and schedule."""
+
+    def load_position(self, checkpoint: Path) -> None:
+        """Load random generators and the running loss."""
+
+    def save_checkpoint(self) -> None:
+        """Save at the cadence of `save_steps`; `on_save` of the callbacks comes next."""
+
+    @property
+    def running_loss(self) -> torch.Tensor:
+        """The sum of losses since the last log, on the device."""
+        return self._tr_loss
+
+    @property
+    def first_step(self) -> int:
+        """Steps that were done before `train` began."""
+        return self._initial_global_step
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm)
+        self.gradient_norm_known(norm)
+        return norm
+
+    def _get_num_items_in_batch(self, batch_samples, device):
+        return self.count_targets(batch_samples, super()._get_num_items_in_batch(batch_samples, device))
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        # As for a fresh start: every state is set in place afterwards.
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self.prepared()
+        if resume_from_checkpoint is not None:
+            self.load_state(Path(resume_from_checkpoint))
+        return prepared
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        pass
+
+    def _load_rng_state(self, checkpoint):
+        if checkpoint is not None:
+            self.load_position(Path(checkpoint))
+
+    def _save_checkpoint(self, model, trial):
+        self.save_checkpoint()
+
+    def _run_epoch(self, *args, **kwargs):
+        if not self.control.should_training_stop:
+            super()._run_epoch(*args, **kwargs)
