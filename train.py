@@ -39,8 +39,8 @@ def train(recipe, plan, data, run, options) -> None:
     from pretraining.training.monitors import Monitors
     from pretraining.training.ranks import joined_ranks
 
-    ranks = joined_ranks(recipe.monitors["hang_minutes"])
-    report = live_report(run, recipe.report["every_seconds"])
+    ranks = joined_ranks(recipe.monitors.hang_minutes)
+    report = live_report(run, recipe.report.every_seconds)
     with ranks, lock_run(run), one_line_disk_errors(run.path), report:
         monitors = Monitors(run, recipe)
         while not pretrain(recipe, plan, data, run, monitors, options):

@@ -90,7 +90,7 @@ def prepared(speed: dict, options):
     recipe = load_recipe(options.recipe, layers)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (options.micro_batch or recipe.micro_batch, recipe.sequence_length)
-    ids = torch.randint(recipe.model["vocab_size"], shape, device=device)
+    ids = torch.randint(recipe.model.vocab_size, shape, device=device)
     born_sharded = stage_3(recipe, shape[0], device) if options.zero3 else None
     with TemporaryDirectory() as folder:
         arguments = _arguments(Path(folder), device, born_sharded)
@@ -138,7 +138,7 @@ def under_zero3(model, config: dict):
 def _layers_key(recipe: str) -> str:
     from pretraining.recipe import load_recipe
 
-    return LAYERS.get(load_recipe(recipe).model["model_type"], "num_hidden_layers")
+    return LAYERS.get(load_recipe(recipe).model.model_type, "num_hidden_layers")
 
 
 def _arguments(folder: Path, device: str, ds_config: dict | None):

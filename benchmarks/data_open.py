@@ -26,10 +26,11 @@ from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import open_prepared
 from pretraining.recipe.data import Data
+from pretraining.recipe.model import Model
 root, length, batch = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 section = json.loads((root / "sparse" / "manifest.json").read_text())["data"]
 section["name"] = "sparse"
-recipe = SimpleNamespace(name="sparse", words="--recipe sparse", data=Data.of(section), model={"vocab_size": 50304})
+recipe = SimpleNamespace(name="sparse", words="--recipe sparse", data=Data.of(section), model=Model(vocab_size=50304))
 data = open_prepared(recipe, root)
 order = GlobalOrder(data.train.num_blocks(length), 0, data.fingerprint)
 dataset = PackedDataset(data.train, length, order)

@@ -87,6 +87,7 @@ def shards(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
     from pretraining.data.preparation.prepare import prepare_data
     from pretraining.data.shards import TokenSplit
     from pretraining.recipe.data import Data
+    from pretraining.recipe.model import Model
 
     sources = [{"path": str(root / "corpus-*.jsonl")}]
     data = {
@@ -97,7 +98,7 @@ def shards(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
     }
     vocab_size = 1 << 16
     recipe = SimpleNamespace(
-        data=Data.of({**data, "encoder": backend}), model={"vocab_size": vocab_size}, sequence_length=BLOCK
+        data=Data.of({**data, "encoder": backend}), model=Model(vocab_size=vocab_size), sequence_length=BLOCK
     )
 
     encoder = open_encoder(root, backend)
@@ -126,10 +127,11 @@ def bare(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
     """The backend's batch call over texts that are in memory: nothing read, nothing kept on disk."""
     from pretraining.data.corpus import BATCH_BYTES
     from pretraining.data.sources import open_source
+    from pretraining.recipe.data import Source
 
     encoder = open_encoder(root, backend)
     batches, size = [[]], 0
-    for text, _ in open_source({"path": str(root / "corpus-*.jsonl")}).documents():
+    for text, _ in open_source(Source(path=str(root / "corpus-*.jsonl"))).documents():
         batches[-1].append(text)
         size += len(text)
         if size > BATCH_BYTES:

@@ -200,10 +200,11 @@ def count_loss(kind: str, mode: str, vocab_size: int, hidden: int, chunk: int) -
         return counted(run, kernels).sum(kind=OTHER).bytes
 
 
-def loss_settings(kind: str, chunk_tokens: int, compiled: bool) -> dict:
+def loss_settings(kind: str, chunk_tokens: int, compiled: bool):
     """A recipe's `loss` section."""
-    off = {"z_loss": 0.0, "router_z_loss": 0.0}
-    return {"kind": kind, "chunk_tokens": chunk_tokens, "compile": compiled, **off}
+    from pretraining.recipe.sections import Loss
+
+    return Loss(kind=kind, chunk_tokens=chunk_tokens, compile=compiled)
 
 
 def engine_factors() -> dict:

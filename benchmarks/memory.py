@@ -80,11 +80,11 @@ def predict(
     return {"kept": held.kept + held.logits / 3, "peak": peak} if loss == "plain" else {"peak": peak}
 
 
-def loss_settings(kind: str) -> dict:
+def loss_settings(kind: str):
     """A recipe's `loss` section of this kind."""
-    from pretraining.model.loss import PLAIN
+    from pretraining.recipe.sections import Loss
 
-    return {**PLAIN, "kind": kind}
+    return Loss(kind=kind)
 
 
 def trace(

@@ -181,8 +181,8 @@ def blocks(recipe) -> list[dict]:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    follows = torch.randint(recipe.model["vocab_size"], (recipe.model["vocab_size"], 4), generator=generator)
-    rows = torch.randint(recipe.model["vocab_size"], (recipe.num_samples,), generator=generator)
+    follows = torch.randint(recipe.model.vocab_size, (recipe.model.vocab_size, 4), generator=generator)
+    rows = torch.randint(recipe.model.vocab_size, (recipe.num_samples,), generator=generator)
     columns = [rows]
     for _ in range(recipe.sequence_length):
         choice = torch.randint(4, (recipe.num_samples,), generator=generator)

@@ -15,6 +15,7 @@ no wait in it: a run stays below this ceiling. `planned_mfu_ceiling` is the plan
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -119,14 +120,14 @@ def count_pass(recipe, compiles: str, gpu):
 
     tokens, compiled = (
         recipe.micro_batch * recipe.sequence_length,
-        compiles_loss(recipe.loss["compile"], on_gpu=True),
+        compiles_loss(recipe.loss.compile, on_gpu=True),
     )
-    vocab_size, own = recipe.model["vocab_size"], recipe.loss["chunk_tokens"]
+    vocab_size, own = recipe.model.vocab_size, recipe.loss.chunk_tokens
     chunk = chunk_length(tokens, vocab_size, logit_bytes(2, compiled), gpu.memory_bytes, own)
     with counted_model(recipe.model, compiles) as (model, kernels):
         if recomputed_one_in(recipe):
             model.activation_checkpointing_enable(every_n_layers=recomputed_one_in(recipe))
-        loss = build_loss(model, {**recipe.loss, "chunk_tokens": chunk, "compile": compiled})
+        loss = build_loss(model, replace(recipe.loss, chunk_tokens=chunk, compile=compiled))
         ids = torch.zeros(recipe.micro_batch, recipe.sequence_length, dtype=torch.long)
         num_items = torch.ones(())
 
@@ -154,6 +155,7 @@ def counted_model(section: dict, compiles: str) -> Iterator[tuple]:
     from pretraining.model.attention import SDPA_CAUSAL
     from pretraining.model.build import build_config
     from pretraining.model.compiling import compile_model
+    from pretraining.recipe.sections import Speed
 
     AttentionInterface.register(SDPA_CAUSAL, sdpa_attention_forward)
     kernels = Kernels()
@@ -164,7 +166,7 @@ def counted_model(section: dict, compiles: str) -> Iterator[tuple]:
         config = build_config({**section, "attn_implementation": SDPA_CAUSAL}, TOKENIZER)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
         model.loss_type = None
-        compile_model(model, {"compile": compiles, "compile_backend": "inductor", "compile_mode": None})
+        compile_model(model, Speed(compile=compiles))
         yield model, kernels
 
 

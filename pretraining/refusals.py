@@ -84,15 +84,15 @@ def check_run(recipe: Recipe, ds_config: dict | None, world_size: int | None = N
 def own_groups(recipe: Recipe) -> list[str]:
     """Keys of the recipe that give kinds of parameters a rate or rule of their own; none with one plain group."""
     settings = recipe.optimizer
-    keys = ["mup.base_width"] if recipe.mup["base_width"] is not None else []
-    keys += ["optimizer.name"] if settings["name"] == "muon" else []
+    keys = ["mup.base_width"] if recipe.mup.base_width is not None else []
+    keys += ["optimizer.name"] if settings.name == "muon" else []
     rates = [key for key in settings if key.startswith(("matrix_", "embedding_"))]
     return keys + [f"optimizer.{key}" for key in rates if settings[key] is not None]
 
 
 def _check_optim(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """`training.optim` under this sharding."""
-    stage, optim, key = zero_stage(ds_config), recipe.training.get("optim", DEFAULT_OPTIM), "training.optim"
+    stage, optim, key = zero_stage(ds_config), recipe.training.optim, "training.optim"
     for beginning, why in UNRESUMABLE.items():
         if optim.startswith(beginning):
             raise problem(where, key, f"is {optim}, which {why}; --set {key}={DEFAULT_OPTIM}")
@@ -110,13 +110,13 @@ def _check_own_groups(recipe: Recipe, ds_config: dict | None, where: str) -> Non
     if not keys:
         return
     key, name = keys[0], {"mup.base_width": "muP", "optimizer.name": "muon"}.get(keys[0], "adamw")
-    if training.get("optim", DEFAULT_OPTIM) not in ADAMW:
-        what = f"groups of their own exclude training.optim {training['optim']}; --set training.optim={DEFAULT_OPTIM}"
+    if training.optim not in ADAMW:
+        what = f"groups of their own exclude training.optim {training.optim}; --set training.optim={DEFAULT_OPTIM}"
         raise problem(where, key, what)
     if optimizer_device(ds_config) != "gpu":
         what = "runs where its weights are; offload_optimizer would replace it by DeepSpeed's CPU Adam"
         raise problem(where, key, f"{name} {what}; use --deepspeed zero1, zero2 or zero3")
-    if training.get("fp16") and ds_config and not zero_stage(ds_config):
+    if training.fp16 and ds_config and not zero_stage(ds_config):
         what = "does not run in fp16 at stage 0, where DeepSpeed keeps copies of its own"
         remedy = "--set training.fp16=false --set training.bf16=true, or --deepspeed zero1"
         raise problem(where, key, f"{name} {what}; {remedy}")
@@ -124,7 +124,7 @@ def _check_own_groups(recipe: Recipe, ds_config: dict | None, where: str) -> Non
 
 def _check_clipping(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """Clipping by value and adaptive clipping are done to the gradients of a step on this side of DeepSpeed."""
-    given = [key for key in ("clip_value", "adaptive_clip") if recipe.optimizer[key]]
+    given = [key for key in ("clip_value", "adaptive_clip") if getattr(recipe.optimizer, key)]
     if given and optimizer_device(ds_config) != "gpu":
         what = "is set, but an offloaded optimizer steps inside DeepSpeed; use a ds_config without offload_optimizer: "
         what += f"--deepspeed zero{zero_stage(ds_config)}"
@@ -138,20 +138,20 @@ def _check_clipping(recipe: Recipe, ds_config: dict | None, where: str) -> None:
 def _check_compile(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """What cannot be compiled under ZeRO-3; modes belong to one backend, and some of them to weights that stay put."""
     speed, stage = recipe.speed, zero_stage(ds_config)
-    if speed["compile"] == "none":
+    if speed.compile == "none":
         return
-    backend, mode = speed["compile_backend"], speed["compile_mode"]
+    backend, mode = speed.compile_backend, speed.compile_mode
     if mode and backend != "inductor":
         what = f"is {mode}, a mode of inductor, but speed.compile_backend is {backend}"
         raise problem(where, "speed.compile_mode", f"{what}; --set speed.compile_mode=null")
     if stage != 3:
         return
-    if speed["compile"] == "whole":
+    if speed.compile == "whole":
         what = "is whole, and ZeRO-3 gathers the weights by hooks, at each of which a graph ends"
         raise problem(
             where, "speed.compile", f"{what}; --set speed.compile=blocks, or --deepspeed zero1 or zero2"
         )
-    if speed["compile"] == "blocks" and (why := _why_not_gathered_as_one(ds_config)):
+    if speed.compile == "blocks" and (why := _why_not_gathered_as_one(ds_config)):
         raise problem(
             where, "speed.compile", f"{why}; use --deepspeed zero3_offload, or --set speed.compile=none"
         )
@@ -168,8 +168,8 @@ def compiled_part(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True) -
 
     The plan assumes that the compiler works. If it does not, `auto` trains uncompiled (model/compiling.py).
     """
-    if recipe.speed["compile"] != "auto":
-        return recipe.speed["compile"]
+    if recipe.speed.compile != "auto":
+        return recipe.speed.compile
     return "none" if why_not_compiled(recipe, ds_config, on_gpu) else "blocks"
 
 
@@ -183,14 +183,14 @@ def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True
     if not on_gpu:
         return "no GPU"
     model, training = model_with_defaults(recipe.model), recipe.training
-    recomputes = training.get("activation_checkpointing")
+    recomputes = training.activation_checkpointing
     if not is_exact(model):
         return f"not tried with {model['model_type']}"
     if any(model.get(key) for key in DROPOUTS):
         return "dropout would draw other numbers"
-    if training.get("use_liger_kernel"):
+    if training.use_liger_kernel:
         return "training.use_liger_kernel: Liger's kernels take its place"
-    if recomputes and (training.get("activation_checkpointing_kwargs") or {}).get("offload"):
+    if recomputes and (training.activation_checkpointing_kwargs or {}).get("offload"):
         return "recomputed layers keep their inputs on the host"
     if recomputes and model["model_type"] in MIXTURES:
         return "a mixture's recomputed layers hand router logits out"
@@ -205,16 +205,16 @@ def _why_not_gathered_as_one(ds_config: dict | None) -> str | None:
 
 def _check_fp8(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """fp8 products take the place of linear layers, in bf16 training without ZeRO-3."""
-    key, kind = "speed.fp8", recipe.speed["fp8"]
+    key, kind = "speed.fp8", recipe.speed.fp8
     if kind == "none":
         return
-    if recipe.model["model_type"] == "gpt2":
+    if recipe.model.model_type == "gpt2":
         what = "is for linear layers, and gpt2 has convolutions in their place"
         raise problem(where, key, f"{kind} {what}; --set {key}=none, or take model_type llama")
     if zero_stage(ds_config) == 3:
         what = "keeps every weight it multiplied for the backward pass, and ZeRO-3 could not let go of any"
         raise problem(where, key, f"{kind} {what}; use --deepspeed zero1 or zero2, or --set {key}=none")
-    if not recipe.training.get("bf16"):
+    if not recipe.training.bf16:
         raise problem(
             where, key, f"{kind} goes with training.bf16; --set training.bf16=true, or --set {key}=none"
         )

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,11 +20,12 @@ from pretraining.model.compiling import blocks_of
 from pretraining.model.loss import build_loss
 from pretraining.planning.memory.buffers import block_gathering
 from pretraining.recipe import load_recipe
+from pretraining.recipe.sections import Speed
 from pretraining.training.ranks import join_ranks, leave_ranks
 from tests.runs import MODELS
 
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
-PLAIN = {"compile": "none", "compile_backend": "inductor", "compile_mode": None, "fp8": "none"}
+PLAIN = Speed(compile="none")
 LAYERS = 4
 
 
@@ -89,7 +91,7 @@ def trained(name: str, stage: int, recomputes: bool, speed: dict, gathered: Gath
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
     alive = HfDeepSpeedConfig(config)
     arguments = SimpleNamespace(bf16=False, fp16=False, deepspeed=config, process_index=1, seed=7)
-    model = build_model(section, TOKENIZER, arguments, speed={**PLAIN, **speed}).train()
+    model = build_model(section, TOKENIZER, arguments, speed=replace(PLAIN, **speed)).train()
     if recomputes:
         model.activation_checkpointing_enable({"use_reentrant": False})
     loss = build_loss(model, load_recipe("tiny").loss)

@@ -57,8 +57,7 @@ def sick(rank: int, folder: Path) -> None:
     (other / "deepspeed-9.9.9.dist-info" / "METADATA").write_text("Name: deepspeed\nVersion: 9.9.9\n")
     sys.path.insert(0, str(other))
     os.environ["NCCL_ALGO"] = "Ring"
-    fast = SimpleNamespace(time=lambda: time.time() + 90, perf_counter=time.perf_counter)
-    shared.time = fast
+    shared.time = SimpleNamespace(**{**vars(time), "time": lambda: time.time() + 90})
     absolute = cluster.ProbedFolder
     cluster.ProbedFolder = lambda run, *more: absolute(run / "elsewhere", *more)
     products = devices.Devices._products

@@ -12,6 +12,8 @@ from transformers import integrations
 
 from pretraining.ds_config import load_ds_config
 from pretraining.model.build import build_model
+from pretraining.recipe.sections import Speed
+from pretraining.recipe.training import Training
 from pretraining.training.arguments import build_arguments
 from pretraining.training.ranks import join_ranks, leave_ranks
 from tests.runs import MODELS, OTHER_MODELS, SMALL_RECIPE
@@ -22,9 +24,9 @@ TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 
 def initial_weights(model: dict, stage: str, bf16: bool) -> dict[str, torch.Tensor]:
     """{parameter name: full tensor} of a freshly built model."""
-    training = {**SMALL_RECIPE["training"], "bf16": bf16}
+    training = Training({**SMALL_RECIPE["training"], "bf16": bf16})
     recipe = SimpleNamespace(training=training, training_keywords=training, num_steps=10, path="small.json")
-    recipe.speed = {"compile": "none"}
+    recipe.speed = Speed(compile="none")
     ds_config = None if stage == "null" else load_ds_config(stage)
     arguments = build_arguments(recipe, ds_config, Path("unused"), 1)
     built = build_model(model, TOKENIZER, arguments)

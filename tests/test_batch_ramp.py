@@ -70,7 +70,7 @@ def test_stairs_have_equal_shares_of_the_tokens():
 def test_without_a_ramp_every_step_is_full():
     recipe = load_recipe("tiny")
     assert recipe.step_sizes.all == [recipe.tokens_per_step] and recipe.step_sizes.ramp_steps == 0
-    assert recipe.num_tokens == recipe.budget["tokens"] and recipe.num_samples == recipe.most_samples
+    assert recipe.num_tokens == recipe.budget.tokens and recipe.num_samples == recipe.most_samples
     before = recipe.to_dict()
     del before["budget"]["ramp"]
     assert not changed_parts(recipe.to_dict(), before)

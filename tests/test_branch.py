@@ -121,11 +121,11 @@ def test_rates_are_those_of_the_shape(tmp_path, capsys, kind, shape):
     assert recipe.num_steps == 1000 and recipe.name == Path(told["run"]).name
     training = recipe.training
     scheduler = get_scheduler(
-        training["lr_scheduler_type"],
+        training.lr_scheduler_type,
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0),
-        training["warmup_steps"],
+        training.warmup_steps,
         recipe.num_steps,
-        training["lr_scheduler_kwargs"],
+        training.lr_scheduler_kwargs,
     )
     (rate,) = scheduler.lr_lambdas
     assert [rate(step) for step in (100, 799, 800)] == [1.0, 1.0, 1.0]
@@ -144,11 +144,11 @@ def test_a_branch_of_a_schedule_in_tokens_goes_on_in_tokens(tmp_path, capsys):
     run = checkpoint_of(tmp_path, 800, *settings)
     told = branched(run, "--decay", "linear", "--steps", 200, capsys=capsys)
     recipe = load_recipe(str(Path(told["run"]) / "recipe.json"))
-    assert recipe.num_steps == 1000 and recipe.budget["decay_tokens"] == 200 * 2048
-    assert "num_decay_steps" not in recipe.training["lr_scheduler_kwargs"]
+    assert recipe.num_steps == 1000 and recipe.budget.decay_tokens == 200 * 2048
+    assert "num_decay_steps" not in recipe.training.lr_scheduler_kwargs
     progress, keywords = Progress.of(recipe), recipe.training_keywords
     scheduler = get_scheduler(
-        recipe.training["lr_scheduler_type"],
+        recipe.training.lr_scheduler_type,
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0),
         keywords["warmup_steps"],
         progress.full_steps_at(recipe.num_steps),
@@ -177,7 +177,7 @@ def test_the_stages_here_continue_their_recipes(tmp_path, capsys, path):
     for section, values in json.loads(path.read_text()).items():
         if section != "description":
             assert {key: getattr(staged, section)[key] for key in values} == values
-    assert staged.training["seed"] == 7 and staged.num_steps == 900
+    assert staged.training.seed == 7 and staged.num_steps == 900
     assert build_run_plan(staged, None, 8).accumulation_steps > 0
 
 
@@ -239,7 +239,7 @@ def test_stages_of_a_mixture_stay_where_they_were(tmp_path, capsys):
     told = branched(run, "--decay", "linear", "--steps", 10, capsys=capsys)
     before, after = (load_recipe(str(Path(folder) / "recipe.json")) for folder in (run, told["run"]))
     quarter = round(before.num_samples / 4) * before.sequence_length
-    found = [stage.get("until") for stage in after.data["mixture"]["stages"]]
+    found = [stage.until for stage in after.data.mixture.stages]
     assert found == [quarter, None] and quarter < after.num_tokens < 3 * quarter
 
 

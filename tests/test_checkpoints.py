@@ -309,7 +309,7 @@ def test_changed_tokens_per_step_keep_the_budget_and_the_position(run):
     start = Start.at(run.checkpoint(12))
     assert start.tokens == 12 * 2048 and start.progress(recipe).first_sample * 128 == start.tokens
     last = start.progress(recipe).last_step
-    assert start.progress(recipe).tokens_at(last) == recipe.budget["tokens"] and last == 12 + (1000 - 12) // 2
+    assert start.progress(recipe).tokens_at(last) == recipe.budget.tokens and last == 12 + (1000 - 12) // 2
     again = save(run, 20, identity=replace(identity_of("budget.tokens_per_step=4096"), start=start))
     assert Start.at(again).progress(recipe).last_step == last
     assert read_marker(again)["tokens"] == 12 * 2048 + 8 * 4096

@@ -19,6 +19,7 @@ from pretraining.model.loss import build_loss
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.recipe import load_recipe
+from pretraining.recipe.sections import Speed
 from pretraining.recipe.training import TRAINING_KEYS
 from pretraining.refusals import compiled_part, load_run, why_not_compiled
 from pretraining.training import arguments as run_arguments
@@ -30,7 +31,7 @@ from tests.test_attention import TOKENIZER
 from tests.test_reshard import unfinished
 
 IDS = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(0))
-NONE = {**load_recipe("tiny").speed, "compile": "none"}
+NONE = Speed(compile="none")
 BLOCKS = ("speed.compile=blocks", "speed.compile_backend=aot_eager")
 
 
@@ -50,7 +51,7 @@ def nothing_compiled():
 def losses(name: str, arguments, checkpointing: bool = False, **speed) -> list[float]:
     """Of two training steps of a model of three layers, each with a short validation after it."""
     section = {**MODELS[name], "n_layer" if name == "gpt2" else "num_hidden_layers": 3}
-    model = build_model(section, TOKENIZER, arguments, speed={**NONE, **speed}).train()
+    model = build_model(section, TOKENIZER, arguments, speed=replace(NONE, **speed)).train()
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     loss, found = build_loss(model, load_recipe("tiny").loss), []
@@ -95,7 +96,7 @@ def test_batches_of_any_number_of_documents_share_a_graph(monkeypatch):
     config = build_config({**MODELS["llama"], "attn_implementation": TORCH_VARLEN}, TOKENIZER)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-    compile_model(model, {**NONE, "compile": "auto", "compile_backend": "aot_eager"})
+    compile_model(model, Speed(compile_backend="aot_eager"))
     ids = torch.empty(2, 64, dtype=torch.int64, device="meta")
     for num_documents in (3, 5, 2):
         borders = torch.empty(num_documents + 1, dtype=torch.int32, device="meta")
@@ -219,11 +220,11 @@ def test_auto_compiles_blocks_on_a_gpu_where_it_can(name):
     """The plan knows it from recipe and ds_config; on a machine without a GPU nothing is compiled unless asked for."""
     recipe_name, settings, stage, why = AUTO[name]
     recipe, ds_config = load_run(recipe_name, settings, stage)
-    assert recipe.speed["compile"] == "auto"
+    assert recipe.speed.compile == "auto"
     assert compiled_part(recipe, ds_config) == ("none" if why else "blocks")
     assert (why or "None") in str(why_not_compiled(recipe, ds_config))
     assert compiled_part(recipe, ds_config, on_gpu=False) == "none"
-    by_name = replace(recipe, speed={**recipe.speed, "compile": "blocks"})
+    by_name = replace(recipe, speed=replace(recipe.speed, compile="blocks"))
     assert compiled_part(by_name, ds_config, on_gpu=False) == "blocks"
 
 
@@ -235,7 +236,7 @@ def test_the_next_block_is_gathered_while_one_computes():
     assert zero["stage3_prefetch_bucket_size"] == block and zero["stage3_max_live_parameters"] >= 2 * block
     given = {**ds_config, "zero_optimization": {**zero, "stage3_prefetch_bucket_size": 5}}
     assert engine_config(recipe, given)["zero_optimization"]["stage3_prefetch_bucket_size"] == 5
-    plain = replace(recipe, speed={**recipe.speed, "compile": "none"})
+    plain = replace(recipe, speed=replace(recipe.speed, compile="none"))
     assert engine_config(plain, ds_config)["zero_optimization"] == ds_config["zero_optimization"]
     needs = [memory_need(each, ds_config, 8).parts["gathered weights"] for each in (recipe, plain)]
     assert needs[0] - needs[1] == pytest.approx(2 * (block - 0.9 * 6656**2))
@@ -330,8 +331,8 @@ def test_a_compiler_that_is_asked_for_by_name_must_be_there(monkeypatch):
     monkeypatch.setattr("pretraining.upstream.toolchain.shutil.which", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match=r"inductor needs a C\+\+ compiler"):
-        check_compiler({**NONE, "compile": "blocks"})
-    check_compiler({**NONE, "compile": "auto"})
+        check_compiler(Speed(compile="blocks"))
+    check_compiler(Speed())
 
 
 def test_autotuning_finds_one_answer_about_tf32(monkeypatch, tmp_path):

@@ -102,7 +102,7 @@ def test_tokens_per_step_are_constant(workshop):
 def test_learning_rate_follows_the_recipe(workshop):
     """Warmup from zero over two steps, then cosine towards a tenth, the same at every stage."""
     training = SMALL_RECIPE["training"]
-    peak, warmup = training["learning_rate"], training["warmup_steps"]
+    peak, warmup = training.learning_rate, training.warmup_steps
 
     def expected(step: int) -> float:
         if step < warmup:
@@ -186,4 +186,4 @@ def test_the_evaluation_command_finds_the_scores_of_the_loop(workshop, scored):
 
 
 def plain_batch(workshop) -> int:
-    return load_recipe(str(workshop.recipe)).training["per_device_eval_batch_size"]
+    return load_recipe(str(workshop.recipe)).training.per_device_eval_batch_size

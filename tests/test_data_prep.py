@@ -19,7 +19,8 @@ from pretraining.data.corpus import prefetch
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.prepared import open_prepared
 from pretraining.errors import UserError
-from pretraining.recipe.data import Data
+from pretraining.recipe.data import Data, Source
+from pretraining.recipe.model import Model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WORDS = [
@@ -64,7 +65,7 @@ def recipe_for(*sources: Path | str | dict, **data) -> SimpleNamespace:
         name="small",
         words=["--recipe", "small"],
         data=Data.of(section),
-        model={"vocab_size": 512},
+        model=Model(vocab_size=512),
         sequence_length=32,
     )
 
@@ -201,7 +202,7 @@ def test_the_embedded_default_needs_nothing_but_python():
     """builtin python_stdlib: megabytes of real text, without tests and installed packages."""
     from pretraining.data.sources import open_source
 
-    source = open_source({"builtin": "python_stdlib"})
+    source = open_source(Source(builtin="python_stdlib"))
     assert source.fingerprint()["bytes"] > 5_000_000
     assert not [f for f in source.files if {"site-packages", "test"} & set(f.name.split("/")[:-1])]
     assert "json/decoder.py" in [file.name for file in source.files]

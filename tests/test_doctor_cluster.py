@@ -140,7 +140,7 @@ def test_layers_of_every_recipe_fit_a_processor(name):
     recipe = load_recipe(name)
     reduced = reduced_recipe(recipe, 8, on_gpu=False)
     assert model_size(reduced.model).total <= layers.PROCESSOR_PARAMETERS
-    assert reduced.model["model_type"] == recipe.model["model_type"] and reduced.num_steps == layers.STEPS
+    assert reduced.model.model_type == recipe.model.model_type and reduced.num_steps == layers.STEPS
 
 
 def test_on_a_gpu_the_recipes_own_width_and_batch_are_kept(monkeypatch):

@@ -18,7 +18,8 @@ from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.sources import open_source
 from pretraining.data.tokenizer import END_OF_TEXT, describe_tokenizer, train_tokenizer
 from pretraining.errors import UserError
-from pretraining.recipe.data import Data
+from pretraining.recipe.data import Data, Source
+from pretraining.recipe.model import Model
 
 UINT16 = np.dtype(np.uint16)
 FAST = ("fastokens", "gigatoken")
@@ -243,7 +244,8 @@ def test_the_training_sample_takes_as_much_of_each_source(tmp_path: Path, monkey
         lines = (json.dumps({"text": f"{number} of {spec['path']}"}) for number in range(2_000))
         Path(spec["path"]).write_text("\n".join(lines))
     corpus = Corpus.of(
-        Data.of({"name": "c", "sources": specs, "tokenizer": "x"}), [open_source(spec) for spec in specs]
+        Data.of({"name": "c", "sources": specs, "tokenizer": "x"}),
+        [open_source(Source(**spec)) for spec in specs],
     )
     stage = MakeTokenizer(tmp_path, corpus, {"train_vocab_size": 300}, None, validation_share=0.3)
     seen: list[Batch] = list(stage.training_batches({}))
@@ -267,7 +269,7 @@ def test_the_fast_json_reader_gives_what_json_gives(tmp_path: Path) -> None:
     path = tmp_path / "odd.jsonl"
     path.write_text("\n".join(ODD_LINES), encoding="utf-8")
     expected = [json.loads(line)["text"] for line in ODD_LINES if line.strip()]
-    assert [text for text, _ in open_source({"path": str(path)}).documents()] == expected
+    assert [text for text, _ in open_source(Source(path=str(path))).documents()] == expected
 
 
 def test_count_agrees_with_the_sources_and_writes_nothing(folder: Path, tmp_path: Path) -> None:
@@ -278,7 +280,7 @@ def test_count_agrees_with_the_sources_and_writes_nothing(folder: Path, tmp_path
         path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     data = {"name": "c", "sources": [{"path": str(path)} for path in paths], "tokenizer": str(folder)}
     recipe = SimpleNamespace(
-        data=Data.of({**data, "validation_share": 0.1}), model={"vocab_size": None}, sequence_length=8
+        data=Data.of({**data, "validation_share": 0.1}), model=Model(vocab_size=None), sequence_length=8
     )
     before = sorted(tmp_path.rglob("*"))
     counts, first = (count_data(recipe, limit, False).to_dict() for limit in (None, 4))

@@ -1,6 +1,7 @@
 """The load of experts: counted as the routers chose, alike on any number of ranks, and told of where one starves."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +31,7 @@ def test_the_load_is_what_the_routers_chose(tmp_path, kind):
 
             module.register_forward_hook(see)
     load = ExpertLoad(RunFolder(tmp_path), EXPERTS["num_experts_per_tok"])
-    loss = load.around(build_loss(model, {**PLAIN, "kind": kind}))
+    loss = load.around(build_loss(model, replace(PLAIN, kind=kind)))
     for _ in range(2):
         tokens = torch.randint(512, (3, 64))
         loss(model(input_ids=tokens), tokens).backward()

@@ -148,7 +148,7 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
     arguments = build_arguments(recipe, config, run.path, plan.accumulation_steps, STEPS)
     language_model = build_from_recipe(recipe, TOKENIZER, arguments, False)
     order = GlobalOrder(2 * split.num_blocks(LENGTH), 0, "faked")
-    masks = recipe.data["document_masking"]
+    masks = recipe.data.document_masking
     dataset = PackedDataset((split, split), LENGTH, order, 0, recipe.num_samples, masks_documents=masks)
     monitors = Monitors(run, recipe)
     monitors.begin(plan, start, dataset)

@@ -134,7 +134,7 @@ def texts(shared, workshop) -> dict[str, Path]:
 def _shortened(recipe: Recipe, texts: dict[str, Path], uploads: Path) -> list[str]:
     """`--set` for three steps on small text: its sources, budget, cadences and validation made small."""
     settings = []
-    for number, source in enumerate(recipe.data["sources"]):
+    for number, source in enumerate(recipe.data.sources):
         if "builtin" in source:
             source = {"path": str(texts["builtin"]), **{k: v for k, v in source.items() if k != "builtin"}}
             source = {k: v for k, v in source.items() if k in ("path", "name", "weight", "max_epochs")}
@@ -144,14 +144,14 @@ def _shortened(recipe: Recipe, texts: dict[str, Path], uploads: Path) -> list[st
             settings += [f"data.sources.{number}.{key}={json.dumps(value)}" for key, value in folder.items()]
     settings += [f"budget.tokens={STEPS * recipe.tokens_per_step}", "data.tokenizer.train_vocab_size=320"]
     every = {"logging_steps": 1, "eval_steps": STEPS, "save_steps": STEPS}
-    if recipe.budget["warmup_tokens"] is None:
+    if recipe.budget.warmup_tokens is None:
         every["warmup_steps"] = 1
     settings += [f"training.{key}={value}" for key, value in every.items()]
     settings += ["evaluation.max_validation_tokens=1024", "data.validation_share=0.1"]
-    settings.append(f"evaluation.sample_tokens={min(4, recipe.evaluation['sample_tokens'])}")
-    if recipe.report["every_seconds"] == 30:
+    settings.append(f"evaluation.sample_tokens={min(4, recipe.evaluation.sample_tokens)}")
+    if recipe.report.every_seconds == 30:
         settings.append("report.every_seconds=null")
-    if recipe.checkpoints["upload"] is not None:
+    if recipe.checkpoints.upload is not None:
         settings.append(f"checkpoints.upload=file://{uploads}")
     return [*settings, *SETTINGS.get(recipe.path.stem, ())]
 
@@ -162,7 +162,7 @@ def prepared(shared, texts):
 
     def prepare(path: Path, settings: list[str]) -> Path:
         words = [word for text in settings for word in ("--set", text)]
-        name, data = load_recipe(str(path), settings).data["name"], shared / "features.data"
+        name, data = load_recipe(str(path), settings).data.name, shared / "features.data"
 
         def make() -> str:
             command = [

@@ -80,7 +80,7 @@ def check_word(option: str, value: str, recipe) -> None:
     elif option == "--set" and recipe is not None:
         assert load_recipe(recipe.name, [value])
     elif option in ("--step", "--at") and recipe is not None:
-        saved = recipe.training["save_steps"]
+        saved = recipe.training.save_steps
         assert int(value) % saved == 0 and saved <= int(value) <= recipe.num_steps
 
 
@@ -101,9 +101,7 @@ def test_every_folder_that_a_help_names_is_made_by_a_shipped_recipe(help_of):
     """Or by another example; files of the repository lie where they are said to."""
     texts = [help_of(name, verb) for name, verb in HELPS]
     made = set().union(*(folders_made(words) for text in texts for words in examples_in(text)))
-    made |= {f"runs/{name}" for name in RECIPES} | {
-        f"data/{recipe.data['name']}" for recipe in RECIPES.values()
-    }
+    made |= {f"runs/{name}" for name in RECIPES} | {f"data/{recipe.data.name}" for recipe in RECIPES.values()}
     named = {place for text in texts for place in re.findall(r"(?<![\w/.-])(?:data|runs)/\w[\w.-]*", text)}
     assert {"data/python-stdlib", "runs/tiny"} <= named <= made
     files = r"(?<![\w/.-])(?:recipes|ds_configs|accelerate_configs|launch|benchmarks|pretraining)/[\w./-]*"

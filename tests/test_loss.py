@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from pretraining.model.cross_entropy import LossHead, chunked_nats, fused_nats, 
 from pretraining.model.loss import build_loss, layers_balance, next_token_loss
 from pretraining.planning.memory.activations import chunk_length, loss_bytes
 from pretraining.planning.memory.tensors import Precision
+from pretraining.recipe.sections import Loss
 from pretraining.upstream.fake_gpu import fake_gpu
 from tests.runs import EXPERTS, LLAMA, MODELS, REPOSITORY
 
@@ -40,9 +42,8 @@ GPUS = {"T4": 15_600_000_000, "A100-40GB": 42_400_000_000, "H100": 85_000_000_00
 
 def settings(
     kind: str, chunk_tokens: int | None = 50, z_loss: float = 0.0, compile: bool | None = None
-) -> dict:
-    way = {"kind": kind, "chunk_tokens": chunk_tokens, "compile": compile}
-    return {**way, "z_loss": z_loss, "router_z_loss": 0.0}
+) -> Loss:
+    return Loss(kind=kind, chunk_tokens=chunk_tokens, z_loss=z_loss, compile=compile)
 
 
 def built(model: dict, tied: bool) -> nn.Module:
@@ -345,7 +346,7 @@ def test_every_way_tells_each_token_s_nats(tokens, z_loss):
 
 def test_a_router_z_loss_without_a_router_is_refused():
     with pytest.raises(UserError, match="output_router_logits"):
-        build_loss(built(MODELS["llama"], False), {**settings("plain"), "router_z_loss": 0.1})
+        build_loss(built(MODELS["llama"], False), replace(settings("plain"), router_z_loss=0.1))
 
 
 def test_auto_fuses_what_can_be_fused():

@@ -200,6 +200,7 @@ def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dic
     """metrics.jsonl of a Trainer whose loss at step k is made to read losses[k]; gradients stay finite."""
     from pretraining.recipe.budget import StepSizes
     from pretraining.recipe.progress import Progress
+    from pretraining.recipe.training import Training
     from pretraining.runtime.durable_files import read_rows
     from pretraining.runtime.run_folder import RunFolder
     from pretraining.training.arguments import build_arguments
@@ -207,7 +208,8 @@ def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dic
     from pretraining.training.throughput import SpeedMeter
     from pretraining.training.trainer import PretrainingTrainer
 
-    training = {"logging_steps": logging_steps, "per_device_train_batch_size": 1, "save_strategy": "no"}
+    values = {"logging_steps": logging_steps, "per_device_train_batch_size": 1, "save_strategy": "no"}
+    training = Training(values)
     recipe = SimpleNamespace(
         training=training, training_keywords=training, num_steps=len(losses), path=tmp_path
     )

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pretraining.ds_config import DS_CONFIGS
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
+from pretraining.recipe.sections import Optimizer
 from pretraining.refusals import load_run
 from pretraining.training.muon import hidden_matrices, orthogonalize, orthogonalize_all
 from pretraining.training.optimizers import (
@@ -25,7 +26,6 @@ from tests.test_curve import IN_BF16
 from tests.test_reshard import stage_3_goes_on_in_one_process
 
 MUON = ("optimizer.name=muon",)
-DEFAULTS = load_recipe("tiny").optimizer
 
 
 def built(name: str, **more) -> torch.nn.Module:
@@ -103,8 +103,9 @@ def test_three_steps_are_those_of_the_papers(name, scale):
     """fp64: GPT-2's transposed projections with queries, keys and values apart, every expert's halves apart; the rest
     by torch's own AdamW with its own rates."""
     ours, theirs = built(name), built(name)
-    settings = {**DEFAULTS, "name": "muon", "scale": scale, "matrix_learning_rate": 0.02}
-    settings |= {"matrix_weight_decay": 0.3, "embedding_learning_rate": 0.005, "embedding_weight_decay": 0.0}
+    rates = {"matrix_learning_rate": 0.02, "embedding_learning_rate": 0.005}
+    decays = {"matrix_weight_decay": 0.3, "embedding_weight_decay": 0.0}
+    settings = Optimizer(name="muon", scale=scale, **rates, **decays)
     optimizer = build_optimizer(ours, settings, 0.01, 0.1, (0.9, 0.95), 1e-8)
     _, tables, vectors = split_parameters(theirs)
     groups = [{"params": [*tables.values()], "lr": 0.005}, {"params": [*vectors.values()], "lr": 0.01}]
@@ -144,7 +145,7 @@ def test_matrices_go_apart_and_come_back(name):
 def test_groups_are_told_with_their_counts():
     """Every parameter is in one group, and the line names its rule, rate and decay."""
     model = built("gpt2")
-    optimizer = build_optimizer(model, {**DEFAULTS, "name": "muon"}, 0.01, 0.1, (0.9, 0.95), 1e-8)
+    optimizer = build_optimizer(model, Optimizer(name="muon"), 0.01, 0.1, (0.9, 0.95), 1e-8)
     lines = describe_groups(optimizer)
     assert lines[2] == (
         "hidden matrices: muon, 8 tensors, 98,304 parameters, learning rate 0.01, weight decay 0.1"
@@ -271,7 +272,7 @@ def test_a_checkpoint_of_muon_goes_on_at_another_stage(workshop, tmp_path):
 def test_partitions_nobody_told_of_are_not_passed_over():
     """A matrix must never go without its update in silence; a probe of zeros may."""
     model = built("llama")
-    optimizer = build_optimizer(model, {**DEFAULTS, "name": "muon"}, 0.01, 0.1, (0.9, 0.95), 1e-8)
+    optimizer = build_optimizer(model, Optimizer(name="muon"), 0.01, 0.1, (0.9, 0.95), 1e-8)
     stranger = torch.nn.Parameter(torch.zeros(8))
     optimizer.param_groups[2]["params"] = [stranger]
     stranger.grad = torch.zeros(8)

@@ -10,11 +10,11 @@ from pretraining.errors import UserError
 from pretraining.model.build import build_model
 from pretraining.recipe import load_recipe, model_with_defaults
 from pretraining.recipe.mup import Mup, Scales, scales_by_name
+from pretraining.recipe.sections import Optimizer
 from pretraining.refusals import load_run
 from pretraining.training.optimizers import choose_optimizer, describe_groups
 from tests.runs import MODELS
 from tests.test_compiling import TOKENIZER, arguments  # noqa: F401
-from tests.test_muon import DEFAULTS
 from tests.test_reshard import stage_3_goes_on_in_one_process
 
 MUP = ("mup.base_width=16", "mup.base_layers=1")
@@ -30,7 +30,7 @@ def our_optimizer(model, section: dict, mup: Mup, rate: float = RATE, **settings
     def scales_of(names, rule):
         return scales_by_name(names, model_with_defaults(section), mup, rule)
 
-    return build_optimizer(model, {**DEFAULTS, **settings}, rate, DECAY, (0.9, 0.95), EPSILON, scales_of)
+    return build_optimizer(model, Optimizer(**settings), rate, DECAY, (0.9, 0.95), EPSILON, scales_of)
 
 
 def train(model, optimizer, steps: int) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ import pytest
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
-from pretraining.planning import shapes as counting
+from pretraining.planning import shapes
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.sizes import model_size
@@ -24,10 +24,10 @@ def counts_here(monkeypatch):
     """Counts in this process, which has torch: the program's own function, without the seconds of its imports."""
     from pretraining.model.counting import describe
 
-    monkeypatch.setattr(counting, "_built", lambda section: describe(json.loads(section)))
-    monkeypatch.setattr(counting, "_read", lambda path: None)
-    monkeypatch.setattr(counting, "_keep", lambda path, found: None)
-    counting._counted.cache_clear()
+    monkeypatch.setattr(shapes, "_built", lambda section: describe(json.loads(section)))
+    monkeypatch.setattr(shapes, "_read_counted", lambda path: None)
+    monkeypatch.setattr(shapes, "_keep", lambda path, found: None)
+    shapes._counted.cache_clear()
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -166,7 +166,7 @@ def test_what_transformers_refuses_is_one_line():
     def fails(section):
         return {"error": "ValueError: heads"}
 
-    counting._built = fails
+    shapes._built = fails
     with pytest.raises(UserError, match="model: transformers cannot build this qwen2: ValueError: heads"):
         model_size(QWEN2)
 
@@ -216,7 +216,7 @@ def test_a_type_without_a_formula_trains(workshop):
     run = workshop.run("zero3", settings=settings)
     assert [row["step"] for row in run.training_rows] == [1, 2]
     plan = json.loads(run.dir.plan.read_text())
-    assert plan["size"]["counted"] == counting.HOW
+    assert plan["size"]["counted"] == shapes.HOW
     assert plan["parameters"] == model_size({**QWEN2}).total
     assert (run.dir.export / "config.json").exists() and run.events[-1]["event"] == "end"
 

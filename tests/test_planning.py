@@ -118,9 +118,9 @@ SHARED = {"adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.1, "max_grad_
 
 def table_row(recipe) -> str:
     """The recipe's row in the table of recipes/README.md, up to where its values are from."""
-    rates = [scientific(recipe.training["learning_rate"])]
-    if recipe.optimizer["matrix_learning_rate"]:
-        rates.append(f"Muon {scientific(recipe.optimizer['matrix_learning_rate'])}")
+    rates = [scientific(recipe.training.learning_rate)]
+    if recipe.optimizer.matrix_learning_rate:
+        rates.append(f"Muon {scientific(recipe.optimizer.matrix_learning_rate)}")
     tokens = recipe.num_tokens
     cells = [
         f"`{recipe.name}`",

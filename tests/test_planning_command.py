@@ -112,7 +112,7 @@ def test_all_verbs_say_the_same(words, capsys):
         assert fit["ways"][0]["step_seconds"] <= 1.02 * plan["forecast"]["step"]["seconds"]
     for way in fit["ways"]:
         if (way["deepspeed"], way["micro_batch"]) == (recipe.deepspeed, recipe.micro_batch) and not (
-            way["every_n_layers"] or recipe.training.get("activation_checkpointing")
+            way["every_n_layers"] or recipe.training.activation_checkpointing
         ):
             assert way["step_seconds"] == pytest.approx(plan["forecast"]["step"]["seconds"])
 
@@ -123,7 +123,7 @@ def test_tokens_take_the_place_of_the_recipe_s(capsys):
     answer = json.loads(printed(capsys, line.split()))
     steps = 5_000_000_000 // 4194304
     assert answer["tokens"] == steps * 4194304
-    assert answer["step"]["checkpoints"]["written"] == -(-steps // load_recipe("7b").training["save_steps"])
+    assert answer["step"]["checkpoints"]["written"] == -(-steps // load_recipe("7b").training.save_steps)
     assert answer["step"]["disk"]["token shards"] == 2 * answer["tokens"]
 
 
@@ -251,7 +251,7 @@ def test_the_search_gives_back_a_command_that_is_a_plan(capsys):
     assert words[:4] == ["--recipe", "7b", "--set", "training.learning_rate=1e-4"]
     options = parse_train_arguments([*words, "--plan"])
     recipe = load_recipe(options.recipe, options.set, options.deepspeed)
-    assert recipe.training["learning_rate"] == 1e-4 and recipe.deepspeed.startswith("zero")
+    assert recipe.training.learning_rate == 1e-4 and recipe.deepspeed.startswith("zero")
 
 
 def test_the_search_keeps_to_the_ds_config_that_is_given(capsys):
@@ -283,7 +283,7 @@ def test_the_command_of_the_search_trains_on_the_tokens_that_were_asked_for(caps
     words = shlex.split(command)
     options = parse_train_arguments(words[words.index("train.py") + 1 :])
     recipe = load_recipe(options.recipe, options.set, options.deepspeed)
-    assert recipe.budget["tokens"] == 5 * 10**9 // recipe.tokens_per_step * recipe.tokens_per_step
+    assert recipe.budget.tokens == 5 * 10**9 // recipe.tokens_per_step * recipe.tokens_per_step
 
 
 @pytest.mark.parametrize("gpus, nodes, each", [(1, 0, 1), (8, 0, 8), (64, 8, 8), (12, 2, 6)])

@@ -9,17 +9,16 @@ import torch
 
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
+from pretraining.recipe.sections import Profile
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.profile import Operation, ProfileCallback, cost_table, kind_of, operations_of
-
-SETTINGS = {"memory": True, "every_rank": False}
 
 
 def profiled(tmp_path, steps, last_step: int, rank: int = 0, **settings) -> RunFolder:
     """A run of matrix products, one of another size a step, stopped after `last_step`."""
     run, state = RunFolder(tmp_path), SimpleNamespace(global_step=0)
-    callback = ProfileCallback(run, {**SETTINGS, "steps": steps, **settings})
+    callback = ProfileCallback(run, Profile(steps=steps, **settings))
     args = SimpleNamespace(process_index=rank, world_size=2)
     for step in range(1, last_step + 1):
         callback.on_step_begin(args, state, None)
@@ -126,4 +125,4 @@ def test_bad_steps_are_refused_by_name(setting, words):
     """One line, what to write instead; a good value is filled up with the defaults."""
     with pytest.raises(UserError, match=words):
         load_recipe("tiny", [f"monitors.profile.{setting}"])
-    assert load_recipe("tiny", ["monitors.profile.steps=7"]).monitors["profile"] == {"steps": 7, **SETTINGS}
+    assert load_recipe("tiny", ["monitors.profile.steps=7"]).monitors.profile == Profile(steps=7)

@@ -46,7 +46,7 @@ def test_every_shipped_recipe_loads_and_divides(name):
     """Steps are whole, and the step divides over the GPUs each recipe is meant for."""
     recipe = load_recipe(name)
     assert recipe.name == name
-    assert recipe.num_steps * recipe.tokens_per_step == recipe.budget["tokens"]
+    assert recipe.num_steps * recipe.tokens_per_step == recipe.budget.tokens
     for world_size in (1, 2) if name == "tiny" else (1, 2, 4, 8, 16, 32):
         steps = accumulation_steps(recipe, world_size)
         assert steps * world_size * recipe.micro_batch * recipe.sequence_length == recipe.tokens_per_step
@@ -58,14 +58,14 @@ def test_every_shipped_recipe_follows_the_common_practice(name):
     run for the decay after a stable rate."""
     recipe = load_recipe(name)
     training, model = recipe.training, recipe.model
-    assert (training["adam_beta1"], training["adam_beta2"]) == (0.9, 0.95)
-    assert (training["weight_decay"], training["max_grad_norm"]) == (0.1, 1.0)
-    schedule = training["lr_scheduler_kwargs"]
-    if training["lr_scheduler_type"] == "warmup_stable_decay":
+    assert (training.adam_beta1, training.adam_beta2) == (0.9, 0.95)
+    assert (training.weight_decay, training.max_grad_norm) == (0.1, 1.0)
+    schedule = training.lr_scheduler_kwargs
+    if training.lr_scheduler_type == "warmup_stable_decay":
         assert schedule["num_decay_steps"] == round(recipe.num_steps / 5)
     else:
         assert schedule == {"min_lr_rate": 0.1}
-    assert 0 < training["warmup_steps"] < recipe.num_steps / 5
+    assert 0 < training.warmup_steps < recipe.num_steps / 5
     assert model["vocab_size"] % 128 == 0
     assert model["use_cache"] is False
     if model["model_type"] == "gpt2":
@@ -88,7 +88,7 @@ def test_every_training_section_is_accepted_by_the_trainer(name, tmp_path):
 
     training = {**load_recipe(name).training, "report_to": "none"}
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **training)
-    assert arguments.learning_rate == training["learning_rate"]
+    assert arguments.learning_rate == training.learning_rate
 
 
 def test_loading_is_fast_and_needs_no_torch():
@@ -237,10 +237,10 @@ def test_set_changes_numbers_strings_lists_and_whole_objects():
         "name=tiny-2",
     ]
     recipe = load_recipe("tiny", overrides)
-    assert recipe.training["learning_rate"] == 2e-3
-    assert recipe.evaluation["prompt"] == "class "
-    assert [source["path"] for source in recipe.data["sources"]] == ["x", "more/*.txt"]
-    assert recipe.training["lr_scheduler_kwargs"] == {"min_lr_rate": 0.05}
+    assert recipe.training.learning_rate == 2e-3
+    assert recipe.evaluation.prompt == "class "
+    assert [source.path for source in recipe.data.sources] == ["x", "more/*.txt"]
+    assert recipe.training.lr_scheduler_kwargs == {"min_lr_rate": 0.05}
     assert (recipe.num_steps, recipe.name) == (10, "tiny-2")
 
 

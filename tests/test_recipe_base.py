@@ -1,6 +1,7 @@
 """A recipe over a base: the keys of one file over those of another, checked as one recipe."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_only_what_the_file_says_differs_from_its_base(variant):
     base = load_recipe("tiny")
     assert recipe.name == "variant" and recipe.description == "A variant."
     assert recipe.training == {**base.training, "learning_rate": 0.001}
-    assert recipe.optimizer == {**base.optimizer, "name": "muon"}
+    assert recipe.optimizer == replace(base.optimizer, name="muon")
     assert (recipe.model, recipe.data, recipe.budget) == (base.model, base.data, base.budget)
 
 
@@ -43,9 +44,9 @@ def test_lists_and_objects_in_a_section_replace_those_of_the_base(variant):
     data = {"sources": [{"path": "a.txt"}], "dedup": {"exact": False}}
     training = {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}}
     recipe = load_recipe(variant(data=data, training=training))
-    assert [source["path"] for source in recipe.data["sources"]] == ["a.txt"]
-    assert recipe.data["dedup"]["minhash"] is None
-    assert recipe.training["lr_scheduler_kwargs"] == {}
+    assert [source.path for source in recipe.data.sources] == ["a.txt"]
+    assert recipe.data.dedup.minhash is None
+    assert recipe.training.lr_scheduler_kwargs == {}
 
 
 def test_a_model_with_a_type_is_another_model(variant):
@@ -72,7 +73,7 @@ def test_a_base_is_a_name_or_a_path_from_the_file(variant, monkeypatch, tmp_path
 def test_set_changes_what_base_and_file_are_together(variant):
     path = variant(training={"learning_rate": 0.001})
     recipe = load_recipe(path, ["training.learning_rate=0.002", "model.n_layer=2"])
-    assert (recipe.training["learning_rate"], recipe.model["n_layer"]) == (0.002, 2)
+    assert (recipe.training.learning_rate, recipe.model["n_layer"]) == (0.002, 2)
     assert "--set base=124m: base: is named in a recipe's file alone" in failing(path, ["base=124m"])
 
 

@@ -1,5 +1,7 @@
 """The training loss of each source: what its own samples cost, whatever they share a micro-batch with."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -28,7 +30,7 @@ def test_the_loss_of_a_source_is_that_of_its_samples(kind):
             nats = token_nats(model(input_ids=ids[row : row + 1]).logits, labels[row : row + 1])
             expected[source][0] += nats.item()
             expected[source][1] += (labels[row] != IGNORED).sum().item()
-    loss = monitor.around(build_loss(model, {**PLAIN, "kind": kind}))
+    loss = monitor.around(build_loss(model, replace(PLAIN, kind=kind)))
     for ids, labels, sources in batches:
         monitor.hear_sources(torch.tensor(sources))
         loss(model(input_ids=ids), labels).backward()

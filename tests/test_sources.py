@@ -14,7 +14,7 @@ from pretraining.data.corpus import Corpus
 from pretraining.data.sources import FileSource, HubSource, open_source, open_sources
 from pretraining.data.text_files import READABLE_SUFFIXES, Extent, list_files
 from pretraining.errors import UserError
-from pretraining.recipe.data import Data
+from pretraining.recipe.data import Data, Source
 from tests.runs import REPOSITORY, execute
 
 TEXTS = [f"document {number} " + "word " * (number % 50) for number in range(400)]
@@ -43,7 +43,7 @@ def texts_of(source, pieces) -> list[str]:
 @pytest.mark.parametrize("piece_bytes", [1, 100, 3000, 1 << 20])
 def test_pieces_together_are_the_file(tmp_path, write, name, piece_bytes):
     """Cut anywhere, every document is in exactly one piece, in order."""
-    source = open_source({"path": str(write(tmp_path / name))})
+    source = open_source(Source(path=str(write(tmp_path / name))))
     pieces = source.cut(piece_bytes)
     assert texts_of(source, pieces) == TEXTS
     assert (len(pieces) > 1) == (piece_bytes < 1 << 20)
@@ -55,7 +55,7 @@ def test_pieces_are_a_function_of_the_files_and_change_with_them(tmp_path):
     write_lines(tmp_path / "b.jsonl")
 
     def digests():
-        source = open_source({"path": str(tmp_path)})
+        source = open_source(Source(path=str(tmp_path)))
         return [source.digest_of(extents) for extents in source.cut(1 << 15)]
 
     before = digests()
@@ -73,7 +73,8 @@ def test_tasks_are_neighbours_of_one_source(tmp_path, monkeypatch):
     monkeypatch.setattr("pretraining.data.corpus.PIECE_BYTES", 2000)
     monkeypatch.setattr("pretraining.data.corpus.TASK_PIECES", 3)
     specs = [{"path": str(write_lines(tmp_path / name))} for name in ("a.jsonl", "b.jsonl")]
-    corpus = Corpus.of(Data.of({"name": "two", "sources": specs, "tokenizer": "x"}), open_sources(specs))
+    section = Data.of({"name": "two", "sources": specs, "tokenizer": "x"})
+    corpus = Corpus.of(section, open_sources(section.sources))
     pieces, tasks = corpus.pieces, corpus.tasks
     assert [number for task in tasks for number in task] == list(range(len(pieces)))
     assert all(len({pieces[number].source for number in task}) == 1 and len(task) <= 3 for task in tasks)
@@ -93,13 +94,13 @@ def store():
 @pytest.mark.parametrize("address", ["memory://bucket", "memory://bucket/en", "memory://bucket/*/*.jsonl*"])
 def test_a_store_is_read_like_a_folder(store, address):
     """Folder, glob and single file at an fsspec address."""
-    source = open_source({"path": address})
+    source = open_source(Source(path=address))
     assert [document.text for document in source.documents()] == ["one", "two", "three"]
     assert source.fingerprint()["files"] == 2
 
 
 def test_a_store_s_single_file(store):
-    source = open_source({"path": "memory://bucket/en/b.jsonl"})
+    source = open_source(Source(path="memory://bucket/en/b.jsonl"))
     assert [document.text for document in source.documents()] == ["three"]
 
 
@@ -112,11 +113,11 @@ def test_a_web_server_is_read_like_a_disk(tmp_path):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         texts = [
-            [document.text for document in open_source({"path": f"{address}/{name}"}).documents()]
+            [document.text for document in open_source(Source(path=f"{address}/{name}")).documents()]
             for name in ("a.jsonl.gz", "b.txt")
         ]
         with pytest.raises(UserError, match=f"{address}/c.txt"):
-            open_source({"path": f"{address}/c.txt"})
+            open_source(Source(path=f"{address}/c.txt"))
         server.shutdown()
     assert texts == [["one", "two"], ["three"]]
 
@@ -131,7 +132,7 @@ def test_a_web_server_is_read_like_a_disk(tmp_path):
 )
 def test_what_a_store_does_not_hold_is_one_line(store, address, said):
     with pytest.raises(UserError, match=said) as caught:
-        open_source({"path": address})
+        open_source(Source(path=address))
     assert "\n" not in str(caught.value) and address.partition("://")[2] in str(caught.value)
 
 
@@ -147,7 +148,7 @@ def test_web_archives(tmp_path):
             writer.write_record(
                 writer.create_warc_record(f"http://a/{number}", "conversion", payload=payload)
             )
-    documents = list(open_source({"path": str(path)}).documents())
+    documents = list(open_source(Source(path=str(path))).documents())
     assert [document.text for document in documents] == [f"page {number} is in Zürich" for number in range(3)]
     assert documents[2].where == f"{path}:http://a/2"
 
@@ -158,7 +159,7 @@ def test_a_line_longer_than_memory_should_hold_is_refused(tmp_path, monkeypatch)
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "short"}\n' + json.dumps({"text": "x" * 5000}) + "\n")
     with pytest.raises(UserError, match=f"{path}:line 2: longer than 1,000 bytes"):
-        list(open_source({"path": str(path)}).documents())
+        list(open_source(Source(path=str(path))).documents())
 
 
 def test_a_hub_dataset_is_cut_by_its_files(tmp_path):
@@ -169,7 +170,7 @@ def test_a_hub_dataset_is_cut_by_its_files(tmp_path):
     for number, texts in enumerate((TEXTS[:half], TEXTS[half:])):
         lines = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts)
         (folder / f"train-{number:05d}.jsonl").write_text(lines)
-    source = open_source({"dataset": str(folder)})
+    source = open_source(Source(dataset=str(folder)))
     assert isinstance(source, HubSource)
     pieces = source.cut(1 << 24)
     assert pieces == [[Extent(0)], [Extent(1)]] and texts_of(source, pieces) == TEXTS
@@ -179,7 +180,7 @@ def test_a_folder_lists_only_what_can_be_read(tmp_path):
     write_lines(tmp_path / "a.jsonl")
     (tmp_path / "picture.png").write_bytes(b"")
     assert [file.name for file in list_files(str(tmp_path), READABLE_SUFFIXES)] == ["a.jsonl"]
-    assert isinstance(open_source({"path": str(tmp_path)}), FileSource)
+    assert isinstance(open_source(Source(path=str(tmp_path))), FileSource)
 
 
 # The columns of the published data sets, for stand-ins of them.

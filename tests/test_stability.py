@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,8 @@ from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.budget import StepSizes
 from pretraining.recipe.progress import Progress
+from pretraining.recipe.sections import Monitors, Spikes
+from pretraining.recipe.training import Training
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.run_folder import RunFolder
@@ -23,7 +26,7 @@ from pretraining.training.spikes import Plateau, SpikeScore
 from pretraining.training.stability import NonFiniteGuard
 from tests.runs import SMALL_RECIPE, Started
 
-SPIKES = {"policy": "log", "score": 6.0, "window": 128, "non_finite_streak": 3}
+SPIKES = Spikes(non_finite_streak=3)
 WEIGHT = "transformer.h.0.mlp.c_fc.weight"
 
 
@@ -189,7 +192,7 @@ class Watched:
         from pretraining.training.throughput import SpeedMeter
         from pretraining.training.trainer import PretrainingTrainer
 
-        training = {"logging_steps": 1, "per_device_train_batch_size": 1, "save_strategy": "no"}
+        training = Training(logging_steps=1, per_device_train_batch_size=1, save_strategy="no")
         recipe = SimpleNamespace(
             training=training, training_keywords=training, num_steps=len(losses), path=tmp_path
         )
@@ -198,7 +201,7 @@ class Watched:
             SMALL_RECIPE["model"], SimpleNamespace(bos_token_id=0, eos_token_id=0), arguments
         )
         self.run, self.weights = RunFolder(tmp_path / "run"), []
-        monitors = {"spikes": {**SPIKES, "policy": policy}, "plateau_steps": plateau_steps}
+        monitors = Monitors(spikes=replace(SPIKES, policy=policy), plateau_steps=plateau_steps)
         self.monitor = StabilityMonitor(self.run, monitors, lambda step: {"samples": [step - 1, step]})
         remaining, speed = (
             iter(enumerate(losses)),
@@ -237,7 +240,7 @@ def test_an_explosion_of_gradients_is_told_once(tmp_path):
     from pretraining.training.stability import StabilityMonitor
 
     run, draw = RunFolder(tmp_path / "run"), random.Random(0)
-    settings = {"spikes": SPIKES, "plateau_steps": None}
+    settings = Monitors(spikes=SPIKES)
     monitor = StabilityMonitor(run, settings, lambda step: {"samples": [step - 1, step]})
     norms = [math.exp(draw.gauss(0, 0.1)) for _ in range(100)]
     norms[70:72], norms[80] = [9.0, 8.0], math.nan

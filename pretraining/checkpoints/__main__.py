@@ -25,6 +25,7 @@ from pretraining.checkpoints.retention import Committed, Retention, measured_at
 from pretraining.command_line import answer_one, not_negative_integer, not_negative_number, positive_integer
 from pretraining.errors import UserError, one_line_errors
 from pretraining.planning.quantities import columns, duration, num_bytes
+from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.lock import lock_idle_run
 from pretraining.runtime.run_folder import RunFolder
@@ -312,12 +313,11 @@ class Prune:
         return {**plan, "removed": True}
 
     def _plan(self, run: RunFolder, options: argparse.Namespace) -> dict:
-        section = self._section(run, options)
+        section, metric = self._rule(run, options)
         entries = catalogue(run)
         committed = [each for each in entries if each["state"] == "committed"]
-        kept = Retention.of(section, metric=section["metric"]).kept_steps(
-            Committed(each["step"], measured_at(run.path / each["folder"], section["metric"]))
-            for each in committed
+        kept = Retention.of(section, metric=metric).kept_steps(
+            Committed(each["step"], measured_at(run.path / each["folder"], metric)) for each in committed
         )
         # Checkpoints of another version are kept: that version may still go on from them.
         going = [each for each in entries if each["state"] in self.USELESS]
@@ -325,24 +325,26 @@ class Prune:
         return {
             "run": str(run.path),
             "removed": False,
-            "demote_to_weights": section["demote_to_weights"],
+            "demote_to_weights": section.demote_to_weights,
             "freed_bytes": sum(each["bytes"] for each in going),
             "kept": sorted(kept, reverse=True),
             "checkpoints": going,
         }
 
-    def _section(self, run: RunFolder, options: argparse.Namespace) -> dict:
-        """Return the recipe's `checkpoints` with the command line's changes; without a recipe all are kept."""
-        section = {"keep_last": None, "keep_best": 0, "keep_every": None, "demote_to_weights": False}
-        section["metric"] = "loss"
+    def _rule(self, run: RunFolder, options: argparse.Namespace) -> tuple[Checkpoints, str]:
+        """Return the recipe's `checkpoints` with the command line's changes, and the metric of the best.
+
+        Without a recipe all are kept.
+        """
+        keys = ("keep_last", "keep_best", "keep_every", "demote_to_weights")
+        rule, metric = {"keep_last": None}, "loss"
         if run.recipe.exists():
             recipe = json.loads(run.recipe.read_text(encoding="utf-8"))
-            written = {**recipe["checkpoints"], **recipe.get("evaluation", {})}
-            section |= {key: written[key] for key in section if key in written}
-        given = {key: value for key, value in vars(options).items() if key in section}
-        return section | {
-            key: value for key, value in given.items() if value is not None and value is not False
-        }
+            rule |= {key: recipe["checkpoints"][key] for key in keys if key in recipe["checkpoints"]}
+            metric = recipe.get("evaluation", {}).get("metric", metric)
+        asked = {key: value for key, value in vars(options).items() if key in keys}
+        given = {key: value for key, value in asked.items() if value is not None and value is not False}
+        return Checkpoints.of({**rule, **given}), getattr(options, "metric", None) or metric
 
     def _remove(self, run: RunFolder, entry: dict, demote: bool) -> None:
         folder: Path = run.path / entry["folder"]

@@ -132,13 +132,13 @@ def _staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage,
             "later --at"
         )
     warmup = _stable_since(earlier, start, checkpoint)
-    if changed.budget["warmup_tokens"] is None:
+    if changed.budget.warmup_tokens is None:
         values["training"]["warmup_steps"] = warmup
     schedule, values["budget"]["decay_tokens"] = _schedule(stage, changed)
     values["training"] |= schedule
     tokens = start.tokens + stage.steps * sizes.full
     values["budget"]["tokens"] = -(-tokens // sizes.full) * sizes.full  # whole steps, rounded up
-    if changed.data["mixture"] == earlier.data["mixture"] and (earlier.data["mixture"] or {}).get("stages"):
+    if changed.data.mixture == earlier.data.mixture and earlier.data.mixture and earlier.data.mixture.stages:
         values["data"]["mixture"]["stages"] = _stages_until(tokens, earlier)
     return values
 
@@ -159,9 +159,9 @@ def _refuse_settings(earlier: Recipe, changed: Recipe, stage: Stage, checkpoint:
     """Raise `UserError` for what the stage itself decides, and for what the checkpoint could not be loaded with."""
     for section, keys in DECIDED.items():
         for key in keys:
-            if getattr(changed, section).get(key) != getattr(earlier, section).get(key):
+            if getattr(getattr(changed, section), key) != getattr(getattr(earlier, section), key):
                 raise UserError(f"{section}.{key}: follows from --steps and --decay; leave it out")
-    optimizers = [(each.training.get("optim"), each.optimizer["name"]) for each in (earlier, changed)]
+    optimizers = [(each.training.optim, each.optimizer.name) for each in (earlier, changed)]
     if optimizers[0] != optimizers[1]:
         raise UserError(
             f"{checkpoint} holds the states of another optimizer; leave training.optim and optimizer.name"
@@ -170,7 +170,7 @@ def _refuse_settings(earlier: Recipe, changed: Recipe, stage: Stage, checkpoint:
         held, wanted = (model_size(each.model).total for each in (earlier, changed))
         what = f"holds weights of other shapes than the stage's model has ({held:,} parameters, {wanted:,})"
         raise UserError(f"{checkpoint} {what}; leave out what changes them")
-    if stage.decay and changed.training.get("optim") in SCHEDULE_FREE:
+    if stage.decay and changed.training.optim in SCHEDULE_FREE:
         raise UserError(
             "--decay: a schedule-free run needs none: every checkpoint of it is exported averaged"
         )
@@ -183,7 +183,7 @@ def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
     now, total = progress.step, progress.last_step
     if recipe.schedule_counts_tokens:
         now, total = progress.full_steps_at(now), progress.full_steps_at(total)
-    kind, kwargs = training.get("lr_scheduler_type", "linear"), training.get("lr_scheduler_kwargs") or {}
+    kind, kwargs = training.lr_scheduler_type, training.lr_scheduler_kwargs or {}
     if kind not in STABLE:
         raise UserError(
             f"{checkpoint}: its rate is never stable (training.lr_scheduler_type is {kind}); a decay begins from "
@@ -204,11 +204,11 @@ def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
 def _stages_until(tokens: int, recipe: Recipe) -> list[dict]:
     """Return the mixture's stages at their places in a run of `tokens`: the one in which it ends is the last."""
     stages, length = [], recipe.sequence_length
-    for stage in recipe.data["mixture"]["stages"]:
-        until = stage.get("until")
+    for stage in recipe.data.mixture.stages:
+        until = stage.until
         if until is not None and until < 1:
             until = block_of(until, recipe.num_samples, length) * length
         if until is None or until >= tokens:
-            return [*stages, {key: value for key, value in stage.items() if key != "until"}]
-        stages.append({**stage, "until": until})
+            return [*stages, {key: value for key, value in stage.to_dict().items() if key != "until"}]
+        stages.append({**stage.to_dict(), "until": until})
     return stages

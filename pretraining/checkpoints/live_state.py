@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,7 @@ class Block:
         return {k: v for k, v in values.items() if not _is_per_element(k, v, self.tensor)}
 
 
-def _is_per_element(key: str, value: object, tensor: torch.Tensor) -> bool:
+def _is_per_element(key: str, value: Any, tensor: torch.Tensor) -> bool:
     """Say if a state has one value for each element of the tensor it belongs to."""
     # The step of a parameter of one element has the parameter's shape too.
     return key != "step" and torch.is_tensor(value) and value.shape == tensor.shape
@@ -302,7 +302,7 @@ def _saved_scalars(block: Block, reader: CheckpointReader) -> dict | None:
     return found[0] if found else None
 
 
-def _as(value: float, example: object) -> object:
+def _as(value: float, example: Any) -> object:
     """Return a saved number in the type in which this optimizer keeps it."""
     if torch.is_tensor(example):
         return torch.full_like(example, value)

@@ -45,17 +45,17 @@ class CheckpointManager(TrainerCallback):
         environment = describe_environment(device_name(), plan.world_size)
         self.identity = Identity.of(recipe, plan, data.manifest, environment, start)
         section = recipe.checkpoints
-        self.retention = Retention.of(section, demote_checkpoint, recipe.evaluation["metric"])
-        address = section["upload"]
+        self.retention = Retention.of(section, demote_checkpoint, recipe.evaluation.metric)
+        address = section.upload
         remote = address and RemoteRun(address, run.path.name)
-        self.uploader = Uploader(run, remote, section["upload_mirror"]) if remote else None
+        self.uploader = Uploader(run, remote, section.upload_mirror) if remote else None
         self.writer = CheckpointWriter(
             run,
             commit_checkpoint,
             after_commit=self._remove_old,
             on_committed=self._upload,
-            background=section["background"],
-            on_full_disk=section["on_full_disk"],
+            background=section.background,
+            on_full_disk=section.on_full_disk,
         )
         self._last_saved: tuple[int, int] | None = None
         self._last_logged: dict | None = None

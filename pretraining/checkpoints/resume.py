@@ -59,7 +59,7 @@ def find_start(
     resume: `--resume auto|never|PATH|ADDRESS`. allowed: keys of the recipe, or sections, that may differ from what
     the run was so far.
     """
-    resume = resolve_resume(run, recipe.checkpoints["upload"], resume)
+    resume = resolve_resume(run, recipe.checkpoints.upload, resume)
     if resume == "never":
         return Start(starts_over=True)
     # First what costs nothing to refuse: verifying a checkpoint reads all its bytes.
@@ -297,7 +297,7 @@ def _effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
 
     A schedule that counts steps goes on at the same step, which is another share of the run than before.
     """
-    kind, last = recipe.training.get("lr_scheduler_type", "linear"), start.progress(recipe).last_step
+    kind, last = recipe.training.lr_scheduler_type, start.progress(recipe).last_step
     is_flat = kind == CONSTANT[0] or (kind in CONSTANT and start.step >= recipe.warmup_steps(last))
     if change["key"] not in STEP_SIZES or recipe.schedule_counts_tokens or is_flat:
         return ""

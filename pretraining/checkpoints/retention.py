@@ -8,6 +8,7 @@ from typing import NamedTuple
 from pretraining.checkpoints.folders import committed_checkpoints, remove_checkpoint, step_in_name
 from pretraining.checkpoints.format import marker_or_nothing
 from pretraining.metric_names import lower_is_better
+from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.run_folder import RunFolder
 
 Demote = Callable[[RunFolder, Path, Path], bool]
@@ -40,13 +41,13 @@ class Retention:
     """Of the validation: what the best are ranked by."""
 
     @classmethod
-    def of(cls, section: dict, demote: Demote | None = None, metric: str = "loss") -> "Retention":
+    def of(cls, section: Checkpoints, demote: Demote | None = None, metric: str = "loss") -> "Retention":
         """Return the rule of a `checkpoints` section; `demote` counts only if `demote_to_weights` is on.
 
         metric: the recipe's `evaluation.metric`.
         """
-        rule = {key: section[key] for key in ("keep_last", "keep_best", "keep_every")}
-        return cls(**rule, demote=demote if section["demote_to_weights"] else None, metric=metric)
+        rule = section.keep_last, section.keep_best, section.keep_every
+        return cls(*rule, demote=demote if section.demote_to_weights else None, metric=metric)
 
     def kept_steps(self, committed: Iterable[Committed]) -> set[int]:
         """Return the steps whose checkpoints are kept."""

@@ -38,11 +38,11 @@ def roll_back(run: RunFolder, start: Start, finding: Finding, recipe: Recipe) ->
 
 def _roll_back_on_rank_0(run: RunFolder, start: Start, finding: Finding, recipe: Recipe) -> str | None:
     """Return the run's last line, or None after a rollback."""
-    spikes, done = recipe.monitors["spikes"], len(start.journal.rollbacks)
-    step, why, allowed = finding.step, finding.sentence, spikes["max_rollbacks"]
-    if spikes["policy"] != "rollback" or done >= allowed:
-        run.add_event("gave_up", step=step, why=why, policy=spikes["policy"], rollbacks=done)
-        return _last_words(run, why, spikes["policy"], done)
+    spikes, done = recipe.monitors.spikes, len(start.journal.rollbacks)
+    step, why, allowed = finding.step, finding.sentence, spikes.max_rollbacks
+    if spikes.policy != "rollback" or done >= allowed:
+        run.add_event("gave_up", step=step, why=why, policy=spikes.policy, rollbacks=done)
+        return _last_words(run, why, spikes.policy, done)
     rollback = _planned(run, start, step, spikes, recipe)
     # The journal first: if the process is killed here, the next start follows it.
     start.journal.with_rollback(rollback).write(run.journal)
@@ -54,14 +54,14 @@ def _roll_back_on_rank_0(run: RunFolder, start: Start, finding: Finding, recipe:
 def _planned(run: RunFolder, start: Start, step: int, spikes: dict, recipe: Recipe) -> Rollback:
     """Plan the rollback from the loss of optimizer step `step`."""
     # Counted from 0, `step - 1` is the step whose loss was the reason.
-    first_step = max(0, step - 1 - spikes["skip_steps"])
-    last_step = step - 1 + spikes["skip_steps"]
+    first_step = max(0, step - 1 - spikes.skip_steps)
+    last_step = step - 1 + spikes.skip_steps
     progress = start.progress(recipe)
     first, last = progress.samples_at(first_step), progress.samples_at(last_step)
     # In the global order, in which earlier rollbacks have left out samples already.
     positions = start.journal.position(first), start.journal.position(last - 1) + 1
     to_step = _good_step(run, start.journal, first_step)
-    return Rollback(step, to_step, positions, spikes["lr_factor"], spikes["lr_steps"])
+    return Rollback(step, to_step, positions, spikes.lr_factor, spikes.lr_steps)
 
 
 def _good_step(run: RunFolder, journal: Journal, most_steps: int) -> int:

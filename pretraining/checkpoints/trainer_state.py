@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -224,7 +224,7 @@ def scaler_state(scaler: object | None) -> dict | None:
     return {key: value for key, value in values.items() if isinstance(value, int | float | bool)}
 
 
-def set_scaler(scaler: object | None, saved: dict | None) -> None:
+def set_scaler(scaler: Any | None, saved: dict | None) -> None:
     """Set what `scaler_state` returned, as far as both scalers have it."""
     if scaler is None or not saved:
         return

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import xxhash
 
 from pretraining.data.manifest import FORMAT, digest_of
-from pretraining.data.sources import Source, source_from_json
+from pretraining.data.sources import TextSource, source_from_json
 from pretraining.data.text_files import Document, Extent
 from pretraining.errors import UserError
 from pretraining.recipe.data import Data
@@ -110,7 +110,7 @@ class Corpus:
     name: str
     places: list[str]
     """What the recipe calls each source, for error messages."""
-    sources: list[Source]
+    sources: list[TextSource]
     skip_undecodable: bool
     pieces: list[Piece]
     """In the order of the sources and of their files."""
@@ -118,7 +118,7 @@ class Corpus:
     """The pieces that are tokenized together: neighbours of one source."""
 
     @classmethod
-    def of(cls, data: Data, sources: list[Source]) -> "Corpus":
+    def of(cls, data: Data, sources: list[TextSource]) -> "Corpus":
         """Cut the opened sources of a data section, which may read their files' footers."""
         places = [spec.path or spec.dataset or spec.builtin for spec in data.sources]
         pieces = [
@@ -184,7 +184,7 @@ class Corpus:
         return cls(**{**values, **opened})
 
 
-def _gather(pieces: list[Piece], sources: list[Source]) -> list[range]:
+def _gather(pieces: list[Piece], sources: list[TextSource]) -> list[range]:
     """Gather `TASK_PIECES` neighbours of one source into a task; a piece of a source with `large_pieces` is one."""
     tasks, start = [], 0
     for stop in range(1, len(pieces) + 1):

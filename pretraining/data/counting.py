@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from pretraining.data.corpus import CLEANING_KEYS, Batch, Corpus, prefetch, read_batches
 from pretraining.data.progress import Progress
 from pretraining.data.sources import open_sources
-from pretraining.recipe.data import source_name
 from pretraining.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
     With `num_documents`, only the first so many of each source. A tokenizer that is to be trained is trained, and
     forgotten. Raises UserError as a preparation does.
     """
-    data, sources = recipe.data, open_sources(recipe.data.to_dict()["sources"])
+    data, sources = recipe.data, open_sources(recipe.data.sources)
     with Progress("counting", show_progress) as progress, tempfile.TemporaryDirectory() as folder:
         encoder = _open_encoder(recipe, Corpus.of(data, sources), Path(folder), progress)
         progress.label("counting")
@@ -79,8 +78,8 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
         documents_of_each_source=num_documents,
         before_cleaning=any(getattr(data, key) for key in CLEANING_KEYS),
         sources=[
-            {"source": source_name(spec), **_with_ratios(row, token_bytes)}
-            for spec, row in zip(data.to_dict()["sources"], rows, strict=True)
+            {"source": spec.called, **_with_ratios(row, token_bytes)}
+            for spec, row in zip(data.sources, rows, strict=True)
         ],
         total=_with_ratios(total, token_bytes),
         skipped={key: sum(skipped[key] for skipped in skips) for key in skips[0]},

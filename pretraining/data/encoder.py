@@ -37,6 +37,8 @@ class Encoder:
         self.eos_token_id, self.dtype = eos_token_id, dtype
         self.note: str | None = None
         """A sentence for the user if `auto` fell back to the reference."""
+        self.vocab_size = 0
+        """Of the tokenizer; set by `open`."""
         self.num_checked = 0
         """Documents that both have encoded, equally."""
 
@@ -60,7 +62,7 @@ class Encoder:
             os.environ["RAYON_NUM_THREADS"] = str(num_threads)
         chosen, reference, note = _choose_backend(folder, backend, _sample_of(sample or []))
         encoder = cls(chosen, reference, info.eos_token_id, dtype)
-        encoder.note = note
+        encoder.note, encoder.vocab_size = note, info.vocab_size
         return encoder
 
     def encode(self, texts: list[str], wheres: list[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ No source is read more often than the recipe allows.
 from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pretraining.data.interleaving import Interleaving, MixtureStage
 from pretraining.data.shards import TokenSplit
@@ -144,13 +144,14 @@ def _check_epochs(
     """Refuse a run which reads a source more often than its `max_epochs`, with what would do instead."""
     draws, length = mixture.interleaving.realised(num_samples), mixture.sequence_length
     for source, (name, num_blocks) in enumerate(zip(mixture.names, mixture.num_blocks, strict=True)):
-        limit = recipe.data["sources"][source].get("max_epochs")
+        limit = recipe.data.sources[source].max_epochs
         limit = DEFAULT_MAX_EPOCHS if limit is None else limit
         allowed = Fraction(repr(limit)) * num_blocks
         wish = _wished_draws(wished, source, num_samples)
         if wish <= allowed and draws[source] <= allowed * (1 + _ROUNDING_SLACK) + 1:
             continue
-        needed = ceil(max(wish, int(draws[source])) / num_blocks * 100) / 100
+        most: Any = max(wish, int(draws[source]))
+        needed = ceil(most / num_blocks * 100) / 100
         remedies = [f"--set data.sources.{source}.max_epochs={needed:g}", "add text"]
         if len(wished) == 1:
             share, samples_per_step = wished[0].shares[source], Fraction(recipe.tokens_per_step, length)
@@ -186,9 +187,9 @@ def _smaller_share_or_run(
 def _check_epochs_of_stream(recipe: "Recipe", num_blocks: int, num_samples: int, where: str) -> None:
     """Refuse a run without a mixture, which reads all sources equally often, if the recipe limits one of them."""
     limits: dict[int, float] = {
-        place: source["max_epochs"]
-        for place, source in enumerate(recipe.data["sources"])
-        if source.get("max_epochs") is not None
+        place: source.max_epochs
+        for place, source in enumerate(recipe.data.sources)
+        if source.max_epochs is not None
     }
     if not limits:
         return

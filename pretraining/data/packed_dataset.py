@@ -196,14 +196,14 @@ def build_training_dataset(
     order = _order_of_run(data, recipe, data.mixture)
     num_samples = recipe.most_samples if num_samples is None else num_samples
     order = OrderWithout(order, left_out) if left_out else order
-    masks, packing = recipe.data.get("document_masking", False), recipe.data.get("packing", "in_sequence")
+    masks, packing = recipe.data.document_masking, recipe.data.packing
     return PackedDataset(
         splits, recipe.sequence_length, order, first_sample, num_samples, guard, masks, packing
     )
 
 
 def _order_of_run(data: "PreparedData", recipe: "Recipe", mixture: Mixture | None) -> Order:
-    length, seed, group_size = recipe.sequence_length, recipe.data_seed, recipe.data.get("shuffle_shards")
+    length, seed, group_size = recipe.sequence_length, recipe.data_seed, recipe.data.shuffle_shards
     if mixture is None:
         return _order_of(data.train, length, seed, data.fingerprint, group_size)
     orders = [

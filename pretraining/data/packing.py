@@ -92,7 +92,8 @@ class BestFit:
         borders = np.union1d(ends, (start, end)).tolist()
         blocks = pack(borders, self.sequence_length, goes_on=end not in ends[-1:])
         parts = np.array([part for block in blocks for part in block], np.int64)
-        return _Window(*parts.T, np.cumsum([0, *map(len, blocks)]))
+        starts, stops = parts.T
+        return _Window(starts, stops, np.cumsum([0, *map(len, blocks)]))
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_windows": {}}

@@ -22,6 +22,7 @@ from pretraining.data.text_files import (
     read_documents,
 )
 from pretraining.errors import UserError, nearest
+from pretraining.recipe.data import Source
 
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -167,30 +168,29 @@ class HubSource:
             return self.revision
 
 
-Source = FileSource | HubSource
+TextSource = FileSource | HubSource
 """Both stream documents, are cut into extents, and know what their text depends on."""
 
 
-def open_source(spec: dict, number: int = 0) -> Source:
+def open_source(spec: Source, number: int = 0) -> TextSource:
     """Open the source that entry `number` of `data.sources` describes; UserError if there is nothing to read."""
     key = f"data.sources.{number}"
-    column = TextColumn(spec.get("text_column", "text"), f"{key}.text_column")
-    if "builtin" in spec:
-        return _builtin_source(spec["builtin"], f"{key}.builtin")
-    if "dataset" in spec:
-        place = spec["dataset"], spec.get("config"), spec.get("split", "train"), spec.get("revision")
-        return HubSource(*place, column, key)
-    if "path" in spec:
-        return FileSource(list_files(spec["path"], key=f"{key}.path"), column)
-    raise UserError(f"{key}: {spec} names no source; give one of builtin, path, dataset")
+    column = TextColumn(spec.text_column, f"{key}.text_column")
+    if spec.builtin is not None:
+        return _builtin_source(spec.builtin, f"{key}.builtin")
+    if spec.dataset is not None:
+        return HubSource(spec.dataset, spec.config, spec.split, spec.revision, column, key)
+    if spec.path is not None:
+        return FileSource(list_files(spec.path, key=f"{key}.path"), column)
+    raise UserError(f"{key}: names no source; give one of builtin, path, dataset")
 
 
-def open_sources(specs: list[dict]) -> list[Source]:
+def open_sources(specs: list[Source]) -> list[TextSource]:
     """Open every entry of `data.sources`."""
     return [open_source(spec, number) for number, spec in enumerate(specs)]
 
 
-def source_from_json(values: dict) -> Source:
+def source_from_json(values: dict) -> TextSource:
     """Open the source that a `to_json` describes."""
     if "files" in values:
         return FileSource([InputFile(*file) for file in values["files"]], TextColumn(*values["column"]))

@@ -40,34 +40,53 @@ as well. Exit code 2 if something will break the run. What is measured is kept f
 
 def main(arguments: list[str] | None = None) -> None:
     """Examine, print, keep what was measured, and leave with 2 if something will break."""
-    options = parse_arguments(arguments)
-    began, launched = time.monotonic(), started_by_launcher()
-    first = not launched or os.environ["RANK"] == "0"
-    here, launch = examine(options) if not launched or os.environ["LOCAL_RANK"] == "0" else ([], None)
-    findings = shown = here
-    if launched:
-        prepare_imports()
-        from pretraining.doctor.cluster import end_rank, examine_cluster
+    options, began = parse_arguments(arguments), time.monotonic()
+    if started_by_launcher():
+        return _examine_together(options, began)
+    findings, launch = examine(options)
+    if code := _report(options, launch, findings, findings, findings, began):
+        raise SystemExit(code)
 
-        own = [each.on(socket.gethostname()) for each in here] if launch and launch.several_machines else here
-        if first and not options.json:
-            print(as_lines(own), flush=True)  # what follows may end in an abort that this explains
-        of_nodes, together = examine_cluster(options, list(here))
-        if not first:
-            return end_rank(FINISHED)
-        shown = [each for each in of_nodes if each not in here and each not in own] + together
-        findings, here = of_nodes + together, here + together
-    kept = _keep(here, launch)
+
+def _examine_together(options: argparse.Namespace, began: float) -> None:
+    """Each node by its first rank, then what all ranks do together; rank 0 reports. The process ends here."""
+    first = os.environ["RANK"] == "0"
+    here, launch = examine(options) if os.environ["LOCAL_RANK"] == "0" else ([], None)
+    prepare_imports()
+    from pretraining.doctor.cluster import end_rank, examine_cluster
+
+    several_nodes = launch is not None and launch.several_machines
+    own = [each.on(socket.gethostname()) for each in here] if several_nodes else here
+    if first and not options.json:
+        print(as_lines(own), flush=True)  # what follows may end in an abort that this explains
+    of_nodes, together = examine_cluster(options, list(here))
+    code = FINISHED
+    if first:
+        of_others = [each for each in of_nodes if each not in here and each not in own]
+        # Rates are kept for the plans of this machine: another node's count there.
+        code = _report(options, launch, of_nodes + together, of_others + together, here + together, began)
+    end_rank(code)  # not in order: a step that hangs leaves a thread behind
+
+
+def _report(
+    options: argparse.Namespace,
+    launch: Launch,
+    findings: list[Finding],
+    shown: list[Finding],
+    measured: list[Finding],
+    began: float,
+) -> int:
+    """Print all findings as JSON, or those to be shown as a table; returns the exit code.
+
+    measured: those whose rates are kept for the plans of this machine.
+    """
+    kept = _keep(measured, launch)
     found = summary(findings, time.monotonic() - began)
     if options.json:
         print(json.dumps(_answer(findings, found, launch, kept), indent=2))
     else:
         print(f"{as_lines(shown)}\n\n{summary_line(found)}", flush=True)
-    code = USER_ERROR if found["will_break"] else FINISHED
-    if launched:
-        return end_rank(code)  # not in order: a step that hangs leaves a thread behind
-    if code:
-        raise SystemExit(code)
+    return USER_ERROR if found["will_break"] else FINISHED
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

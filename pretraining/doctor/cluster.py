@@ -139,7 +139,7 @@ class Examination:
                 self._attempt("disk of all ranks", lambda: self._disk(probed))
         if self.recipe is None:
             return
-        name = self.recipe.data["name"]
+        name = self.recipe.data.name
         digests = self._gathered("shared data", lambda: manifest_of(self.data_dir, name))
         if digests is not None:
             self.findings += judge_data(self.call, self.data_dir, name, digests)

@@ -182,7 +182,7 @@ def _speed(launch: Launch, folder: Path, speed: float) -> Finding:
 
 def _fewer_saves(launch: Launch, seconds: float, every: float | None) -> int | str:
     """Steps between saves, of which one then takes SLOW_SAVE_SHARE of the time; N if that cannot be said."""
-    steps = launch.recipe.training.get("save_steps", 0)
+    steps = launch.recipe.training.save_steps
     return math.ceil(steps * seconds / (SLOW_SAVE_SHARE * every)) if every and steps >= 1 else "N"
 
 
@@ -196,7 +196,7 @@ def _data_folder(launch: Launch) -> Iterator[Finding]:
         yield Finding("data folder", BREAKS, what, "give --data_dir a folder that can be written")
         return
     free, needed = shutil.disk_usage(folder).free, launch.plan.data_bytes
-    if not any("path" in source or "dataset" in source for source in launch.recipe.data["sources"]):
+    if not any(source.path or source.dataset for source in launch.recipe.data.sources):
         return  # the interpreter's own library is small, whatever the budget
     what = (
         f"{num_bytes(needed)} of token shards if each token is read once, {num_bytes(free)} free at {folder}"

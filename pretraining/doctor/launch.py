@@ -61,7 +61,7 @@ class Launch:
     @property
     def workers(self) -> int:
         """Processes that read data for one rank."""
-        return int(self.recipe.training.get("dataloader_num_workers", 0)) if self.recipe else 0
+        return int(self.recipe.training.dataloader_num_workers) if self.recipe else 0
 
     @property
     def offloads(self) -> set[str]:
@@ -76,14 +76,14 @@ class Launch:
     @property
     def without_compiler(self) -> str:
         """The verdict if what compiles them is missing: `speed.compile: auto` goes on without."""
-        return COSTS if self.recipe and self.recipe.speed["compile"] == "auto" else BREAKS
+        return COSTS if self.recipe and self.recipe.speed.compile == "auto" else BREAKS
 
     @property
     def data_folder(self) -> Path | None:
         """The folder of prepared data, made or to be made; None for an address, or without a recipe."""
         if self.recipe is None or isinstance(self.data_dir, str):
             return None
-        return self.data_dir / self.recipe.data["name"]
+        return self.data_dir / self.recipe.data.name
 
     @property
     def data_is_prepared(self) -> bool:

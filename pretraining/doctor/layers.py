@@ -34,6 +34,7 @@ from pretraining.planning.roofline import model_flops_utilization
 from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.planning.throughput import precision_of_products
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.recipe.budget import Budget
 from pretraining.recipe.model import is_exact, own_key, value_of
 from pretraining.refusals import check_run
 from pretraining.training.arguments import build_arguments
@@ -153,8 +154,6 @@ def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
         model = _narrow(model) if is_exact(model) else model
     layers = value_of(model, "num_hidden_layers")
     tokens = world_size * micro_batch * length * accumulation
-    budget = {"tokens_per_step": tokens, "tokens": tokens * STEPS}
-    unset = {"ramp": None, "warmup_tokens": None, "decay_tokens": None}
     training = {key: value for key, value in recipe.training.items() if key not in DROPPED_TRAINING_KEYS}
     training |= {
         "per_device_train_batch_size": micro_batch,
@@ -164,10 +163,10 @@ def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
     training |= {"eval_strategy": "no", "save_strategy": "no", "dataloader_num_workers": 0}
     reduced = replace(
         recipe,
-        budget={**recipe.budget, **unset, **budget},
+        budget=Budget(tokens_per_step=tokens, tokens=tokens * STEPS),
         training=training,
-        data={**recipe.data, "sequence_length": length},
-        speed={**recipe.speed, "compile": "none"},  # compiling takes longer than the minute
+        data=replace(recipe.data, sequence_length=length),
+        speed=replace(recipe.speed, compile="none"),  # compiling takes longer than the minute
     )
     for count in range(min(most_layers, layers), 0, -1):
         reduced = replace(reduced, model=_with_layers(model, count))
@@ -208,9 +207,9 @@ class MadeUpTokens(Dataset):
     """Blocks of random tokens, the low ids more often, so that a few steps lower the loss; the same on every rank."""
 
     def __init__(self, recipe: Recipe):
-        self.length, self.vocabulary = recipe.sequence_length, recipe.model["vocab_size"]
+        self.length, self.vocabulary = recipe.sequence_length, recipe.model.vocab_size
         self.num_samples = recipe.num_samples
-        self.masks_documents = recipe.data["document_masking"]
+        self.masks_documents = recipe.data.document_masking
 
     def __len__(self) -> int:
         return self.num_samples

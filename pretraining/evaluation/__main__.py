@@ -89,7 +89,7 @@ def evaluate(export: Path, data: PreparedData, recipe: Recipe, options: argparse
     results = {**validation.measure(model), "unigram_bits_per_byte": validation.unigram_bits_per_byte()}
     if options.sample:
         prompt = [*prompts_of(recipe), ""][0] if options.prompt is None else options.prompt
-        num_tokens = recipe.evaluation["sample_tokens"] if options.tokens is None else options.tokens
+        num_tokens = recipe.evaluation.sample_tokens if options.tokens is None else options.tokens
         results["sample"] = sample_text(
             model, tokenizer, prompt, num_tokens, options.temperature, options.top_k, options.seed
         )

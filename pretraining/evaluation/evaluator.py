@@ -43,15 +43,15 @@ class Evaluator:
         self.callbacks = () if run is None else (SamplingCallback(run, recipe, tokenizer),)
         self.validation = Validation.of(validation_by_source(data, recipe), recipe)
         self.scorers = build_scorers(
-            section["tasks"],
-            section["hellaswag"],
+            section.tasks,
+            section.hellaswag,
             tokenizer,
             max_length=recipe.model.max_position_embeddings,
             batch_size=self.validation.batch_size,
-            limit=section["task_limit"],
+            limit=section.task_limit,
         )
-        self.task_steps, self.last_step = section["task_steps"], last_step
-        self.metric = section["metric"]
+        self.task_steps, self.last_step = section.task_steps, last_step
+        self.metric = section.metric
         # A score's name ("<task>/<metric>") is known only after it is measured; every other name is known now.
         if "/" not in self.metric:
             self._check_metric(self.validation.names)

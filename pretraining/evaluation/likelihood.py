@@ -91,8 +91,8 @@ def _score_batch(model: torch.nn.Module, pairs: Sequence[Pair], max_length: int)
     width = max(2, *map(len, texts)) - 1
     rows = [text[:-1] + [0] * (width + 1 - len(text)) for text in texts]
     logits = model(input_ids=_on(device, rows)).logits
-    rows = zip(logits, texts, pairs, strict=True)
-    return torch.stack([_score_row(row, text, len(pair.continuation)) for row, text, pair in rows])
+    scored = zip(logits, texts, pairs, strict=True)
+    return torch.stack([_score_row(row, text, len(pair.continuation)) for row, text, pair in scored])
 
 
 def _score_row(logits: torch.Tensor, text: list[int], num_scored: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ class SamplingCallback(TrainerCallback):
 
     def __init__(self, run: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.run, self.tokenizer = run, tokenizer
-        self.prompts, self.num_tokens = prompts_of(recipe), recipe.evaluation["sample_tokens"]
+        self.prompts, self.num_tokens = prompts_of(recipe), recipe.evaluation.sample_tokens
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -55,7 +55,7 @@ class SamplingCallback(TrainerCallback):
 
 def prompts_of(recipe: Recipe) -> list[str]:
     """List the recipe's `evaluation.prompt`, which is one text or several."""
-    prompt = recipe.evaluation["prompt"]
+    prompt = recipe.evaluation.prompt
     return [prompt] if isinstance(prompt, str) else prompt
 
 

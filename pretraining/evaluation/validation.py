@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ COUNTED_BLOCKS = 256
 
 def batch_size_of(recipe: Recipe) -> int:
     """Read how many blocks or texts each rank takes in one forward pass."""
-    return recipe.training.get("per_device_eval_batch_size", DEFAULT_BATCH_SIZE)
+    return recipe.training.per_device_eval_batch_size
 
 
 class Part(NamedTuple):
@@ -57,8 +57,8 @@ class Validation:
         If `splits` is {source: its part of the split}, each source is measured by itself as well. The tokens are then
         shared out in proportion to the sources' sizes, and each source that has a block gets at least one.
         """
-        length, max_tokens = recipe.sequence_length, recipe.evaluation["max_validation_tokens"]
-        masks_documents = recipe.data.get("document_masking", False)
+        length, max_tokens = recipe.sequence_length, recipe.evaluation.max_validation_tokens
+        masks_documents = recipe.data.document_masking
         named = {None: splits} if isinstance(splits, TokenSplit) else splits
         named = {name: split for name, split in named.items() if split.num_blocks(length)} or named
         counts = {name: split.num_blocks(length) for name, split in named.items()}
@@ -163,7 +163,7 @@ class Validation:
     ) -> torch.Tensor:
         dataset = self.parts[part].dataset
         inputs = _batch([dataset[i] for i in indices] or [dataset[0]], device)
-        labels = inputs.pop("labels")
+        labels: Any = inputs.pop("labels")
         if not indices:
             labels.fill_(IGNORED)
         nats = _summed_nats(model(**inputs).logits.flatten(0, 1), labels.flatten())

@@ -1,5 +1,6 @@
 """From the recipe's `model` section to an `AutoModelForCausalLM`, born sharded under ZeRO-3."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,11 +27,12 @@ from pretraining.model.compiling import (
 from pretraining.model.initial_weights import initialise_weights
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.mup import Mup, scales_by_name
+from pretraining.recipe.sections import Speed
 from pretraining.refusals import why_not_compiled
 from pretraining.upstream.model_classes import attention_of
 from pretraining.upstream.zero3_build import no_zero3_draw
 
-PLAIN = {"compile": "none", "fp8": "none"}
+PLAIN = Speed(compile="none")
 """A `speed` section that asks for nothing."""
 
 
@@ -55,10 +57,10 @@ def build_from_recipe(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, arguments: TrainingArguments, draw_weights: bool
 ) -> PreTrainedModel:
     """Build the model (`build_model`) with all that the recipe says of it."""
-    masks_documents, speed, why_none = recipe.data["document_masking"], recipe.speed, None
-    if speed["compile"] == "auto":
+    masks_documents, speed, why_none = recipe.data.document_masking, recipe.speed, None
+    if speed.compile == "auto":
         why_none = why_not_compiled(recipe, arguments.deepspeed, on_gpu=torch.cuda.is_available())
-        speed = {**speed, "compile": "none"} if why_none else speed
+        speed = replace(speed, compile="none") if why_none else speed
     if arguments.process_index == 0:
         print(describe_compilation(speed, why_none), flush=True)
     sections = {"speed": speed, "mup": recipe.mup}
@@ -71,7 +73,7 @@ def build_model(
     arguments: TrainingArguments,
     draw_weights: bool = True,
     masks_documents: bool = False,
-    speed: dict = PLAIN,
+    speed: Speed = PLAIN,
     mup: Mup = Mup(),
 ) -> PreTrainedModel:
     """Build the model with its initial weights; the same weights at every ZeRO stage and world size.
@@ -108,8 +110,8 @@ def build_model(
         initialise_weights(built, arguments.seed, factors)
     # The dataset's labels are already the next tokens: the Trainer must not count them as unshifted ones.
     built.loss_type = None
-    if speed["fp8"] != "none":
-        convert_products(built, speed["fp8"])
+    if speed.fp8 != "none":
+        convert_products(built, speed.fp8)
     compile_model(built, speed)
     return built
 

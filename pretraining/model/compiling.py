@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pretraining.data.packages import require
 from pretraining.errors import UserError
+from pretraining.recipe.sections import Speed
 from pretraining.runtime.process_group import rank_and_world_size
 from pretraining.upstream.compiler import (
     compile_in_few_processes,
@@ -31,17 +32,17 @@ MULTIPLE = 16
 """Both sides of a matrix must be a multiple of this for fp8 kernels."""
 
 
-def check_compiler(speed: dict) -> None:
+def check_compiler(speed: Speed) -> None:
     """Raise `UserError` if the recipe names what to compile and this machine has no compiler for inductor."""
-    if speed["compile"] in ("blocks", "whole") and (missing := _missing(speed)):
+    if speed.compile in ("blocks", "whole") and (missing := _missing(speed)):
         raise UserError(f"speed.compile: inductor needs {missing}; install it, or --set speed.compile=none")
 
 
-def _missing(speed: dict) -> str | None:
-    return missing_compiler() if speed["compile_backend"] == "inductor" else None
+def _missing(speed: Speed) -> str | None:
+    return missing_compiler() if speed.compile_backend == "inductor" else None
 
 
-def compile_model(model: nn.Module, speed: dict) -> None:
+def compile_model(model: nn.Module, speed: Speed) -> None:
     """Let training passes run compiled code; parameters, names and modules stay as they are.
 
     Blocks of one class share their graph: layers differ in their weights alone, which are inputs of it. Validation and
@@ -50,16 +51,16 @@ def compile_model(model: nn.Module, speed: dict) -> None:
 
     `auto` compiles blocks too, and goes on uncompiled if that fails (`FirstPass`).
     """
-    if speed["compile"] == "none":
+    if speed.compile == "none":
         return
-    options = {"backend": speed["compile_backend"]}
-    if speed["compile_mode"]:
-        options["mode"] = speed["compile_mode"]
+    options = {"backend": speed.compile_backend}
+    if speed.compile_mode:
+        options["mode"] = speed.compile_mode
     compile_in_few_processes()
-    modules = [model] if speed["compile"] == "whole" else list(blocks_of(model))
+    modules = [model] if speed.compile == "whole" else list(blocks_of(model))
     if is_deepspeed_zero3_enabled():
         gather_as_one(modules)
-    first_pass = FirstPass(_missing(speed)) if speed["compile"] == "auto" else None
+    first_pass = FirstPass(_missing(speed)) if speed.compile == "auto" else None
     for module in modules:
         compiled = torch.compile(module.forward, **options)
         if first_pass:
@@ -72,16 +73,16 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
 
 
-def describe_compilation(speed: dict, why_none: str | None = None) -> str:
+def describe_compilation(speed: Speed, why_none: str | None = None) -> str:
     """Write what the log says at the start.
 
     Args:
         why_none: the reason if `auto` became none.
     """
-    if speed["compile"] == "none":
+    if speed.compile == "none":
         return "compiled: nothing" + (f" ({why_none})" if why_none else "")
-    what = "the whole model" if speed["compile"] == "whole" else "every block"
-    return f"compiled: {what}, by {speed['compile_backend']}, in the first training pass"
+    what = "the whole model" if speed.compile == "whole" else "every block"
+    return f"compiled: {what}, by {speed.compile_backend}, in the first training pass"
 
 
 def _in_training(module: nn.Module, compiled: Callable) -> Callable:
@@ -171,11 +172,11 @@ def _warn(what: str) -> None:
     print(f"warning: {what}; mend that, or --set speed.compile=none", file=sys.stderr, flush=True)
 
 
-def check_fp8_hardware(speed: dict) -> None:
+def check_fp8_hardware(speed: Speed) -> None:
     """Raise `UserError` if this machine has no kernels for fp8, before a model is built."""
-    if speed["fp8"] == "none":
+    if speed.fp8 == "none":
         return
-    key = f"speed.fp8: {speed['fp8']}"
+    key = f"speed.fp8: {speed.fp8}"
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if capability is None or capability < HOPPER:
         has = "there is no GPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"

@@ -15,15 +15,16 @@ from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
 from pretraining.model.cross_entropy import can_fuse, chunked_nats, install_loss_head, token_nats
 from pretraining.recipe.model import EXACT
+from pretraining.recipe.sections import Loss
 
-PLAIN = {"kind": "plain", "chunk_tokens": None, "compile": None, "z_loss": 0.0, "router_z_loss": 0.0}
+PLAIN = Loss(kind="plain")
 """A `loss` section that asks for nothing."""
 COEFFICIENT = "router_aux_loss_coef"
 Routers = tuple[torch.Tensor, ...]
 """Logits [tokens, experts] of every mixture layer."""
 
 
-def build_loss(model: PreTrainedModel, settings: dict = PLAIN) -> Callable:
+def build_loss(model: PreTrainedModel, settings: Loss = PLAIN) -> Callable:
     """Build the Trainer's `compute_loss_func` for this model from the recipe's `loss` section.
 
     A fused loss changes the model's head (`LossHead`).
@@ -32,7 +33,7 @@ def build_loss(model: PreTrainedModel, settings: dict = PLAIN) -> Callable:
         UserError: the model has no head that can be fused, or no router.
     """
     balanced = balance_of(model)
-    if settings["router_z_loss"] and balanced is None:
+    if settings.router_z_loss and balanced is None:
         raise UserError(
             "loss.router_z_loss: needs a mixture of experts with model.output_router_logits true; set it, or leave "
             "router_z_loss out"
@@ -42,15 +43,15 @@ def build_loss(model: PreTrainedModel, settings: dict = PLAIN) -> Callable:
         next_token_loss,
         router_coefficient=coefficient,
         balance=balance,
-        router_z_coefficient=settings["router_z_loss"],
+        router_z_coefficient=settings.router_z_loss,
         nats=_nats_of(model, settings),
     )
 
 
-def _nats_of(model: PreTrainedModel, settings: dict) -> Callable:
+def _nats_of(model: PreTrainedModel, settings: Loss) -> Callable:
     """Choose the cross-entropy: (what the model returned as logits, labels) -> summed nats."""
-    kind, z_loss = settings["kind"], settings["z_loss"]
-    way = {"z_loss": z_loss, "chunk_tokens": settings["chunk_tokens"], "compile": settings["compile"]}
+    kind, z_loss = settings.kind, settings.z_loss
+    way = {"z_loss": z_loss, "chunk_tokens": settings.chunk_tokens, "compile": settings.compile}
     if kind == "fused" and not can_fuse(model):
         raise UserError(
             f"loss.kind: fused needs an output projection without bias that nothing scales, which "

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from pretraining.errors import UserError
 from pretraining.metric_names import grouped_names
@@ -49,7 +50,7 @@ def predicted(
     on_processor: bool = False,
     gpu_memory: float | None = None,
 ) -> dict[str, float | None]:
-    """The quantities of a run before it starts: plan.json's `predicted`.
+    """Return the quantities of a run before it starts: plan.json's `predicted`.
 
     What depends on the speed is None if the GPU is not in the table, or lacks the recipe's precision.
 
@@ -76,7 +77,7 @@ def predicted(
 def measured(
     run: RunFolder, recipe: Recipe, world_size: int, gpu: Gpu | None, peak_memory_bytes: int | None
 ) -> dict[str, float]:
-    """The same quantities of a run that has ended, for its end event; what could not be measured is left out."""
+    """Return the same quantities of a run that has ended, for its end event; what could not be measured is left out."""
     values = _observed(run)
     if peak_memory_bytes is not None:
         values["peak_memory_bytes"] = peak_memory_bytes
@@ -111,10 +112,9 @@ def _compare_runs(folders: Iterable[Path]) -> dict:
 
 
 def compare_run(folder: Path) -> dict:
-    """{"run", "finished", "on_processor", quantity: {"predicted", "measured", "ratio"}} of one run folder.
+    """Return {"run", "finished", "on_processor", quantity: {"predicted", "measured", "ratio"}} of one run folder.
 
-    Measured is what metrics.jsonl and the checkpoints show, else what the end event says (its `measured`). Peak memory
-    has no ratio on the processor: a share of what is predicted there is assumed, for any run the same.
+    Measured is what metrics.jsonl and the checkpoints show, else what the end event says (its `measured`).
 
     Raises:
         UserError: not a run folder, or one in which nothing was predicted and nothing was measured.
@@ -130,9 +130,11 @@ def compare_run(folder: Path) -> dict:
     if not foreseen and not found:
         raise UserError(f"{folder}: its plan.json predicts nothing and the run has measured nothing yet")
     if not end:
-        found.pop("training_seconds", None)  # so far: not what is predicted
+        # those so far are not what is predicted
+        found.pop("training_seconds", None)
     rows = {name: _pair(foreseen.get(name), found.get(name)) for name in QUANTITIES}
     on_processor = run.environment.is_file() and trained_on_processor(_read_object(run.environment))
+    # a share of the prediction is assumed there, for any run the same: no ratio judges it
     if on_processor:
         rows["peak_memory_bytes"]["ratio"] = None
     return {"run": str(folder), "finished": bool(end), "on_processor": on_processor, **rows}
@@ -153,13 +155,13 @@ def _predicted(plan: dict) -> dict[str, float]:
     return _numbers({"checkpoint_bytes": plan.get("checkpoint_bytes")}) | _numbers(plan.get("predicted"))
 
 
-def _numbers(values) -> dict[str, float]:
+def _numbers(values: Any) -> dict[str, float]:
     """The quantities among `values` that are finite numbers."""
     values = values if isinstance(values, dict) else {}
     return {name: values[name] for name in QUANTITIES if _is_number(values.get(name))}
 
 
-def _is_number(value) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -169,6 +171,7 @@ def _observed(run: RunFolder) -> dict[str, float]:
     rows = [[row.get(name) for name in names] for row in map(grouped_names, read_rows(run.metrics))]
     timed = [row for row in rows if all(map(_is_number, row))]
     observed = StepTotals.of(timed, first_step(read_rows(run.events))).speed()
+    # what a fresh checkpoint takes on disk; older ones may be of another optimizer or precision
     checkpoints = sorted(run.path.glob("checkpoint-*/committed.json"), key=lambda path: path.stat().st_mtime)
     if checkpoints:
         files = [path for path in checkpoints[-1].parent.rglob("*") if path.is_file()]
@@ -188,15 +191,15 @@ class CompareVerb:
   python -m pretraining.planning compare runs/tiny --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The run folders."""
+        """Take the run folders."""
         parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders: runs/*")
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """Every run that can be compared, in the order given, and why the others are left out."""
+        """Return every run that can be compared, in the order given, and why the others are left out."""
         return _compare_runs(options.runs)
 
     def as_text(self, answer: dict) -> str:
-        """A line for each run and quantity that is known on either side; then a line for each run that is left out."""
+        """Write a line for each run and known quantity, and one for each run that is left out."""
         header = ["run", "quantity", "predicted", "measured", "measured/predicted"]
         rows = [row for run in answer["runs"] for row in _rows(run)]
         left_out = [f"left out: {each['run']}: {each['why']}" for each in answer["left_out"]]

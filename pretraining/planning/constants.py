@@ -190,7 +190,7 @@ SHAPES: dict[str, dict] = {
 
 @cache
 def table(name: str) -> dict:
-    """The file tables/<name>.json, checked against its shape.
+    """Read the file tables/<name>.json and check it against its shape.
 
     Raises:
         UserError: the file is missing or is not one JSON object, a key is missing, or a value is of another kind.

@@ -3,6 +3,7 @@
 import argparse
 import math
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
@@ -40,6 +41,7 @@ from pretraining.planning.run_plan import (
 from pretraining.planning.throughput import (
     StepTime,
     communication,
+    hpz_ranks,
     precision_of_products,
     scaling_over_nodes,
     step_time,
@@ -76,7 +78,7 @@ class Cost:
     """GPUs at their rated power, times the data centre's overhead."""
 
     def to_dict(self) -> dict:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self)
 
 
@@ -111,7 +113,7 @@ class CheckpointCost:
         return math.sqrt(2 * self.write_seconds * self.failure_seconds)
 
     def to_dict(self) -> dict:
-        """Plain JSON values, derived ones included."""
+        """Return plain JSON values, derived ones included."""
         derived = ("write_share", "lost_share", "best_every_seconds")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
@@ -135,7 +137,7 @@ class StepForecast:
     """Bytes by what they are for (`RunPlan.disk`)."""
 
     def to_dict(self) -> dict:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         time = {**asdict(self.time), "bound_by": self.time.bound_by}
         saved = self.checkpoints.to_dict() if self.checkpoints else None
         return {**asdict(self), "time": time, "checkpoints": saved, "disk_bytes": sum(self.disk.values())}
@@ -169,7 +171,7 @@ class Forecast:
         return self.tokens / self.tokens_per_second
 
     def to_dict(self) -> dict:
-        """Plain JSON values, derived ones included."""
+        """Return plain JSON values, derived ones included."""
         derived = {
             "seconds": self.seconds,
             "tokens_per_second_per_gpu": self.tokens_per_second / self.num_gpus,
@@ -188,7 +190,7 @@ def forecast(
     precision: str | None = None,
     price: float | None = None,
 ) -> Forecast:
-    """Time and money of a workload.
+    """Predict the time and money of a workload.
 
     An assumed utilization knows nothing of the run: recomputed layers, messages that need longer than the products,
     and offload come on top of it. A given one is taken as it is; of a measured one recomputation alone is taken off.
@@ -208,6 +210,7 @@ def forecast(
     at_peak = tokens_per_second(workload.training_flops_per_token, num_gpus, gpu.peak_flops(precision), 1.0)
     time = _time(workload, gpu, num_gpus, used, precision) if recipe else None
     rate = at_peak * used.mfu
+    # what was measured or given held its messages already, an assumption did not
     if time:
         rate = recipe.tokens_per_step / (time.seconds if used.assumed else time.compute_seconds)
     return Forecast(
@@ -236,6 +239,7 @@ def _utilization(workload: Workload, gpu: Gpu, at_best: Ceiling | None, mfu: flo
         return Utilization(mfu, "given", assumed=False)
     if at_best:
         return recipe_utilization(workload.recipe, gpu, at_best)
+    # only a size is known: no recipe to count kernels of
     recomputation = workload.hardware_flops_per_token / workload.training_flops_per_token
     return expected_utilization(gpu, int(workload.parameters), recomputation=recomputation)
 
@@ -246,6 +250,7 @@ def _time(workload: Workload, gpu: Gpu, num_gpus: int, used: Utilization, precis
     time = step_time(workload.recipe, workload.ds_config, num_gpus, gpu, mfu, precision)
     if used.source != "given":
         return time
+    # given for whole steps: recomputation is not taken off again
     flops = workload.training_flops_per_token * workload.recipe.tokens_per_step
     return replace(time, compute_seconds=flops / (num_gpus * gpu.peak_flops(precision) * used.mfu))
 
@@ -261,7 +266,7 @@ def _step(
         num_gpus,
         plan.accumulation_steps,
         width=precision_of(recipe, ds_config).weights,
-        hpz=(ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1),
+        hpz=hpz_ranks(ds_config),
     )
     seconds = recipe.tokens_per_step / rate
     return StepForecast(
@@ -269,7 +274,7 @@ def _step(
         time=time,
         kernel_seconds=at_best.seconds,
         sent_bytes_per_gpu=volume.total,
-        loader_bytes_per_second=rate * token_bytes(recipe.model["vocab_size"]),
+        loader_bytes_per_second=rate * token_bytes(recipe.model.vocab_size),
         checkpoints=_checkpoints(plan, recipe, seconds, gpu, num_gpus),
         disk=plan.disk,
     )
@@ -292,7 +297,7 @@ def _run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
     Args:
         own_price: dollars per GPU-hour that take the place of the table's.
     """
-    entries = [
+    entries: list[dict[str, Any]] = [
         {"provider": "yours", "place": "--price", "dollars_per_gpu_hour": own_price, "source": "given"}
     ]
     entries = entries if own_price else prices_of(gpu)
@@ -311,12 +316,12 @@ def _run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
 
 
 def gpu_hours(num_gpus: int, seconds: float) -> float:
-    """GPUs times hours."""
+    """Return GPUs times hours."""
     return num_gpus * seconds / SECONDS_PER_HOUR
 
 
 def energy_kwh(watts: float, hours: float, overhead: float | None = None) -> float:
-    """Energy of `hours` GPU-hours at rated power times the overhead (PUE) (Touvron et al. 2023, section 6)."""
+    """Return energy of `hours` GPU-hours at rated power times the overhead (PUE) (Touvron et al. 2023, section 6)."""
     overhead = overhead or table("rates")["power_usage_effectiveness"]["value"]
     return watts * hours * overhead / 1000
 
@@ -330,7 +335,7 @@ def checkpoint_cost(
     num_gpus: int,
     disk: dict | None = None,
 ) -> CheckpointCost:
-    """Cadence, disk and lost work of a checkpoint of `num_bytes` every `every_steps` optimizer steps.
+    """Return cadence, disk and lost work of a checkpoint of `num_bytes` every `every_steps` optimizer steps.
 
     disk: the measured rate of the disk, as `gpus.kept_rates` has it.
     """
@@ -355,7 +360,7 @@ class CostVerb:
   python -m pretraining.planning cost --parameters 65b --tokens 1.4t --world_size 2048 --gpu A100 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The workload, the GPUs, and what takes the place of the tables' values."""
+        """Take the workload, the GPUs, and what replaces the tables' values."""
         add_workload_arguments(parser)
         parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
         parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
@@ -373,7 +378,7 @@ class CostVerb:
         )
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """The forecast."""
+        """Return the forecast."""
         workload, gpu = workload_of(options), find_gpu(options.gpu)
         if not workload.tokens:
             raise UserError("--tokens D is missing: how many tokens is it to train on?")
@@ -381,7 +386,7 @@ class CostVerb:
         return result.to_dict()
 
     def as_text(self, answer: dict) -> str:
-        """One screen: the run, its time, its money, and for a recipe its step."""
+        """Write one screen: the run, its time, its money, and for a recipe its step."""
         cost = answer["cost"]
         rate, each = answer["tokens_per_second"], answer["tokens_per_second_per_gpu"]
         rows = [
@@ -402,7 +407,7 @@ class CostVerb:
 
 
 def mfu_words(answer: dict) -> str:
-    """The MFU of the run, and what it was made of."""
+    """Say the MFU of the run, and what it was made of."""
     used = answer["utilization"]
     if f"{used['mfu']:.0%}" == f"{answer['mfu']:.0%}":
         return f"{answer['mfu']:.0%} ({used['source']})"
@@ -411,14 +416,14 @@ def mfu_words(answer: dict) -> str:
 
 
 def scaling_rows(scaling: dict | None) -> list[tuple[str, str]]:
-    """What is assumed of more than one node; nothing of one."""
+    """Say what is assumed of more than one node; nothing of one."""
     if scaling is None:
         return []
     return [("scaling", f"{several(scaling['nodes'], 'node')}, {scaling['assumption']}")]
 
 
 def disk_words(disk: dict[str, int], checkpoints_kept: int) -> str:
-    """The bytes of a run's disk: all of them, and what they are for."""
+    """Say how many bytes a run's disk takes, and what they are for."""
     names = {name: name for name in disk} | {"checkpoints kept": several(checkpoints_kept, "checkpoint")}
     parts = ", ".join(f"{num_bytes(size)} for {names[name]}" for name, size in disk.items())
     return f"{num_bytes(sum(disk.values()))}: {parts}"
@@ -457,7 +462,7 @@ def _checkpoint_rows(saved: dict) -> list[tuple[str, str]]:
 
 
 def write_words(saved: dict) -> str:
-    """How long a checkpoint takes to write, if the disk was measured; nothing if its rate is an assumption."""
+    """Say how long a checkpoint takes to write, if the disk was measured; nothing if its rate is an assumption."""
     disk = saved["disk"]
     if disk is None:
         return ""

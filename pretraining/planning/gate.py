@@ -81,7 +81,7 @@ class Verdict:
     warnings: list[Objection] = field(default_factory=list)
 
     def enforce(self, force: bool = False) -> "Verdict":
-        """Itself, its warnings printed by rank 0; raises `UserError` with the first refusal, unless forced."""
+        """Print warnings on rank 0 and return itself; raise `UserError` with the first refusal, unless forced."""
         if self.refusals and not force:
             raise UserError(f"{self.refusals[0]} (--force goes on regardless)")
         if _is_rank_0():
@@ -115,16 +115,17 @@ def judge_plan(plan: RunPlan, recipe: Recipe, machine: Machine, force: bool = Fa
     return replace(plan, machine=machine, verdict=verdict, predicted=values)
 
 
-def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, found: Machine) -> Verdict:
+def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, machine: Machine) -> Verdict:
     """Judge a recipe on `world_size` ranks of what was found. Pure: reads no device and no file but tables.
 
     Raises:
         UserError: the ranks do not divide the recipe's step.
     """
-    kernels = _without_kernels(found.gpu)
-    if found.gpu and precision_of_products(recipe) not in found.gpu.dense_peak_flops:
-        found = replace(found, gpu=None)  # its speed in that precision is not known
-    case = _Case(recipe, ds_config, world_size, found)
+    kernels = _without_kernels(machine.gpu)
+    if machine.gpu and precision_of_products(recipe) not in machine.gpu.dense_peak_flops:
+        # its speed in that precision is not known, its memory is
+        machine = replace(machine, gpu=None)
+    case = _Case(recipe, ds_config, world_size, machine)
     refusals = [_memory(case), _host(case), _disk(case), _gradients(case)]
     return Verdict([each for each in refusals if each], [*kernels, *_mistakes(case)])
 
@@ -132,19 +133,19 @@ def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, found: M
 class _Case:
     """One question, with what several answers need."""
 
-    def __init__(self, recipe: Recipe, ds_config: dict | None, world_size: int, found: Machine):
-        self.recipe, self.ds_config, self.world_size, self.found = recipe, ds_config, world_size, found
-        self.limit = found.gpu_memory_bytes
+    def __init__(self, recipe: Recipe, ds_config: dict | None, world_size: int, machine: Machine):
+        self.recipe, self.ds_config, self.world_size, self.machine = recipe, ds_config, world_size, machine
+        self.limit = machine.gpu_memory_bytes
         self.need = memory_need(recipe, ds_config, world_size, self.limit)
 
     def total_with(self, ds_config: dict | None, **training) -> float:
-        """Bytes on a GPU under another ds_config or other training keys."""
+        """Return bytes on a GPU under another ds_config or other training keys."""
         recipe = replace(self.recipe, training={**self.recipe.training, **training})
         return memory_need(recipe, ds_config, self.world_size, self.limit).total
 
 
 def _memory(case: _Case) -> Objection | None:
-    if case.found.trains_on_processor:
+    if case.machine.trains_on_processor:
         return _processor_memory(case)
     if case.limit is None or case.need.total <= case.limit:
         return None
@@ -153,7 +154,7 @@ def _memory(case: _Case) -> Objection | None:
         f"{case.recipe.name} needs {num_bytes(case.need.total)} on {'each of ' if ranks > 1 else ''}{ranks} "
         f"GPU{'s' if ranks > 1 else ''} of {num_bytes(case.limit)}: {part} alone {num_bytes(case.need.parts[part])}"
     )
-    fit = nearest_fit(case.recipe, ranks, lambda need: need.total <= case.limit, case.found.gpu, case.limit)
+    fit = nearest_fit(case.recipe, ranks, lambda need: need.total <= case.limit, case.machine.gpu, case.limit)
     if fit is None:
         return Objection(what, "no stage, offload or micro-batch fits: take more or larger GPUs")
     return Objection(what, f"this fits ({num_bytes(fit.need.total)}): {fit.arguments}")
@@ -161,9 +162,10 @@ def _memory(case: _Case) -> Objection | None:
 
 def _processor_memory(case: _Case) -> Objection | None:
     """If the processor trains, its memory holds what a GPU's would, once for every rank."""
-    ranks, there = case.found.ranks_per_host, case.found.host_memory_bytes
+    ranks, there = case.machine.ranks_per_host, case.machine.host_memory_bytes
     if there is None or ranks * case.need.on_processor <= there:
         return None
+    # no speed decides here: the table knows none of processors
     what = (
         f"{case.recipe.name} needs {num_bytes(case.need.on_processor)} for each of {ranks} processes here, "
         f"this machine has {num_bytes(there)} of memory"
@@ -178,9 +180,9 @@ def _processor_memory(case: _Case) -> Objection | None:
 
 def _host(case: _Case) -> Objection | None:
     """Beside GPUs: what is offloaded or built in host memory, without what a process is assumed to take."""
-    ranks, there = case.found.ranks_per_host, case.found.host_memory_bytes
+    ranks, there = case.machine.ranks_per_host, case.machine.host_memory_bytes
     needed = ranks * case.need.host_counted
-    if there is None or case.found.trains_on_processor or needed <= there:
+    if there is None or case.machine.trains_on_processor or needed <= there:
         return None
     what = f"{ranks} ranks keep {num_bytes(needed)} in host memory, the machine has {num_bytes(there)}"
     if case.need.state and case.need.state.host:
@@ -189,7 +191,7 @@ def _host(case: _Case) -> Objection | None:
 
 
 def _disk(case: _Case) -> Objection | None:
-    plan, room = build_run_plan(case.recipe, case.ds_config, case.world_size), case.found.disk_room_bytes
+    plan, room = build_run_plan(case.recipe, case.ds_config, case.world_size), case.machine.disk_room_bytes
     if room is None or plan.checkpoint_disk_bytes <= room:
         return None
     kept = f"{plan.checkpoints_kept} checkpoint" + ("s" if plan.checkpoints_kept > 1 else "")
@@ -205,7 +207,7 @@ def _disk(case: _Case) -> Objection | None:
 
 def _gradients(case: _Case) -> Objection | None:
     """A gradient that GPUs may overwrite before it is reduced."""
-    if case.found.trains_on_processor:
+    if case.machine.trains_on_processor:
         return None
     tensors, width = parameter_tensors(case.recipe.model), value_of(case.recipe.model, "hidden_size")
     tensor = unprotected_gradient(case.ds_config, tensors, width, case.world_size)
@@ -222,7 +224,7 @@ def _gradients(case: _Case) -> Objection | None:
 def _fewer_checkpoints(case: _Case, kept: int, room: float) -> int | None:
     """The largest `checkpoints.keep_last` below `kept` for which there is room."""
     for keep in range(kept - 1, 0, -1):
-        recipe = replace(case.recipe, checkpoints={**case.recipe.checkpoints, "keep_last": keep})
+        recipe = replace(case.recipe, checkpoints=replace(case.recipe.checkpoints, keep_last=keep))
         if build_run_plan(recipe, case.ds_config, case.world_size).checkpoint_disk_bytes <= room:
             return keep
     return None
@@ -230,9 +232,10 @@ def _fewer_checkpoints(case: _Case, kept: int, room: float) -> int | None:
 
 def _mistakes(case: _Case) -> list[Objection]:
     """Every mistake found whose remedy can still be taken: a run that continues may not change its curve."""
+    # a checkpoint holds what these remedies change, and a start that differs in it is refused
     of_the_curve = (_fp16, _warm_up, _clipping, _repeats)
     rules = (_experts, _tiny_batch, _needless_zero_3, _offload, _buckets, _checkpointing, _snapshot)
-    rules = rules if case.found.continues else (*of_the_curve, *rules)
+    rules = rules if case.machine.continues else (*of_the_curve, *rules)
     return [objection for objection in (rule(case) for rule in rules) if objection]
 
 
@@ -245,35 +248,45 @@ def _without_kernels(gpu: Gpu | None) -> list[Objection]:
 
 
 def _fp16(case: _Case) -> Objection | None:
-    if not (case.recipe.training.get("fp16") and case.found.has_bf16):
+<<<<<<< HEAD
+    if not (case.recipe.training.fp16 and case.machine.has_bf16):
+=======
+    if not (case.recipe.training.get("fp16") and case.machine.has_bf16):
+>>>>>>> plan
         return None
     what = "fp16 overflows above 65,504 and needs loss scaling, and this GPU has bf16"
     return Objection(what, "--set training.fp16=false --set training.bf16=true")
 
 
 def _warm_up(case: _Case) -> Objection | None:
-    """2 / (1 - beta2) steps (Ma and Yarats 2021, section 5), from a billion parameters on GPT-3's tokens too."""
+    """2 / (1 - beta2) steps (Ma and Yarats 2021, section 5); GPT-3's tokens too from a billion parameters on."""
     steps = case.recipe.num_steps
-    given, kind = case.recipe.warmup_steps(steps), case.recipe.training.get("lr_scheduler_type", "linear")
+    given, kind = case.recipe.warmup_steps(steps), case.recipe.training.lr_scheduler_type
     if given and kind in WITHOUT_WARMUP:
         what = f"training.lr_scheduler_type {kind} has no warm-up: the rate is whole from the first step on"
         return Objection(
             f"{what}, whatever training.warmup_steps says", "write constant_with_warmup, or 0 steps"
         )
+<<<<<<< HEAD
+    needed = round(2 / max(1 - case.recipe.training.adam_beta2, 1e-9))
+=======
+    # as long as Adam's second moment remembers
     needed = round(2 / max(1 - case.recipe.training.get("adam_beta2", 0.999), 1e-9))
+>>>>>>> plan
     if model_size(case.recipe.model).total >= 1e9:
         needed = max(needed, WARM_UP_TOKENS // case.recipe.tokens_per_step)
+    # a short run cannot spend more than a tenth of itself on it
     needed = min(needed, max(1, steps // 10))
     if given >= needed:
         return None
     what = f"warm-up of {given} steps is short for this size: the optimizer's running means are not settled"
-    if case.recipe.budget["warmup_tokens"] is not None:
+    if case.recipe.budget.warmup_tokens is not None:
         return Objection(what, f"--set budget.warmup_tokens={needed * case.recipe.tokens_per_step}")
     return Objection(what, f"--set training.warmup_steps={needed}")
 
 
 def _clipping(case: _Case) -> Objection | None:
-    if case.recipe.training.get("max_grad_norm", 1.0):
+    if case.recipe.training.max_grad_norm:
         return None
     return Objection(
         "gradients are not clipped: one bad batch can end the run", "--set training.max_grad_norm=1.0"
@@ -290,7 +303,7 @@ def _experts(case: _Case) -> Objection | None:
     what = f"weights of experts in {weights} are multiplied one expert after another, and every layer waits for the GPU"
     if precision.name == "bf16":
         return Objection(what, "--deepspeed zero1, which keeps them in bf16")
-    return None if case.found.continues else Objection(what, "--set training.bf16=true --deepspeed zero1")
+    return None if case.machine.continues else Objection(what, "--set training.bf16=true --deepspeed zero1")
 
 
 def _tiny_batch(case: _Case) -> Objection | None:
@@ -368,8 +381,13 @@ def _checkpointing(case: _Case) -> Objection | None:
 
 def _repeats(case: _Case) -> Objection | None:
     """Up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)."""
-    tokens, there = case.recipe.budget["tokens"], case.found.data_tokens
+<<<<<<< HEAD
+    tokens, there = case.recipe.budget.tokens, case.machine.data_tokens
+    stated = any(source.max_epochs for source in case.recipe.data.sources)
+=======
+    tokens, there = case.recipe.budget["tokens"], case.machine.data_tokens
     stated = any(source.get("max_epochs") for source in case.recipe.data["sources"])
+>>>>>>> plan
     if not there or stated or tokens <= MANY_EPOCHS * there:
         return None
     what = f"budget.tokens reads the {there:,} training tokens {tokens / there:.1f} times: after four it teaches little"
@@ -382,16 +400,16 @@ def _repeats(case: _Case) -> Objection | None:
 
 def _hidden(case: _Case) -> bool:
     """Whether the links are known and carry the step's messages well within the time of its products."""
-    if case.found.gpu is None:
+    if case.machine.gpu is None:
         return False
-    time = step_time(case.recipe, case.ds_config, case.world_size, case.found.gpu)
+    time = step_time(case.recipe, case.ds_config, case.world_size, case.machine.gpu)
     return time.communication_seconds <= HIDDEN * time.compute_seconds
 
 
 def _snapshot(case: _Case) -> Objection | None:
     """Without room for it in host memory a save is written while training waits (`checkpoints/background.py`)."""
-    ranks, there, need = case.found.ranks_per_host, case.found.host_memory_bytes, case.need
-    held = need.on_processor if case.found.trains_on_processor else need.host_running
+    ranks, there, need = case.machine.ranks_per_host, case.machine.host_memory_bytes, case.need
+    held = need.on_processor if case.machine.trains_on_processor else need.host_running
     if there is None or not need.snapshot or ranks * (held + need.snapshot) <= there:
         return None
     copies = f"{num_bytes(ranks * need.snapshot)} for {several(ranks, 'rank')}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
@@ -66,7 +67,7 @@ class Gpu:
         return self.network_bits_per_second / 8
 
     def peak_flops(self, precision: str) -> float:
-        """Dense peak in FLOPs per second.
+        """Return dense peak in FLOPs per second.
 
         Raises:
             UserError: the GPU has no such precision.
@@ -87,7 +88,7 @@ class Gpu:
 
 @cache
 def all_gpus() -> dict[str, Gpu]:
-    """Every GPU of the table, by name.
+    """Return every GPU of the table, by name.
 
     Raises:
         UserError: an entry lacks a key or holds a number that is not positive.
@@ -96,7 +97,7 @@ def all_gpus() -> dict[str, Gpu]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of this name or alias; the names that torch reports are among the aliases.
+    """Return the GPU of this name or alias; the names that torch reports are among the aliases.
 
     Raises:
         UserError: no such GPU; the nearest names.
@@ -110,7 +111,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """The GPU that torch or nvidia-smi calls by this name; None if the table does not have it."""
+    """Return the GPU that torch or nvidia-smi calls by this name; None if the table does not have it."""
     try:
         return find_gpu(name)
     except UserError:
@@ -118,13 +119,13 @@ def known_gpu(name: str) -> Gpu | None:
 
 
 def prices_of(gpu: Gpu) -> list[dict]:
-    """Entries of tables/prices.json for this GPU, cheapest first."""
+    """Return entries of tables/prices.json for this GPU, cheapest first."""
     found = [entry for entry in table("prices")["prices"] if entry["gpu"] == gpu.name]
     return sorted(found, key=lambda entry: entry["dollars_per_gpu_hour"])
 
 
 def cuda_needs(version: str | None) -> dict | None:
-    """What a build of torch for this version of CUDA needs: the entry of its major version in tables/cuda.json.
+    """Return what a build of torch for this version of CUDA needs: its major version's entry in tables/cuda.json.
 
     None if the build has no CUDA, or the table does not know the version.
     """
@@ -132,6 +133,7 @@ def cuda_needs(version: str | None) -> dict | None:
 
 
 def _plain(name: str) -> str:
+    # torch says "NVIDIA H100 80GB HBM3", people h100-80gb
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -149,8 +151,9 @@ def _gpu(name: str, entry: dict) -> Gpu:
 
 
 def _rates_file() -> Path:
-    """The file of this host: in $PRETRAINING_DOCTOR_FOLDER or ~/.cache/pretraining/doctor."""
+    """Return the file of this host: in $PRETRAINING_DOCTOR_FOLDER or ~/.cache/pretraining/doctor."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # a home on a network disk is shared: each host has a file of its own
     folder = Path(os.environ.get(FOLDER_VARIABLE) or cache / "pretraining" / "doctor")
     return folder / f"{socket.gethostname()}.json"
 
@@ -168,13 +171,14 @@ def keep_rates(rates: dict[str, float], where: str, gpu: str | None, num_gpus: i
         OSError: the folder cannot be written.
     """
     path, machine = _rates_file(), _machine(gpu, num_gpus)
+    # those of an earlier examination stay, if this one did not measure them
     entries = {name: {"value": rates[name], "where": where, "date": utc_now()[:10]} for name in rates}
     write_json(path, {**_read_rates(path), machine: {**kept_rates(gpu, num_gpus), **entries}})
     return path
 
 
 def kept_rates(gpu: str | None, num_gpus: int) -> dict[str, dict]:
-    """Of each rate that was measured on this host beside these GPUs {"value", "where", "date"}; empty if none was."""
+    """Return {"value", "where", "date"} of each rate that was measured on this host beside these GPUs."""
     entries = _read_rates(_rates_file()).get(_machine(gpu, num_gpus))
     entries = entries if isinstance(entries, dict) else {}
     return {name: entries[name] for name in RATES if _is_rate(entries.get(name))}
@@ -194,7 +198,7 @@ def _read_rates(path: Path) -> dict:
     return found if isinstance(found, dict) else {}
 
 
-def _is_rate(entry) -> bool:
+def _is_rate(entry: Any) -> bool:
     if not isinstance(entry, dict) or type(entry.get("value")) not in (int, float):
         return False
     words = all(isinstance(entry.get(name), str) for name in ("where", "date"))
@@ -209,16 +213,16 @@ class GpusVerb:
   python -m pretraining.planning gpus --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """`--gpu` for one of them in full."""
+        """Take `--gpu`, for one of them in full."""
         parser.add_argument("--gpu", metavar="NAME", help="one GPU in full, by any of its names")
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """Every GPU of the table, or one."""
+        """Return every GPU of the table, or one."""
         chosen = all_gpus().values() if options.gpu is None else [find_gpu(options.gpu)]
         return {"gpus": [_gpu_entry(gpu) for gpu in chosen]}
 
     def as_text(self, answer: dict) -> str:
-        """A table, or one GPU line by line."""
+        """Write a table, or one GPU line by line."""
         gpus = answer["gpus"]
         if len(gpus) == 1:
             return _in_full(gpus[0])

@@ -62,7 +62,7 @@ class LayoutMemory:
         return held * (1 + assumed["fragmentation"]) + assumed["cuda_context_bytes"] + assumed["nccl_bytes"]
 
     def to_dict(self) -> dict:
-        """The parts and the total."""
+        """Return the parts and the total."""
         return {**asdict(self), "total": self.total}
 
 
@@ -98,7 +98,7 @@ class Layout:
         return self.compute_seconds + messages
 
     def to_dict(self) -> dict:
-        """Plain JSON values, derived ones included."""
+        """Return plain JSON values, derived ones included."""
         return {**asdict(self), "memory": self.memory.to_dict(), "step_seconds": self.step_seconds}
 
 
@@ -128,10 +128,9 @@ def layouts(
     kernel_efficiency: float,
     optimizer_width: float = 3 * FP32,
 ) -> list[Layout]:
-    """Every layout that divides the model, the step and the GPUs, and fits their memory; fastest first.
+    """Return every layout that divides the model, the step and the GPUs, and fits their memory; fastest first.
 
-    Tensor parallelism stays inside a node (Narayanan et al. 2021, takeaway 1). A layout recomputes only if
-    it would not fit otherwise.
+    A layout recomputes only if it would not fit otherwise.
 
     Args:
         kernel_efficiency: share of the dense peak that a layer's kernels reach, before messages and bubbles.
@@ -172,6 +171,7 @@ def _candidates(cluster: _Cluster) -> Iterator[Layout]:
 
 def _divisions(cluster: _Cluster) -> Iterator[tuple[int, int, int, int, int]]:
     shape = cluster.shape
+    # all-reduces of every layer cross no network (Narayanan et al. 2021, takeaway 1)
     node = min(cluster.gpu.gpus_per_node, cluster.num_gpus)
     tensors = [n for n in range(1, node + 1) if node % n == 0]
     tensors = [n for n in tensors if shape.heads % n == 0 and shape.key_value_heads % n == 0]
@@ -199,6 +199,7 @@ def _layout(
     )
     ideal = flops / (cluster.num_gpus * cluster.flops_per_second)
     passes, layers = microbatches * (1 + bubble), shape.layers // pipeline
+    # 1F1B: the first stage begins as many micro-batches as there are stages before the first returns
     in_flight = min(pipeline, microbatches)
     shards, width = data * context, cluster.optimizer_width
     memory = layout_memory(size, shape, tokens, tensor, pipeline, shards, in_flight, recompute, width)
@@ -230,7 +231,7 @@ def _layout(
 
 
 def layer_shape(model: dict) -> LayerShape:
-    """The shape of a recipe's model section."""
+    """Return the shape of a recipe's model section."""
     shape = shape_of(model)
     widths = widths_of(shape)
     return LayerShape(
@@ -256,7 +257,7 @@ def layout_memory(
     recompute: bool,
     optimizer_width: float = 3 * FP32,
 ) -> LayoutMemory:
-    """Memory of the fullest GPU.
+    """Return memory of the fullest GPU.
 
     Weights and fp32 gradients are 6 bytes a parameter, the optimizer's master weights and Adam's moments 12, shared
     by the `shards` data- and context-parallel ranks as Megatron-LM's distributed optimizer does (ZeRO stage 1).
@@ -282,7 +283,7 @@ def layout_memory(
 
 
 def gpu_parameters(size: ModelSize, tensor: int, pipeline: int) -> float:
-    """Parameters on a GPU of the first stage, or the last if that holds more: its layers and a table."""
+    """Return parameters on a GPU of the first stage, or the last if that holds more: its layers and a table."""
     vocabulary = max(size.embedding, size.parts.head)
     layers = size.total - size.embedding - size.parts.head
     whole = layers + size.embedding + size.parts.head if pipeline == 1 else layers / pipeline + vocabulary
@@ -290,7 +291,7 @@ def gpu_parameters(size: ModelSize, tensor: int, pipeline: int) -> float:
 
 
 def activation_bytes_per_token(shape: LayerShape) -> int:
-    """Bytes one layer keeps per token for its backward pass, in bf16 with fused attention.
+    """Return bytes one layer keeps per token for its backward pass, in bf16 with fused attention.
 
     Korthikanti et al. 2022, section 4.1, without dropout masks: 32 h for GPT. Inputs of the two norms, input of
     the attention, queries, keys, values, its result, input of the feed-forward layer, and its inner values:
@@ -303,7 +304,7 @@ def activation_bytes_per_token(shape: LayerShape) -> int:
 
 
 def pipeline_bubble(stages: int, microbatches: int, chunks: int = 1) -> float:
-    """Idle time over ideal time of a pipeline, (p - 1) / (v m): Narayanan et al. 2021, section 2.2.
+    """Return idle time over ideal time of a pipeline, (p - 1) / (v m): Narayanan et al. 2021, section 2.2.
 
     Args:
         microbatches: m, per pipeline and optimizer step.
@@ -344,6 +345,7 @@ def _link(gpu: Gpu, group: int) -> float:
 
 
 def _contexts(sequence_length: int) -> list[int]:
+    # ring attention splits a sequence into two pieces a GPU, so that the causal mask costs all the same
     longest = max(1, sequence_length // SHORTEST_CONTEXT_SHARD)
     return [2**n for n in range(longest.bit_length()) if sequence_length % (2 * 2**n) == 0 or n == 0]
 
@@ -380,7 +382,7 @@ class ParallelismVerb:
   python -m pretraining.planning parallelism --recipe 30b --world_size 64 --gpu A100 --top 3 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The recipe, the cluster, and how many layouts to show."""
+        """Take the recipe, the cluster, and how many layouts to show."""
         add_workload_arguments(parser)
         parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
         parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
@@ -390,7 +392,7 @@ class ParallelismVerb:
         parser.add_argument("--kernel_efficiency", type=share, metavar="SHARE", help="instead of the table's")
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """The best layouts, one of each division of the GPUs."""
+        """Return the best layouts, one of each division of the GPUs."""
         workload, gpu = workload_of(options), find_gpu(options.gpu)
         if workload.recipe is None:
             raise UserError("layouts need the model's shape: give --recipe NAME (and --set to change it)")
@@ -424,7 +426,7 @@ class ParallelismVerb:
         }
 
     def as_text(self, answer: dict) -> str:
-        """A table, the best first."""
+        """Write a table, the best first."""
         header = ["data", "tensor", "pipeline", "context", "micro-batch", "layers/stage"]
         header += ["bubble", "memory", "step", "MFU", "ac"]
         rows = [_row(layout) for layout in answer["layouts"]]

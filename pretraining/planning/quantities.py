@@ -11,7 +11,7 @@ MOST_GPUS = 10_000_000
 
 
 def amount(text: str) -> float:
-    """A positive number with an optional suffix k, m, b, t or q: "300e9", "300b" and "0.3T" are the same.
+    """Read a positive number with an optional suffix k, m, b, t or q: "300e9", "300b" and "0.3T" are the same.
 
     Raises:
         argparse.ArgumentTypeError: not a number, not positive, or beyond 1e33.
@@ -29,7 +29,7 @@ def amount(text: str) -> float:
 
 
 def count(text: str) -> float:
-    """Such a number of at least 1: parameters, tokens, FLOPs, bytes.
+    """Read such a number of at least 1: parameters, tokens, FLOPs, bytes.
 
     Raises:
         argparse.ArgumentTypeError: as `amount`, or below 1.
@@ -41,7 +41,7 @@ def count(text: str) -> float:
 
 
 def gpu_count(text: str) -> int:
-    """A whole number of GPUs from 1 to ten million."""
+    """Read a whole number of GPUs from 1 to ten million."""
     number = amount(text)
     if number != int(number) or number > MOST_GPUS:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to {MOST_GPUS:,}")
@@ -49,7 +49,7 @@ def gpu_count(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """A number in (0, 1], such as an MFU."""
+    """Read a number in (0, 1], such as an MFU."""
     number = amount(text)
     if number > 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be above 0 and at most 1; for 40 % write 0.4")
@@ -57,7 +57,7 @@ def share(text: str) -> float:
 
 
 def short(number: float) -> str:
-    """Three digits and a suffix: 1.50T, 67.0B, 124M."""
+    """Write three digits and a suffix: 1.50T, 67.0B, 124M."""
     for suffix, scale in (("Q", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= scale:
             return f"{three_digits(number / scale)}{suffix}"
@@ -65,12 +65,12 @@ def short(number: float) -> str:
 
 
 def several(number: int, what: str) -> str:
-    """`1 GPU`, `8 GPUs`."""
+    """Write `1 GPU`, `8 GPUs`."""
     return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def three_digits(number: float) -> str:
-    """A number with three significant digits, without an exponent if it is short."""
+    """Write a number with three significant digits, without an exponent if it is short."""
     if number == 0 or not math.isfinite(number):
         return f"{number:g}"
     if number >= 1e6 or number < 1e-4:
@@ -79,7 +79,7 @@ def three_digits(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit a person would use."""
+    """Write seconds in the unit a person would use."""
     for unit, length in (("years", 365 * 86400), ("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length:
             return f"{three_digits(seconds / length)} {unit}"
@@ -87,25 +87,25 @@ def duration(seconds: float) -> str:
 
 
 def dollars(amount_: float) -> str:
-    """Dollars, without cents from 100 on; three digits of what is below a cent."""
+    """Write dollars, without cents from 100 on; three digits of what is below a cent."""
     if 0 < amount_ < 0.01:
         return f"${three_digits(amount_)}"
     return f"${amount_:,.0f}" if amount_ >= 100 else f"${amount_:,.2f}"
 
 
 def hours(number: float) -> str:
-    """GPU-hours, whole from 100 on."""
+    """Write GPU-hours, whole from 100 on."""
     return f"{number:,.0f}" if number >= 100 or number == 0 else three_digits(number)
 
 
 def energy(kilowatt_hours: float) -> str:
-    """Kilowatt-hours, megawatt-hours from 1000 on."""
+    """Write kilowatt-hours, megawatt-hours from 1000 on."""
     large = kilowatt_hours >= 1000
     return f"{three_digits(kilowatt_hours / 1000)} MWh" if large else f"{three_digits(kilowatt_hours)} kWh"
 
 
 def num_bytes(number: float) -> str:
-    """Bytes in decimal units, as disks and networks are sold."""
+    """Write bytes in decimal units, as disks and networks are sold."""
     for suffix, scale in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= scale:
             return f"{three_digits(number / scale)} {suffix}"
@@ -113,7 +113,7 @@ def num_bytes(number: float) -> str:
 
 
 def columns(header: list[str], rows: list[list[str]], left: int = 1) -> str:
-    """A table in plain text: the first `left` columns aligned left, the others right."""
+    """Write a table in plain text: the first `left` columns aligned left, the others right."""
     widths = [max(len(row[place]) for row in [header, *rows]) for place in range(len(header))]
 
     def line(row: list[str]) -> str:
@@ -124,7 +124,7 @@ def columns(header: list[str], rows: list[list[str]], left: int = 1) -> str:
 
 
 def facts(rows: list[tuple[str, str]], line_width: int = 118) -> str:
-    """Label and value, one pair a line; long values continue below themselves."""
+    """Write label and value, one pair a line; long values continue below themselves."""
     width = max(len(label) for label, _ in rows) + 2
     lines = []
     for label, value in rows:
@@ -134,7 +134,7 @@ def facts(rows: list[tuple[str, str]], line_width: int = 118) -> str:
 
 
 def recomputation_text(every_n_layers: int) -> str:
-    """Of how many layers one is recomputed, in words; 0: none is."""
+    """Say of how many layers one is recomputed; 0: none is."""
     if every_n_layers > 1:
         return f"one layer in {every_n_layers} recomputed"
     return "every layer recomputed" if every_n_layers else "nothing recomputed"

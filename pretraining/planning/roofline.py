@@ -73,7 +73,7 @@ class Rates:
 
 
 def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilization:
-    """What was measured here on this GPU at this size, else the ceiling of the recipe's own kernels."""
+    """Return what was measured here on this GPU at this size, else the ceiling of the recipe's own kernels."""
     size = model_size(recipe.model)
     flops = flops_per_token(size, recipe.sequence_length)
     measured = expected_utilization(gpu, size.total, recomputation=flops.hardware / flops.training)
@@ -86,7 +86,7 @@ def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilizatio
 
 
 def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, precision: str) -> Ceiling:
-    """The most that a recipe's kernels reach on this GPU.
+    """Return the most that a recipe's kernels reach on this GPU.
 
     Args:
         precision: of the products: bf16, fp16, tf32 or fp32.
@@ -96,13 +96,16 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     """
     rates, size = sustained_rates(gpu, precision, world_size), model_size(recipe.model)
     tokens = recipe.micro_batch * recipe.sequence_length
-    width = precision_of(recipe, ds_config).compute / SIXTEEN_BIT  # the factors are those of 16-bit numbers
+    # the factors are those of 16-bit numbers
+    width = precision_of(recipe, ds_config).compute / SIXTEEN_BIT
     mode = layer_mode(recipe, ds_config)
+    # 2 products of 2 FLOPs each: queries with keys, probabilities with values
     scores = CAUSAL * 4 * size.num_layers * size.attention_width * recipe.sequence_length * tokens
     forward = width * size.num_layers * _layer_bytes(recipe.model, mode, "forward", tokens)
     backward = width * size.num_layers * _layer_bytes(recipe.model, mode, "backward", tokens)
     outside = width * _outside_bytes(recipe.model, mode, tokens)
     skipped = size.num_layers * last_product(recipe.model) if _skips_last_product(recipe, ds_config) else 0
+    # the head belongs to no layer
     recomputed = 2 * (size.matmul - size.head - skipped) * tokens
     again = recomputed_share(recomputed_one_in(recipe))
     engine = table("kernels")["engines"][str(zero_stage(ds_config))]
@@ -117,6 +120,7 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
         "gradients": engine["micro-batch"] * size.total / rates.bytes,
         "optimizer": in_step * size.total / rates.bytes / accumulation_steps(recipe, world_size),
     }
+    # MFU counts model FLOPs alone, and the mask in full (PaLM, appendix B)
     at_peak = flops_per_token(size, recipe.sequence_length).training * tokens / gpu.peak_flops(precision)
     total = sum(seconds.values())
     without = at_peak / (total - seconds["recomputation"])
@@ -126,7 +130,7 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
 def expected_utilization(
     gpu: Gpu, parameters: int, results: Path = RESULTS, recomputation: float = 1.0
 ) -> Utilization:
-    """What this repository measured on this GPU at this size, else the assumption of tables/rates.json.
+    """Return what this repository measured on this GPU at this size, else the assumption of tables/rates.json.
 
     A measurement is a line of benchmarks/results/*.jsonl with `mfu` and `parameters` beside the device's name.
 
@@ -134,6 +138,7 @@ def expected_utilization(
         recomputation: FLOPs with every layer recomputed over those without. A line is raised by as much of it as
             its `recomputes`, the share of the layers that were recomputed.
     """
+    # the newest line counts: drivers and libraries change
     found = [row for row in _measured_utilizations(results) if _is_like(row, gpu, parameters)]
     if found:
         row = max(found, key=lambda row: row.get("when", ""))
@@ -153,6 +158,7 @@ def _measured_utilizations(results: Path) -> tuple[dict, ...]:
         UserError: a line that is not JSON.
     """
     files = {path: path.read_text(encoding="utf-8").splitlines() for path in sorted(results.glob("*.jsonl"))}
+    # most lines are of other benchmarks; JSON is parsed for those alone that name an MFU
     rows = [_row(path, n, line) for path in files for n, line in enumerate(files[path], 1) if '"mfu"' in line]
     return tuple(row for row in rows if row.get("mfu") and row.get("parameters"))
 
@@ -173,19 +179,19 @@ def _is_like(row: dict, gpu: Gpu, parameters: int) -> bool:
 
 
 def tokens_per_second(flops: float, num_gpus: int, peak_flops: float, mfu: float) -> float:
-    """Tokens per second of all GPUs, at `flops` FLOPs a token (the MFU's definition, PaLM appendix B)."""
+    """Return tokens per second of all GPUs, at `flops` FLOPs a token (the MFU's definition, PaLM appendix B)."""
     return num_gpus * peak_flops * mfu / flops
 
 
 def model_flops_utilization(
     tokens_per_second: float, flops: float, num_gpus: int, peak_flops: float
 ) -> float:
-    """MFU: the share of the dense peak spent on `flops` FLOPs a token (PaLM, section 4.1 and appendix B)."""
+    """Return the MFU: the share of the dense peak spent on `flops` FLOPs a token (PaLM, section 4.1, appendix B)."""
     return tokens_per_second * flops / (num_gpus * peak_flops)
 
 
 def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
-    """The shares of tables/rates.json for the GPU's architecture; of products what the doctor measured, if it did.
+    """Return the rates of tables/rates.json for the GPU's architecture; of products what the doctor measured.
 
     num_gpus: of the run; what was measured on this machine counts for as many of these GPUs alone.
 
@@ -200,6 +206,7 @@ def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
     peak = gpu.peak_flops(precision)
     measured = kept_rates(gpu.name, num_gpus).get("product_flops") if precision in SIXTEEN_BIT_NAMES else None
     return Rates(
+        # a clock that is raised for a moment can measure more than the data sheet's peak
         product_flops=min(peak, measured["value"]) if measured else product * peak,
         attention_flops=attention * peak,
         bytes=bandwidth * gpu.memory_bandwidth_bytes_per_second,
@@ -208,7 +215,7 @@ def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
 
 
 def layer_mode(recipe: Recipe, ds_config: dict | None) -> str:
-    """Which factors of tables/kernels.json hold for the recipe's layers: `eager` or `compiled`."""
+    """Return which factors of tables/kernels.json hold for the recipe's layers: `eager` or `compiled`."""
     return "eager" if compiled_part(recipe, ds_config, on_gpu=True) == "none" else "compiled"
 
 
@@ -219,6 +226,7 @@ def _layer_bytes(model: dict, mode: str, direction: str, tokens: int) -> float:
     """
     shape, kernels = shape_of(model), table("kernels")
     factors, widths = kernels["layers"][shape["model_type"]][mode][direction], layer_widths(shape, tokens)
+    # an activation in Python is several kernels, of which each reads and writes all of it
     written_out = kernels["activations"].get(_activation(shape), {}).get(mode, {}).get(direction, 0.0)
     moved = sum(factor * widths[name] for name, factor in factors.items())
     return tokens * (moved + written_out * _inner_width(widths))
@@ -230,7 +238,7 @@ def _inner_width(widths: dict[str, float]) -> float:
 
 
 def layer_widths(shape: dict, tokens: int) -> dict[str, float]:
-    """What those bytes are linear in, for a token.
+    """Return what those bytes are linear in, for a token.
 
     `routed` counts a token once for every expert it is given to; the experts' weights are shared among the tokens.
     """
@@ -251,7 +259,7 @@ def layer_widths(shape: dict, tokens: int) -> dict[str, float]:
 
 
 def last_product(model: dict) -> int:
-    """Entries of a layer's last matrix, which a recomputed layer need not multiply again: nothing keeps its result."""
+    """Return the entries of a layer's last matrix, whose product nothing keeps."""
     widths = layer_widths(shape_of(model), tokens=1)
     return round(widths["hidden"] * _inner_width(widths))
 
@@ -262,7 +270,7 @@ def _skips_last_product(recipe: Recipe, ds_config: dict | None) -> bool:
     Under ZeRO-3 DeepSpeed's linear function (runtime/zero/linear.py, `zero3_linear_wrap`) keeps its input only after it
     has multiplied, too late for that. GPT-2's layers are transformers' `Conv1D`, which it does not replace.
     """
-    return zero_stage(ds_config) < 3 or recipe.model["model_type"] == "gpt2"
+    return zero_stage(ds_config) < 3 or recipe.model.model_type == "gpt2"
 
 
 def _outside_bytes(model: dict, mode: str, tokens: int) -> float:
@@ -274,12 +282,12 @@ def _outside_bytes(model: dict, mode: str, tokens: int) -> float:
 
 def _loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu) -> float:
     """Bytes that the loss moves beside the head's products, in 16 bit."""
-    vocab_size, hidden = recipe.model["vocab_size"], layer_widths(shape_of(recipe.model), tokens)["hidden"]
-    kind = {"auto": "fused"}.get(recipe.loss["kind"], recipe.loss["kind"])
-    compiled = compiles_loss(recipe.loss["compile"], on_gpu=True)
+    vocab_size, hidden = recipe.model.vocab_size, layer_widths(shape_of(recipe.model), tokens)["hidden"]
+    kind = {"auto": "fused"}.get(recipe.loss.kind, recipe.loss.kind)
+    compiled = compiles_loss(recipe.loss.compile, on_gpu=True)
     factors = table("kernels")["loss"][kind]["compiled" if compiled else "eager"]
     chunk = chunk_length(
-        tokens, vocab_size, logit_bytes(SIXTEEN_BIT, compiled), gpu.memory_bytes, recipe.loss["chunk_tokens"]
+        tokens, vocab_size, logit_bytes(SIXTEEN_BIT, compiled), gpu.memory_bytes, recipe.loss.chunk_tokens
     )
     if kind != "fused":
         return tokens * factors["logit"] * vocab_size

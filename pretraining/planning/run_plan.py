@@ -93,7 +93,7 @@ class RunPlan:
         return sum(self.disk.values())
 
     def to_dict(self) -> dict:
-        """The plan as plain JSON values, derived ones included."""
+        """Return the plan as plain JSON values, derived ones included."""
         values = asdict(replace(self, ds_config=None, machine=None, verdict=None))
         for name in ("ds_config", "machine", "verdict"):  # they have files and events of their own
             del values[name]
@@ -134,29 +134,35 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         model_state=state_of_recipe(recipe, ds_config, world_size),
         checkpoint_bytes=checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe)),
         checkpoints_kept=kept,
-        weights_kept=written - kept if recipe.checkpoints["demote_to_weights"] else 0,
+        weights_kept=written - kept if recipe.checkpoints.demote_to_weights else 0,
         export_bytes=precision_of(recipe, ds_config).weights * size.total,
-        data_bytes=tokens * token_bytes(recipe.model["vocab_size"]),
+        data_bytes=tokens * token_bytes(recipe.model.vocab_size),
     )
 
 
 def token_bytes(vocab_size: int) -> int:
-    """Bytes of a token in its shard: 2 up to 65,536 ids, else 4."""
+    """Return bytes of a token in its shard: 2 up to 65,536 ids, else 4."""
     return 2 if vocab_size <= 2**16 else 4
 
 
 def save_every(recipe: Recipe) -> int | None:
+<<<<<<< HEAD
     """Steps from one checkpoint to the next: the whole run if they are not counted in steps; None if none is saved."""
+    strategy, every = recipe.training.save_strategy, recipe.training.save_steps
+=======
+    """Return the steps between checkpoints: the whole run if they are not counted in steps; None if none is saved."""
     strategy, every = recipe.training.get("save_strategy", "steps"), recipe.training.get("save_steps", 500)
+>>>>>>> plan
     if strategy == "no":
         return None
     if strategy != "steps":
         return max(1, recipe.num_steps)
+    # TrainingArguments take a share of the steps as well
     return max(1, round(every * recipe.num_steps)) if every < 1 else int(every)
 
 
 def checkpoints_written(recipe: Recipe) -> int:
-    """Checkpoints over the whole run: one every `save_steps`, and one after the last step."""
+    """Return checkpoints over the whole run: one every `save_steps`, and one after the last step."""
     every = save_every(recipe)
     return -(-recipe.num_steps // every) if every else 0
 
@@ -164,7 +170,13 @@ def checkpoints_written(recipe: Recipe) -> int:
 def _checkpoints_kept(recipe: Recipe) -> int:
     """Checkpoints left at the end at most: of those written the newest, the best, and those that stay for ever."""
     every, written, rule = save_every(recipe), checkpoints_written(recipe), recipe.checkpoints
-    if not every or rule["keep_last"] is None:
+    if not every or rule.keep_last is None:
         return written
+<<<<<<< HEAD
+    for_ever = recipe.num_steps // math.lcm(every, rule.keep_every) if rule.keep_every else 0
+    return min(rule.keep_last + rule.keep_best + for_ever, written)
+=======
+    # a step must be saved at all to be kept for ever
     for_ever = recipe.num_steps // math.lcm(every, rule["keep_every"]) if rule["keep_every"] else 0
     return min(rule["keep_last"] + rule["keep_best"] + for_ever, written)
+>>>>>>> plan

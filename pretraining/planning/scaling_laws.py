@@ -44,17 +44,17 @@ class Frontier:
     source: str
 
     def at_flops(self, flops: float) -> Allocation:
-        """The optimal allocation of a budget of FLOPs."""
+        """Return the optimal allocation of a budget of FLOPs."""
         parameters = self.scale * flops**self.exponent
         return Allocation(parameters, flops / (6 * parameters))
 
     def at_parameters(self, parameters: float) -> Allocation:
-        """The allocation for which a model of this size is the optimum."""
+        """Return the allocation for which a model of this size is the optimum."""
         flops = (parameters / self.scale) ** (1 / self.exponent)
         return Allocation(parameters, flops / (6 * parameters))
 
     def at_tokens(self, tokens: float) -> Allocation:
-        """The allocation for which this many tokens are the optimum: C^(1 - exponent) = 6 scale D."""
+        """Return the allocation for which this many tokens are the optimum: C^(1 - exponent) = 6 scale D."""
         flops = (6 * self.scale * tokens) ** (1 / (1 - self.exponent))
         return Allocation(flops / (6 * tokens), tokens)
 
@@ -71,33 +71,33 @@ class ParametricLoss:
     source: str
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Predicted loss of a model of this size after this many tokens, each seen once."""
+        """Return predicted loss of a model of this size after this many tokens, each seen once."""
         return self.E + self.A * parameters**-self.alpha + self.B * tokens**-self.beta
 
     def tokens_for(self, loss: float, parameters: float) -> float:
-        """Tokens that bring a model of this size to `loss`; infinite if it is too small for it."""
+        """Return tokens that bring a model of this size to `loss`; infinite if it is too small for it."""
         left = loss - self.E - self.A * parameters**-self.alpha
         return (self.B / left) ** (1 / self.beta) if left > 0 else math.inf
 
     def frontier(self) -> Frontier:
-        """The minimum of L at fixed 6 N D (Hoffmann et al. 2022, equation 4)."""
+        """Return the minimum of L at fixed 6 N D (Hoffmann et al. 2022, equation 4)."""
         exponent = self.beta / (self.alpha + self.beta)
         ratio = (self.alpha * self.A / (self.beta * self.B)) ** (1 / (self.alpha + self.beta))
         return Frontier(ratio * 6**-exponent, exponent, self.source)
 
 
 def parametric_loss(name: str = "besiroglu") -> ParametricLoss:
-    """A fit of tables/scaling_laws.json: besiroglu (the correction), hoffmann_printed, _unrounded, _sardana."""
+    """Return a fit of tables/scaling_laws.json: besiroglu (the correction), hoffmann_printed, _unrounded, _sardana."""
     law = table("scaling_laws")["parametric"][name]
     return ParametricLoss(**{field.name: law[field.name] for field in fields(ParametricLoss)})
 
 
 def frontier(approach: str = DEFAULT) -> Frontier:
-    """The frontier of an approach of Hoffmann et al. 2022, or of the correction of their third.
+    """Return the frontier of an approach of Hoffmann et al. 2022, or of the correction of their third.
 
-    The paper prints exponents to two digits and no coefficients, but for each approach a table of sizes:
-    the power law through that table (least squares in logarithms) is the approach's frontier.
+    It is the power law through the approach's table of sizes, by least squares in logarithms.
     """
+    # the paper prints exponents to two digits and no coefficients
     if approach == CORRECTED:
         return parametric_loss("besiroglu").frontier()
     rows = table("scaling_laws")["frontiers"][approach]
@@ -106,12 +106,12 @@ def frontier(approach: str = DEFAULT) -> Frontier:
 
 
 def approaches() -> list[str]:
-    """Names that `frontier` takes."""
+    """Return names that `frontier` takes."""
     return [*table("scaling_laws")["frontiers"], CORRECTED]
 
 
 def kaplan_frontier() -> Frontier:
-    """Kaplan et al. 2020, table 6, in non-embedding parameters; superseded by Hoffmann et al. 2022."""
+    """Return that of Kaplan et al. 2020, table 6, in non-embedding parameters; superseded by Hoffmann et al. 2022."""
     law = table("scaling_laws")["kaplan"]
     scale, exponent = law["parameters"]["scale"], law["parameters"]["exponent"]
     return Frontier(scale * PF_DAY**-exponent, exponent, law["source"])
@@ -126,7 +126,8 @@ def _extrapolates(given: Allocation) -> str | None:
 
 
 def compute_overhead(law: ParametricLoss, given: Allocation) -> float:
-    """Training FLOPs over those of the compute-optimal model with the same predicted loss; 1 is optimal."""
+    """Return training FLOPs over those of the compute-optimal model with the same predicted loss; 1 is optimal."""
+    # the loss falls monotonically along the frontier: bisection over log C
     target = law.loss(given.parameters, given.tokens)
     best = law.frontier()
     low, high = 1e6, 1e40
@@ -141,18 +142,19 @@ def compute_overhead(law: ParametricLoss, given: Allocation) -> float:
 
 
 def with_inference(law: ParametricLoss, loss: float, inference_tokens: float) -> Allocation:
-    """The allocation that reaches `loss` with the fewest FLOPs over training and inference together.
+    """Return the allocation that reaches `loss` with the fewest FLOPs over training and inference together.
 
-    Sardana et al. 2024, equation 3: minimise 6 N D + 2 N D_inf subject to L(N, D) = loss. The curve over
-    log N has one minimum: golden-section search.
+    Sardana et al. 2024, equation 3: minimise 6 N D + 2 N D_inf subject to L(N, D) = loss.
     """
 
     def lifetime(log_parameters: float) -> float:
         parameters = math.exp(log_parameters)
         return 6 * parameters * law.tokens_for(loss, parameters) + 2 * parameters * inference_tokens
 
+    # below this size no number of tokens reaches the loss
     smallest = ((loss - law.E) / law.A) ** (-1 / law.alpha)
     low, high = math.log(smallest) + 1e-9, math.log(smallest) + math.log(1e6)
+    # the curve over log N has one minimum: golden-section search
     ratio = (math.sqrt(5) - 1) / 2
     while high - low > 1e-9:
         left, right = high - ratio * (high - low), low + ratio * (high - low)
@@ -180,7 +182,7 @@ class Hint:
 
 
 def critical_batch_tokens(loss: float) -> float:
-    """Critical batch size in tokens at a training loss: B* / L^(1 / alpha_B), Kaplan et al. 2020, equation 1.4.
+    """Return critical batch size in tokens at a training loss: B* / L^(1 / alpha_B), Kaplan et al. 2020, equation 1.4.
 
     McCandlish et al. 2018 define it, Kaplan et al. fit it on WebText2; `loss` is in nats per token.
     """
@@ -194,17 +196,17 @@ def _critical_batch_growth(tokens_factor: float) -> float:
 
 
 def extra_tokens(batch_tokens: float, critical: float) -> float:
-    """Tokens needed over those of a tiny batch, 1 + B / B_crit (McCandlish et al. 2018, equation 2.11)."""
+    """Return tokens needed over those of a tiny batch, 1 + B / B_crit (McCandlish et al. 2018, equation 2.11)."""
     return 1 + batch_tokens / critical
 
 
 def extra_steps(batch_tokens: float, critical: float) -> float:
-    """Steps needed over those of a huge batch, 1 + B_crit / B (McCandlish et al. 2018, equation 2.11)."""
+    """Return steps needed over those of a huge batch, 1 + B_crit / B (McCandlish et al. 2018, equation 2.11)."""
     return 1 + critical / batch_tokens
 
 
 def step_law(parameters: float, tokens: float) -> Hint:
-    """Li et al. 2025 (Step Law), for AdamW; `parameters` without the vocabulary."""
+    """Apply Li et al. 2025 (Step Law), for AdamW; `parameters` without the vocabulary."""
     law = table("scaling_laws")["step_law"]
     rate, batch = law["learning_rate"], law["batch_tokens"]
     return Hint(
@@ -215,7 +217,7 @@ def step_law(parameters: float, tokens: float) -> Hint:
 
 
 def deepseek(flops: float) -> Hint:
-    """DeepSeek LLM (2024), section 3.1, by training FLOPs."""
+    """Apply DeepSeek LLM (2024), section 3.1, by training FLOPs."""
     law = table("scaling_laws")["deepseek"]
     rate, batch = law["learning_rate"], law["batch_tokens"]
     return Hint(
@@ -224,7 +226,7 @@ def deepseek(flops: float) -> Hint:
 
 
 def gpt3(parameters: float) -> Hint:
-    """The row of GPT-3's table 2.1 whose size is nearest."""
+    """Take the row of GPT-3's table 2.1 whose size is nearest."""
     law = table("scaling_laws")["gpt3"]
     row = min(law["rows"], key=lambda row: abs(math.log(row["parameters"] / parameters)))
     source = f"{law['source']}, the row of {row['parameters']:.3g} parameters"
@@ -232,7 +234,7 @@ def gpt3(parameters: float) -> Hint:
 
 
 def hints(parameters: float, tokens: float, flops: float) -> dict[str, Hint]:
-    """All of them, by name."""
+    """Collect the hints of all sources, by name."""
     return {
         "GPT-3's nearest size": gpt3(parameters),
         "Step Law": step_law(parameters, tokens),
@@ -254,13 +256,13 @@ class ChinchillaVerb:
   python -m pretraining.planning chinchilla --recipe 30b --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """What is given, and how much the model will be used."""
+        """Take what is given, and how much the model will be used."""
         add_workload_arguments(parser)
         parser.add_argument("--flops", type=count, metavar="C", help="training budget in FLOPs: 1e23")
         parser.add_argument("--inference_tokens", type=count, metavar="D", help="tokens the model will serve")
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """Every approach's optimum for what is given, and what follows for the chosen allocation."""
+        """Return every approach's optimum for what is given, and what follows for the chosen allocation."""
         given, name = _given(options)
         optima = {approach: _optimum(frontier(approach), given) for approach in approaches()}
         best = optima[DEFAULT]
@@ -285,7 +287,7 @@ class ChinchillaVerb:
         }
 
     def as_text(self, answer: dict) -> str:
-        """The optima as a table, then what they mean for the allocation."""
+        """Write the optima as a table, then what they mean for the allocation."""
         rows = [[name, *_cells(each)] for name, each in answer["optima"].items()]
         rows.append(["Kaplan et al. 2020 (superseded)", *_cells(answer["kaplan"])])
         table = columns(["compute-optimal by", "parameters", "tokens", "FLOPs", "tokens/parameter"], rows)

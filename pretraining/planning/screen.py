@@ -54,7 +54,7 @@ GPUS_OF_A_NODE = 8
 def print_plan(
     recipe: Recipe, ds_config: dict | None, world_size: int | None, gpu_name: str | None, as_json: bool
 ) -> None:
-    """The plan of a recipe; without a number of ranks, that of one and a table of what else divides the step.
+    """Print the plan of a recipe; without a number of ranks, that of one and a table of what else divides the step.
 
     Raises:
         UserError: an unknown GPU, one without the recipe's precision, or ranks that do not divide the step.
@@ -69,11 +69,12 @@ def print_plan(
 
 
 def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None) -> dict:
-    """Everything that `--plan` knows, as plain JSON values."""
+    """Collect everything that `--plan` knows, as plain JSON values."""
     plan, there = build_run_plan(recipe, ds_config, world_size), gpu.memory_bytes if gpu else None
     need = memory_need(recipe, ds_config, world_size, there)
     workload = workload_of_recipe(recipe, ds_config)
     speed = forecast(workload, gpu, world_size) if gpu else None
+    # host memory is bought by the node
     at_node = min(world_size, gpu.gpus_per_node if gpu else GPUS_OF_A_NODE)
     return {
         **plan.to_dict(),
@@ -124,7 +125,7 @@ def _model_words(model: dict, plan: RunPlan) -> str:
 
 
 def as_text(answer: dict) -> str:
-    """One screen."""
+    """Write one screen."""
     rows = [("in short", _in_short(answer)), ("", ""), *_what(answer), ("", ""), *_memory(answer), ("", "")]
     rows += [*_time_and_money(answer), ("", "")]
     title = f"plan of {answer['name']} on {_gpus(answer['world_size'], answer['gpu'])}"
@@ -149,7 +150,7 @@ def _at_least(speed: dict) -> str:
 
 
 def run_facts(recipe: Recipe, plan: RunPlan, process: str) -> list[tuple[str, str]]:
-    """(label, value) of what a run is, as `--plan` says it. process: what a step is shared among, GPU or rank."""
+    """Say what a run is, as `--plan` does, in (label, value). process: what a step is shared among, GPU or rank."""
     words = {
         "model": _model_words(recipe.model, plan),
         "precision": precision_of_products(recipe),
@@ -275,9 +276,10 @@ def _gpus(number: int, kind: str | None = None) -> str:
 
 
 def world_sizes(recipe: Recipe, ds_config: dict | None, gpu: Gpu | None) -> str:
-    """A table of the numbers of GPUs that divide the step evenly."""
+    """Write a table of the numbers of GPUs that divide the step evenly."""
     at_once = recipe.micro_batch * recipe.sequence_length
     steps = recipe.step_sizes.all
+    # of a ramp every step must divide, not the full ones alone
     sizes = [size for size in WORLD_SIZES if not any(tokens % (size * at_once) for tokens in steps)]
     header = ["GPUs", "accumulation", "memory of each", *(["fits", "time", "GPU-hours"] if gpu else [])]
     rows = columns(header, [_world_size(recipe, ds_config, size, gpu) for size in sizes], left=0)

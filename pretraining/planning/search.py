@@ -77,7 +77,7 @@ class Candidate:
         return " ".join(self.changes)
 
     def to_dict(self) -> dict:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         names = (
             "deepspeed",
             "micro_batch",
@@ -100,11 +100,10 @@ def fitting(
     mfu: float | None = None,
     own_ds_config: bool = False,
 ) -> list[Candidate]:
-    """The candidates that fit, predicted fastest first; those that take more than TIGHT of the memory after all others.
+    """Return the candidates that fit, predicted fastest first; after all others those that are TIGHT.
 
     Of those as fast as each other first what leaves ROOMY's room, or else the most; of these the one without
-    offload, with fewer layers recomputed, the lower stage, the larger micro-batch (its kernels are larger, which the
-    prediction does not see).
+    offload, with fewer layers recomputed, the lower stage, the larger micro-batch.
 
     Args:
         own_ds_config: the recipe's ds_config alone.
@@ -114,11 +113,13 @@ def fitting(
     """
     limit = memory_bytes or gpu.memory_bytes
     found = list(candidates(recipe, world_size, gpu, mfu, limit, own_ds_config))
+    # raises: not one sequence a GPU divides the step
     if not found:
         accumulation_steps(_variant(recipe, recipe.deepspeed, 1, 0), world_size)
     fits = [each for each in found if each.need.total <= limit]
     if not fits:
         raise UserError(_nothing_fits(recipe, found, world_size, limit, own_ds_config))
+    # what is tight sets no pace: it is chosen only if all are
     safe = [each for each in fits if each.need.total <= TIGHT * limit]
     fastest = min(each.step_seconds for each in safe or fits)
     return [
@@ -127,14 +128,14 @@ def fitting(
 
 
 def worth_choosing(ways: list[Candidate]) -> list[Candidate]:
-    """Of ways in the order of `fitting` those that a choice is between, the best first.
+    """Return those of the ways, in the order of `fitting`, that a choice is between, the best first.
 
     No way beats one of them, and each needs less memory than every one before it.
     """
     totals, burdens = [each.need.total for each in ways], [_burdens(each) for each in ways]
 
     def beaten(place: int) -> bool:
-        """Whether another way is as fast, smaller, and burdened by nothing that this one is free of."""
+        """Return whether another way is as fast, smaller, and burdened by nothing that this one is free of."""
         return any(
             SAME * totals[other] < totals[place]
             and each.step_seconds <= ways[place].step_seconds
@@ -156,7 +157,7 @@ def nearest_fit(
     gpu: Gpu | None = None,
     gpu_memory: float | None = None,
 ) -> Candidate | None:
-    """The candidate that `fits_in` accepts with the fewest changes to the recipe, of those the fastest."""
+    """Return the candidate that `fits_in` accepts with the fewest changes to the recipe, of those the fastest."""
     fits = [each for each in candidates(recipe, world_size, gpu, gpu_memory=gpu_memory) if fits_in(each.need)]
     order = {way: place for place, way in enumerate(WAYS)}
 
@@ -179,7 +180,7 @@ def candidates(
     gpu_memory: float | None = None,
     own_ds_config: bool = False,
 ) -> Iterator[Candidate]:
-    """Every combination that divides the recipe's step, whether it fits or not.
+    """Return every combination that divides the recipe's step, whether it fits or not.
 
     Args:
         gpu: for the step times; None leaves them out.
@@ -211,10 +212,16 @@ def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     node = gpu.gpus_per_node if gpu else 8
     hpz = node == 8 and world_size > 8 and world_size % 8 == 0
     shipped = [way for way in WAYS if (hpz or way != "zero3_hpz") and _is_accepted(recipe, way, world_size)]
-    if recipe.training.get("fp16"):
+<<<<<<< HEAD
+    if recipe.training.fp16:
         shipped = [
             way for way in shipped if way != "zero0"
         ]  # DeepSpeed 0.19.8 cannot sum fp16 gradients in fp32 at stage 0
+=======
+    if recipe.training.get("fp16"):
+        # DeepSpeed 0.19.8 cannot sum fp16 gradients in fp32 at stage 0
+        shipped = [way for way in shipped if way != "zero0"]
+>>>>>>> plan
     return shipped if recipe.deepspeed in shipped else [recipe.deepspeed, *shipped]
 
 
@@ -230,7 +237,7 @@ def _is_accepted(recipe: Recipe, way: str, world_size: int) -> bool:
 def _variant(recipe: Recipe, way: str | None, micro_batch: int, every_n_layers: int) -> Recipe:
     values = {"per_device_train_batch_size": micro_batch, "activation_checkpointing": every_n_layers > 0}
     if every_n_layers:
-        given = recipe.training.get("activation_checkpointing_kwargs") or {}
+        given = recipe.training.activation_checkpointing_kwargs or {}
         values["activation_checkpointing_kwargs"] = {**given, "every_n_layers": every_n_layers}
     return replace(recipe, deepspeed=way, training={**recipe.training, **values})
 
@@ -273,23 +280,21 @@ def _changes(variant: Recipe, recipe: Recipe) -> tuple[str, ...]:
 
 
 def _burdens(each: Candidate) -> tuple[bool, float, int]:
-    """What a way costs beyond its predicted time: offload, layers computed twice, waits.
-
-    Stage 2 waits for its messages in every micro-batch, stage 3 gathers the weights besides; stages 0 and 1 reduce once
-    a step.
-    """
+    """What a way costs beyond its predicted time: offload, layers computed twice, waits."""
     config = _config(each.deepspeed)
     offloads = optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
+    # stages 0 and 1 reduce once a step, stage 2 waits for its messages in every micro-batch, stage 3 gathers as well
     return offloads, recomputed_share(each.every_n_layers), max(1, zero_stage(config))
 
 
-def _rank(fastest: float, limit: float):
+def _rank(fastest: float, limit: float) -> Callable[[Candidate], tuple]:
     def key(each: Candidate) -> tuple:
         slower, used = each.step_seconds / fastest, each.need.total / limit
         speed = 0 if slower <= SAME else slower
         crowded = 0 if used <= ROOMY else used
         offloads, again, _ = _burdens(each)
         stage = zero_stage(_config(each.deepspeed))
+        # larger kernels of a larger micro-batch are faster than the prediction sees
         return (used > TIGHT, speed, crowded, offloads, again, stage, -each.micro_batch)
 
     return key
@@ -329,7 +334,7 @@ class FitVerb:
   python -m pretraining.planning fit --recipe 30b --world_size 8 --gpu H200 --top 3 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The recipe, the GPUs, and which ways to show."""
+        """Take the recipe, the GPUs, and which ways to show."""
         add_workload_arguments(parser)
         parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
         parser.add_argument("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
@@ -352,7 +357,7 @@ class FitVerb:
         )
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """The fastest way, and those that need less memory; with `--deepspeed` those of that ds_config alone."""
+        """Return the fastest way, and those that need less memory; with `--deepspeed` those of that ds_config alone."""
         workload, gpu = workload_of(options), find_gpu(options.gpu)
         if workload.recipe is None:
             raise UserError("the search needs the model's shape: give --recipe NAME (and --set to change it)")
@@ -374,7 +379,7 @@ class FitVerb:
         }
 
     def as_text(self, answer: dict) -> str:
-        """A table, the best first, and what to type for it."""
+        """Write a table, the best first, and what to type for it."""
         header = ["ds_config", "micro-batch", "accumulation", "ac", "memory", "step", "why"]
         rows = [_row(way) for way in answer["ways"]]
         title = f"{answer['name']} on {answer['world_size']:,} x {answer['gpu']}: {_how_many(answer)}"

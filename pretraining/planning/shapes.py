@@ -54,7 +54,7 @@ class CountedModel:
     """Why its initial weights would not be the same at every stage."""
 
     def of_part(self, *parts: str) -> int:
-        """Parameters of these parts."""
+        """Return parameters of these parts."""
         return sum(numel for part, numel, _, _ in self.tensors if part in parts)
 
 
@@ -88,12 +88,12 @@ class Widths:
 
 
 def shape_of(model: dict) -> dict:
-    """The model section with its class's defaults; of a type that no formula describes, that of `stand_in`."""
+    """Return the model section with its class's defaults; of a type that no formula describes, that of `stand_in`."""
     return model_with_defaults(model) if is_exact(model) else stand_in(model)
 
 
 def widths_of(shape: dict) -> Widths:
-    """The widths in a model section with its class's defaults (`shape_of`)."""
+    """Return the widths in a model section with its class's defaults (`shape_of`)."""
     if shape["model_type"] == "gpt2":
         hidden, heads = shape["n_embd"], shape["n_head"]
         inner = shape["n_inner"] or 4 * hidden
@@ -115,7 +115,7 @@ def widths_of(shape: dict) -> Widths:
 
 
 def is_mixture(shape: dict, layer: int) -> bool:
-    """Whether this layer's feed-forward part is a mixture of experts (as transformers 5.23 chooses)."""
+    """Return whether this layer's feed-forward part is a mixture of experts (as transformers 5.23 chooses)."""
     if shape["model_type"] == "mixtral":
         return True
     if shape["model_type"] != "qwen3_moe" or not shape["num_experts"]:
@@ -124,17 +124,18 @@ def is_mixture(shape: dict, layer: int) -> bool:
 
 
 def family_of(model: dict) -> str:
-    """The model type whose activations are counted."""
+    """Return the model type whose activations are counted."""
     return model["model_type"] if is_exact(model) else stand_in(model)["model_type"]
 
 
 def stand_in(model: dict) -> dict:
-    """A gpt2, llama, qwen3 or mixtral with the model's width, layers, heads, feed-forward part and vocabulary."""
+    """Return a gpt2, llama, qwen3 or mixtral with the model's width, depth, heads, feed-forward part and vocabulary."""
     full, facts = model_with_defaults(model), count_model(model)
     width, layers = value_of(full, "hidden_size"), facts.layers
     if facts.experts and facts.chosen_experts:
         expert = facts.of_part("experts") // (3 * width * facts.experts * _sparse_layers(facts))
         return {**_grouped(full, width, layers, expert), **_mixture(facts)}
+    # gated feed-forward layers have three matrices, others two; no model section says which
     matrices = facts.of_part("mlp", "experts") / layers / width
     inner = _inner(full, matrices)
     if matrices / inner > GATED:
@@ -193,7 +194,7 @@ def _whole(value: Any) -> int | None:
 
 
 def count_model(model: dict) -> CountedModel:
-    """A model section of any type, counted.
+    """Count a model section of any type.
 
     Raises:
         UserError: transformers cannot build it, or its weights cannot be drawn alike at every ZeRO stage.
@@ -219,6 +220,7 @@ def _counted(section: str) -> CountedModel:
 
 
 def _built(section: str) -> dict:
+    # a launcher's variables would make the process one of its ranks
     environment = {
         key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
@@ -240,6 +242,7 @@ def _cache_file(section: str) -> Path:
         raise UserError(
             "model: counting this type needs transformers; pip install -r requirements.txt"
         ) from None
+    # another version of the library, or of how it is counted here, counts anew
     said = "\n".join([library, *(source.read_text(encoding="utf-8") for source in SOURCES), section])
     name = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
     return _cache_folder() / f"{name}.json"

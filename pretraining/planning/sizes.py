@@ -77,7 +77,7 @@ class _Counted:
 
 
 def model_size(model: dict) -> ModelSize:
-    """Sizes of a recipe's model section, exactly as the class of the installed transformers builds it."""
+    """Return sizes of a recipe's model section, exactly as the class of the installed transformers builds it."""
     if not is_exact(model):
         return _of_counted(count_model(model))
     shape = model_with_defaults(model)
@@ -206,7 +206,7 @@ class FlopsPerToken:
         return self.training + self.recomputed
 
     def to_dict(self) -> dict:
-        """The counts and their sum."""
+        """Return the counts and their sum."""
         return {**asdict(self), "hardware": self.hardware}
 
 

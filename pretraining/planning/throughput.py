@@ -55,7 +55,7 @@ def step_time(
     mfu: float | None = None,
     precision: str | None = None,
 ) -> StepTime:
-    """The step of a recipe on `world_size` GPUs.
+    """Return the step of a recipe on `world_size` GPUs.
 
     Args:
         mfu: share of the dense peak without recomputation; None for the expected one.
@@ -82,9 +82,10 @@ def step_time(
         precision=precision,
         recomputed=recomputed_share(recomputed_one_in(recipe)),
         width=precision_of(recipe, ds_config).weights,
-        hpz=(ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1),
+        hpz=hpz_ranks(ds_config),
     )
     if used and used.assumed:
+        # the ceiling counted every kernel, so that it needs no FLOPs over an MFU
         time = replace(time, compute_seconds=accumulation * sum(at_best.seconds.values()))
     return replace(
         time,
@@ -93,8 +94,13 @@ def step_time(
     )
 
 
+def hpz_ranks(ds_config: dict | None) -> int:
+    """Return ranks that share the second copy of the weights (ZeRO++); 1: there is none."""
+    return (ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+
+
 def precision_of_products(recipe: Recipe) -> str:
-    """bf16, fp16, tf32 or fp32, as the recipe's `training` says."""
+    """Return bf16, fp16, tf32 or fp32, as the recipe's `training` says."""
     return next((name for name in ("bf16", "fp16", "tf32") if recipe.training.get(name)), "fp32")
 
 
@@ -113,7 +119,7 @@ def predicted_step_seconds(
     width: int = 2,
     hpz: int = 1,
 ) -> StepTime:
-    """Seconds of one optimizer step of data-parallel training.
+    """Return seconds of one optimizer step of data-parallel training.
 
     Args:
         mfu: share of the dense peak without recomputation; None for the expected one.
@@ -150,7 +156,7 @@ class Communication:
 def communication(
     parameters: int, stage: int, num_ranks: int, accumulation: int = 1, width: int = 2, hpz: int = 1
 ) -> Communication:
-    """Bytes one rank sends per optimizer step: ZeRO (Rajbhandari et al. 2020), section 7.
+    """Return bytes one rank sends per optimizer step: ZeRO (Rajbhandari et al. 2020), section 7.
 
     Without accumulation 2 psi elements at stages 0 to 2 (gradients reduced and something gathered, psi each)
     and 3 psi at stage 3 (weights gathered for the forward and again for the backward pass). With accumulation,
@@ -165,8 +171,10 @@ def communication(
     once = parameters * width * (num_ranks - 1) / num_ranks
     if stage < 2:
         return Communication(once, once, 0.0)
+    # gradients exist only as shards: each micro-batch reduces its own
     if stage == 2:
         return Communication(once * accumulation, once, 0.0)
+    # each pass gathers all weights, as none stays whole between them
     gathers = once * accumulation
     if hpz <= 1:
         return Communication(gathers, 2 * gathers, 0.0)
@@ -174,7 +182,7 @@ def communication(
 
 
 def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> float:
-    """Seconds at the rate that the doctor measured on this machine, else at the peak of the links.
+    """Return seconds at the rate that the doctor measured on this machine, else at the peak of the links.
 
     The peak is that of the link inside a node, else of the slower of link and network.
     """
@@ -182,12 +190,13 @@ def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> fl
     if measured:
         return volume.total / measured["value"]
     inside = gpu.link_bytes_per_second
+    # a ring is as fast as its slowest link
     across = inside if num_ranks <= gpu.gpus_per_node else min(inside, gpu.network_bytes_per_second)
     return (volume.gradients + volume.parameters) / across + volume.inside_node / inside
 
 
 def scaling_over_nodes(gpu: Gpu, num_gpus: int, utilization_is_assumed: bool = True) -> dict | None:
-    """{"nodes", "assumption"} of GPUs in more than one node; None in one.
+    """Return {"nodes", "assumption"} of GPUs in more than one node; None in one.
 
     The tables hold no measured loss between nodes: time has a lower bound by the links' peaks, and nothing more.
     """
@@ -220,11 +229,15 @@ def _offload_seconds(
     in_node = min(world_size, gpu.gpus_per_node)
     seconds = 0.0
     if optimizer_device(config) != "gpu":
+        # 16-bit gradients down once a micro-batch, 16-bit weights up once a step
         seconds += 2 * share * (accumulation + 1) / gpu.pcie_bytes_per_second
+        # ranks of a node share its memory's bandwidth
         seconds += ADAM_BYTES * share * in_node / rates["host_bandwidth_bytes_per_second"]["value"]
     if optimizer_device(config) == "nvme":
+        # fp32 masters and moments, read and written
         seconds += 2 * 12 * share * in_node / rates["nvme_bytes_per_second"]["value"]
     if parameter_device(config) == "nvme":
+        # 16-bit weights for the forward and again for the backward pass
         seconds += 2 * 2 * share * in_node * accumulation / rates["nvme_bytes_per_second"]["value"]
     elif parameter_device(config) == "cpu":
         seconds += 2 * 2 * share * accumulation / gpu.pcie_bytes_per_second

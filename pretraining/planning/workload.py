@@ -37,7 +37,7 @@ class Workload:
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--recipe` with `--set` and `--deepspeed`, or `--parameters` and `--tokens`."""
+    """Add `--recipe` with `--set` and `--deepspeed`, or `--parameters` and `--tokens`."""
     parser.add_argument("--recipe", metavar="NAME|PATH", help="a file of recipes/, or a path")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value"
@@ -48,7 +48,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
-    """The workload that the options describe.
+    """Read the workload that the options describe.
 
     Raises:
         UserError: neither or both of --recipe and --parameters, or a recipe that is wrong.
@@ -68,7 +68,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
 
 
 def workload_of_recipe(recipe: Recipe, ds_config: dict | None, tokens: float | None = None) -> Workload:
-    """The workload of a recipe, on its own budget or as many whole steps as `tokens` pay for.
+    """Return the workload of a recipe, on its own budget or as many whole steps as `tokens` pay for.
 
     Raises:
         UserError: `tokens` pay for no step, or are more than a recipe may have.
@@ -106,7 +106,7 @@ def _with_tokens(recipe: Recipe, tokens: float) -> Recipe:
     whole = int(tokens // recipe.tokens_per_step * recipe.tokens_per_step) or int(tokens)
     # a command that is made of this recipe says them too
     overrides = (*recipe.overrides, f"budget.tokens={whole}")
-    return replace(recipe, budget={**recipe.budget, "tokens": whole}, overrides=overrides)
+    return replace(recipe, budget=replace(recipe.budget, tokens=whole), overrides=overrides)
 
 
 class FlopsVerb:
@@ -120,11 +120,11 @@ class FlopsVerb:
   python -m pretraining.planning flops --parameters 175b --tokens 300b"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """A recipe, or a size and tokens."""
+        """Take a recipe, or a size and tokens."""
         add_workload_arguments(parser)
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """Counts per token and over all tokens."""
+        """Return counts per token and over all tokens."""
         workload = workload_of(options)
         per_token = _per_token(workload)
         tokens = workload.tokens
@@ -142,7 +142,7 @@ class FlopsVerb:
         }
 
     def as_text(self, answer: dict) -> str:
-        """The parts, then the counts."""
+        """Write the parts, then the counts."""
         rows = [("model", answer["name"]), ("parameters", f"{answer['parameters']:,.0f}")]
         if answer["active_parameters"] != answer["parameters"]:
             rows.append(("active per token", f"{answer['active_parameters']:,.0f}"))

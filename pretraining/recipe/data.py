@@ -45,6 +45,11 @@ class Source(Section):
         exclusiveMinimum=0,
     )
 
+    @property
+    def called(self) -> str:
+        """Its own name, else the last part of what it is read from."""
+        return source_name(self.to_dict())
+
 
 class MinHash(Section):
     """Near duplicates by MinHash-LSH, each candidate pair checked."""
@@ -167,15 +172,15 @@ class WishedStage(NamedTuple):
     """[sources], summing to one"""
 
 
-def is_mixed(data: dict) -> bool:
+def is_mixed(data: Data) -> bool:
     """Whether the data section asks for a mixture; without one, all text is one stream in one order."""
-    weighted = any(source.get("weight") is not None for source in data["sources"])
-    return weighted or data.get("mixture") is not None
+    weighted = any(source.weight is not None for source in data.sources)
+    return weighted or data.mixture is not None
 
 
-def source_names(section: dict, where: str) -> list[str]:
+def source_names(section: Data, where: str) -> list[str]:
     """What the recipe calls its sources: the name, else the last part of the path or data set's name."""
-    names = [source_name(source) for source in section["sources"]]
+    names = [source.called for source in section.sources]
     for number, name in enumerate(names):
         if name in names[:number] and is_mixed(section):
             what = f"is {name!r} like that of source {names.index(name)}; give each a name of its own"
@@ -183,7 +188,7 @@ def source_names(section: dict, where: str) -> list[str]:
     return names
 
 
-def check_mixture(data: dict, num_samples: int, sequence_length: int, where: str) -> None:
+def check_mixture(data: Data, num_samples: int, sequence_length: int, where: str) -> None:
     """Raise `UserError` for what is wrong with a mixture before its data, and thus its sources' sizes, are there."""
     names = source_names(data, where)
     if is_mixed(data):
@@ -191,7 +196,7 @@ def check_mixture(data: dict, num_samples: int, sequence_length: int, where: str
 
 
 def read_stages(
-    data: dict, names: list[str], sizes: list[int], num_samples: int, sequence_length: int, where: str
+    data: Data, names: list[str], sizes: list[int], num_samples: int, sequence_length: int, where: str
 ) -> list[WishedStage]:
     """The stages of a run of `num_samples` blocks over sources of `sizes` blocks, in the order of `names`.
 
@@ -199,15 +204,15 @@ def read_stages(
         UserError: a weight that is not a number above zero, names no source or is given for some sources only; a
             stage that does not begin where the one before it ends; a source that no stage reads.
     """
-    mixture = data.get("mixture") or {}
+    mixture = data.mixture or Mixture()
     base = _base_shares(data, mixture, names, sizes, where)
-    stages = mixture.get("stages") or [{}]
+    stages = mixture.stages or [MixtureStage()]
     wished, start = [], 0
     for number, stage in enumerate(stages):
         key = f"data.mixture.stages.{number}"
         is_last = number == len(stages) - 1
-        stop = _border(stage.get("until"), start, is_last, num_samples, sequence_length, where, key)
-        weights = stage.get("weights")
+        stop = _border(stage.until, start, is_last, num_samples, sequence_length, where, key)
+        weights = stage.weights
         shares = base if weights is None else _named_shares(weights, names, where, f"{key}.weights")
         wished.append(WishedStage(start, stop, shares))
         start = stop
@@ -215,10 +220,12 @@ def read_stages(
     return wished
 
 
-def _base_shares(data: dict, mixture: dict, names: list[str], sizes: list[int], where: str) -> list[Fraction]:
+def _base_shares(
+    data: Data, mixture: Mixture, names: list[str], sizes: list[int], where: str
+) -> list[Fraction]:
     """By the sources' own weights, or else by size and temperature."""
-    weights = [source.get("weight") for source in data["sources"]]
-    temperature = mixture.get("temperature") or 1
+    weights = [source.weight for source in data.sources]
+    temperature = mixture.temperature or 1
     for number, weight in enumerate(weights):
         if weight is not None:
             _check_weight(weight, where, f"data.sources.{number}.weight")
@@ -312,5 +319,5 @@ def shares_of_sizes(sizes: Sequence[int], temperature: float = 1) -> list[Fracti
 
 def source_name(spec: dict) -> str:
     """Its own name in the recipe, else the last part of what it is read from."""
-    origin = spec.get("builtin") or spec.get("dataset") or spec.get("path")
-    return spec.get("name") or PurePosixPath(origin).name
+    origin = spec.builtin or spec.dataset or spec.path
+    return spec.name or PurePosixPath(origin).name

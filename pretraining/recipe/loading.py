@@ -191,7 +191,7 @@ def _set(value: Any, path: list[str], new: Any, where: str) -> None:
         here = ".".join(path[:depth])
         if not isinstance(value, dict | list):
             raise UserError(f"{where}: {here} is not an object, it has no {name!r}")
-        place = _index(value, name, here, where) if isinstance(value, list) else name
+        place: Any = _index(value, name, here, where) if isinstance(value, list) else name
         if depth == len(path) - 1:
             value[place] = new
         elif isinstance(value, dict) and value.get(place) is None:

@@ -23,7 +23,7 @@ class Progress:
     @classmethod
     def of(cls, recipe: Recipe, step: int = 0, tokens: int = 0) -> "Progress":
         """Take sizes, length and budget from the recipe."""
-        return cls(recipe.step_sizes, recipe.sequence_length, recipe.budget["tokens"], step, tokens)
+        return cls(recipe.step_sizes, recipe.sequence_length, recipe.budget.tokens, step, tokens)
 
     @property
     def extra_tokens(self) -> int:

@@ -15,7 +15,7 @@ from pretraining.recipe.checks import (
     check_router_loss,
     check_vocabulary,
 )
-from pretraining.recipe.data import Data, check_mixture, source_name
+from pretraining.recipe.data import Data, check_mixture
 from pretraining.recipe.model import Model
 from pretraining.recipe.mup import Mup, check_mup
 from pretraining.recipe.schedule import check_schedule
@@ -108,9 +108,9 @@ class Recipe:
             value = getattr(self, name)
             if not isinstance(value, section):
                 object.__setattr__(self, name, section.of(value))
-        for name, section in KEYWORDS.items():
-            if not isinstance(getattr(self, name), section):
-                object.__setattr__(self, name, section(getattr(self, name)))
+        for name, keywords in KEYWORDS.items():
+            if not isinstance(getattr(self, name), keywords):
+                object.__setattr__(self, name, keywords(getattr(self, name)))
 
     @property
     def words(self) -> list[str]:
@@ -221,7 +221,7 @@ class Recipe:
         check_mixture(self.data, self.num_samples, length, where)
         check_mup(self.mup, model, where)
         check_vocabulary(self.data, model, where)
-        sources = [source_name(source) for source in self.data.sources]
+        sources = [source.called for source in self.data.sources]
         check_evaluation(self.evaluation, self.checkpoints.keep_best, self.training, sources, where)
         if self.monitors.profile is not None:
             check_profile(self.monitors.profile.steps, self.num_steps, where)

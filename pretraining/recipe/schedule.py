@@ -37,7 +37,7 @@ _JUDGING = {
     "min_lr": _RATE,
     "eps": _RATE,
 }
-KEYWORDS = {
+KEYWORDS: dict[str, dict] = {
     "linear": {},
     "cosine": {"num_cycles": _POSITIVE},
     "cosine_with_restarts": {"num_cycles": _STEPS},

@@ -79,7 +79,13 @@ class Section:
 
     def to_dict(self) -> dict:
         """The JSON object that `of` builds this section from."""
-        return {name: _plain(getattr(self, name)) for name in self.keys()}
+        written = getattr(self, "_written", None)
+        found = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not (value is None and each.metadata["omitted"]) and (written is None or each.name in written):
+                found[each.name] = _plain(value)
+        return found
 
     @classmethod
     def schema(cls) -> dict:
@@ -110,32 +116,6 @@ class Section:
 
     def check_together(self, where: str, at: str) -> None:
         """Raise `UserError` for fields of this section that do not fit each other."""
-
-    # Until every reader says `section.key`: a section is also a mapping of its keys.
-
-    def keys(self) -> list[str]:
-        written = getattr(self, "_written", None)
-        return [
-            each.name
-            for each in fields(self)
-            if (written is None or each.name in written)
-            and not (each.metadata["omitted"] and getattr(self, each.name) is None)
-        ]
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self, name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return getattr(self, name) if name in self.keys() else default
-
-    def items(self) -> list[tuple[str, Any]]:
-        return [(name, getattr(self, name)) for name in self.keys()]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.keys()
-
-    def __iter__(self):
-        return iter(self.keys())
 
 
 def description_of(section: type[Section]) -> str:

@@ -6,6 +6,7 @@ import time
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -175,7 +176,8 @@ class RunRecord:
         """Judge the run's state at `now`, in UNIX seconds (default: the time of the call)."""
         kinds = (*STARTS, *ENDINGS)
         steps = reversed(list(zip(self.events, self.event_steps, strict=True)))
-        last, step = next((each for each in steps if each[0].get("event") in kinds), ({}, 0.0))
+        none: tuple[dict[str, Any], float] = ({}, 0.0)
+        last, step = next((each for each in steps if each[0].get("event") in kinds), none)
         checkpoint = next((f"checkpoint-{step}" for step in reversed(self.checkpoint_steps())), None)
         if last.get("event") in ENDINGS:
             reason = str(last.get("reason") or last.get("why") or "")

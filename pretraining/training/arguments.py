@@ -78,7 +78,7 @@ def build_arguments(
     if keywords.get("tf32") and not is_torch_tf32_available():
         what = "needs an Ampere GPU or a later one, and there is none here; leave it out"
         raise problem(display_path(recipe.path), "training.tf32", what)
-    if recipe.training.get("bf16") and is_torch_tf32_available():
+    if recipe.training.bf16 and is_torch_tf32_available():
         keywords = {"tf32": True, **keywords}  # of a recipe in fp32, fp32 is meant
     if keywords.get("tf32"):
         # transformers sets torch's new switch alone; inductor's autotuning asks the old one, which then refuses.
@@ -110,7 +110,7 @@ def fuses_with_liger(recipe: Recipe, ds_config: dict | None, on_gpu: bool) -> bo
     They fuse norms, rotary embeddings and gated layers, which GPT-2 has none of. A recipe that sets
     `training.use_liger_kernel` decides for itself.
     """
-    if not on_gpu or recipe.speed["compile"] != "auto" or recipe.model["model_type"] == "gpt2":
+    if not on_gpu or recipe.speed.compile != "auto" or recipe.model.model_type == "gpt2":
         return False
     return why_not_compiled(recipe, ds_config, on_gpu) is not None and is_liger_kernel_available()
 
@@ -121,9 +121,9 @@ def prefetch_factor(recipe, accumulation_steps: int) -> int:
     The Trainer takes all micro-batches of a step before the first forward pass (transformers 5.23,
     `Trainer.get_batch_samples`): what is not ready then, the GPU waits for.
     """
-    workers = recipe.training["dataloader_num_workers"]
-    samples = max(recipe.micro_batch, recipe.training.get("per_device_eval_batch_size", 8))
-    arrays = 3 if recipe.data["document_masking"] else 2  # inputs, labels, positions, 8 bytes a token each
+    workers = recipe.training.dataloader_num_workers
+    samples = max(recipe.micro_batch, recipe.training.per_device_eval_batch_size)
+    arrays = 3 if recipe.data.document_masking else 2  # inputs, labels, positions, 8 bytes a token each
     batch_bytes = 8 * arrays * samples * recipe.sequence_length
     room = PREFETCHED_BYTES
     if SHARED_MEMORY.is_dir():
@@ -141,11 +141,11 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
         zero = ds_config["zero_optimization"]
         ahead = block_gathering(zero, layer_numel(parameter_tensors(recipe.model)))
         config["zero_optimization"] = {**zero, **ahead}
-    if recipe.training.get("bf16") and zero_stage(ds_config) == 1:
+    if recipe.training.bf16 and zero_stage(ds_config) == 1:
         # DeepSpeed 0.19.8 clears all gradients when a backward pass reaches the model's output (BF16_Optimizer,
         # `backward_prologue`). The head's is found before that, inside the loss: it is to be added up at once.
         config["bf16"] = {**ds_config.get("bf16", {}), "immediate_grad_update": True}
-    if recipe.training.get("bf16") and zero_stage(ds_config) == 0:
+    if recipe.training.bf16 and zero_stage(ds_config) == 0:
         # DeepSpeed 0.19.8 has no bf16 engine with fp32 accumulation at stage 0: autocast over fp32 weights.
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     return config

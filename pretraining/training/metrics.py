@@ -216,7 +216,7 @@ class SourceLoss(TrainerCallback):
 
 def source_losses(recipe: Recipe) -> list[SourceLoss]:
     """One where the recipe mixes sources, unless it is switched off."""
-    if not (recipe.monitors["source_loss"] and is_mixed(recipe.data)):
+    if not (recipe.monitors.source_loss and is_mixed(recipe.data)):
         return []
     return [SourceLoss(source_names(recipe.data, str(recipe.path)))]
 

@@ -8,6 +8,7 @@ Callbacks may have two methods beside the Trainer's own events:
 
 import gc
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from transformers import TrainerCallback
 
@@ -36,8 +37,8 @@ class Monitors:
 
     def __init__(self, run: RunFolder, recipe: Recipe):
         self.run, self.recipe = run, recipe
-        self.stop = StopRequests(run, recipe.checkpoints["time_limit_hours"])
-        self.hangs = HangCallback(run, recipe.monitors["hang_minutes"])
+        self.stop = StopRequests(run, recipe.checkpoints.time_limit_hours)
+        self.hangs = HangCallback(run, recipe.monitors.hang_minutes)
 
     def begin(self, plan: RunPlan, start, dataset: PackedDataset) -> None:
         """Watch an attempt that begins at `start` and reads `dataset`."""
@@ -47,28 +48,29 @@ class Monitors:
         self.stability = StabilityMonitor(run, recipe.monitors, origins)
         self.gradients, self.experts = self._gradient_monitors(), self._expert_monitors()
         self.sources = source_losses(recipe)
-        settings = recipe.monitors["profile"]
+        settings = recipe.monitors.profile
         self.profile = [] if settings is None else [ProfileCallback(run, settings)]
         self.speed = SpeedMeter.of(recipe, plan.world_size, start.progress(recipe))
         self.metrics = MetricsCallback(run, self.speed, dataset.num_blocks * recipe.sequence_length)
-        report_to, project = recipe.training.get("report_to", "none"), recipe.training.get("project")
+        report_to, project = recipe.training.report_to, recipe.training.get("project")
         self.trackers = build_trackers(report_to, run, recipe.name, project)
 
     def _gradient_monitors(self) -> list[TrainerCallback]:
         """What measures gradients on some steps."""
-        every = self.recipe.monitors["noise_scale_steps"]
+        every = self.recipe.monitors.noise_scale_steps
         noise = [] if every is None else [NoiseScaleCallback(every, self.recipe.sequence_length)]
-        layers_every, alerted = self.recipe.monitors["layer_norms_steps"], self.stability
+        layers_every, alerted = self.recipe.monitors.layer_norms_steps, self.stability
         return [*noise, LayerNormsCallback(self.run, layers_every, lambda: alerted.alerted_step)]
 
     def _expert_monitors(self) -> list[ExpertLoad]:
         """What counts the load of experts, where there are some."""
-        chosen = experts_per_token(self.recipe) if self.recipe.monitors["expert_load"] else None
+        chosen = experts_per_token(self.recipe) if self.recipe.monitors.expert_load else None
         return [] if chosen is None else [ExpertLoad(self.run, chosen)]
 
     def loss(self, loss: Callable) -> Callable:
         """The loss, looked at before the backward pass."""
-        for monitor in (*self.sources, *self.experts, self.stability.watch):
+        watching: list[Any] = [*self.sources, *self.experts, self.stability.watch]
+        for monitor in watching:
             loss = monitor.around(loss)
         return loss
 

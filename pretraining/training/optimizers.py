@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from pretraining.recipe import model_with_defaults
 from pretraining.recipe.mup import Scales, scales_by_name
+from pretraining.recipe.sections import Optimizer
 from pretraining.refusals import own_groups
 from pretraining.training.muon import Muon, hidden_matrices
 
@@ -20,10 +21,10 @@ def choose_optimizer(recipe) -> tuple[Callable, dict] | None:
     training = recipe.training
     keywords = {
         "settings": recipe.optimizer,
-        "learning_rate": training["learning_rate"],
-        "weight_decay": training.get("weight_decay", 0.0),
-        "betas": (training.get("adam_beta1", 0.9), training.get("adam_beta2", 0.999)),
-        "eps": training.get("adam_epsilon", 1e-8),
+        "learning_rate": training.learning_rate,
+        "weight_decay": training.weight_decay,
+        "betas": (training.adam_beta1, training.adam_beta2),
+        "eps": training.adam_epsilon,
         "scales_of": partial(scales_by_name, model=model_with_defaults(recipe.model), mup=recipe.mup),
     }
     return (lambda: build_optimizer), keywords
@@ -31,7 +32,7 @@ def choose_optimizer(recipe) -> tuple[Callable, dict] | None:
 
 def build_optimizer(
     model: PreTrainedModel,
-    settings: dict,
+    settings: Optimizer,
     learning_rate: float,
     weight_decay: float,
     betas: tuple,
@@ -45,13 +46,14 @@ def build_optimizer(
     matrices, tables, vectors = split_parameters(model)
 
     def chosen(key: str, otherwise: float) -> float:
-        return otherwise if settings[key] is None else settings[key]
+        given = getattr(settings, key)
+        return otherwise if given is None else given
 
     adamw = {"algorithm": "adamw", "betas": betas, "eps": eps}
-    is_muon = settings["name"] == "muon"
+    is_muon = settings.name == "muon"
     keys = ("momentum", "nesterov", "newton_schulz_steps", "scale")
-    matrix_rule = {"algorithm": "muon", **{key: settings[key] for key in keys}} if is_muon else adamw
-    rule = settings["scale"] if is_muon else "adamw"
+    matrix_rule = {"algorithm": "muon", **{key: getattr(settings, key) for key in keys}} if is_muon else adamw
+    rule = settings.scale if is_muon else "adamw"
     scales = scales_of([*tables, *vectors, *matrices], rule=rule)
     groups = [
         {
@@ -132,7 +134,7 @@ SMALLEST_NORM = 1e-3
 
 def choose_clipping(recipe) -> Callable | None:
     """(model, optimizer) -> None that clips before each step; None if the recipe asks for nothing more."""
-    value, ratio = (recipe.optimizer[key] for key in ("clip_value", "adaptive_clip"))
+    value, ratio = recipe.optimizer.clip_value, recipe.optimizer.adaptive_clip
     if not (value or ratio):
         return None
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 from transformers import TrainerCallback
 
+from pretraining.recipe.sections import Profile
 from pretraining.runtime.run_folder import RunFolder
 
 MOST_ALLOCATIONS = 200_000
@@ -25,15 +26,15 @@ class ProfileCallback(TrainerCallback):
     The traced steps are slower than others, and so are the rows of metrics that hold them.
     """
 
-    def __init__(self, run: RunFolder, settings: dict):
+    def __init__(self, run: RunFolder, settings: Profile):
         """settings: `monitors.profile` of the recipe."""
-        steps = settings["steps"]
+        steps = settings.steps
         self.run, self.settings = run, settings
         self.first, self.last = steps if isinstance(steps, list) else (steps, steps)
         self.profiler: torch.profiler.profile | None = None
 
     def on_step_begin(self, args, state, control, **kwargs):
-        traced = args.process_index == 0 or self.settings["every_rank"]
+        traced = args.process_index == 0 or self.settings.every_rank
         if self.profiler is None and traced and self.first <= state.global_step + 1 <= self.last:
             self._start(state.global_step + 1)
 
@@ -50,7 +51,7 @@ class ProfileCallback(TrainerCallback):
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-            if self.settings["memory"]:
+            if self.settings.memory:
                 torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
         self.profiler = torch.profiler.profile(activities=activities)
         self.profiler.start()
@@ -78,7 +79,7 @@ class ProfileCallback(TrainerCallback):
 
     def _memory_snapshot(self, stem: Path) -> list[Path]:
         """Every allocation of these steps on the GPU, for https://pytorch.org/memory_viz; none without a GPU."""
-        if not (self.settings["memory"] and torch.cuda.is_available()):
+        if not (self.settings.memory and torch.cuda.is_available()):
             return []
         path = stem.with_name(f"{stem.name}-memory.pickle")
         torch.cuda.memory._dump_snapshot(str(path))

@@ -14,6 +14,7 @@ from accelerate.state import GradientState
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from pretraining.recipe.sections import Monitors
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.schedule import apply_schedule_now, step_schedule
 from pretraining.training.spikes import Plateau, SpikeScore, advice
@@ -36,14 +37,14 @@ class StabilityMonitor(TrainerCallback, ExportableState):
     stop) sets `finding`; the caller acts on it once `train` has returned.
     """
 
-    def __init__(self, run: RunFolder, monitors: dict, origins: Callable[[int], dict]):
+    def __init__(self, run: RunFolder, monitors: Monitors, origins: Callable[[int], dict]):
         """origins: from an optimizer step (counted from 1) to what its samples are, for the events."""
-        self.run, self.settings, self.origins = run, monitors["spikes"], origins
-        self.policy = self.settings["policy"]
+        self.run, self.settings, self.origins = run, monitors.spikes, origins
+        self.policy = self.settings.policy
         self.watch = LossWatch(refuses=self.policy == "skip")
-        self.loss_course = SpikeScore(self.settings["window"])
-        self.norm_course = SpikeScore(self.settings["window"], smallest_scale=0.1)
-        self.plateau = Plateau(monitors["plateau_steps"])
+        self.loss_course = SpikeScore(self.settings.window)
+        self.norm_course = SpikeScore(self.settings.window, smallest_scale=0.1)
+        self.plateau = Plateau(monitors.plateau_steps)
         self.in_spike = self.norm_in_spike = False
         self.non_finite_streak = self.refused_steps = 0
         self.finding: Finding | None = None
@@ -97,7 +98,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
     def _judge_non_finite(self, facts: dict, state) -> None:
         if self.non_finite_streak == 1:
             self._tell("non_finite", state, **facts)
-        if self.non_finite_streak >= self.settings["non_finite_streak"]:
+        if self.non_finite_streak >= self.settings.non_finite_streak:
             self._leave(
                 state,
                 f"{self.non_finite_streak} steps in a row had a loss or gradients that are not finite",
@@ -108,7 +109,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         if norm is None or not math.isfinite(norm):
             return  # told as non-finite
         score = self.norm_course.score(norm)
-        exploded, expected = score > self.settings["score"], self.norm_course.expected
+        exploded, expected = score > self.settings.score, self.norm_course.expected
         self.norm_course.add(norm, exploded)
         if exploded and not self.norm_in_spike:
             self._tell("gradient_explosion", state, score=score, grad_norm=norm, expected=expected)
@@ -126,7 +127,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             self.run.add_event(kind, step=state.global_step, **score, **facts)
 
     def _set_limit(self) -> None:
-        self.watch.set_limit(self.loss_course.limit(self.settings["score"]))
+        self.watch.set_limit(self.loss_course.limit(self.settings.score))
 
     def state(self) -> dict:
         """What checkpoints keep of it."""

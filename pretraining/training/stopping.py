@@ -13,6 +13,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from pretraining.metric_names import is_better, worst_value
+from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.exit_codes import STOPPED, supervisor_file, tell_exit_code
 from pretraining.runtime.process_group import Agreement
 from pretraining.runtime.restarts import STARTED, launch_details
@@ -152,11 +153,11 @@ class EarlyStopping(TrainerCallback):
         return worse >= self.patience
 
 
-def early_stopping(run: RunFolder, section: dict) -> list[EarlyStopping]:
+def early_stopping(run: RunFolder, section: Evaluation) -> list[EarlyStopping]:
     """What the recipe's `evaluation` section asks for: one callback, or none."""
-    if section["patience"] is None:
+    if section.patience is None:
         return []
-    return [EarlyStopping(run, section["metric"], section["patience"], section["min_improvement"])]
+    return [EarlyStopping(run, section.metric, section.patience, section.min_improvement)]
 
 
 def validations_without_gain(values: Iterable[float], metric: str, min_improvement: float) -> int:

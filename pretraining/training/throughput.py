@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class StepClock:
         self.on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
         self.seconds: dict[str, float] = defaultdict(float)
         self.phase = "other"
-        self._mark = None
+        self._mark: Any = None  # a CUDA event, or seconds without a GPU
         self._pending: deque = deque()  # (phase, its first event, the event after it)
 
     def start(self) -> None:

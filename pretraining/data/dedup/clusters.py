@@ -13,7 +13,7 @@ few documents that resemble it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -26,7 +26,7 @@ FATE_NAMES = ("train", "validation", "duplicate", "validation_twin")
 
 _NUM_EXAMPLES = 5
 
-PairSource = np.ndarray | Callable[[], np.ndarray]
+PairSource: TypeAlias = np.ndarray | Callable[[], np.ndarray]
 """An array of `pairs.PAIR`, or a function that loads one: only one of them is then in memory at a time."""
 
 

@@ -171,7 +171,7 @@ def _bucket(hashes: np.ndarray) -> np.ndarray:
 
 def merge_reports(reports: Iterable[dict]) -> dict:
     """Add up the reports of all pieces, in their order; an example gains the number of its piece."""
-    total = {"documents": 0, "dropped": 0, "sets": {}}
+    total: dict[str, Any] = {"documents": 0, "dropped": 0, "sets": {}}
     for piece, report in enumerate(reports):
         total["documents"] += report["documents"]
         total["dropped"] += report["dropped"]

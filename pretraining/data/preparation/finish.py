@@ -23,7 +23,7 @@ from pretraining.data.publishing import discard, publish, start_building
 from pretraining.data.shard_writer import SplitWriter, split_entry
 from pretraining.data.shards import open_shard
 from pretraining.errors import UserError
-from pretraining.recipe.data import source_name
+from pretraining.recipe.data import Source
 from pretraining.runtime.durable_files import replacing
 
 
@@ -129,7 +129,7 @@ def _manifest(
         "consulted": preparation.consulted,
         "tokenizer": vars(tokenizer.describe(tokenizer.output)),
         "encoding": _encoding(results),
-        "sources": _sources(data.to_dict()["sources"], preparation.fingerprints, results),
+        "sources": _sources(data.sources, preparation.fingerprints, results),
         "skipped": _summed(skips),
         **reports,
         "splits": splits,
@@ -137,14 +137,14 @@ def _manifest(
     }
 
 
-def _sources(specs: list[dict], fingerprints: list[dict], results: list[dict]) -> list[dict]:
+def _sources(specs: list[Source], fingerprints: list[dict], results: list[dict]) -> list[dict]:
     """List name, fingerprint and counts of each source."""
     entries = []
     for number, (spec, fingerprint) in enumerate(zip(specs, fingerprints, strict=True)):
         mine = [entry for r in results if r["source"] == number for entry in r["splits"].values()]
         counts = {name: sum(entry[name] for entry in mine) for name in ("documents", "tokens")}
         counts["text_bytes"] = sum(entry["bytes"] for entry in mine)
-        entries.append({"name": source_name(spec), **fingerprint, **counts})
+        entries.append({"name": spec.called, **fingerprint, **counts})
     return entries
 
 

@@ -17,10 +17,10 @@ from pretraining.data.manifest import (
 from pretraining.data.preparation.execution import Execution
 from pretraining.data.preparation.split_sizes import check_blocks
 from pretraining.data.publishing import is_half_published, preparation_lock
-from pretraining.data.sources import Source, open_sources
+from pretraining.data.sources import TextSource, open_sources
 from pretraining.data.tokenizer import check_vocabulary
 from pretraining.errors import UserError
-from pretraining.recipe.data import source_name
+from pretraining.recipe.data import Source
 from pretraining.recipe.recipe import Recipe
 from pretraining.schema import listed
 
@@ -45,7 +45,7 @@ class Outcome:
     folder: Path
     data_root: Path
     """Of the command line: the data set is in it, or a link to the data set."""
-    specs: list[dict]
+    specs: list[Source]
     """`data.sources` of the recipe, whose names and weights may be others than when the data was prepared."""
     manifest: dict | None = None
     """None: `jobs` will make it."""
@@ -80,11 +80,11 @@ class Outcome:
         """List what is left of each source, and how much of a run it is to be."""
         return [
             {
-                "name": source_name(spec),
+                "name": spec.called,
                 "documents": entry["documents"],
                 "tokens": entry["tokens"],
                 "share": entry["tokens"] / num_tokens,
-                "weight": spec.get("weight"),
+                "weight": spec.weight,
             }
             for spec, entry in zip(self.specs, self.manifest["sources"], strict=True)
         ]
@@ -149,7 +149,7 @@ def prepare_data(
     """
     data, named = recipe.data.to_dict(), Path(data_root) / recipe.data.name
     folder = _place(named)
-    sources = open_sources(data["sources"])
+    sources = open_sources(recipe.data.sources)
     fingerprints = [source.fingerprint() for source in sources]
     kept, jobs = None, ()
     try:
@@ -168,7 +168,7 @@ def prepare_data(
     if manifest is not None:
         check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model.vocab_size)
         check_blocks(manifest["splits"], recipe.data, recipe.sequence_length)
-    return Outcome(folder, Path(data_root), data["sources"], manifest, kept, jobs)
+    return Outcome(folder, Path(data_root), recipe.data.sources, manifest, kept, jobs)
 
 
 def _place(folder: Path) -> Path:
@@ -221,7 +221,7 @@ def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool)
 def _build(
     recipe: Recipe,
     folder: Path,
-    sources: list[Source],
+    sources: list[TextSource],
     fingerprints: list[dict],
     show_progress: bool,
     execution: Execution | None,

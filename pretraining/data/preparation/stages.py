@@ -19,8 +19,8 @@ from pretraining.data.preparation.cleaning import (
 from pretraining.data.preparation.tasks import Stage
 from pretraining.data.preparation.tokenizing import MakeTokenizer, Tokenize
 from pretraining.data.publishing import work_folder
-from pretraining.data.sources import Source
-from pretraining.recipe.data import Data, source_name
+from pretraining.data.sources import TextSource
+from pretraining.recipe.data import Data
 from pretraining.recipe.recipe import Recipe
 from pretraining.runtime.durable_files import replacing
 
@@ -43,13 +43,11 @@ class Preparation:
 
     @classmethod
     def of(
-        cls, recipe: Recipe, sources: list[Source], folder: Path, fingerprints: list[dict]
+        cls, recipe: Recipe, sources: list[TextSource], folder: Path, fingerprints: list[dict]
     ) -> "Preparation":
         """Plan the preparation of a recipe's data; the sources are cut, which may read their files' footers."""
         corpus = Corpus.of(recipe.data, sources)
-        return cls(
-            folder, recipe.data, recipe.model.vocab_size, recipe.sequence_length, corpus, fingerprints
-        )
+        return cls(folder, recipe.data, recipe.model.vocab_size, recipe.sequence_length, corpus, fingerprints)
 
     @property
     def work(self) -> Path:
@@ -85,7 +83,7 @@ class Preparation:
         if dedup:
             signatures = Signatures(self.work, clean)
             match = Match(self.work, signatures, dedup, len(self.corpus.pieces))
-            names = [source_name(spec) for spec in data.to_dict()["sources"]]
+            names = [spec.called for spec in data.sources]
             fates = Fates(self.work, clean, match, dedup, data.validation_share, names)
         return CleanedCorpus(self.corpus, cleaned_by, clean, fates, data.validation_share)
 

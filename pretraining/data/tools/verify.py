@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ def verify_data(folder: Path, show_progress: bool = False) -> dict:
     data = open_finished(folder)
     _check_manifest(data)
     _check_tokenizer(data)
-    found = {"folder": str(folder), "shards": 0, "size": 0, "documents": 0, "tokens": 0}
+    found: dict[str, Any] = {"folder": str(folder), "shards": 0, "size": 0, "documents": 0, "tokens": 0}
     with Progress("verifying", show_progress, num_shard_bytes(data.manifest)) as progress:
         for name in data.split_names:
             split = data.split(name)

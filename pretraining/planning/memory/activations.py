@@ -10,6 +10,7 @@ from math import ceil
 from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, Precision
 from pretraining.planning.shapes import Widths, is_mixture, shape_of, widths_of
 from pretraining.planning.sizes import model_size
+from pretraining.recipe.sections import Loss
 
 ELEMENTWISE_SAVED = {"gelu_new": 4, "relu": 0}
 """Inner activations an activation function saves beside its result; most save one, their input (activations.py).
@@ -18,7 +19,7 @@ ELEMENTWISE_SAVED = {"gelu_new": 4, "relu": 0}
 """
 TOKEN_INPUT_BYTES = 24
 """Ids, labels and positions, int64 each."""
-PLAIN = {"kind": "plain", "chunk_tokens": None, "compile": None}
+PLAIN = Loss(kind="plain")
 ON_PROCESSOR = 256 * 2**20
 """Bytes of one chunk if a processor trains."""
 ON_GPU = 2**30
@@ -57,10 +58,10 @@ def activations(
     sequence_length: int,
     precision: Precision,
     every_n_layers: int = 0,
-    loss: dict = PLAIN,
+    loss: Loss = PLAIN,
     gpu_memory: float | None = None,
 ) -> Activations:
-    """Activations of one micro-batch.
+    """Return activations of one micro-batch.
 
     Args:
         every_n_layers: of how many layers one is recomputed, of which its input is kept alone; 0: none is.
@@ -174,19 +175,19 @@ def _backward(shape: dict, widths: Widths, length: int, precision: Precision) ->
 
 
 def compiles_loss(compile: bool | None, on_gpu: bool) -> bool:
-    """What `loss.compile` becomes: null is true on a GPU."""
+    """Return what `loss.compile` becomes: null is true on a GPU."""
     return on_gpu if compile is None else compile
 
 
 def logit_bytes(compute: int, compiled: bool) -> int:
-    """What a chunk holds for each logit of `compute` bytes; its log-probability in fp32 too if nothing is compiled."""
+    """Return what a chunk holds for a logit of `compute` bytes; its fp32 log-probability too if nothing is compiled."""
     return compute if compiled else compute + max(compute, FP32)
 
 
 def chunk_length(
     tokens: int, vocab_size: int, bytes_a_logit: int, gpu_memory: float | None, chunk_tokens: int | None
 ) -> int:
-    """Tokens of a chunk: the recipe's, else chunks of one length, as few as the memory set aside for one allows.
+    """Return the tokens of a chunk: the recipe's, else chunks of one length, as few as its memory allows.
 
     Args:
         bytes_a_logit: see `logit_bytes`.
@@ -212,21 +213,21 @@ def loss_bytes(
     vocab_size: int,
     width: int,
     precision: Precision,
-    loss: dict = PLAIN,
+    loss: Loss = PLAIN,
     gpu_memory: float | None = None,
 ) -> float:
-    """What `model/loss.py` and `model/cross_entropy.py` hold while they find the loss of one micro-batch.
+    """Return what `model/loss.py` and `model/cross_entropy.py` hold while they find the loss of one micro-batch.
 
     plain: the fp32 log-probabilities, their gradient and the logits' gradient. chunked: the logits, which their
     gradient overwrites, and a chunk's log-probabilities if nothing is compiled. fused: the sum of the head's gradient
     in fp32, the gradient of the head's input, and a chunk; after the last chunk the sum in the weights' precision.
     """
-    if loss["kind"] == "plain":
+    if loss.kind == "plain":
         return 3 * FP32 * tokens * vocab_size
-    compute, compiled = precision.compute, compiles_loss(loss["compile"], gpu_memory is not None)
+    compute, compiled = precision.compute, compiles_loss(loss.compile, gpu_memory is not None)
     bytes_a_logit = logit_bytes(compute, compiled)
-    chunk = chunk_length(tokens, vocab_size, bytes_a_logit, gpu_memory, loss["chunk_tokens"])
-    if loss["kind"] == "chunked":
+    chunk = chunk_length(tokens, vocab_size, bytes_a_logit, gpu_memory, loss.chunk_tokens)
+    if loss.kind == "chunked":
         return compute * tokens * vocab_size + (bytes_a_logit - compute) * chunk * vocab_size
     handed_on = precision.weights * vocab_size * width if precision.weights < FP32 else 0
     passing = max(bytes_a_logit * chunk * vocab_size, handed_on)

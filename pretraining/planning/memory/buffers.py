@@ -37,7 +37,7 @@ def buffers(
     accumulation: int,
     gathers_blocks: bool = False,
 ) -> Buffers:
-    """Buffers of the stage.
+    """Return buffers of the stage.
 
     width: the model's, which decides what `"auto"` becomes (transformers 5.23, integrations/deepspeed.py).
     gathers_blocks: stage 3 gathers the weights of a block as one and reduces its gradients together.
@@ -60,26 +60,29 @@ def buffers(
     turns = 2 if zero.get("overlap_comm") else 1
     if stage == 2:
         in_flight = element * share + (FP32 * share if accumulation > 1 else 0)
+        # offloaded gradients leave the GPU one by one
         if optimizer_device(config) != "gpu":
             in_flight = element * max(tensor.numel for tensor in tensors)
         return Buffers(turns * bucket, 0, in_flight, FP32 * share)
     if stage == 1 and precision.name == "bf16":
         # BF16_Optimizer reduces its fp32 sums after the pass, cast to 16 bit (engine.py `allreduce_bucket`)
         return Buffers(0, 0, 0, element * total)
+    # fp32 and fp16: the optimizer of stage 2, with gradients whole
     if stage == 1:
         return Buffers(turns * bucket, 0, 0, FP32 * share)
+    # DeepSpeed's engine flattens what it reduces, a bucket at a time
     return Buffers(0, 0, 0, element * min(total, REDUCE_BUCKET) if world_size > 1 else 0)
 
 
 def reduce_bucket(config: dict, width: int) -> float:
-    """Elements of gradients that are reduced together; width: the model's."""
+    """Return elements of gradients that are reduced together; width: the model's."""
     return _elements(config["zero_optimization"], "reduce_bucket_size", REDUCE_BUCKET, width**2)
 
 
 def unprotected_gradient(
     config: dict | None, tensors: Sequence[Tensor], width: int, world_size: int
 ) -> Tensor | None:
-    """The largest gradient that ZeRO-2 frees on a GPU while another stream may still read it; None if there is none.
+    """Return the largest gradient that ZeRO-2 frees on a GPU while another stream may still read it.
 
     A gradient that is larger than the bucket is reduced in its own place. With `overlap_comm` this happens on a
     stream of its own, and a rank that keeps no part of the gradient frees it at once, without telling the allocator of
@@ -96,7 +99,7 @@ def unprotected_gradient(
 def optimizer_copies(
     config: dict | None, tensors: Sequence[Tensor], world_size: int, copied: str | None
 ) -> float:
-    """Bytes of the fp32 copies that an optimizer makes in its step, of a rank's share of the tensors of this kind."""
+    """Return the bytes of an optimizer's fp32 copies in its step, of a rank's share of the tensors of this kind."""
     numel = sum(tensor.numel for tensor in tensors if tensor.kind == copied)
     return FP32 * numel / (world_size if zero_stage(config) else 1)
 
@@ -118,7 +121,7 @@ def _gathered(zero: dict, tensors: Sequence[Tensor], width: int, gathers_blocks:
 
 
 def block_gathering(zero: dict, block_numel: int) -> dict:
-    """What `zero_optimization` says of gathering ahead if weights are gathered a block at a time.
+    """Return what `zero_optimization` says of gathering ahead if weights are gathered a block at a time.
 
     The next block is gathered while one computes; with transformers' `"auto"`, a share of it, the rest would be waited
     for. What the file gives as a number stays.

@@ -32,7 +32,8 @@ from pretraining.planning.quantities import columns, gpu_count, num_bytes, sever
 from pretraining.planning.sizes import model_size
 from pretraining.planning.workload import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
-from pretraining.recipe.model import is_exact, value_of
+from pretraining.recipe.model import value_of
+from pretraining.recipe.sections import Loss
 from pretraining.refusals import gathers_blocks
 from pretraining.runtime.imports import MOST_ROUNDED_MIB
 
@@ -92,6 +93,7 @@ class MemoryNeed:
     def reserve(self) -> float:
         """What the process takes beside its tensors: context, NCCL, what the allocator cannot reuse."""
         entry = table("memory")
+        # one GPU alone opens no communicator
         nccl = entry["nccl_bytes"]["value"] if self.num_gpus > 1 else 0
         return entry["cuda_context_bytes"]["value"] + nccl + entry["fragmentation"]["value"] * self.allocated
 
@@ -102,10 +104,9 @@ class MemoryNeed:
 
     @property
     def on_processor(self) -> float:
-        """Bytes that a rank takes if the processor trains, beyond what it had before the model was built.
-
-        Nobody touches the pages of the buckets' flat buffers.
-        """
+        """Bytes that a rank takes if the processor trains, beyond what it had before the model was built."""
+        # pages of the buckets' flat buffers are never touched, so that they are not resident
+        # processors have no memory of their own for what is offloaded
         device = max(sum(parts.values()) - parts.get("reduce buckets", 0) for parts in self.phases.values())
         offloaded = sum(size for name, size in self.host.items() if name.startswith("offloaded"))
         return device + offloaded + table("memory")["processor_bytes"]["value"]
@@ -140,7 +141,7 @@ class MemoryNeed:
         return _most_at_once(self.host)
 
     def to_dict(self) -> dict:
-        """Plain JSON values, derived ones included."""
+        """Return plain JSON values, derived ones included."""
         derived = (
             "peak_phase",
             "parts",
@@ -159,7 +160,7 @@ class MemoryNeed:
 def memory_need(
     recipe: Recipe, ds_config: dict | None, world_size: int, gpu_memory: float | None = None
 ) -> MemoryNeed:
-    """Memory of a recipe under a ds_config on `world_size` GPUs.
+    """Return memory of a recipe under a ds_config on `world_size` GPUs.
 
     Args:
         gpu_memory: bytes of one GPU: of a larger one the loss takes more; None: a processor trains, or it is not known.
@@ -195,7 +196,7 @@ def memory_need(
 
 
 def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> ModelState:
-    """Model state of the fullest of `world_size` ranks, with the optimizer that the recipe chooses."""
+    """Return model state of the fullest of `world_size` ranks, with the optimizer that the recipe chooses."""
     return model_state(
         model_size(recipe.model).total,
         ds_config,
@@ -207,28 +208,40 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
     )
 
 
+<<<<<<< HEAD
+def loss_of(recipe: Recipe) -> Loss:
+    """Return the recipe's section with what `kind: auto` becomes: fused if the head is known (`model/loss.py`)."""
+    kind = recipe.loss.kind
+=======
 def loss_of(recipe: Recipe) -> dict:
-    """The recipe's section with what `kind: auto` becomes: fused if the head is known (`model/loss.py`)."""
+    """Return the recipe's section with what `kind: auto` becomes: fused if the head is known (`model/loss.py`)."""
     kind = recipe.loss["kind"]
+>>>>>>> plan
     if kind != "auto":
         return recipe.loss
-    return {**recipe.loss, "kind": "fused" if is_exact(recipe.model) else "chunked"}
+    return replace(recipe.loss, kind="fused" if recipe.model.is_exact else "chunked")
 
 
 def checkpointing_of(recipe: Recipe) -> tuple[bool, int]:
-    """Whether layers are recomputed, and of how many layers one."""
+<<<<<<< HEAD
+    """Return whether layers are recomputed, and of how many layers one."""
+    keywords = recipe.training.activation_checkpointing_kwargs or {}
+    return bool(recipe.training.activation_checkpointing), int(keywords.get("every_n_layers") or 1)
+=======
+    """Return whether layers are recomputed, and of how many layers one."""
     keywords = recipe.training.get("activation_checkpointing_kwargs") or {}
     return bool(recipe.training.get("activation_checkpointing")), int(keywords.get("every_n_layers") or 1)
+>>>>>>> plan
 
 
 def recomputed_one_in(recipe: Recipe) -> int:
-    """Of so many layers one is recomputed; 0: none is."""
+    """Return of how many layers one is recomputed; 0: none is."""
     recomputes, every_n_layers = checkpointing_of(recipe)
     return every_n_layers if recomputes else 0
 
 
 def recomputed_share(every_n_layers: int) -> float:
-    """Of the layers, those that are recomputed."""
+    """Return the share of the layers that are recomputed."""
     return 1 / every_n_layers if every_n_layers else 0.0
 
 
@@ -238,8 +251,9 @@ def _phases(
     """The three moments at which a step's memory can peak.
 
     When a backward pass starts, gradients of earlier micro-batches are held; the fp32 sums of stage 2 too, those
-    of stages 1 and 3 always (observed with deepspeed 0.19.8: benchmarks/model_states.py).
+    of stages 1 and 3 always.
     """
+    # observed with deepspeed 0.19.8: benchmarks/model_states.py
     always = {"weights": state.parameters, "fp32 masters": state.masters, optimizer: state.moments}
     sums = state.gradient_accumulation
     sums_before = sums if accumulation > 1 or stage != 2 else 0
@@ -269,16 +283,14 @@ def _phases(
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """Host memory that a pinned buffer of so many bytes takes.
-
-    torch 2.13 rounds up to a power of two (ATen/core/CachingHostAllocator.h), here only up to `MOST_ROUNDED_MIB`.
-    """
+    """Return host memory that a pinned buffer of so many bytes takes."""
+    # torch 2.13 rounds up to a power of two (ATen/core/CachingHostAllocator.h), here only up to MOST_ROUNDED_MIB
     rounded = 1 << max(0, num_bytes - 1).bit_length()
     return rounded if num_bytes <= MOST_ROUNDED_MIB << 20 else num_bytes
 
 
 def snapshot_bytes(sizes: Iterable[int]) -> int:
-    """Bytes of one buffer for copies of tensors of these sizes in bytes."""
+    """Return bytes of one buffer for copies of tensors of these sizes in bytes."""
     return sum(size + -size % SNAPSHOT_ALIGNMENT for size in sizes)
 
 
@@ -291,12 +303,7 @@ def _host_memory(
     tensors: Sequence[Tensor],
     optimizer: OptimizerStates,
 ) -> dict[str, float]:
-    """Host memory of one rank in bytes, by use: the process, offloaded states, buffers, a model on its way, a save.
-
-    Stage 3 builds its weights sharded; the other stages build all of them on every rank, then move them to the GPU
-    (`model/build.py`). NVMe offload stages through pinned buffers (`buffer_count`, `buffer_size`:
-    deepspeed 0.19.8, runtime/zero/offload_config.py).
-    """
+    """Host memory of one rank in bytes, by use: the process, offloaded states, buffers, a model on its way, a save."""
     host = {PROCESS: table("memory")["host_process_bytes"]["value"]}
     if state.host:
         host["offloaded states"] = state.host
@@ -305,10 +312,11 @@ def _host_memory(
     pinned = pinned_by_offload(config, world_size, precision.weights, optimizer.in_groups(tensors))
     if rounding := sum(pinned_bytes(size) - size for size in pinned):
         host["rounding of pinned buffers"] = rounding
+    # stage 3 builds its weights sharded, the others whole on every rank before they move to the GPU (model/build.py)
     if zero_stage(config) != 3:
         built = 2 if config and precision.name == "bf16" and not precision.is_autocast else 4
         host[BUILT] = built * sum(tensor.numel for tensor in tensors)
-    if recipe.checkpoints["background"] and recipe.training.get("save_strategy", "steps") != "no":
+    if recipe.checkpoints.background and recipe.training.save_strategy != "no":
         host[SNAPSHOT] = pinned_bytes(
             snapshot_bytes([-(-checkpoint_bytes(tensors, optimizer) // world_size)])
         )
@@ -316,7 +324,8 @@ def _host_memory(
 
 
 def _most_at_once(host: dict[str, float]) -> float:
-    """Bytes of a rank at their peak: the model has moved to the GPU before the first save."""
+    """Bytes of a rank at their peak."""
+    # the model has moved to the GPU before the first save: only the larger of the two counts
     return sum(host.values()) - min(host.get(BUILT, 0), host.get(SNAPSHOT, 0))
 
 
@@ -324,7 +333,9 @@ def _staging(config: dict | None, tensors: Sequence[Tensor]) -> float:
     zero = (config or {}).get("zero_optimization", {})
     staging = 0.0
     if optimizer_device(config) == "cpu" and zero_stage(config) < 3:
-        staging += 2 * max(tensor.numel for tensor in tensors)  # temp_grad_buffer_for_cpu_offload
+        # temp_grad_buffer_for_cpu_offload, in 16 bit
+        staging += 2 * max(tensor.numel for tensor in tensors)
+    # NVMe is read into pinned buffers (deepspeed 0.19.8, runtime/zero/offload_config.py)
     if parameter_device(config) == "nvme":
         settings = zero["offload_param"]
         staging += 2 * settings.get("buffer_count", 5) * settings.get("buffer_size", 100_000_000)
@@ -336,7 +347,7 @@ def _staging(config: dict | None, tensors: Sequence[Tensor]) -> float:
 
 
 def shrink(need: MemoryNeed, recipe: Recipe, ds_config: dict | None) -> str:
-    """What would shrink the largest part; what is on already is not offered again."""
+    """Say what would shrink the largest part; what is on already is not offered again."""
     part = need.largest
     if part in FIXED:
         return FIXED[part]
@@ -372,7 +383,7 @@ class MemoryVerb:
   python -m pretraining.planning memory --recipe 1.5b --world_size 8 --deepspeed zero1 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The recipe, the number of GPUs, and which kind."""
+        """Take the recipe, the number of GPUs, and which kind."""
         add_workload_arguments(parser)
         parser.add_argument("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
         parser.add_argument(
@@ -380,7 +391,7 @@ class MemoryVerb:
         )
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """The need at the peak, by part, and the other phases."""
+        """Return the need at the peak, by part, and the other phases."""
         workload = workload_of(options)
         if workload.recipe is None:
             raise UserError("memory needs the model's shape: give --recipe NAME (and --set to change it)")
@@ -400,7 +411,7 @@ class MemoryVerb:
         }
 
     def as_text(self, answer: dict) -> str:
-        """One screen: a column for each phase, the peak's first."""
+        """Write one screen: a column for each phase, the peak's first."""
         phases = sorted(answer["phases"], key=lambda name: name != answer["peak_phase"])
         parts = dict.fromkeys(part for phase in phases for part in answer["phases"][phase])
         parts = [part for part in parts if any(answer["phases"][phase].get(part) for phase in phases)]
@@ -430,7 +441,7 @@ def _cell(number: float | None) -> str:
 
 
 def host_words(parts: dict) -> str:
-    """What host memory is for; of a process by itself nothing is counted."""
+    """Say what host memory is for; of a process by itself nothing is counted."""
     names = {name: name for name in parts} | {PROCESS: "assumed for the process"}
     words = {name: f"{num_bytes(size)} {names[name]}" for name, size in parts.items()}
     if BUILT in parts and SNAPSHOT in parts:

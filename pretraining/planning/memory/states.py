@@ -9,7 +9,6 @@ from itertools import accumulate
 from pretraining.ds_config import offloaded_share, optimizer_device, parameter_device, zero_stage
 from pretraining.planning.memory.tensors import EMBEDDING, FP32, HIDDEN, Tensor
 from pretraining.recipe import Recipe
-from pretraining.recipe.training import DEFAULT_OPTIM
 from pretraining.refusals import own_groups
 
 ELEMENTS_A_SCALE, SMALLEST_IN_8_BIT = 256, 4096
@@ -32,6 +31,9 @@ ALIGNMENT = 2
 """Elements a rank's share is padded to (nccl_start_alignment_factor, deepspeed 0.19.8 zero/stage_1_and_2.py)."""
 
 
+Groups = list[list[Tensor]]
+
+
 @dataclass(frozen=True)
 class OptimizerStates:
     """The states of one optimizer."""
@@ -46,25 +48,30 @@ class OptimizerStates:
     """The kind of tensors of which a step makes another fp32 copy."""
 
     def in_groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The tensors group by group: ZeRO lays each group end to end before it cuts it."""
+        """Return the tensors group by group: ZeRO lays each group end to end before it cuts it."""
         if self.groups is None:
             return [[t for t in tensors if t.decays is decays] for decays in (True, False)]
         return [[t for t in tensors if t.kind in kinds] for kinds in self.groups]
 
 
 def optimizer_states(recipe: Recipe) -> OptimizerStates:
-    """The states of the recipe's optimizer; of one that no family names, Adam's, which are seldom less."""
+<<<<<<< HEAD
+    """Return the states of the recipe's optimizer; of one that no family names, Adam's, which are seldom less."""
+    if recipe.optimizer.name == "muon":
+=======
+    """Return the states of the recipe's optimizer; of one that no family names, Adam's, which are seldom less."""
     if recipe.optimizer["name"] == "muon":
+>>>>>>> plan
         return MUON
     if own_groups(recipe):
         return replace(ADAM, groups=MUON.groups)
-    optim = recipe.training.get("optim", DEFAULT_OPTIM)
+    optim = recipe.training.optim
     family = next((part for part in FAMILIES if part in optim), "adam")
     name, numbers = FAMILIES[family]
     if family == "adafactor":
         return OptimizerStates(name, _factors)
     if family in ("sgd", "rmsprop"):
-        numbers += _extra_buffers(recipe.training.get("optim_args") or "")
+        numbers += _extra_buffers(recipe.training.optim_args or "")
     if "8bit" in optim and "torch" not in optim:
         return OptimizerStates(f"8-bit {name}", partial(_in_8_bit, numbers=numbers))
     return OptimizerStates(name, partial(_numbers_each, numbers=numbers))
@@ -143,7 +150,7 @@ class ModelState:
         return self.parameters + self.gradients + self.gradient_accumulation + self.master_and_moments
 
     def to_dict(self) -> dict:
-        """The parts and their sum."""
+        """Return the parts and their sum."""
         return {**asdict(self), "master_and_moments": self.master_and_moments, "gpu": self.gpu}
 
 
@@ -156,13 +163,12 @@ def model_state(
     tensors: Sequence[Tensor] = (),
     optimizer: OptimizerStates = ADAM,
 ) -> ModelState:
-    """Model state of the fullest rank.
+    """Return model state of the fullest rank.
 
     The stages shard as in ZeRO (Rajbhandari et al. 2020, section 5 and figure 1): 1 the optimizer states, 2
     the gradients, 3 the parameters. The paper's 16 bytes a parameter are 2 + 2 + 12; here gradients are
     accumulated in fp32 (`data_types.grad_accum_dtype`), so stage 3 holds 2 + 4 + 12 = 18 over all ranks.
-    Without DeepSpeed, weights stay fp32 (autocast) and every rank holds 4 + 4 + 8; DistributedDataParallel adds
-    a second set of gradients while it accumulates, its buckets beside the sums (torch 2.13, reducer.cpp).
+    Without DeepSpeed, weights stay fp32 (autocast) and every rank holds 4 + 4 + 8.
 
     Args:
         parameters: number of parameters of the whole model.
@@ -175,6 +181,7 @@ def model_state(
     """
     groups = optimizer.in_groups(tensors)
     if config is None:
+        # DistributedDataParallel keeps its buckets beside the sums while it accumulates (torch 2.13, reducer.cpp)
         gradients = 2 if world_size > 1 and accumulation > 1 else 1
         moments = _moments(optimizer, groups, parameters, world_size, 0)
         return ModelState(FP32 * parameters, gradients * FP32 * parameters, 0, 0, moments, 0)
@@ -193,9 +200,6 @@ def model_state(
         host=0,
     )
     return _offloaded(state, config, FP32 * share, width * share, accumulation)
-
-
-Groups = list[list[Tensor]]
 
 
 def _share(parameters: int, world_size: int, stage: int, groups: Groups) -> float:
@@ -218,6 +222,7 @@ def _moments(
     if stage == 3:
         tensors = [tensor for group in groups for tensor in group]
         return sum(optimizer.bytes_of(t) * -(-t.numel // world_size) / t.numel for t in tensors)
+    # stages 1 and 2 cut the group laid end to end, so that a share of its states is a share of its elements
     return sum(
         sum(map(optimizer.bytes_of, group)) * _slice(_numel(group), world_size) / _numel(group)
         for group in groups
@@ -237,15 +242,13 @@ def _slice(numel: int, world_size: int) -> int:
 def _sums(
     parameters: int, share: float, world_size: int, stage: int, sixteen_bit: bool, groups: Groups
 ) -> float:
-    """fp32 sums: whole at stage 1 under 16 bit, sharded from stage 2 on, else the gradients themselves.
-
-    In fp32, stage 2 keeps the whole sum of every tensor that reaches into a rank's slice (`get_all_grad_tensors`,
-    deepspeed 0.19.8 zero/stage_1_and_2.py): a large embedding table is held by several ranks. In 16 bit it keeps
-    the slice alone (`_use_compact_grad_partition_buffer`).
-    """
+    """fp32 sums: whole at stage 1 under 16 bit, sharded from stage 2 on, else the gradients themselves."""
     if stage == 3:
         return FP32 * share
     if stage == 2:
+        # in fp32 the whole sum of every tensor that reaches into a rank's slice, so that several ranks hold a large
+        # table (`get_all_grad_tensors`, deepspeed 0.19.8 zero/stage_1_and_2.py); in 16 bit the slice alone
+        # (`_use_compact_grad_partition_buffer`)
         whole = any(groups) and not sixteen_bit
         return FP32 * (_fullest_straddle(groups, world_size) if whole else share)
     return FP32 * parameters if stage == 1 and sixteen_bit else 0
@@ -289,19 +292,16 @@ def _hpz_copy(parameters: int, config: dict, world_size: int, width: int) -> flo
 def _offloaded(
     state: ModelState, config: dict, fp32_share: float, weight_share: float, accumulation: int
 ) -> ModelState:
-    """Move off the GPU what the ds_config offloads.
-
-    Gradient sums go with the optimizer, and a second fp32 set of gradients is there for the step: each master's
-    `.grad` (deepspeed 0.19.8, zero/stage3.py `initialize_optimizer_states`; zero/stage_1_and_2.py, where the sums
-    are needed only with accumulation). Stages 1 and 2 also keep their slice in 16 bit on the host
-    (`param_buffer_of_bit16_for_cpu_offload_groups`). Masters and moments are on NVMe, gradients stay in memory.
-    """
+    """Move off the GPU what the ds_config offloads; gradients go to host memory, never to NVMe."""
     places, zero = {"gpu": 0.0, "cpu": 0.0, "nvme": 0.0}, zero_stage(config)
     if optimizer_device(config) != "gpu":
         device, share = optimizer_device(config), offloaded_share(config)
         places[device] += share * state.master_and_moments
+        # sums go with the optimizer; stages 1 and 2 need them only with accumulation (zero/stage_1_and_2.py)
         sums = fp32_share if zero == 1 else state.gradient_accumulation
         sums = sums if zero == 3 or accumulation > 1 else 0
+        # each master's `.grad` for the step (deepspeed 0.19.8, zero/stage3.py `initialize_optimizer_states`), and at
+        # stages 1 and 2 the slice in 16 bit (`param_buffer_of_bit16_for_cpu_offload_groups`)
         places["cpu"] += sums + share * fp32_share + (weight_share if zero < 3 else 0)
         state = replace(state, gradients=0, gradient_accumulation=0)
         state = replace(state, masters=(1 - share) * state.masters, moments=(1 - share) * state.moments)
@@ -312,27 +312,24 @@ def _offloaded(
 
 
 def pinned_by_offload(config: dict | None, world_size: int, width: int, groups: Groups) -> list[int]:
-    """Bytes of each buffer that offloading to the host pins on one rank (deepspeed 0.19.8, `pin_memory`).
-
-    Stages 1 and 2 pin for each group its masters, their gradients and their 16-bit copy, and one gradient on its way
-    (zero/stage_1_and_2.py). Stage 3 pins the gradient sums, and for each sub-group its gradients (zero/stage3.py).
+    """Return the bytes of each buffer that offloading to the host pins on a rank (deepspeed 0.19.8, `pin_memory`).
 
     width: bytes of a weight.
     """
     settings = ((config or {}).get("zero_optimization") or {}).get("offload_optimizer") or {}
     if settings.get("device") != "cpu" or not settings.get("pin_memory"):
         return []
+    # of each group masters, their gradients and their 16-bit copy, and one gradient on its way (stage_1_and_2.py)
     if zero_stage(config) < 3:
         slices = [_slice(_numel(group), world_size) for group in groups if group]
         largest = max(tensor.numel for group in groups for tensor in group)
         return [*(size * held for held in slices for size in (FP32, FP32, width)), width * largest]
+    # the gradient sums, and for each sub-group its gradients (stage3.py)
     share = int(_share(0, world_size, 3, groups))
     size = int(config["zero_optimization"].get("sub_group_size", 1_000_000_000))
     return [FP32 * share, *(FP32 * min(size, share - start) for start in range(0, share, size))]
 
 
 def checkpoint_bytes(tensors: Sequence[Tensor], optimizer: OptimizerStates = ADAM) -> int:
-    """Bytes of one resumable checkpoint on disk, over all ranks: fp32 weights and the optimizer's states, whatever
-    the stage.
-    """
+    """Return the bytes of a checkpoint, over all ranks and whatever the stage: fp32 weights and optimizer states."""
     return sum(FP32 * tensor.numel + round(optimizer.bytes_of(tensor)) for tensor in tensors)

@@ -33,13 +33,11 @@ class Precision:
 
 
 def precision_of(recipe: Recipe, ds_config: dict | None) -> Precision:
-    """The precision a recipe trains in under a ds_config.
-
-    bf16 without DeepSpeed, and at stage 0, is autocast over fp32 weights (`training/arguments.py`); from stage
-    1 on DeepSpeed holds 16-bit weights and fp32 masters.
-    """
+    """Return the precision a recipe trains in under a ds_config."""
     name = next((name for name in ("bf16", "fp16") if recipe.training.get(name)), "fp32")
     compute = FP32 if name == "fp32" else SIXTEEN_BIT
+    # bf16 without DeepSpeed, and at stage 0, is autocast over fp32 weights (training/arguments.py); from stage 1 on
+    # DeepSpeed holds 16-bit weights and fp32 masters
     autocast = name != "fp32" and (ds_config is None or (name == "bf16" and zero_stage(ds_config) == 0))
     weights = FP32 if autocast else compute
     return Precision(name, weights, compute, residual=weights)
@@ -64,7 +62,7 @@ class Tensor:
 
 
 def parameter_tensors(model: dict) -> tuple[Tensor, ...]:
-    """Every parameter of a recipe's model section, as transformers 5.23 orders them (modeling_<type>.py)."""
+    """Return every parameter of a recipe's model section, as transformers 5.23 orders them (modeling_<type>.py)."""
     if not is_exact(model):
         return tuple(_counted(*tensor) for tensor in count_model(model).tensors)
     return _by_formula(json.dumps(model, sort_keys=True))
@@ -78,7 +76,7 @@ def _by_formula(section: str) -> tuple[Tensor, ...]:
 
 
 def layer_numel(tensors: Sequence[Tensor]) -> int:
-    """Parameters of the largest layer."""
+    """Return parameters of the largest layer."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         if tensor.layer is not None:
