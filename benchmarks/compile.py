@@ -85,6 +85,7 @@ def prepared(speed: dict, options):
     from pretraining.model.build import build_model
     from pretraining.model.loss import build_loss
     from pretraining.recipe import load_recipe
+    from pretraining.recipe.sections import Speed
 
     layers = [f"model.{_layers_key(options.recipe)}={options.layers}"] if options.layers else []
     recipe = load_recipe(options.recipe, layers)
@@ -94,7 +95,7 @@ def prepared(speed: dict, options):
     born_sharded = stage_3(recipe, shape[0], device) if options.zero3 else None
     with TemporaryDirectory() as folder:
         arguments = _arguments(Path(folder), device, born_sharded)
-        model = build_model(recipe.model, TOKENIZER, arguments, speed=speed)
+        model = build_model(recipe.model, TOKENIZER, arguments, speed=Speed(**speed))
     if not options.zero3:
         model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     loss = build_loss(model.train(), recipe.loss)

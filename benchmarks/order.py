@@ -24,7 +24,7 @@ import numpy as np
 from record import parser_of, record
 
 from pretraining.data.block_guard import BlockGuard
-from pretraining.data.interleaving import Interleaving, MixtureStage
+from pretraining.data.interleaving import InterleavedStage, Interleaving
 from pretraining.data.order import GlobalOrder, GroupedOrder, MixedOrder, Order
 from pretraining.recipe.data import exact_shares, shares_of_sizes
 
@@ -41,7 +41,7 @@ def grouped(num_blocks: int, group_size: int) -> GroupedOrder:
 
 def mixed(shares) -> MixedOrder:
     orders = [GlobalOrder(NUM_BLOCKS // len(shares), source, "benchmark") for source in range(len(shares))]
-    return MixedOrder(Interleaving([MixtureStage.of(0, None, shares)]), orders)
+    return MixedOrder(Interleaving([InterleavedStage.of(0, None, shares)]), orders)
 
 
 def twenty_sizes() -> list[int]:

@@ -18,11 +18,14 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
 from pretraining.errors import UserError
 from pretraining.recipe.curve import check_allowed
+from pretraining.recipe.recipe import SECTIONS
+from pretraining.recipe.section import description_of
 from pretraining.schema import REPOSITORY
 
 TRAIN_EXAMPLES = """examples:
@@ -43,6 +46,16 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+def _sections_text() -> str:
+    """What our own sections of a recipe hold."""
+    lines = ["sections of a recipe, beside model and training:"]
+    for name, section in SECTIONS.items():
+        lines += wrap(
+            description_of(section), 100, initial_indent=f"  {name:<13}", subsequent_indent=" " * 15
+        )
+    return "\n".join(lines)
+
+
 def add_recipe_arguments(parser: argparse.ArgumentParser, remote_data: bool = False) -> None:
     """`--recipe`, `--set` and `--data_dir`."""
     parser.add_argument("--recipe", required=True, metavar="NAME|PATH", help="a file of recipes/, or a path")
@@ -51,7 +64,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, remote_data: bool = Fa
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="change one value of the recipe (repeatable)",
+        help="change one value of the recipe (repeatable); recipes/README.md has a table of all keys",
     )
     if remote_data:
         add_data_source(parser)
@@ -126,7 +139,7 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
     parser = OneLineParser(
         prog="train.py",
         description="Pretrain a causal language model from a recipe.",
-        epilog=TRAIN_EXAMPLES,
+        epilog=f"{_sections_text()}\n\n{TRAIN_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -86,8 +86,8 @@ def own_groups(recipe: Recipe) -> list[str]:
     settings = recipe.optimizer
     keys = ["mup.base_width"] if recipe.mup.base_width is not None else []
     keys += ["optimizer.name"] if settings.name == "muon" else []
-    rates = [key for key in settings if key.startswith(("matrix_", "embedding_"))]
-    return keys + [f"optimizer.{key}" for key in rates if settings[key] is not None]
+    rates = [key for key in settings.to_dict() if key.startswith(("matrix_", "embedding_"))]
+    return keys + [f"optimizer.{key}" for key in rates if getattr(settings, key) is not None]
 
 
 def _check_optim(recipe: Recipe, ds_config: dict | None, where: str) -> None:

@@ -16,6 +16,8 @@ import time
 from functools import cache, cached_property
 from pathlib import Path
 
+from pretraining.runtime.heartbeat import process_fields
+
 IMPORTS = """
 import gc
 import cpuinfo
@@ -104,7 +106,7 @@ class ForkedRanks:
 
     def processes(self) -> list[int]:
         """The waiting process, its ranks and what they started."""
-        return _family(self.pid) if self.poll() is None else _survivors(self.logs)
+        return _family(self.pid) if self.poll() is None else _survivors(self.pid)
 
 
 def _family(process: int) -> list[int]:
@@ -115,12 +117,11 @@ def _family(process: int) -> list[int]:
     return [process, *(each for child in children for each in _family(int(child)))]
 
 
-def _survivors(logs: Path) -> list[int]:
-    """Ranks that outlived the process that waited for them."""
-    started = (
-        [int(line) for line in (logs / "ranks").read_text().split()] if (logs / "ranks").exists() else []
-    )
-    return [each for rank in started for each in _family(rank)]
+def _survivors(waiting: int) -> list[int]:
+    """What outlived the process that waited for the ranks: the rest of its session, whatever it had written down."""
+    found = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal())
+    fields = {process: process_fields(process)[:4] for process in found}  # state, parent, group, session
+    return [each for each, known in fields.items() if known[3:] == [str(waiting)] and known[0] != "Z"]
 
 
 def serve() -> None:

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pretraining.data.interleaving import Interleaving, MixtureStage
+from pretraining.data.interleaving import InterleavedStage, Interleaving
 from pretraining.data.order import GlobalOrder, GroupedOrder, MixedOrder, blocks_starting
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shard_writer import SplitWriter
@@ -39,7 +39,7 @@ def grouped(split: TokenSplit, seed: int = 1, group_size: int = GROUP_SIZE) -> G
 
 def mixed(split: TokenSplit) -> MixedOrder:
     orders = [grouped(split, seed=5), GlobalOrder(700, 5, "other")]
-    return MixedOrder(Interleaving([MixtureStage(0, None, (2, 1))]), orders)
+    return MixedOrder(Interleaving([InterleavedStage(0, None, (2, 1))]), orders)
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 7, 1000])
@@ -89,7 +89,7 @@ def test_the_shards_named_are_those_that_are_read(split, monkeypatch):
 
 def _two_of(split: TokenSplit) -> MixedOrder:
     return MixedOrder(
-        Interleaving([MixtureStage(0, None, (2, 1))]), [grouped(split, seed=seed) for seed in (5, 6)]
+        Interleaving([InterleavedStage(0, None, (2, 1))]), [grouped(split, seed=seed) for seed in (5, 6)]
     )
 
 

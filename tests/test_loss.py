@@ -283,7 +283,7 @@ def test_the_router_z_loss_is_the_paper_s(name, tokens):
         )
     values = {}
     for coefficient in (0.0, 0.5):
-        way = {**settings("plain"), "router_z_loss": coefficient}
+        way = replace(settings("plain"), router_z_loss=coefficient)
         values[coefficient] = build_loss(model, way)(model(input_ids=ids), labels, torch.tensor(400)).item()
     squares = [torch.log(torch.exp(row).sum()) ** 2 for layer in expected[:2] for row in layer]
     share = (labels != IGNORED).sum().item() / 400

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pretraining.data.interleaving import MAX_PERIOD, Interleaving, MixtureStage, counts_per_period
+from pretraining.data.interleaving import MAX_PERIOD, InterleavedStage, Interleaving, counts_per_period
 from pretraining.data.mixture import build_mixture, format_table
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset, build_training_dataset
+from pretraining.data.prepared import PreparedData
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
@@ -42,7 +43,7 @@ def furthest_from_promise(interleaving: Interleaving, num_samples: int) -> Fract
 def test_every_source_stays_within_one_block_of_its_share(weights):
     """At every point of the run, not only at its end; decimal weights are exact."""
     shares = exact_shares(weights)
-    interleaving = Interleaving([MixtureStage.of(0, None, shares)])
+    interleaving = Interleaving([InterleavedStage.of(0, None, shares)])
     assert interleaving.stages[0].shares == shares
     assert furthest_from_promise(interleaving, 2500) < 1
 
@@ -57,7 +58,7 @@ def test_stages_stay_within_one_block_of_what_all_stages_promise():
             counts = [draw.choice([0, 1, 2, 5, draw.randint(1, 40)]) for _ in range(num_sources)]
             counts[draw.randrange(num_sources)] += 1
             stop = None if number == num_stages - 1 else start + draw.randint(1, 250)
-            stages.append(MixtureStage(start, stop, tuple(counts)))
+            stages.append(InterleavedStage(start, stop, tuple(counts)))
             start = stop
         assert furthest_from_promise(Interleaving(stages), stages[-1].start + 200) < 1
 
@@ -66,8 +67,8 @@ def test_any_position_is_reached_directly():
     """Position 10^12 is arithmetic: the same as counting there by whole periods."""
     interleaving = Interleaving(
         [
-            MixtureStage.of(0, 10**9, exact_shares([0.7, 0.3])),
-            MixtureStage.of(10**9, None, exact_shares([1, 1])),
+            InterleavedStage.of(0, 10**9, exact_shares([0.7, 0.3])),
+            InterleavedStage.of(10**9, None, exact_shares([1, 1])),
         ]
     )
     assert interleaving.realised(10**9).tolist() == [700_000_000, 300_000_000]
@@ -79,7 +80,7 @@ def test_any_position_is_reached_directly():
 
 def test_the_interleaving_never_changes():
     """Runs are resumed by later versions of this code: this sequence is for ever."""
-    interleaving = Interleaving([MixtureStage.of(0, None, exact_shares([5, 3, 2]))])
+    interleaving = Interleaving([InterleavedStage.of(0, None, exact_shares([5, 3, 2]))])
     assert interleaving.draws(np.arange(12))[0].tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2, 0, 1]
 
 
@@ -101,7 +102,7 @@ def test_temperature_evens_the_shares_out():
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> SimpleNamespace:
+def prepared(tmp_path_factory) -> PreparedData:
     """Three sources in shards of their own; a token tells its source (thousands) and its place (the rest)."""
     folder = tmp_path_factory.mktemp("data") / "train"
     shards = []
@@ -116,7 +117,7 @@ def prepared(tmp_path_factory) -> SimpleNamespace:
     totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
     entry = {**totals, "dtype": "uint16", "shards": shards}
     train = TokenSplit(folder, entry)
-    return SimpleNamespace(train=train, validation=train, fingerprint="tokens")
+    return PreparedData(folder.parent, {"fingerprint": "tokens"}, train, train)
 
 
 def recipe_of(weights=None, mixture=None, max_epochs=None, shuffle_shards=None) -> SimpleNamespace:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -114,7 +115,8 @@ def test_a_score_does_not_depend_on_the_batch(model):
 def evaluator(workshop, tokenizer, items, **section):
     """Of the small recipe, four items of HellaSwag scored with it."""
     recipe = load_recipe(str(workshop.recipe))
-    recipe.evaluation.update(hellaswag=str(items), task_limit=4, max_validation_tokens=128, **section)
+    asked = {"hellaswag": str(items), "task_limit": 4, "max_validation_tokens": 128, **section}
+    recipe = replace(recipe, evaluation=replace(recipe.evaluation, **asked))
     data = open_prepared(recipe, workshop.data, CacheSettings.of(None, None))
     return Evaluator(recipe, data, tokenizer, last_step=10)
 

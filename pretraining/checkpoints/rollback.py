@@ -51,8 +51,9 @@ def _roll_back_on_rank_0(run: RunFolder, start: Start, finding: Finding, recipe:
     return None
 
 
-def _planned(run: RunFolder, start: Start, step: int, spikes: dict, recipe: Recipe) -> Rollback:
+def _planned(run: RunFolder, start: Start, step: int, recipe: Recipe) -> Rollback:
     """Plan the rollback from the loss of optimizer step `step`."""
+    spikes = recipe.monitors.spikes
     # Counted from 0, `step - 1` is the step whose loss was the reason.
     first_step = max(0, step - 1 - spikes.skip_steps)
     last_step = step - 1 + spikes.skip_steps

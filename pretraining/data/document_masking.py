@@ -7,7 +7,7 @@ IGNORED = -100
 
 
 def masked_block(tokens: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
-    """Inputs, labels and positions of one block, int64 [L] each.
+    """Split the tokens of one block into inputs, labels and positions, int64 [L] each.
 
     The first token of a document is no target: nothing that the model may look at comes before it. A document that
     began before the block goes on at position 0.
@@ -17,10 +17,11 @@ def masked_block(tokens: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
         ends: places in the block, from 1 to L, at which a document has just ended.
     """
     labels = tokens[1:].copy()
-    labels[ends - 1] = IGNORED
+    labels[ends - 1] = IGNORED  # label i is token i + 1, and token `end` begins the next document
     begins = np.zeros(len(labels), np.int64)
     inside = ends[ends < len(labels)]
     begins[inside] = inside
+    # The latest beginning before each place: a running maximum, no loop over documents.
     positions = np.arange(len(labels)) - np.maximum.accumulate(begins)
     return {"input_ids": tokens[:-1], "labels": labels, "position_ids": positions}
 

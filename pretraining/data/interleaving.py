@@ -25,7 +25,7 @@ _GRID_STEPS_OF_SMALLEST = 512
 """How many grid steps the smallest share gets if the grid may be fine enough: within 0.1 % of the wish."""
 
 
-class MixtureStage(NamedTuple):
+class InterleavedStage(NamedTuple):
     """Constant shares from sample `start` of the run up to `stop` (None: without end)."""
 
     start: int
@@ -34,7 +34,7 @@ class MixtureStage(NamedTuple):
     """[sources]: samples of each in one period."""
 
     @classmethod
-    def of(cls, start: int, stop: int | None, shares: Sequence[Fraction]) -> "MixtureStage":
+    def of(cls, start: int, stop: int | None, shares: Sequence[Fraction]) -> "InterleavedStage":
         """Make the stage that promises these shares, rounded to a grid if they need it."""
         return cls(start, stop, tuple(counts_per_period(shares)))
 
@@ -66,7 +66,7 @@ class _Cycle(NamedTuple):
 class Interleaving:
     """sample -> (source, draw) over the stages of a run, in O(1); draws of a source run on from stage to stage."""
 
-    def __init__(self, stages: Sequence[MixtureStage]):
+    def __init__(self, stages: Sequence[InterleavedStage]):
         self.stages = tuple(stages)
         self.num_sources = len(self.stages[0].counts)
         self._targets = _Targets(self.stages)
@@ -76,13 +76,14 @@ class Interleaving:
             drawn = self._lay_out(stage, drawn)
         self._starts = np.array([cycle.start for cycle in self._cycles], np.int64)
 
-    def _lay_out(self, stage: MixtureStage, drawn: list[int]) -> list[int]:
+    def _lay_out(self, stage: InterleavedStage, drawn: list[int]) -> list[int]:
         """Add the stage's pieces: periods until the state repeats, the repetition, the samples before the border."""
         position, seen, pieces = stage.start, {}, []
         # A draw due after the border has another deadline than in the periods before: no window is longer.
         last_regular = None if stage.stop is None else stage.stop - 2 * stage.period
         while last_regular is None or position < last_regular:
             index = len(pieces)
+            # How far each source is ahead of its line: the same state goes on with the same periods.
             state = tuple(done - index * count for done, count in zip(drawn, stage.counts, strict=True))
             if state in seen:
                 return self._repeat(stage, pieces[seen[state] :], position, drawn, last_regular)
@@ -94,7 +95,7 @@ class Interleaving:
 
     def _repeat(
         self,
-        stage: MixtureStage,
+        stage: InterleavedStage,
         cycle: list[_Cycle],
         position: int,
         drawn: list[int],
@@ -111,7 +112,7 @@ class Interleaving:
         drawn = [done + times * int(more) for done, more in zip(drawn, repeated.per_cycle, strict=True)]
         return self._finish(stage, position, drawn)
 
-    def _finish(self, stage: MixtureStage, position: int, drawn: list[int]) -> list[int]:
+    def _finish(self, stage: InterleavedStage, position: int, drawn: list[int]) -> list[int]:
         """The samples up to the stage's border, laid out one by one."""
         if position >= stage.stop:
             return drawn
@@ -158,7 +159,7 @@ class Interleaving:
 class _Targets:
     """The lines T_s over the stages, and the draws that keep to them."""
 
-    def __init__(self, stages: Sequence[MixtureStage]):
+    def __init__(self, stages: Sequence[InterleavedStage]):
         self.stages = stages
         self._dues = [[Fraction(0)] * len(stages[0].counts)]
         for stage in stages[:-1]:
@@ -183,13 +184,14 @@ class _Targets:
         return _NEVER
 
     def draw(self, start: int, stop: int, drawn: list[int]) -> tuple[np.ndarray, list[int]]:
-        """Sources [stop - start], uint16, of samples inside one stage, after `drawn` of each; draws after them."""
+        """Choose the sources of samples inside one stage, [stop - start], uint16; also return `drawn` after them."""
         num_sources = len(drawn)
         windows = [self._windows(source, start, stop, drawn[source]) for source in range(num_sources)]
         releases = np.concatenate([release for release, _ in windows])
         keys = np.concatenate([due * num_sources + source for source, (_, due) in enumerate(windows)])
         by_release = np.argsort(releases, kind="stable")
         taken = _earliest_deadlines(start, stop, releases[by_release].tolist(), keys[by_release].tolist())
+        # A key is deadline x sources + source: ties go to the source named first, on every machine.
         deadlines, chosen = np.divmod(np.array(taken, np.int64), num_sources)
         assert (deadlines > np.arange(start, stop)).all(), "a draw missed its deadline"
         counts = np.bincount(chosen, minlength=num_sources).tolist()

@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pretraining.data.interleaving import Interleaving, MixtureStage
+from pretraining.data.interleaving import InterleavedStage, Interleaving
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
 from pretraining.recipe.data import WishedStage, is_mixed, read_stages, source_names
@@ -69,7 +69,7 @@ class Mixture(NamedTuple):
             "validation_note": _validation_note(run["sources"], self.validation_tokens),
         }
 
-    def _table_part(self, start: int, stop: int, stage: MixtureStage | None = None) -> dict:
+    def _table_part(self, start: int, stop: int, stage: InterleavedStage | None = None) -> dict:
         """The samples [start, stop) and a row a source: of one stage, or of the whole run."""
         drawn = self.interleaving.realised(stop) - self.interleaving.realised(start)
         due_before, due_after = self.interleaving.promised(start), self.interleaving.promised(stop)
@@ -105,7 +105,7 @@ def build_mixture(data: "PreparedData", recipe: "Recipe", num_samples: int) -> M
     splits = [_large_enough(train.get(source), name, length, where) for source, name in enumerate(names)]
     sizes = [split.num_blocks(length) for split in splits]
     wished = read_stages(recipe.data, names, sizes, num_samples, length, where)
-    interleaving = Interleaving([MixtureStage.of(*stage) for stage in wished])
+    interleaving = Interleaving([InterleavedStage.of(*stage) for stage in wished])
     # A source may have no document in validation.
     held_out = [validation[n].num_tokens if n in validation else 0 for n in range(len(names))]
     mixture = Mixture(names, splits, interleaving, length, held_out)
@@ -147,6 +147,7 @@ def _check_epochs(
         limit = recipe.data.sources[source].max_epochs
         limit = DEFAULT_MAX_EPOCHS if limit is None else limit
         allowed = Fraction(repr(limit)) * num_blocks
+        # The shares as written decide; those rounded to a grid may pass the limit by a hair.
         wish = _wished_draws(wished, source, num_samples)
         if wish <= allowed and draws[source] <= allowed * (1 + _ROUNDING_SLACK) + 1:
             continue

@@ -125,10 +125,12 @@ class GroupedOrder(_EpochOrder):
         landed = np.empty_like(positions)
         for group in np.unique(groups):
             chosen, start = groups == group, starts[group]
+            # Groups differ in size, so each is permuted by a network of its own.
             inside = Permutation(int(starts[group + 1] - start))
             label = self._label(epoch, int(group))
             landed[chosen] = start + inside.permute(positions[chosen] - start, label)
         which = np.searchsorted(ends, landed, side="right")
+        # Counted back from the shard's end: first_blocks has the end of each, `ends` that of its place in the epoch.
         return self.first_blocks[shards[which] + 1] - (ends[which] - landed)
 
 
@@ -227,7 +229,7 @@ class Permutation:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}, must be at least 1")
         self.num_blocks = num_blocks
-        num_bits = max(2, (num_blocks - 1).bit_length())
+        num_bits = max(2, (num_blocks - 1).bit_length())  # a half must have a bit
         self._widths = (num_bits - num_bits // 2, num_bits // 2)
 
     def permute(self, positions: np.ndarray, label: str) -> np.ndarray:

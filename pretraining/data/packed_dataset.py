@@ -69,8 +69,9 @@ class PackedDataset:
         self.splits = (splits,) if isinstance(splits, TokenSplit) else tuple(splits)
         self.sequence_length, self.order, self.guard = sequence_length, order, guard
         self.masks_documents = masks_documents
-        best_fit = packing == "best_fit"
-        self.packed = [BestFit(split, sequence_length) for split in self.splits] if best_fit else None
+        self._best_fits = None
+        if packing == "best_fit":
+            self._best_fits = [BestFit(split, sequence_length) for split in self.splits]
         counts = [split.num_blocks(sequence_length) for split in self.splits]
         self.num_blocks = sum(counts)
         self._first_blocks = [sum(counts[:number]) for number in range(len(counts))]
@@ -118,8 +119,8 @@ class PackedDataset:
     def place(self, block: int) -> tuple[int, list[Stretch]]:
         """Return which of `splits` holds a block, and the stretches of its stream that are the block's L inputs."""
         source, number = self.locate(block)
-        if self.packed is not None:
-            return source, self.packed[source].stretches(number)
+        if self._best_fits is not None:
+            return source, self._best_fits[source].stretches(number)
         start = number * self.sequence_length
         return source, [(start, start + self.sequence_length)]
 
@@ -130,26 +131,27 @@ class PackedDataset:
         """
         source, stretches = self.place(block)
         split = self.splits[source]
-        stored = _read(split, stretches)
+        stored = _read(split, stretches)  # uint16 or uint32, as on the disk: cheaper for the guard
         if self.guard is not None and sample is not None:
             self.guard.look(stored, sample, block, source, stretches, split)
-        tokens = stored.astype(np.int64)
+        tokens = stored.astype(np.int64)  # torch embeds and compares int64 alone
         if self.masks_documents:
             read = masked_block(tokens, _document_ends(split, stretches))
         else:
             read = {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        # The loss by source is added up on the device: it needs the number beside the tokens.
         return read if len(self.splits) == 1 else {**read, "source": np.array(source)}
 
     def cut_shares(self) -> dict | None:
         """Count what the ends of blocks cut around the first blocks (`packing.cut_shares`); None if not packed."""
-        if self.packed is None:
+        if self._best_fits is None:
             return None
         # The first samples need their shards anyway, so nothing is fetched for this.
         count = min(_COUNTED_BLOCKS, self.num_samples)
         places = [self.locate(block) for block in self.block_numbers(np.arange(count)).tolist()]
-        windows = {(source, *self.packed[source].window_around(block)) for source, block in places}
+        windows = {(source, *self._best_fits[source].window_around(block)) for source, block in places}
         return cut_shares(
-            (self.packed[source], first, max(stop, first + 1)) for source, first, stop in windows
+            (self._best_fits[source], first, max(stop, first + 1)) for source, first, stop in windows
         )
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
@@ -167,6 +169,7 @@ class PackedDataset:
 def _read(split: TokenSplit, stretches: list[Stretch]) -> np.ndarray:
     """The tokens of the stretches, and the one that follows the last of them: the last input's target."""
     *others, (start, stop) = stretches
+    # The target of the last input is the next token of its stretch; inside, that of a stretch is the first of the next.
     last = split.read(start, stop + 1)
     return np.concatenate([*(split.read(*other) for other in others), last]) if others else last
 
@@ -196,9 +199,15 @@ def build_training_dataset(
     order = _order_of_run(data, recipe, data.mixture)
     num_samples = recipe.most_samples if num_samples is None else num_samples
     order = OrderWithout(order, left_out) if left_out else order
-    masks, packing = recipe.data.document_masking, recipe.data.packing
     return PackedDataset(
-        splits, recipe.sequence_length, order, first_sample, num_samples, guard, masks, packing
+        splits,
+        recipe.sequence_length,
+        order,
+        first_sample,
+        num_samples,
+        guard,
+        recipe.data.document_masking,
+        recipe.data.packing,
     )
 
 
@@ -207,6 +216,7 @@ def _order_of_run(data: "PreparedData", recipe: "Recipe", mixture: Mixture | Non
     if mixture is None:
         return _order_of(data.train, length, seed, data.fingerprint, group_size)
     orders = [
+        # A label of its own: sources of equal size must not be read in step with each other.
         _order_of(split, length, seed, f"{data.fingerprint}/{source}", group_size)
         for source, split in enumerate(mixture.splits)
     ]

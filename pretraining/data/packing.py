@@ -64,6 +64,7 @@ class BestFit:
         """Return [first, stop) of the window that holds the block; empty if the block crosses a shard's end."""
         length, place = self.sequence_length, block * self.sequence_length
         shard, offset = self.split.locate(place)
+        # Blocks that begin in the shard, and among them those that end in it.
         lowest, highest = -(-(place - offset) // length), int(self.split.token_starts[shard + 1]) // length
         highest = min(highest, self.split.num_blocks(length))
         if block >= highest:
@@ -96,7 +97,7 @@ class BestFit:
         return _Window(starts, stops, np.cumsum([0, *map(len, blocks)]))
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_windows": {}}
+        return {**self.__dict__, "_windows": {}}  # a worker packs its own
 
 
 def pack(borders: list[int], length: int, goes_on: bool = False) -> list[list[Stretch]]:
@@ -196,7 +197,8 @@ def _counts(packed: BestFit, first: int, stop: int) -> np.ndarray:
     next_block = (starts // length + 1) * length
     behind = np.maximum(stops - next_block, 0)
     parts = dict(part for block in range(first, stop) for part in packed.stretches(block))
-    # A part that begins a document holds its first tokens; a window of one block is never packed.
+    # Packed, a document is cut where the part that begins with it ends. One that begins and ends in a window of one
+    # block is not cut.
     inside = [parts.get(start, begin) for start in starts.tolist()] if stop - first > 1 else stops
     behind_packed = stops - np.where(starts < begin, begin, np.array(inside, np.int64))
     sums = [array for behind in (behind, behind_packed) for array in (np.count_nonzero(behind), behind.sum())]

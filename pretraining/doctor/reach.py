@@ -28,6 +28,7 @@ from pretraining.doctor.launch import Launch
 from pretraining.doctor.machine import trackers_of
 from pretraining.errors import UserError
 from pretraining.planning.quantities import several
+from pretraining.recipe.data import Source
 from pretraining.runtime.host import (
     GLOO_INTERFACE,
     existing_folder,
@@ -214,7 +215,7 @@ def _questions(launch: Launch) -> Iterator[tuple[Question, Callable[[], Finding]
         yield ("tracker", "wandb"), _wandb
 
 
-def _of_source(source: dict) -> tuple[Question, Callable[[], Finding]]:
+def _of_source(source: Source) -> tuple[Question, Callable[[], Finding]]:
     """A repository of the hub is asked about once, however many of its folders are sources."""
     name, path = source.dataset, source.path
     if name and not Path(name).exists():
@@ -242,9 +243,9 @@ def _prepared(launch: Launch) -> Finding:
     return Finding("data", FINE, what)
 
 
-def _files(source: dict) -> Finding:
+def _files(source: Source) -> Finding:
     """Files of this machine, or of a store that fsspec reaches."""
-    if "path" not in source:
+    if source.path is None:
         return Finding("data", FINE, f"{source.dataset or source.builtin}: on this machine")
     return Finding("data", FINE, f"{source.path}: {len(list_files(source.path, READABLE_SUFFIXES)):,} files")
 

@@ -56,6 +56,7 @@ def score_export(export: Path, recipe: Recipe | None, options: argparse.Namespac
     from pretraining.evaluation.evaluator import build_scorers
     from pretraining.evaluation.validation import DEFAULT_BATCH_SIZE, batch_size_of
 
+    # The light parts first: an unknown task or a missing file is reported before the weights are read.
     config, tokenizer = _load(export, "AutoConfig"), _load(export, "AutoTokenizer")
     tasks = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
     batch_size = batch_size_of(recipe) if recipe else DEFAULT_BATCH_SIZE
@@ -101,7 +102,7 @@ def _load_model(export: Path, recipe: Recipe | None) -> Any:
     import torch
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # only the results are printed
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = _load(export, "AutoModelForCausalLM", dtype="auto").to(device)
     if recipe is not None:
@@ -119,6 +120,7 @@ def _multiply_as_in_the_run(model: Any, training: dict) -> None:
         enable_tf32(bool(training.get("tf32", training.get("bf16"))))
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     half = next((dtype for key, dtype in halves.items() if training.get(key)), None)
+    # 16-bit exports multiply in 16 bit anyway
     if half is not None and model.dtype == torch.float32:
         model.forward = torch.autocast(model.device.type, half)(model.forward)
 

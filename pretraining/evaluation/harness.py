@@ -52,6 +52,7 @@ class Harness:
 
         answering = HarnessModel(model, self.tokenizer, self.max_length, self.batch_size, interrupted)
         with _own_randomness(answering.device), _no_bars():
+            # no bootstrap: errors of the estimates are not logged, and take minutes
             results = evaluate(answering, self.loaded, limit=self.limit, bootstrap_iters=0, log_samples=False)
         return scores_of(results["results"])
 
@@ -76,6 +77,7 @@ def load_tasks(names: Sequence[str]) -> dict:
             raise UserError(f"evaluation.tasks: lm-eval knows no task {name!r}{known}")
     loaded = _load(manager, wanted)
     for task in loaded["tasks"].values():
+        # as lm-eval's own command does
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=SEED)

@@ -1,6 +1,7 @@
 """A causal language model as lm-eval's tasks ask it. A module of its own, because it imports an optional package."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
-from pretraining.evaluation.likelihood import Interrupted, Pair, score
+from pretraining.evaluation.likelihood import Interrupted, Pair, Score, score
 from pretraining.evaluation.sampling import TokensCounted, encode, evaluation_mode
 from pretraining.runtime.heartbeat import long_work
 from pretraining.runtime.process_group import rank_and_world_size
@@ -44,33 +45,34 @@ class HarnessModel(TemplateLM):
         """The token before every document."""
         return self.tokenizer.eos_token_id
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Encode without special tokens, as in training."""
         return encode(self.tokenizer, string)
 
-    def loglikelihood(self, requests, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Do as lm-eval does, without its progress bar."""
         return super().loglikelihood(requests, disable_tqdm=True)
 
-    def _loglikelihood_tokens(self, requests, **kwargs) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         """requests: ((context, continuation), their tokens, their tokens)."""
         return [tuple(each) for each in self._scored([Pair(*tokens) for _, *tokens in requests])]
 
-    def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
         """Sum the log-probability of whole texts: each token once, after as much context as a window holds."""
         windows = [self._windows(*request.args) for request in requests]
         scores = iter(self._scored([window for text in windows for window in text]))
         return [sum(next(scores).log_probability for _ in text) for text in windows]
 
-    def _scored(self, pairs: list[Pair]):
+    def _scored(self, pairs: list[Pair]) -> list[Score]:
         return score(self.model, pairs, self.max_length, self.batch_size, self.interrupted)
 
     def _windows(self, text: str) -> list[Pair]:
+        # The first window of a text has the end-of-text token as its context.
         settings = {"prefix_token": self.prefix_token_id, "max_seq_len": self.max_length, "context_len": 1}
         windows = get_rolling_token_windows(token_list=self.tok_encode(text), **settings)
         return [Pair(*make_disjoint_window(window)) for window in windows]
 
-    def generate_until(self, requests, disable_tqdm: bool = True) -> list[str]:
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
         """Continue up to a stop string, greedy unless the task says otherwise; each rank takes a request a round.
 
         A rank that runs out repeats the last request, and its answer is not used.
@@ -89,7 +91,7 @@ class HarnessModel(TemplateLM):
         dist.all_gather_object(shares, texts)
         return [next(text for text in column if text is not None) for column in zip(*shares, strict=True)]
 
-    def _new_tokens(self, request) -> int:
+    def _new_tokens(self, request: Any) -> int:
         """Limit new tokens to half of the model's positions, so that there is room for the question."""
         return min(normalize_gen_kwargs(request.args[1])["max_gen_toks"], self.max_length // 2)
 
@@ -101,12 +103,14 @@ class HarnessModel(TemplateLM):
             most_tokens: of any request; under ZeRO-3 a rank that is done goes on with the longest of a round.
         """
         settings = normalize_gen_kwargs(arguments)
+        # The end of a long context stays: the question comes last.
         ids = encode(self.tokenizer, context)[-(self.max_length - most_tokens) :] or [self.eot_token_id]
         prompt = torch.tensor([ids], device=self._device)
         sampling = {key: settings[key] for key in PASSED_ON if key in settings}
         if settings["do_sample"]:
             sampling["temperature"] = settings["temperature"]
         stops = [stop for stop in settings["until"] if stop]
+        # An engine or DDP wraps the model that has `generate`.
         model = getattr(self.model, "module", self.model)
         with evaluation_mode(model), long_work():
             output = model.generate(
@@ -119,5 +123,6 @@ class HarnessModel(TemplateLM):
                 **({"stop_strings": stops, "tokenizer": self.tokenizer} if stops else {}),
                 **sampling,
             )
+        # `generate` stops after the stop string: cut it off, as lm-eval does
         text = self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
         return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]

@@ -73,12 +73,14 @@ def score(
             if number < len(batches):
                 scores.index_copy_(0, _on(scores.device, batch), found)
     if world_size > 1:
-        dist.all_reduce(scores)
+        dist.all_reduce(scores)  # each pair has one rank's score, and zeros from all others
+    # The one wait for the device: every score so far stayed there.
     return [Score(nats, greedy == 1.0) for nats, greedy in scores.tolist()]
 
 
 def _batches(pairs: Sequence[Pair], batch_size: int) -> list[list[int]]:
     """Group the numbers of the pairs by forward pass."""
+    # Longest first: a batch that does not fit in memory fails at once, and padding stays small.
     order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i].context) - len(pairs[i].continuation))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
@@ -88,7 +90,7 @@ def _score_batch(model: torch.nn.Module, pairs: Sequence[Pair], max_length: int)
     device = next(model.parameters()).device
     # Padding is on the right: earlier positions of a causal model do not see it.
     texts = [(pair.context + pair.continuation)[-(max_length + 1) :] for pair in pairs]
-    width = max(2, *map(len, texts)) - 1
+    width = max(2, *map(len, texts)) - 1  # an input has at least one token
     rows = [text[:-1] + [0] * (width + 1 - len(text)) for text in texts]
     logits = model(input_ids=_on(device, rows)).logits
     scored = zip(logits, texts, pairs, strict=True)
@@ -99,6 +101,7 @@ def _score_row(logits: torch.Tensor, text: list[int], num_scored: int) -> torch.
     """Score the last `num_scored` tokens of `text`, from logits [length, vocabulary] of all but its last token."""
     targets = _on(logits.device, text[1:])[-num_scored:] if num_scored else []
     end = len(text) - 1
+    # Only the rows that are scored go to fp32: all of a batch may be gigabytes.
     logs = torch.log_softmax(logits[end - len(targets) : end].float(), -1)
     if not len(targets):
         return torch.tensor([0.0, 1.0], dtype=torch.float64, device=logits.device)
@@ -125,6 +128,7 @@ def encode_pair(
         context = context[:-spaces]
     if not context:
         return [tokenizer.eos_token_id], encode(tokenizer, continuation)
+    # The whole text is encoded, because a token may reach over the border.
     whole, before = encode(tokenizer, context + continuation), encode(tokenizer, context)
     return whole[: len(before)], whole[len(before) :]
 
@@ -178,6 +182,7 @@ class HellaSwag:
         self, model: torch.nn.Module, interrupted: Callable[[], bool] = lambda: False
     ) -> list[Answer]:
         """Find the model's choice in each item."""
+        # scores come in the order of the pairs: the endings of the first item, then of the next
         scores = iter(score(model, self.pairs, self.max_length, self.batch_size, interrupted))
         return [_answer(item, [next(scores) for _ in item.endings]) for item in self.items]
 
@@ -239,6 +244,7 @@ def _item(row: dict, where: str) -> Item:
     missing = [
         name for name in HELLASWAG_FIELDS if not isinstance(row, dict) or row.get(name) in (None, "", [])
     ]
+    # ctx_b may be empty, but must be there
     missing = [name for name in missing if name != "ctx_b" or not isinstance(row, dict) or "ctx_b" not in row]
     if missing or not str(row["label"]).isdigit() or int(row["label"]) >= len(row["endings"]):
         what = f"has no {missing[0]}" if missing else f"has the label {row['label']!r}"
@@ -250,5 +256,6 @@ def _item(row: dict, where: str) -> Item:
 
 def _clean(text: str) -> str:
     """Remove the marks of WikiHow's layout."""
+    # The same three replacements as lm-eval's, in the same order: scores must agree item by item.
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")

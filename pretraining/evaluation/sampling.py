@@ -78,6 +78,7 @@ def sample_text(
         temperature: 0 is greedy.
     """
     ids = encode(tokenizer, prompt) or [tokenizer.eos_token_id]
+    # Positions beyond those of training would be noise, or an error of learned ones.
     room = model.config.max_position_embeddings - len(ids)
     if min(num_tokens, room) <= 0:
         return tokenizer.decode(ids, skip_special_tokens=True)
@@ -92,8 +93,8 @@ def sample_text(
             prompt_ids,
             attention_mask=torch.ones_like(prompt_ids),
             max_new_tokens=min(num_tokens, room),
-            pad_token_id=tokenizer.eos_token_id,
-            use_cache=True,
+            pad_token_id=tokenizer.eos_token_id,  # else transformers warns at each sample
+            use_cache=True,  # the config says False, which is right for training
             streamer=TokensCounted(),
             **sampling,
         )
@@ -119,6 +120,7 @@ class TokensCounted:
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators inside the block; afterwards they are as before."""
+    # Only the model's device: to fork all GPUs of a machine would start a context on each.
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

@@ -60,6 +60,7 @@ class Validation:
         length, max_tokens = recipe.sequence_length, recipe.evaluation.max_validation_tokens
         masks_documents = recipe.data.document_masking
         named = {None: splits} if isinstance(splits, TokenSplit) else splits
+        # A source with less than one block is not measured, unless there is no other.
         named = {name: split for name, split in named.items() if split.num_blocks(length)} or named
         counts = {name: split.num_blocks(length) for name, split in named.items()}
         total = sum(counts.values())
@@ -116,6 +117,7 @@ class Validation:
                 stop = min(start + COUNTED_BLOCKS, len(part.dataset))
                 blocks = part.dataset.__getitems__(list(range(start, stop)))
                 labels = np.concatenate([block["labels"] for block in blocks])
+                # the vocabulary's size is not known here: the longer of the two counts stays
                 found = np.bincount(labels[labels != IGNORED], minlength=len(counts))
                 found[: len(counts)] += counts
                 counts = found
@@ -125,12 +127,14 @@ class Validation:
         """Sum nats and tokens of each part over this rank's batches: [parts, 2]; None if interrupted."""
         rank, world_size = rank_and_world_size()
         device = next(model.parameters()).device
+        # fp64: sums over a million tokens would lose digits in fp32, and differ with the number of ranks.
         totals = torch.zeros(len(self.parts), 2, dtype=torch.float64, device=device)
         batches = self._batches()
         for round_start in range(0, len(batches), world_size):
             if interrupted():
                 return None
             number = round_start + rank
+            # past the end: no samples, so that the pass below runs with weight zero
             part, indices = batches[number] if number < len(batches) else (0, range(0))
             totals[part] += self._nats_and_tokens(model, part, indices, device)
         return totals
@@ -166,6 +170,7 @@ class Validation:
         labels: Any = inputs.pop("labels")
         if not indices:
             labels.fill_(IGNORED)
+        # The model gets no labels: its own loss would shift them, and would keep all logits in fp32.
         nats = _summed_nats(model(**inputs).logits.flatten(0, 1), labels.flatten())
         return torch.stack([nats, (labels != IGNORED).sum().double()])
 
@@ -193,7 +198,7 @@ def _first_blocks(
 ) -> Part:
     num_blocks = min(num_blocks, split.num_blocks(length))
     dataset = PackedDataset(split, length, num_samples=num_blocks, masks_documents=masks_documents)
-    num_bytes = split.bytes_before(num_blocks * length + 1)
+    num_bytes = split.bytes_before(num_blocks * length + 1)  # the last label is one token beyond the blocks
     # If documents are masked, their first tokens are no targets: their text, taken as a mean share, does not count.
     if masks_documents:
         num_bytes *= 1 - len(split.document_ends(0, num_blocks * length)) / (num_blocks * length)

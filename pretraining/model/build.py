@@ -58,6 +58,7 @@ def build_from_recipe(
 ) -> PreTrainedModel:
     """Build the model (`build_model`) with all that the recipe says of it."""
     masks_documents, speed, why_none = recipe.data.document_masking, recipe.speed, None
+    # Here and not in the recipe: what can be compiled depends on the ds_config and on this machine.
     if speed.compile == "auto":
         why_none = why_not_compiled(recipe, arguments.deepspeed, on_gpu=torch.cuda.is_available())
         speed = replace(speed, compile="none") if why_none else speed
@@ -94,7 +95,7 @@ def build_model(
     try:
         with no_init_weights(), no_zero3_draw():  # drawn below, the same at every stage
             built = AutoModelForCausalLM.from_config(config, dtype=_parameter_dtype(arguments))
-    except KeyError as error:
+    except KeyError as error:  # how transformers reports an unknown rope_type
         raise UserError(f"model.rope_parameters: transformers has no rope_type {error}") from error
     except (ImportError, ValueError) as error:
         if isinstance(error, ValueError) and "attn_implementation" not in str(error):

@@ -60,6 +60,7 @@ def compile_model(model: nn.Module, speed: Speed) -> None:
     modules = [model] if speed.compile == "whole" else list(blocks_of(model))
     if is_deepspeed_zero3_enabled():
         gather_as_one(modules)
+    # One for all modules: if one of them fails, none stays compiled.
     first_pass = FirstPass(_missing(speed)) if speed.compile == "auto" else None
     for module in modules:
         compiled = torch.compile(module.forward, **options)
@@ -156,7 +157,7 @@ class FirstPass:
 def _first_failing(fails_here: bool, device: torch.device) -> int | None:
     """Find the first rank whose block failed; None if no rank's did. All ranks call it together."""
     rank, ranks = rank_and_world_size()
-    if not dist.is_initialized():
+    if not dist.is_initialized():  # one process without a launcher
         return rank if fails_here else None
     first = torch.tensor(rank if fails_here else ranks, device=device)
     dist.all_reduce(first, dist.ReduceOp.MIN)
@@ -204,7 +205,7 @@ def convert_products(model: PreTrainedModel, recipe_name: str, emulate: bool = F
     chosen = [name for name, layer in model.named_modules() if id(layer) in in_blocks]
     float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
     for layer in map(model.get_submodule, chosen):
-        layer.__class__ = _fp8_in_training(type(layer))
+        layer.__class__ = _fp8_in_training(type(layer))  # a wrapper would change the parameters' names
     return len(chosen)
 
 

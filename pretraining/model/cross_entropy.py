@@ -150,7 +150,7 @@ def can_fuse(model: PreTrainedModel) -> bool:
 def install_loss_head(model: PreTrainedModel) -> LossHead:
     """Make the model's own output projection a LossHead: the same parameter, name and tie."""
     head = model.get_output_embeddings()
-    head.__class__ = LossHead
+    head.__class__ = LossHead  # in place: a new module would lose the tie to the embedding
     return head
 
 
@@ -199,6 +199,7 @@ class _FusedNats(torch.autograd.Function):
             here = torch.mm(inputs[rows], matrix.t(), out=logits[: len(inputs[rows])])
             nats[rows] = _nats_and_gradient(here, labels[rows], z_loss, wants_gradient, space)
             if wants_gradient:
+                # The logits are their own gradient by now.
                 counted = (labels[rows] != IGNORED)[:, None]
                 torch.mm(here, matrix, out=input_gradient[rows]).mul_(counted)
                 _add_product(sums, here.t(), inputs[rows] * counted)
@@ -260,7 +261,7 @@ def _nats_and_gradient(
         logs = torch.log_softmax(logits, -1, dtype=space.dtype, out=space[: len(logits)])
         picked = logs.gather(1, targets).squeeze(1)
         log_z = target_logit - picked
-    weight = 1 + 2 * z_loss * log_z
+    weight = 1 + 2 * z_loss * log_z  # of the softmax in the gradient of -log p + z_loss * log(Z)^2
     if wants_gradient:
         if space is None:
             _compiled(_softmax_over)(logits, log_z, weight)
@@ -302,6 +303,7 @@ def _can_compile(device: torch.device, dtype: torch.dtype, vocab_size: int) -> b
     """Compile for logits of this kind, in chunks of any length; if that fails, warn and return False."""
     if missing := missing_compiler():
         return _go_on_without(f"inductor needs {missing}", alike_on_machine=True)
+    # A trial before the first real chunk, so that a failure costs a line and not the run.
     logits = torch.zeros(TRIAL_TOKENS, vocab_size, dtype=dtype, device=device)
     log_z, weight = (torch.ones(TRIAL_TOKENS, dtype=_precision(dtype), device=device) for _ in range(2))
     for tensor in (logits, log_z, weight):

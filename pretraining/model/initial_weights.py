@@ -28,10 +28,11 @@ def initialise_weights(model: PreTrainedModel, seed: int, factors: Mapping[str, 
         parameters = parameters_near(module)
         with _whole(parameters) as is_to_write:
             if is_to_write:
+                # The same random numbers at every stage: a GPU, or 16 bits, would draw others.
                 with _generator_of(seed, name), _as_fp32_on_cpu(parameters):
                     draw_module(owner, module)
     for name, parameter in model.named_parameters():
-        if factors.get(name, 1.0) != 1.0:
+        if factors.get(name, 1.0) != 1.0:  # most have none, and need no gathering
             with _whole([parameter]) as is_to_write:
                 if is_to_write:
                     parameter.mul_(factors[name])
@@ -64,6 +65,7 @@ def _whole(parameters: list[nn.Parameter]) -> Iterator[bool]:
         return
     import deepspeed  # here and not above: counting a model does not wait for its import
 
+    # rank 0's values go to all ranks when the block ends
     with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
         yield torch.distributed.get_rank() == 0
 
@@ -73,6 +75,7 @@ def _generator_of(seed: int, module_name: str) -> Iterator[None]:
     """Seed torch's generator by seed and module name, so that no weight depends on what was drawn before it."""
     digest = hashlib.blake2b(f"{seed}/{module_name}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]):
+        # 63 bits, because torch's seeds are signed
         torch.random.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
         yield
 

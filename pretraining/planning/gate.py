@@ -248,11 +248,7 @@ def _without_kernels(gpu: Gpu | None) -> list[Objection]:
 
 
 def _fp16(case: _Case) -> Objection | None:
-<<<<<<< HEAD
     if not (case.recipe.training.fp16 and case.machine.has_bf16):
-=======
-    if not (case.recipe.training.get("fp16") and case.machine.has_bf16):
->>>>>>> plan
         return None
     what = "fp16 overflows above 65,504 and needs loss scaling, and this GPU has bf16"
     return Objection(what, "--set training.fp16=false --set training.bf16=true")
@@ -267,12 +263,7 @@ def _warm_up(case: _Case) -> Objection | None:
         return Objection(
             f"{what}, whatever training.warmup_steps says", "write constant_with_warmup, or 0 steps"
         )
-<<<<<<< HEAD
     needed = round(2 / max(1 - case.recipe.training.adam_beta2, 1e-9))
-=======
-    # as long as Adam's second moment remembers
-    needed = round(2 / max(1 - case.recipe.training.get("adam_beta2", 0.999), 1e-9))
->>>>>>> plan
     if model_size(case.recipe.model).total >= 1e9:
         needed = max(needed, WARM_UP_TOKENS // case.recipe.tokens_per_step)
     # a short run cannot spend more than a tenth of itself on it
@@ -381,13 +372,8 @@ def _checkpointing(case: _Case) -> Objection | None:
 
 def _repeats(case: _Case) -> Objection | None:
     """Up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)."""
-<<<<<<< HEAD
     tokens, there = case.recipe.budget.tokens, case.machine.data_tokens
     stated = any(source.max_epochs for source in case.recipe.data.sources)
-=======
-    tokens, there = case.recipe.budget["tokens"], case.machine.data_tokens
-    stated = any(source.get("max_epochs") for source in case.recipe.data["sources"])
->>>>>>> plan
     if not there or stated or tokens <= MANY_EPOCHS * there:
         return None
     what = f"budget.tokens reads the {there:,} training tokens {tokens / there:.1f} times: after four it teaches little"

@@ -146,13 +146,8 @@ def token_bytes(vocab_size: int) -> int:
 
 
 def save_every(recipe: Recipe) -> int | None:
-<<<<<<< HEAD
     """Steps from one checkpoint to the next: the whole run if they are not counted in steps; None if none is saved."""
     strategy, every = recipe.training.save_strategy, recipe.training.save_steps
-=======
-    """Return the steps between checkpoints: the whole run if they are not counted in steps; None if none is saved."""
-    strategy, every = recipe.training.get("save_strategy", "steps"), recipe.training.get("save_steps", 500)
->>>>>>> plan
     if strategy == "no":
         return None
     if strategy != "steps":
@@ -172,11 +167,5 @@ def _checkpoints_kept(recipe: Recipe) -> int:
     every, written, rule = save_every(recipe), checkpoints_written(recipe), recipe.checkpoints
     if not every or rule.keep_last is None:
         return written
-<<<<<<< HEAD
     for_ever = recipe.num_steps // math.lcm(every, rule.keep_every) if rule.keep_every else 0
     return min(rule.keep_last + rule.keep_best + for_ever, written)
-=======
-    # a step must be saved at all to be kept for ever
-    for_ever = recipe.num_steps // math.lcm(every, rule["keep_every"]) if rule["keep_every"] else 0
-    return min(rule["keep_last"] + rule["keep_best"] + for_ever, written)
->>>>>>> plan

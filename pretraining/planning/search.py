@@ -212,16 +212,10 @@ def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     node = gpu.gpus_per_node if gpu else 8
     hpz = node == 8 and world_size > 8 and world_size % 8 == 0
     shipped = [way for way in WAYS if (hpz or way != "zero3_hpz") and _is_accepted(recipe, way, world_size)]
-<<<<<<< HEAD
     if recipe.training.fp16:
         shipped = [
             way for way in shipped if way != "zero0"
         ]  # DeepSpeed 0.19.8 cannot sum fp16 gradients in fp32 at stage 0
-=======
-    if recipe.training.get("fp16"):
-        # DeepSpeed 0.19.8 cannot sum fp16 gradients in fp32 at stage 0
-        shipped = [way for way in shipped if way != "zero0"]
->>>>>>> plan
     return shipped if recipe.deepspeed in shipped else [recipe.deepspeed, *shipped]
 
 

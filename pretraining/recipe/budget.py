@@ -21,19 +21,19 @@ MOST_UNITS = 1_000_000
 class Ramp(Section):
     """Smaller steps at first, by accumulation: their size rises in equal stairs."""
 
-    from_tokens_per_step: int = key(..., "Tokens of the first step.", minimum=1)
+    from_tokens_per_step: int = key("Tokens of the first step.", minimum=1)
     over_tokens: int = key(
-        ...,
-        "Tokens after which a step has tokens_per_step; each stair has an equal share of them.",
-        minimum=1,
+        "Tokens after which a step has tokens_per_step; each stair has an equal share of them.", minimum=1
     )
     increment: int | None = key(
-        None, "Tokens by which a stair is higher than the one before; null: from_tokens_per_step.", minimum=1
+        "Tokens by which a stair is higher than the one before; null: from_tokens_per_step.",
+        default=None,
+        minimum=1,
     )
     lr_scaling: Literal["none", "sqrt", "linear"] = key(
-        "none",
         "How the learning rate goes with the size of a step: not at all, as its root (Adam), "
         "in proportion (SGD).",
+        default="none",
     )
 
 
@@ -41,27 +41,26 @@ class Budget(Section):
     """How long to train; steps and gradient accumulation follow from it."""
 
     tokens: int = key(
-        ..., "Tokens to train on: a multiple of tokens_per_step.", minimum=1, maximum=1000000000000000000
+        "Tokens to train on: a multiple of tokens_per_step.", minimum=1, maximum=1000000000000000000
     )
     tokens_per_step: int = key(
-        ...,
         "Tokens per optimizer step, at any number of GPUs: a multiple of the sequence length.",
         minimum=1,
         maximum=1000000000000000000,
     )
     warmup_tokens: int | None = key(
-        None,
         "Tokens over which the learning rate rises, in place of training.warmup_steps; the "
         "schedule then counts tokens. A multiple of tokens_per_step.",
+        default=None,
         minimum=1,
     )
     decay_tokens: int | None = key(
-        None,
         "Last tokens, over which warmup_stable_decay falls, in place of num_decay_steps; the "
         "schedule then counts tokens. A multiple of tokens_per_step.",
+        default=None,
         minimum=1,
     )
-    ramp: Ramp | None = key(None)
+    ramp: Ramp | None = key(default=None)
 
     @property
     def step_sizes(self) -> "StepSizes":

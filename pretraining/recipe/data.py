@@ -19,29 +19,33 @@ class Source(Section):
     one_of = ("builtin", "path", "dataset")
 
     builtin: Literal["python_stdlib"] | None = key(
-        None, "The text of the installed Python standard library: no network, no account.", omitted=True
+        "The text of the installed Python standard library: no network, no account.",
+        default=None,
+        omitted=True,
     )
     path: str | None = key(
-        None,
         "A file, a folder or a glob: .txt, .jsonl(.gz, .zst), .parquet, .warc(.gz); here or "
         "at an fsspec address (s3://, gs://, hf://, https://).",
+        default=None,
         minLength=1,
         omitted=True,
     )
-    dataset: str | None = key(None, "A Hugging Face dataset name, streamed.", minLength=1, omitted=True)
-    config: str | None = key(None, "Configuration of the dataset.", minLength=1)
-    split: str = key("train", "Split of the dataset.", minLength=1)
-    revision: str | None = key(None, "Commit or tag of the dataset.", minLength=1)
-    text_column: str = key("text", "Column or JSON key that holds the text.", minLength=1)
-    name: str | None = key(None, "What reports and data.mixture call this source.", minLength=1)
+    dataset: str | None = key(
+        "A Hugging Face dataset name, streamed.", default=None, minLength=1, omitted=True
+    )
+    config: str | None = key("Configuration of the dataset.", default=None, minLength=1)
+    split: str = key("Split of the dataset.", default="train", minLength=1)
+    revision: str | None = key("Commit or tag of the dataset.", default=None, minLength=1)
+    text_column: str = key("Column or JSON key that holds the text.", default="text", minLength=1)
+    name: str | None = key("What reports and data.mixture call this source.", default=None, minLength=1)
     weight: float | None = key(
-        None,
         "Share of the training tokens relative to the other sources' weights; null for all sources: by size.",
+        default=None,
         exclusiveMinimum=0,
     )
     max_epochs: float | None = key(
-        None,
         "How often the run may read this source; null: once in a mixture, without limit otherwise.",
+        default=None,
         exclusiveMinimum=0,
     )
 
@@ -56,35 +60,40 @@ class MinHash(Section):
 
     keeps_what_is_written = True
 
-    ngram: int = key(5, "Words or characters in an n-gram.", minimum=1, maximum=1024)
-    unit: Literal["words", "characters"] = key("words", "What an n-gram is made of.")
+    ngram: int = key("Words or characters in an n-gram.", default=5, minimum=1, maximum=1024)
+    unit: Literal["words", "characters"] = key("What an n-gram is made of.", default="words")
     threshold: float = key(
-        0.8, "Jaccard similarity from which documents are near duplicates.", exclusiveMinimum=0, maximum=1
+        "Jaccard similarity from which documents are near duplicates.",
+        default=0.8,
+        exclusiveMinimum=0,
+        maximum=1,
     )
-    bands: int | None = key(None, "null: derived from threshold (32 x 8 at 0.8).", minimum=1)
-    rows: int | None = key(None, "Hashes in a band; goes with bands.", minimum=1)
-    seed: int = key(0, "Picks the hash functions.", minimum=0)
+    bands: int | None = key("null: derived from threshold (32 x 8 at 0.8).", default=None, minimum=1)
+    rows: int | None = key("Hashes in a band; goes with bands.", default=None, minimum=1)
+    seed: int = key("Picks the hash functions.", default=0, minimum=0)
 
 
 class Dedup(Section):
     """Leave out repeated documents, across all sources; the first in source order is kept."""
 
-    exact: bool = key(True, "Drop documents whose text occurred before.")
-    remove: bool = key(True, "false keeps every copy, on one side of the train/validation split.")
-    minhash: MinHash | None = key(None)
+    exact: bool = key("Drop documents whose text occurred before.", default=True)
+    remove: bool = key("false keeps every copy, on one side of the train/validation split.", default=True)
+    minhash: MinHash | None = key(default=None)
 
 
 class Decontaminate(Section):
     """Drop documents that hold a stretch of an evaluation set."""
 
-    folder: str | None = key(None, "Folder of .txt and .jsonl(.gz) evaluation sets.", minLength=1)
-    tasks: list[str] = key([], "lm-eval tasks, groups, or paths of task YAML files.", items={"minLength": 1})
-    ngram: int = key(13, "Words that must be shared.", minimum=1, maximum=1024)
+    folder: str | None = key("Folder of .txt and .jsonl(.gz) evaluation sets.", default=None, minLength=1)
+    tasks: list[str] = key(
+        "lm-eval tasks, groups, or paths of task YAML files.", default=[], items={"minLength": 1}
+    )
+    ngram: int = key("Words that must be shared.", default=13, minimum=1, maximum=1024)
     shortest: int = key(
-        8, "Shorter evaluation texts are looked for whole, down to this many words.", minimum=1
+        "Shorter evaluation texts are looked for whole, down to this many words.", default=8, minimum=1
     )
     share: float = key(
-        0, "Share of a document's n-grams that must be found; 0: any one.", minimum=0, maximum=1
+        "Share of a document's n-grams that must be found; 0: any one.", default=0, minimum=0, maximum=1
     )
 
 
@@ -94,11 +103,13 @@ class MixtureStage(Section):
     keeps_what_is_written = True
 
     until: float | None = key(
-        None,
         "End of the stage: a share of the run below 1, or tokens; left out in the last.",
+        default=None,
         exclusiveMinimum=0,
     )
-    weights: dict | None = key(None, "Weight by source name; a source left out is not read in this stage.")
+    weights: dict | None = key(
+        "Weight by source name; a source left out is not read in this stage.", default=None
+    )
 
 
 class Mixture(Section):
@@ -107,22 +118,22 @@ class Mixture(Section):
     keeps_what_is_written = True
 
     temperature: float | None = key(
-        None, "Without weights: shares go as size ** (1 / temperature).", minimum=1
+        "Without weights: shares go as size ** (1 / temperature).", default=None, minimum=1
     )
-    stages: list[MixtureStage] | None = key(None, "Weights that change during the run, in order.", minItems=1)
+    stages: list[MixtureStage] | None = key(
+        "Weights that change during the run, in order.", default=None, minItems=1
+    )
 
 
 class Data(Section):
     """The text, how it becomes tokens, and how much of it validates."""
 
     name: str = key(
-        ...,
         "Folder below data/ that holds the prepared tokens; recipes with equal data share it.",
         check=check_folder_name,
     )
-    sources: list[Source] = key(..., "Where the text comes from, in this order.", minItems=1)
+    sources: list[Source] = key("Where the text comes from, in this order.", minItems=1)
     tokenizer: str | dict = key(
-        ...,
         'A name or path, or {"train_vocab_size": N} to train byte-level BPE on the corpus.',
         minLength=1,
         properties={"train_vocab_size": {"type": "integer", "minimum": 257}},
@@ -130,36 +141,40 @@ class Data(Section):
         additionalProperties=False,
     )
     validation_share: float = key(
-        0.005,
         "Share of the documents kept for validation, whole, by a hash of their text.",
+        default=0.005,
         exclusiveMinimum=0,
         exclusiveMaximum=1,
     )
     encoder: Literal["auto", "fastokens", "gigatoken", "tokenizers"] = key(
-        "auto",
         "What turns text into tokens; auto: the fast exact one where it fits the tokenizer, "
         "else tokenizers. The tokens are the same.",
+        default="auto",
     )
-    filters: list[dict] = key([], schema={})
-    dedup: Dedup | None = key(None)
-    decontaminate: Decontaminate | None = key(None)
-    mixture: Mixture | None = key(None)
+    filters: list[dict] = key(default=[], schema={})
+    dedup: Dedup | None = key(default=None)
+    decontaminate: Decontaminate | None = key(default=None)
+    mixture: Mixture | None = key(default=None)
     shuffle_shards: int | None = key(
-        None,
         "Shuffle inside groups of so many shards, so that a remote cache stays small; null: "
         "over the whole epoch.",
+        default=None,
         minimum=1,
     )
-    skip_undecodable: bool = key(False, "Skip and count text that is not UTF-8 instead of stopping at it.")
-    sequence_length: int | None = key(None, "Tokens per sample; null: the model's positions.", minimum=1)
+    skip_undecodable: bool = key(
+        "Skip and count text that is not UTF-8 instead of stopping at it.", default=False
+    )
+    sequence_length: int | None = key(
+        "Tokens per sample; null: the model's positions.", default=None, minimum=1
+    )
     document_masking: bool = key(
-        False,
         "Attention and positions stop at the ends of documents, and no document's first token is a target.",
+        default=False,
     )
     packing: Literal["in_sequence", "best_fit"] = key(
-        "in_sequence",
         "How documents fill blocks: one after the other, or rearranged near each other so "
         "that few are cut by a block's end.",
+        default="in_sequence",
     )
 
 
@@ -319,5 +334,5 @@ def shares_of_sizes(sizes: Sequence[int], temperature: float = 1) -> list[Fracti
 
 def source_name(spec: dict) -> str:
     """Its own name in the recipe, else the last part of what it is read from."""
-    origin = spec.builtin or spec.dataset or spec.path
-    return spec.name or PurePosixPath(origin).name
+    origin = spec.get("builtin") or spec.get("dataset") or spec.get("path")
+    return spec.get("name") or PurePosixPath(origin).name

@@ -31,15 +31,15 @@ class Mup(Section):
     epsilon follow from how much larger this one is."""
 
     base_width: int | None = key(
-        None,
         "Width of the model that training.learning_rate was tuned for; null: no muP. All "
         "other widths grow in proportion, the heads in number.",
+        default=None,
         minimum=1,
     )
-    base_layers: int | None = key(None, "Its layers; null: as many as here.", minimum=1)
+    base_layers: int | None = key("Its layers; null: as many as here.", default=None, minimum=1)
     base_head_size: int | None = key(
-        None,
         "Size of its heads, for attention that is divided by the size and not its root; null: as here.",
+        default=None,
         minimum=1,
     )
 

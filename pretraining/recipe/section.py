@@ -2,7 +2,7 @@
 
     class Report(Section):
         "What the page shows."
-        every_seconds: float | None = key(30, "Write it at most this often.", minimum=0.1)
+        every_seconds: float | None = key("Write it at most this often.", default=30, minimum=0.1)
 
 `Report.schema()` is the section's JSON Schema, `Report.of(values)` builds it from checked JSON, `to_dict()` is what
 recipe.json holds of it.
@@ -12,6 +12,7 @@ import json
 import re
 import types
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar, Literal, Self, Union, dataclass_transform, get_args, get_origin
@@ -31,27 +32,30 @@ Check = Callable[[Any, str, str], None]
 
 
 def key(
-    default: Any, description: str = "", *, omitted: bool = False, check: Check | None = None, **limits: Any
+    description: str = "",
+    *,
+    default: Any = MISSING,
+    default_factory: Any = MISSING,
+    omitted: bool = False,
+    check: Check | None = None,
+    **limits: Any,
 ) -> Any:
     """A field of a section.
 
     Args:
-        default: what the recipe means if it leaves the key out; `...` makes the key required, a section's class means
-            that section with its own defaults.
         description: for editors and recipes/README.md; a section's is its docstring.
+        default: what the recipe means if it leaves the key out; without one the key is required.
+        default_factory: the class of a section that is there, with its own defaults, if the recipe leaves it out.
         omitted: whether the key stays out of recipe.json, and of the schema's defaults, while it is None.
         check: raises `UserError` for a value that the schema cannot judge; called with value, dotted key and file.
         limits: of the value, in the words of JSON Schema (minimum, minLength, ...); `schema` takes the place of
             what the annotation says.
     """
     metadata = {"description": description, "omitted": omitted, "limits": limits, "check": check}
-    if default is ...:
-        return field(metadata=metadata)
-    if isinstance(default, type):
-        return field(default_factory=default, metadata=metadata)
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    if isinstance(default, list | dict):  # one for each section, as dataclasses ask for
+        kept, default = default, MISSING
+        return field(default_factory=lambda: copy(kept), metadata=metadata)
+    return field(default=default, default_factory=default_factory, metadata=metadata)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(key, field))

@@ -24,30 +24,30 @@ class Loss(Section):
     curve."""
 
     kind: Literal["auto", "plain", "chunked", "fused"] = key(
-        "auto",
         "plain: logits in fp32; chunked: no fp32 copy; fused: one chunk of the logits at a "
         "time; auto: fused where the head allows it, else chunked.",
+        default="auto",
     )
     chunk_tokens: int | None = key(
-        None,
         "Tokens in a chunk; null: as many as take a GiB, a 64th of a smaller GPU's memory, or"
         " 256 MiB on a processor.",
+        default=None,
         minimum=1,
     )
     compile: bool | None = key(
-        None,
         "torch.compile of a chunked or fused loss, at any ZeRO stage: logits are read twice "
         "and written once; null: on a GPU. If it fails, the run says so and goes on without.",
+        default=None,
     )
     z_loss: float = key(
-        0.0,
         "Weight of log(Z)^2, which keeps the logits from drifting (1e-4 in PaLM); in the training loss only.",
+        default=0.0,
         minimum=0,
     )
     router_z_loss: float = key(
-        0.0,
         "The same for a mixture's routers (1e-3 in ST-MoE), a mean over tokens and layers; "
         "needs model.output_router_logits.",
+        default=0.0,
         minimum=0,
     )
 
@@ -56,37 +56,39 @@ class Optimizer(Section):
     """Muon, and rates by kind of parameter; training.optim has the other optimizers by name."""
 
     name: Literal["adamw", "muon"] = key(
-        "adamw",
         "muon: hidden matrices by Muon, embeddings, head, routers, norms and biases by AdamW;"
         " adamw: training.optim.",
+        default="adamw",
     )
     matrix_learning_rate: float | None = key(
-        None, "Of the hidden matrices; null: training.learning_rate.", exclusiveMinimum=0
+        "Of the hidden matrices; null: training.learning_rate.", default=None, exclusiveMinimum=0
     )
     matrix_weight_decay: float | None = key(
-        None, "Of the hidden matrices; null: training.weight_decay.", minimum=0
+        "Of the hidden matrices; null: training.weight_decay.", default=None, minimum=0
     )
     embedding_learning_rate: float | None = key(
-        None, "Of embeddings, head and routers; null: training.learning_rate.", exclusiveMinimum=0
+        "Of embeddings, head and routers; null: training.learning_rate.", default=None, exclusiveMinimum=0
     )
     embedding_weight_decay: float | None = key(
-        None, "Of embeddings, head and routers; null: training.weight_decay.", minimum=0
+        "Of embeddings, head and routers; null: training.weight_decay.", default=None, minimum=0
     )
-    momentum: float = key(0.95, "Muon's.", minimum=0, exclusiveMaximum=1)
-    nesterov: bool = key(True, "Muon orthogonalises the momentum one step ahead.")
-    newton_schulz_steps: int = key(5, "Iterations of the orthogonalisation.", minimum=1, maximum=20)
+    momentum: float = key("Muon's.", default=0.95, minimum=0, exclusiveMaximum=1)
+    nesterov: bool = key("Muon orthogonalises the momentum one step ahead.", default=True)
+    newton_schulz_steps: int = key("Iterations of the orthogonalisation.", default=5, minimum=1, maximum=20)
     scale: Literal["match_adamw", "spectral"] = key(
-        "match_adamw",
         "Size of Muon's update: match_adamw takes AdamW's learning rates (0.2 "
         "sqrt(max(outputs, inputs))), spectral Jordan's (sqrt(max(1, outputs / inputs))).",
+        default="match_adamw",
     )
     clip_value: float | None = key(
-        None, "Every gradient between minus and plus this, after training.max_grad_norm.", exclusiveMinimum=0
+        "Every gradient between minus and plus this, after training.max_grad_norm.",
+        default=None,
+        exclusiveMinimum=0,
     )
     adaptive_clip: float | None = key(
-        None,
         "No unit's gradient longer than this times its weights (AGC; 0.01 in its paper); "
         "without ZeRO-1, 2 or 3.",
+        default=None,
         exclusiveMinimum=0,
     )
 
@@ -95,21 +97,21 @@ class Speed(Section):
     """What makes a step faster; fp8 alone changes what it computes."""
 
     compile: Literal["auto", "none", "blocks", "whole"] = key(
-        "auto",
         "torch.compile of the training passes: of every block by itself (one graph, compiled "
         "once for all layers) or of the whole model (not with ZeRO-3). auto: blocks on a GPU,"
         " uncompiled where that fails.",
+        default="auto",
     )
     compile_backend: Literal["inductor", "cudagraphs", "aot_eager", "eager"] = key(
-        "inductor", "torch.compile's backend; the last two trace and do not generate code."
+        "torch.compile's backend; the last two trace and do not generate code.", default="inductor"
     )
     compile_mode: Literal["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = key(
-        None, "inductor's mode: reduce-overhead records CUDA graphs, for small models; null: default."
+        "inductor's mode: reduce-overhead records CUDA graphs, for small models; null: default.", default=None
     )
     fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(
-        "none",
         "fp8 products in the blocks' linear layers, by torchao's recipes of scales: Hopper "
         "and later, bf16, not gpt2, not with ZeRO-3.",
+        default="none",
     )
 
 
@@ -118,35 +120,44 @@ class Spikes(Section):
     mean over all ranks."""
 
     policy: Literal["log", "skip", "rollback", "stop"] = key(
-        "log",
         "log: an event. skip: such a step is not applied. rollback: back to the last good "
         "checkpoint, without the samples around the spike. stop: exit code 77.",
+        default="log",
     )
-    score: float = key(6.0, "Robust standard deviations above the course that make a spike.", minimum=1)
-    window: int = key(128, "Steps that the noise is measured on.", minimum=32, maximum=65536)
+    score: float = key(
+        "Robust standard deviations above the course that make a spike.", default=6.0, minimum=1
+    )
+    window: int = key("Steps that the noise is measured on.", default=128, minimum=32, maximum=65536)
     non_finite_streak: int = key(
-        8, "So many steps in a row with a loss or gradients that are not finite count as a spike.", minimum=1
+        "So many steps in a row with a loss or gradients that are not finite count as a spike.",
+        default=8,
+        minimum=1,
     )
-    max_rollbacks: int = key(3, "Rollbacks in the whole run; then it stops with exit code 77.", minimum=0)
+    max_rollbacks: int = key(
+        "Rollbacks in the whole run; then it stops with exit code 77.", default=3, minimum=0
+    )
     skip_steps: int = key(
-        8,
         "With rollback: the samples of so many steps before the spike, and of as many from it"
         " on, are left out.",
+        default=8,
         minimum=1,
         maximum=10000,
     )
     lr_factor: float = key(
-        1.0, "Of the learning rate in the lr_steps steps after a rollback.", exclusiveMinimum=0, maximum=1
+        "Of the learning rate in the lr_steps steps after a rollback.",
+        default=1.0,
+        exclusiveMinimum=0,
+        maximum=1,
     )
-    lr_steps: int = key(0, "How long lr_factor holds.", minimum=0)
+    lr_steps: int = key("How long lr_factor holds.", default=0, minimum=0)
 
 
 class Profile(Section):
     """Steps to trace into runs/<name>/profile/, with a table of their costs; null: none."""
 
     steps: int | list[int] | None = key(
-        None,
         "One step, or the first and the last one: [10, 12].",
+        default=None,
         schema={
             "anyOf": [
                 {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 2},
@@ -156,8 +167,8 @@ class Profile(Section):
         omitted=True,
         check=_check_profiled_steps,
     )
-    memory: bool = key(True, "With a snapshot of every allocation on the GPU.")
-    every_rank: bool = key(False, "A trace of each rank; else of rank 0 alone.")
+    memory: bool = key("With a snapshot of every allocation on the GPU.", default=True)
+    every_rank: bool = key("A trace of each rank; else of rank 0 alone.", default=False)
 
     def check_together(self, where: str, at: str) -> None:
         """The steps are named: there is no default."""
@@ -169,81 +180,82 @@ class Profile(Section):
 class Monitors(Section):
     """What watches the run, and what it does about what it sees."""
 
-    spikes: Spikes = key(Spikes)
+    spikes: Spikes = key(default_factory=Spikes)
     hang_minutes: float | None = key(
-        20,
         "Minutes without progress (a step, a round of validation, a save) after which the run"
         " names the ranks that stand still, dumps every rank's stacks and exits with code 76;"
         " null: never.",
+        default=20,
         minimum=0.25,
         maximum=43200,
     )
     plateau_steps: int | None = key(
-        None, "An alert when the loss has not gained 0.1 % for so many steps; null: none.", minimum=1
+        "An alert when the loss has not gained 0.1 % for so many steps; null: none.", default=None, minimum=1
     )
     noise_scale_steps: int | None = key(
-        None,
         "Every so many steps the gradient noise scale is measured, and logged in tokens as "
         "stability/gradient_noise_scale: a batch well below it may grow; null: never.",
+        default=None,
         minimum=1,
     )
     layer_norms_steps: int | None = key(
-        None,
         "Every so many steps the gradient norm of each layer is measured and logged as "
         "stability/gradient_norm/<layer>; null: only after an alert, as an event.",
+        default=None,
         minimum=1,
     )
     expert_load: bool = key(
-        True,
         "Of a mixture of experts with output_router_logits: how evenly its experts are used, "
         "logged as stability/expert_load/..., and an alert when one starves.",
+        default=True,
     )
     source_loss: bool = key(
-        True, "Of a mixture of sources: the training loss of each, logged as train/<source>_loss."
+        "Of a mixture of sources: the training loss of each, logged as train/<source>_loss.", default=True
     )
-    profile: Profile | None = key(None)
+    profile: Profile | None = key(default=None)
 
 
 class Checkpoints(Section):
     """training.save_steps says how often, this section what stays."""
 
-    keep_last: int | None = key(2, "Complete checkpoints to keep; null keeps all.", minimum=1)
+    keep_last: int | None = key("Complete checkpoints to keep; null keeps all.", default=2, minimum=1)
     keep_best: int = key(
-        0,
         "So many more: the best by evaluation.metric, which is the validation loss unless "
         "said otherwise; each save must then be validated (save_steps a multiple of "
         "eval_steps).",
+        default=0,
         minimum=0,
     )
     keep_every: int | None = key(
-        None, "Keep for ever the checkpoints whose step is a multiple of this.", minimum=1
+        "Keep for ever the checkpoints whose step is a multiple of this.", default=None, minimum=1
     )
     demote_to_weights: bool = key(
-        False, "Of a checkpoint that goes, keep the weights as a from_pretrained folder weights-<step>/."
+        "Of a checkpoint that goes, keep the weights as a from_pretrained folder weights-<step>/.",
+        default=False,
     )
     on_full_disk: Literal["stop", "continue"] = key(
-        "stop",
         "When a checkpoint finds no room: end the run in one line, or train on and try again "
         "at the next save.",
+        default="stop",
     )
     background: bool = key(
-        True,
         "Write behind training from a copy in host memory; false: training stands still while"
         " a checkpoint is written.",
+        default=True,
     )
     upload: str | None = key(
-        None,
         "Where committed checkpoints also go, behind training: a folder, s3://bucket/runs, "
         "hf://..., any fsspec address; below it, the run's name. No credentials in it: the "
         "environment holds them.",
+        default=None,
         minLength=1,
         check=_check_address,
     )
-    upload_mirror: bool = key(True, "Checkpoints that are removed here are removed there too.")
+    upload_mirror: bool = key("Checkpoints that are removed here are removed there too.", default=True)
     time_limit_hours: float | None = key(
-        None,
         "Wall-clock hours after which the run saves and stops (exit code 75); leave room for "
         "the save. null: no limit.",
+        default=None,
         exclusiveMinimum=0,
     )
 
@@ -252,61 +264,63 @@ class Evaluation(Section):
     """training.eval_steps says how often, this section on what."""
 
     max_validation_tokens: int | None = key(
-        None, "A fixed part of the validation tokens; null: all of them.", minimum=1
+        "A fixed part of the validation tokens; null: all of them.", default=None, minimum=1
     )
     prompt: str | list[str] = key(
-        "",
         "What the samples after each validation continue: a text, or a list of texts.",
+        default="",
         schema={"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]},
     )
-    sample_tokens: int = key(128, "Length of a sample; 0: no samples.", minimum=0)
+    sample_tokens: int = key("Length of a sample; 0: no samples.", default=128, minimum=0)
     hellaswag: str | None = key(
-        None,
         "HellaSwag's validation set: a .jsonl file, or a dataset on the hub as "
         "Rowan/hellaswag; scored with the validations as hellaswag/acc and "
         "hellaswag/acc_norm. null: not.",
+        default=None,
         minLength=1,
     )
     tasks: list[str] = key(
-        [],
         "Tasks, tags or groups of lm-eval, YAML files of tasks, or folders of them; scored "
         "with the validations. Needs requirements-eval.txt.",
+        default=[],
         items={"minLength": 1},
     )
     task_steps: int | None = key(
-        None,
         "Score hellaswag and tasks at the validations whose step is a multiple of this, and "
         "at the last; null: at each.",
+        default=None,
         minimum=1,
     )
-    task_limit: int | None = key(None, "Only the first so many items of each; null: all.", minimum=1)
+    task_limit: int | None = key("Only the first so many items of each; null: all.", default=None, minimum=1)
     metric: str = key(
-        "loss",
         "What patience and checkpoints.keep_best judge a validation by: loss, bits_per_byte, "
         "<source>_loss, hellaswag/acc_norm, <task>/<metric>. Losses, perplexities and bits "
         "per byte are better when lower.",
+        default="loss",
         minLength=1,
     )
     patience: int | None = key(
-        None,
         "Stop after so many validations in a row that are not better than the best before "
         "them; null: train to the end of the budget.",
+        default=None,
         minimum=1,
     )
-    min_improvement: float = key(0.0, "With patience: better by no more than this does not count.", minimum=0)
+    min_improvement: float = key(
+        "With patience: better by no more than this does not count.", default=0.0, minimum=0
+    )
 
 
 class Report(Section):
     """runs/<name>/report.html, the page that shows how the run goes."""
 
     every_seconds: float | None = key(
-        30,
         "Write it at most this often while training, by a process of its own; null: not at all.",
+        default=30,
         minimum=0.1,
         maximum=86400,
     )
     target_loss: float | None = key(
-        None,
         "Validation loss in nats per token that the run should reach; the report compares with it.",
+        default=None,
         exclusiveMinimum=0,
     )

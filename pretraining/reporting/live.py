@@ -60,12 +60,15 @@ def _start(run: RunFolder, every_seconds: float) -> subprocess.Popen | None:
 
 def _environment() -> dict[str, str]:
     """Give the writer one thread, and no variable that makes a process a rank."""
+    # PYTHONPATH: train.py may have been started from any folder.
     ours = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     return {**{key: value for key, value in os.environ.items() if key not in dropped}, **ours}
 
 
 def _stop(writer: subprocess.Popen) -> None:
+    """Wait for the last page."""
+    # The writer sleeps until its standard input ends, which `communicate` closes.
     hurry(writer.pid)
     try:
         writer.communicate(timeout=LAST_PAGE_SECONDS)
@@ -85,11 +88,13 @@ def watch(folder: Path, output: Path, every_seconds: float, since: float = 0.0) 
         signal.signal(number, signal.SIG_IGN)  # they are meant for training; the last page follows its end
     record, is_over, pause = None, False, 0.0
     while not is_over:
+        # wakes at once if the run ends: standard input is then readable
         is_over = bool(select.select([sys.stdin], [], [], pause)[0])
         began = time.monotonic()
         record = _opened(folder, since) if record is None else record.refresh()
         if record is not None:
             _write_once(record, output, None if is_over else every_seconds)
+        # nine times as long as it wrote: a page of a long run takes seconds
         pause = max(every_seconds, 9 * (time.monotonic() - began)) if record else min(1.0, every_seconds)
 
 

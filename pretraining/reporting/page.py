@@ -73,6 +73,7 @@ def page_text(payload: dict, title: str) -> str:
     # Inside a script element only `<` could end it.
     data = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     parts = {**_fixed_parts(), "title": html.escape(title), "data": data.replace("<", "\\u003c")}
+    # Cut at the placeholders and not replaced one by one: a run's text may hold "{{data}}" itself.
     pieces = (PAGE / "index.html").read_text(encoding="utf-8").split("{{")
     filled = [pieces[0]]
     for piece in pieces[1:]:
@@ -232,7 +233,7 @@ def kept_points(values: np.ndarray, num_points: int) -> np.ndarray:
     """
     if len(values) <= num_points:
         return np.arange(len(values))
-    edges = bucket_edges(len(values), num_points // 2)
+    edges = bucket_edges(len(values), num_points // 2)  # two points a bucket
     finite = np.isfinite(values)
     low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
     kept = {0, len(values) - 1}
@@ -252,6 +253,7 @@ def bucket_means(values: np.ndarray, num_buckets: int) -> tuple[np.ndarray, np.n
     if not len(edges):
         return np.array([], dtype=np.int64), np.array([]), np.array([], dtype=np.int64)
     finite = np.isfinite(values)
+    # reduceat sums from each edge to the next
     counts = np.add.reduceat(finite.astype(np.int64), edges)
     sums = np.add.reduceat(np.where(finite, values, 0.0), edges)
     ends = np.append(edges[1:], len(values))
@@ -267,6 +269,7 @@ def marks_of(record: RunRecord, spike_steps: list[int]) -> list[dict]:
     placed = zip(record.events, record.event_steps, strict=True)
     marks = [_event_mark(record, *each) for each in placed if each[0].get("event") not in (None, *ROUTINE)]
     reported = [mark["step"] for mark in marks if mark["kind"] in ("spike", "rollback", "alert")]
+    # An event names the exact step; the row that shows it may be some steps later.
     near = max(2.0, NEAR * (float(record.steps[-1]) if len(record.steps) else 0))
     for step in spike_steps:
         if not any(abs(step - other) <= near for other in reported):

@@ -79,11 +79,12 @@ class RunRecord:
         self.steps = np.array(self.metrics.steps)
         rows, tokens = self.metrics.column("train/tokens")
         per_step = self.recipe.get("budget", {}).get("tokens_per_step", 0)
-        known = len(rows) == len(self.steps) and len(rows) > 0
+        known = len(rows) == len(self.steps) and len(rows) > 0  # else an estimate, which ignores a ramp
         self.tokens = tokens if known else self.steps * float(per_step or 0)
         times = np.array(self.metrics.times)
         self.has_times = bool(len(times)) and not np.isnan(times).any()
         if self.has_times:
+            # the start event is earlier than the first row, by the steps before it
             began = min([times[0], *(self.event_time(event) for event in self.events[:1])])
             self.hours = np.maximum(0.0, times - began) / 3600
         else:
@@ -96,6 +97,7 @@ class RunRecord:
         starts = [n for n, event in enumerate(self.events) if event.get("event") in STARTS]
         since = self.event_steps[starts[-1] if starts else 0 :]
         self.newest_step = max([0.0, *self.steps[-1:], *since])
+        # `at_step` interpolates between these; one more place is added if events are newer than rows
         self._known = {"step": self.steps, "tokens": self.tokens, "hours": self.hours}
         if len(self.steps) and self.newest_step <= self.steps[-1]:
             return
@@ -116,6 +118,7 @@ class RunRecord:
         rows, seconds = self.metrics.column("throughput/step_seconds")
         if not len(rows):
             return np.zeros(len(self.steps))
+        # A row has the seconds of one step, averaged since the row before.
         done = np.cumsum(np.diff(self.steps[rows], prepend=0) * seconds)
         return np.interp(self.steps, self.steps[rows], done) / 3600
 
@@ -157,9 +160,11 @@ class RunRecord:
         for event in self.events:
             step = _own_step(event)
             if step is None:
+                # an end follows every row, whatever the clocks say
                 at_end = event.get("event") == "end" or not self.has_times
                 before = np.searchsorted(times, np.inf if at_end else self.event_time(event), side="right")
                 step = max([newest, *self.steps[:before][-1:]])
+            # a start may go back to an earlier step, nothing else does
             newest = step if event.get("event") in STARTS else max(newest, step)
             steps.append(float(step))
         return steps
@@ -181,7 +186,7 @@ class RunRecord:
         checkpoint = next((f"checkpoint-{step}" for step in reversed(self.checkpoint_steps())), None)
         if last.get("event") in ENDINGS:
             reason = str(last.get("reason") or last.get("why") or "")
-            since = min(self.event_time(last), time.time())
+            since = min(self.event_time(last), time.time())  # infinity if the event has no time
             return Standing(ENDINGS[last["event"]], since, int(step), reason, checkpoint)
         step = int(self.newest_step)
         if killed := killed_ranks(self.run.heartbeats, self.event_time(last) if last else 0.0):
@@ -267,6 +272,7 @@ class MetricsFile:
         if not self.path.is_file():
             return False
         status = self.path.stat()
+        # another file under this name, or rows cut off its end
         if status.st_ino != self.inode or status.st_size < self.offset:
             self._forget()
             self.inode = status.st_ino

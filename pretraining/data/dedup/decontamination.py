@@ -96,6 +96,7 @@ class ContaminationIndex:
             likely = np.flatnonzero(self._filters[length][_bucket(windows.hashes)])
             places = np.minimum(np.searchsorted(hashes, windows.hashes[likely]), len(hashes) - 1)
             sure = hashes[places] == windows.hashes[likely]
+            # From the number of the n-gram to the number of its first word: texts have fewer n-grams than words.
             where, owner = likely[sure], self.owners[length][places[sure]]
             text = np.searchsorted(windows.first, where, side="right") - 1
             word = where - windows.first[text] + units.first[text]

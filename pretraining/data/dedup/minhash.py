@@ -181,6 +181,7 @@ def _band_keys(minima: np.ndarray, spec: MinHashSpec) -> np.ndarray:
     banded = minima.reshape(spec.bands, spec.rows, -1)
     keys = np.zeros((spec.bands, minima.shape[1]), np.uint64)
     for row in range(spec.rows):
+        # + 1, so that a minimum of 0 counts too.
         keys += (banded[:, row] + np.uint64(1)) * weights[row]
     return np.minimum(mix(keys), NO_KEY - np.uint64(1))
 

@@ -177,6 +177,7 @@ class GopherRepetition(Rule):
             ("duplicate", self.max_duplicate_ngrams, words.characters_in_duplicates),
         )
         largest = max(map(int, [*self.max_top_ngrams, *self.max_duplicate_ngrams]), default=0)
+        # Once for all sizes: each n looks only where the n-gram before it repeats.
         for found in words.repeated_ngrams(view.words, largest):
             for kind, limits, characters_of in measures:
                 share = limits.get(str(found.n))
@@ -230,6 +231,7 @@ class C4(Rule):
                 gone[cause] += 1
             else:
                 kept.append(line)
+        # Rules on the whole text come last, as in C4's code: they see the lines that are left.
         if self.min_sentences and (found := self._too_few_sentences(kept)):
             return found
         text = "\n".join(kept).strip()

@@ -5,10 +5,10 @@ import threading
 import weakref
 from collections.abc import Sequence
 from io import FileIO
-from typing import Protocol
 
 import numpy as np
 
+from pretraining.data.order import ShardNeeds
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.streaming.cache import CacheFull, ShardBusy
 from pretraining.data.streaming.remote_data import StreamedSplit
@@ -53,8 +53,7 @@ class PrefetchedDataset:
 
 def prefetched(dataset: PackedDataset) -> PrefetchedDataset:
     """Prefetch for a dataset over StreamedSplits in an order; UserError if the cache is too small for it."""
-    orders = getattr(dataset.order, "orders", [dataset.order])
-    groups = [getattr(order, "group_size", None) for order in orders]
+    groups = [order.group_size for order in dataset.order.orders]
     _check_room(dataset.splits, groups)
     end = dataset.first_sample + len(dataset)
     return PrefetchedDataset(dataset, Prefetcher(dataset.shard_needs(), dataset.splits, end))
@@ -85,7 +84,7 @@ class Prefetcher:
     DataLoader worker, forked or spawned, has its own. A lock protects from eviction what the coming samples need.
     """
 
-    def __init__(self, needs: "ShardNeeds", splits: Sequence[StreamedSplit], num_samples: int):
+    def __init__(self, needs: ShardNeeds, splits: Sequence[StreamedSplit], num_samples: int):
         """splits: those `needs` numbers; num_samples: of the whole run, from sample 0 on."""
         self.needs, self.splits, self.num_samples = needs, list(splits), num_samples
         self.cache = self.splits[0].remote.cache
@@ -183,14 +182,6 @@ class _Work:
             self._fetching.discard(key)
             if file is not None:
                 self.held[key] = file
-
-
-class ShardNeeds(Protocol):
-    """sample -> shard, for the order of a run over one or several splits."""
-
-    def of(self, samples: np.ndarray) -> np.ndarray:
-        """[n, 2] int64: the split and the shard in it that each sample's block starts in."""
-        ...
 
 
 class Window:

@@ -208,30 +208,18 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
     )
 
 
-<<<<<<< HEAD
 def loss_of(recipe: Recipe) -> Loss:
     """Return the recipe's section with what `kind: auto` becomes: fused if the head is known (`model/loss.py`)."""
     kind = recipe.loss.kind
-=======
-def loss_of(recipe: Recipe) -> dict:
-    """Return the recipe's section with what `kind: auto` becomes: fused if the head is known (`model/loss.py`)."""
-    kind = recipe.loss["kind"]
->>>>>>> plan
     if kind != "auto":
         return recipe.loss
     return replace(recipe.loss, kind="fused" if recipe.model.is_exact else "chunked")
 
 
 def checkpointing_of(recipe: Recipe) -> tuple[bool, int]:
-<<<<<<< HEAD
     """Return whether layers are recomputed, and of how many layers one."""
     keywords = recipe.training.activation_checkpointing_kwargs or {}
     return bool(recipe.training.activation_checkpointing), int(keywords.get("every_n_layers") or 1)
-=======
-    """Return whether layers are recomputed, and of how many layers one."""
-    keywords = recipe.training.get("activation_checkpointing_kwargs") or {}
-    return bool(recipe.training.get("activation_checkpointing")), int(keywords.get("every_n_layers") or 1)
->>>>>>> plan
 
 
 def recomputed_one_in(recipe: Recipe) -> int:

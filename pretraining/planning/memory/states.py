@@ -55,13 +55,8 @@ class OptimizerStates:
 
 
 def optimizer_states(recipe: Recipe) -> OptimizerStates:
-<<<<<<< HEAD
     """Return the states of the recipe's optimizer; of one that no family names, Adam's, which are seldom less."""
     if recipe.optimizer.name == "muon":
-=======
-    """Return the states of the recipe's optimizer; of one that no family names, Adam's, which are seldom less."""
-    if recipe.optimizer["name"] == "muon":
->>>>>>> plan
         return MUON
     if own_groups(recipe):
         return replace(ADAM, groups=MUON.groups)
