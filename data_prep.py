@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 
 from pretraining.command_line import (
     OneLineParser,
@@ -10,10 +9,9 @@ from pretraining.command_line import (
     not_negative_integer,
     positive_integer,
 )
-from pretraining.data.counting import count_as_text, count_data
-from pretraining.data.execution import EXECUTORS, Execution, read_slurm_options
-from pretraining.data.manifest import report_text, summary_of
-from pretraining.data.prepare import Outcome, kept_text, prepare_data
+from pretraining.data.counting import count_data
+from pretraining.data.preparation.execution import EXECUTORS, Execution, read_slurm_options
+from pretraining.data.preparation.prepare import prepare_data
 from pretraining.errors import one_line_errors
 from pretraining.refusals import load_run
 
@@ -33,15 +31,11 @@ def main() -> None:
     options = parse_arguments()
     recipe, _ = load_run(options.recipe, options.set)
     if options.count:
-        counts = count_data(recipe, options.count_documents, show_progress=not options.json)
-        return print(json.dumps(counts) if options.json else count_as_text(counts))
-    execution = Execution(options.executor, options.workers, read_slurm_options(options.slurm))
-    outcome = prepare_data(recipe, options.data_dir, not options.json, execution, options.replace)
-    if outcome.manifest is None:
-        return print(as_submitted(outcome.jobs, options.json))
-    summary = summary_of(outcome.folder, outcome.manifest, recipe.data.sources)
-    summary["kept_aside"] = outcome.kept_aside and str(outcome.kept_aside)
-    print(json.dumps(summary) if options.json else as_text(summary, outcome, options.data_dir))
+        answer = count_data(recipe, options.count_documents, show_progress=not options.json)
+    else:
+        execution = Execution(options.executor, options.workers, read_slurm_options(options.slurm))
+        answer = prepare_data(recipe, options.data_dir, not options.json, execution, options.replace)
+    print(json.dumps(answer.to_dict()) if options.json else answer.as_text())
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -86,42 +80,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="with --count: the first N documents of each source",
     )
     return parser.parse_args(arguments)
-
-
-def as_submitted(jobs: tuple[str, ...], as_json: bool) -> str:
-    if as_json:
-        return json.dumps({"jobs": jobs})
-    return f"submitted {len(jobs)} jobs: {', '.join(jobs)}; the same command tells when the data is ready"
-
-
-def as_text(summary: dict, outcome: Outcome, data_root: Path) -> str:
-    lines = [f"data {summary['name']} is ready in {summary['folder']}"]
-    for split in ("train", "validation"):
-        counts = summary[split]
-        lines.append(f"  {split:<11}{counts['documents']:>13,} documents {counts['tokens']:>15,} tokens")
-    lines.append(
-        f"  tokenizer  {summary['vocab_size']:>13,} ids       {summary['bytes_per_token']:>15.2f} bytes/token"
-    )
-    left_out = ", ".join(f"{count:,} {reason}" for reason, count in summary["skipped"].items())
-    lines.append(f"  documents left out: {left_out}")
-    lines.append(f"  unigram entropy of validation {summary['unigram_bits_per_byte']:.3f} bits per byte")
-    if len(summary["sources"]) > 1:
-        lines += source_lines(summary["sources"])
-    if report := report_text(outcome.manifest):
-        lines.append(report)
-    if outcome.kept_aside is not None:
-        lines.append(kept_text(outcome.kept_aside, data_root))
-    return "\n".join(lines)
-
-
-def source_lines(sources: list[dict]) -> list[str]:
-    """What is left of each source, and how much of a run it is to be."""
-    lines = [f"  {'source':<24}{'documents':>14}{'tokens':>19}{'share':>9}  weight in a run"]
-    for source in sources:
-        counts = f"{source['documents']:>14,}{source['tokens']:>19,}{source['share']:>9.2%}"
-        weight = "by size" if source["weight"] is None else f"{source['weight']:g}"
-        lines.append(f"  {source['name'][:23]:<24}{counts}  {weight}")
-    return lines
 
 
 if __name__ == "__main__":

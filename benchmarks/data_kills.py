@@ -33,13 +33,13 @@ def small_pieces(module):
 
 def noted_tasks(module):
     run_task = module.run_task
-    def noted(stage, work, number):
+    def noted(stage, number, progress=None):
         with open(os.environ["TASK_LOG"], "a") as file:
-            file.write(f"{os.getpid()} {stage.name}/{stage.folder(work, number).name}\\n")
-        run_task(stage, work, number)
+            file.write(f"{os.getpid()} {stage.name}/{stage.folder(number).name}\\n")
+        run_task(stage, number, progress)
     module.run_task = noted
 
-CHANGES = {"pretraining.data.engine.pieces": small_pieces, "pretraining.data.engine.tasks": noted_tasks}
+CHANGES = {"pretraining.data.corpus": small_pieces, "pretraining.data.preparation.tasks": noted_tasks}
 
 class Changed:
     def find_spec(self, name, path, target=None):

@@ -28,14 +28,14 @@ PLAN = """
 import json, sys, time
 start = time.perf_counter()
 from pathlib import Path
-from pretraining.data.engine.preparation import Preparation
-from pretraining.data.sources import open_source
+from pretraining.data.preparation.stages import Preparation
+from pretraining.data.sources import open_sources
 from pretraining.recipe import load_recipe
 recipe = load_recipe(sys.argv[1], [])
-sources = [open_source(spec) for spec in recipe.data.sources]
+sources = open_sources(recipe.data.sources)
 fingerprints = [source.fingerprint() for source in sources]
 plan = Preparation.of(recipe, sources, Path(sys.argv[2]), fingerprints)
-pending = {stage.name: len(stage.pending(plan.work)) for stage in plan.stages()}
+pending = {stage.name: len(stage.pending()) for stage in plan.stages}
 plan.save()
 seconds = time.perf_counter() - start
 peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -259,7 +259,9 @@ def filled(value: Any, schema: dict) -> Any:
         if fits(value, condition["if"]):
             properties |= condition["then"].get("properties", {})
     defaults = {key: each["default"] for key, each in properties.items() if "default" in each}
-    return {key: filled(item, properties.get(key, {})) for key, item in {**defaults, **value}.items()}
+    # What is written comes first, in its order: a manifest keeps its bytes when a key gets a default.
+    whole = {**value, **defaults, **value}
+    return {key: filled(item, properties.get(key, {})) for key, item in whole.items()}
 
 
 def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from data_prep import parse_arguments
 from pretraining.data.manifest import DECIDING_KEYS, DECIDING_SOURCE_KEYS, deciding_section, read_manifest
-from pretraining.data.prepare import prepare_data
+from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.prepared import open_prepared
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe, recipe_schema

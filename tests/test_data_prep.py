@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from pretraining.data.corpus import prefetch
-from pretraining.data.prepare import prepare_data
+from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.prepared import open_prepared
 from pretraining.errors import UserError
 from pretraining.recipe.data import Data, Source
@@ -223,7 +223,7 @@ def test_second_run_returns_at_once(root, corpus, tmp_path):
     assert json.loads(summary)["validation"]["documents"] > 0
     after = (root / "corpus" / "manifest.json").stat()
     assert (before.st_mtime_ns, before.st_ino) == (after.st_mtime_ns, after.st_ino)
-    assert "pretraining.data.prepare" in imported
+    assert "pretraining.data.preparation.prepare" in imported
     heavy = {"numpy", "pyarrow", "tokenizers", "datasets", "torch", "transformers"}
     assert not heavy & set(imported)
 

@@ -9,13 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pretraining.data.corpus import Batch
+from pretraining.data.corpus import Batch, Corpus
 from pretraining.data.counting import count_data
 from pretraining.data.encoder import CHECKED_ONE_IN, Encoder, close_documents, is_checked
 from pretraining.data.encoder_backends import BACKENDS, Fastokens, adversarial_texts, uncovered_texts
-from pretraining.data.engine.preparation import Preparation
-from pretraining.data.engine.tokenize_stage import runs_of
-from pretraining.data.engine.tokenizer_stage import _training_batches
+from pretraining.data.preparation.tokenizing import MakeTokenizer, runs_of
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.sources import open_source
 from pretraining.data.tokenizer import END_OF_TEXT, describe_tokenizer, train_tokenizer
@@ -236,7 +234,7 @@ def test_runs_cover_the_batch() -> None:
 
 def test_the_training_sample_takes_as_much_of_each_source(tmp_path: Path, monkeypatch) -> None:
     """A tokenizer sees all sources, whatever a run's weights, and never the validation documents."""
-    monkeypatch.setattr("pretraining.data.engine.tokenizer_stage.TRAINING_BYTES", 40_000)
+    monkeypatch.setattr("pretraining.data.preparation.tokenizing.TRAINING_BYTES", 40_000)
     monkeypatch.setattr("pretraining.data.corpus.BATCH_BYTES", 500)
     specs = [
         {"path": str(tmp_path / f"{name}.jsonl"), "weight": weight}
@@ -245,10 +243,12 @@ def test_the_training_sample_takes_as_much_of_each_source(tmp_path: Path, monkey
     for spec in specs:
         lines = (json.dumps({"text": f"{number} of {spec['path']}"}) for number in range(2_000))
         Path(spec["path"]).write_text("\n".join(lines))
-    data = {"name": "c", "sources": specs, "tokenizer": {"train_vocab_size": 300}, "validation_share": 0.3}
-    recipe = SimpleNamespace(data=Data.of(data), model=Model(vocab_size=None), sequence_length=8)
-    preparation = Preparation.of(recipe, [open_source(Source(**spec)) for spec in specs], tmp_path / "c", [])
-    seen: list[Batch] = list(_training_batches(preparation, {}))
+    corpus = Corpus.of(
+        Data.of({"name": "c", "sources": specs, "tokenizer": "x"}),
+        [open_source(Source(**spec)) for spec in specs],
+    )
+    stage = MakeTokenizer(tmp_path, corpus, {"train_vocab_size": 300}, None, validation_share=0.3)
+    seen: list[Batch] = list(stage.training_batches({}))
     sizes = [sum(sum(batch.num_bytes) for batch in seen if batch.source == source) for source in (0, 1)]
     assert all(abs(size - 20_000) < 1000 for size in sizes)
     assert min(draw for batch in seen for draw in batch.draws) >= 0.3
@@ -283,7 +283,7 @@ def test_count_agrees_with_the_sources_and_writes_nothing(folder: Path, tmp_path
         data=Data.of({**data, "validation_share": 0.1}), model=Model(vocab_size=None), sequence_length=8
     )
     before = sorted(tmp_path.rglob("*"))
-    counts, first = count_data(recipe, None, False), count_data(recipe, 4, False)
+    counts, first = (count_data(recipe, limit, False).to_dict() for limit in (None, 4))
     reference = open_encoder(folder, "tokenizers")
     for row, lines in zip(counts["sources"], texts, strict=True):
         assert row["tokens"] == len(reference.encode(lines, lines)[0])

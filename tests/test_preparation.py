@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.runs import REPOSITORY, Started, execute
@@ -18,8 +19,8 @@ from tests.test_data_prep import bytes_of
 # Small pieces, so that a small corpus has many tasks; everything else is the command itself.
 PROGRAM = """
 import runpy, sys
-from pretraining.data.engine import pieces
-pieces.PIECE_BYTES, pieces.TASK_PIECES = 6000, 2
+from pretraining.data import corpus
+corpus.PIECE_BYTES, corpus.TASK_PIECES = 6000, 2
 sys.argv = ["data_prep.py", *sys.argv[1:]]
 runpy.run_path("data_prep.py", run_name="__main__")
 """
@@ -85,7 +86,8 @@ def reference(corpus, tmp_path_factory) -> tuple[Path, dict]:
 def test_filters_copies_and_evaluation_sets_are_counted(reference):
     """The manifest says what each of them cost."""
     manifest = json.loads((reference[0].parent / "data" / "corpus" / "manifest.json").read_text())
-    assert manifest["duplicates"]["dropped"] >= 10 and manifest["decontamination"]["dropped"] >= 1
+    # Eleven copies of the first text; and of each third text one in which a word is another, found by `"minhash": {}`.
+    assert manifest["duplicates"]["dropped"] >= 20 and manifest["decontamination"]["dropped"] >= 1
     assert manifest["filters"]["documents"] > manifest["filters"]["kept_documents"] - 1
     kept = sum(split["documents"] for split in manifest["splits"].values())
     fates = manifest["duplicates"]["fates"]
@@ -142,16 +144,15 @@ def test_a_mended_file_repeats_only_its_own_tasks(corpus, tmp_path):
     last.write_text(whole)
     log = tmp_path / "tasks"
     watched = PROGRAM.replace(
-        "pieces.PIECE",
+        "corpus.PIECE",
         f"""
-from pretraining.data.engine import tasks
+from pretraining.data.preparation import tasks
 run_task = tasks.run_task
-def logged(stage, work, number):
-    open({str(log)!r}, "a").write(f"{{stage.name}}/{{stage.folder(work, number).name}}\\n")
-    run_task(stage, work, number)
-from pretraining.data.engine import executors
-executors.run_task = logged
-pieces.PIECE""",
+def logged(stage, number, progress):
+    open({str(log)!r}, "a").write(f"{{stage.name}}/{{stage.folder(number).name}}\\n")
+    run_task(stage, number, progress)
+tasks.run_task = logged
+corpus.PIECE""",
     )
     words = command(recipe, root, "--executor", "inline")
     assert execute([words[0], "-c", watched, *words[3:]]).code == 0
@@ -170,6 +171,37 @@ def test_an_error_in_a_worker_is_one_line(corpus, tmp_path):
     )
     assert finished.code == 2 and finished.stderr.count("error: ") == 1, finished.output
     assert f"error: {bad}:line 1: not valid JSON" in finished.stderr and "Traceback" not in finished.stderr
+
+
+PICKLES = b"\x80"
+"""How every pickle of protocol 2 or later begins."""
+
+
+def files_of_work(root: Path) -> list[Path]:
+    return [path for path in (root / ".corpus.work").rglob("*") if path.is_file()]
+
+
+def test_what_is_kept_holds_no_pickle_and_is_named(corpus, tmp_path):
+    """A refused preparation says where finished tasks are kept: JSON, Arrow and plain arrays, whoever runs them."""
+    evaluation = {"folder": str(corpus.parent / "sets")}
+    recipe = recipe_of(corpus, tmp_path, **CLEANED, decontaminate=evaluation, validation_share=1e-9)
+    root = tmp_path / "data"
+    failed = execute(command(recipe, root, "--executor", "local", "--workers", "2"))
+    assert failed.code == 2 and f"; finished tasks are kept in {root / '.corpus.work'}" in failed.stderr
+    files = files_of_work(root)
+    assert {path.suffix for path in files} == {".json", ".arrow", ".npy", ".npz"}
+    assert {"preparation.json", "index.json"} <= {path.name for path in files}
+    assert not [path for path in files if path.read_bytes()[:1] == PICKLES]
+    for path in files:
+        if path.suffix in (".npy", ".npz"):
+            np.load(path, allow_pickle=False)
+
+
+def test_a_refused_source_is_named_by_its_place_in_the_list(corpus, tmp_path):
+    """Of many sources the one to mend."""
+    recipe = recipe_of(corpus, tmp_path, sources=[{"path": str(corpus)}, {"path": str(tmp_path / "no.txt")}])
+    refused = execute(command(recipe, tmp_path / "data"))
+    assert refused.code == 2 and "error: data.sources.1.path: " in refused.stderr
 
 
 KILLER = """
@@ -250,6 +282,46 @@ def test_options_of_a_cluster_that_make_no_sense_are_one_line(corpus, tmp_path, 
         command(recipe_of(corpus, tmp_path), tmp_path / "data", *words), capture_output=True, text=True
     )
     assert finished.returncode == 2 and said in finished.stderr and finished.stderr.count("\n") <= 3
+
+
+SBATCH = """#!/bin/bash
+number=$(ls {jobs}/*.script | wc -l)
+echo "$@" > {jobs}/$number.options
+cp "${{@: -1}}" {jobs}/$number.script
+echo Submitted batch job $((100 + number))
+"""
+SRUN = """#!/bin/bash
+shift 3
+exec "$@"
+"""
+
+
+def test_jobs_of_a_cluster_give_the_same_bytes_without_a_pickle(reference, tmp_path):
+    """What sbatch is given, kept by a program that stands in for it, then run: several arrays a stage."""
+    recipe, expected = reference
+    programs, jobs, root = (tmp_path / name for name in ("programs", "jobs", "data"))
+    for folder in (programs, jobs):
+        folder.mkdir()
+    (programs / "sbatch").write_text(SBATCH.format(jobs=jobs))
+    (programs / "srun").write_text(SRUN)
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    variables = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    options = ["--executor", "slurm", "--slurm", "partition=cpu", "--slurm", "tasks_per_job=20", "--json"]
+    submitted = execute(command(recipe, root, *options, "--slurm", "max_array_size=1"), **variables)
+    assert submitted.code == 0, submitted.output
+    numbers = range(len(list(jobs.glob("*.script"))))
+    scripts = [(jobs / f"{number}.script").read_text() for number in numbers]
+    waits = [(jobs / f"{number}.options").read_text().split()[0] for number in numbers]
+    assert waits[1:3] == ["--dependency=afterok:100", "--dependency=afterok:100,afterany:101"]
+    assert len(json.loads(submitted.stdout)["jobs"]) == 8 < len(scripts)
+    for number, script in enumerate(scripts):
+        assert "--array=0-0" in script
+        if number == numbers[-1]:  # it publishes, and removes the work folder
+            assert not [path for path in files_of_work(root) if path.read_bytes()[:1] == PICKLES]
+        words, job = ["bash", jobs / f"{number}.script"], {**variables, "SLURM_ARRAY_TASK_ID": "0"}
+        assert execute(words, **job).code == 0
+    assert bytes_of(root / "corpus") == expected
 
 
 @pytest.mark.skipif(

@@ -10,11 +10,11 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pretraining.data.engine.pieces import cut_sources, gather
-from pretraining.data.sources import FileSource, HubSource, open_source
+from pretraining.data.corpus import Corpus
+from pretraining.data.sources import FileSource, HubSource, open_source, open_sources
 from pretraining.data.text_files import READABLE_SUFFIXES, Extent, list_files
 from pretraining.errors import UserError
-from pretraining.recipe.data import Source
+from pretraining.recipe.data import Data, Source
 from tests.runs import REPOSITORY, execute
 
 TEXTS = [f"document {number} " + "word " * (number % 50) for number in range(400)]
@@ -68,11 +68,14 @@ def test_pieces_are_a_function_of_the_files_and_change_with_them(tmp_path):
     assert True in same and False in same
 
 
-def test_tasks_are_neighbours_of_one_source(tmp_path):
+def test_tasks_are_neighbours_of_one_source(tmp_path, monkeypatch):
     """A shard never mixes two sources."""
-    sources = [open_source(Source(path=str(write_lines(tmp_path / name)))) for name in ("a.jsonl", "b.jsonl")]
-    pieces = cut_sources(sources, piece_bytes=2000)
-    tasks = gather(pieces, sources, task_pieces=3)
+    monkeypatch.setattr("pretraining.data.corpus.PIECE_BYTES", 2000)
+    monkeypatch.setattr("pretraining.data.corpus.TASK_PIECES", 3)
+    specs = [{"path": str(write_lines(tmp_path / name))} for name in ("a.jsonl", "b.jsonl")]
+    section = Data.of({"name": "two", "sources": specs, "tokenizer": "x"})
+    corpus = Corpus.of(section, open_sources(section.sources))
+    pieces, tasks = corpus.pieces, corpus.tasks
     assert [number for task in tasks for number in task] == list(range(len(pieces)))
     assert all(len({pieces[number].source for number in task}) == 1 and len(task) <= 3 for task in tasks)
 

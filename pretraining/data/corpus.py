@@ -1,25 +1,32 @@
-"""The texts of all sources in one fixed order, each with the split its own hash puts it in."""
+"""The texts of all sources in one fixed order, cut into pieces, each text with the split its own hash puts it in."""
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from queue import Empty, Full, Queue
+from typing import NamedTuple
 
 import xxhash
 
-from pretraining.data.text_files import Document
+from pretraining.data.manifest import FORMAT, digest_of
+from pretraining.data.sources import TextSource, source_from_json
+from pretraining.data.text_files import Document, Extent
 from pretraining.errors import UserError
+from pretraining.recipe.data import Data
 
 SPLIT_SEED = 0x73706C6974
 BATCH_BYTES = 1 << 20
 """Text handed to the tokenizer at once: enough to keep every core busy, little enough to hold a few of."""
 
-CLEANING_KEYS = ("filters", "dedup", "decontaminate")
-"""Of the data section: what stands between reading a text and encoding it."""
+PIECE_BYTES = 16 << 20
+"""Text of a piece, the unit of filtering: minutes of the slowest filter, seconds of the others."""
 
-TRAINING_BYTES = 256 << 20
-"""Text the tokenizer is trained on at most, the same of each source: BPE gains little beyond it. How a run weighs the
-sources is no matter of it, so that other weights need no other tokens."""
+TASK_PIECES = 16
+"""Pieces that are tokenized together: 256 MB of text, about one shard of 64 M tokens."""
+
+CLEANING_KEYS = ("filters", "dedup", "decontaminate")
+"""Of the data section: what is done between reading a text and encoding it."""
 
 
 @dataclass
@@ -35,21 +42,21 @@ class Batch:
     """A number in [0, 1) for each text, from its hash: below validation_share means validation."""
 
     def without_validation(self, validation_share: float) -> "Batch":
-        """The texts that go to train."""
+        """Keep the texts that go to train."""
         kept = [number for number, draw in enumerate(self.draws) if draw >= validation_share]
         columns = (self.texts, self.wheres, self.num_bytes, self.draws)
         return Batch(self.source, *([column[number] for number in kept] for column in columns))
 
 
 def draw_of(encoded: bytes) -> float:
-    """A number in [0, 1) that depends on the text alone, so equal texts never sit in both splits."""
+    """Draw a number in [0, 1) from the text alone, so that equal texts never sit in both splits."""
     return (xxhash.xxh3_64_intdigest(encoded, SPLIT_SEED) >> 11) * 2.0**-53
 
 
 def read_batches(
     source: int, documents: Iterable[Document], skipped: dict, skip_undecodable: bool
 ) -> Iterator[Batch]:
-    """Every text that is not empty, in batches of about `BATCH_BYTES`.
+    """Read every text that is not empty, in batches of about `BATCH_BYTES`.
 
     `skipped` counts what is left out. UserError on other than UTF-8, unless `skip_undecodable`.
     """
@@ -81,25 +88,115 @@ def _leave_out(where: str, undecodable: bool, skipped: dict, skip_undecodable: b
     skipped["undecodable" if undecodable else "empty"] += 1
 
 
-def empty_corpus(data: dict, skipped: dict) -> UserError:
-    """The sentence for sources without a single text, or of which nothing is left."""
-    places = [spec.get("path") or spec.get("dataset") or spec["builtin"] for spec in data["sources"]]
-    left_out = [f"{count:,} {reason}" for reason, count in skipped.items() if count]
-    if any(data.get(key) for key in CLEANING_KEYS):
-        left_out.append(f"what {', '.join(key for key in CLEANING_KEYS if data.get(key))} took out")
-    return UserError(
-        f"data {data['name']!r}: the corpus is empty: no text of {', '.join(places)} is left (left out: "
-        f"{', '.join(left_out) or 'nothing'}); add text or change the recipe's data section"
-    )
-
-
 def _utf8(text: str | None) -> bytes | None:
-    """The text in UTF-8; None where the bytes were not, or where JSON spelled half of a surrogate pair."""
+    """Encode in UTF-8; None if the bytes were not UTF-8, or if JSON spelled half of a surrogate pair."""
     try:
         return None if text is None else text.encode("utf-8")
     except UnicodeEncodeError:
         return None
 
+
+class Piece(NamedTuple):
+    """Some 16 MB of text of one source."""
+
+    source: int
+    extents: list[Extent]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The texts of all sources. Pieces and tasks are cut by the input alone, never by who does the work."""
+
+    name: str
+    places: list[str]
+    """What the recipe calls each source, for error messages."""
+    sources: list[TextSource]
+    skip_undecodable: bool
+    pieces: list[Piece]
+    """In the order of the sources and of their files."""
+    tasks: list[range]
+    """The pieces that are tokenized together: neighbours of one source."""
+
+    @classmethod
+    def of(cls, data: Data, sources: list[TextSource]) -> "Corpus":
+        """Cut the opened sources of a data section, which may read their files' footers."""
+        places = [spec.path or spec.dataset or spec.builtin for spec in data.sources]
+        pieces = [
+            Piece(number, extents)
+            for number, source in enumerate(sources)
+            for extents in source.cut(PIECE_BYTES)
+        ]
+        return cls(data.name, places, sources, data.skip_undecodable, pieces, _gather(pieces, sources))
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """A digest for each piece, of its text as it is read."""
+        return [
+            digest_of(FORMAT, self.skip_undecodable, self.sources[piece.source].digest_of(piece.extents))
+            for piece in self.pieces
+        ]
+
+    def batches(self, numbers: range, skipped: dict) -> Iterator[Batch]:
+        """Read neighbouring pieces of one source; `skipped` counts what is left out."""
+        source = self.pieces[numbers.start].source
+        extents = [extent for number in numbers for extent in self.pieces[number].extents]
+        yield from read_batches(
+            source, self.sources[source].documents(extents), skipped, self.skip_undecodable
+        )
+
+    def is_empty(self, skipped: dict[str, int], cleaned_by: Sequence[str] = ()) -> UserError:
+        """Make the error of a corpus without a single text, or of which `cleaned_by` left nothing."""
+        left_out = [f"{count:,} {reason}" for reason, count in skipped.items() if count]
+        if cleaned_by:
+            left_out.append(f"what {', '.join(cleaned_by)} took out")
+        return UserError(
+            f"data {self.name!r}: the corpus is empty: no text of {', '.join(self.places)} is left (left out: "
+            f"{', '.join(left_out) or 'nothing'}); add text or change the recipe's data section"
+        )
+
+    def check_unchanged(self) -> None:
+        """Raise UserError for a file of this machine that changed since the sources were opened."""
+        for source in self.sources:
+            source.check_unchanged()
+
+    def to_json(self) -> dict:
+        """Describe the corpus, for a process on another machine."""
+        return {
+            "name": self.name,
+            "places": self.places,
+            "sources": [source.to_json() for source in self.sources],
+            "skip_undecodable": self.skip_undecodable,
+            "pieces": self.pieces,
+            "tasks": [[task.start, task.stop] for task in self.tasks],
+        }
+
+    @classmethod
+    def from_json(cls, values: dict) -> "Corpus":
+        """Open the corpus that `to_json` describes."""
+        pieces = [
+            Piece(source, [Extent(*extent) for extent in extents]) for source, extents in values["pieces"]
+        ]
+        opened = {
+            "sources": [source_from_json(source) for source in values["sources"]],
+            "pieces": pieces,
+            "tasks": [range(*task) for task in values["tasks"]],
+        }
+        return cls(**{**values, **opened})
+
+
+def _gather(pieces: list[Piece], sources: list[TextSource]) -> list[range]:
+    """Gather `TASK_PIECES` neighbours of one source into a task; a piece of a source with `large_pieces` is one."""
+    tasks, start = [], 0
+    for stop in range(1, len(pieces) + 1):
+        source = pieces[start].source
+        full = stop - start == (1 if sources[source].large_pieces else TASK_PIECES)
+        if stop == len(pieces) or full or pieces[stop].source != source:
+            tasks.append(range(start, stop))
+            start = stop
+    return tasks
+
+
+# Reading ahead, in a thread.
 
 _END = object()
 

@@ -3,74 +3,104 @@
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretraining.data.corpus import CLEANING_KEYS, Batch, prefetch, read_batches
+from pretraining.data.corpus import CLEANING_KEYS, Batch, Corpus, prefetch, read_batches
 from pretraining.data.progress import Progress
-from pretraining.data.sources import open_source
-from pretraining.data.tokenizer import describe_tokenizer
+from pretraining.data.sources import open_sources
+from pretraining.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from pretraining.data.encoder import Encoder
 
 
-def count_data(recipe, num_documents: int | None = None, show_progress: bool = True) -> dict:
-    """Documents, bytes of text and tokens (EOS included) of each source in `recipe.data`; no shard is written.
+@dataclass(frozen=True)
+class TokenCounts:
+    """The texts of a recipe's sources, counted as they are read: before filters and deduplication."""
 
-    The texts are counted as they are read: nothing is filtered, deduplicated or decontaminated.
+    name: str
+    encoder: str
+    documents_of_each_source: int | None
+    """Counted at most; None: all."""
+    before_cleaning: bool
+    """Does the recipe ask for cleaning, which leaves less?"""
+    sources: list[dict]
+    """For each source documents, text_bytes, tokens (EOS included), bytes_per_token, and compression: bytes of text for
+    each byte on disk."""
+    total: dict
+    skipped: dict[str, int]
 
-    With `num_documents`, the first so many of each source. Returns `sources` and their `total`; beside the
-    counts, `bytes_per_token` and `compression`, bytes of text for each byte on disk. A tokenizer that is to
-    be trained is trained, and forgotten. Raises UserError as a preparation does.
-    """
-    sources = [open_source(spec) for spec in recipe.data.sources]
-    with Progress("counting", show_progress) as progress, tempfile.TemporaryDirectory() as folder:
-        encoder = _open_encoder(recipe, sources, Path(folder), progress)
-        progress.label("counting")
-        allowed = recipe.data.skip_undecodable
-        rows = []
-        for number, source in enumerate(sources):
-            skipped: dict = {}
-            batches = read_batches(number, source.documents(), skipped, allowed)
-            rows.append(
-                {**_count(_first_documents(batches, num_documents), encoder, progress), "skipped": skipped}
+    def to_dict(self) -> dict:
+        """Return the counts for a script, as JSON values."""
+        return asdict(self)
+
+    def as_text(self) -> str:
+        """Show the counts as a table."""
+        limit = self.documents_of_each_source
+        lines = [f"data {self.name}" + (f", the first {limit:,} documents of each source" if limit else "")]
+        lines.append(f"  {'source':<32}{'documents':>13}{'text bytes':>17}{'tokens':>16}{'bytes/token':>13}")
+        for row in [*self.sources, {"source": "total", **self.total}]:
+            lines.append(
+                f"  {row['source'][-31:]:<32}{row['documents']:>13,}{row['text_bytes']:>17,}{row['tokens']:>16,}"
+                f"{row['bytes_per_token']:>13.2f}"
             )
-    counts = [
-        {"source": spec.called, **_with_ratios(row, encoder.dtype.itemsize)}
-        for spec, row in zip(recipe.data.sources, rows, strict=True)
-    ]
-    total = {key: sum(row[key] for row in rows) for key in ("documents", "text_bytes", "tokens")}
-    return {
-        "name": recipe.data.name,
-        "encoder": encoder.backend.name,
-        "documents_of_each_source": num_documents,
-        "before_cleaning": any(getattr(recipe.data, key) for key in CLEANING_KEYS),
-        "sources": counts,
-        "total": _with_ratios(total, encoder.dtype.itemsize),
-        "skipped": {key: sum(row["skipped"][key] for row in rows) for key in rows[0]["skipped"]},
-    }
+        left_out = ", ".join(f"{count:,} {reason}" for reason, count in self.skipped.items())
+        lines.append(f"  documents left out: {left_out}")
+        if self.before_cleaning:
+            lines.append("  counted as read: before filters, deduplication and decontamination")
+        return "\n".join(lines)
 
 
-def _open_encoder(recipe, sources: list, folder: Path, progress: Progress) -> "Encoder":
-    """The encoder that a preparation of the recipe would use; its tokenizer is made in `folder`."""
+def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: bool = True) -> TokenCounts:
+    """Count documents, bytes of text and tokens of each source in `recipe.data`; no shard is written.
+
+    With `num_documents`, only the first so many of each source. A tokenizer that is to be trained is trained, and
+    forgotten. Raises UserError as a preparation does.
+    """
+    data, sources = recipe.data, open_sources(recipe.data.sources)
+    with Progress("counting", show_progress) as progress, tempfile.TemporaryDirectory() as folder:
+        encoder = _open_encoder(recipe, Corpus.of(data, sources), Path(folder), progress)
+        progress.label("counting")
+        rows, skips = [], []
+        for number, source in enumerate(sources):
+            skipped: dict[str, int] = {}
+            batches = read_batches(number, source.documents(), skipped, data.skip_undecodable)
+            rows.append(_count(_first_documents(batches, num_documents), encoder, progress))
+            skips.append(skipped)
+    token_bytes = encoder.dtype.itemsize
+    total = {key: sum(row[key] for row in rows) for key in rows[0]}
+    return TokenCounts(
+        name=data.name,
+        encoder=encoder.backend.name,
+        documents_of_each_source=num_documents,
+        before_cleaning=any(getattr(data, key) for key in CLEANING_KEYS),
+        sources=[
+            {"source": spec.called, **_with_ratios(row, token_bytes)}
+            for spec, row in zip(data.sources, rows, strict=True)
+        ],
+        total=_with_ratios(total, token_bytes),
+        skipped={key: sum(skipped[key] for skipped in skips) for key in skips[0]},
+    )
+
+
+def _open_encoder(recipe: Recipe, corpus: Corpus, folder: Path, progress: Progress) -> "Encoder":
+    """Open the encoder that a preparation of the recipe would use; its tokenizer is made in `folder`."""
     # numpy, tokenizers and pyarrow are needed from here on
     from pretraining.data.encoder import Encoder
-    from pretraining.data.engine.preparation import Preparation
-    from pretraining.data.engine.tokenizer_stage import make_tokenizer
+    from pretraining.data.preparation.tokenizing import MakeTokenizer
     from pretraining.data.shards import token_dtype
 
-    preparation = Preparation.of(recipe, sources, folder / "data", [])
-    preparation.progress, preparation.data = (
-        progress,
-        {**recipe.data.to_dict(), **dict.fromkeys(CLEANING_KEYS)},
+    data, vocab_size = recipe.data, recipe.model.vocab_size
+    stage = MakeTokenizer(folder, corpus, data.tokenizer, vocab_size, data.validation_share)
+    stage.run(0, folder / "tokenizer", progress)
+    info = stage.describe(folder / "tokenizer")
+    sample = [text for text, _ in islice(corpus.sources[0].documents(), 20) if text]
+    encoder = Encoder.open(
+        folder / "tokenizer", info, token_dtype(info.vocab_size), data.encoder, sample=sample
     )
-    make_tokenizer(preparation, folder / "tokenizer")
-    info = describe_tokenizer(folder / "tokenizer", str(recipe.data.tokenizer))
-    sample = [text for text, _ in islice(sources[0].documents(), 20) if text]
-    wanted = recipe.data.encoder
-    encoder = Encoder.open(folder / "tokenizer", info, token_dtype(info.vocab_size), wanted, sample=sample)
     if encoder.note and progress.shown:
         print(encoder.note, file=sys.stderr)
     return encoder
@@ -99,20 +129,3 @@ def _first_documents(batches: Iterator[Batch], count: int | None) -> Iterator[Ba
 def _with_ratios(row: dict, token_bytes: int) -> dict:
     bytes_per_token = row["text_bytes"] / max(1, row["tokens"])
     return {**row, "bytes_per_token": bytes_per_token, "compression": bytes_per_token / token_bytes}
-
-
-def count_as_text(counts: dict) -> str:
-    """The answer of `count_data` as a table."""
-    limit = counts["documents_of_each_source"]
-    lines = [f"data {counts['name']}" + (f", the first {limit:,} documents of each source" if limit else "")]
-    lines.append(f"  {'source':<32}{'documents':>13}{'text bytes':>17}{'tokens':>16}{'bytes/token':>13}")
-    for row in [*counts["sources"], {"source": "total", **counts["total"]}]:
-        lines.append(
-            f"  {row['source'][-31:]:<32}{row['documents']:>13,}{row['text_bytes']:>17,}{row['tokens']:>16,}"
-            f"{row['bytes_per_token']:>13.2f}"
-        )
-    left_out = ", ".join(f"{count:,} {reason}" for reason, count in counts["skipped"].items())
-    lines.append(f"  documents left out: {left_out}")
-    if counts["before_cleaning"]:
-        lines.append("  counted as read: before filters, deduplication and decontamination")
-    return "\n".join(lines)

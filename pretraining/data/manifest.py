@@ -9,7 +9,6 @@ from pretraining.data.publishing import kept_beside
 from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
 from pretraining.recipe import recipe_schema
-from pretraining.recipe.data import Source
 from pretraining.schema import Difference, check, differences, filled
 
 if TYPE_CHECKING:
@@ -235,41 +234,25 @@ def num_shard_bytes(manifest: dict) -> int:
     return sum(shard["size"] for entry in manifest["splits"].values() for shard in entry["shards"])
 
 
-def summary_of(folder: Path, manifest: dict, sources: list[Source]) -> dict:
-    """What a person or a script wants to know of a data set after its preparation.
-
-    sources: the recipe's, whose names and weights may be others than at the preparation.
-    """
-    splits = manifest["splits"]
-    counts = {name: {key: splits[name][key] for key in ("documents", "tokens", "bytes")} for name in splits}
-    num_tokens = max(1, sum(count["tokens"] for count in counts.values()))
-    rows = [
-        {
-            "name": source.called,
-            "documents": entry["documents"],
-            "tokens": entry["tokens"],
-            "share": entry["tokens"] / num_tokens,
-            "weight": source.weight,
-        }
-        for source, entry in zip(sources, manifest["sources"], strict=True)
-    ]
-    return {
-        "name": manifest["name"],
-        "folder": str(folder),
-        **counts,
-        "sources": rows,
-        "vocab_size": manifest["tokenizer"]["vocab_size"],
-        "bytes_per_token": sum(count["bytes"] for count in counts.values()) / num_tokens,
-        "skipped": manifest["skipped"],
-        "unigram_bits_per_byte": splits["validation"]["unigram_bits_per_byte"],
-        "fingerprint": manifest["fingerprint"],
-    }
-
-
 def report_text(manifest: dict) -> str:
-    """What filters, decontamination and deduplication took out, as tables; empty where there were none."""
-    if not {"filters", "decontamination", "duplicates"} & manifest.keys():
-        return ""
-    from pretraining.data.engine.reports import as_text
+    """Describe what filters, decontamination and deduplication took out; empty if the recipe asked for none."""
+    parts = []
+    if "filters" in manifest:
+        from pretraining.data.quality.report import FilterReport
 
-    return as_text(manifest)
+        parts.append(FilterReport.from_dict(manifest["filters"]).as_text())
+    if "decontamination" in manifest:
+        found = manifest["decontamination"]
+        sets = ", ".join(f"{name}: {entry['dropped']:,}" for name, entry in found["sets"].items())
+        parts.append(
+            f"decontamination: {found['dropped']:,} of {found['documents']:,} documents ({sets or 'none'})"
+        )
+    if "duplicates" in manifest:
+        found = manifest["duplicates"]
+        fates = found["fates"]
+        parts.append(
+            f"duplicates: {fates['duplicate']:,} of {found['documents']:,} documents in {found['clusters']:,} "
+            f"clusters (the largest has {found['largest_cluster']:,}); {fates['validation_twin']:,} more too close to "
+            "validation"
+        )
+    return "\n".join(parts)

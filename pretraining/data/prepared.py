@@ -21,12 +21,13 @@ from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.data.tokenizer import check_vocabulary, fingerprint_of
 from pretraining.errors import UserError
+from pretraining.recipe.recipe import Recipe
 from pretraining.schema import REPOSITORY, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from pretraining.recipe import Recipe
+    from pretraining.data.streaming.prefetch import PrefetchedDataset
 
 VERIFIED_BYTES = 256 << 20
 """Data sets up to this size are compared with their checksums at every open (0.1 s), others by `verify`."""
@@ -69,8 +70,8 @@ class PreparedData:
         """Identity of the tokens, the same on every machine: what the global order is keyed with."""
         return self.manifest["fingerprint"]
 
-    def prefetched(self, dataset: PackedDataset):
-        """The same samples; where the train shards come from an address, they are fetched ahead of need."""
+    def prefetched(self, dataset: PackedDataset) -> "PackedDataset | PrefetchedDataset":
+        """Prefetch the samples if the train shards come from an address; they stay the same samples."""
         if isinstance(self.train.folder, Path) or dataset.order is None:
             return dataset
         from pretraining.data.streaming.prefetch import prefetched
@@ -78,12 +79,12 @@ class PreparedData:
         return prefetched(dataset)
 
 
-def open_prepared(recipe, data_root: Path | str, cache: CacheSettings | None = None) -> PreparedData:
+def open_prepared(recipe: Recipe, data_root: Path | str, cache: CacheSettings | None = None) -> PreparedData:
     """Open what `prepare_data` made of the recipe's data section; the sources need not be there any more.
 
     `data_root` is a local folder, or an address fsspec understands; the shards of an address are kept in `cache`
-    (default: `CacheSettings.of()`). Raises UserError where it is not prepared, was prepared from another data
-    section or tokenizer, has more ids than `recipe.model.vocab_size`, or where a shard is missing, truncated
+    (default: `CacheSettings.of()`). Raises UserError if it is not prepared, was prepared from another data
+    section or tokenizer, has more ids than `recipe.model.vocab_size`, or if a shard is missing, truncated
     or damaged (that of an address: when it is fetched).
     """
     if is_remote(data_root):
@@ -101,7 +102,7 @@ def open_prepared(recipe, data_root: Path | str, cache: CacheSettings | None = N
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
 
 
-def _open_remote(recipe, data_root: str, cache: CacheSettings) -> PreparedData:
+def _open_remote(recipe: Recipe, data_root: str, cache: CacheSettings) -> PreparedData:
     from pretraining.data.streaming.cache import ShardCache
     from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
 
@@ -115,12 +116,12 @@ def _open_remote(recipe, data_root: str, cache: CacheSettings) -> PreparedData:
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
 
 
-def _check_manifest(recipe, manifest: dict, place: Path | str, command: str) -> None:
+def _check_manifest(recipe: Recipe, manifest: dict, place: Path | str, command: str) -> None:
     _check_section(recipe.data.to_dict(), manifest, place, command)
     check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model.vocab_size)
 
 
-def _preparing_command(recipe, data_root: Path) -> str:
+def _preparing_command(recipe: Recipe, data_root: Path) -> str:
     elsewhere = [] if data_root == REPOSITORY / "data" else ["--data_dir", str(data_root)]
     return shlex.join(["python", "data_prep.py", *recipe.words, *elsewhere])
 

@@ -7,7 +7,6 @@ at two odd points. The value of two streams joined follows from their values and
 
 import hashlib
 import json
-import os
 from array import array
 from collections.abc import Iterable
 from itertools import pairwise
@@ -18,6 +17,7 @@ import numpy as np
 import xxhash
 
 from pretraining.data.shards import checksum_of_file
+from pretraining.runtime.durable_files import replacing
 
 if TYPE_CHECKING:
     import pyarrow
@@ -100,12 +100,9 @@ class SplitWriter:
         rows = pa.LargeListArray.from_arrays(_arrow_array(np.asarray(self._ends)), values)
         schema = _arrow_schema(self.dtype)
         path = self.folder / f"data-{len(self._shards):05d}.arrow"
-        with path.open("wb") as file:
-            with pa.ipc.new_stream(file, schema) as stream:
-                num_bytes = _arrow_array(np.asarray(self._num_bytes))
-                stream.write_batch(pa.record_batch([rows, num_bytes], schema=schema))
-            file.flush()
-            os.fsync(file.fileno())
+        with replacing(path, "wb") as file, pa.ipc.new_stream(file, schema) as stream:
+            num_bytes = _arrow_array(np.asarray(self._num_bytes))
+            stream.write_batch(pa.record_batch([rows, num_bytes], schema=schema))
         self._shards.append(self._entry(path))
         self._ends, self._num_bytes = array("q", [0]), array("Q")
 
@@ -199,16 +196,9 @@ def _write_dataset_files(folder: Path, shard_names: list[str], dtype: np.dtype, 
         "_split": None,
     }
     info = {"citation": "", "description": "", "features": _features(dtype), "homepage": "", "license": ""}
-    write_durably(folder / "state.json", json.dumps(state, indent=2))
-    write_durably(folder / "dataset_info.json", json.dumps(info, indent=2))
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a small file and wait until the disk holds it."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    for name, values in {"state.json": state, "dataset_info.json": info}.items():
+        with replacing(folder / name) as file:
+            json.dump(values, file, indent=2)
 
 
 # The digest of a token stream; see the module.

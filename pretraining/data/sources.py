@@ -1,9 +1,10 @@
-"""Where the text comes from: each source streams documents in a fixed order and knows its fingerprint."""
+"""What the recipe's `data.sources` name: each streams documents in a fixed order and knows its fingerprint."""
 
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -35,12 +36,12 @@ class FileSource:
     large_pieces: ClassVar[bool] = False
 
     def documents(self, extents: Iterable[Extent] | None = None) -> Iterator[Document]:
-        """Every document of the extents (of every file), one file open at a time."""
+        """Read every document of the extents (of every file), one file open at a time."""
         for extent in [Extent(number) for number in range(len(self.files))] if extents is None else extents:
             yield from read_documents(self.files[extent.file], self.column, extent)
 
     def cut(self, piece_bytes: int) -> list[list[Extent]]:
-        """The source in pieces of about `piece_bytes` of text: a function of the files alone."""
+        """Cut the source into pieces of about `piece_bytes` of text: a function of the files alone."""
         pieces, size = [[]], 0
         for number, file in enumerate(self.files):
             for extent, num_bytes in cut_file(file, number, piece_bytes):
@@ -52,11 +53,11 @@ class FileSource:
         return pieces
 
     def digest_of(self, extents: Iterable[Extent]) -> str:
-        """Changes when what the extents hold does."""
+        """Digest what decides the text of the extents."""
         return digest_of([(*self._identity(self.files[extent.file]), *extent[1:]) for extent in extents])
 
     def check_unchanged(self) -> None:
-        """UserError for a file of this machine that changed since the source was opened."""
+        """Raise UserError for a file of this machine that changed since the source was opened."""
         for file in self.files:
             file.check_unchanged()
 
@@ -64,8 +65,12 @@ class FileSource:
     def _identity(file: InputFile) -> tuple:
         return file.name, file.num_bytes, file.version
 
+    def to_json(self) -> dict:
+        """Describe the source, with every file, for a process on another machine."""
+        return {"files": [astuple(file) for file in self.files], "column": astuple(self.column)}
+
     def fingerprint(self) -> dict:
-        """Relative path, size in bytes and version of every file, hashed; nothing is read."""
+        """Hash relative path, size in bytes and version of every file; nothing is read."""
         digest = digest_of([self._identity(file) for file in self.files])
         num_bytes = sum(file.num_bytes for file in self.files)
         return {"files": len(self.files), "bytes": num_bytes, "fingerprint": digest}
@@ -86,7 +91,7 @@ class HubSource:
     """A file of a hub dataset holds hundreds of megabytes, and is a piece."""
 
     def documents(self, extents: Iterable[Extent] | None = None) -> Iterator[Document]:
-        """Every row of the extents (of the split) in the hub's order; nothing is kept on disk."""
+        """Read every row of the extents (of the split) in the hub's order; nothing is kept on disk."""
         rows = self._stream()
         if rows.column_names:
             self.column.check(rows.column_names, self.dataset)
@@ -105,15 +110,19 @@ class HubSource:
             raise self._unreachable(error) from error
 
     def cut(self, piece_bytes: int) -> list[list[Extent]]:
-        """One piece for each file that the dataset is stored in."""
+        """Cut one piece for each file that the dataset is stored in."""
         return [[Extent(number)] for number in range(self._stream().num_shards)]
 
     def digest_of(self, extents: Iterable[Extent]) -> str:
-        """Changes when what the extents hold does."""
+        """Digest what decides the text of the extents."""
         return digest_of([self.fingerprint(), [list(extent) for extent in extents]])
 
     def check_unchanged(self) -> None:
-        """Nothing: the hub keeps its commits."""
+        """Do nothing: the hub keeps its commits."""
+
+    def to_json(self) -> dict:
+        """Describe the source, for a process on another machine."""
+        return {**asdict(self), "fingerprint": self._fingerprint}
 
     def _stream(self):
         datasets = require("datasets", f"the dataset {self.dataset!r}")
@@ -134,8 +143,12 @@ class HubSource:
     def fingerprint(self) -> dict:
         """Name, config, split and the commit the revision stands for (null if the hub does not answer).
 
-        Of a folder its files in the place of a commit, as `FileSource` tells them.
+        A folder has its files in the place of a commit, as a `FileSource` has.
         """
+        return dict(self._fingerprint)
+
+    @cached_property
+    def _fingerprint(self) -> dict:
         known = {"dataset": self.dataset, "config": self.config, "split": self.split}
         folder = Path(self.dataset)
         if not folder.exists():
@@ -145,7 +158,7 @@ class HubSource:
         return {**known, **FileSource([local_file(path, folder) for path in shown]).fingerprint()}
 
     def _commit(self) -> str | None:
-        """The hub's commit hash of the revision, so that a dataset that moved on is prepared anew."""
+        """Ask the hub for the revision's commit, so that a dataset that moved on is prepared anew."""
         if self.revision and len(self.revision) == 40:
             return self.revision
         hub = require("huggingface_hub", f"the dataset {self.dataset!r}")
@@ -155,23 +168,38 @@ class HubSource:
             return self.revision
 
 
-def open_source(spec: Source, number: int = 0) -> FileSource | HubSource:
+TextSource = FileSource | HubSource
+"""Both stream documents, are cut into extents, and know what their text depends on."""
+
+
+def open_source(spec: Source, number: int = 0) -> TextSource:
     """Open the source that entry `number` of `data.sources` describes; UserError if there is nothing to read."""
     key = f"data.sources.{number}"
     column = TextColumn(spec.text_column, f"{key}.text_column")
     if spec.builtin is not None:
         return _builtin_source(spec.builtin, f"{key}.builtin")
     if spec.dataset is not None:
-        place = spec.dataset, spec.config, spec.split, spec.revision
-        return HubSource(*place, column, key)
+        return HubSource(spec.dataset, spec.config, spec.split, spec.revision, column, key)
     if spec.path is not None:
         return FileSource(list_files(spec.path, key=f"{key}.path"), column)
     raise UserError(f"{key}: names no source; give one of builtin, path, dataset")
 
 
-def open_sources(specs: list[Source]) -> list[FileSource | HubSource]:
+def open_sources(specs: list[Source]) -> list[TextSource]:
     """Open every entry of `data.sources`."""
     return [open_source(spec, number) for number, spec in enumerate(specs)]
+
+
+def source_from_json(values: dict) -> TextSource:
+    """Open the source that a `to_json` describes."""
+    if "files" in values:
+        return FileSource([InputFile(*file) for file in values["files"]], TextColumn(*values["column"]))
+    fields = {key: value for key, value in values.items() if key != "fingerprint"}
+    source = HubSource(**{**fields, "column": TextColumn(**values["column"])})
+    source.__dict__["_fingerprint"] = values[
+        "fingerprint"
+    ]  # all tasks go by the commit that was there at the start
+    return source
 
 
 def _builtin_source(name: str, key: str) -> FileSource:
@@ -184,7 +212,7 @@ def _builtin_source(name: str, key: str) -> FileSource:
 
 
 def _stdlib_files(root: Path) -> Iterator[Path]:
-    """Sources and documentation, without tests and without what was installed beside the library."""
+    """List sources and documentation, without tests and without what was installed beside the library."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in STDLIB_LEFT_OUT]
         yield from (Path(folder, name) for name in names if name.endswith(WHOLE_FILE_SUFFIXES))

@@ -33,7 +33,7 @@ class TokenizerInfo:
     """blake2b of tokenizer.json"""
 
 
-def local_fingerprint(spec) -> str | None:
+def local_fingerprint(spec: str | dict) -> str | None:
     """Fingerprint of the tokenizer.json a local path names; None for a hub name or a trained tokenizer."""
     if isinstance(spec, str) and (Path(spec).expanduser() / "tokenizer.json").is_file():
         return fingerprint_of(Path(spec).expanduser())

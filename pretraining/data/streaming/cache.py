@@ -184,7 +184,7 @@ class ShardCache:
     @contextlib.contextmanager
     def disk_faults(self) -> Iterator[None]:
         """Turn what the disk refuses into one line."""
-        from pretraining.data.prepare import DISK_FAULTS
+        from pretraining.data.preparation.prepare import DISK_FAULTS
 
         try:
             yield

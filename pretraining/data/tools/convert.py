@@ -19,10 +19,10 @@ from pretraining.data.manifest import (
     entropy_bits,
     num_shard_bytes,
 )
-from pretraining.data.prepare import DISK_FAULTS
+from pretraining.data.preparation.prepare import DISK_FAULTS
 from pretraining.data.progress import Progress
 from pretraining.data.publishing import discard, preparation_lock, publish, start_building
-from pretraining.data.shard_writer import SplitWriter, write_durably
+from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import token_dtype
 from pretraining.data.tokenizer import TokenizerInfo, describe_tokenizer, save_tokenizer
 from pretraining.data.tools.finished import FinishedData, SplitDocuments, count_tokens, open_finished
@@ -36,6 +36,7 @@ from pretraining.data.tools.formats import (
     write_megatron,
 )
 from pretraining.errors import UserError
+from pretraining.runtime.durable_files import replacing
 
 if TYPE_CHECKING:
     import tokenizers
@@ -165,7 +166,8 @@ def _write_manifest(
 ) -> None:
     """The last file of a converted data set; `converted_from` says that no recipe section made it."""
     counts, info = writer.counts, vars(writer.info)
-    write_durably(building / "dataset_dict.json", json.dumps({"splits": list(SPLITS)}))
+    with replacing(building / "dataset_dict.json") as file:
+        json.dump({"splits": list(SPLITS)}, file)
     validation = SplitDocuments(building, "validation", entries["validation"], [name])
     bits = entropy_bits(count_tokens(validation, writer.info.vocab_size))
     entries["validation"]["unigram_bits_per_byte"] = round(bits / max(1, entries["validation"]["bytes"]), 6)
@@ -187,7 +189,8 @@ def _write_manifest(
         "splits": entries,
         "versions": {},
     }
-    write_durably(building / MANIFEST_NAME, json.dumps(manifest, indent=2) + "\n")
+    with replacing(building / MANIFEST_NAME) as file:
+        file.write(json.dumps(manifest, indent=2) + "\n")
 
 
 @dataclass(frozen=True)

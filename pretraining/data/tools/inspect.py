@@ -7,6 +7,7 @@ from pretraining.data.manifest import data_differences
 from pretraining.data.packing import Stretch
 from pretraining.data.tools.finished import FinishedData, SplitDocuments, StoredDocument, open_finished
 from pretraining.errors import UserError
+from pretraining.recipe.recipe import Recipe
 from pretraining.schema import listed
 
 SEARCH_BATCH = 256
@@ -82,7 +83,7 @@ class Inspection:
             "documents": parts,
         }
 
-    def sample(self, number: int, recipe) -> dict:
+    def sample(self, number: int, recipe: Recipe) -> dict:
         """The block that sample `number` of a run of `recipe` is, with its step and epoch."""
         from pretraining.data.packed_dataset import build_training_dataset
         from pretraining.data.prepared import PreparedData

@@ -1,49 +1,53 @@
-"""Is either split large enough to hold one block, and if not, which validation_share would do?"""
+"""Is each split large enough to hold one block, and if not, which validation_share would do?"""
 
 import math
 from array import array
 from pathlib import Path
 
 from pretraining.errors import UserError
+from pretraining.recipe.data import Data
 
+FILE_NAME = "sizes.npz"
 RECORDED_DOCUMENTS = 1 << 16
 """Documents whose draws are kept for an exact suggestion: a corpus of more is seldom too small."""
 
 
 class SplitSizes:
-    """Remembers the draw and the size of the first documents, to suggest a share that works."""
+    """The draws and sizes of the first documents, to suggest a share that works."""
 
     def __init__(self):
         self._draws, self._tokens = array("d"), array("q")
         self._num_documents = 0
 
     def extend(self, draws: list[float], num_tokens: list[int]) -> None:
-        """More documents, of `num_tokens` tokens each."""
+        """Record more documents, of `num_tokens` tokens each."""
         self._num_documents += len(draws)
         room = max(0, RECORDED_DOCUMENTS - len(self._draws))
         self._draws.extend(draws[:room])
         self._tokens.extend(num_tokens[:room])
 
-    def save(self, path: Path) -> None:
-        """Keep what was remembered in an .npz file."""
+    def save(self, folder: Path) -> None:
+        """Write what was recorded to `sizes.npz`."""
         import numpy as np
 
-        np.savez(path, draws=self._draws, tokens=self._tokens, num_documents=self._num_documents)
+        np.savez(
+            folder / FILE_NAME, draws=self._draws, tokens=self._tokens, num_documents=self._num_documents
+        )
 
     @classmethod
     def joined(cls, folders: list[Path]) -> "SplitSizes":
-        """What the `sizes.npz` files of these folders remember, one after the other."""
+        """Read what the `sizes.npz` files of these folders record, one after the other."""
         import numpy as np
 
         joined = cls()
         for folder in folders:
-            kept = np.load(folder / "sizes.npz")
+            kept = np.load(folder / FILE_NAME)
             joined.extend(kept["draws"].tolist(), kept["tokens"].tolist())
             joined._num_documents += int(kept["num_documents"]) - len(kept["draws"])
         return joined
 
     def workable_share(self, num_tokens: int, wanted: int) -> float | None:
-        """The shortest validation_share that leaves each split `wanted` of `num_tokens` tokens, or None."""
+        """Find the shortest validation_share that leaves each split `wanted` of `num_tokens` tokens, or None."""
         if self._num_documents > len(self._draws):
             return _round_up(2 * wanted / num_tokens, digits=1) if num_tokens > 4 * wanted else None
         documents = sorted(zip(self._draws, self._tokens, strict=True))
@@ -62,13 +66,13 @@ class SplitSizes:
 
 
 def _round_up(value: float, digits: int) -> float:
-    """The smallest number of `digits` significant decimal digits above `value`."""
+    """Find the smallest number of `digits` significant decimal digits above `value`."""
     unit = 10.0 ** (math.floor(math.log10(max(value, 1e-12))) - digits + 1)
     return float(f"{(math.floor(value / unit) + 1) * unit:.{digits}g}")
 
 
-def check_blocks(splits: dict, data: dict, sequence_length: int, sizes: SplitSizes | None = None) -> None:
-    """UserError unless train and validation each hold one block of `sequence_length` inputs and targets."""
+def check_blocks(splits: dict, data: Data, sequence_length: int, sizes: SplitSizes | None = None) -> None:
+    """Raise UserError unless train and validation each hold one block of `sequence_length` inputs and targets."""
     wanted = sequence_length + 1
     counts = {name: entry["tokens"] for name, entry in splits.items()}
     total, short = sum(counts.values()), [name for name in counts if counts[name] < wanted]
@@ -76,12 +80,12 @@ def check_blocks(splits: dict, data: dict, sequence_length: int, sizes: SplitSiz
         return
     share = sizes.workable_share(total, wanted) if sizes else None
     if share is not None:
-        advice = f"set data.validation_share to {share:g} (it is {data['validation_share']:g})"
+        advice = f"set data.validation_share to {share:g} (it is {data.validation_share:g})"
     elif total < 2 * wanted:
         advice = f"add text: two blocks need {2 * wanted:,} tokens"
     else:
         advice = "add text or documents, change data.validation_share, or shorten the sequence length"
     raise UserError(
-        f"data {data['name']!r}: {short[0]} has {counts[short[0]]:,} of the corpus's {total:,} tokens, too "
+        f"data {data.name!r}: {short[0]} has {counts[short[0]]:,} of the corpus's {total:,} tokens, too "
         f"few for one block of {wanted:,} (sequence length {sequence_length:,} and one target); {advice}"
     )

@@ -8,71 +8,72 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.corpus import empty_corpus
-from pretraining.data.engine.reports import as_text, cleaning_skips, reports_of
-from pretraining.data.engine.tokenize_stage import RESULT_NAME, SPLITS
 from pretraining.data.manifest import (
     FORMAT,
     MANIFEST_NAME,
     content_fingerprint,
     deciding_section,
     entropy_bits,
+    report_text,
 )
+from pretraining.data.preparation.split_sizes import SplitSizes, check_blocks
+from pretraining.data.preparation.stages import Preparation
+from pretraining.data.preparation.tokenizing import COUNTS_NAME, SPLITS
 from pretraining.data.publishing import discard, publish, start_building
-from pretraining.data.shard_writer import SplitWriter, split_entry, write_durably
+from pretraining.data.shard_writer import SplitWriter, split_entry
 from pretraining.data.shards import open_shard
-from pretraining.data.split_sizes import SplitSizes, check_blocks
-from pretraining.data.tokenizer import describe_tokenizer
 from pretraining.errors import UserError
-from pretraining.recipe.data import source_name
+from pretraining.recipe.data import Source
+from pretraining.runtime.durable_files import replacing
 
 
-def finish(preparation) -> Path | None:
+def finish(preparation: Preparation, show_progress: bool = False) -> Path | None:
     """Gather, write the manifest, and put the data set in its place; where the one before it is kept, if there was one.
 
-    Raises UserError where a task has not finished, the corpus is empty, or a split is too small for one block.
+    Raises UserError if a source has changed, a task has not finished, the corpus is empty, or a split is too small for
+    one block.
     """
-    outputs = preparation.tokenize_stage.outputs(preparation.work)
-    results = [json.loads((output / RESULT_NAME).read_text()) for output in outputs]
-    _check_not_empty(preparation.data, results)
+    preparation.corpus.check_unchanged()
+    outputs, results = preparation.tokenize.outputs(), preparation.tokenize.results()
+    if not any(entry["documents"] for result in results for entry in result["splits"].values()):
+        raise preparation.texts.is_empty(_summed([result["skipped"] for result in results]))
     building = start_building(preparation.folder)
     try:
         splits = {
             "train": _link_shards(outputs, results, building / "train"),
             "validation": _join_validation(outputs, results, building / "validation"),
         }
-        _check_blocks(preparation, splits, outputs)
-        shutil.copytree(preparation.tokenizer_folder, building / "tokenizer")
-        write_durably(building / "dataset_dict.json", json.dumps({"splits": list(SPLITS)}))
-        _write_manifest(building, preparation, splits, outputs, results)
+        reports = preparation.cleaned.reports() if preparation.cleaned else {}
+        _check_blocks(preparation, splits, outputs, reports if show_progress else {})
+        shutil.copytree(preparation.tokenize.tokenizer.output, building / "tokenizer")
+        with replacing(building / "dataset_dict.json") as file:
+            json.dump({"splits": list(SPLITS)}, file)
+        manifest = _manifest(preparation, splits, outputs, results, reports)
+        with replacing(building / MANIFEST_NAME) as file:
+            file.write(json.dumps(manifest, indent=2) + "\n")
     except BaseException:
         discard(preparation.folder)
         raise
     return publish(preparation.folder)
 
 
-def _check_blocks(preparation, splits: dict, outputs: list[Path]) -> None:
-    """As `check_blocks`; where filters left too little, their report tells which of them did."""
+def _check_blocks(preparation: Preparation, splits: dict, outputs: list[Path], reports: dict) -> None:
+    """As `check_blocks`; if filters left too little, `reports` say which of them did."""
     try:
         check_blocks(splits, preparation.data, preparation.sequence_length, SplitSizes.joined(outputs))
     except UserError:
-        if preparation.progress.shown and (reports := reports_of(preparation)):
-            print(as_text(reports), file=sys.stderr)
+        if reports:
+            print(report_text(reports), file=sys.stderr)
         raise
 
 
-def _check_not_empty(data: dict, results: list[dict]) -> None:
-    if not any(entry["documents"] for result in results for entry in result["splits"].values()):
-        raise empty_corpus(data, _summed([result["skipped"] for result in results]))
-
-
 def _summed(skips: list[dict]) -> dict[str, int]:
-    """What was left out while reading, over all tasks."""
+    """Sum what was left out while reading, over all tasks."""
     return {reason: sum(skip.get(reason, 0) for skip in skips) for reason in ("undecodable", "empty")}
 
 
 def _link_shards(outputs: list[Path], results: list[dict], target: Path) -> dict:
-    """The tasks' shards of train under their final names: links, so that a second try finds them again."""
+    """Give the tasks' shards of train their final names, by links: a second try finds them again."""
     shards = [
         (output / "train" / shard["file"], {**shard, "source": result["source"]})
         for output, result in zip(outputs, results, strict=True)
@@ -94,7 +95,7 @@ def _link(path: Path, target: Path) -> None:
 
 
 def _join_validation(outputs: list[Path], results: list[dict], target: Path) -> dict:
-    """The tasks' small parts of validation, written anew into few shards."""
+    """Write the tasks' small parts of validation anew into few shards."""
     dtype = np.dtype(results[0]["splits"]["validation"]["dtype"])
     writer = SplitWriter(target, dtype)
     for output, result in zip(outputs, results, strict=True):
@@ -107,52 +108,55 @@ def _join_validation(outputs: list[Path], results: list[dict], target: Path) -> 
     return writer.finish()
 
 
-def _write_manifest(building: Path, preparation, splits: dict, outputs: list, results: list) -> None:
-    """The last file: counts, checksums, tokenizer, sources and versions."""
-    counts = np.sum([np.load(output / "validation_counts.npy") for output in outputs], axis=0)
-    bits_per_byte = (
-        entropy_bits(counts) / splits["validation"]["bytes"]
-    )  # what the tokens cost by their frequencies
+def _manifest(
+    preparation: Preparation, splits: dict, outputs: list[Path], results: list[dict], reports: dict
+) -> dict:
+    """Say what the data set holds and came from: counts, checksums, tokenizer, sources and versions."""
+    counts = np.sum([np.load(output / COUNTS_NAME) for output in outputs], axis=0)
+    # what the tokens cost by their frequencies alone: a model has to be better
+    bits_per_byte = entropy_bits(counts) / splits["validation"]["bytes"]
     splits["validation"]["unigram_bits_per_byte"] = round(bits_per_byte, 6)
-    data = preparation.data
-    skips = cleaning_skips(preparation) if preparation.cleans else [result["skipped"] for result in results]
-    manifest = {
+    data, tokenizer = preparation.data, preparation.tokenize.tokenizer
+    # Each text is read from its source once: by `Clean` if there is one, else by `Tokenize`.
+    skips = (
+        preparation.cleaned.skipped() if preparation.cleaned else [result["skipped"] for result in results]
+    )
+    return {
         "format": FORMAT,
-        "name": data["name"],
+        "name": data.name,
         "fingerprint": content_fingerprint(splits),
-        "data": deciding_section(data),
+        "data": deciding_section(data.to_dict()),
         "consulted": preparation.consulted,
-        "tokenizer": describe_tokenizer(building / "tokenizer", str(data["tokenizer"])).__dict__,
+        "tokenizer": vars(tokenizer.describe(tokenizer.output)),
         "encoding": _encoding(results),
-        "sources": _sources(data["sources"], preparation.fingerprints, results),
+        "sources": _sources(data.sources, preparation.fingerprints, results),
         "skipped": _summed(skips),
-        **reports_of(preparation),
+        **reports,
         "splits": splits,
         "versions": _versions(),
     }
-    write_durably(building / MANIFEST_NAME, json.dumps(manifest, indent=2) + "\n")
 
 
-def _sources(specs: list[dict], fingerprints: list[dict], results: list[dict]) -> list[dict]:
-    """Name, fingerprint and counts of each source."""
+def _sources(specs: list[Source], fingerprints: list[dict], results: list[dict]) -> list[dict]:
+    """List name, fingerprint and counts of each source."""
     entries = []
     for number, (spec, fingerprint) in enumerate(zip(specs, fingerprints, strict=True)):
         mine = [entry for r in results if r["source"] == number for entry in r["splits"].values()]
         counts = {name: sum(entry[name] for entry in mine) for name in ("documents", "tokens")}
         counts["text_bytes"] = sum(entry["bytes"] for entry in mine)
-        entries.append({"name": source_name(spec), **fingerprint, **counts})
+        entries.append({"name": spec.called, **fingerprint, **counts})
     return entries
 
 
 def _encoding(results: list[dict]) -> dict:
-    """Which encoder worked, and how many documents the reference has checked."""
+    """Say which encoder worked, and how many documents the reference has checked."""
     backends = sorted({result["encoding"]["backend"] for result in results})
     checked = sum(result["encoding"]["checked_documents"] for result in results)
     return {"backends": backends, "checked_documents": checked}
 
 
 def _versions() -> dict:
-    """Versions of the packages that shape the bytes."""
+    """List the versions of the packages that shape the bytes."""
     from importlib.metadata import version
 
     return {package: version(package) for package in ("numpy", "pyarrow", "tokenizers")}

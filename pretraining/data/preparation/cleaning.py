@@ -1,0 +1,423 @@
+"""The stages before the tokenizer: filters and evaluation sets piece by piece, then copies across all pieces.
+
+    evaluation-sets    one task        the n-grams that no text may hold
+    clean              a piece         the texts that stay, with hashes and signatures to compare them by
+    signatures         one task        links that show the files of all pieces in one folder
+    match              a slice         pairs of equal and of similar documents
+    fates              one task        what becomes of every document
+
+`CleanedCorpus` reads what they leave.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pretraining.data.corpus import Batch, Corpus, Piece, read_batches
+from pretraining.data.dedup.clusters import (
+    TRAIN,
+    VALIDATION,
+    assign_fates,
+    cluster,
+    count_fates,
+    duplicates_report,
+)
+from pretraining.data.dedup.decontamination import (
+    ContaminationIndex,
+    DecontaminationSpec,
+    build_index,
+    fingerprint_of_sets,
+    merge_reports,
+    read_evaluation_sets,
+)
+from pretraining.data.dedup.minhash import MinHashSpec, sign_piece
+from pretraining.data.dedup.pairs import (
+    HashParts,
+    SignatureParts,
+    exact_pairs,
+    hash_texts,
+    match_slice,
+    write_array,
+)
+from pretraining.data.manifest import digest_of
+from pretraining.data.preparation.tasks import Stage
+from pretraining.data.progress import Progress, Silence
+from pretraining.data.quality.chain import FilterChain
+from pretraining.data.quality.report import FilterReport
+from pretraining.data.text_files import Document
+from pretraining.errors import UserError
+from pretraining.recipe.data import Decontaminate, Dedup
+from pretraining.runtime.durable_files import write_json
+
+TEXTS_NAME, REPORT_NAME, INDEX_NAME = "texts.arrow", "report.json", "index.json"
+ROWS_AT_ONCE = 256
+"""Texts in a record batch: as many are decompressed to read one."""
+
+PIECES_PER_SLICE = 32
+"""Pieces for each slice of the comparison: a slice then holds in memory what some hundred pieces of text need."""
+
+
+class Deduplication(NamedTuple):
+    """What `data.dedup` asks for."""
+
+    exact: bool
+    minhash: MinHashSpec | None
+    remove: bool
+
+    @classmethod
+    def from_recipe(cls, section: Dedup | None) -> "Deduplication | None":
+        """Read `data.dedup`; None if no documents are compared."""
+        if section is None or not (section.exact or section.minhash):
+            return None
+        # `"minhash": {}` asks for near duplicates too, by the defaults.
+        minhash = MinHashSpec.from_recipe(section.minhash.to_dict()) if section.minhash else None
+        return cls(section.exact, minhash, section.remove)
+
+
+@dataclass(frozen=True)
+class EvaluationSets(Stage):
+    """One task: the n-grams of the evaluation sets."""
+
+    name = "evaluation-sets"
+    sets_folder: str | None
+    lm_eval_tasks: list[str]
+    spec: DecontaminationSpec
+
+    @classmethod
+    def from_recipe(cls, work: Path, section: Decontaminate | None) -> "EvaluationSets | None":
+        """Read `data.decontaminate`; None if there is none."""
+        if section is None:
+            return None
+        spec = DecontaminationSpec(section.ngram, section.shortest, section.share)
+        return cls(work, section.folder, section.tasks, spec)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """One: the files of the folder and the names of the tasks."""
+        files = fingerprint_of_sets(self.sets_folder, self.lm_eval_tasks)
+        return [digest_of(asdict(self.spec), files)]
+
+    def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
+        """Write the index: its arrays as .npy, all else as JSON."""
+        index = build_index(read_evaluation_sets(self.sets_folder, self.lm_eval_tasks), self.spec)
+        for length, hashes in index.hashes.items():
+            write_array(folder / f"{length}.hashes.npy", hashes)
+            write_array(folder / f"{length}.owners.npy", index.owners[length])
+        values = {"names": index.names, "texts": index.texts, "too_short": index.too_short}
+        write_json(folder / INDEX_NAME, {**values, "lengths": list(index.hashes)})
+
+    def index(self) -> ContaminationIndex:
+        """Read the finished index."""
+        (folder,) = self.outputs()
+        values = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
+        lengths = values.pop("lengths")
+        hashes, owners = (
+            {length: np.load(folder / f"{length}.{kind}.npy") for length in lengths}
+            for kind in ("hashes", "owners")
+        )
+        return ContaminationIndex(self.spec, hashes=hashes, owners=owners, **values)
+
+
+@dataclass(frozen=True)
+class Clean(Stage):
+    """A task for each piece: filters, decontamination, signatures."""
+
+    name = "clean"
+    corpus: Corpus
+    filters: list[dict]
+    """`data.filters` of the recipe."""
+    consulted: dict
+    """What the filters go by, with checksums of the files they read."""
+    evaluation_sets: EvaluationSets | None
+    dedup: Deduplication | None
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Each depends on the text of its piece and on every rule."""
+        evaluation = self.evaluation_sets.keys if self.evaluation_sets else []
+        compared = [self.dedup.exact, self.dedup.minhash and asdict(self.dedup.minhash)] if self.dedup else []
+        return [digest_of(self.consulted, evaluation, compared, key) for key in self.corpus.keys]
+
+    def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
+        """Read a piece, leave out what the recipe does not want, write the rest with hashes and signatures."""
+        cleaner, skipped = _Cleaner(self.filters, self.evaluation_sets), {}
+        documents = cleaner.documents(self.corpus.batches(range(number, number + 1), skipped))
+        batches = read_batches(self.corpus.pieces[number].source, documents, {}, skip_undecodable=False)
+        signatures = _Signatures(self.dedup)
+        with _texts_file(folder / TEXTS_NAME) as write:
+            for batch in batches:
+                write(batch)
+                signatures.add(batch)
+        signatures.save(folder)
+        write_json(folder / REPORT_NAME, {"skipped": skipped, **cleaner.reports()})
+
+    def texts(self, number: int) -> Iterator[Document]:
+        """Read the documents that a finished task has written."""
+        import pyarrow as pa
+
+        with pa.OSFile(str(self.folder(number) / TEXTS_NAME)) as file:
+            reader = pa.ipc.open_file(file)
+            for batch in map(reader.get_batch, range(reader.num_record_batches)):
+                for text, where in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+                    yield Document(text, where)
+
+    def reports(self) -> list[dict]:
+        """Read what each piece lost: {"skipped", "filters", "decontamination"}."""
+        return [json.loads((output / REPORT_NAME).read_text(encoding="utf-8")) for output in self.outputs()]
+
+
+class _Cleaner:
+    """The recipe's filters and its evaluation sets, and what they took out of a piece."""
+
+    def __init__(self, filters: list[dict], evaluation_sets: EvaluationSets | None):
+        self._chain = FilterChain.of(filters)
+        self._index = evaluation_sets.index() if evaluation_sets else None
+        self._contaminations: list[dict] = []
+
+    def documents(self, batches: Iterator[Batch]) -> Iterator[Document]:
+        """Yield the texts that stay, as the filters leave them."""
+        for batch in batches:
+            texts = self._chain.apply(batch.texts, batch.wheres)
+            kept = [
+                Document(text, where)
+                for text, where in zip(texts, batch.wheres, strict=True)
+                if text is not None
+            ]
+            yield from self._without_evaluation_sets(kept)
+
+    def _without_evaluation_sets(self, documents: list[Document]) -> list[Document]:
+        if self._index is None or not documents:
+            return documents
+        contaminated, report = self._index.check([document.text for document in documents])
+        self._contaminations.append(report)
+        return [document for document, found in zip(documents, contaminated, strict=True) if not found]
+
+    def reports(self) -> dict:
+        """Report what was taken out, for the manifest."""
+        return {"filters": self._chain.report.to_dict(), "decontamination": self._contaminations}
+
+
+@contextmanager
+def _texts_file(path: Path) -> Iterator[Callable[[Batch], None]]:
+    """Write columns `text` and `where`, compressed: the tokenizer reads them, a few rows at a time."""
+    import pyarrow as pa
+
+    schema = pa.schema({"text": pa.large_string(), "where": pa.large_string()})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with path.open("wb") as file, pa.ipc.new_file(file, schema, options=options) as writer:
+
+        def write(batch: Batch) -> None:
+            for start in range(0, len(batch.texts), ROWS_AT_ONCE):
+                rows = slice(start, start + ROWS_AT_ONCE)
+                columns = [
+                    pa.array(values[rows], pa.large_string()) for values in (batch.texts, batch.wheres)
+                ]
+                writer.write_batch(pa.record_batch(columns, schema=schema))
+
+        yield write
+
+
+class _Signatures:
+    """What finds equal texts (hashes) and similar ones (band keys and sketches), a row a document."""
+
+    def __init__(self, dedup: Deduplication | None):
+        self._dedup = dedup
+        self._columns: dict[str, list[np.ndarray]] = {}
+
+    def add(self, batch: Batch) -> None:
+        """Take in the next documents of the piece."""
+        self._append("draws", np.array(batch.draws, np.float64))
+        if self._dedup and self._dedup.exact:
+            self._append("hashes", hash_texts(batch.texts))
+        if self._dedup and self._dedup.minhash:
+            signatures = sign_piece(batch.texts, self._dedup.minhash)
+            self._append("keys", signatures.keys.T)
+            self._append("sketch", signatures.sketch)
+
+    def _append(self, name: str, rows: np.ndarray) -> None:
+        self._columns.setdefault(name, []).append(rows)
+
+    def save(self, folder: Path) -> None:
+        """Write a file for each kind; a piece without documents has them too."""
+        if not self._columns:
+            self.add(Batch(0))
+        for name, parts in self._columns.items():
+            rows = np.concatenate(parts)
+            write_array(folder / f"{name}.npy", np.ascontiguousarray(rows.T) if name == "keys" else rows)
+
+
+@dataclass(frozen=True)
+class Signatures(Stage):
+    """One task: links that show the files of all pieces in one folder."""
+
+    name = "signatures"
+    clean: Clean
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """One, of all pieces."""
+        return [digest_of(self.clean.keys)]
+
+    def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
+        """Link the files."""
+        for piece, output in enumerate(self.clean.outputs()):
+            for kind in ("hashes", "keys", "sketch"):
+                if (output / f"{kind}.npy").exists():
+                    (folder / f"{piece:05d}.{kind}.npy").symlink_to(output.resolve() / f"{kind}.npy")
+
+
+@dataclass(frozen=True)
+class Match(Stage):
+    """A task for each slice of the comparison: pairs of equal and of similar documents."""
+
+    name = "match"
+    signatures: Signatures
+    dedup: Deduplication
+    num_pieces: int
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Each depends on all pieces, and on which slice it is."""
+        slices = range(max(1, self.num_pieces // PIECES_PER_SLICE))
+        return [digest_of(self.signatures.keys, number) for number in slices]
+
+    def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
+        """Write the pairs of one slice."""
+        (parts,) = self.signatures.outputs()
+        position = number, len(self.keys)
+        if self.dedup.exact:
+            write_array(folder / "exact.npy", exact_pairs(HashParts(parts, self.num_pieces), *position))
+        if self.dedup.minhash:
+            signatures = SignatureParts(parts, self.num_pieces)
+            write_array(folder / "similar.npy", match_slice(signatures, self.dedup.minhash, *position))
+
+
+@dataclass(frozen=True)
+class Fates(Stage):
+    """One task: clusters, and what becomes of each document."""
+
+    name = "fates"
+    clean: Clean
+    match: Match
+    dedup: Deduplication
+    validation_share: float
+    source_names: list[str]
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """One, of all pairs."""
+        return [digest_of(self.match.keys, self.dedup.remove, self.validation_share)]
+
+    def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
+        """Write what becomes of every document, a file a piece, and a report."""
+        paths = [path for output in self.match.outputs() for path in sorted(output.glob("*.npy"))]
+        pairs = [lambda path=path: np.load(path) for path in paths]
+        # Without similar pairs only equal texts (similarity 1) are in question.
+        accepted = self.dedup.minhash.accepted if self.dedup.minhash else 1.0
+        clusters = cluster(pairs, accepted)
+        drawn = [np.load(output / "draws.npy") < self.validation_share for output in self.clean.outputs()]
+        fates = assign_fates(drawn, clusters, pairs, self.dedup.remove)
+        for piece, own in enumerate(fates):
+            write_array(folder / f"{piece:05d}.npy", own)
+        sources = [piece.source for piece in self.clean.corpus.pieces]
+        num_documents = [len(draws) for draws in drawn]
+        report = duplicates_report(clusters, num_documents, sources, self.source_names)
+        write_json(folder / REPORT_NAME, {**report, "fates": count_fates(fates)})
+
+    def of_piece(self, number: int) -> np.ndarray:
+        """Read the fates of a piece: uint8 [documents]."""
+        return np.load(self.outputs()[0] / f"{number:05d}.npy")
+
+    def report(self) -> dict:
+        """Read what was found, over all pieces."""
+        return json.loads((self.outputs()[0] / REPORT_NAME).read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class CleanedCorpus:
+    """The texts of a corpus that filters, decontamination and deduplication leave; read as `Corpus` is."""
+
+    corpus: Corpus
+    cleaned_by: list[str]
+    """The keys of the data section that ask for it."""
+    clean: Clean
+    fates: Fates | None
+    validation_share: float
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages that clean, in their order."""
+        comparing = [self.fates.match.signatures, self.fates.match, self.fates] if self.fates else []
+        return [*filter(None, [self.clean.evaluation_sets]), self.clean, *comparing]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Those of the corpus."""
+        return self.corpus.pieces
+
+    @property
+    def tasks(self) -> list[range]:
+        """Those of the corpus."""
+        return self.corpus.tasks
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """A digest for each piece, of its text as the tokenizer gets it."""
+        fates = self.fates.keys if self.fates else []
+        return [digest_of(key, fates) for key in self.clean.keys]
+
+    def batches(self, numbers: range, skipped: dict) -> Iterator[Batch]:
+        """Read neighbouring pieces, each text with the draw that decides its split.
+
+        Nothing is added to `skipped`: `Clean` has counted it.
+        """
+        for number in numbers:
+            kept: list[int | None] = []
+            documents = self._kept_documents(number, kept)
+            for batch in read_batches(self.pieces[number].source, documents, {}, skip_undecodable=False):
+                fates, kept[: len(batch.texts)] = kept[: len(batch.texts)], []
+                batch.draws = [self._draw(draw, fate) for draw, fate in zip(batch.draws, fates, strict=True)]
+                yield batch
+
+    def _kept_documents(self, number: int, kept: list[int | None]) -> Iterator[Document]:
+        """Read the documents that stay; the fate of each is appended to `kept` as it is read."""
+        fates = self.fates.of_piece(number) if self.fates else None
+        for row, document in enumerate(self.clean.texts(number)):
+            fate = None if fates is None else int(fates[row])
+            if fate in (None, TRAIN, VALIDATION):
+                kept.append(fate)
+                yield document
+
+    def _draw(self, draw: float, fate: int | None) -> float:
+        """Move a draw to the side of the share that its fate says."""
+        if fate == TRAIN:
+            return max(draw, self.validation_share)
+        return min(draw, self.validation_share / 2) if fate == VALIDATION else draw
+
+    def is_empty(self, skipped: dict[str, int]) -> UserError:
+        """Make the error of a corpus of which nothing is left."""
+        return self.corpus.is_empty(skipped, self.cleaned_by)
+
+    def skipped(self) -> list[dict]:
+        """Read what each piece left out while its files were read."""
+        return [piece["skipped"] for piece in self.clean.reports()]
+
+    def reports(self) -> dict:
+        """Join {"filters", "decontamination", "duplicates"}, as far as the recipe asks for them, over all pieces."""
+        pieces, found = self.clean.reports(), {}
+        if self.clean.filters:
+            merged = FilterReport.merged([FilterReport.from_dict(piece["filters"]) for piece in pieces])
+            found["filters"] = merged.to_dict()
+        if self.clean.evaluation_sets:
+            found["decontamination"] = merge_reports(
+                report for piece in pieces for report in piece["decontamination"]
+            )
+        if self.fates:
+            found["duplicates"] = self.fates.report()
+        return found

@@ -1,0 +1,195 @@
+"""Where the tasks of a preparation run: in this process, in processes of this machine, or on a cluster."""
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pretraining.data.packages import require
+from pretraining.data.progress import Progress
+from pretraining.errors import UserError, nearest
+from pretraining.runtime.durable_files import write_json
+from pretraining.schema import REPOSITORY
+
+if TYPE_CHECKING:
+    from datatrove.executor.slurm import SlurmPipelineExecutor
+
+    from pretraining.data.preparation.stages import Preparation
+    from pretraining.data.preparation.tasks import Stage
+
+EXECUTORS = ("auto", "inline", "local", "slurm", "ray")
+
+LOCAL_FROM_TASKS = 8
+"""From here on starting processes (some seconds) costs less than it gains."""
+
+SLURM_KEYS = {
+    "partition": str,
+    "time": str,
+    "qos": str,
+    "cpus_per_task": int,
+    "mem_per_cpu_gb": int,
+    "max_array_size": int,
+    "tasks_per_job": int,
+    "mail_user": str,
+    "env_command": str,
+}
+"""Arguments of datatrove's SlurmPipelineExecutor that `--slurm` takes."""
+
+FINISH = "finish"
+"""The last job of a cluster, which publishes."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a preparation is to be run."""
+
+    executor: str = "auto"
+    workers: int = 0
+    """Tasks at once; 0: as many as there are cores (`local`), or no limit (`slurm`)."""
+    slurm: dict = field(default_factory=dict)
+    """Values of `SLURM_KEYS`."""
+
+    def chosen(self, num_pending: int) -> str:
+        """Choose for `auto`: this process, unless a stage has many tasks left and there are cores for them."""
+        if self.executor != "auto":
+            return self.executor
+        return "local" if num_pending >= LOCAL_FROM_TASKS and self.num_workers > 1 else "inline"
+
+    @property
+    def num_workers(self) -> int:
+        """Processes on this machine."""
+        return self.workers or len(os.sched_getaffinity(0))
+
+
+def read_slurm_options(words: list[str]) -> dict:
+    """Read `key=value` words as arguments of the jobs; UserError for one that is unknown or no number."""
+    options = {}
+    for word in words:
+        key, separator, value = word.partition("=")
+        if not separator or key not in SLURM_KEYS:
+            known = ", ".join(SLURM_KEYS)
+            raise UserError(
+                f"--slurm {word}: expected KEY=VALUE{nearest(key, SLURM_KEYS)}; there are: {known}"
+            )
+        try:
+            options[key] = SLURM_KEYS[key](value)
+        except ValueError as error:
+            raise UserError(f"--slurm {word}: {key} takes a whole number") from error
+    return options
+
+
+def run_stages(preparation: "Preparation", execution: Execution, progress: Progress) -> None:
+    """Run what is still to run of every stage, from here; each stage waits for the one before."""
+    from pretraining.data.preparation.tasks import run_task
+
+    for stage in preparation.stages:
+        pending = stage.pending()
+        if not pending:
+            continue
+        progress.label(stage.name)
+        executor = execution.chosen(len(pending))
+        if executor == "inline":
+            for number in pending:
+                run_task(stage, number, progress)
+        else:
+            preparation.save()
+            (_run_on_ray if executor == "ray" else _run_in_processes)(stage, pending, execution)
+
+
+def _run_in_processes(stage: "Stage", pending: list[int], execution: Execution) -> None:
+    """Run tasks in processes of this machine, each with its share of the cores."""
+    from pretraining.data.preparation.workers import run_in_workers
+
+    workers = min(execution.num_workers, len(pending))
+    run_in_workers(stage, pending, workers, num_threads=max(1, execution.num_workers // workers))
+
+
+def _run_on_ray(stage: "Stage", pending: list[int], execution: Execution) -> None:
+    """Run tasks on a Ray cluster, whose nodes share the work folder."""
+    require("ray", "--executor ray")
+    from datatrove.executor.ray import RayPipelineExecutor
+    from datatrove.utils.logging import logger
+
+    from pretraining.data.preparation.workers import RayTask, first_error
+
+    logger.disable("datatrove")  # our own progress and errors say what its log would
+    task = RayTask(str(stage.work), stage.name, pending)
+    logs = str(stage.work / "logs" / stage.name)
+    workers = min(execution.num_workers, len(pending))
+    RayPipelineExecutor([task], len(pending), workers, skip_completed=False, logging_dir=logs).run()
+    if stage.pending() and (error := first_error(stage)):
+        raise error
+
+
+def submit_to_slurm(preparation: "Preparation", execution: Execution) -> list[str]:
+    """Submit one array job a stage, each after the one before, and a last one that publishes; their job ids."""
+    if not execution.slurm.get("partition"):
+        raise UserError(
+            "--slurm partition=NAME is missing: the partition that the jobs are to run in (see sinfo)"
+        )
+    preparation.save()
+    stages = [(stage.name, pending) for stage in preparation.stages if (pending := stage.pending())]
+    ids: list[str] = []
+    for name, pending in [*stages, (FINISH, [0])]:
+        ids.append(_submit(preparation, name, pending, execution, after=ids[-1] if ids else None))
+    return ids
+
+
+def _submit(
+    preparation: "Preparation", name: str, pending: list[int], execution: Execution, after: str | None
+) -> str:
+    """Submit the tasks of one stage as array jobs, one after the other; the id of the last one.
+
+    datatrove writes the script and reads the answer of sbatch. Its own jobs would load a pickle of the executor; ours
+    start `workers`, which reads the numbers of the tasks from a file.
+    """
+    from datatrove.executor.slurm import SlurmPipelineExecutor
+
+    logs = preparation.work / "logs" / name
+    settings = {"time": "24:00:00", "qos": None, "env_command": _activating_command()}
+    settings |= {"workers": execution.workers or -1, **execution.slurm}
+    jobs = SlurmPipelineExecutor(
+        pipeline=[],
+        tasks=len(pending),
+        job_name=f"{preparation.data.name}-{name}",
+        logging_dir=str(logs),
+        **settings,
+    )
+    write_json(logs / "tasks.json", {"tasks": pending, "tasks_per_job": jobs.tasks_per_job})
+    num_jobs = -(-len(pending) // jobs.tasks_per_job)
+    largest = num_jobs if jobs.max_array_size == -1 else jobs.max_array_size
+    job = None
+    for first in range(0, num_jobs, largest):
+        words = [sys.executable, "-m", "pretraining.data.preparation.workers", preparation.work, name, first]
+        command = shlex.join(["srun", "-l", "-n", "1", *map(str, words)])
+        size = min(largest, num_jobs - first)
+        script = jobs.get_launch_file_contents(jobs.get_sbatch_args(size), command)
+        waits = [f"afterok:{after}"] * bool(after) + [f"afterany:{job}"] * bool(job)
+        job = _call_sbatch(jobs, script, [f"--dependency={','.join(waits)}"] if waits else [])
+    return job
+
+
+def _activating_command() -> str:
+    """Write the shell command that gives a cluster's job this interpreter's packages and this repository."""
+    bin_folder = shlex.quote(str(Path(sys.executable).parent))
+    return f'export PATH={bin_folder}:"$PATH" PYTHONPATH={shlex.quote(str(REPOSITORY))}:"$PYTHONPATH"'
+
+
+def _call_sbatch(jobs: "SlurmPipelineExecutor", script: str, options: list[str]) -> str:
+    """Hand one script to sbatch, which says on stderr why it refuses some; the id of the job."""
+    from datatrove.executor.slurm import launch_slurm_job
+
+    try:
+        return launch_slurm_job(script, jobs.job_id_retriever, *options)
+    except FileNotFoundError as error:
+        raise UserError(
+            "--executor slurm: sbatch is not installed here; run it where jobs are submitted"
+        ) from error
+    except subprocess.CalledProcessError as error:
+        raise UserError(
+            f"--executor slurm: sbatch refused the jobs of {jobs.job_name} (its reason is above); change --slurm, "
+            "then run the same command again"
+        ) from error

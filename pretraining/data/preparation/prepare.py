@@ -1,0 +1,258 @@
+"""From the data section of a recipe to data/<name>/: at once if it is there, else built and published."""
+
+import errno
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pretraining.data.manifest import (
+    data_differences,
+    fitting_beside,
+    read_manifest,
+    reading_options,
+    report_text,
+)
+from pretraining.data.preparation.execution import Execution
+from pretraining.data.preparation.split_sizes import check_blocks
+from pretraining.data.publishing import is_half_published, preparation_lock
+from pretraining.data.sources import TextSource, open_sources
+from pretraining.data.tokenizer import check_vocabulary
+from pretraining.errors import UserError
+from pretraining.recipe.data import Source
+from pretraining.recipe.recipe import Recipe
+from pretraining.schema import listed
+
+if TYPE_CHECKING:
+    from pretraining.data.preparation.stages import Preparation
+
+DISK_FAULTS = {
+    errno.ENOSPC: "no space left on the disk",
+    errno.EDQUOT: "disk quota exceeded",
+    errno.EACCES: "no permission to write there",
+    errno.EROFS: "the file system is read-only",
+}
+
+LONGEST_NAME = 200
+"""Bytes of a folder's name: file systems take 255, and what is put before and after it needs some."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a preparation: a data set, or jobs that will make it."""
+
+    folder: Path
+    data_root: Path
+    """Of the command line: the data set is in it, or a link to the data set."""
+    specs: list[Source]
+    """`data.sources` of the recipe, whose names and weights may be others than when the data was prepared."""
+    manifest: dict | None = None
+    """None: `jobs` will make it."""
+    kept_aside: Path | None = None
+    """Where the data set is now whose place this one took."""
+    jobs: tuple[str, ...] = ()
+    """Ids of submitted jobs."""
+
+    def to_dict(self) -> dict:
+        """Summarize the outcome for a script, as JSON values."""
+        if self.manifest is None:
+            return {"jobs": self.jobs}
+        splits = self.manifest["splits"]
+        counts = {
+            name: {key: splits[name][key] for key in ("documents", "tokens", "bytes")} for name in splits
+        }
+        num_tokens = max(1, sum(count["tokens"] for count in counts.values()))
+        return {
+            "name": self.manifest["name"],
+            "folder": str(self.folder),
+            **counts,
+            "sources": self._sources(num_tokens),
+            "vocab_size": self.manifest["tokenizer"]["vocab_size"],
+            "bytes_per_token": sum(count["bytes"] for count in counts.values()) / num_tokens,
+            "skipped": self.manifest["skipped"],
+            "unigram_bits_per_byte": splits["validation"]["unigram_bits_per_byte"],
+            "fingerprint": self.manifest["fingerprint"],
+            "kept_aside": self.kept_aside and str(self.kept_aside),
+        }
+
+    def _sources(self, num_tokens: int) -> list[dict]:
+        """List what is left of each source, and how much of a run it is to be."""
+        return [
+            {
+                "name": spec.called,
+                "documents": entry["documents"],
+                "tokens": entry["tokens"],
+                "share": entry["tokens"] / num_tokens,
+                "weight": spec.weight,
+            }
+            for spec, entry in zip(self.specs, self.manifest["sources"], strict=True)
+        ]
+
+    def as_text(self) -> str:
+        """Summarize the outcome for a person."""
+        if self.manifest is None:
+            return (
+                f"submitted {len(self.jobs)} jobs: {', '.join(self.jobs)}; the same command tells when the data is "
+                "ready"
+            )
+        summary = self.to_dict()
+        lines = [f"data {summary['name']} is ready in {summary['folder']}"]
+        for split in ("train", "validation"):
+            counts = summary[split]
+            lines.append(f"  {split:<11}{counts['documents']:>13,} documents {counts['tokens']:>15,} tokens")
+        ids, ratio = summary["vocab_size"], summary["bytes_per_token"]
+        lines.append(f"  tokenizer  {ids:>13,} ids       {ratio:>15.2f} bytes/token")
+        left_out = ", ".join(f"{count:,} {reason}" for reason, count in summary["skipped"].items())
+        lines.append(f"  documents left out: {left_out}")
+        lines.append(f"  unigram entropy of validation {summary['unigram_bits_per_byte']:.3f} bits per byte")
+        if len(summary["sources"]) > 1:
+            lines += _source_lines(summary["sources"])
+        if report := report_text(self.manifest):
+            lines.append(report)
+        if self.kept_aside is not None:
+            lines.append(_kept_text(self.kept_aside, self.data_root))
+        return "\n".join(lines)
+
+
+def _source_lines(sources: list[dict]) -> list[str]:
+    lines = [f"  {'source':<24}{'documents':>14}{'tokens':>19}{'share':>9}  weight in a run"]
+    for source in sources:
+        counts = f"{source['documents']:>14,}{source['tokens']:>19,}{source['share']:>9.2%}"
+        weight = "by size" if source["weight"] is None else f"{source['weight']:g}"
+        lines.append(f"  {source['name'][:23]:<24}{counts}  {weight}")
+    return lines
+
+
+def _kept_text(kept: Path, data_root: Path) -> str:
+    """Write the sentence about a data set whose place another one took."""
+    options = reading_options(kept, data_root)
+    return (
+        f"the data set before it is kept in {kept}: its runs go on with the recipe as it was, and {options}"
+    )
+
+
+def prepare_data(
+    recipe: Recipe,
+    data_root: Path,
+    show_progress: bool = True,
+    execution: Execution | None = None,
+    replace: bool = False,
+) -> Outcome:
+    """Prepare the recipe's data section under `data_root`.
+
+    Returns at once if what decides the bytes is what was prepared already; uses `recipe.data`, and checks that the
+    tokenizer fits `recipe.model.vocab_size` and that each split holds a block of `recipe.sequence_length`.
+    `execution` says where the tasks run. A finished data set that differs is refused; with `replace` the new one
+    takes its place once it is finished, and the old one is kept beside it. Raises UserError if the section, the
+    sources or the disk do not allow it; finished tasks are kept.
+    """
+    data, named = recipe.data.to_dict(), Path(data_root) / recipe.data.name
+    folder = _place(named)
+    sources = open_sources(recipe.data.sources)
+    fingerprints = [source.fingerprint() for source in sources]
+    kept, jobs = None, ()
+    try:
+        manifest = _finished(named, data, fingerprints, replace)
+        if manifest is None or is_half_published(folder):
+            _refuse_no_place(folder)
+            with preparation_lock(folder) as kept:
+                manifest = _finished(named, data, fingerprints, replace)  # another process may have made it
+                if manifest is None:
+                    kept, jobs = _build(recipe, folder, sources, fingerprints, show_progress, execution)
+                    manifest = None if jobs else read_manifest(folder)
+    except OSError as error:
+        if error.errno in DISK_FAULTS:
+            raise UserError(f"{error.filename or folder}: {DISK_FAULTS[error.errno]}") from error
+        raise
+    if manifest is not None:
+        check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model.vocab_size)
+        check_blocks(manifest["splits"], recipe.data, recipe.sequence_length)
+    return Outcome(folder, Path(data_root), recipe.data.sources, manifest, kept, jobs)
+
+
+def _place(folder: Path) -> Path:
+    """Follow a link, else take the folder itself; UserError if somebody keeps something else there."""
+    folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
+    if folder.is_dir() and any(folder.iterdir()) and read_manifest(folder) is None:
+        raise UserError(
+            f"{folder}: holds files that are no prepared data (there is no manifest.json); choose another data.name, "
+            "or move them"
+        )
+    return folder
+
+
+def _refuse_no_place(folder: Path) -> None:
+    """Raise UserError if nothing can be renamed into the place of `folder`: now, not after hours of work."""
+    if (length := len(os.fsencode(folder.name))) > LONGEST_NAME:
+        raise UserError(
+            f"data.name: has {length} bytes; it must have at most {LONGEST_NAME}: it names a folder"
+        )
+    if folder.is_mount():
+        raise UserError(
+            f"{folder}: a disk is mounted there, and a data set is renamed into its place; give a folder of that disk "
+            "to --data_dir, or choose another data.name"
+        )
+
+
+def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool) -> dict | None:
+    """Read the manifest of what is prepared already; None if it is still to be made, or made anew.
+
+    A hub that is silent (a commit of None) is taken to hold what was prepared from it before. UserError for a data
+    set that differs, unless it is to be replaced.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return None
+    if "converted_from" not in manifest and len(manifest["sources"]) == len(fingerprints):
+        for now, before in zip(fingerprints, manifest["sources"], strict=True):
+            if now.get("commit", "") is None and now["dataset"] == before.get("dataset"):
+                now["commit"] = before.get("commit")
+    differing = data_differences(manifest, data, fingerprints)
+    if differing and not replace:
+        raise UserError(
+            f"{folder}: holds another data set, and runs made from it need it: {listed(differing)}; give the new one a "
+            "data.name of its own, or add --replace, which keeps the old one beside it"
+            f"{fitting_beside(folder, data, fingerprints)}"
+        )
+    return None if differing else manifest
+
+
+def _build(
+    recipe: Recipe,
+    folder: Path,
+    sources: list[TextSource],
+    fingerprints: list[dict],
+    show_progress: bool,
+    execution: Execution | None,
+) -> tuple[Path | None, tuple[str, ...]]:
+    """Run the stages and publish, or submit them to a cluster; the data set kept aside, and the ids of the jobs."""
+    # numpy, tokenizers and pyarrow are needed from here on
+    from pretraining.data.preparation.execution import run_stages, submit_to_slurm
+    from pretraining.data.preparation.finish import finish
+    from pretraining.data.preparation.stages import Preparation
+    from pretraining.data.progress import Progress
+
+    execution = execution or Execution()
+    preparation = Preparation.of(recipe, sources, folder, fingerprints)
+    if execution.executor == "slurm":
+        return None, tuple(submit_to_slurm(preparation, execution))
+    try:
+        with Progress("preparing", show_progress) as progress:
+            run_stages(preparation, execution, progress)
+        return finish(preparation, show_progress), ()
+    except UserError as error:
+        # Only the finished ones of many tasks are worth keeping.
+        if any(len(stage.pending()) < len(stage.keys) > 1 for stage in preparation.stages):
+            raise UserError(f"{error}; finished tasks are kept in {preparation.work}") from error
+        shutil.rmtree(preparation.work, ignore_errors=True)
+        raise
+
+
+def finish_prepared(preparation: "Preparation") -> None:
+    """Publish what the tasks of a cluster have prepared."""
+    from pretraining.data.preparation.finish import finish
+
+    with preparation_lock(preparation.folder):
+        if kept := finish(preparation):
+            print(_kept_text(kept, kept.parent))

@@ -1,0 +1,119 @@
+"""A preparation: everything its tasks need to know, on whichever machine they run, and its stages in order."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from pretraining.data.corpus import CLEANING_KEYS, Corpus
+from pretraining.data.manifest import consulted
+from pretraining.data.preparation.cleaning import (
+    Clean,
+    CleanedCorpus,
+    Deduplication,
+    EvaluationSets,
+    Fates,
+    Match,
+    Signatures,
+)
+from pretraining.data.preparation.tasks import Stage
+from pretraining.data.preparation.tokenizing import MakeTokenizer, Tokenize
+from pretraining.data.publishing import work_folder
+from pretraining.data.sources import TextSource
+from pretraining.recipe.data import Data
+from pretraining.recipe.recipe import Recipe
+from pretraining.runtime.durable_files import replacing
+
+STATE_NAME = "preparation.json"
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The data section of a recipe, its texts cut into pieces, and the stages that make them a data set."""
+
+    folder: Path
+    """Where the finished data set goes."""
+    data: Data
+    vocab_size: int | None
+    """Of the model; None if there is no model to fit."""
+    sequence_length: int
+    corpus: Corpus
+    fingerprints: list[dict]
+    """What each source is, for the manifest."""
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, sources: list[TextSource], folder: Path, fingerprints: list[dict]
+    ) -> "Preparation":
+        """Plan the preparation of a recipe's data; the sources are cut, which may read their files' footers."""
+        corpus = Corpus.of(recipe.data, sources)
+        return cls(folder, recipe.data, recipe.model.vocab_size, recipe.sequence_length, corpus, fingerprints)
+
+    @property
+    def work(self) -> Path:
+        """Where the tasks keep what they have finished."""
+        return work_folder(self.folder)
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The stages in their order; each may use the outputs of those before."""
+        cleaning = self.cleaned.stages if self.cleaned else []
+        return [*cleaning, self.tokenize.tokenizer, self.tokenize]
+
+    @cached_property
+    def consulted(self) -> dict:
+        """What filters and decontamination go by, as it is at the beginning."""
+        return consulted(self.data.to_dict())
+
+    @property
+    def texts(self) -> Corpus | CleanedCorpus:
+        """The texts as the tokenizer gets them."""
+        return self.cleaned or self.corpus
+
+    @cached_property
+    def cleaned(self) -> CleanedCorpus | None:
+        """What cleaning leaves of the corpus; None if the recipe asks for none."""
+        data, dedup = self.data, Deduplication.from_recipe(self.data.dedup)
+        cleaned_by = [key for key in CLEANING_KEYS if getattr(data, key)]
+        if not (dedup or data.filters or data.decontaminate):
+            return None
+        sets = EvaluationSets.from_recipe(self.work, data.decontaminate)
+        clean = Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup)
+        fates = None
+        if dedup:
+            signatures = Signatures(self.work, clean)
+            match = Match(self.work, signatures, dedup, len(self.corpus.pieces))
+            names = [spec.called for spec in data.sources]
+            fates = Fates(self.work, clean, match, dedup, data.validation_share, names)
+        return CleanedCorpus(self.corpus, cleaned_by, clean, fates, data.validation_share)
+
+    @cached_property
+    def tokenize(self) -> Tokenize:
+        """The last stage, and with it the stage that makes the tokenizer."""
+        data, share = self.data, self.data.validation_share
+        tokenizer = MakeTokenizer(self.work, self.texts, data.tokenizer, self.vocab_size, share)
+        return Tokenize(self.work, self.texts, tokenizer, data.encoder, share)
+
+    def stage(self, name: str) -> Stage:
+        """Find a stage by its name."""
+        return next(stage for stage in self.stages if stage.name == name)
+
+    def save(self) -> None:
+        """Write the preparation to the work folder, for tasks in other processes."""
+        values = {
+            "folder": str(self.folder),
+            "data": self.data.to_dict(),
+            "vocab_size": self.vocab_size,
+            "sequence_length": self.sequence_length,
+            "corpus": self.corpus.to_json(),
+            "fingerprints": self.fingerprints,
+        }
+        with replacing(self.work / STATE_NAME) as file:
+            json.dump(values, file)
+
+    @classmethod
+    def load(cls, work: Path) -> "Preparation":
+        """Read what `save` wrote."""
+        values = json.loads((work / STATE_NAME).read_text(encoding="utf-8"))
+        opened = {"folder": Path(values["folder"]), "data": Data.of(values["data"])}
+        return cls(**{**values, **opened, "corpus": Corpus.from_json(values["corpus"])})

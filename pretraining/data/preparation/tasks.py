@@ -1,0 +1,77 @@
+"""Numbered tasks whose output appears whole or not at all, so that each can be run again alone.
+
+A task's folder carries a digest of all that its output depends on. A finished task of other input is never
+mistaken for this one, and one whose input is unchanged is never run again.
+"""
+
+import os
+import shutil
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from pretraining.data.progress import Progress, Silence
+from pretraining.errors import UserError
+from pretraining.runtime.durable_files import sync_to_disk
+
+
+@dataclass(frozen=True)
+class Stage(ABC):
+    """One step of a preparation: a task for each of its keys. The fields of a subclass are its inputs."""
+
+    name: ClassVar[str]
+
+    work: Path
+    """Where the tasks of all stages keep what they have finished."""
+
+    @property
+    @abstractmethod
+    def keys(self) -> list[str]:
+        """A digest for each task, of all that its output depends on."""
+
+    @abstractmethod
+    def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
+        """Write the output of task `number` into an empty folder."""
+
+    def folder(self, number: int) -> Path:
+        """Name the folder where the finished task's output is, or will be."""
+        return self.work / self.name / f"{number:05d}-{self.keys[number][:12]}"
+
+    def pending(self) -> list[int]:
+        """List the numbers of the tasks that are still to run."""
+        return [number for number in range(len(self.keys)) if not self.folder(number).is_dir()]
+
+    def outputs(self) -> list[Path]:
+        """List the folders of all tasks; UserError if one has not finished."""
+        if pending := self.pending():
+            raise UserError(
+                f"{self.work}: {len(pending)} tasks of the stage {self.name!r} have not finished (the first: "
+                f"{pending[0]}); run the same command again: only they are repeated"
+            )
+        return [self.folder(number) for number in range(len(self.keys))]
+
+
+def run_task(stage: Stage, number: int, progress: Progress | Silence | None = None) -> None:
+    """Run one task, unless it has finished. Two processes may run the same one: the first to finish wins."""
+    finished = stage.folder(number)
+    if finished.is_dir():
+        return
+    part = finished.with_name(f".{finished.name}.{os.uname().nodename}.{os.getpid()}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        stage.run(number, part, progress or Silence())
+        for path in [*part.rglob("*"), part]:
+            sync_to_disk(path)
+        _rename(part, finished)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _rename(part: Path, finished: Path) -> None:
+    try:
+        part.rename(finished)
+    except OSError:
+        if not finished.is_dir():  # another process's result is as good as ours
+            raise

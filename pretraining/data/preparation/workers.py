@@ -1,0 +1,195 @@
+"""Processes that run the tasks of a stage: workers of this machine, jobs of SLURM, tasks of Ray.
+
+A worker of this machine may die and take no more than its task along. The pools of Python and of datatrove wait for
+ever for a worker that the kernel killed, most often for want of memory.
+
+    python -m pretraining.data.preparation.workers WORK STAGE FIRST     what a SLURM job runs, with SLURM_ARRAY_TASK_ID
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections import Counter, deque
+from contextlib import suppress
+from multiprocessing import connection, forkserver
+from pathlib import Path
+
+from pretraining.data.preparation.execution import FINISH
+from pretraining.data.preparation.prepare import finish_prepared
+from pretraining.data.preparation.stages import Preparation
+from pretraining.data.preparation.tasks import Stage, run_task
+from pretraining.errors import UserError, one_line_errors
+
+MOST_DEATHS = 3
+"""So often may the process of one task be killed; each time the task is put behind all others."""
+
+PRELOADED = ["pretraining.data.preparation.workers", "pyarrow"]
+"""Imported once, by the process from which the workers of all stages are forked."""
+
+
+def run_in_workers(stage: Stage, numbers: list[int], num_workers: int, num_threads: int) -> None:
+    """Run tasks of a stage of a saved preparation in `num_workers` processes; returns when the last one is done.
+
+    Raises what a task raised, and UserError if the process of one task is killed again and again. The workers end
+    with this process, however it ends.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    _start_forkserver()
+    waiting, deaths, workers = deque(numbers), Counter(), []
+    try:
+        while waiting or any(worker.number is not None for worker in workers):
+            while waiting and len(workers) < num_workers:  # also in the place of those that died
+                workers.append(_Worker(context, stage, num_threads))
+            for worker in workers:
+                if waiting and worker.number is None:
+                    worker.give(waiting.popleft())
+            for worker in connection.wait([worker for worker in workers if worker.number is not None]):
+                if worker.died():
+                    workers.remove(worker)
+                    deaths[worker.number] += 1
+                    _report_death(worker, stage, deaths[worker.number])
+                    waiting.append(worker.number)
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def _report_death(worker: "_Worker", stage: Stage, num_deaths: int) -> None:
+    how, task = worker.end(), f"task {worker.number} of the stage {stage.name!r}"
+    if num_deaths == MOST_DEATHS:
+        raise UserError(
+            f"{task}: its process was ended {MOST_DEATHS} times ({how}); if memory ran out, take fewer --workers; "
+            "the same command goes on with what is missing"
+        )
+    print(f"the process of {task} was ended ({how}): the task is run again", file=sys.stderr, flush=True)
+
+
+def _start_forkserver() -> None:
+    """Start it deaf to Ctrl-C from its birth, as it is once it has imported what it preloads."""
+    if threading.current_thread() is not threading.main_thread():
+        return forkserver.ensure_running()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _Worker:
+    """One process, the channel to it, and the number of the task it runs."""
+
+    def __init__(self, context, stage: Stage, num_threads: int):
+        self._channel, theirs = context.Pipe()
+        given = str(stage.work), stage.name, num_threads, theirs
+        self._process = context.Process(target=_serve, args=given, daemon=True)
+        self._process.start()
+        theirs.close()
+        self.number: int | None = None
+
+    def give(self, number: int) -> None:
+        """Have it run a task. A process that is gone already is found out when its answer is read."""
+        self.number = number
+        with suppress(OSError):
+            self._channel.send(number)
+
+    def fileno(self) -> int:
+        """For `connection.wait`: readable once the process has answered, or died."""
+        return self._channel.fileno()
+
+    def died(self) -> bool:
+        """Read the answer: False for a task that is done; raises what the task raised."""
+        try:
+            error = self._channel.recv()
+        except (EOFError, OSError):
+            return True
+        if error is not None:
+            raise error
+        self.number = None
+        return False
+
+    def end(self) -> str:
+        """End the process; returns how it ended."""
+        self._process.kill()
+        self._process.join()
+        self._channel.close()
+        code = self._process.exitcode or 0
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _serve(work: str, stage_name: str, num_threads: int, channel) -> None:
+    """Live as a worker: numbers of tasks come in, None or an error goes out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal; the parent decides
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    os.environ["RAYON_NUM_THREADS"] = str(num_threads)
+    stage = Preparation.load(Path(work)).stage(stage_name)
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            channel.send(_error_of(stage, channel.recv()))
+
+
+def _leave_with_parent() -> None:
+    connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+def _error_of(stage: Stage, number: int) -> Exception | None:
+    try:
+        run_task(stage, number)
+    except Exception as error:
+        error.add_note(f"in a worker:\n{traceback.format_exc()}")
+        return error
+    return None
+
+
+class RayTask:
+    """A step of datatrove's pipeline on Ray: runs the task of each rank, and writes a UserError to the work folder."""
+
+    def __init__(self, work: str, stage_name: str, numbers: list[int]):
+        self.work, self.stage_name, self.numbers = work, stage_name, numbers
+
+    def __call__(self, data: object = None, rank: int = 0, world_size: int = 1) -> None:
+        """Run the task of this rank."""
+        stage, number = Preparation.load(Path(self.work)).stage(self.stage_name), self.numbers[rank]
+        path = _error_path(stage, number)
+        path.unlink(missing_ok=True)
+        try:
+            run_task(stage, number)
+        except UserError as error:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(str(error), encoding="utf-8")
+            raise
+
+
+def _error_path(stage: Stage, number: int) -> Path:
+    return stage.work / "errors" / f"{stage.name}-{number:05d}"
+
+
+def first_error(stage: Stage) -> UserError | None:
+    """Read what the first of the stage's tasks that failed on Ray said of the user's input."""
+    found = (_error_path(stage, number) for number in range(len(stage.keys)))
+    path = next((path for path in found if path.exists()), None)
+    return UserError(path.read_text(encoding="utf-8")) if path else None
+
+
+def run_slurm_job(work: Path, name: str, first: int) -> None:
+    """Run the tasks of this job of an array that begins with job `first` of its stage."""
+    from datatrove.executor.slurm import requeue_handler
+
+    signal.signal(signal.SIGUSR1, requeue_handler)  # the cluster takes the node back: another job goes on
+    preparation = Preparation.load(work)
+    if name == FINISH:
+        return finish_prepared(preparation)
+    submitted = json.loads((work / "logs" / name / "tasks.json").read_text(encoding="utf-8"))
+    start = (first + int(os.environ["SLURM_ARRAY_TASK_ID"])) * submitted["tasks_per_job"]
+    for number in submitted["tasks"][start : start + submitted["tasks_per_job"]]:
+        run_task(preparation.stage(name), number)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        run_slurm_job(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
