@@ -259,7 +259,9 @@ def filled(value: Any, schema: dict) -> Any:
         if fits(value, condition["if"]):
             properties |= condition["then"].get("properties", {})
     defaults = {key: each["default"] for key, each in properties.items() if "default" in each}
-    return {key: filled(item, properties.get(key, {})) for key, item in {**defaults, **value}.items()}
+    return {
+        key: filled(item, properties.get(key, {})) for key, item in {**value, **defaults, **value}.items()
+    }
 
 
 def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:
