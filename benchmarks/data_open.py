@@ -19,6 +19,7 @@ from record import REPOSITORY, parser_of, record
 TOKENS_PER_DOCUMENT = 100_000
 MEASURED = """
 import json, sys, time
+from pretraining.recipe.model import Model
 from pretraining.recipe.data import Data  # a run has read its recipe before it opens the data
 start = time.perf_counter()
 from pathlib import Path
@@ -29,7 +30,7 @@ from pretraining.data.prepared import open_prepared
 root, length, batch = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 section = json.loads((root / "sparse" / "manifest.json").read_text())["data"]
 section["name"] = "sparse"
-recipe = SimpleNamespace(name="sparse", words="--recipe sparse", data=Data.of(section), model={"vocab_size": 50304})
+recipe = SimpleNamespace(name="sparse", words="--recipe sparse", data=Data.of(section), model=Model(vocab_size=50304))
 data = open_prepared(recipe, root)
 order = GlobalOrder(data.train.num_blocks(length), 0, data.fingerprint)
 dataset = PackedDataset(data.train, length, order)
