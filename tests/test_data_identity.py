@@ -171,7 +171,8 @@ def test_a_source_whose_files_changed_is_named(made, root, tmp_path, change, sai
     for name in ("notes", "web"):
         shutil.copy2(made / f"{name}.jsonl", tmp_path)
     change_manifest(
-        root / "corpus", lambda manifest: manifest["data"].update(deciding_section(mixed(tmp_path).data))
+        root / "corpus",
+        lambda manifest: manifest["data"].update(deciding_section(mixed(tmp_path).data.to_dict())),
     )
     change(tmp_path / "web.jsonl")
     with pytest.raises(UserError, match=r"data\.sources\.1: ") as refused:

@@ -86,9 +86,9 @@ def test_every_training_section_is_accepted_by_the_trainer(name, tmp_path):
     """Verbatim keyword arguments: TrainingArguments itself takes them, on a machine without a GPU too."""
     from transformers import TrainingArguments
 
-    training = {**load_recipe(name).training, "report_to": "none"}
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **training)
-    assert arguments.learning_rate == training.learning_rate
+    keywords = {**load_recipe(name).training, "report_to": "none"}
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **keywords)
+    assert arguments.learning_rate == keywords["learning_rate"]
 
 
 def test_loading_is_fast_and_needs_no_torch():
