@@ -8,6 +8,7 @@ from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.resume import is_left_behind
 from pretraining.errors import GaveUp
 from pretraining.recipe import Recipe
+from pretraining.recipe.sections import Spikes
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.process_group import from_rank_0
 from pretraining.runtime.run_folder import RunFolder
@@ -51,7 +52,7 @@ def _roll_back_on_rank_0(run: RunFolder, start: Start, finding: Finding, recipe:
     return None
 
 
-def _planned(run: RunFolder, start: Start, step: int, spikes: dict, recipe: Recipe) -> Rollback:
+def _planned(run: RunFolder, start: Start, step: int, spikes: Spikes, recipe: Recipe) -> Rollback:
     """Plan the rollback from the loss of optimizer step `step`."""
     # Counted from 0, `step - 1` is the step whose loss was the reason.
     first_step = max(0, step - 1 - spikes.skip_steps)

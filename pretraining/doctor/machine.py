@@ -420,7 +420,8 @@ def _operators(launch: Launch) -> Iterator[tuple[str, str, Missing | None]]:
 def _kernels(launch: Launch) -> Iterator[tuple[str, str, Missing | None]]:
     """The same of inductor's kernels, for the model and else for the loss, which goes on without."""
     # Other backends of torch.compile bring what they need, or need none of it.
-    speed, on_gpu = launch.recipe and launch.recipe.speed, launch.trains_on_gpus
+    speed = launch.recipe.speed if launch.recipe else None
+    on_gpu = launch.trains_on_gpus
     if launch.compiles and speed.compile_backend == "inductor":
         why, verdict, without = "speed.compile builds kernels", launch.without_compiler, "speed.compile=none"
     elif speed and compiles_loss(launch.recipe.loss.compile, on_gpu):

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,8 @@ class Evaluation(Protocol):
     def measure(
         self, model: torch.nn.Module, step: int, interrupted: Callable[[], bool]
     ) -> dict[str, float] | None: ...
+
+    def unigram_bits_per_byte(self) -> float: ...
 
 
 class PretrainingTrainer(TimedTrainer):
@@ -245,9 +247,7 @@ class PretrainingTrainer(TimedTrainer):
         """The Trainer's estimate of a forward and backward pass."""
         return 0 if inputs is ABSENT else super().floating_point_ops(inputs)
 
-    def count_targets(
-        self, batch_samples: list, count: torch.Tensor | int | None
-    ) -> torch.Tensor | int | None:
+    def count_targets(self, batch_samples: list, count: Any) -> torch.Tensor | int | None:
         """Return this rank's targets of the step; if documents are masked, the mean of all ranks' numbers.
 
         Each rank's loss is a sum over this count, and the step's loss the mean over the ranks.
@@ -268,7 +268,8 @@ class PretrainingTrainer(TimedTrainer):
         """Mend DeepSpeed's engine and its optimizer."""
         if self.is_deepspeed_enabled:
             keep_norm_at_stage_0(self.model_wrapped, self.gradient_norm_known)
-            mend_optimizer(self.model_wrapped.optimizer)
+            engine: Any = self.model_wrapped
+            mend_optimizer(engine.optimizer)
 
     def save_checkpoint(self) -> None:
         """Save through the run's checkpoints."""
