@@ -63,6 +63,8 @@ class Evaluation(Protocol):
         self, model: torch.nn.Module, step: int, interrupted: Callable[[], bool]
     ) -> dict[str, float] | None: ...
 
+    def unigram_bits_per_byte(self) -> float: ...
+
 
 class PretrainingTrainer(TimedTrainer):
     """Trains a recipe from where its run stands.
