@@ -1,17 +1,25 @@
 """Pretrain a causal language model: recipe x ds_config -> runs/<name>/."""
 
+import argparse
+from typing import TYPE_CHECKING
+
 from pretraining.command_line import parse_train_arguments
-from pretraining.data.prepared import open_prepared
+from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import one_line_errors
-from pretraining.planning.run_plan import build_run_plan
+from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.screen import print_plan
+from pretraining.recipe import Recipe
 from pretraining.refusals import load_run
 from pretraining.reporting.words import report_end
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.restarts import leave_again_if_stopped
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
+
+if TYPE_CHECKING:
+    from pretraining.training.monitors import Monitors
+    from pretraining.training.trainer import PretrainingTrainer
 
 
 def main() -> None:
@@ -21,7 +29,7 @@ def main() -> None:
         return print_plan(recipe, ds_config, options.world_size, options.gpu, options.json)
     plan = build_run_plan(recipe, ds_config, options.world_size)
     cache = CacheSettings.of(options.data_cache, options.data_cache_gb)
-    data = open_prepared(recipe, options.data_dir, cache).for_run(recipe)
+    data = open_prepared(recipe, options.data_dir, cache).for_run(recipe)  # with the mixture of its sources
     run = RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name)
     leave_again_if_stopped(run)
     if options.resume == "auto" and run.is_finished(recipe.to_dict()):
@@ -29,8 +37,10 @@ def main() -> None:
     train(recipe, plan, data, run, options)
 
 
-def train(recipe, plan, data, run, options) -> None:
-    """Pretrain, again and again while spikes are healed by going back."""
+def train(
+    recipe: Recipe, plan: RunPlan, data: PreparedData, run: RunFolder, options: argparse.Namespace
+) -> None:
+    """Train to the end; after a rollback, make another attempt."""
     # Plan and errors answer at once: the imports below take seconds.
     prepare_imports()
     from pretraining.checkpoints.disk_errors import one_line_disk_errors
@@ -43,12 +53,21 @@ def train(recipe, plan, data, run, options) -> None:
     report = live_report(run, recipe.report.every_seconds)
     with ranks, lock_run(run), one_line_disk_errors(run.path), report:
         monitors = Monitors(run, recipe)
-        while not pretrain(recipe, plan, data, run, monitors, options):
-            options.resume = "auto"  # from an earlier checkpoint, as the journal now says
+        while not attempt(recipe, plan, data, run, monitors, options):
+            options.resume = (
+                "auto"  # rolled back: the run's journal names the step and the samples to leave out
+            )
 
 
-def pretrain(recipe, plan, data, run, monitors, options) -> bool:
-    """Train from where the run is to its end; False if a spike sends it back."""
+def attempt(
+    recipe: Recipe,
+    plan: RunPlan,
+    data: PreparedData,
+    run: RunFolder,
+    monitors: "Monitors",
+    options: argparse.Namespace,
+) -> bool:
+    """Train from where the run is to its end; False after a rollback, for which a monitor found a reason."""
     from pretraining.checkpoints.manager import CheckpointManager
     from pretraining.checkpoints.resume import find_start, open_run
     from pretraining.checkpoints.rollback import roll_back
@@ -66,12 +85,13 @@ def pretrain(recipe, plan, data, run, monitors, options) -> bool:
     progress = start.progress(recipe)
     plan = judge_plan(plan, recipe, find_machine(run, start, data.train.num_tokens), options.force)
     arguments = build_arguments(recipe, plan.ds_config, run.path, plan.accumulation_steps, progress.last_step)
+    # The guard looks for damaged or degenerate blocks; rollbacks leave samples out.
     guard = open_guard(run.flagged_blocks, data, recipe)
     dataset = build_training_dataset(
         data, recipe, progress.first_sample, guard=guard, left_out=start.journal.left_out
     )
     evaluator = Evaluator(recipe, data, data.tokenizer, progress.last_step, run)
-    monitors.begin(plan, start, dataset)  # before the model, which is a part of the memory that is measured
+    monitors.begin(plan, start, dataset)  # measures memory from here on, so that the model is counted
     model = build_from_recipe(recipe, data.tokenizer, arguments, draw_weights=start.checkpoint is None)
     checkpoints = CheckpointManager(run, recipe, plan, data, start)
     trainer = PretrainingTrainer(
@@ -86,7 +106,9 @@ def pretrain(recipe, plan, data, run, monitors, options) -> bool:
         checkpoints=checkpoints,
         monitors=monitors,
     )
-    open_run(run, plan, data, checkpoints.identity, model, dataset)  # the first write: all above may refuse
+    open_run(
+        run, plan, data, checkpoints.identity, model, dataset
+    )  # the first write of this attempt: all above may refuse
     trainer.train(resume_from_checkpoint=start.checkpoint)
     if monitors.finding is not None:
         trainer.release()
@@ -96,7 +118,9 @@ def pretrain(recipe, plan, data, run, monitors, options) -> bool:
     return True
 
 
-def finish(trainer, recipe, plan, data, run) -> None:
+def finish(
+    trainer: "PretrainingTrainer", recipe: Recipe, plan: RunPlan, data: PreparedData, run: RunFolder
+) -> None:
     """Measure the trained model once more, export it, and write down how the run went."""
     from pretraining.checkpoints.export import export_model, write_model_card
     from pretraining.planning.comparison import measured

@@ -36,7 +36,7 @@ MODULES = sorted(path.relative_to(REPOSITORY) for path in PACKAGE.rglob("*.py"))
 
 
 def room_of(module: Path) -> str:
-    """`pretraining/data/order.py` -> data; `pretraining/recipe.py` -> recipe."""
+    """`pretraining/data/order.py` -> data; `pretraining/errors.py` -> errors."""
     return module.with_suffix("").parts[1]
 
 

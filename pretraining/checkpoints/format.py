@@ -1,5 +1,7 @@
 """The format of a checkpoint on disk: files with their checksums, a receipt of each rank, and the marker.
 
+The marker's fields are made in identity.py (`marker_at`).
+
     checkpoint-<step>/
         rank-00000-of-00002.safetensors   a rank's tensors (shard_files.py)
         rank-00000-of-00002.json          its receipt: the files it wrote, their bytes and checksums

@@ -1,11 +1,13 @@
 """How documents fill blocks: best-fit packing, and what the ends of blocks cut with it and without.
 
+Without it documents follow each other in sequence (`PackedDataset.place`).
+
 Inside short windows of the stream, documents change places so that few are cut by a block's end.
 
 Longest first, each into the block where it leaves the least room (best-fit-decreasing; Ding et al. 2024, "Fewer
-Truncations Improve Language Modeling", arXiv 2404.10830). What finds no block whole is cut to fill the room that is
-left. So nothing is padded, dropped or repeated, there are as many blocks as before, and any of them costs the packing
-of its window alone: the order of the run, mixtures, resuming and remote shards do not depend on it.
+Truncations Improve Language Modeling", arXiv 2404.10830). A document that fits in no block is cut to fill the
+remaining room. So nothing is padded, dropped or repeated, and there are as many blocks as before. To read one block,
+only its window must be packed: the order of the run, mixtures, resuming and remote shards do not depend on it.
 """
 
 from bisect import bisect_left, insort

@@ -1,7 +1,7 @@
 """The plan against what was found: refused with the nearest change that fits, or warned with a reason and a remedy.
 
-A vocabulary larger than the model's, and data that is read more often than `max_epochs` allows, are refused by
-`data/` when it is opened.
+memory/need.py counts the bytes. A vocabulary larger than the model's, and data that is read more often than
+`max_epochs` allows, are refused by `data/` when it is opened.
 """
 
 import math

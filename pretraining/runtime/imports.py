@@ -36,7 +36,8 @@ def silence_libraries() -> None:
 def prepare_imports() -> None:
     """Let the libraries be imported without collecting garbage, which takes a fifth of the imports' time.
 
-    What they bring lives as long as the process. `training.collector` has the collector look again.
+    What they bring lives as long as the process. `SettledCollector` (training/monitors.py) switches the collector on
+    again.
     """
     gc.disable()
     _pin_what_is_asked_for()

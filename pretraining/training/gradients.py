@@ -99,7 +99,7 @@ class LayerNormsCallback(TrainerCallback):
     """Measures every `every_steps`-th step, for the next row of metrics, and the step after an alert, as an event."""
 
     def __init__(self, run: RunFolder, every_steps: int | None, alerted_step: Callable[[], int | None]):
-        """alerted_step: the last step that an alert was told of, the same on every rank."""
+        """alerted_step: the last step with an alert, the same on every rank."""
         self.run, self.every_steps, self.alerted_step = run, every_steps, alerted_step
         self.norms: LayerNorms | None = None
         self.measures, self.gradient_norm, self.latest = False, None, {}

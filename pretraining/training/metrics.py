@@ -1,6 +1,7 @@
 """Metrics: one row of metrics.jsonl per logged step, complete before any tracker sees it, and the progress bar.
 
 With the loss of each source of a mixture and the load of each expert, from the forward passes that are made anyway.
+metric_names.py groups the names (`loss` becomes `train/loss`).
 """
 
 import math
@@ -241,7 +242,7 @@ class ExpertLoad(TrainerCallback, ExportableState):
     """Counts on the device what each expert was chosen for; the ranks' counts are added up at logging.
 
     Nothing waits before that, and whatever computes the loss does not matter: the routers' scores come with the
-    model's outputs. A starving expert is told of once, until it has recovered.
+    model's outputs. A starving expert is reported once; again only after it has recovered.
     """
 
     def __init__(self, run: RunFolder, chosen: int):

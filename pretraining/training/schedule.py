@@ -1,4 +1,14 @@
-"""The learning rate of every step: the recipe's schedule, and what step sizes and rollbacks make of it."""
+"""The learning rate of every step.
+
+    rate of a group = its peak (`training.learning_rate`, or the group's own in `optimizer`)
+                    x muP's factor for its parameters               optimizers.py, recipe/mup.py
+                    x the schedule: warm-up, decay                  transformers' `get_scheduler`
+                    x what `budget.ramp.lr_scaling` makes of a step's size
+                    x what rollbacks lower (`monitors.spikes.lr_factor`)
+
+The last three are `share_of_peak`. recipe/schedule.py checks the names and keywords of schedules, and refuses the
+last two beside a schedule that follows the validation loss.
+"""
 
 from collections.abc import Callable
 

@@ -1,6 +1,7 @@
-"""How a loss leaves its course: spikes and plateaus, in numbers that every rank computes alike, and what to try.
+"""Loss spikes and plateaus, computed identically on every rank, and the advice that each alert shows.
 
-A spike is judged by a robust score over a window; an alert names likely causes in the order in which to look at them.
+A spike is a high robust score over a window. The threshold is `monitors.spikes.score` of the recipe; stability.py
+compares and acts. An alert names likely causes in the order in which to look at them.
 """
 
 import math
@@ -137,7 +138,7 @@ class Plateau:
         self.best, self.best_step, self.told = None, 0, False
 
     def shows(self, step: int, expected: float | None) -> bool:
-        """Whether a plateau is to be told of now; `expected` is the course's loss after `step`."""
+        """Whether to report a plateau now; `expected` is the course's loss after `step`."""
         if expected is None:
             return False
         if self.best is None or expected < self.best * (1 - LEAST_GAIN):

@@ -215,7 +215,7 @@ class LossWatch:
 
 
 class NonFiniteGuard:
-    """Sees to it, and counts.
+    """Keeps steps with non-finite gradients from being applied, and tells which step was refused.
 
     ZeRO's optimizers and fp16's look for themselves: they clear such gradients and leave the weights alone. A plain
     torch optimizer, which DeepSpeed's stage 0 uses too, would write them into every weight: before it steps, this

@@ -1,7 +1,8 @@
 """The rate that a torch scheduler has set, set again; torch 2.13.
 
 `LambdaLR` has no way to compute the rates of its current step anew: `step` alone writes `_last_lr` and the groups'
-`lr`, and moves on. Held by tests/test_stability.py; it may go once a scheduler can be asked for its current rates.
+`lr`, and moves on. A run needs them after a rollback, which lowers the rate of the next step. Held by
+tests/test_stability.py; it may go once a scheduler can be asked for its current rates.
 """
 
 from torch.optim.lr_scheduler import LambdaLR

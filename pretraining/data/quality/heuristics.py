@@ -1,4 +1,7 @@
-"""The published rules that measure a text's form: length, Gopher's quality and repetition, C4's and FineWeb's."""
+"""The published rules that measure a text's form: length, Gopher's quality and repetition, C4's and FineWeb's.
+
+A new rule is registered in chain.py.
+"""
 
 import re
 from collections import Counter

@@ -1,5 +1,5 @@
 "use strict";
-// Charts: uPlot with marks, tooltips, log axes and one x axis for all of them.
+// Draws charts: uPlot with marks, tooltips, log axes and one x axis for all of them. Which charts there are: CHARTS in main.js.
 
 const RUN_COLORS = {
   light: ["#2563d9", "#d9730d", "#1a8f4d", "#9b3fc4", "#c2255c", "#0b8793", "#7a6a00", "#5c677d"],
