@@ -18,6 +18,7 @@ from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
 
 if TYPE_CHECKING:
+    from pretraining.checkpoints.manager import CheckpointManager
     from pretraining.training.monitors import Monitors
     from pretraining.training.trainer import PretrainingTrainer
 
@@ -54,9 +55,8 @@ def train(
     with ranks, lock_run(run), one_line_disk_errors(run.path), report:
         monitors = Monitors(run, recipe)
         while not attempt(recipe, plan, data, run, monitors, options):
-            options.resume = (
-                "auto"  # rolled back: the run's journal names the step and the samples to leave out
-            )
+            # Rolled back: the run's journal names the step to go on from and the samples to leave out.
+            options.resume = "auto"
 
 
 def attempt(
@@ -114,23 +114,29 @@ def attempt(
         trainer.release()
         roll_back(run, start, monitors.finding, recipe)
         return False
-    finish(trainer, recipe, plan, data, run)
+    finish(trainer, checkpoints, monitors, recipe, plan, data, run)
     return True
 
 
 def finish(
-    trainer: "PretrainingTrainer", recipe: Recipe, plan: RunPlan, data: PreparedData, run: RunFolder
+    trainer: "PretrainingTrainer",
+    checkpoints: "CheckpointManager",
+    monitors: "Monitors",
+    recipe: Recipe,
+    plan: RunPlan,
+    data: PreparedData,
+    run: RunFolder,
 ) -> None:
     """Measure the trained model once more, export it, and write down how the run went."""
     from pretraining.checkpoints.export import export_model, write_model_card
     from pretraining.planning.comparison import measured
 
     results = trainer.closing_results()
-    environment = trainer.checkpoints.identity.environment
+    environment = checkpoints.identity.environment
     card = write_model_card(recipe.to_dict(), data.manifest, results, environment)
     export_model(trainer, data.tokenizer, run.export, card)
-    trainer.checkpoints.wait_for_upload()
-    peak_bytes = trainer.monitors.memory.of_fullest_rank()
+    checkpoints.wait_for_upload()
+    peak_bytes = monitors.memory.of_fullest_rank()
     if trainer.is_world_process_zero():
         speed = measured(run, recipe, plan.world_size, plan.machine.gpu, peak_bytes)
         run.add_end({**results, "measured": speed})
