@@ -252,7 +252,7 @@ def _rows(key: str, schema: dict, is_required: bool) -> list[str]:
     cells = (f"`{key}`", _takes(schema), default, schema.get("description", ""))
     own = "" if "." not in key else "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     inner = schema if "properties" in schema else schema.get("items", {})
-    if "allOf" in inner or key == "data.tokenizer":  # rules of filters: pretraining/data/README.md
+    if "allOf" in inner or key == "data.tokenizer":  # rules of filters: docs/data.md
         return [own]
     dotted = f"{key}.0" if inner is not schema else key
     rows = [

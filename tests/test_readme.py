@@ -12,8 +12,8 @@ from tests.runs import BIN, REPOSITORY, Finished, Workshop, execute
 from tests.scored_tasks import write_items, write_tasks
 from tests.test_batch_ramp import RAMPED
 
-NAMES = ("README.md", "recipes/README.md", "ds_configs/README.md", "pretraining/data/README.md")
-PAGES = [p for p in (REPOSITORY / name for name in NAMES) if p.exists()]
+NAMES = ("README.md", "recipes/README.md", "ds_configs/README.md", "CONTRIBUTING.md")
+PAGES = [*(REPOSITORY / name for name in NAMES), *sorted((REPOSITORY / "docs").glob("*.md"))]
 MAKE_SETUP = re.compile(r"-m pip install|-m venv|touch |^@|sys\.version_info|^\{|error: ")
 
 
@@ -225,6 +225,19 @@ def test_the_front_page_shows_the_commands_that_matter():
     """Guards the parser: a page whose blocks it no longer finds would test nothing."""
     shown = {line for page, line in COMMANDS if page == REPOSITORY / "README.md"}
     assert {"make demo", "make test", "deepspeed --num_gpus=8 train.py --recipe 30b"} <= shown
+
+
+def test_the_front_page_is_short_and_names_every_stage():
+    """A stranger decides on one screen or two."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 160
+    stages = {path.stem for path in (REPOSITORY / "ds_configs").glob("*.json")} - {"schema"}
+    assert stages == set(re.findall(r"`(zero\w+)`", section_of(text, "Stages")))
+
+
+def section_of(text: str, title: str) -> str:
+    """A page's section, from its heading to the next."""
+    return text.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
 def test_the_plan_is_shown_as_it_is_printed():
