@@ -273,6 +273,14 @@ def test_set_changes_numbers_strings_lists_and_whole_objects():
     assert (recipe.num_steps, recipe.name) == (10, "tiny-2")
 
 
+def test_a_key_of_a_model_that_an_earlier_text_has_set():
+    """`--set model={...}` names the type: later texts are judged by it, not by the type in the file."""
+    recipe = load_recipe(
+        "tiny", [f"model={json.dumps({**LLAMA, 'vocab_size': 1024})}", "model.hidden_size=32"]
+    )
+    assert recipe.model.hidden_size == 32
+
+
 def test_deepspeed_of_the_command_line_wins():
     assert load_recipe("tiny", deepspeed="zero3").deepspeed == "zero3"
     assert load_recipe("tiny", deepspeed="null").deepspeed is None
