@@ -176,7 +176,7 @@ def test_the_stages_here_continue_their_recipes(tmp_path, capsys, path):
     staged = load_recipe(str(Path(told["run"]) / "recipe.json"))
     for section, values in json.loads(path.read_text()).items():
         if section != "description":
-            assert {key: getattr(staged, section)[key] for key in values} == values
+            assert staged.to_dict()[section].items() >= values.items()
     assert staged.training.seed == 7 and staged.num_steps == 900
     assert build_run_plan(staged, None, 8).accumulation_steps > 0
 

@@ -7,8 +7,11 @@ import pytest
 
 from pretraining.ds_config import DS_CONFIGS
 from pretraining.errors import UserError
-from pretraining.recipe import accumulation_steps, load_recipe, recipe_names
-from pretraining.recipe.training import TRAINING_KEYS
+from pretraining.recipe import accumulation_steps, load_recipe, recipe_names, recipe_schema
+from pretraining.recipe.data import Dedup
+from pretraining.recipe.loading import sections_schema
+from pretraining.recipe.section import schema_file
+from pretraining.recipe.training import TRAINING_KEYS, Keyword, Training
 from pretraining.schema import REPOSITORY
 from tests.runs import LLAMA
 
@@ -89,6 +92,32 @@ def test_every_training_section_is_accepted_by_the_trainer(name, tmp_path):
     keywords = {**load_recipe(name).training, "report_to": "none"}
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **keywords)
     assert arguments.learning_rate == keywords["learning_rate"]
+
+
+def test_the_defaults_of_training_are_those_of_the_library():
+    """A keyword that is left out reads as TrainingArguments takes it: recipes/schema.json holds its defaults."""
+    properties = recipe_schema()["properties"]["training"]["properties"]
+    keywords = {name: each for name, each in vars(Training).items() if isinstance(each, Keyword)}
+    assert {name: each.default for name, each in keywords.items()} == {
+        name: properties[name]["default"] for name in keywords
+    }
+
+
+def test_the_schema_file_holds_what_the_sections_say():
+    """Editors and messages go by one schema: `python recipes/generate_schema.py` after a change of a section."""
+    written = schema_file()["properties"]
+    for name, schema in sections_schema().items():
+        properties = {**schema["properties"]}
+        if name == "data":  # the rules of filters have schemas of their own
+            properties["filters"] = written["data"]["properties"]["filters"]
+        assert {**schema, "properties": properties} == written[name]
+
+
+def test_a_section_written_and_read_again_is_the_same():
+    """What the recipe leaves out stays out if it was never filled in: identities of earlier runs go by it."""
+    section = Dedup.of({"minhash": {"threshold": 0.9}})
+    assert section.to_dict() == {"exact": True, "remove": True, "minhash": {"threshold": 0.9}}
+    assert section.minhash.ngram == 5 and Dedup.of(section.to_dict()) == section
 
 
 def test_loading_is_fast_and_needs_no_torch():
@@ -242,6 +271,14 @@ def test_set_changes_numbers_strings_lists_and_whole_objects():
     assert [source.path for source in recipe.data.sources] == ["x", "more/*.txt"]
     assert recipe.training.lr_scheduler_kwargs == {"min_lr_rate": 0.05}
     assert (recipe.num_steps, recipe.name) == (10, "tiny-2")
+
+
+def test_a_key_of_a_model_that_an_earlier_text_has_set():
+    """`--set model={...}` names the type: later texts are judged by it, not by the type in the file."""
+    recipe = load_recipe(
+        "tiny", [f"model={json.dumps({**LLAMA, 'vocab_size': 1024})}", "model.hidden_size=32"]
+    )
+    assert recipe.model.hidden_size == 32
 
 
 def test_deepspeed_of_the_command_line_wins():

@@ -36,7 +36,7 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str
     refuse_names_of_others(values.get("model"), where)
     overrides = list(overrides)
     for override in overrides:
-        _check_override(override, values.get("model"))
+        _check_override(override)
     values = _apply_overrides(check(values, recipe_schema(), where), overrides)
     if deepspeed is not None:
         values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed
@@ -141,15 +141,12 @@ def _check_owners(values: dict, where: str) -> None:
             raise problem(where, f"training.{key}", f"does not belong here: {TRAINING_KEYS[key]}")
 
 
-def _check_override(override: str, model: Any) -> None:
-    """A `--set` text names neither a key of another owner, nor a base, nor another model type's name of a key."""
+def _check_override(override: str) -> None:
+    """A `--set` text names neither a key of another owner nor a base."""
     nested, where = _as_nested(override), f"--set {override}"
     _check_owners(nested, where)
     if "base" in nested:
         raise problem(where, "base", "is named in a recipe's file alone; --recipe takes another")
-    if isinstance(model, dict):
-        kind = {"model_type": model.get("model_type")}
-        refuse_names_of_others({**nested.get("model", {}), **kind}, where)
 
 
 def _as_nested(override: str) -> dict:
@@ -173,6 +170,11 @@ def _apply_overrides(recipe: dict, overrides: Iterable[str]) -> dict:
         where = f"--set {override}"
         if not equals or not key:
             raise UserError(f"{where}: write --set section.key=value")
+        if key.startswith(
+            "model."
+        ):  # of the type that it has by now: an earlier text may have set another model
+            kind = {"model_type": changed["model"]["model_type"]}
+            refuse_names_of_others({**_as_nested(override)["model"], **kind}, where)
         _set(changed, key.split("."), _parse(text, where), where)
         changed = check(changed, recipe_schema(), where)
     return changed
