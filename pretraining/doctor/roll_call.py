@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.01
 class Stuck(Exception):
     """A step did not end on every rank; `answers` say on which ranks it did."""
 
-    def __init__(self, step: str, seconds: float, answers: list["Answer"]):
+    def __init__(self, step: str, seconds: float, answers: list["Answer"]) -> None:
         super().__init__(f"{step}: no end within {seconds:.0f} s")
         self.step, self.seconds, self.answers = step, seconds, answers
 
@@ -75,7 +75,7 @@ def named(came: list[Rank], ranks: list[int]) -> str:
 class RollCall:
     """The store, the ranks that came, and one thread for work that may hang. Every rank makes the same calls."""
 
-    def __init__(self, rank: int, size: int, arrival_seconds: float):
+    def __init__(self, rank: int, size: int, arrival_seconds: float) -> None:
         """Meet in the store.
 
         Raises:
@@ -135,7 +135,7 @@ class RollCall:
             raise Stuck(name, seconds, answers)
         return answers
 
-    def gather(self, name: str, value) -> list:
+    def gather(self, name: str, value: Any) -> list:
         """The value of every rank, on every rank, at once.
 
         Raises:
@@ -147,7 +147,7 @@ class RollCall:
             raise Stuck(name, GRACE_SECONDS, answers)
         return [value for (value,) in gathered]
 
-    def collect(self, name: str, value) -> list:
+    def collect(self, name: str, value: Any) -> list:
         """The value of every rank, at once, on rank 0 alone (an empty list elsewhere): for what would be much for all.
 
         Raises:
@@ -206,7 +206,7 @@ class RollCall:
 class _Worker:
     """A thread for what may hang inside a library, where nothing can end it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._work: queue.SimpleQueue = queue.SimpleQueue()
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True, name="doctor").start()

@@ -5,7 +5,7 @@ run that is killed and started again repeats what the journal says.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -85,7 +85,7 @@ class Journal:
 NOTHING_HEALED = Journal()
 
 
-def merged(windows) -> list[tuple[int, int]]:
+def merged(windows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same numbers as disjoint windows [first, last) in order."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted(windows):

@@ -53,7 +53,11 @@ SHARED_MEMORY_SHARE = 0.25
 
 
 def build_arguments(
-    recipe, ds_config: dict | None, output_dir: Path, accumulation_steps: int, last_step: int | None = None
+    recipe: Recipe,
+    ds_config: dict | None,
+    output_dir: Path,
+    accumulation_steps: int,
+    last_step: int | None = None,
 ) -> TrainingArguments:
     """last_step: where the run ends if not after the recipe's own number of steps.
 
@@ -115,7 +119,7 @@ def fuses_with_liger(recipe: Recipe, ds_config: dict | None, on_gpu: bool) -> bo
     return why_not_compiled(recipe, ds_config, on_gpu) is not None and is_liger_kernel_available()
 
 
-def prefetch_factor(recipe, accumulation_steps: int) -> int:
+def prefetch_factor(recipe: Recipe, accumulation_steps: int) -> int:
     """Batches that each worker keeps ready, so that together they hold a whole step: at least torch's own 2.
 
     The Trainer takes all micro-batches of a step before the first forward pass (transformers 5.23,

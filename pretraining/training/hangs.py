@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from pretraining.runtime.exit_codes import HANG, tell_exit_code
 from pretraining.runtime.heartbeat import Heartbeat, Place, read_place
@@ -29,10 +30,13 @@ ALARM = "ALARM"
 class HangCallback(TrainerCallback):
     """Tells the heartbeat what the Trainer comes to. hang_minutes None: no watch."""
 
-    def __init__(self, run: RunFolder, hang_minutes: float | None):
-        self.run, self.hang_minutes, self.watch = run, hang_minutes, None
+    def __init__(self, run: RunFolder, hang_minutes: float | None) -> None:
+        self.run, self.hang_minutes = run, hang_minutes
+        self.watch: Watch | None = None
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.hang_minutes is None or self.watch is not None:
             return  # no watch, or that of the attempt before a rollback
         if state.is_world_process_zero:
@@ -45,25 +49,39 @@ class HangCallback(TrainerCallback):
         if self.watch is not None:
             self.watch.heartbeat.arrive(phase, state.global_step)
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._arrive("training", state)
 
-    def on_substep_end(self, args, state, control, **kwargs):
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._arrive("training", state)
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._arrive("training", state)
 
-    def on_prediction_step(self, args, state, control, **kwargs):
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._arrive("validation", state)
 
-    def on_evaluate(self, args, state, control, **kwargs):
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._arrive("validation", state)
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._arrive("save", state)
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._arrive("end", state)
 
 
@@ -73,7 +91,7 @@ class Watch:
     limit_seconds: from the last arrival to the naming.
     """
 
-    def __init__(self, run: RunFolder, limit_seconds: float, rank: int, world_size: int):
+    def __init__(self, run: RunFolder, limit_seconds: float, rank: int, world_size: int) -> None:
         self.run, self.limit_seconds, self.rank, self.world_size = run, limit_seconds, rank, world_size
         self.look_seconds = min(limit_seconds / LOOKS_PER_LIMIT, LONGEST_LOOK_SECONDS)
         self.heartbeat = Heartbeat(run.heartbeats, rank)

@@ -9,10 +9,11 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from pretraining.data.document_masking import IGNORED
@@ -33,10 +34,17 @@ class MetricsCallback(TrainerCallback):
     Comes first among the callbacks that log, so that metrics.jsonl and the trackers hold the same numbers.
     """
 
-    def __init__(self, run: RunFolder, speed: SpeedMeter, tokens_per_epoch: float):
+    def __init__(self, run: RunFolder, speed: SpeedMeter, tokens_per_epoch: float) -> None:
         self.run, self.speed, self.tokens_per_epoch = run, speed, tokens_per_epoch
 
-    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
         # On resume the Trainer restores the cadence of the old run: the recipe's is the one that counts.
         state.compute_steps(args, state.max_steps)
         if state.is_world_process_zero:
@@ -49,13 +57,17 @@ class MetricsCallback(TrainerCallback):
         time_optimizer(optimizer, self.speed.clock)
         self.speed.clock.start()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         state.epoch = self.speed.tokens_at(state.global_step) / self.tokens_per_epoch
         self.speed.clock.settle()
         if not control.should_log:
             self._enter_pause(control)
 
-    def on_log(self, args, state, control, logs, **kwargs):
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
+    ) -> None:
         if "train_runtime" in logs:  # the Trainer's closing summary repeats what the rows say
             return
         logs["tokens"] = self.speed.tokens_at(state.global_step)
@@ -67,7 +79,9 @@ class MetricsCallback(TrainerCallback):
         if "loss" in logs:
             self._enter_pause(control)
 
-    def on_evaluate(self, args, state, control, **kwargs):
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.speed.clock.enter("saving" if control.should_save else "other")
 
     def _enter_pause(self, control) -> None:
@@ -109,10 +123,12 @@ def _largest(values: Sequence[float]) -> float:
 class ProgressCallback(TrainerCallback):
     """Shown by rank 0 on stderr."""
 
-    def __init__(self):
-        self.bar = None
+    def __init__(self) -> None:
+        self.bar: tqdm | None = None
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state.is_world_process_zero:
             self.on_terminal = sys.stderr.isatty()
             self.bar = tqdm(
@@ -124,11 +140,15 @@ class ProgressCallback(TrainerCallback):
                 disable=not self.on_terminal,
             )
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.bar is not None:
             self.bar.update(1)
 
-    def on_log(self, args, state, control, logs, **kwargs):
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
+    ) -> None:
         if self.bar is None or not ("loss" in logs or "eval_loss" in logs):
             return
         if "eval_loss" in logs:
@@ -145,7 +165,9 @@ class ProgressCallback(TrainerCallback):
                 f"{_clock(logs['throughput/seconds_left'])} left"
             )
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.bar is not None:
             self.bar.close()
 
@@ -177,7 +199,7 @@ class SourceLoss(TrainerCallback):
     did not read are left out.
     """
 
-    def __init__(self, names: list[str]):
+    def __init__(self, names: list[str]) -> None:
         self.names = names
         self.sources: torch.Tensor | None = None
         self.sums: torch.Tensor | None = None
@@ -206,7 +228,9 @@ class SourceLoss(TrainerCallback):
         self.sums.index_add_(0, self.sources.to(nats.device), torch.stack([nats, targets], 1).double())
         self.sources = None
 
-    def on_log(self, args, state, control, logs, **kwargs):
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
+    ) -> None:
         if "loss" not in logs or self.sums is None:
             return
         flat, self.sums = sum_over_ranks(self.sums.flatten().tolist()), None
@@ -245,7 +269,7 @@ class ExpertLoad(TrainerCallback, ExportableState):
     model's outputs. A starving expert is reported once; again only after it has recovered.
     """
 
-    def __init__(self, run: RunFolder, chosen: int):
+    def __init__(self, run: RunFolder, chosen: int) -> None:
         """chosen: experts a token is sent to."""
         self.run, self.chosen = run, chosen
         self.counts: torch.Tensor | None = None
@@ -270,13 +294,17 @@ class ExpertLoad(TrainerCallback, ExportableState):
             experts = logits.topk(self.chosen, dim=-1, sorted=False).indices.flatten()
             layer.scatter_add_(0, experts, torch.ones_like(experts))
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         name = type(self).__name__
         saved = state.stateful_callbacks.get(name, self.state())
         self.starved = {(layer, expert): windows for layer, expert, windows in saved["attributes"]["starved"]}
         state.stateful_callbacks[name] = self.state()
 
-    def on_log(self, args, state, control, logs, **kwargs):
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
+    ) -> None:
         if "loss" not in logs or self.counts is None:
             return
         counts = self._take_counts()

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from pretraining.data.packed_dataset import PackedDataset, step_origins
 from pretraining.planning.run_plan import RunPlan
@@ -35,12 +35,12 @@ from pretraining.training.trackers import build_trackers
 class Monitors:
     """One for a run; `begin` starts an attempt, of which a run has several where it rolls back."""
 
-    def __init__(self, run: RunFolder, recipe: Recipe):
+    def __init__(self, run: RunFolder, recipe: Recipe) -> None:
         self.run, self.recipe = run, recipe
         self.stop = StopRequests(run, recipe.checkpoints.time_limit_hours)
         self.hangs = HangCallback(run, recipe.monitors.hang_minutes)
 
-    def begin(self, plan: RunPlan, start, dataset: PackedDataset) -> None:
+    def begin(self, plan: RunPlan, start: Any, dataset: PackedDataset) -> None:
         """Watch an attempt that begins at `start` and reads `dataset`."""
         run, recipe = self.run, self.recipe
         origins = step_origins(dataset, recipe, run, start.step)
@@ -87,7 +87,7 @@ class Monitors:
         return self.stability.finding
 
 
-def notify(callbacks: Iterable[TrainerCallback], method: str, value) -> None:
+def notify(callbacks: Iterable[TrainerCallback], method: str, value: Any) -> None:
     """Call `method` of the callbacks that have it."""
     for callback in callbacks:
         handler = getattr(callback, method, None)
@@ -98,7 +98,9 @@ def notify(callbacks: Iterable[TrainerCallback], method: str, value) -> None:
 class SettledCollector(TrainerCallback):
     """From the first step on only what came after it is looked at. `train.py` imports without collecting."""
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         gc.collect()
         gc.freeze()
         gc.enable()

@@ -8,11 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.adamw import adamw
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
 from pretraining.training.partitions import (
@@ -126,7 +127,7 @@ class Muon(torch.optim.Optimizer):
     DeepSpeed replaces a group's parameters by flat fp32 partitions: `bind` then says what lies in them.
     """
 
-    def __init__(self, groups: list[dict], matrices: dict[torch.Tensor, Matrices]):
+    def __init__(self, groups: list[dict], matrices: dict[torch.Tensor, Matrices]) -> None:
         super().__init__(groups, {"algorithm": "adamw"})
         self.matrices = list(matrices.values())
         self._numbers = {id(parameter): number for number, parameter in enumerate(matrices)}
@@ -144,7 +145,7 @@ class Muon(torch.optim.Optimizer):
         return self._numbers.get(id(parameter))
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Callable | None = None) -> float | None:
         """One update of every group that has parameters; all ranks must call it alike."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
@@ -274,16 +275,24 @@ def orthogonalize_all(batches: Sequence[torch.Tensor], num_steps: int = 5) -> li
 class BindPartitions(TrainerCallback):
     """Tells Muon, once DeepSpeed has cut the parameters up, where each of them lies."""
 
-    def __init__(self, muon: Muon):
+    def __init__(self, muon: Muon) -> None:
         self.muon = muon
 
-    def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any,
+        optimizer: Any,
+        **kwargs: Any,
+    ) -> None:
         zero = getattr(optimizer, "optimizer", optimizer)
         if args.deepspeed and zero is not self.muon:
             bind_partitions(self.muon, model, zero)
 
 
-def bind_partitions(muon: Muon, model: torch.nn.Module, zero) -> None:
+def bind_partitions(muon: Muon, model: torch.nn.Module, zero: Any) -> None:
     """`Muon.bind` for a DeepSpeed optimizer of stage 1, 2 or 3."""
     by_tensor: dict[int, list[Fragment]] = {}
     for tensor, fragment in partition_fragments(model, zero, muon.number_of):

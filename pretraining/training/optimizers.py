@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from pretraining.recipe import model_with_defaults
+from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.mup import Scales, scales_by_name
 from pretraining.recipe.sections import Optimizer
 from pretraining.refusals import own_groups
 from pretraining.training.muon import Muon, hidden_matrices
 
 
-def choose_optimizer(recipe) -> tuple[Callable, dict] | None:
+def choose_optimizer(recipe: Recipe) -> tuple[Callable, dict] | None:
     """The Trainer's `optimizer_cls_and_kwargs`; None if `training.optim` alone names the optimizer."""
     if not own_groups(recipe):
         return None
@@ -132,7 +132,7 @@ SMALLEST_NORM = 1e-3
 """Of a unit's weights, so that units that start at zero can leave it (Brock et al. 2021, section 4)."""
 
 
-def choose_clipping(recipe) -> Callable | None:
+def choose_clipping(recipe: Recipe) -> Callable | None:
     """(model, optimizer) -> None that clips before each step; None if the recipe asks for nothing more."""
     value, ratio = recipe.optimizer.clip_value, recipe.optimizer.adaptive_clip
     if not (value or ratio):

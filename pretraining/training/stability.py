@@ -7,11 +7,12 @@ gradients are not finite from being applied, at any stage and without DeepSpeed.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.state import GradientState
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from pretraining.recipe.sections import Monitors
@@ -37,7 +38,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
     stop) sets `finding`; the caller acts on it once `train` has returned.
     """
 
-    def __init__(self, run: RunFolder, monitors: Monitors, origins: Callable[[int], dict]):
+    def __init__(self, run: RunFolder, monitors: Monitors, origins: Callable[[int], dict]) -> None:
         """origins: from an optimizer step (counted from 1) to what its samples are, for the events."""
         self.run, self.settings, self.origins = run, monitors.spikes, origins
         self.policy = self.settings.policy
@@ -50,7 +51,15 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.finding: Finding | None = None
         self.alerted_step: int | None = None
 
-    def on_train_begin(self, args, state, control, optimizer, lr_scheduler, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any,
+        lr_scheduler: Any,
+        **kwargs: Any,
+    ) -> None:
         self.guard = NonFiniteGuard(optimizer)
         name = type(self).__name__
         self._restore(state.stateful_callbacks.get(name))
@@ -58,11 +67,19 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         apply_schedule_now(lr_scheduler)
         self._set_limit()
 
-    def on_gradient_norm(self, norm) -> None:
+    def on_gradient_norm(self, norm: Any) -> None:
         """Of the step, before clipping: before it is made, and by DeepSpeed after it."""
         self.guard.on_gradient_norm(norm)
 
-    def on_step_end(self, args, state, control, optimizer, lr_scheduler, **kwargs):
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any,
+        lr_scheduler: Any,
+        **kwargs: Any,
+    ) -> None:
         if getattr(optimizer, "step_was_skipped", False):
             # By ZeRO or fp16: the Trainer has not moved it on, but the rate belongs to the step.
             step_schedule(lr_scheduler)
@@ -72,7 +89,9 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             control.should_training_stop = True
             control.should_save = control.should_evaluate = False
 
-    def on_log(self, args, state, control, logs, **kwargs):
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
+    ) -> None:
         if "loss" in logs:
             logs["stability/refused_steps"] = self.refused_steps
             self._judge_norm(logs.get("grad_norm"), state)
@@ -153,7 +172,7 @@ class NumberOnItsWay:
     Who reads it waits for that work alone, and not for what is queued later.
     """
 
-    def __init__(self, number: torch.Tensor):
+    def __init__(self, number: torch.Tensor) -> None:
         """number: a tensor of one element."""
         self._copy, self._arrival = number, None
         if number.is_cuda:
@@ -177,7 +196,7 @@ class LossWatch:
     steps with gradients that are not finite then refuses this one, on all ranks and at every ZeRO stage alike.
     """
 
-    def __init__(self, refuses: bool):
+    def __init__(self, refuses: bool) -> None:
         self.refuses, self.limit = refuses, math.inf
         self._sum: torch.Tensor | None = None
         self._last: NumberOnItsWay | None = None
@@ -223,14 +242,14 @@ class NonFiniteGuard:
     rank by then, and so is what it does.
     """
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer: Any) -> None:
         """optimizer: the Trainer's, as accelerate or DeepSpeed wrapped it."""
         self.optimizer, self._took_away, self._norm = optimizer, False, None
         inner = getattr(optimizer, "optimizer", optimizer)
         if isinstance(inner, torch.optim.Optimizer) and not hasattr(inner, "overflow"):
             inner.register_step_pre_hook(self._before_step)
 
-    def on_gradient_norm(self, norm) -> None:
+    def on_gradient_norm(self, norm: Any) -> None:
         """Of the gradients that are about to be stepped with; nothing is looked through again where it is known."""
         self._norm = norm
 

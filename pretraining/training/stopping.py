@@ -9,8 +9,9 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from pretraining.metric_names import is_better, worst_value
 from pretraining.recipe.sections import Evaluation
@@ -33,7 +34,7 @@ class StopRequests:
     time_limit_hours: wall-clock hours after which the run asks itself; None for no limit.
     """
 
-    def __init__(self, run: RunFolder, time_limit_hours: float | None):
+    def __init__(self, run: RunFolder, time_limit_hours: float | None) -> None:
         self._looked_at, self._seen, self._agreed = 0.0, NOT_ASKED, NOT_ASKED
         self.run, self.agreement = run, Agreement()
         # A launcher whose rank has crashed ends the others: they would wait for it in vain, and the launcher for them.
@@ -100,10 +101,12 @@ class StopRequests:
 class StoppingCallback(TrainerCallback):
     """Asks after every step; the step after which the ranks agree is saved, and is the last of this start."""
 
-    def __init__(self, stop: StopRequests):
+    def __init__(self, stop: StopRequests) -> None:
         self.stop = stop
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """A validation that was due at the resumed step and cut short by a stop is made up for."""
         measured = any(row["step"] == state.global_step for row in state.log_history if "eval_loss" in row)
         due = (
@@ -111,7 +114,9 @@ class StoppingCallback(TrainerCallback):
         )
         args.eval_on_start = args.eval_on_start or bool(due and not measured)
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.stop.agreed():
             control.should_save = control.should_training_stop = True
 
@@ -126,15 +131,19 @@ class EarlyStopping(TrainerCallback):
     them by more than `min_improvement`.
     """
 
-    def __init__(self, run: RunFolder, metric: str, patience: int, min_improvement: float):
+    def __init__(self, run: RunFolder, metric: str, patience: int, min_improvement: float) -> None:
         self.run, self.metric = run, f"eval_{metric}"
         self.patience, self.min_improvement = patience, min_improvement
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self._is_over(state):
             control.should_training_stop = True
 
-    def on_evaluate(self, args, state, control, **kwargs):
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state.global_step >= state.max_steps or not self._is_over(state):
             return
         control.should_training_stop = control.should_save = True

@@ -40,7 +40,7 @@ class StepClock:
     has passed it: nothing waits, except `take` for the last event, which logging has waited for already.
     """
 
-    def __init__(self, on_gpu: bool | None = None):
+    def __init__(self, on_gpu: bool | None = None) -> None:
         self.on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
         self.seconds: dict[str, float] = defaultdict(float)
         self.phase = "other"
@@ -223,20 +223,20 @@ class TimedTrainer(OpenTrainer):
 
     clock: StepClock
 
-    def get_batch_samples(self, *args, **kwargs):
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """The step's micro-batches; the wait for them ends every pause."""
         self.clock.enter("data_wait")
         batches = super().get_batch_samples(*args, **kwargs)
         self.clock.enter("other")
         return batches
 
-    def training_step(self, *args, **kwargs):
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one micro-batch; under DeepSpeed the optimizer too, in the last of a step."""
         loss = super().training_step(*args, **kwargs)
         self.clock.enter("other")
         return loss
 
-    def compute_loss(self, *args, **kwargs):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Forward pass and loss; what follows in a training step is the backward pass."""
         self.clock.enter("forward")
         loss = super().compute_loss(*args, **kwargs)
@@ -244,7 +244,7 @@ class TimedTrainer(OpenTrainer):
         return loss
 
 
-def time_optimizer(optimizer, clock: StepClock) -> None:
+def time_optimizer(optimizer: Any, clock: StepClock) -> None:
     """Mark every step of the prepared `optimizer` on the clock, whoever calls it.
 
     Under ZeRO that is DeepSpeed's own optimizer, which the engine steps inside the backward call: its step holds
@@ -280,7 +280,7 @@ class Stragglers:
     pass holds the messages. Under ZeRO-3 the forward passes hold messages too: there only the data wait tells.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         _, self.world_size = rank_and_world_size()
         hosts = [socket.gethostname()] * self.world_size
         if self.world_size > 1:
@@ -336,7 +336,7 @@ class Goodput:
     The time between a stop on request and the next start is not the run's: it counts on neither side.
     """
 
-    def __init__(self, run: RunFolder, kept_rows: list[dict]):
+    def __init__(self, run: RunFolder, kept_rows: list[dict]) -> None:
         """kept_rows: of metrics.jsonl, up to the step that training continues from."""
         events = read_rows(run.events)
         starts = [number for number, row in enumerate(events) if row.get("event") == "start"]

@@ -3,8 +3,9 @@
 import os
 import uuid
 from pathlib import Path
+from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks, integration_utils
 
 from pretraining.errors import UserError
@@ -70,11 +71,13 @@ class Tracker:
     LONGEST_PAUSE = 1024
     """Logs."""
 
-    def __init__(self, name: str, callback: TrainerCallback, run: RunFolder):
+    def __init__(self, name: str, callback: TrainerCallback, run: RunFolder) -> None:
         self.name, self.callback, self.run = name, callback, run
         self.failures = self.logs_to_pass = 0
 
-    def call(self, event: str, args, state, control, **kwargs) -> None:
+    def call(
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Hand `event` on, unless the tracker is being left alone."""
         if self.logs_to_pass and event != "on_train_end":
             self.logs_to_pass -= event == "on_log"
@@ -109,7 +112,7 @@ class Tracker:
 class Trackers(TrainerCallback):
     """All trackers of a run as one callback: Transformers warns of a second one of the same class."""
 
-    def __init__(self, trackers: list[Tracker]):
+    def __init__(self, trackers: list[Tracker]) -> None:
         self.trackers = trackers
 
 
@@ -134,10 +137,12 @@ class RunIdentity(TrainerCallback):
     Comes before the trackers' own callbacks, which read these variables when training begins.
     """
 
-    def __init__(self, run: RunFolder, run_name: str, names: list[str], project: str | None = None):
+    def __init__(self, run: RunFolder, run_name: str, names: list[str], project: str | None = None) -> None:
         self.run, self.run_name, self.names, self.project = run, run_name, names, project or PROJECT
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         args.run_name, args.project = args.run_name or self.run_name, self.project
         if state.is_world_process_zero:
             for key, value in self._variables().items():

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
@@ -99,7 +100,7 @@ class PretrainingTrainer(TimedTrainer):
         checkpoints: Checkpoints | None = None,
         monitors: Monitors | None = None,
         callbacks: Sequence[TrainerCallback] = (),
-    ):
+    ) -> None:
         self.recipe, self.progress, self.journal = recipe, progress or Progress.of(recipe), journal
         self.evaluator, self.checkpoints, self.monitors = evaluator, checkpoints, monitors
         self.clock = monitors.speed.clock if monitors else StepClock()
@@ -128,13 +129,15 @@ class PretrainingTrainer(TimedTrainer):
         if self.accelerator.ddp_handler is not None:
             self.accelerator.ddp_handler.gradient_as_bucket_view = True  # spares a copy of every gradient
 
-    def train(self, *args, **kwargs):
+    def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does; a run that was asked to stop ends here."""
         result = super().train(*args, **kwargs)
         self._leave_if_stopped()
         return result
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> LRScheduler:
         """Build the recipe's schedule, and let it follow the run."""
         counts_tokens = self.recipe.schedule_counts_tokens
         if counts_tokens:
@@ -160,7 +163,7 @@ class PretrainingTrainer(TimedTrainer):
             torch.cuda.empty_cache()
 
     @staticmethod
-    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model=None) -> tuple[type, dict]:
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[type, dict]:
         """Transformers' choice; a rate that warms up does so by the schedule alone."""
         optimizer_class, keywords = Trainer.get_optimizer_cls_and_kwargs(args, model)
         keywords.pop("warmup_steps", None)
@@ -182,7 +185,9 @@ class PretrainingTrainer(TimedTrainer):
             print("\n".join(describe_groups(optimizer)), flush=True)
         return optimizer
 
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict:
         """Measure validation loss in nats per token, perplexity and bits per byte; every rank takes part."""
         averaged = self.checkpoints.averaged_weights(self) if self.checkpoints else nullcontext()
         with averaged:
@@ -212,7 +217,7 @@ class PretrainingTrainer(TimedTrainer):
         if self.stop is not None:
             self.stop.leave_if_agreed(self.state.global_step)
 
-    def get_train_dataloader(self):
+    def get_train_dataloader(self) -> DataLoader:
         """The Trainer's, whose workers outlive the signals that launchers send to every process."""
         loader = super().get_train_dataloader()
         if loader.num_workers:
@@ -220,7 +225,9 @@ class PretrainingTrainer(TimedTrainer):
             batches.worker_init_fn = _InWorker(batches.worker_init_fn)
         return loader
 
-    def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[list, Any]:
         """The step's micro-batches. A ramp's smaller step has fewer: the others are absent and come first.
 
         The Trainer's loop counts micro-batches by a fixed accumulation; only the last of a step closes it.
@@ -230,20 +237,20 @@ class PretrainingTrainer(TimedTrainer):
         batches, num_items = super().get_batch_samples(epoch_iterator, wanted, device)
         return [ABSENT] * (num_batches - wanted) + batches, num_items
 
-    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward; nothing for an absent micro-batch."""
         if inputs is ABSENT:
             return self.running_loss.new_zeros(())
         return super().training_step(model, inputs, num_items_in_batch)
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
+    def compute_loss(self, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
         """Forward pass and loss; the samples' sources are for the callbacks that listen, not for the model."""
         sources = inputs.pop("source", None)
         if sources is not None:
             notify(self.callback_handler.callbacks, "on_sources", sources)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
-    def floating_point_ops(self, inputs) -> int:
+    def floating_point_ops(self, inputs: dict) -> int:
         """The Trainer's estimate of a forward and backward pass."""
         return 0 if inputs is ABSENT else super().floating_point_ops(inputs)
 
@@ -299,7 +306,7 @@ class PretrainingTrainer(TimedTrainer):
 class _InWorker:
     """A data worker's first call: the Trainer's own, then deaf to the signals that ask a run to stop."""
 
-    def __init__(self, first: Callable[[int], None] | None):
+    def __init__(self, first: Callable[[int], None] | None) -> None:
         self.first = first
 
     def __call__(self, worker: int) -> None:
