@@ -102,7 +102,7 @@ def test_tokens_per_step_are_constant(workshop):
 def test_learning_rate_follows_the_recipe(workshop):
     """Warmup from zero over two steps, then cosine towards a tenth, the same at every stage."""
     training = SMALL_RECIPE["training"]
-    peak, warmup = training.learning_rate, training.warmup_steps
+    peak, warmup = training["learning_rate"], training["warmup_steps"]
 
     def expected(step: int) -> float:
         if step < warmup:

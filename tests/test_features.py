@@ -135,11 +135,11 @@ def _shortened(recipe: Recipe, texts: dict[str, Path], uploads: Path) -> list[st
     """`--set` for three steps on small text: its sources, budget, cadences and validation made small."""
     settings = []
     for number, source in enumerate(recipe.data.sources):
-        if "builtin" in source:
-            source = {"path": str(texts["builtin"]), **{k: v for k, v in source.items() if k != "builtin"}}
-            source = {k: v for k, v in source.items() if k in ("path", "name", "weight", "max_epochs")}
-            settings.append(f"data.sources.{number}={json.dumps(source)}")
-        elif "dataset" in source:
+        if source.builtin:
+            kept = {k: v for k, v in source.to_dict().items() if k in ("name", "weight", "max_epochs")}
+            local = {"path": str(texts["builtin"]), **kept}
+            settings.append(f"data.sources.{number}={json.dumps(local)}")
+        elif source.dataset:
             folder = {"dataset": str(texts["dataset"]), "config": None, "revision": None}
             settings += [f"data.sources.{number}.{key}={json.dumps(value)}" for key, value in folder.items()]
     settings += [f"budget.tokens={STEPS * recipe.tokens_per_step}", "data.tokenizer.train_vocab_size=320"]

@@ -8,6 +8,7 @@ import torch
 from pretraining.errors import UserError
 from pretraining.model.build import build_model
 from pretraining.model.compiling import check_fp8_hardware, convert_products
+from pretraining.recipe.sections import Speed
 from pretraining.refusals import load_run
 from tests.runs import LLAMA
 from tests.test_compiling import IDS, TOKENIZER, arguments  # noqa: F401
@@ -43,7 +44,7 @@ def test_validations_are_those_of_the_exported_weights(arguments):  # noqa: F811
 
 def refusal(speed: str) -> str:
     with pytest.raises(UserError) as error:
-        check_fp8_hardware({"fp8": speed})
+        check_fp8_hardware(Speed(fp8=speed))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -56,7 +57,7 @@ def test_hardware_without_it_is_one_line(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
     assert "this one has 8.0" in refusal("rowwise")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    check_fp8_hardware({"fp8": "rowwise"})
+    check_fp8_hardware(Speed(fp8="rowwise"))
 
 
 UNFIT = {
