@@ -12,6 +12,7 @@ the run's own Trainer fills in:
     _save_checkpoint              save_checkpoint           the Trainer's and DeepSpeed's are pickles of one layout
     _run_epoch                    (skipped)                 a run that early stopping had left is not trained on
     _tr_loss                      running_loss              one NaN would stay in it for ever
+    _globalstep_last_logged       last_logged_step          a resumed run logs the row that was due
     _initial_global_step          first_step                a validation at the resumed step has nothing to save
 
 Held by tests/test_upstream.py, which compares the signatures, and by every test that trains. A row may go once
@@ -52,6 +53,15 @@ class OpenTrainer(Trainer):
     def running_loss(self) -> torch.Tensor:
         """The sum of losses since the last log, on the device."""
         return self._tr_loss
+
+    @property
+    def last_logged_step(self) -> int:
+        """The step after which the running loss began at zero."""
+        return self._globalstep_last_logged
+
+    @last_logged_step.setter
+    def last_logged_step(self, step: int) -> None:
+        self._globalstep_last_logged = step
 
     @property
     def first_step(self) -> int:
