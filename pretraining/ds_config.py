@@ -25,7 +25,7 @@ DS_CONFIG_KEYS = {
     "data_efficiency": "the recipe's data section owns the order of the samples",
     "dataloader_drop_last": "the recipe's data section owns the order of the samples",
     "gradient_allreduce_op": "gradients are means over the tokens of a step",
-    "compile": "the recipe's speed.compile does it; DeepSpeed's own passes (DeepCompile) are not started here",
+    "compile": "the recipe's speed.compile does it: --set speed.compile=deepcompile for DeepSpeed's own passes",
     "steps_per_print": "the recipe's training.logging_steps sets the cadence",
 }
 """Keys that a ds_config may not hold, each with the place that owns it."""

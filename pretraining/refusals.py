@@ -144,6 +144,8 @@ def _check_compile(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     if mode and backend != "inductor":
         what = f"is {mode}, a mode of inductor, but speed.compile_backend is {backend}"
         raise problem(where, "speed.compile_mode", f"{what}; --set speed.compile_mode=null")
+    if speed.compile == "deepcompile":
+        return _check_deepcompile(recipe, ds_config, where)
     if stage != 3:
         return
     if speed.compile == "whole":
@@ -161,6 +163,23 @@ def _check_compile(recipe: Recipe, ds_config: dict | None, where: str) -> None:
         raise problem(
             where, f"speed.{key}", f"{what}; --set speed.{key}={without}, or --deepspeed zero1 or zero2"
         )
+
+
+def _check_deepcompile(recipe: Recipe, ds_config: dict | None, where: str) -> None:
+    """DeepSpeed 0.19.8 takes its hooks off and reduces what the compiled graph of `model.forward` hands it."""
+    key = "speed.compile"
+    if not zero_stage(ds_config):
+        what = "is deepcompile, which needs ZeRO; --deepspeed zero1, zero2 or zero3"
+        raise problem(where, key, what)
+    if (parameter_device(ds_config), optimizer_device(ds_config)) != ("gpu", "gpu"):
+        raise problem(where, key, "is deepcompile, which is not tried with offload; --set speed.compile=auto")
+    if recipe.loss.kind != "plain":
+        # A chunked or fused loss multiplies with the head outside of that graph: nobody would reduce its gradient.
+        what = f"is deepcompile, and loss.kind {recipe.loss.kind} leaves the head out of its graph"
+        raise problem(where, key, f"{what}; --set loss.kind=plain")
+    if keys := own_groups(recipe):
+        what = f"is deepcompile, which does not know the groups of {keys[0]}; --set speed.compile=auto"
+        raise problem(where, key, what)
 
 
 def compiled_part(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True) -> str:

@@ -24,6 +24,7 @@ from pretraining.recipe.training import TRAINING_KEYS
 from pretraining.refusals import compiled_part, load_run, why_not_compiled
 from pretraining.training import arguments as run_arguments
 from pretraining.training.arguments import build_arguments, engine_config
+from pretraining.training.trainer import PretrainingTrainer
 from pretraining.upstream.compiler import missing_compiler
 from tests.compiled_ranks import CASES
 from tests.runs import MODELS, Run, execute, launcher
@@ -181,6 +182,21 @@ REFUSED = {
         {"compile_mode": "reduce-overhead"},
         "speed.compile_mode: is reduce-overhead, which records CUDA graphs",
     ),
+    "DeepCompile without ZeRO": (
+        "zero0",
+        {"compile": "deepcompile"},
+        "speed.compile: is deepcompile, which needs ZeRO",
+    ),
+    "DeepCompile with offload": (
+        "zero3_offload",
+        {"compile": "deepcompile"},
+        "speed.compile: is deepcompile, which is not tried with offload",
+    ),
+    "DeepCompile beside a loss that holds the head": (
+        "zero3",
+        {"compile": "deepcompile"},
+        "--set loss.kind=plain",
+    ),
     "a mode of another backend": (
         "zero2",
         {"compile": "whole", "compile_backend": "aot_eager", "compile_mode": "max-autotune"},
@@ -196,6 +212,28 @@ def test_what_cannot_be_compiled_is_one_line(name):
     with pytest.raises(UserError) as error:
         load_run("tiny", [f"speed.{key}={value}" for key, value in speed.items()], stage)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_deepcompile_is_started_by_its_switch(capsys):
+    """The engine compiles once it is mended; what the log says is honest about it. Nothing of it runs on a CPU."""
+    settings = ["speed.compile=deepcompile", "loss.kind=plain"]
+    recipe, ds_config = load_run("tiny", settings, "zero3")
+    assert engine_config(recipe, ds_config)["compile"] == {"deepcompile": True}
+    assert "never tried" in describe_compilation(recipe.speed)
+    started = []
+    engine = SimpleNamespace(
+        optimizer=object(),
+        zero_optimization=lambda: True,
+        compile=lambda backend: started.append(backend),
+    )
+    trainer = SimpleNamespace(
+        recipe=recipe, model_wrapped=engine, is_deepspeed_enabled=True, gradient_norm_known=None
+    )
+    PretrainingTrainer.prepared(trainer)
+    assert started == ["inductor"]
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="needs a GPU"):
+            check_compiler(recipe.speed)
 
 
 AUTO = {

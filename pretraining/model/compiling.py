@@ -34,6 +34,9 @@ MULTIPLE = 16
 
 def check_compiler(speed: Speed) -> None:
     """Raise `UserError` if the recipe names what to compile and this machine has no compiler for inductor."""
+    if speed.compile == "deepcompile" and not torch.cuda.is_available():
+        what = "speed.compile: deepcompile needs a GPU, whose toolkit builds it"
+        raise UserError(f"{what}, and there is none here; --set speed.compile=auto")
     if speed.compile in ("blocks", "whole") and (missing := _missing(speed)):
         raise UserError(f"speed.compile: inductor needs {missing}; install it, or --set speed.compile=none")
 
@@ -51,7 +54,7 @@ def compile_model(model: nn.Module, speed: Speed) -> None:
 
     `auto` compiles blocks too, and goes on uncompiled if that fails (`FirstPass`).
     """
-    if speed.compile == "none":
+    if speed.compile in ("none", "deepcompile"):  # DeepSpeed compiles the model once its engine is there
         return
     options = {"backend": speed.compile_backend}
     if speed.compile_mode:
@@ -82,6 +85,10 @@ def describe_compilation(speed: Speed, why_none: str | None = None) -> str:
     """
     if speed.compile == "none":
         return "compiled: nothing" + (f" ({why_none})" if why_none else "")
+    if speed.compile == "deepcompile":
+        return (
+            "compiled: the whole model, by DeepSpeed's DeepCompile, which was never tried with these recipes"
+        )
     what = "the whole model" if speed.compile == "whole" else "every block"
     return f"compiled: {what}, by {speed.compile_backend}, in the first training pass"
 

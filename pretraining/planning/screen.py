@@ -161,7 +161,11 @@ def run_facts(recipe: Recipe, plan: RunPlan, process: str) -> list[tuple[str, st
 
 def _what(answer: dict, process: str = "GPU") -> list[tuple[str, str]]:
     sharding = answer["deepspeed"] or "plain data parallel"
-    compiled = {"blocks": ", blocks compiled", "whole": ", compiled whole"}.get(answer.get("compiles"), "")
+    compiled = {
+        "blocks": ", blocks compiled",
+        "whole": ", compiled whole",
+        "deepcompile": ", DeepCompile",
+    }.get(answer.get("compiles"), "")
     way = f"{sharding}, {answer['precision']}, {answer['recomputation']}{compiled}"
     step = (
         f"{several(answer['world_size'], process)} x {several(answer['micro_batch'], 'sequence')} x "

@@ -96,10 +96,11 @@ class Optimizer(Section):
 class Speed(Section):
     """What makes a step faster; fp8 alone changes what it computes."""
 
-    compile: Literal["auto", "none", "blocks", "whole"] = key(
+    compile: Literal["auto", "none", "blocks", "whole", "deepcompile"] = key(
         "torch.compile of the training passes: of every block by itself (one graph, compiled "
         "once for all layers) or of the whole model (not with ZeRO-3). auto: blocks on a GPU,"
-        " uncompiled where that fails.",
+        " uncompiled where that fails. deepcompile: DeepSpeed's passes over the whole model, with "
+        "ZeRO-3 too; untested.",
         default="auto",
     )
     compile_backend: Literal["inductor", "cudagraphs", "aot_eager", "eager"] = key(

@@ -141,6 +141,8 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
         zero = ds_config["zero_optimization"]
         ahead = block_gathering(zero, layer_numel(parameter_tensors(recipe.model)))
         config["zero_optimization"] = {**zero, **ahead}
+    if recipe.speed.compile == "deepcompile":
+        config["compile"] = {"deepcompile": True}
     if recipe.training.bf16 and zero_stage(ds_config) == 1:
         # DeepSpeed 0.19.8 clears all gradients when a backward pass reaches the model's output (BF16_Optimizer,
         # `backward_prologue`). The head's is found before that, inside the loss: it is to be added up at once.

@@ -270,6 +270,8 @@ class PretrainingTrainer(TimedTrainer):
         if self.is_deepspeed_enabled:
             keep_norm_at_stage_0(engine, self.gradient_norm_known)
             mend_optimizer(engine.optimizer)
+            if self.recipe.speed.compile == "deepcompile":
+                engine.compile(backend=self.recipe.speed.compile_backend)
 
     def save_checkpoint(self) -> None:
         """Save through the run's checkpoints."""

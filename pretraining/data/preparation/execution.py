@@ -149,7 +149,7 @@ def _submit(
     from datatrove.executor.slurm import SlurmPipelineExecutor
 
     logs = preparation.work / "logs" / name
-    settings = {"time": "24:00:00", "qos": None, "env_command": _activating_command()}
+    settings: dict = {"time": "24:00:00", "qos": None, "env_command": _activating_command()}
     settings |= {"workers": execution.workers or -1, **execution.slurm}
     jobs = SlurmPipelineExecutor(
         pipeline=[],
