@@ -12,9 +12,15 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import cpuinfo
 import pytest
+import torch
+from torch import nn
 
+from pretraining.upstream.extensions import ask_the_processor_once
+from pretraining.upstream.model_classes import is_persistent
 from pretraining.upstream.reliances import VERSIONS, Reliance, reliances
+from pretraining.upstream.task_bars import no_task_bars
 from tests.runs import REPOSITORY
 
 UPSTREAM = REPOSITORY / "pretraining" / "upstream"
@@ -143,6 +149,33 @@ def test_every_private_name_in_upstream_is_in_the_table():
         used = {*_used(tree, own, set()), *_spelt(tree), *((0, name) for name in _overriding(file))}
         found += [f"{file.name}: {name}" for _, name in sorted(used) if name not in listed]
     assert not found, "\n".join(found)
+
+
+def test_buffers_of_the_state_are_those_that_torch_saves():
+    """A checkpoint without gathering: the same buffers as in the state_dict."""
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("frequencies", torch.ones(2), persistent=False)
+    names = {name for name, _ in model.named_buffers()}
+    assert {name for name in names if is_persistent(model, name)} == names & model.state_dict().keys() < names
+
+
+def test_tasks_are_built_without_bars():
+    """lm-eval looks its bar up in the module that builds requests."""
+    task = pytest.importorskip("lm_eval.api.task")
+    shown = task.tqdm
+    with no_task_bars():
+        assert task.tqdm([1, 2], disable=False, total=2) == [1, 2]
+    assert task.tqdm is shown and "tqdm(" in inspect.getsource(task.Task.build_all_requests)
+
+
+def test_the_processor_is_asked_once(monkeypatch):
+    """py-cpuinfo takes a second, and DeepSpeed asks it for every operator."""
+    asked = []
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", lambda: asked.append(1) or {"flags": []})
+    for _ in range(2):
+        ask_the_processor_once()
+        assert cpuinfo.get_cpu_info() == {"flags": []}
+    assert len(asked) == 1
 
 
 def _is_private(name: str) -> bool:

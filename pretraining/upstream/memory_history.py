@@ -1,7 +1,7 @@
 """The history of a GPU's memory, for https://pytorch.org/memory_viz; torch 2.13.
 
-torch documents these functions under private names. Held by tests/test_profile.py and, with a GPU, tests/test_gpu.py;
-may go once they have public ones.
+torch documents these functions under private names. Their names and parameters are held by
+tests/test_upstream.py; no test opens a snapshot. May go once they have public ones.
 """
 
 from pathlib import Path

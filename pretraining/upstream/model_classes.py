@@ -8,7 +8,7 @@
 - How often a parameter was written to (`times_written`): torch's `Tensor._version`, which autograd counts, also on the
   meta device. It shows which parameters a rule reaches. Held by tests/test_other_models.py. Goes with the rule.
 - Which buffers are not saved (`is_persistent`): torch's `Module._non_persistent_buffers_set`; `state_dict` would gather
-  parameters too. Held by tests/test_checkpoints.py.
+  parameters too. Held by tests/test_upstream.py.
 - Whether ZeRO-3 has a parameter in shards (`is_partitioned`): DeepSpeed sets `ds_id`, and has no function that says it.
   Held by tests/test_model.py.
 - Which attention a model has (`attention_of`): `config._attn_implementation`, which transformers fills in if the recipe

@@ -29,7 +29,7 @@ class Reliance(NamedTuple):
     """The module of upstream/."""
     why: str
     test: str
-    """In tests/: fails if the name means something else."""
+    """In tests/: fails if the name means something else; test_upstream.py itself if no other does."""
     until: str
     """What lets it go."""
 
@@ -117,7 +117,7 @@ _PURPOSES = (
     _Purpose(
         "trainer",
         why="a validation at the resumed step has nothing to save",
-        test="test_validation.py",
+        test="test_nothing_lost.py",
         until="TrainerState holds it",
         names=("transformers.Trainer._initial_global_step",),
     ),
@@ -155,7 +155,7 @@ _PURPOSES = (
     _Purpose(
         "model_classes",
         why="buffers that belong to the state, without gathering parameters as state_dict would",
-        test="test_checkpoints.py",
+        test="test_upstream.py",
         until="named_buffers can leave the others out",
         names=("torch.nn.Module._non_persistent_buffers_set",),
     ),
@@ -261,7 +261,7 @@ _PURPOSES = (
     _Purpose(
         "zero_optimizers",
         why="at stage 0 the norm is computed for clipping and dropped (deepspeedai/DeepSpeed#7255)",
-        test="test_clipping.py",
+        test="test_curve.py",
         until="the issue is closed",
         names=(
             "deepspeed.DeepSpeedEngine.clip_fp32_gradients(self)",
@@ -325,14 +325,14 @@ _PURPOSES = (
     _Purpose(
         "extensions",
         why="DeepSpeed asks for the processor's features for every operator, a second each",
-        test="test_operators.py",
+        test="test_upstream.py",
         until="DeepSpeed or py-cpuinfo remembers them",
         names=("cpuinfo.get_cpu_info()",),
     ),
     _Purpose(
         "memory_history",
         why="the history of allocations on a GPU",
-        test="test_profile.py",
+        test="test_upstream.py",
         until="the functions have public names",
         names=(
             "torch.cuda.memory._record_memory_history(enabled, context, stacks, max_entries, "
@@ -394,7 +394,7 @@ _PURPOSES = (
     _Purpose(
         "task_bars",
         why="each rank shows a bar while it builds requests",
-        test="test_scores.py",
+        test="test_upstream.py",
         until="lm-eval shows bars on rank 0 alone",
         names=("lm_eval.api.task.tqdm",),
     ),
