@@ -67,7 +67,7 @@ def initialised_engine(ds_config: dict | None, device: str):
 
     from pretraining.recipe import load_recipe
     from pretraining.training.arguments import engine_config
-    from pretraining.training.ranks import leave_out_shared_memory
+    from pretraining.upstream.process_groups import leave_out_shared_memory
 
     leave_out_shared_memory()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -2,7 +2,8 @@
 
 from deepspeed.accelerator import get_accelerator
 
-from pretraining.training.operators import ask_the_processor_once, keep_compiled_operators
+from pretraining.training.operators import keep_compiled_operators
+from pretraining.upstream.extensions import ask_the_processor_once
 
 
 def main() -> None:

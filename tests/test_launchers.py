@@ -15,6 +15,7 @@ from pretraining.errors import UserError
 from pretraining.runtime import host
 from pretraining.runtime.exit_codes import HANG
 from pretraining.training import ranks
+from pretraining.upstream.process_groups import wait_in_every_group
 from tests.runs import REPOSITORY, STEPS, execute, free_port
 
 CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
@@ -126,7 +127,7 @@ def test_every_group_waits_longer_than_the_watch_over_hangs(monkeypatch):
 
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
-    ranks._wait_as_long_in_every_group(timedelta(minutes=50))
+    wait_in_every_group(timedelta(minutes=50))
     for backend in ("nccl", "gloo"):
         assert distributed_c10d._get_default_timeout(backend) == timedelta(minutes=50)
 

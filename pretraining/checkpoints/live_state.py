@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from pretraining.checkpoints.shard_files import MASTER, CheckpointReader
 from pretraining.errors import UserError
+from pretraining.upstream import zero_slices
 
 
 class Piece(NamedTuple):
@@ -85,9 +83,9 @@ def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Live
     # accelerate wraps every optimizer, DeepSpeed's too.
     while type(optimizer).__module__.startswith("accelerate."):
         optimizer = optimizer.optimizer
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+    if zero_slices.is_stage_3(optimizer):
         return PartitionedParameters(model, optimizer)
-    if isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
+    if zero_slices.is_stage_1_or_2(optimizer):
         return PartitionedOptimizer(model, optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
@@ -156,23 +154,11 @@ class PartitionedOptimizer(LiveState):
         return self.optimizer.optimizer
 
     def _blocks(self) -> Iterator[Block]:
-        for group, (tensor, parameters) in enumerate(self._groups()):
-            pieces = []
-            for parameter in parameters:
-                # DeepSpeed's map from a parameter to its slice of this rank's partition; None: no element is here.
-                if (mapping := parameter._hp_mapping) is not None:
-                    start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
-                    offset = mapping.hp_fragment_address.start
-                    pieces.append(Piece(self.names[parameter], start, numel, offset))
-            names = [self.names[parameter] for parameter in parameters]
-            yield Block(tensor, group, self.torch_optimizer, pieces, names)
-
-    def _groups(self) -> Iterator[tuple[torch.Tensor, list[torch.nn.Parameter]]]:
-        if isinstance(self.optimizer, BF16_Optimizer):
-            yield from zip(self.optimizer.fp32_groups_flat_partition, self.optimizer.bf16_groups, strict=True)
-        else:
-            flat = self.optimizer.single_partition_of_fp32_groups
-            yield from zip(flat, self.optimizer.bit16_groups, strict=True)
+        for tensor, group, optimizer, parameters, slices in zero_slices.zero_partitions(self.optimizer):
+            pieces = [
+                Piece(self.names[each.parameter], each.start, each.numel, each.offset) for each in slices
+            ]
+            yield Block(tensor, group, optimizer, pieces, [self.names[parameter] for parameter in parameters])
 
     def own(self, piece: Piece) -> Piece:
         return piece
@@ -181,7 +167,7 @@ class PartitionedOptimizer(LiveState):
         return True
 
     def set_weights(self) -> None:
-        self.optimizer.update_lp_params()
+        zero_slices.set_weights(self.optimizer)
 
     def loss_scaler(self) -> object | None:
         return getattr(self.optimizer, "loss_scaler", None)
@@ -190,29 +176,8 @@ class PartitionedOptimizer(LiveState):
 class PartitionedParameters(PartitionedOptimizer):
     """ZeRO-3: each rank has its equal part of every parameter, the last with padding; in sub-groups, maybe on NVMe."""
 
-    def _blocks(self) -> Iterator[Block]:
-        zero = self.optimizer
-        for index, parameters in enumerate(zero.fp16_groups):
-            pieces, offset = [], 0
-            for parameter in parameters:
-                size = parameter.ds_tensor.ds_numel
-                start = size * dist.get_rank(group=parameter.ds_process_group)
-                numel = min(size, parameter.ds_numel - start)  # the last rank's part ends in padding
-                if numel > 0:
-                    pieces.append(Piece(self.names[parameter], start, numel, offset))
-                offset += size
-            names = [self.names[parameter] for parameter in parameters]
-            group = zero.sub_group_to_group_id[index]
-            yield Block(zero.fp32_partitioned_groups_flat[index], group, self._stepping(index), pieces, names)
-
-    def _stepping(self, index: int) -> torch.optim.Optimizer:
-        """With a part of the optimizer offloaded, a second optimizer steps the sub-groups on the GPU."""
-        if self.optimizer.offload_optimizer and self.optimizer.subgroup_to_device[index] != "cpu":
-            return self.optimizer.backup_optimizer
-        return self.torch_optimizer
-
     def is_swapped(self, block: Block) -> bool:
-        return self.optimizer._swappable_optimizer_subgroup(self._index(block))
+        return zero_slices.is_on_nvme(self.optimizer, self._index(block))
 
     def _index(self, block: Block) -> int:
         return next(index for index, each in enumerate(self.blocks) if each is block)
@@ -222,22 +187,14 @@ class PartitionedParameters(PartitionedOptimizer):
         if not self.is_swapped(block):
             yield
             return
-        index = self._index(block)
-        self.optimizer._optimizer_states_and_gradient_swap_in(index)
-        yield
-        if changed:
-            self.optimizer._optimizer_states_and_gradient_swap_out(index)
-        else:
-            self.optimizer._release_swap_buffers(index)
+        with zero_slices.swapped_in(self.optimizer, self._index(block), changed):
+            yield
 
     def set_weights(self) -> None:
-        zero = self.optimizer
-        # Small parameters are whole on every rank: they are partitioned before and gathered again afterwards.
-        zero.checkpoint_event_prologue()
-        for index, block in enumerate(self.blocks):
-            with self.held(block):
-                zero._reassign_or_swap_out_partitioned_parameters(index)
-        zero.checkpoint_event_epilogue()
+        with zero_slices.weights_set_anew(self.optimizer):
+            for index, block in enumerate(self.blocks):
+                with self.held(block):
+                    zero_slices.set_weights_of(self.optimizer, index)
 
 
 def set_block(block: Block, reader: CheckpointReader) -> None:

@@ -97,8 +97,10 @@ class RemoteRun(Store):
     def _send(self, path: str, chunks: Iterable[bytes], num_bytes: int) -> None:
         system = self._filesystem()
         if "file" in _protocols(system):
+            from fsspec.core import strip_protocol
+
             # fsspec's own local files grow in place: a reader would see half of them.
-            return _send_to_folder(Path(system._strip_protocol(self.where(path))), chunks)
+            return _send_to_folder(Path(strip_protocol(self.where(path))), chunks)
         block = max(_BLOCK_BYTES, num_bytes // _MOST_BLOCKS)
         file = system.open(self.where(path), "wb", block_size=block)
         try:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
@@ -30,6 +29,10 @@ from pretraining.checkpoints.shard_files import (
 )
 from pretraining.errors import UserError
 from pretraining.runtime.heartbeat import long_work
+from pretraining.upstream.model_classes import is_persistent
+from pretraining.upstream.torch_optimizers import rates_now, set_rates
+from pretraining.upstream.trainer import OpenTrainer
+from pretraining.upstream.zero_slices import whole_shape
 
 
 class RankShare(NamedTuple):
@@ -43,7 +46,7 @@ class RankShare(NamedTuple):
     """What its receipt holds besides, as JSON."""
 
 
-def rank_share(trainer: Trainer) -> RankShare:
+def rank_share(trainer: OpenTrainer) -> RankShare:
     """Gather this rank's share of a checkpoint of the Trainer as it is now; all ranks call it together."""
     _update_trainer_state(trainer)
     live = live_state(trainer.model, trainer.optimizer)
@@ -56,7 +59,7 @@ def rank_share(trainer: Trainer) -> RankShare:
     return RankShare(dict(rank_tensors(live)), files, receipt)
 
 
-def _update_trainer_state(trainer: Trainer) -> None:
+def _update_trainer_state(trainer: OpenTrainer) -> None:
     """Bring up to date what `trainer.state` keeps of FLOPs and of callbacks, as the Trainer's own save would."""
     trainer.store_flos()
     for callback in (*trainer.callback_handler.callbacks, trainer.control):
@@ -87,7 +90,7 @@ def _block_tensors(live: LiveState, block: Block) -> Iterator[tuple[str, torch.T
             yield fragment_key(state, block.parameters[0], None), tensor.detach()
 
 
-def _replicated_state(trainer: Trainer, live: LiveState) -> dict:
+def _replicated_state(trainer: OpenTrainer, live: LiveState) -> dict:
     """Return what is the same on every rank, as JSON; `scalars` holds the optimizer's counts by parameter."""
     scalars = {}
     for block in live.blocks:
@@ -108,10 +111,10 @@ def _replicated_state(trainer: Trainer, live: LiveState) -> dict:
     }
 
 
-def _running_loss(trainer: Trainer) -> dict:
+def _running_loss(trainer: OpenTrainer) -> dict:
     """Return the sum of this rank's losses since the last logged step, in nats per token, and of how many steps."""
-    steps = trainer.state.global_step - trainer._globalstep_last_logged
-    return {"sum": trainer._tr_loss.item(), "steps": steps}
+    steps = trainer.state.global_step - trainer.last_logged_step
+    return {"sum": trainer.running_loss.item(), "steps": steps}
 
 
 def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -119,22 +122,21 @@ def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+            if is_persistent(module, name.rpartition(".")[2]):
                 found[name] = buffer
     return found
 
 
 def _shape_and_type(tensor: torch.Tensor) -> dict:
     """Return shape and type of the whole tensor, even if ZeRO-3 has partitioned it."""
-    shape = getattr(tensor, "ds_shape", tensor.shape)
-    return {"shape": list(shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    return {"shape": list(whole_shape(tensor)), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
 def _json(value: dict, **keywords) -> bytes:
     return (json.dumps(value, indent=2, **keywords) + "\n").encode()
 
 
-def load_state(trainer: Trainer, folder: Path) -> None:
+def load_state(trainer: OpenTrainer, folder: Path) -> None:
     """Set weights, optimizer states, schedule and loss scaler of a prepared Trainer, in place.
 
     Takes memory of the largest piece of a parameter that this rank holds. Raises `UserError` if the checkpoint does
@@ -158,7 +160,7 @@ def load_state(trainer: Trainer, folder: Path) -> None:
 
 
 def _refuse_other_shapes(live: LiveState, reader: CheckpointReader) -> None:
-    ours = {name: tuple(getattr(p, "ds_shape", p.shape)) for p, name in live.names.items()}
+    ours = {name: whole_shape(p) for p, name in live.names.items()}
     changed = [
         name for name in ours.keys() | reader.parameters if ours.get(name) != reader.parameters.get(name)
     ]
@@ -170,7 +172,7 @@ def _refuse_other_shapes(live: LiveState, reader: CheckpointReader) -> None:
         )
 
 
-def load_position(trainer: Trainer, folder: Path) -> None:
+def load_position(trainer: OpenTrainer, folder: Path) -> None:
     """Set the random generators and the running loss, once the Trainer's loop has reset its own counters."""
     _load_random_state(folder)
     _load_running_loss(trainer, folder)
@@ -185,14 +187,14 @@ def _load_random_state(folder: Path) -> None:
         set_random_state(reader.own_tensors(rank), numbers)
 
 
-def _load_running_loss(trainer: Trainer, folder: Path) -> None:
+def _load_running_loss(trainer: OpenTrainer, folder: Path) -> None:
     """Go on with the losses since the last logged step, so that the next row is that of a run without a break."""
     reader = CheckpointReader(folder)
     saved = [read_receipt(folder, rank, reader.ranks).get("running_loss") for rank in range(reader.ranks)]
     if reader.ranks == dist.get_world_size():
         saved = [saved[dist.get_rank()]]  # else each rank takes the mean: only the mean over ranks is logged
-    trainer._tr_loss.fill_(sum(loss["sum"] for loss in saved) / len(saved))
-    trainer._globalstep_last_logged = trainer.state.global_step - saved[0]["steps"]
+    trainer.running_loss.fill_(sum(loss["sum"] for loss in saved) / len(saved))
+    trainer.last_logged_step = trainer.state.global_step - saved[0]["steps"]
 
 
 def schedule_state(scheduler: LRScheduler) -> dict:
@@ -207,12 +209,8 @@ def set_schedule(scheduler: LRScheduler, saved: dict) -> None:
     if isinstance(scheduler, LambdaLR):
         # A function of the step needs its position alone: peak and shape are those of this run's recipe.
         state = {**state, **{key: scheduler.state_dict()[key] for key in ("base_lrs", "lr_lambdas")}}
-        shapes = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        rates = [base * shape(state["last_epoch"]) for base, shape in shapes]
     scheduler.load_state_dict(state)
-    scheduler._last_lr = rates
-    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    set_rates(scheduler, rates_now(scheduler) if isinstance(scheduler, LambdaLR) else rates)
 
 
 def scaler_state(scaler: object | None) -> dict | None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from pretraining.data.packages import require
 from pretraining.errors import UserError, nearest
 from pretraining.evaluation.sampling import seeded
+from pretraining.upstream.task_bars import no_task_bars
 
 SEED = 1234
 """lm-eval's own, for few-shot examples."""
@@ -51,7 +52,7 @@ class Harness:
         from pretraining.evaluation.harness_model import HarnessModel
 
         answering = HarnessModel(model, self.tokenizer, self.max_length, self.batch_size, interrupted)
-        with _own_randomness(answering.device), _no_bars():
+        with _own_randomness(answering.device), no_task_bars():
             # no bootstrap: errors of the estimates are not logged, and take minutes
             results = evaluate(answering, self.loaded, limit=self.limit, bootstrap_iters=0, log_samples=False)
         return scores_of(results["results"])
@@ -130,15 +131,3 @@ def _own_randomness(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """lm-eval 0.4.13 shows a bar of its own on every rank while it builds requests."""
-    from lm_eval.api import task
-
-    shown, task.tqdm = task.tqdm, lambda items, **_: items
-    try:
-        yield
-    finally:
-        task.tqdm = shown

@@ -14,7 +14,8 @@ from transformers.trainer_callback import ExportableState
 
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.partitions import partition_fragments
+from pretraining.upstream.torch_optimizers import hook_first
+from pretraining.upstream.zero_slices import stepping_optimizers, zero_slices
 
 PREFIX = "stability/gradient_norm/"
 _BLOCK = re.compile(r".*?\.\d+(?=\.)")
@@ -49,10 +50,10 @@ class LayerNorms:
             for parameter in model.parameters():
                 self.places[id(parameter)] = [(numbers[id(parameter)], 0, parameter.numel())]
         else:
-            steppers = (inner.optimizer, getattr(inner, "backup_optimizer", None))
-            self.optimizers, self.is_whole = [each for each in steppers if each is not None], False
-            for tensor, piece in partition_fragments(model, inner, lambda each: numbers.get(id(each))):
-                self.places.setdefault(id(tensor), []).append((piece.parameter, piece.offset, piece.numel))
+            self.optimizers, self.is_whole = stepping_optimizers(inner), False
+            for piece in zero_slices(inner):
+                if (layer := numbers.get(id(piece.parameter))) is not None:
+                    self.places.setdefault(id(piece.tensor), []).append((layer, piece.offset, piece.numel))
         self.squares = torch.zeros(len(self.layers), dtype=torch.float64)
         self._hooks: list = []
 
@@ -60,9 +61,7 @@ class LayerNorms:
         """Look at the step that comes."""
         self.squares.zero_()
         for optimizer in self.optimizers:
-            hook = optimizer.register_step_pre_hook(self._see)
-            optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # before clipping by value
-            self._hooks.append(hook)
+            self._hooks.append(hook_first(optimizer, self._see))  # before clipping by value
 
     @torch.no_grad()
     def _see(self, optimizer: torch.optim.Optimizer, *_) -> None:

@@ -16,13 +16,8 @@ from torch.optim.adamw import adamw
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
-from pretraining.training.partitions import (
-    Fragment,
-    partition_fragments,
-    partition_tensors,
-    plan_rounds,
-    work_on_whole,
-)
+from pretraining.training.partitions import Fragment, plan_rounds, work_on_whole
+from pretraining.upstream.zero_slices import whole_shape, zero_partitions
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,7 @@ def hidden_matrices(model: PreTrainedModel) -> dict[str, Matrices]:
         if module is head or isinstance(module, nn.Embedding) or type(module).__name__.endswith("Router"):
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            shape = whole_shape(parameter)
             if len(shape) >= 2:
                 full_name = f"{module_name}.{name}" if module_name else name
                 found[full_name] = _matrices(module, full_name, shape)
@@ -289,14 +284,17 @@ class BindPartitions(TrainerCallback):
     ) -> None:
         zero = getattr(optimizer, "optimizer", optimizer)
         if args.deepspeed and zero is not self.muon:
-            bind_partitions(self.muon, model, zero)
+            bind_partitions(self.muon, zero)
 
 
-def bind_partitions(muon: Muon, model: torch.nn.Module, zero: Any) -> None:
-    """`Muon.bind` for a DeepSpeed optimizer of stage 1, 2 or 3."""
+def bind_partitions(muon: Muon, zero: Any) -> None:
+    """Bind Muon to the partitions of a DeepSpeed optimizer of stage 1, 2 or 3."""
+    partitions = list(zero_partitions(zero))
     by_tensor: dict[int, list[Fragment]] = {}
-    for tensor, fragment in partition_fragments(model, zero, muon.number_of):
-        by_tensor.setdefault(id(tensor), []).append(fragment)
+    for each in (each for partition in partitions for each in partition.slices):
+        if (number := muon.number_of(each.parameter)) is not None:
+            fragment = Fragment(number, each.start, 0, each.offset, each.numel)
+            by_tensor.setdefault(id(each.tensor), []).append(fragment)
 
     def locate(tensors: Sequence[torch.Tensor]) -> list[Fragment]:
         return [
@@ -305,4 +303,4 @@ def bind_partitions(muon: Muon, model: torch.nn.Module, zero: Any) -> None:
             for fragment in by_tensor.get(id(tensor), [])
         ]
 
-    muon.bind(partition_tensors(zero), locate)
+    muon.bind([partition.tensor for partition in partitions], locate)

@@ -15,17 +15,17 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 
-import cpuinfo
 import torch
 import torch.utils.cpp_extension as cpp_extension
 
 from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import sync_to_disk
+from pretraining.upstream.extensions import folder_of_operators, import_library, replace_loader
 from pretraining.upstream.toolchain import missing_for_operators
 
 _HEADERS = Path(find_spec("deepspeed").origin).parent
@@ -48,16 +48,9 @@ def check_operators(ds_config: dict | None) -> None:
         )
 
 
-def ask_the_processor_once() -> None:
-    """DeepSpeed asks py-cpuinfo for the processor's features for every operator, a second each."""
-    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
-        cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
-
-
 def keep_compiled_operators() -> None:
     """From now on an operator that is compiled already is loaded; rank 0 says when one is compiled."""
-    if not hasattr(cpp_extension.load, "__wrapped__"):
-        cpp_extension.load = _kept(cpp_extension.load)
+    replace_loader(_kept)
 
 
 def _kept(load: Callable) -> Callable:
@@ -65,7 +58,7 @@ def _kept(load: Callable) -> Callable:
     def load_kept(name: str, sources: list[str], verbose: bool = False, **keywords):
         if not _NOT_DEEPSPEEDS.isdisjoint(keywords):
             return load(name, sources, verbose=verbose, **keywords)
-        folder = _root() / f"{name}-{_fingerprint(sources, keywords)}"
+        folder = folder_of_operators() / f"{name}-{_fingerprint(sources, keywords)}"
         library = folder / f"{name}{cpp_extension.LIB_EXT}"
         if not library.exists():
             # A silent minute looks like a hang.
@@ -73,7 +66,7 @@ def _kept(load: Callable) -> Callable:
             with _only_compile(folder):
                 if not library.exists():
                     return _compile(load, library, sources, verbose=verbose, **keywords)
-        return cpp_extension._import_module_from_library(name, str(folder), True)
+        return import_library(name, folder)
 
     return load_kept
 
@@ -140,11 +133,6 @@ def _processor() -> list[str]:
     except OSError:
         return [platform.machine(), platform.processor()]
     return [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
-
-
-def _root() -> Path:
-    """Where torch compiles, one folder for each operator."""
-    return Path(cpp_extension._get_build_directory("", False))
 
 
 def _say(line: str) -> None:

@@ -12,6 +12,7 @@ from pretraining.recipe.mup import Scales, scales_by_name
 from pretraining.recipe.sections import Optimizer
 from pretraining.refusals import own_groups
 from pretraining.training.muon import Muon, hidden_matrices
+from pretraining.upstream.zero_slices import whole_numel, whole_shape
 
 
 def choose_optimizer(recipe: Recipe) -> tuple[Callable, dict] | None:
@@ -91,7 +92,7 @@ def split_parameters(model: PreTrainedModel) -> tuple[Named, Named, Named]:
     matrices, tables, vectors = {}, {}, {}
     hidden = hidden_matrices(model)
     for name, parameter in model.named_parameters():
-        dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
+        dimensions = len(whole_shape(parameter))
         home = matrices if name in hidden else tables if dimensions >= 2 else vectors
         home[name] = parameter
     return matrices, tables, vectors
@@ -118,7 +119,7 @@ def describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
     lines = []
     for group in optimizer.param_groups:
         parameters = group["params"]
-        numel = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+        numel = sum(map(whole_numel, parameters))
         name = group.get("name") or ("decayed" if group["weight_decay"] else "not decayed")
         algorithm = group.get("algorithm", type(optimizer).__name__.lower())
         lines.append(

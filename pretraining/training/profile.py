@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from pretraining.recipe.sections import Profile
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.upstream.memory_history import start_memory_history, write_memory_history
 
 MOST_ALLOCATIONS = 200_000
 """Events of the memory history: some hundred bytes each."""
@@ -52,7 +53,7 @@ class ProfileCallback(TrainerCallback):
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
             if self.settings.memory:
-                torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+                start_memory_history(MOST_ALLOCATIONS)
         self.profiler = torch.profiler.profile(activities=activities)
         self.profiler.start()
         self.began = time.perf_counter()
@@ -82,8 +83,7 @@ class ProfileCallback(TrainerCallback):
         if not (self.settings.memory and torch.cuda.is_available()):
             return []
         path = stem.with_name(f"{stem.name}-memory.pickle")
-        torch.cuda.memory._dump_snapshot(str(path))
-        torch.cuda.memory._record_memory_history(enabled=None)
+        write_memory_history(path)
         return [path]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from pretraining.command_line import ranks_here, started_by_launcher
 from pretraining.errors import UserError
@@ -28,7 +28,9 @@ from pretraining.runtime.heartbeat import process_fields
 from pretraining.runtime.host import GLOO_INTERFACE, disk_room_bytes, host_memory_bytes, loopback_name
 from pretraining.runtime.process_group import device_name, from_rank_0
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.operators import ask_the_processor_once, keep_compiled_operators
+from pretraining.training.operators import keep_compiled_operators
+from pretraining.upstream.extensions import ask_the_processor_once
+from pretraining.upstream.process_groups import leave_out_shared_memory, wait_in_every_group
 
 # What a launcher sets; a plain `python train.py` is a world of one.
 _SINGLE_PROCESS = {
@@ -85,7 +87,7 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     backend = prepare_rank()
     minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
     timeout = timedelta(minutes=minutes)
-    _wait_as_long_in_every_group(timeout)
+    wait_in_every_group(timeout)
     _check_own_name()
     if int(os.environ["WORLD_SIZE"]) > 1:
         patience = timedelta(minutes=max(_SHORTEST_MEETING_MINUTES, hang_minutes or minutes))
@@ -174,25 +176,6 @@ def _check_own_name() -> None:
     raise UserError(
         f"{what}; {remedy}, or mend /etc/hosts", on_every_rank=os.environ.get("LOCAL_RANK", "0") != "0"
     )
-
-
-def _wait_as_long_in_every_group(timeout: timedelta) -> None:
-    """Give groups that are made without a limit this one: DeepSpeed reduces in a group of its own making.
-
-    torch's own limit for NCCL is 10 minutes, at which the process is aborted: the watch over hangs, which can name the
-    ranks, would have no chance to.
-    """
-    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
-
-
-def leave_out_shared_memory() -> None:
-    """Keep DeepSpeed from building its reductions through shared memory, which only `inference_all_reduce` uses.
-
-    deepspeed 0.19.8 (comm/torch.py) would build them for every process group, also without a ds_config: a minute of
-    compiling, a line on the screen, and 66 MiB a rank in /dev/shm that no process gives back. They also reduce over all
-    ranks whatever group is asked for; torch's own reductions keep to the group.
-    """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _meet(backend: str, timeout: timedelta, patience: timedelta) -> None:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from pretraining.errors import UserError
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
-from pretraining.upstream.schedulers import set_rates
+from pretraining.upstream.torch_optimizers import rates_now, set_rates
 
 Schedule = Callable[[float], float]
 """The share of the peak rate after a number of steps, as `training.lr_scheduler_type` draws it."""
@@ -69,7 +69,7 @@ def _of_run(schedule: Schedule, progress: Progress, counts_tokens: bool, journal
 def apply_schedule_now(scheduler: LRScheduler) -> None:
     """Set the rate of the next step: a checkpoint holds the one that was due before the journal's last row."""
     if isinstance(scheduler, LambdaLR):
-        set_rates(scheduler)
+        set_rates(scheduler, rates_now(scheduler))
 
 
 def step_schedule(scheduler: LRScheduler) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations import get_reporting_integration_callbacks, integration_utils
+from transformers.integrations import get_reporting_integration_callbacks
 
 from pretraining.errors import UserError
 from pretraining.metric_names import grouped_names
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.upstream.trainer import name_logs_by
 
 # tracker -> the package that provides it
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio", "mlflow": "mlflow"}
@@ -30,8 +31,8 @@ PROJECTS = {
     "swanlab": "SWANLAB_PROJECT",
 }
 
-# transformers 5.23 would put `train/` before every name; its trackers look this function up in its module.
-integration_utils.rewrite_logs = grouped_names
+# transformers would put `train/` before every name.
+name_logs_by(grouped_names)
 
 
 def build_trackers(

@@ -7,6 +7,8 @@
   everything is marked before we draw. Held by tests/test_model.py. Goes with the rule.
 - How often a parameter was written to (`times_written`): torch's `Tensor._version`, which autograd counts, also on the
   meta device. It shows which parameters a rule reaches. Held by tests/test_other_models.py. Goes with the rule.
+- Which buffers are not saved (`is_persistent`): torch's `Module._non_persistent_buffers_set`; `state_dict` would gather
+  parameters too. Held by tests/test_upstream.py.
 - Whether ZeRO-3 has a parameter in shards (`is_partitioned`): DeepSpeed sets `ds_id`, and has no function that says it.
   Held by tests/test_model.py.
 - Which attention a model has (`attention_of`): `config._attn_implementation`, which transformers fills in if the recipe
@@ -31,6 +33,11 @@ def forget_drawn(parameter: nn.Parameter) -> None:
 def times_written(parameter: torch.Tensor) -> int:
     """Count the writes to a parameter so far; only differences mean something."""
     return parameter._version
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Say if a buffer of the module itself belongs to its state."""
+    return buffer not in module._non_persistent_buffers_set
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:

@@ -12,16 +12,21 @@ the run's own Trainer fills in:
     _save_checkpoint              save_checkpoint           the Trainer's and DeepSpeed's are pickles of one layout
     _run_epoch                    (skipped)                 a run that early stopping had left is not trained on
     _tr_loss                      running_loss              one NaN would stay in it for ever
+    _globalstep_last_logged       last_logged_step          a resumed run logs the row that was due
     _initial_global_step          first_step                a validation at the resumed step has nothing to save
+
+`name_logs_by` replaces `integration_utils.rewrite_logs`, which puts `train/` before every name that trackers get.
 
 Held by tests/test_upstream.py, which compares the signatures, and by every test that trains. A row may go once
 transformers calls something public there.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import Trainer
+from transformers.integrations import integration_utils
 
 
 class OpenTrainer(Trainer):
@@ -52,6 +57,15 @@ class OpenTrainer(Trainer):
     def running_loss(self) -> torch.Tensor:
         """The sum of losses since the last log, on the device."""
         return self._tr_loss
+
+    @property
+    def last_logged_step(self) -> int:
+        """The step after which the running loss began at zero."""
+        return self._globalstep_last_logged
+
+    @last_logged_step.setter
+    def last_logged_step(self, step: int) -> None:
+        self._globalstep_last_logged = step
 
     @property
     def first_step(self) -> int:
@@ -87,3 +101,8 @@ class OpenTrainer(Trainer):
     def _run_epoch(self, *args, **kwargs):
         if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
+
+
+def name_logs_by(rename: Callable[[dict], dict]) -> None:
+    """Have the trackers of transformers, which look the function up in its module, name what they log by `rename`."""
+    integration_utils.rewrite_logs = rename
