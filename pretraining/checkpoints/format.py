@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -91,7 +92,7 @@ def receipt_name(rank: int, ranks: int) -> str:
     return f"rank-{rank:05d}-of-{ranks:05d}.json"
 
 
-def write_receipt(folder: Path, rank: int, ranks: int, files: dict[str, dict], **more) -> None:
+def write_receipt(folder: Path, rank: int, ranks: int, files: dict[str, dict], **more: Any) -> None:
     """Write a rank's receipt: the disk holds its `files`, {name relative to the checkpoint: its `file_entry`}.
 
     more: what else the rank saves as JSON, the states of Python's and numpy's generators for one.

@@ -7,6 +7,7 @@ is uploaded (upload.py). Loading reads the files (shard_files.py) into the live 
 
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -88,20 +89,20 @@ class CheckpointManager(TrainerCallback):
             self.uploader.wait()
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Upload the checkpoint that the run goes on from: its own upload may have been interrupted."""
         if self.start.checkpoint is not None:
             self._upload(self.start.checkpoint)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Ask how far the save in flight is."""
         self.writer.poll()
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
     ) -> None:
         """Add to the first row after a save how long it blocked training, and the bytes of its copy."""
         if "loss" in logs and self.writer.last is not self._last_logged:
@@ -110,7 +111,7 @@ class CheckpointManager(TrainerCallback):
             logs["save_snapshot_bytes"] = self._last_logged["snapshot_bytes"]
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Wait for the save in flight."""
         self.writer.wait()

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pretraining.data.publishing import kept_beside
 from pretraining.data.tokenizer import local_fingerprint
@@ -162,7 +162,7 @@ def _files(number: int) -> str:
     return "1 file" if number == 1 else f"{number:,} files"
 
 
-def digest_of(*parts) -> str:
+def digest_of(*parts: Any) -> str:
     """blake2b of JSON values, independent of the order of their keys."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 

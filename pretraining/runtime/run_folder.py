@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pretraining.recipe.curve import curve_parts
 from pretraining.runtime.durable_files import append_row, keep_rows, read_rows
@@ -22,7 +22,7 @@ PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "datasets", "tok
 class RunFolder:
     """`runs/<name>/`; nothing is created before something is written."""
 
-    def __init__(self, path: Path | str):
+    def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.recipe = self.path / "recipe.json"
         self.plan = self.path / "plan.json"
@@ -89,7 +89,7 @@ class RunFolder:
         """{file: bytes} of the export."""
         return {path.name: path.stat().st_size for path in sorted(self.export.iterdir())}
 
-    def add_event(self, kind: str, **details) -> None:
+    def add_event(self, kind: str, **details: Any) -> None:
         """Append one row to events.jsonl: what happened, when (UTC), and its details."""
         append_row(self.events, {"time": utc_now(), "event": kind, **details})
 

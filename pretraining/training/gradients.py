@@ -7,9 +7,10 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from pretraining.runtime.process_group import sum_over_ranks
@@ -37,7 +38,7 @@ class LayerNorms:
     squares of its own. What clipping did to them is the same factor everywhere, which the whole norm undoes.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer):
+    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
         """optimizer: the Trainer's, as accelerate or DeepSpeed wrapped it."""
         inner = getattr(optimizer, "optimizer", optimizer)
         names = {id(parameter): layer_of(name) for name, parameter in model.named_parameters()}
@@ -97,13 +98,23 @@ class LayerNorms:
 class LayerNormsCallback(TrainerCallback):
     """Measures every `every_steps`-th step, for the next row of metrics, and the step after an alert, as an event."""
 
-    def __init__(self, run: RunFolder, every_steps: int | None, alerted_step: Callable[[], int | None]):
+    def __init__(
+        self, run: RunFolder, every_steps: int | None, alerted_step: Callable[[], int | None]
+    ) -> None:
         """alerted_step: the last step with an alert, the same on every rank."""
         self.run, self.every_steps, self.alerted_step = run, every_steps, alerted_step
         self.norms: LayerNorms | None = None
         self.measures, self.gradient_norm, self.latest = False, None, {}
 
-    def on_step_begin(self, args, state, control, model, optimizer, **kwargs):
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any,
+        optimizer: Any,
+        **kwargs: Any,
+    ) -> None:
         step = state.global_step
         self.is_due = self.every_steps is not None and (step + 1) % self.every_steps == 0
         self.follows_alert = step > 0 and self.alerted_step() == step
@@ -112,11 +123,13 @@ class LayerNormsCallback(TrainerCallback):
             self.norms = self.norms or LayerNorms(model, optimizer)
             self.norms.open()
 
-    def on_gradient_norm(self, norm) -> None:
+    def on_gradient_norm(self, norm: Any) -> None:
         """Of the whole step, before clipping; None where there was no clipping to tell of it."""
         self.gradient_norm = norm
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if not self.measures:
             return
         whole = None if self.gradient_norm is None else float(self.gradient_norm)
@@ -126,7 +139,9 @@ class LayerNormsCallback(TrainerCallback):
         if self.follows_alert and found and state.is_world_process_zero:
             self.run.add_event("layer_norms", step=state.global_step, gradient_norms=found)
 
-    def on_log(self, args, state, control, logs, **kwargs):
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
+    ) -> None:
         if "loss" in logs:
             logs.update({f"{PREFIX}{layer}": norm for layer, norm in self.latest.items()})
             self.latest = {}
@@ -143,7 +158,7 @@ class NoiseScale:
     batch sizes.
     """
 
-    def __init__(self, small: float, memory: float = MEMORY):
+    def __init__(self, small: float, memory: float = MEMORY) -> None:
         """small: the smaller batch."""
         self.small, self.memory = small, memory
         self.signal = self.noise = 0.0
@@ -178,13 +193,21 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
     before clipping the Trainer tells. On all other steps nothing is done.
     """
 
-    def __init__(self, every_steps: int, sequence_length: int):
+    def __init__(self, every_steps: int, sequence_length: int) -> None:
         self.every_steps, self.sequence_length = every_steps, sequence_length
         self.norms: MicroBatchNorms | None = None
         self.scale: NoiseScale | None = None
         self.measures, self.is_new, self.gradient_norm = False, False, None
 
-    def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any,
+        optimizer: Any,
+        **kwargs: Any,
+    ) -> None:
         if args.gradient_accumulation_steps * args.world_size == 1:
             print(
                 "monitors.noise_scale_steps: a step is one micro-batch here, so there is nothing to compare it with; "
@@ -200,21 +223,32 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
             self.scale.restore(saved["attributes"])
         state.stateful_callbacks[name] = self.state()
 
-    def on_step_begin(self, args, state, control, optimizer, **kwargs):
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any,
+        **kwargs: Any,
+    ) -> None:
         self.measures = self.norms is not None and (state.global_step + 1) % self.every_steps == 0
         if self.measures:
             self.loss_scale = loss_scale(optimizer)
             self.norms.open()
 
-    def on_substep_end(self, args, state, control, **kwargs):
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.measures:
             self.norms.fold()
 
-    def on_gradient_norm(self, norm) -> None:
+    def on_gradient_norm(self, norm: Any) -> None:
         """Of the whole step, before clipping; None where DeepSpeed does not tell."""
         self.gradient_norm = norm
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if not self.measures:
             return
         total, own_passes = self.norms.close()
@@ -226,7 +260,9 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
         self.scale.add(small_square, float(self.gradient_norm) ** 2, passes * self.scale.small)
         self.is_new = True
 
-    def on_log(self, args, state, control, logs, **kwargs):
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
+    ) -> None:
         if "loss" in logs and self.is_new and self.scale.value is not None:
             logs["stability/gradient_noise_scale"] = round(self.scale.value, 3)
             self.is_new = False
@@ -236,7 +272,7 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {} if self.scale is None else self.scale.state()}
 
 
-def loss_scale(optimizer) -> float:
+def loss_scale(optimizer: Any) -> float:
     """What the loss is multiplied with before the backward pass: fp16's, else 1."""
     scaler = getattr(optimizer, "scaler", None)
     if scaler is not None:
@@ -251,7 +287,7 @@ class MicroBatchNorms:
     DDP: they run before what accumulates, reduces or shards it.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._norms: list[torch.Tensor] = []
         self._sum: torch.Tensor | None = None

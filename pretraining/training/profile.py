@@ -6,12 +6,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from pretraining.recipe.sections import Profile
 from pretraining.runtime.run_folder import RunFolder
@@ -27,23 +27,29 @@ class ProfileCallback(TrainerCallback):
     The traced steps are slower than others, and so are the rows of metrics that hold them.
     """
 
-    def __init__(self, run: RunFolder, settings: Profile):
+    def __init__(self, run: RunFolder, settings: Profile) -> None:
         """settings: `monitors.profile` of the recipe."""
         steps = settings.steps
         self.run, self.settings = run, settings
         self.first, self.last = steps if isinstance(steps, list) else (steps, steps)
         self.profiler: torch.profiler.profile | None = None
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         traced = args.process_index == 0 or self.settings.every_rank
         if self.profiler is None and traced and self.first <= state.global_step + 1 <= self.last:
             self._start(state.global_step + 1)
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.profiler is not None and state.global_step >= self.last:
             self._finish(args, state.global_step)
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.profiler is not None:  # asked to stop on the way
             self._finish(args, state.global_step)
 
@@ -208,7 +214,7 @@ class PeakMemory:
     On a GPU what torch allocated there; else what the process holds in memory beyond what it held before.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         with contextlib.suppress(OSError):
             CLEAR.write_text(FORGET_PEAK)
         self.held_before = _status_bytes("VmRSS") or 0

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -378,7 +379,7 @@ def _parent_of(process: int) -> int:
     return int(fields[1]) if fields else 0
 
 
-def find_machine(run: RunFolder, start, data_tokens: int) -> Machine:
+def find_machine(run: RunFolder, start: Any, data_tokens: int) -> Machine:
     """Return what rank 0 finds, on every rank, so that all judge alike.
 
     start: where the run begins (checkpoints/identity.py). If it starts over, the checkpoints of the earlier run in this

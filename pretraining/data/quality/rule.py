@@ -56,7 +56,7 @@ def _rounded(value: float) -> float | int:
     return int(value) if float(value).is_integer() else float(f"{value:.4g}")
 
 
-def parameter(default: Any, description: str, **schema) -> Any:
+def parameter(default: Any, description: str, **schema: Any) -> Any:
     """Make a dataclass field that is also a key of the recipe; `schema` adds to what its annotation says.
 
     A default of `...` makes the key required.
