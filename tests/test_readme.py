@@ -281,3 +281,21 @@ def test_every_command_has_help_with_an_example(command):
     finished = execute(["python", *command.split(), "--help"])
     succeeded(finished, "examples:")
     assert (BIN / "python").exists()
+
+
+def test_the_file_tree_is_that_of_the_repository():
+    """Every line of the tree names what exists, and every room and module of the package has a line."""
+    text = (REPOSITORY / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+    tree = re.search(r"^```\n(train\.py .*?)^```", text, re.M | re.S)[1].splitlines()
+    paths, folder = [], ""
+    for line in tree:
+        name = line.split()[0]
+        folder = "" if not line.startswith(" ") else folder
+        paths.append(f"{folder}{name}")
+        folder = name if name == "pretraining/" else folder
+    assert not [path for path in paths if not (REPOSITORY / path).exists()]
+    package = REPOSITORY / "pretraining"
+    modules = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+    rooms = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    missing = {f"pretraining/{name}" for name in modules | rooms} - set(paths)
+    assert not missing
