@@ -178,8 +178,8 @@ def cut_shares(windows: Iterable[tuple[BestFit, int, int]]) -> dict:
     """Count how many of the documents that would fit into one block, and end in these windows of blocks, are cut.
 
     Returns {"documents"} and, if there are any, "in_sequence" and "best_fit", each {"cut", "cropped"}. cut: the share
-    of the documents that a block's end cuts. cropped: the share of their tokens that come after a cut and do not see the
-    beginning of their document.
+    of the documents that a block's end cuts. cropped: the share of their tokens that come after a cut and do not see
+    the beginning of their document.
     """
     counts = sum((_counts(*window) for window in windows), start=np.zeros(6, np.int64))
     documents, tokens, *cut = counts.tolist()
