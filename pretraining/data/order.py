@@ -62,7 +62,7 @@ class _EpochOrder(Order):
 
 
 class GlobalOrder(_EpochOrder):
-    """Permute all blocks anew for every epoch, by (seed, fingerprint, epoch). Any sample costs O(1)."""
+    """Permute all blocks again for every epoch, by (seed, fingerprint, epoch). Any sample costs O(1)."""
 
     def __init__(self, num_blocks: int, seed: int, fingerprint: str):
         self.num_blocks, self.seed, self.fingerprint = num_blocks, seed, fingerprint
@@ -85,7 +85,7 @@ class _Epoch(NamedTuple):
 
 
 class GroupedOrder(_EpochOrder):
-    """Shuffle the shards anew for every epoch, take `group_size` of them at a time, and shuffle the blocks of a group.
+    """Shuffle the shards again for every epoch, take `group_size` of them at a time, and shuffle the blocks of a group.
 
     This is for streamed data: the samples of one group need `group_size` shards and, if a block crosses a shard's end,
     the beginning of the next shard. The key is (seed, fingerprint, epoch). Any sample costs O(log shards).

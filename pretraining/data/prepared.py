@@ -110,8 +110,10 @@ def _open_remote(recipe: Recipe, data_root: str, cache: CacheSettings) -> Prepar
 
     remote = RemoteData(f"{data_root}/{recipe.data.name}", ShardCache(cache.folder, cache.max_bytes))
     manifest = remote.read_manifest()
+    # data_prep.py writes to a local folder only: data for an address is prepared here and copied there.
     command, copying = _preparing_command(recipe, REPOSITORY / "data"), f", then copy it to {remote.address}"
     _check_manifest(recipe, manifest, remote.address, f"{command} --replace{copying}")
+    # transformers opens a local folder only, so the tokenizer is fetched at once.
     folder = remote.local_folder(manifest)
     _check_tokenizer(manifest, folder, command + copying)
     splits = {name: StreamedSplit(remote, name, entry) for name, entry in manifest["splits"].items()}

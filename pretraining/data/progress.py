@@ -24,7 +24,7 @@ class Progress:
         from tqdm import tqdm
 
         self.shown = shown
-        to_terminal = sys.stderr.isatty()
+        to_terminal = sys.stderr.isatty()  # else a log file
         self._bar = tqdm(
             desc=description,
             total=total_bytes,

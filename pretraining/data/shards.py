@@ -119,7 +119,7 @@ def _most_open_shards() -> int:
 class TokenSplit:
     """One split as a flat, memory-mapped stream of tokens; shards are mapped when first touched.
 
-    `entry` is the split's part of the manifest. Picklable: a copy in another process maps the shards anew.
+    `entry` is the split's part of the manifest. Picklable: a copy in another process maps the shards itself.
     """
 
     def __init__(self, folder: Path, entry: dict):

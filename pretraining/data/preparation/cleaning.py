@@ -150,6 +150,7 @@ class Clean(Stage):
         # Batches again: what is left of a text may be empty, and its draw follows from the text as it is now.
         documents = cleaner.documents(self.corpus.batches(range(number, number + 1), skipped))
         batches = read_batches(self.corpus.pieces[number].source, documents, {}, skip_undecodable=False)
+        # Taken in the same pass as the texts, so that no text is read twice.
         signatures = _Signatures(self.dedup)
         with _texts_file(folder / TEXTS_NAME) as write:
             for batch in batches:
@@ -272,6 +273,7 @@ class Signatures(Stage):
         """Link the files."""
         for piece, output in enumerate(self.clean.outputs()):
             for kind in ("hashes", "keys", "sketch"):
+                # Only the kinds that `data.dedup` asks for are there.
                 if (output / f"{kind}.npy").exists():
                     (folder / f"{piece:05d}.{kind}.npy").symlink_to(output.resolve() / f"{kind}.npy")
 
@@ -288,6 +290,7 @@ class Match(Stage):
     @cached_property
     def keys(self) -> list[str]:
         """Make a key for each slice, which depends on all pieces."""
+        # At least one slice, also for a small corpus.
         slices = range(max(1, self.num_pieces // PIECES_PER_SLICE))
         return [digest_of(self.signatures.keys, number) for number in slices]
 
@@ -326,6 +329,7 @@ class Fates(Stage):
         # Without similar pairs only equal texts (similarity 1) are in question.
         accepted = self.dedup.minhash.accepted if self.dedup.minhash else 1.0
         clusters = cluster(pairs, accepted)
+        # Which documents the draw puts into validation.
         drawn = [np.load(output / "draws.npy") < self.validation_share for output in self.clean.outputs()]
         fates = assign_fates(drawn, clusters, pairs, self.dedup.remove)
         for piece, own in enumerate(fates):

@@ -153,6 +153,7 @@ def prepare_data(
     kept, jobs = None, ()
     try:
         manifest = _finished(named, data, fingerprints, replace)
+        # Also if it is there: the lock finishes what a killed `publish` left half done.
         if manifest is None or is_half_published(folder):
             # Now, not after hours of work.
             _refuse_no_place(folder)
@@ -162,11 +163,13 @@ def prepare_data(
                     kept, jobs = _build(recipe, folder, sources, fingerprints, show_progress, execution)
                     manifest = None if jobs else read_manifest(folder)
     except OSError as error:
+        # Any other fault is a bug, and keeps its traceback.
         if error.errno in DISK_FAULTS:
             raise UserError(f"{error.filename or folder}: {DISK_FAULTS[error.errno]}") from error
         raise
     if manifest is not None:
         check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model.vocab_size)
+        # Also for data of an earlier run, as sequence length and model may be others now.
         check_blocks(manifest["splits"], recipe.data, recipe.sequence_length)
     return Outcome(folder, Path(data_root), recipe.data.sources, manifest, kept, jobs)
 
@@ -204,6 +207,7 @@ def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool)
     manifest = read_manifest(folder)
     if manifest is None:
         return None
+    # Converted data has no sources to compare with.
     if "converted_from" not in manifest and len(manifest["sources"]) == len(fingerprints):
         for now, before in zip(fingerprints, manifest["sources"], strict=True):
             # The hub does not answer: assume that it still holds what was prepared from it before.

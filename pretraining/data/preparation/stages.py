@@ -74,6 +74,7 @@ class Preparation:
     def cleaned(self) -> CleanedCorpus | None:
         """Plan what cleaning leaves of the corpus; None if the recipe asks for no cleaning."""
         data, dedup = self.data, Deduplication.from_recipe(self.data.dedup)
+        # For the error of an empty corpus: these keys may have left nothing.
         cleaned_by = [key for key in CLEANING_KEYS if getattr(data, key)]
         if not (dedup or data.filters or data.decontaminate):
             return None

@@ -1,10 +1,10 @@
 """Cache the shards that a machine has fetched: shared by its processes, checked, and within a limit of bytes.
 
     <root>/<data fingerprint>/<checksum>.arrow    a shard, whole and checked; in use while a process holds its lock
-    <root>/<data fingerprint>/<checksum>.part     one being fetched, its room already taken; stale if nobody locks it
+    <root>/<data fingerprint>/<checksum>.part     one being fetched, its room already taken; stale if it is not locked
     <root>/.lock                                  held while room is made and taken
 
-A killed process leaves at most a .part that nobody locks: the next that needs the shard, or the room, takes it.
+A killed process leaves at most a .part without a lock. The next process that needs the shard or the room takes it.
 """
 
 import contextlib

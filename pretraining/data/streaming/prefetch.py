@@ -131,6 +131,7 @@ class _Work:
         self.window = Window(prefetcher.needs, sizes, prefetcher.num_samples, room)
         self.held: dict[Key, FileIO] = {}
         self._fetching: set[Key] = set()
+        # Shards that could not be fetched: not tried again, so that other shards have their turn.
         self._failed: set[Key] = set()
         self._turn = threading.Lock()
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(NUM_THREADS)]
@@ -225,6 +226,7 @@ class Window:
             (needed[:, 0] << 32) | needed[:, 1], return_index=True, return_inverse=True
         )
         keys = [(number >> 32, number & 0xFFFFFFFF) for number in numbers.tolist()]
+        # Samples before `halt` found room. The scan goes on from there when room is free.
         halt = self._add(keys, firsts, len(samples))
         lasts = np.full(len(keys), -1)
         lasts[places[:halt]] = np.arange(halt)  # of equal places numpy keeps the last

@@ -37,7 +37,7 @@ DOWNLOADS = 3
 
 
 LARGEST_DIRECT_SHARE = 1 / 8
-"""A block that goes on into a shard that is not here takes up to this share of its tokens straight from the store."""
+"""If a block crosses into a shard that is not here, up to this share of the shard's tokens is read from the store."""
 
 
 class RemoteData:
@@ -51,6 +51,7 @@ class RemoteData:
         """Open splits of this process, which unmap the shards they do not read."""
 
     def __getstate__(self) -> dict:
+        # The splits refer back to this object, and another process opens its own.
         return {**self.__dict__, "splits": []}
 
     def __setstate__(self, state: dict) -> None:
@@ -198,6 +199,7 @@ class StreamedSplit(TokenSplit):
         """Do nothing: a shard is checked when it is fetched."""
 
     def __getstate__(self) -> dict:
+        # Maps are not copied, so their counts mean nothing there.
         return {**super().__getstate__(), "_reads_at_sweep": {}}
 
     def __setstate__(self, state: dict) -> None:

@@ -48,7 +48,7 @@ class Patience:
         while True:
             try:
                 return request()
-            except UserError:
+            except UserError:  # final: asking again would give the same answer
                 raise
             except (
                 Exception
@@ -56,12 +56,14 @@ class Patience:
                 if refused := (self.refused or refusal)(error, what):
                     raise refused from error
                 waited = time.monotonic() - start
+                # No last sleep that would end after the limit.
                 if waited + delay > self.seconds:
                     raise UserError(
                         f"{what}: the store does not answer ({reason_of(error)}), tried for {waited:.0f} s; start "
                         f"the same command again when it does, or wait longer: {PATIENCE_VARIABLE}",
                         on_every_rank=False,
                     ) from error
+                # Once a request: a log needs no line for each try.
                 if waited > REPORTED_AFTER_SECONDS and not reported:
                     slow = (
                         f"{what}: slow or failing store ({reason_of(error)}), trying for {waited:.0f} s now"
@@ -103,7 +105,7 @@ class Store:
     """One folder at an address. Picklable; each process, also a forked one, makes its own connection."""
 
     advice = "check --data_dir"
-    """What to do about an address that nobody understands."""
+    """The remedy for an address that fsspec does not understand."""
 
     def __init__(self, address: str, patience: Patience | None = None):
         self.address, self.patience = address, patience or Patience.here()
