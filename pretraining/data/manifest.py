@@ -77,7 +77,7 @@ def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None
     """
     if "converted_from" in manifest:
         return [f"it was converted from {manifest['converted_from']['format']} files, not prepared from text"]
-    # A difference of keys says more than the changed files that follow from it, so it is reported alone.
+    # A difference of keys says most, so it is reported alone.
     found = differences(deciding_section(manifest["data"]), deciding_section(data), "data")
     if found:
         return list(map(str, found))

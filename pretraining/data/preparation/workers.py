@@ -189,7 +189,7 @@ def run_slurm_job(work: Path, name: str, first: int) -> None:
     """Run the tasks of this job of an array that begins with job `first` of its stage."""
     from datatrove.executor.slurm import requeue_handler
 
-    signal.signal(signal.SIGUSR1, requeue_handler)  # the cluster takes the node back: the job is queued again
+    signal.signal(signal.SIGUSR1, requeue_handler)  # the cluster takes the node back: another job continues
     preparation = Preparation.load(work)
     if name == FINISH:
         return finish_prepared(preparation)
