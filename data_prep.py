@@ -30,6 +30,7 @@ data set is never changed unasked: see --replace."""
 def main() -> None:
     options = parse_arguments()
     recipe, _ = load_run(options.recipe, options.set)
+    # --json is for scripts, which need no progress bar.
     if options.count:
         answer = count_data(recipe, options.count_documents, show_progress=not options.json)
     else:

@@ -56,10 +56,12 @@ def main(arguments: list[str] | None = None) -> None:
         interrupted = f"{options.verb} {options.folder}: interrupted; {options.after_interrupt}"
         raise Interrupted(interrupted) from None
     except BrokenPipeError:  # the reader (head, less) has seen enough
+        # Else Python would fail again when it flushes stdout at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_verify(options: argparse.Namespace) -> tuple[dict, str]:
+    # Imported in each verb: --help and errors of the command line need none of it.
     from pretraining.data.tools.verify import verify_data
 
     found = verify_data(options.folder, not options.json)

@@ -1,4 +1,4 @@
-"""A guard on what training reads: blocks from which a model learns nothing are flagged, never changed.
+"""Look at the blocks that training reads: flag those from which a model learns nothing, and never change them.
 
 It looks for four things:
 
@@ -7,8 +7,8 @@ few_tokens   hardly any distinct tokens: a table of digits, an ASCII drawing
 repeated     the block repeats itself with a short period
 undecodable  a good part of the block's characters is U+FFFD: binary files, or text in a wrong encoding
 
-The thresholds are those at which real English and code, Python's library and its documentation among them, raise
-no flag but for what is degenerate by eye: dumps of numbers, tables of one value, drawn lines.
+At these thresholds real English and code (among them Python's library and its documentation) raise no flag, except
+for text that also looks degenerate to a person: dumps of numbers, tables of one value, drawn lines.
 """
 
 import json
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from pretraining.recipe import Recipe
 
 _SAMPLED_ONE_IN = 16
-"""A first look takes one token of so many."""
+"""The first look takes one of this many tokens."""
 
 _PERIODS_IN_BLOCK = 8
-"""A period is short if the block holds at least so many of it."""
+"""A period is short if it fits at least this many times into the block."""
 
 
 class Thresholds(NamedTuple):
-    """A block is flagged if a measure reaches (distinct tokens: stays under) its threshold."""
+    """Flag a block if a measure reaches its threshold, or if its distinct tokens stay under theirs."""
 
     dominant_share: float = 0.6
-    """Of the block's tokens that are one and the same."""
+    """Share of the block's tokens that are the same token."""
     distinct_share: float = 1 / 96
     """Distinct tokens over tokens; at least three distinct ones are asked for in any block."""
     repeated_share: float = 0.9
-    """Of the tokens that equal the one a period before; periods up to an eighth of the block."""
+    """Share of the tokens that equal the token one period before. Periods are at most an eighth of the block."""
     undecodable_share: float = 0.05
-    """Of the characters of the block's text that are U+FFFD."""
+    """Share of the characters of the block's text that are U+FFFD."""
 
 
 def open_guard(path: Path, data: "PreparedData", recipe: "Recipe") -> "BlockGuard":
@@ -55,11 +55,10 @@ def open_guard(path: Path, data: "PreparedData", recipe: "Recipe") -> "BlockGuar
 
 
 class BlockGuard:
-    """Looks at blocks of token ids; each flagged one becomes a JSON line in `path`.
+    """Look at blocks of token ids, and write each flagged one as a JSON line to `path`.
 
-    Lines are appended in one write each, so that ranks and workers may share the file; a resumed run may flag a
-    sample again. token_bytes: for each token id the bytes it stands for (`tokens_of_file`), or None to leave out the
-    test for undecodable text.
+    A resumed run may flag a sample again. token_bytes: the bytes that each token id stands for (`tokens_of_file`), or
+    None to leave out the test for undecodable text.
     """
 
     def __init__(
@@ -83,16 +82,15 @@ class BlockGuard:
         stretches: Sequence[tuple[int, int]],
         split: TokenSplit,
     ) -> dict[str, float]:
-        """Check one block, [L + 1] ids from these stretches of its split, and write down what is wrong with it.
-
-        The row names the document in which the longest stretch begins.
-        """
+        """Check one block, [L + 1] ids from these stretches of its split, and write down what is wrong with it."""
         reasons = self.reasons(tokens)
         if reasons:
+            # A packed block holds several documents: name the one in which its longest stretch begins.
             longest, _ = max(stretches, key=lambda stretch: stretch[1] - stretch[0])
             shard, document = split.document_at(longest)
             name = self.source_names[source] if source < len(self.source_names) else source
             place = {"sample": sample, "block": block, "source": name, "shard": shard, "document": document}
+            # One write a line, so that ranks and workers can share the file.
             append_row(self.path, {**place, "reasons": reasons})
         return reasons
 
@@ -101,6 +99,7 @@ class BlockGuard:
         limits = self.thresholds
         apart = max(1, int(limits.dominant_share * len(tokens)) - 1)
         fewest = max(3, limits.distinct_share * len(tokens))
+        # The cheap test first: most sound blocks pass it, and only the others are sorted.
         found = {} if _is_varied(tokens, apart, fewest) else _poor(tokens, apart, fewest)
         if not found and (period := short_period(tokens, limits.repeated_share)):
             found["repeated"] = period
@@ -109,11 +108,12 @@ class BlockGuard:
         return found
 
     def _undecodable_share(self, tokens: np.ndarray) -> float:
-        """Share of U+FFFD among the characters; decoded only if the tokens, one by one, could reach the limit."""
+        """Compute the share of U+FFFD among the characters of the block."""
         if self._at_worst is None:
             return 0.0
         # Half the time of "raise"; no id is beyond the vocabulary.
         at_worst = self._at_worst.take(tokens, mode="clip")
+        # Decode only if the tokens, each by itself, could reach the limit.
         bound = int(at_worst.sum(dtype=np.int64))
         # Every token spells at least one character, or a part of one that `bound` counts.
         if bound < self.thresholds.undecodable_share * len(tokens):
@@ -123,26 +123,28 @@ class BlockGuard:
 
 
 def _replacements_at_worst(token_bytes: Sequence[bytes]) -> np.ndarray:
-    """[ids], uint16: U+FFFD in each token decoded by itself; in a text its bytes may complete each other."""
+    """Count the U+FFFD in each token decoded by itself, [ids] uint16: an upper bound.
+
+    In a text, the bytes of neighbouring tokens may complete each other.
+    """
     return np.array([text.decode(errors="replace").count("\ufffd") for text in token_bytes], np.uint16)
 
 
 def _is_varied(tokens: np.ndarray, apart: int, fewest: float) -> bool:
-    """A sure sign, without sorting, that `_poor` finds nothing; most sound blocks show it.
-
-    A token that fills k of n places is its own neighbour at least 2k - n - 1 times; and what a sample of the
-    block holds, the block holds.
-    """
+    """Say, without sorting, that `_poor` would surely find nothing. False leaves the question open."""
+    # A token that fills k of n places is its own neighbour at least 2k - n - 1 times.
     if np.count_nonzero(tokens[1:] == tokens[:-1]) >= 2 * (apart + 1) - len(tokens) - 1:
         return False
+    # Distinct tokens of a sample are distinct tokens of the block.
     return len(set(tokens[::_SAMPLED_ONE_IN].tolist())) >= fewest
 
 
 def _poor(tokens: np.ndarray, apart: int, fewest: float) -> dict[str, float]:
-    """`dominant` if a token occurs more than `apart` times, `few_tokens` below `fewest` distinct ones."""
+    """Find `dominant` if a token occurs more than `apart` times, `few_tokens` if fewer than `fewest` are distinct."""
     found = {}
     # numpy sorts 32-bit integers several times faster than 16-bit ones.
     ordered = np.sort(tokens.astype(np.int32))
+    # In sorted order, a token that occurs more than `apart` times equals the one `apart` places on.
     if (ordered[apart:] == ordered[:-apart]).any():
         found["dominant"] = _share_of_commonest(ordered)
     distinct = int(np.count_nonzero(ordered[1:] != ordered[:-1])) + 1
@@ -156,14 +158,12 @@ def _share_of_commonest(ordered: np.ndarray) -> float:
 
 
 def short_period(tokens: np.ndarray, share: float) -> int | None:
-    """Find the shortest period, up to an eighth of the block, with which `share` of it repeats itself; or None.
-
-    In a block with a period, the token one period after nearly any place is the token at that place. Only distances
-    that fit at two of three places are tried in full.
-    """
+    """Find the shortest period, up to an eighth of the block, with which `share` of it repeats itself; or None."""
     longest = len(tokens) // _PERIODS_IN_BLOCK
     if longest < 1:
         return None
+    # In a block with a period, nearly every token comes again one period later. So only distances that fit at two
+    # of these three places are tried in full.
     a, b, c = (
         tokens[place + 1 : place + 1 + longest] == tokens[place]
         for place in (longest, len(tokens) // 2, len(tokens) - longest - 1)
@@ -184,12 +184,13 @@ def tokens_of_file(path: Path) -> list[bytes]:
     vocabulary = _vocabulary(content["model"])
     spell = _byte_level if _is_byte_level(content) else _sentence_piece
     ids = {number: spell(text) for text, number in vocabulary.items()}
+    # Added tokens spell plain text, not the alphabet of the model's own vocabulary.
     ids |= {number: text.encode() for text, number in added.items()}
     return [ids.get(number, b"") for number in range(max(ids) + 1)]
 
 
 def _vocabulary(model: dict) -> dict[str, int]:
-    """BPE and WordPiece map texts to ids; Unigram lists [text, score]."""
+    """Read {text: id}: BPE and WordPiece have this mapping, Unigram lists [text, score] in the order of the ids."""
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
         return vocabulary
@@ -197,7 +198,7 @@ def _vocabulary(model: dict) -> dict[str, int]:
 
 
 def _is_byte_level(content: dict) -> bool:
-    """Whether some part of the decoder is the byte-level one."""
+    """Say if some part of the decoder is the byte-level one."""
     decoder = content.get("decoder") or {}
     return any(part.get("type") == "ByteLevel" for part in [decoder, *decoder.get("decoders", [])])
 
@@ -208,11 +209,12 @@ def _byte_level(text: str) -> bytes:
 
 def _sentence_piece(text: str) -> bytes:
     byte = _BYTE_TOKEN.fullmatch(text)
+    # U+2581 is how SentencePiece writes a space.
     return bytes([int(byte[1], 16)]) if byte else text.replace("\u2581", " ").encode()
 
 
 def _letters_of_bytes() -> dict[str, bytes]:
-    """GPT-2's alphabet: printable bytes spell themselves, the others take the letters from U+0100 on."""
+    """Make GPT-2's alphabet: printable bytes spell themselves, the others take the letters from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): bytes([byte]) for byte in printable}

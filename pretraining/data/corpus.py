@@ -1,4 +1,4 @@
-"""The texts of all sources in one fixed order, cut into pieces, each text with the split its own hash puts it in."""
+"""Read the texts of all sources in one fixed order, cut into pieces. The hash of a text decides its split."""
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,16 +17,17 @@ from pretraining.recipe.data import Data
 
 SPLIT_SEED = 0x73706C6974
 BATCH_BYTES = 1 << 20
-"""Text handed to the tokenizer at once: enough to keep every core busy, little enough to hold a few of."""
+"""Bytes of text given to the tokenizer at once: enough to keep every core busy, few enough to keep some batches
+in memory."""
 
 PIECE_BYTES = 16 << 20
-"""Text of a piece, the unit of filtering: minutes of the slowest filter, seconds of the others."""
+"""Bytes of text in a piece, the unit of filtering: minutes for the slowest filter, seconds for the others."""
 
 TASK_PIECES = 16
 """Pieces that are tokenized together: 256 MB of text, about one shard of 64 M tokens."""
 
 CLEANING_KEYS = ("filters", "dedup", "decontaminate")
-"""Of the data section: what is done between reading a text and encoding it."""
+"""Keys of the data section for what is done between reading a text and encoding it."""
 
 
 @dataclass
@@ -49,7 +50,8 @@ class Batch:
 
 
 def draw_of(encoded: bytes) -> float:
-    """Draw a number in [0, 1) from the text alone, so that equal texts never sit in both splits."""
+    """Draw a number in [0, 1) from the text alone."""
+    # By the text alone, so that equal texts are never in both splits. 53 bits are what a double holds exactly.
     return (xxhash.xxh3_64_intdigest(encoded, SPLIT_SEED) >> 11) * 2.0**-53
 
 
@@ -58,7 +60,8 @@ def read_batches(
 ) -> Iterator[Batch]:
     """Read every text that is not empty, in batches of about `BATCH_BYTES`.
 
-    `skipped` counts what is left out. UserError on other than UTF-8, unless `skip_undecodable`.
+    `skipped` counts the texts that are left out. Raises UserError if a text is not UTF-8, unless
+    `skip_undecodable`.
     """
     skipped.update(undecodable=0, empty=0)
     batch, size = Batch(source), 0
@@ -89,10 +92,11 @@ def _leave_out(where: str, undecodable: bool, skipped: dict, skip_undecodable: b
 
 
 def _utf8(text: str | None) -> bytes | None:
-    """Encode in UTF-8; None if the bytes were not UTF-8, or if JSON spelled half of a surrogate pair."""
+    """Encode in UTF-8; None if the text cannot be encoded."""
     try:
+        # None: the bytes of the file were not UTF-8.
         return None if text is None else text.encode("utf-8")
-    except UnicodeEncodeError:
+    except UnicodeEncodeError:  # JSON spelled half of a surrogate pair
         return None
 
 
@@ -105,7 +109,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """The texts of all sources. Pieces and tasks are cut by the input alone, never by who does the work."""
+    """The texts of all sources. The input alone decides where pieces and tasks are cut, not the number of workers."""
 
     name: str
     places: list[str]
@@ -130,8 +134,9 @@ class Corpus:
 
     @cached_property
     def keys(self) -> list[str]:
-        """A digest for each piece, of its text as it is read."""
+        """Make a digest for each piece, of its text as it is read."""
         return [
+            # FORMAT is part of it: finished tasks of an older format are never taken for these.
             digest_of(FORMAT, self.skip_undecodable, self.sources[piece.source].digest_of(piece.extents))
             for piece in self.pieces
         ]
@@ -189,6 +194,7 @@ def _gather(pieces: list[Piece], sources: list[TextSource]) -> list[range]:
     tasks, start = [], 0
     for stop in range(1, len(pieces) + 1):
         source = pieces[start].source
+        # A piece of the hub is a whole file, already about as large as a task.
         full = stop - start == (1 if sources[source].large_pieces else TASK_PIECES)
         if stop == len(pieces) or full or pieces[stop].source != source:
             tasks.append(range(start, stop))
@@ -198,11 +204,12 @@ def _gather(pieces: list[Piece], sources: list[TextSource]) -> list[range]:
 
 # Reading ahead, in a thread.
 
+# An object of its own: None may be an item.
 _END = object()
 
 
 def prefetch(items: Iterable, depth: int = 2) -> Iterator:
-    """Yield `items` in order while a thread works up to `depth` of them ahead; its errors are raised here."""
+    """Yield `items` in order while a thread works up to `depth` of them ahead; raise its errors here."""
     ready, stopped = Queue(depth), threading.Event()
     thread = threading.Thread(target=_fill, args=(items, ready, stopped), daemon=True)
     thread.start()
@@ -215,6 +222,7 @@ def prefetch(items: Iterable, depth: int = 2) -> Iterator:
                 return
             yield item
     finally:
+        # Also if the reader stops early: an empty queue lets a thread that waits in `put` see `stopped`.
         stopped.set()
         _drain(ready)
         thread.join()
@@ -234,7 +242,7 @@ def _fill(items: Iterable, ready: Queue, stopped: threading.Event) -> None:
 def _put(ready: Queue, item: tuple, stopped: threading.Event) -> None:
     while not stopped.is_set():
         try:
-            return ready.put(item, timeout=0.1)
+            return ready.put(item, timeout=0.1)  # seconds; a reader that has stopped frees no place
         except Full:
             continue
 

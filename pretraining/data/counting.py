@@ -1,4 +1,4 @@
-"""How many tokens a recipe's sources hold, before anything is prepared."""
+"""Count the tokens of a recipe's sources before anything is prepared."""
 
 import sys
 import tempfile
@@ -24,7 +24,7 @@ class TokenCounts:
     name: str
     encoder: str
     documents_of_each_source: int | None
-    """Counted at most; None: all."""
+    """The most that were counted; None: all."""
     before_cleaning: bool
     """Does the recipe ask for cleaning, which leaves less?"""
     sources: list[dict]
@@ -57,11 +57,11 @@ class TokenCounts:
 def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: bool = True) -> TokenCounts:
     """Count documents, bytes of text and tokens of each source in `recipe.data`; no shard is written.
 
-    With `num_documents`, only the first so many of each source. A tokenizer that is to be trained is trained, and
-    forgotten. Raises UserError as a preparation does.
+    `num_documents` limits the count to the first documents of each source. Raises UserError as a preparation does.
     """
     data, sources = recipe.data, open_sources(recipe.data.sources)
     with Progress("counting", show_progress) as progress, tempfile.TemporaryDirectory() as folder:
+        # A tokenizer that is to be trained is trained in the temporary folder, and is gone after the count.
         encoder = _open_encoder(recipe, Corpus.of(data, sources), Path(folder), progress)
         progress.label("counting")
         rows, skips = [], []
@@ -95,8 +95,10 @@ def _open_encoder(recipe: Recipe, corpus: Corpus, folder: Path, progress: Progre
 
     data, vocab_size = recipe.data, recipe.model.vocab_size
     stage = MakeTokenizer(folder, corpus, data.tokenizer, vocab_size, data.validation_share)
+    # Run directly, without `run_task`: the folder is temporary, so nothing is published or synced.
     stage.run(0, folder / "tokenizer", progress)
     info = stage.describe(folder / "tokenizer")
+    # Empty and undecodable texts tell nothing about the encoder.
     sample = [text for text, _ in islice(corpus.sources[0].documents(), 20) if text]
     encoder = Encoder.open(
         folder / "tokenizer", info, token_dtype(info.vocab_size), data.encoder, sample=sample
@@ -108,6 +110,7 @@ def _open_encoder(recipe: Recipe, corpus: Corpus, folder: Path, progress: Progre
 
 def _count(batches: Iterator[Batch], encoder: "Encoder", progress: Progress) -> dict:
     row = {"documents": 0, "text_bytes": 0, "tokens": 0}
+    # Reads the next batches while this one is encoded.
     for batch in prefetch(batches):
         tokens, _ = encoder.encode(batch.texts, batch.wheres)
         row["documents"] += len(batch.texts)
@@ -118,14 +121,16 @@ def _count(batches: Iterator[Batch], encoder: "Encoder", progress: Progress) -> 
 
 
 def _first_documents(batches: Iterator[Batch], count: int | None) -> Iterator[Batch]:
-    """The batches, cut after `count` documents."""
+    """Yield the batches, cut after `count` documents."""
     for batch in batches:
         columns = (batch.texts, batch.wheres, batch.num_bytes, batch.draws)
         yield Batch(batch.source, *(list(islice(column, count)) for column in columns))
+        # Stop before the next batch is read: the source may be a hub dataset of many files.
         if count is not None and (count := count - len(batch.texts)) <= 0:
             return
 
 
 def _with_ratios(row: dict, token_bytes: int) -> dict:
+    # max: a source without text has no tokens.
     bytes_per_token = row["text_bytes"] / max(1, row["tokens"])
     return {**row, "bytes_per_token": bytes_per_token, "compression": bytes_per_token / token_bytes}

@@ -1,6 +1,6 @@
-"""A batch of texts to one flat array of tokens, with a share of the documents encoded twice and compared.
+"""Encode a batch of texts to one flat array of tokens; a share of the documents is encoded twice and compared.
 
-The fast backend encodes if it fits the tokenizer and agrees with the reference on what it is tried with.
+The fast backend is used if it fits the tokenizer and agrees with the reference on the trial texts.
 """
 
 import json
@@ -15,22 +15,22 @@ from pretraining.data.tokenizer import TokenizerInfo
 from pretraining.errors import UserError, nearest
 
 CHECKED_ONE_IN = 500
-"""Documents a backend encodes for each one that the reference encodes too."""
+"""One of this many documents is also encoded by the reference."""
 
 HASHED_CHARACTERS = 512
-"""Of either end of a text, for the draw that decides whether it is checked."""
+"""Characters of each end of a text that decide if it is checked."""
 
 
 LONG_DOCUMENT = 200
-"""Tokens of the average document from which a copy for each costs less than a mask over all tokens."""
+"""From this average length in tokens on, one copy for each document costs less than a mask over all tokens."""
 
 AUTO = "auto"
 SAMPLE_CHARACTERS = 1 << 16
-"""Of the corpus, in the check at the start: some 60 ms of the reference."""
+"""Characters of the corpus in the check at the start: they take the reference some 60 ms."""
 
 
 class Encoder:
-    """Turns texts into tokens of the shards' type, an EOS after each document. It uses every core, without the GIL."""
+    """Turn texts into tokens of the shards' type, with an EOS after each document, on every core, without the GIL."""
 
     def __init__(self, backend: Backend, reference: Reference, eos_token_id: int, dtype: np.dtype):
         self.backend, self.reference = backend, reference
@@ -38,9 +38,9 @@ class Encoder:
         self.note: str | None = None
         """A sentence for the user if `auto` fell back to the reference."""
         self.vocab_size = 0
-        """Of the tokenizer; set by `open`."""
+        """Size of the tokenizer's vocabulary; set by `open`."""
         self.num_checked = 0
-        """Documents that both have encoded, equally."""
+        """Documents that both have encoded, with equal results."""
 
     @classmethod
     def open(
@@ -54,11 +54,12 @@ class Encoder:
     ) -> "Encoder":
         """Open the encoder of a tokenizer folder that `data.encoder` asks for.
 
-        A fast backend first encodes built-in adversarial strings and the front of `sample` as the reference
-        does. `num_threads` bounds the threads of this process's backends; only the first one opened can set
-        it (default: every core). Raises UserError for a backend that is unknown, or named and unfit.
+        A fast backend must first encode built-in adversarial strings and the beginning of `sample` as the reference
+        does. `num_threads` limits the threads of this process's backends; only the first one opened can set it
+        (default: every core). Raises UserError for a backend that is unknown, or that is named and does not fit.
         """
         if num_threads is not None:
+            # Before the backend loads: rayon reads it once, when its threads start.
             os.environ["RAYON_NUM_THREADS"] = str(num_threads)
         chosen, reference, note = _choose_backend(folder, backend, _sample_of(sample or []))
         encoder = cls(chosen, reference, info.eos_token_id, dtype)
@@ -94,10 +95,11 @@ class Encoder:
 
 
 def is_checked(text: str) -> bool:
-    """Is this one of the documents both encode? One in `CHECKED_ONE_IN`, by its text alone."""
+    """Say if both encode this document. The text alone decides, for one in `CHECKED_ONE_IN`."""
     import xxhash
 
     ends = text[:HASHED_CHARACTERS] + text[-HASHED_CHARACTERS:]
+    # The length is the seed: it tells texts with equal ends apart.
     return xxhash.xxh3_64_intdigest(ends.encode("utf-8", "replace"), len(text)) % CHECKED_ONE_IN == 0
 
 
@@ -107,12 +109,12 @@ def close_documents(
     """Put an EOS after each text of `offsets` [texts + 1]; returns the tokens and where each text then ends."""
     ends = offsets[1:] + np.arange(1, len(offsets))
     tokens = np.empty(len(ids) + len(ends), dtype)
-    tokens[ends - 1] = eos_token_id
+    tokens[ends - 1] = eos_token_id  # places in `tokens`, which the EOS of earlier documents have shifted
     if len(ids) < LONG_DOCUMENT * len(ends):
         ordinary = np.ones(len(tokens), bool)
         ordinary[ends - 1] = False
         tokens[ordinary] = ids
-    else:  # a copy for each document, where there are few
+    else:  # few long documents: one copy for each
         for number, (first, last) in enumerate(pairwise(offsets.tolist())):
             tokens[first + number : last + number] = ids[first:last]
     return tokens, ends
@@ -152,19 +154,21 @@ def _choose_backend(folder: Path, wanted: str, sample: list[str]) -> tuple[Backe
 
 
 def _ordinary_content(folder: Path) -> tuple[str, dict[str, int]]:
-    """Read tokenizer.json without its special tokens, so that text which spells one stays text; and these tokens.
+    """Read tokenizer.json without its special tokens and without padding, truncation and framing.
 
-    What only pads, cuts or frames is taken out as well.
+    Also returns the special tokens: {content: id}.
     """
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     special = {token["content"]: token["id"] for token in content["added_tokens"] if token["special"]}
+    # Text that spells a special token must stay text.
     content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+    # These would add tokens to a document, or cut it.
     content["post_processor"] = content["truncation"] = content["padding"] = None
     return json.dumps(content), special
 
 
 def _checked_backend(name: str, content: str, reference: Reference, texts: list[str]) -> Backend:
-    """Load the backend `name`; `_Unfit` unless it encodes `texts` as the reference does."""
+    """Load the backend `name`; raise `_Unfit` unless it encodes `texts` as the reference does."""
     try:
         backend = BACKENDS[name](content)
         found = backend.encode_flat(texts)
@@ -182,7 +186,7 @@ def _checked_backend(name: str, content: str, reference: Reference, texts: list[
 
 
 def _refuse_special_ids(reference: Reference, special: dict[str, int]) -> None:
-    """Raise UserError if even as ordinary text a special token's spelling becomes that token."""
+    """Raise UserError if the spelling of a special token, read as ordinary text, becomes that token."""
     ids, offsets = reference.encode_flat(list(special))
     for (token, number), start, stop in zip(special.items(), offsets, offsets[1:], strict=False):
         if number in ids[start:stop]:
@@ -196,6 +200,7 @@ def _first_difference(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarra
     """Find the first text whose ids differ between two flat encodings; None if there is none."""
     if all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True)):
         return None
+    # Something differs: look for the first document, one by one.
     (ids, offsets), (ids_there, offsets_there) = one, other
     for number in range(len(offsets) - 1):
         here = ids[offsets[number] : offsets[number + 1]]
@@ -205,11 +210,12 @@ def _first_difference(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarra
 
 
 def _sample_of(texts: list[str]) -> list[str]:
-    """Take whole texts from the front of `texts`, `SAMPLE_CHARACTERS` in all; a longer first one is cut."""
+    """Take whole texts from the front of `texts`, `SAMPLE_CHARACTERS` in all; cut the last one."""
     kept, left = [], SAMPLE_CHARACTERS
     for text in texts:
         if left <= 0:
             break
+        # A first text longer than the limit still gives a sample.
         kept.append(text[:left])
         left -= len(text)
     return kept

@@ -1,8 +1,8 @@
-"""Three tokenizers behind one call: a batch of texts in, all their ids in one flat array out.
+"""Call three tokenizers the same way: a batch of texts in, all their ids in one flat array out.
 
-Each takes the content of a tokenizer.json. `encode_flat(texts)` gives `ids` [tokens], uint32, and `offsets`
+Each takes the content of a tokenizer.json. `encode_flat(texts)` returns `ids` [tokens], uint32, and `offsets`
 [texts + 1], int64: text i is `ids[offsets[i]:offsets[i + 1]]`. All of them work in rayon's threads, without the
-GIL. `adversarial_texts` are the strings to try them with.
+GIL. `adversarial_texts` makes the strings to try them with.
 """
 
 import random
@@ -23,7 +23,7 @@ class Backend(Protocol):
 
 
 class Reference:
-    """Hugging Face `tokenizers`: defines what is right, and covers every tokenizer.json."""
+    """Encode by Hugging Face `tokenizers`, which defines the right result and reads every tokenizer.json."""
 
     name = "tokenizers"
 
@@ -34,12 +34,13 @@ class Reference:
 
     def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode a batch; see the module."""
+        # The fast variant leaves out the character offsets, which nobody needs here.
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return _join_flat([np.array(encoding.ids, np.uint32) for encoding in encodings])
 
 
 class Fastokens:
-    """`fastokens`: PCRE2 and a merge table of its own; equal to the reference wherever it was compared."""
+    """Encode by `fastokens`: PCRE2 and a merge table of its own. It agreed with the reference in every comparison."""
 
     name = "fastokens"
 
@@ -51,11 +52,15 @@ class Fastokens:
     def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode a batch; see the module."""
         ids, offsets = self._tokenizer.encode_batch_flat(texts)
+        # Buffers of bytes: read as they are, without a copy.
         return np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.int64)
 
 
 class Gigatoken:
-    """`gigatoken`: follows a newer Unicode than the reference, which therefore gets the texts that would show it."""
+    """Encode by `gigatoken`, which follows a newer Unicode than the reference.
+
+    The reference encodes the texts for which this matters.
+    """
 
     name = "gigatoken"
 
@@ -76,6 +81,7 @@ class Gigatoken:
         self, texts: list[str], uncovered: list[int], ids: np.ndarray, offsets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Encode the texts at `uncovered` by the reference instead."""
+        # Lengths may change, so the flat arrays are made again.
         documents = np.split(ids, offsets[1:-1])
         exact, starts = self._reference.encode_flat([texts[number] for number in uncovered])
         for position, number in enumerate(uncovered):
@@ -87,25 +93,27 @@ def _join_flat(documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Join arrays of ids, one a text, into flat ids and offsets."""
     offsets = np.zeros(len(documents) + 1, np.int64)
     np.cumsum([len(document) for document in documents], out=offsets[1:])
+    # The empty array sets the type if there are no documents.
     return np.concatenate([*documents, np.empty(0, np.uint32)]), offsets
 
 
 BACKENDS = {backend.name: backend for backend in (Fastokens, Gigatoken, Reference)}
 
 
-# Code points whose category depends on whose Unicode tables one asks. Pre-tokenizers split at letters and digits: a
-# code point that was assigned last year is a letter to a library with new tables and nothing to one with old tables.
-# Private-use ones are read differently as well.
+# Code points whose category depends on the version of the Unicode tables. Pre-tokenizers split at letters and digits:
+# a code point assigned last year is a letter for a library with new tables, and nothing for one with old tables.
+# Libraries also differ on private-use code points.
 
 _UNCERTAIN = {"Cn", "Co"}
-"""Unassigned (in this Python's tables) and private use."""
+"""Categories of code points that are unassigned (in this Python's tables) or for private use."""
 
 _ASSIGNED_PLANES = 0x40000
-"""No character is assigned beyond, save tags and variation selectors, which are left to the reference too."""
+"""Beyond it only tags and variation selectors are assigned; texts with these go to the reference too."""
 
 
 def uncovered_texts(texts: list[str]) -> list[int]:
-    """List the numbers of the texts with such a code point; pure ASCII costs nothing."""
+    """List the numbers of the texts with such a code point."""
+    # `isascii` first: Python stores the answer with each text, so pure ASCII costs nothing.
     return [number for number, text in enumerate(texts) if not text.isascii() and _is_uncertain(text)]
 
 
@@ -116,7 +124,7 @@ def _is_uncertain(text: str) -> bool:
 
 @cache
 def _uncertain_table() -> np.ndarray:
-    """[0x110000], bool: is this code point one of `_UNCERTAIN`?"""
+    """Make a table, [0x110000] bool, that says if a code point is one of `_UNCERTAIN`."""
     table = np.ones(0x110000, bool)
     categories = (unicodedata.category(chr(code)) in _UNCERTAIN for code in range(_ASSIGNED_PLANES))
     table[:_ASSIGNED_PLANES] = np.fromiter(categories, bool, _ASSIGNED_PLANES)
@@ -126,7 +134,7 @@ def _uncertain_table() -> np.ndarray:
 # Strings on which tokenizers that claim to agree have been seen to differ.
 
 _STRIDE = 61
-"""Every 61st code point is looked at: 18,000 of them, some of every large category."""
+"""Looks at every 61st code point: 18,000 of them, some of every large category."""
 
 _PER_CATEGORY = 12
 
@@ -170,7 +178,7 @@ _WRITTEN_OUT = (
 
 
 def adversarial_texts(special_tokens: list[str], seed: int = 0, num_random: int = 300) -> list[str]:
-    """Make trial strings: those above, every Unicode category in several surroundings, mixtures, specials spelled."""
+    """Make trial strings: those above, every Unicode category in several surroundings, mixtures, spelled specials."""
     pools = _code_points_by_category()
     singles = [text for pool in pools.values() for character in pool for text in _surrounded(character)]
     spelled = [text for token in special_tokens for text in (token, f"a{token}b", f" {token}\n{token}")]
@@ -179,9 +187,11 @@ def adversarial_texts(special_tokens: list[str], seed: int = 0, num_random: int 
 
 def _code_points_by_category() -> dict[str, list[str]]:
     """Pick up to `_PER_CATEGORY` characters of each Unicode category but surrogates, spread over its range."""
+    # Categories of so few characters that the stride may miss them.
     pools: dict[str, list[str]] = {"Zl": ["\u2028"], "Zp": ["\u2029"], "Cc": ["\0", "\t", "\n", "\r", "\x7f"]}
     for code in range(0x20, 0x110000, _STRIDE):
         category = unicodedata.category(chr(code))
+        # Surrogates alone are no text: UTF-8 cannot encode them.
         if category != "Cs":
             pools.setdefault(category, []).append(chr(code))
     return {name: pool[:: -(-len(pool) // _PER_CATEGORY)] for name, pool in sorted(pools.items())}
@@ -197,6 +207,7 @@ def _surrounded(character: str) -> tuple[str, ...]:
 
 def _mixtures(pools: dict[str, list[str]], special_tokens: list[str], seed: int, count: int) -> list[str]:
     """Draw random strings over the categories, whitespace runs, digits, contractions and special tokens."""
+    # A generator of its own: the same seed tries the same strings on every machine.
     draw = random.Random(seed)
     parts = [" ", "  ", "\n", "\t", "'s", "'ll", "the", " of", "12", "345", "_", "...", *special_tokens]
     names = list(pools)

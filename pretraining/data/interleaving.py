@@ -1,10 +1,10 @@
-"""How the sources of a mixture are interleaved: which source the i-th sample comes from, and which draw of it that is.
+"""Interleave the sources of a mixture: say which source the i-th sample comes from, and which draw of it that is.
 
 Source s is due T_s(i) samples among the run's first i: a line of slope share_s in each stage. Its j-th draw may
-happen once T_s > j - 1 and must have happened when T_s >= j. Such windows can always be met, for any shares and
-any change of shares, and taking the released draw with the earliest deadline meets them (Tijdeman, "The chairman
-assignment problem", 1980; Baruah et al., "Proportionate progress", 1996). So at every i each source has had
-T_s(i) rounded down or up: never one sample away from the promise.
+happen once T_s > j - 1 and must have happened when T_s >= j. These windows can always be met, for any shares and
+any change of shares: always take the released draw with the earliest deadline (Tijdeman, "The chairman assignment
+problem", 1980; Baruah et al., "Proportionate progress", 1996). So at every i each source has had T_s(i), rounded down
+or up: less than one sample away from the promise.
 """
 
 import heapq
@@ -16,13 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 _NEVER = 1 << 46
-"""A deadline, in samples, that no run reaches; with the source's number it still fits 63 bits."""
+"""A deadline, in samples, that no run reaches. As part of a key, with the source's number, it still fits 63 bits."""
 
 MAX_PERIOD = 1 << 20
-"""The longest period that is laid out sample by sample; the smallest share is one in as many."""
+"""The longest period that is laid out sample by sample; the smallest share is one sample in this many."""
 
 _GRID_STEPS_OF_SMALLEST = 512
-"""How many grid steps the smallest share gets if the grid may be fine enough: within 0.1 % of the wish."""
+"""Grid steps of the smallest share, if the grid can be so fine: then it is within 0.1 % of the wish."""
 
 
 class InterleavedStage(NamedTuple):
@@ -40,12 +40,12 @@ class InterleavedStage(NamedTuple):
 
     @property
     def period(self) -> int:
-        """Samples until the sequence of sources repeats."""
+        """Count the samples until the sequence of sources repeats."""
         return sum(self.counts)
 
     @property
     def shares(self) -> list[Fraction]:
-        """[sources]: what is promised."""
+        """Return the promised shares: [sources]."""
         return [Fraction(count, self.period) for count in self.counts]
 
 
@@ -64,7 +64,7 @@ class _Cycle(NamedTuple):
 
 
 class Interleaving:
-    """sample -> (source, draw) over the stages of a run, in O(1); draws of a source run on from stage to stage."""
+    """Map sample -> (source, draw) over the stages of a run, in O(1); a source's draws go on from stage to stage."""
 
     def __init__(self, stages: Sequence[InterleavedStage]):
         self.stages = tuple(stages)
@@ -74,6 +74,7 @@ class Interleaving:
         drawn = [0] * self.num_sources
         for stage in self.stages:
             drawn = self._lay_out(stage, drawn)
+        # For `searchsorted`: the pieces are in the order of their first samples.
         self._starts = np.array([cycle.start for cycle in self._cycles], np.int64)
 
     def _lay_out(self, stage: InterleavedStage, drawn: list[int]) -> list[int]:
@@ -102,6 +103,7 @@ class Interleaving:
         last_regular: int | None,
     ) -> list[int]:
         """Repeat `cycle` from `position` as often as it fits; then finish the stage."""
+        # A cycle of one period that was added last can itself be repeated.
         if len(cycle) > 1 or cycle[0] is not self._cycles[-1]:
             self._add(position, np.concatenate([piece.sources for piece in cycle]), drawn)
         if last_regular is None:
@@ -113,7 +115,7 @@ class Interleaving:
         return self._finish(stage, position, drawn)
 
     def _finish(self, stage: InterleavedStage, position: int, drawn: list[int]) -> list[int]:
-        """The samples up to the stage's border, laid out one by one."""
+        """Lay out the samples up to the stage's border one by one."""
         if position >= stage.stop:
             return drawn
         piece, after = self._targets.draw(position, stage.stop, drawn)
@@ -123,6 +125,7 @@ class Interleaving:
     def _add(self, start: int, sources: np.ndarray, drawn: list[int]) -> _Cycle:
         ranks = np.empty(len(sources), np.int32)
         per_cycle = np.bincount(sources, minlength=self.num_sources)
+        # Stable, so that samples of one source keep their order and their ranks count up.
         by_source = np.argsort(sources, kind="stable")
         firsts = np.repeat(np.cumsum(per_cycle) - per_cycle, per_cycle)
         ranks[by_source] = np.arange(len(sources)) - firsts
@@ -132,6 +135,7 @@ class Interleaving:
     def draws(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the sources [n] of samples [n] of the run, and which draw of its source each is [n], int64."""
         samples = np.asarray(samples, np.int64)
+        # The last piece that starts at or before the sample.
         which = np.searchsorted(self._starts, samples, side="right") - 1
         sources, draws = np.empty_like(samples), np.empty_like(samples)
         for number in np.unique(which):
@@ -146,6 +150,7 @@ class Interleaving:
         """Count the run's first `num_samples` samples that come from each source: [sources], int64."""
         if num_samples == 0:
             return np.zeros(self.num_sources, np.int64)
+        # By the last sample: at a border, `num_samples` itself belongs to the next piece.
         cycle = self._cycles[int(np.searchsorted(self._starts, num_samples - 1, side="right")) - 1]
         times, rest = divmod(num_samples - cycle.start, len(cycle.sources))
         partial = np.bincount(cycle.sources[:rest], minlength=self.num_sources)
@@ -157,10 +162,11 @@ class Interleaving:
 
 
 class _Targets:
-    """The lines T_s over the stages, and the draws that keep to them."""
+    """Compute the lines T_s over the stages, and the draws that keep to them."""
 
     def __init__(self, stages: Sequence[InterleavedStage]):
         self.stages = stages
+        # Fractions: a rounding error would add up over the samples of a run.
         self._dues = [[Fraction(0)] * len(stages[0].counts)]
         for stage in stages[:-1]:
             length = stage.stop - stage.start
@@ -168,17 +174,18 @@ class _Targets:
             self._dues.append([due + length * share for due, share in rows])
 
     def at(self, sample: int) -> list[Fraction]:
-        """[sources]: T(sample)."""
+        """Return T(sample): [sources]."""
         number = self._stage_at(sample)
         stage, dues = self.stages[number], self._dues[number]
         return [due + (sample - stage.start) * share for due, share in zip(dues, stage.shares, strict=True)]
 
     def deadline(self, source: int, draw: int) -> int:
-        """Sample by which draw number `draw` (0-based) must have happened: the first i with T(i) >= draw + 1."""
+        """Return the sample by which draw `draw` (0-based) must have happened: the first i with T(i) >= draw + 1."""
         for stage, dues in zip(self.stages, self._dues, strict=True):
             if not stage.counts[source]:
                 continue
             first = stage.start + ceil((draw + 1 - dues[source]) * stage.period / stage.counts[source])
+            # Due in this stage; else the shares of a later stage decide.
             if stage.stop is None or first <= stage.stop:
                 return first
         return _NEVER
@@ -198,14 +205,14 @@ class _Targets:
         return chosen.astype(np.uint16), [done + more for done, more in zip(drawn, counts, strict=True)]
 
     def _windows(self, source: int, start: int, stop: int, drawn: int) -> tuple[np.ndarray, np.ndarray]:
-        """First and last sample counts [n], [n] of the draws from number `drawn` on that may happen by `stop`."""
+        """Return first and last sample counts [n], [n] of the draws from `drawn` on that may happen by `stop`."""
         number = self._stage_at(start)
         stage, due = self.stages[number], self._dues[number][source]
         draws = range(drawn, max(drawn, ceil(self.at(stop)[source]) if stage.counts[source] else ceil(due)))
         if not stage.counts[source]:
             return np.full(len(draws), start), np.array([self.deadline(source, n) for n in draws], np.int64)
         base, slope = floor(due), stage.counts[source] * due.denominator
-        # Whole numbers from here on: thousands of Fractions would take seconds. Beyond 63 bits Python's own.
+        # Whole numbers from here on: thousands of Fractions would take seconds. Beyond 63 bits, Python's integers.
         part = due.numerator - base * due.denominator
         largest = (draws.stop - base + 1) * due.denominator * stage.period
         ahead = np.arange(
@@ -213,6 +220,7 @@ class _Targets:
         )
         behind = (ahead * due.denominator - part) * stage.period
         releases = stage.start + behind // slope + 1
+        # Two minus signs round the division up.
         deadlines = stage.start - (-(behind + due.denominator * stage.period) // slope)
         # Only the last draws can have deadlines behind the border, at the shares of a later stage.
         for place in range(len(draws) - 1, -1, -1):
@@ -226,8 +234,9 @@ class _Targets:
 
 
 def _earliest_deadlines(start: int, stop: int, releases: list[int], keys: list[int]) -> list[int]:
-    """For each sample the smallest key (deadline first) among those released and not yet taken."""
+    """Take for each sample the smallest key (deadline first) among those released and not yet taken."""
     ready, taken, place = [], [], 0
+    # A last release that is never reached, so that the inner loop needs no check of the end.
     releases.append(stop + 1)
     for i in range(start + 1, stop + 1):
         while releases[place] <= i:
@@ -240,8 +249,8 @@ def _earliest_deadlines(start: int, stop: int, releases: list[int], keys: list[i
 def counts_per_period(shares: Sequence[Fraction]) -> list[int]:
     """Return the samples of each source in one period, whose length is their sum: at most `MAX_PERIOD`.
 
-    Exact if the shares have a common denominator that small, as decimal weights do. Others are rounded to a grid of
-    2**-10 to 2**-20, by largest remainder; a share that is not zero never becomes zero.
+    The counts are exact if the shares have a small common denominator, as decimal weights do. Other shares are rounded
+    to a grid of 2**-10 to 2**-20, by largest remainder. A share that is not zero never becomes zero.
     """
     denominator = lcm(*(share.denominator for share in shares))
     if denominator <= MAX_PERIOD:
@@ -250,7 +259,7 @@ def counts_per_period(shares: Sequence[Fraction]) -> list[int]:
 
 
 def _grid_for(smallest: Fraction) -> int:
-    """The power of two that gives the smallest share `_GRID_STEPS_OF_SMALLEST`, or `MAX_PERIOD`."""
+    """Return the power of two that gives the smallest share `_GRID_STEPS_OF_SMALLEST` steps, or `MAX_PERIOD`."""
     grid = 1 << 10
     while grid < MAX_PERIOD and grid * smallest < _GRID_STEPS_OF_SMALLEST:
         grid *= 2
@@ -258,10 +267,12 @@ def _grid_for(smallest: Fraction) -> int:
 
 
 def _round_to_grid(shares: Sequence[Fraction], grid: int) -> list[int]:
-    """Counts that sum to `grid`: the largest remainders are rounded up, but never a share to nothing."""
+    """Round the shares to counts that sum to `grid`: the largest remainders are rounded up."""
+    # At least 1: a share that is not zero must not vanish.
     counts = [max(1, int(share * grid)) if share else 0 for share in shares]
     sources = [source for source, share in enumerate(shares) if share]
     while (missing := grid - sum(counts)) != 0:
+        # Counts raised to 1 may take the sum past the grid, so steps go both ways.
         step = 1 if missing > 0 else -1
         movable = [source for source in sources if counts[source] + step > 0]
         furthest = max(movable, key=lambda source: step * (shares[source] * grid - counts[source]))

@@ -1,4 +1,5 @@
-"""manifest.json: what a data set holds and came from. It is written last, so its presence means done."""
+"""Read and compare manifest.json: what a data set holds and came from. It is written last: if it is there, the data
+set is complete."""
 
 import hashlib
 import json
@@ -25,8 +26,8 @@ DECIDING_KEYS = (
     "dedup",
     "decontaminate",  # these four: which documents are left out
 )
-"""The keys of a recipe's data section that decide the prepared bytes. Every other one says how these are read, or how
-fast they are made: a change of it needs no preparation."""
+"""The keys of a recipe's data section that decide the prepared bytes. All other keys say how the bytes are read, or how
+fast they are made. A change of such a key needs no new preparation."""
 
 DECIDING_SOURCE_KEYS = (
     "builtin",
@@ -37,7 +38,7 @@ DECIDING_SOURCE_KEYS = (
     "revision",  # which files or rows
     "text_column",  # which of their columns
 )
-"""The same of each entry in `sources`: its name, weight and max_epochs say how a run mixes it."""
+"""The same for each entry in `sources`. Its name, weight and max_epochs only say how a run mixes it."""
 
 
 _SPLIT = {"type": "object", "required": ["documents", "tokens", "bytes", "dtype", "checksum", "shards"]}
@@ -55,11 +56,11 @@ SHAPE = {
         "sources": {"type": "array"},
     },
 }
-"""What every reader of a manifest takes for granted."""
+"""What every reader of a manifest relies on."""
 
 
 def deciding_section(data: dict) -> dict:
-    """The part of a data section that decides the prepared bytes; what it leaves out has its default."""
+    """Take the part of a data section that decides the prepared bytes; a key that is not given has its default."""
     whole = filled(data, recipe_schema()["properties"]["data"])
     sources = [
         {key: spec[key] for key in DECIDING_SOURCE_KEYS if spec.get(key) is not None}
@@ -69,13 +70,14 @@ def deciding_section(data: dict) -> dict:
 
 
 def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None = None) -> list[str]:
-    """In what a prepared data set differs from what a data section asks for, one short text each.
+    """List how a prepared data set differs from what a data section asks for, one short text for each difference.
 
-    The reading keys of either do not count, nor what one of them does not say: data sets of earlier versions stay
-    what they are. `fingerprints` are the sources' as they are now; None if they need not be there.
+    Keys that only say how data is read do not count. `fingerprints` are those of the sources now; None if the sources
+    need not be there.
     """
     if "converted_from" in manifest:
         return [f"it was converted from {manifest['converted_from']['format']} files, not prepared from text"]
+    # A difference of keys says most, so it is reported alone.
     found = differences(deciding_section(manifest["data"]), deciding_section(data), "data")
     if found:
         return list(map(str, found))
@@ -90,18 +92,20 @@ def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None
 
 
 def tokenizer_difference(manifest: dict, data: dict) -> str | None:
-    """What is wrong with a folder that `data.tokenizer` names: it holds another one than the data was made with."""
+    """Report if the folder that `data.tokenizer` names holds another tokenizer than the data was made with."""
+    # None: a hub name or a trained tokenizer has no local file to compare.
     if local_fingerprint(data["tokenizer"]) in (None, manifest["tokenizer"]["fingerprint"]):
         return None
     return f"data.tokenizer: {data['tokenizer']} holds another one than the data was made with"
 
 
 def fitting_beside(folder: Path, data: dict, fingerprints: list[dict] | None = None) -> str:
-    """`; <kept> fits: ...` if one of the data sets kept beside `folder`, or where it leads, is what is asked for."""
+    """Return `; <kept> fits: ...` if a data set kept beside `folder` (or its link's target) is what is asked for."""
+    # Resolved: data sets are kept beside the folder that a link leads to.
     for path in kept_beside(folder.resolve()):
         try:
             manifest = read_manifest(path)
-        except (UserError, OSError):
+        except (UserError, OSError):  # damaged or unreadable: not worth naming
             continue
         if manifest and not data_differences(manifest, data, fingerprints):
             return f"; {path} fits: {reading_options(path, folder.parent)}"
@@ -109,13 +113,13 @@ def fitting_beside(folder: Path, data: dict, fingerprints: list[dict] | None = N
 
 
 def reading_options(kept: Path, data_root: Path) -> str:
-    """What a run is to be given that goes on with a data set kept aside."""
+    """Write the options with which a run goes on with a data set kept aside."""
     elsewhere = f"--data_dir {kept.parent} " if kept.parent != data_root.resolve() else ""
     return f"{elsewhere}--set data.name={kept.name}"
 
 
 def consulted(data: dict) -> dict:
-    """What filters and decontamination go by, with checksums of the files they read, each under its dotted key."""
+    """Describe what filters and decontamination use, with checksums of the files they read, under dotted keys."""
     found = {}
     if data.get("filters"):
         from pretraining.data.quality.chain import FilterChain
@@ -128,6 +132,7 @@ def consulted(data: dict) -> dict:
         found["data.decontaminate.folder"] = {
             "files": fingerprint_of_sets(data["decontaminate"]["folder"], [])
         }
+    # As the manifest gives it back: JSON has no tuples, and its keys are strings.
     return json.loads(json.dumps(found))
 
 
@@ -143,7 +148,8 @@ def _changed_rules(there: dict, data: dict) -> list[str]:
 
 
 def _common_differences(there: dict, here: dict, key: str) -> list[Difference]:
-    """Those in what both say: one of another version may say more."""
+    """List the differences in the keys that both have."""
+    # A manifest of another version may have more keys or fewer. Its data set stays valid.
     common = [name for name in here if name in there]
     return differences({name: there[name] for name in common}, {name: here[name] for name in common}, key)
 
@@ -163,12 +169,12 @@ def _files(number: int) -> str:
 
 
 def digest_of(*parts: Any) -> str:
-    """blake2b of JSON values, independent of the order of their keys."""
+    """Compute blake2b of JSON values, independent of the order of their keys."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def content_fingerprint(splits: dict) -> str:
-    """Identity of the tokens, whatever machine or folder holds them; it keys the order."""
+    """Compute the identity of the tokens, the same on every machine and in every folder; it keys the order."""
     return digest_of([[name, splits[name]["dtype"], splits[name]["checksum"]] for name in sorted(splits)])
 
 
@@ -176,28 +182,30 @@ def entropy_bits(counts: "numpy.ndarray") -> float:
     """Compute the total bits that tokens of these counts [vocab_size] cost under their own frequencies."""
     import numpy as np
 
+    # An id that never occurs costs nothing, and its logarithm would be minus infinity.
     seen = counts[counts > 0]
     return float(-(seen * np.log2(seen / seen.sum())).sum())
 
 
 def read_manifest(folder: Path) -> dict | None:
-    """The manifest of a finished data set, or None where there is none; UserError where it cannot be read."""
+    """Read the manifest of a finished data set, None if there is none; UserError if it cannot be read."""
     path, remedy = folder / MANIFEST_NAME, f"delete {folder} and prepare the data again"
     try:
         content = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except ValueError as error:  # not UTF-8
         raise UserError(f"{path}: damaged manifest; {remedy}") from error
     return parse_manifest(content, str(path), remedy, remedy)
 
 
 def parse_manifest(content: str | bytes, where: str, if_damaged: str, if_other_format: str) -> dict:
-    """The manifest in `content`; UserError names `where` it is and the remedy that fits."""
+    """Parse the manifest in `content`; a UserError names the place `where` and the remedy that fits."""
     try:
         manifest = json.loads(content)
     except ValueError as error:
         raise UserError(f"{where}: damaged manifest; {if_damaged}") from error
+    # Before the shape: a manifest of another format is not damaged, and needs another remedy.
     if isinstance(manifest, dict) and manifest.get("format") != FORMAT:
         found = manifest.get("format")
         raise UserError(f"{where}: format {found}, this code reads {FORMAT}; {if_other_format}")
@@ -209,7 +217,7 @@ def parse_manifest(content: str | bytes, where: str, if_damaged: str, if_other_f
 
 
 def verify(folder: Path) -> int:
-    """Read every shard whole and compare checksums; the bytes read. UserError names a damaged file."""
+    """Read every shard whole and compare checksums; return the bytes read. A UserError names a damaged file."""
     from pretraining.data.shards import checksum_of_file
 
     manifest = read_manifest(folder)
@@ -230,7 +238,7 @@ def verify(folder: Path) -> int:
 
 
 def num_shard_bytes(manifest: dict) -> int:
-    """Bytes of all shards on disk."""
+    """Sum the bytes of all shards on disk."""
     return sum(shard["size"] for entry in manifest["splits"].values() for shard in entry["shards"])
 
 

@@ -1,4 +1,4 @@
-"""Several sources in one run: the mixture that a recipe asks for, over prepared data, and what it promises.
+"""Mix several sources in one run: build the mixture of a recipe over prepared data, and say what it promises.
 
 No source is read more often than the recipe allows.
 """
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from pretraining.recipe import Recipe
 
 DEFAULT_MAX_EPOCHS = 1
-"""Of a source in a mixture: repeating text is a choice to be stated (Muennighoff et al. 2023: up to 4 cost little)."""
+"""Epochs of a source in a mixture: a recipe must ask for more (Muennighoff et al. 2023: up to 4 cost little)."""
 
 _ROUNDING_SLACK = Fraction(1, 500)
-"""By which the rounding of shares to the grid may pass a limit that the shares as written keep."""
+"""How far shares rounded to the grid may pass a limit that the shares as written keep."""
 
 _ALIKE = 0.02
-"""Two mixtures are alike if no source's shares differ by as much."""
+"""Two mixtures are alike if the shares of every source differ by less than this."""
 
 _MOST_NAMED = 3
-"""Sources that a note names, those that differ most."""
+"""The number of sources that a note names: those that differ most."""
 
 
 class Mixture(NamedTuple):
@@ -44,19 +44,20 @@ class Mixture(NamedTuple):
 
     @property
     def num_blocks(self) -> list[int]:
-        """[sources]: blocks of each."""
+        """Count the blocks of each source: [sources]."""
         return [split.num_blocks(self.sequence_length) for split in self.splits]
 
     def table(self, num_samples: int) -> dict:
         """Return shares, tokens and epochs of each source, per stage and over the run's first `num_samples` samples.
 
-        "promised" is the printed share, as a fraction of whole numbers beside its decimal value; "realised" is the
-        share of the blocks that are drawn, which never differs by a whole block. "validation_note" says how the
-        validation's shares differ, if they do.
+        "promised" is the printed share: a decimal value, and beside it a fraction of whole numbers. "realised" is the
+        share of the blocks that are drawn. The two never differ by a whole block. "validation_note" says how the
+        shares of the validation split differ, if they do.
         """
         stages = []
         for stage in self.interleaving.stages:
             stop = num_samples if stage.stop is None else min(stage.stop, num_samples)
+            # A short run may end before a later stage begins.
             if stop > stage.start:
                 stages.append(self._table_part(stage.start, stop, stage))
         run = self._table_part(0, num_samples)
@@ -70,7 +71,7 @@ class Mixture(NamedTuple):
         }
 
     def _table_part(self, start: int, stop: int, stage: InterleavedStage | None = None) -> dict:
-        """The samples [start, stop) and a row a source: of one stage, or of the whole run."""
+        """Describe the samples [start, stop), of one stage or of the whole run, with a row for each source."""
         drawn = self.interleaving.realised(stop) - self.interleaving.realised(start)
         due_before, due_after = self.interleaving.promised(start), self.interleaving.promised(stop)
         num_blocks, rows = self.num_blocks, []
@@ -101,6 +102,7 @@ def build_mixture(data: "PreparedData", recipe: "Recipe", num_samples: int) -> M
     if not is_mixed(recipe.data):
         _check_epochs_of_stream(recipe, data.train.num_blocks(length), num_samples, where)
         return None
+    # Shards of one source are consecutive, so each source is a stream of its own.
     train, validation = open_by_source(data.train), open_by_source(data.validation)
     splits = [_large_enough(train.get(source), name, length, where) for source, name in enumerate(names)]
     sizes = [split.num_blocks(length) for split in splits]
@@ -123,6 +125,7 @@ def open_by_source(split: TokenSplit) -> dict[int, TokenSplit]:
 def validation_by_source(data: "PreparedData", recipe: "Recipe") -> TokenSplit | dict[str, TokenSplit]:
     """Open the validation split: {source: its part} if several sources with names of their own hold text."""
     names, parts = source_names(recipe.data, display_path(recipe.path)), open_by_source(data.validation)
+    # Losses by source need names that tell the sources apart.
     if len(parts) < 2 or len(set(names)) < len(names):
         return data.validation
     return {names[number]: part for number, part in parts.items()}
@@ -141,19 +144,22 @@ def _large_enough(split: TokenSplit | None, name: str, sequence_length: int, whe
 def _check_epochs(
     mixture: Mixture, wished: Sequence[WishedStage], recipe: "Recipe", num_samples: int, where: str
 ) -> None:
-    """Refuse a run which reads a source more often than its `max_epochs`, with what would do instead."""
+    """Refuse a run which reads a source more often than its `max_epochs`, and list the remedies."""
     draws, length = mixture.interleaving.realised(num_samples), mixture.sequence_length
     for source, (name, num_blocks) in enumerate(zip(mixture.names, mixture.num_blocks, strict=True)):
         limit = recipe.data.sources[source].max_epochs
         limit = DEFAULT_MAX_EPOCHS if limit is None else limit
+        # By its decimal text: a limit of 1.1 means 11/10, not the nearest double.
         allowed = Fraction(repr(limit)) * num_blocks
         # The shares as written decide; those rounded to a grid may pass the limit by a hair.
         wish = _wished_draws(wished, source, num_samples)
         if wish <= allowed and draws[source] <= allowed * (1 + _ROUNDING_SLACK) + 1:
             continue
         most: Any = max(wish, int(draws[source]))
+        # Rounded up to a hundredth, so that the advised limit is enough.
         needed = ceil(most / num_blocks * 100) / 100
         remedies = [f"--set data.sources.{source}.max_epochs={needed:g}", "add text"]
+        # With several stages no single share or budget would do.
         if len(wished) == 1:
             share, samples_per_step = wished[0].shares[source], Fraction(recipe.tokens_per_step, length)
             remedies += _smaller_share_or_run(
@@ -168,7 +174,7 @@ def _check_epochs(
 
 
 def _wished_draws(wished: Sequence[WishedStage], source: int, num_samples: int) -> Fraction:
-    """Blocks of a source that the shares as written take from a run of `num_samples`."""
+    """Count the blocks of a source that the shares as written take for a run of `num_samples`."""
     stops = [num_samples if stage.stop is None else stage.stop for stage in wished]
     return sum((stop - stage.start) * stage.shares[source] for stage, stop in zip(wished, stops, strict=True))
 
@@ -176,7 +182,7 @@ def _wished_draws(wished: Sequence[WishedStage], source: int, num_samples: int) 
 def _smaller_share_or_run(
     share: Fraction, allowed: Fraction, num_samples: int, samples_per_step: Fraction, tokens_per_step: int
 ) -> list[str]:
-    """The largest share, rounded down to 6 digits, and the largest budget of whole steps, that fit."""
+    """Suggest the largest share that fits, rounded down to 6 digits, and the largest budget of whole steps."""
     largest = int(allowed / num_samples * 10**6) / 10**6
     steps = int(allowed / share / samples_per_step)
     return [
@@ -194,6 +200,7 @@ def _check_epochs_of_stream(recipe: "Recipe", num_blocks: int, num_samples: int,
     }
     if not limits:
         return
+    # All sources of a stream are read equally often, so the lowest limit decides.
     strictest = min(limits.values())
     allowed = Fraction(repr(strictest)) * num_blocks
     if num_samples <= allowed:
@@ -209,11 +216,11 @@ def _check_epochs_of_stream(recipe: "Recipe", num_blocks: int, num_samples: int,
 
 
 def _validation_note(rows: Sequence[dict], validation_tokens: Sequence[int]) -> str | None:
-    """One sentence for the reader of a training loss and a validation loss; None if both are of the same mixture.
+    """Write one sentence for a reader who compares training and validation loss; None if both have the same mixture.
 
-    rows: the run's, as `Mixture.table` makes them. validation_tokens: [sources] tokens of the validation split, which
-    keeps the sources' natural proportions.
+    rows: those of the run, as `Mixture.table` makes them. validation_tokens: [sources] tokens of the validation split.
     """
+    # Validation is never mixed: it keeps the natural proportions of the sources.
     total = sum(validation_tokens)
     if not total:
         return None
@@ -229,7 +236,7 @@ def _validation_note(rows: Sequence[dict], validation_tokens: Sequence[int]) -> 
 
 
 def format_table(table: dict) -> str:
-    """Format a mixture's table: a row a source for each stage, and for the run if there are several stages."""
+    """Format a mixture's table: a row for each source in each stage, and in the run if there are several stages."""
     width = max(6, *(len(row["source"]) for row in table["run"]["sources"]))
     heads = ("promised", "realised", "tokens", "epochs")
     lines = [f"{'source':<{width}}{heads[0]:>12}{heads[1]:>12}{heads[2]:>20}{heads[3]:>10}"]

@@ -1,7 +1,7 @@
-"""The order of a run: which block its i-th sample is, as arithmetic instead of an index file, and the shards it needs.
+"""Compute the order of a run: which block its i-th sample is, and which shards it needs.
 
-Every order is a pure function of the sample's position: nothing depends on ranks, micro-batch or accumulation, and a
-run can be resumed anywhere without reading what came before.
+The order is arithmetic, not an index file: a pure function of the sample's position. Nothing depends on ranks,
+micro-batch or accumulation. A run can be resumed anywhere without reading what came before.
 """
 
 import hashlib
@@ -16,17 +16,17 @@ from pretraining.data.interleaving import Interleaving
 _NUM_ROUNDS = 8
 
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-"""Of the splitmix64 finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+"""Constants of the splitmix64 finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
 
 _MULTIPLIERS_AS_INTEGERS = tuple(map(int, _MULTIPLIERS))
 _WORD = (1 << 64) - 1
 
 _FEW = 16
-"""Up to so many positions are cheaper one by one than as an array."""
+"""Up to this many positions are cheaper one by one than as an array."""
 
 
 class Order:
-    """Which block each sample of a run is."""
+    """Say which block each sample of a run is."""
 
     num_blocks: int
     group_size: int | None = None
@@ -37,12 +37,12 @@ class Order:
         raise NotImplementedError
 
     def positions(self, sample_indices: np.ndarray) -> np.ndarray:
-        """Return the positions [n], int64, in the undisturbed order: those of the run, unless windows are left out."""
+        """Return the positions [n], int64, in the full order: equal to those of the run unless windows are left out."""
         return np.asarray(sample_indices, np.int64)
 
     @property
     def orders(self) -> Sequence["Order"]:
-        """The order of each source: of a single stream, its own."""
+        """List the order of each source; for a single stream, this order itself."""
         return (self,)
 
 
@@ -62,13 +62,14 @@ class _EpochOrder(Order):
 
 
 class GlobalOrder(_EpochOrder):
-    """A fresh permutation of all blocks for every epoch, by (seed, fingerprint, epoch). Any sample costs O(1)."""
+    """Permute all blocks again for every epoch, by (seed, fingerprint, epoch). Any sample costs O(1)."""
 
     def __init__(self, num_blocks: int, seed: int, fingerprint: str):
         self.num_blocks, self.seed, self.fingerprint = num_blocks, seed, fingerprint
         self._permutation = Permutation(num_blocks)
 
     def _blocks_of_epoch(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        # The fingerprint is part of the key, so that another data set has another order under the same seed.
         return self._permutation.permute(positions, f"{self.seed}/{self.fingerprint}/{epoch}")
 
 
@@ -84,19 +85,20 @@ class _Epoch(NamedTuple):
 
 
 class GroupedOrder(_EpochOrder):
-    """Every epoch: the shards in a fresh order, `group_size` of them at a time, the blocks of a group shuffled.
+    """Shuffle the shards again for every epoch, take `group_size` of them at a time, and shuffle the blocks of a group.
 
-    For data that is streamed: samples of one group need `group_size` shards and, for a block that goes on over a
-    shard's end, the head of the next. By (seed, fingerprint, epoch); any sample costs O(log shards).
+    This is for streamed data: the samples of one group need `group_size` shards and, if a block crosses a shard's end,
+    the beginning of the next shard. The key is (seed, fingerprint, epoch). Any sample costs O(log shards).
     """
 
     def __init__(self, first_blocks: np.ndarray, group_size: int, seed: int, fingerprint: str):
-        """first_blocks: [shards + 1], as `blocks_starting` gives them."""
+        """first_blocks: [shards + 1], as `blocks_starting` returns them."""
         if group_size < 1:
             raise ValueError(f"group_size is {group_size}, must be at least 1")
         self.first_blocks = np.asarray(first_blocks, np.int64)
         self.num_blocks = int(self.first_blocks[-1])
         self.group_size, self.seed, self.fingerprint = group_size, seed, fingerprint
+        # A short shard may begin and end inside one block: no block starts in it.
         self._filled = np.flatnonzero(np.diff(self.first_blocks))
         self._epoch = lru_cache(maxsize=4)(self._arrange)
 
@@ -139,14 +141,15 @@ def blocks_starting(token_starts: np.ndarray, sequence_length: int, num_blocks: 
 
     token_starts: [shards + 1], the tokens before each shard, as `TokenSplit.token_starts` has them.
     """
+    # Rounded up: a block that a shard's start cuts belongs to the shard before. The last tokens may fill no block.
     return np.minimum(-(-np.asarray(token_starts, np.int64) // sequence_length), num_blocks)
 
 
 class MixedOrder(Order):
-    """The order over several sources, whose blocks are numbered through, source after source.
+    """Order the blocks of several sources, which are numbered source after source.
 
-    The interleaving says which draw of which source a sample is, and the source's own order which block that draw is:
-    epochs of a source follow each other without repeating a block inside one, whatever the shares do.
+    The interleaving says which draw of which source a sample is. The source's own order says which block that draw is.
+    So within an epoch of a source no block is repeated, whatever the shares are.
     """
 
     def __init__(self, interleaving: Interleaving, orders: Sequence[Order]):
@@ -171,9 +174,9 @@ class MixedOrder(Order):
 
 
 class OrderWithout(Order):
-    """The samples of `order` outside the windows [first, last) of its positions; O(1) a sample in the run.
+    """Take the samples of `order` outside the windows [first, last) of its positions.
 
-    What a rollback leaves out moves every later sample forward.
+    A rollback leaves such windows out, and every later sample moves forward.
     """
 
     def __init__(self, order: Order, left_out: Sequence[tuple[int, int]]):
@@ -181,6 +184,7 @@ class OrderWithout(Order):
         self.order, self.num_blocks = order, order.num_blocks
         windows = np.array(left_out, np.int64).reshape(-1, 2)
         self._shifts = np.concatenate([[0], np.cumsum(windows[:, 1] - windows[:, 0])])
+        # Where each window begins for the run, which has already left out the windows before it.
         self._starts = windows[:, 0] - self._shifts[:-1]
 
     @property
@@ -196,14 +200,14 @@ class OrderWithout(Order):
 
 
 class ShardNeeds:
-    """sample -> shard, for an order over the blocks of one or several splits: what a prefetch works from.
+    """Map sample -> shard, for an order over the blocks of one or several splits. A prefetch uses this.
 
-    A block belongs to the shard it starts in; if it ends in the next one, the few tokens there are not counted as a
+    A block belongs to the shard it starts in. If it ends in the next shard, the few tokens there do not count as a
     need of that shard.
     """
 
     def __init__(self, order: Order, first_blocks: Sequence[np.ndarray]):
-        """first_blocks: for each split [shards + 1], as `blocks_starting` gives them."""
+        """first_blocks: for each split [shards + 1], as `blocks_starting` returns them."""
         self.order = order
         bases = np.cumsum([0, *(int(starts[-1]) for starts in first_blocks)], dtype=np.int64)
         shifted = [starts[:-1] + base for starts, base in zip(first_blocks, bases, strict=False)]
@@ -219,7 +223,7 @@ class ShardNeeds:
 
 
 class Permutation:
-    """Keyed permutations of `num_blocks` numbers, any place of any of them in O(1).
+    """Compute keyed permutations of `num_blocks` numbers, any place of any of them in O(1).
 
     A Feistel network (Luby and Rackoff, 1988) over the next power of two, walked along its cycles until it
     reaches a block (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
@@ -247,7 +251,7 @@ class Permutation:
         return values.astype(np.int64)
 
     def _permute_one(self, value: int, keys: list[int]) -> int:
-        """`permute` for one position, in Python's integers: faster than arrays for a few."""
+        """Permute one position in Python's integers: for a few positions faster than arrays."""
         while True:
             high_bits, low_bits = self._widths
             for key in keys:
@@ -259,33 +263,37 @@ class Permutation:
                 return value
 
     def _feistel(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Permute [0, 2**bits): the halves swap each round, so an odd number of bits works too."""
+        """Permute the numbers of [0, 2**bits)."""
         high_bits, low_bits = self._widths
         for key in keys:
             low = values & np.uint64((1 << low_bits) - 1)
             high = values >> np.uint64(low_bits)
             mixed = (high ^ _scramble(low, key)) & np.uint64((1 << high_bits) - 1)
             values = (low << np.uint64(high_bits)) | mixed
+            # The halves swap each round, so an odd number of bits works too.
             high_bits, low_bits = low_bits, high_bits
         return values
 
 
 def _keys(label: str) -> np.ndarray:
-    """[_NUM_ROUNDS] uint64 keys of one permutation."""
+    """Make the keys of one permutation: [_NUM_ROUNDS] uint64."""
+    # Little-endian, so that every machine has the same order.
     return np.frombuffer(hashlib.blake2b(label.encode(), digest_size=8 * _NUM_ROUNDS).digest(), "<u8")
 
 
 def _scramble(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    """A well-mixed uint64 for each value under `key`; array arithmetic wraps modulo 2**64 silently."""
+    """Mix each value with `key` into a uint64."""
     mixed = values ^ key
+    # Products of arrays wrap modulo 2**64 without a warning.
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MULTIPLIERS[0]
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MULTIPLIERS[1]
     return mixed ^ (mixed >> np.uint64(31))
 
 
 def _scramble_one(value: int, key: int) -> int:
-    """`_scramble` of one value."""
+    """Mix one value as `_scramble` does."""
     mixed = value ^ key
+    # Python's integers do not wrap: `_WORD` keeps 64 bits.
     mixed = (mixed ^ mixed >> 30) * _MULTIPLIERS_AS_INTEGERS[0] & _WORD
     mixed = (mixed ^ mixed >> 27) * _MULTIPLIERS_AS_INTEGERS[1] & _WORD
     return mixed ^ mixed >> 31

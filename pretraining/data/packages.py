@@ -1,4 +1,4 @@
-"""Packages that only some users need: a missing one costs one sentence, never a traceback."""
+"""Import packages that only some users need: a missing one gives one sentence, never a traceback."""
 
 import importlib
 from types import ModuleType
@@ -7,10 +7,11 @@ from pretraining.errors import UserError
 
 
 def require(package: str, purpose: str) -> ModuleType:
-    """Import `package`, or say which purpose needs it and how to install it (`UserError`)."""
+    """Import `package`; if it is missing, a UserError says which purpose needs it and how to install it."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
+        # The package may be there, and one that it imports missing.
         missing = error.name or package
         raise UserError(
             f"{purpose} needs the package {missing!r}, which is not installed: pip install {missing}"

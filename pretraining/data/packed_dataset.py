@@ -1,4 +1,4 @@
-"""Token blocks as samples: what the Trainer indexes, already in the order of the run, and where they came from."""
+"""Serve token blocks as samples, which the Trainer indexes, in the order of the run; say where they came from."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -31,28 +31,27 @@ if TYPE_CHECKING:
     from pretraining.runtime.run_folder import RunFolder
 
 _COUNTED_BLOCKS = 32
-"""Blocks of a run whose windows are counted when it starts."""
+"""Blocks whose windows are counted when a run starts."""
 
 _MOST_SAMPLES = 16
-"""Samples of a step whose documents are named."""
+"""The most samples of a step whose documents are named."""
 
 
 class PackedDataset:
     """Map-style: `dataset[i]` is sample `first_sample + i` of the run: input_ids and labels, int64 [L] each.
 
-    Block b holds the tokens [b * L, b * L + L] of the stream: the first L are the input, the last L the
-    labels, which are thus the NEXT tokens, already shifted. Every token but the very first of the stream is a
-    target exactly once (but for an incomplete last block). With several splits, one a source, each is a stream
-    of its own, the blocks are numbered through, split after split, and a sample has the number of its split as
-    `source`, int64.
+    Block b holds the tokens [b * L, b * L + L] of the stream, both ends included. The first L are the input, the last L
+    the labels: they are the NEXT tokens, already shifted. Every token except the very first of the stream is a target
+    exactly once (an incomplete last block is left out). Several splits (one for each source) are streams of their own.
+    Their blocks are numbered split after split, and a sample has the number of its split as `source`, int64.
 
-    Without an `order` the blocks come in sequence and end with the last split (validation). With one, epochs
-    follow each other without end: `num_samples` bounds them (default: what is left of the first epoch). A resumed
-    run begins at `first_sample`: nothing that was consumed is read again. A `guard` looks at every block that is
-    read. With `masks_documents` a sample also has position_ids, and its labels are those of `masked_block`.
+    Without an `order` the blocks come in sequence and end with the last split (validation). With an order, epochs
+    follow each other without end, up to `num_samples` (default: the rest of the first epoch). A resumed run begins at
+    `first_sample`: nothing that was consumed is read again. A `guard` looks at every block that is read. With
+    `masks_documents` a sample also has position_ids, and its labels are those of `masked_block`.
 
-    With `packing` "best_fit" the documents near each other change places first, as `BestFit` says: the next token is
-    then that of the same document, or if it ends, the first one of the document packed behind it.
+    With `packing` "best_fit" documents near each other first change places, as `BestFit` says. The next token is then
+    that of the same document or, if this ends, the first one of the document packed behind it.
     """
 
     def __init__(
@@ -89,6 +88,7 @@ class PackedDataset:
                 )
         if self.order is not None and self.order.num_blocks != self.num_blocks:
             raise ValueError(f"order of {self.order.num_blocks} blocks for splits of {self.num_blocks}")
+        # With an order epochs follow each other without end, so any number of samples is there.
         if self.order is None and self.first_sample + self.num_samples > self.num_blocks:
             raise ValueError(
                 f"{self.num_samples} samples from {self.first_sample} of {self.num_blocks} blocks"
@@ -127,7 +127,7 @@ class PackedDataset:
     def read_block(self, block: int, sample: int | None = None) -> dict[str, np.ndarray]:
         """Read inputs and labels of one block, int64 [L] each: unmasked, two views of one array of L + 1 tokens.
 
-        If `sample`, its position in the run, is given, the guard looks at it.
+        The guard looks at it if `sample`, its position in the run, is given.
         """
         source, stretches = self.place(block)
         split = self.splits[source]
@@ -167,16 +167,17 @@ class PackedDataset:
 
 
 def _read(split: TokenSplit, stretches: list[Stretch]) -> np.ndarray:
-    """The tokens of the stretches, and the one that follows the last of them: the last input's target."""
+    """Read the tokens of the stretches, and the token after the last of them: the target of the last input."""
     *others, (start, stop) = stretches
-    # The target of the last input is the next token of its stretch; inside, that of a stretch is the first of the next.
+    # Only the last stretch needs one token more: behind any other, the next stretch begins with the target.
     last = split.read(start, stop + 1)
     return np.concatenate([*(split.read(*other) for other in others), last]) if others else last
 
 
 def _document_ends(split: TokenSplit, stretches: list[Stretch]) -> np.ndarray:
-    """Places in the block, from 1 to L, at which a document has just ended; each stretch but the last ends one."""
+    """Return the places in the block, from 1 to L, at which a document has just ended."""
     *others, (start, stop) = stretches
+    # Each stretch except the last ends with a document.
     ends = np.cumsum([other_stop - other_start for other_start, other_stop in others], dtype=np.int64)
     last = split.document_ends(start, stop) - start
     return np.append(ends, last + ends[-1]) if others else last
@@ -198,6 +199,7 @@ def build_training_dataset(
     splits = data.train if data.mixture is None else data.mixture.splits
     order = _order_of_run(data, recipe, data.mixture)
     num_samples = recipe.most_samples if num_samples is None else num_samples
+    # Wrapped only if needed: it costs a search for each batch.
     order = OrderWithout(order, left_out) if left_out else order
     return PackedDataset(
         splits,
@@ -236,18 +238,20 @@ def step_origins(
 ) -> Callable[[int], dict]:
     """Make a function of the optimizer step, counted from 1, that says where its samples came from, for alerts.
 
-    It returns {"samples", "documents", "flagged"}: [first, last) positions of the global order, as `inspect --sample`
-    takes them; the document in which each of the first `_MOST_SAMPLES` blocks starts; what the guard said of blocks of
-    the step. steps_before: steps of the run before the dataset begins.
+    It returns {"samples", "documents", "flagged"}. samples: [first, last) positions of the global order, as
+    `inspect --sample` takes them. documents: the document in which each of the first `_MOST_SAMPLES` blocks starts.
+    flagged: what the guard found in blocks of the step. steps_before: steps of the run before the dataset begins.
     """
     names = source_names(recipe.data, display_path(recipe.path))
     tokens_before, length = recipe.step_sizes.tokens_at(steps_before), recipe.sequence_length
 
     def first_sample(step: int) -> int:
+        # By tokens, not by steps: the sizes of the steps may change during the run.
         return dataset.first_sample + (recipe.step_sizes.tokens_at(step - 1) - tokens_before) // length
 
     def origins(step: int) -> dict:
         numbers = np.arange(first_sample(step), first_sample(step + 1))
+        # `numbers` count the samples of the run; a rollback may have left out windows of the order.
         positions = dataset.order.positions(numbers)
         first, last = int(numbers[0]), int(numbers[-1])
         blocks = dataset.order.blocks(numbers[:_MOST_SAMPLES]).tolist()

@@ -1,13 +1,13 @@
-"""How documents fill blocks: best-fit packing, and what the ends of blocks cut with it and without.
+"""Fill blocks with documents by best fit, and count what the ends of blocks cut with it and without.
 
-Without it documents follow each other in sequence (`PackedDataset.place`).
+Without packing, documents follow each other in sequence (`PackedDataset.place`). With it, documents inside short
+windows of the stream change places so that a block's end cuts few of them.
 
-Inside short windows of the stream, documents change places so that few are cut by a block's end.
-
-Longest first, each into the block where it leaves the least room (best-fit-decreasing; Ding et al. 2024, "Fewer
-Truncations Improve Language Modeling", arXiv 2404.10830). A document that fits in no block is cut to fill the
-remaining room. So nothing is padded, dropped or repeated, and there are as many blocks as before. To read one block,
-only its window must be packed: the order of the run, mixtures, resuming and remote shards do not depend on it.
+The longest document comes first, and each goes into the block in which it leaves the least room (best-fit-decreasing;
+Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830). A document that fits into no block
+is cut to fill the remaining room. So nothing is padded, dropped or repeated, and there are as many blocks as before.
+To read one block, only its window must be packed: the order of the run, mixtures, resuming and remote shards do not
+depend on it.
 """
 
 from bisect import bisect_left, insort
@@ -20,13 +20,13 @@ import numpy as np
 from pretraining.data.shards import TokenSplit
 
 WINDOW_BLOCKS = 128
-"""Blocks of a window: more of them cut fewer documents, and cost more for a block that is read at random."""
+"""Blocks of a window: a larger window cuts fewer documents, and costs more for a block that is read at random."""
 
 _KEPT_WINDOWS = 512
-"""Windows that a reader keeps, some kilobytes each."""
+"""The most packed windows that a reader keeps, some kilobytes each."""
 
 _MOST_WINDOWS = 1000
-"""Windows of a split that are counted; packing so many takes some seconds."""
+"""The most windows of a split that are counted; packing so many takes some seconds."""
 
 Stretch = tuple[int, int]
 """[start, stop) of the stream, in tokens."""
@@ -43,7 +43,7 @@ class _Window(NamedTuple):
 
 
 class BestFit:
-    """Which stretches of a split make up a block of `sequence_length` tokens, every token in exactly one block.
+    """Say which stretches of a split make up a block of `sequence_length` tokens. Every token is in exactly one block.
 
     A window holds blocks that are wholly inside one shard: a block that goes on in the next shard stays as it is.
     """
@@ -53,7 +53,7 @@ class BestFit:
         self._windows: dict[int, _Window] = {}
 
     def stretches(self, block: int) -> list[Stretch]:
-        """Return the stretches of block `block`, in its order; each but the last ends with a document."""
+        """Return the stretches of block `block`, in its order; each except the last ends with a document."""
         first, stop = self.window_around(block)
         if first == stop:  # crosses a shard's end
             start = block * self.sequence_length
@@ -71,11 +71,12 @@ class BestFit:
         highest = min(highest, self.split.num_blocks(length))
         if block >= highest:
             return block, block
+        # Windows are counted from the shard's first whole block, so that none reaches into another shard.
         first = block - (block - lowest) % WINDOW_BLOCKS
         return first, min(first + WINDOW_BLOCKS, highest)
 
     def windows(self) -> Iterator[tuple[int, int]]:
-        """Yield [first, stop) of every window in order; a block that crosses a shard's end is one of its own."""
+        """Yield [first, stop) of every window in order; a block that crosses a shard's end is a window of its own."""
         block, num_blocks = 0, self.split.num_blocks(self.sequence_length)
         while block < num_blocks:
             first, stop = self.window_around(block)
@@ -93,6 +94,7 @@ class BestFit:
         start, end = first * self.sequence_length, stop * self.sequence_length
         ends = self.split.document_ends(start, end)
         borders = np.union1d(ends, (start, end)).tolist()
+        # Does the last document go on behind the window? Then no document ends at `end`.
         blocks = pack(borders, self.sequence_length, goes_on=end not in ends[-1:])
         parts = np.array([part for block in blocks for part in block], np.int64)
         starts, stops = parts.T
@@ -105,26 +107,28 @@ class BestFit:
 def pack(borders: list[int], length: int, goes_on: bool = False) -> list[list[Stretch]]:
     """Make blocks of exactly `length` tokens of the documents between `borders`, whose span is a multiple of it.
 
-    A document longer than a block fills whole blocks from its start on; only its remainder is packed. A stretch that
-    does not end its document is the last of its block, for the token after it is its target: also the remainder of the
-    last document if that `goes_on` behind the last border.
+    A stretch that does not end its document is the last of its block. `goes_on` says that the last document goes on
+    behind the last border.
     """
     blocks: list[list[Stretch]] = []
     remainders: list[Stretch] = []
     for start, stop in pairwise(borders):
+        # A document longer than a block fills whole blocks from its start on. Only its remainder is packed.
         whole = start + (stop - start) // length * length
         blocks += [[(place, place + length)] for place in range(start, whole, length)]
         remainders += [(whole, stop)] if whole < stop else []
+    # It must be the last of its block: the token after it, behind the window, is its target.
     tail = remainders.pop() if goes_on and remainders and remainders[-1][1] == borders[-1] else None
     open_blocks = _OpenBlocks((borders[-1] - borders[0]) // length - len(blocks), length, tail)
     remainders.sort(key=lambda part: part[0] - part[1])  # longest first
+    # First place all that fit whole, then cut the others into the room that is left.
     for part in [part for part in remainders if not open_blocks.place(*part)]:
         open_blocks.divide(*part)
     return blocks + open_blocks.filled()
 
 
 class _OpenBlocks:
-    """Blocks being filled, and the room that each of them has left. The first one ends with `tail`."""
+    """Fill blocks, and keep the room that each of them has left. The first one ends with `tail`."""
 
     def __init__(self, num_blocks: int, length: int, tail: Stretch | None):
         self.blocks: list[list[Stretch]] = [[] for _ in range(num_blocks)]
@@ -133,7 +137,7 @@ class _OpenBlocks:
         self._open = sorted((length - (0 if block else taken), block) for block in range(num_blocks))
 
     def place(self, start: int, stop: int) -> bool:
-        """Put a part where it leaves the least room; False if it fits nowhere."""
+        """Put a part into the block in which it leaves the least room; False if it fits into none."""
         at = bisect_left(self._open, (stop - start,))
         if at == len(self._open):
             return False
@@ -144,11 +148,9 @@ class _OpenBlocks:
         return True
 
     def divide(self, start: int, stop: int) -> None:
-        """Cut a part that fits nowhere: its beginning ends the block with the most room, until the rest fits.
-
-        Never the block that ends with the tail: if it were the only one with room, all that is left would fit.
-        """
+        """Cut a part that fits nowhere: its beginning ends the block with the most room, until the rest fits."""
         while not self.place(start, stop):
+            # Never the block that ends with the tail: if only that one had room, all that is left would fit into it.
             is_tails = self.tail is not None and self._open[-1][1] == 0
             room, block = self._open.pop(-2 if is_tails else -1)
             self.blocks[block].append((start, start + room))
@@ -164,7 +166,7 @@ class _OpenBlocks:
 def cuts_of_split(split: TokenSplit, sequence_length: int) -> dict:
     """Count `cut_shares` in a split's windows, or in `_MOST_WINDOWS` of them from its beginning to its end.
 
-    Reads the ends of documents alone, no tokens.
+    It reads only the ends of documents, no tokens.
     """
     packed = BestFit(split, sequence_length)
     windows = list(packed.windows())
@@ -175,9 +177,9 @@ def cuts_of_split(split: TokenSplit, sequence_length: int) -> dict:
 def cut_shares(windows: Iterable[tuple[BestFit, int, int]]) -> dict:
     """Count how many of the documents that would fit into one block, and end in these windows of blocks, are cut.
 
-    Returns {"documents"}, and unless there are none "in_sequence" and "best_fit", each {"cut", "cropped"}: shares of
-    the documents that a block's end cuts, and of their tokens that come after a cut and do not see their document's
-    beginning.
+    Returns {"documents"} and, if there are any, "in_sequence" and "best_fit", each {"cut", "cropped"}. cut: the share
+    of the documents that a block's end cuts. cropped: the share of their tokens that come after a cut and do not see
+    the beginning of their document.
     """
     counts = sum((_counts(*window) for window in windows), start=np.zeros(6, np.int64))
     documents, tokens, *cut = counts.tolist()
@@ -188,7 +190,7 @@ def cut_shares(windows: Iterable[tuple[BestFit, int, int]]) -> dict:
 
 
 def _counts(packed: BestFit, first: int, stop: int) -> np.ndarray:
-    """Documents and their tokens; then cut ones and the tokens behind the cut, in sequence and packed."""
+    """Count documents and their tokens, then the cut ones and the tokens behind the cut, in sequence and packed."""
     split, length = packed.split, packed.sequence_length
     begin = first * length
     shard_start = begin - split.locate(begin)[1]  # no document goes on across a shard's start
@@ -196,6 +198,7 @@ def _counts(packed: BestFit, first: int, stop: int) -> np.ndarray:
     starts, stops = ends[:-1], ends[1:]
     fitting = (stops > begin) & (stops - starts <= length)
     starts, stops = starts[fitting], stops[fitting]
+    # In sequence: what lies behind the end of the block in which a document starts.
     next_block = (starts // length + 1) * length
     behind = np.maximum(stops - next_block, 0)
     parts = dict(part for block in range(first, stop) for part in packed.stretches(block))

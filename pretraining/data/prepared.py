@@ -1,4 +1,4 @@
-"""The way into a prepared data set: checks that it is the recipe's, whole, and fits the model."""
+"""Open a prepared data set: check that it is the recipe's, that it is whole, and that it fits the model."""
 
 import shlex
 from dataclasses import dataclass, replace
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from pretraining.data.streaming.prefetch import PrefetchedDataset
 
 VERIFIED_BYTES = 256 << 20
-"""Data sets up to this size are compared with their checksums at every open (0.1 s), others by `verify`."""
+"""Data sets up to this size are compared with their checksums whenever they are opened (0.1 s), others by `verify`."""
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A data set open for reading: on disk, or at an address whose shards are fetched when needed."""
+    """A data set that is open for reading: on disk, or at an address whose shards are fetched when needed."""
 
     folder: Path
     """Holds `tokenizer/`: the data set's own folder, or one of the cache."""
@@ -43,7 +43,7 @@ class PreparedData:
     train: TokenSplit
     validation: TokenSplit
     mixture: "Mixture | None" = None
-    """Of a run that mixes sources; see `for_run`."""
+    """The mixture of a run that mixes sources; see `for_run`."""
 
     def for_run(self, recipe: "Recipe") -> "PreparedData":
         """Return the same data with the mixture of a whole run of the recipe.
@@ -55,23 +55,24 @@ class PreparedData:
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The tokenizer that the data was prepared with."""
+        """Load the tokenizer that the data was prepared with."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.tokenizer_path)
 
     @property
     def tokenizer_path(self) -> Path:
-        """Folder for `AutoTokenizer.from_pretrained`."""
+        """Name the folder for `AutoTokenizer.from_pretrained`."""
         return self.folder / "tokenizer"
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the tokens, the same on every machine: what the global order is keyed with."""
+        """Identify the tokens, the same on every machine; the key of the global order."""
         return self.manifest["fingerprint"]
 
     def prefetched(self, dataset: PackedDataset) -> "PackedDataset | PrefetchedDataset":
-        """Prefetch the samples if the train shards come from an address; they stay the same samples."""
+        """Prefetch if the train shards come from an address; the samples stay the same."""
+        # A local split has a Path, a streamed one an address. Without an order blocks come in sequence (validation).
         if isinstance(self.train.folder, Path) or dataset.order is None:
             return dataset
         from pretraining.data.streaming.prefetch import prefetched
@@ -80,12 +81,12 @@ class PreparedData:
 
 
 def open_prepared(recipe: Recipe, data_root: Path | str, cache: CacheSettings | None = None) -> PreparedData:
-    """Open what `prepare_data` made of the recipe's data section; the sources need not be there any more.
+    """Open what `prepare_data` made of the recipe's data section; the sources are no longer needed.
 
-    `data_root` is a local folder, or an address fsspec understands; the shards of an address are kept in `cache`
-    (default: `CacheSettings.of()`). Raises UserError if it is not prepared, was prepared from another data
-    section or tokenizer, has more ids than `recipe.model.vocab_size`, or if a shard is missing, truncated
-    or damaged (that of an address: when it is fetched).
+    `data_root` is a local folder, or an address that fsspec understands. The shards of an address are kept in `cache`
+    (default: `CacheSettings.of()`). Raises UserError if the data is not prepared, was prepared from another data
+    section or tokenizer, or has more ids than `recipe.model.vocab_size`. It also raises UserError if a shard is
+    missing, truncated or damaged; a shard at an address is checked when it is fetched.
     """
     if is_remote(data_root):
         return _open_remote(recipe, data_root, cache or CacheSettings.of())
@@ -97,6 +98,7 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: CacheSettings | 
     _check_manifest(recipe, manifest, folder, f"{command} --replace")
     _check_tokenizer(manifest, folder, command)
     splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
+    # Last, because it reads every shard.
     if num_shard_bytes(manifest) <= VERIFIED_BYTES:
         verify(folder)
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
@@ -108,8 +110,10 @@ def _open_remote(recipe: Recipe, data_root: str, cache: CacheSettings) -> Prepar
 
     remote = RemoteData(f"{data_root}/{recipe.data.name}", ShardCache(cache.folder, cache.max_bytes))
     manifest = remote.read_manifest()
+    # data_prep.py writes to a local folder only: data for an address is prepared here and copied there.
     command, copying = _preparing_command(recipe, REPOSITORY / "data"), f", then copy it to {remote.address}"
     _check_manifest(recipe, manifest, remote.address, f"{command} --replace{copying}")
+    # transformers opens a local folder only, so the tokenizer is fetched at once.
     folder = remote.local_folder(manifest)
     _check_tokenizer(manifest, folder, command + copying)
     splits = {name: StreamedSplit(remote, name, entry) for name, entry in manifest["splits"].items()}
@@ -122,6 +126,7 @@ def _check_manifest(recipe: Recipe, manifest: dict, place: Path | str, command: 
 
 
 def _preparing_command(recipe: Recipe, data_root: Path) -> str:
+    # The default folder needs no option.
     elsewhere = [] if data_root == REPOSITORY / "data" else ["--data_dir", str(data_root)]
     return shlex.join(["python", "data_prep.py", *recipe.words, *elsewhere])
 
@@ -130,6 +135,7 @@ def _check_section(data: dict, manifest: dict, folder: Path | str, command: str)
     if "converted_from" in manifest:
         return _check_origin(data, manifest, folder)
     if differing := data_differences(manifest, data):
+        # At an address nothing is kept beside a data set.
         beside = fitting_beside(folder, data) if isinstance(folder, Path) else ""
         raise UserError(
             f"{folder}: prepared from another data section: {listed(differing)}; give the recipe a data.name of its "
@@ -138,7 +144,7 @@ def _check_section(data: dict, manifest: dict, folder: Path | str, command: str)
 
 
 def _check_origin(data: dict, manifest: dict, folder: Path | str) -> None:
-    """Converted data has no section: the recipe's one source must be what it was converted from."""
+    """Check data that was converted: it has no data section, so the recipe's one source must be its origin."""
     origin = manifest["converted_from"]
     if [source.get("path") for source in data["sources"]] != [origin["path"]]:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The progress bar of a preparation: text read, documents, tokens per second, on stderr."""
+"""Show the progress of a preparation on stderr: text read, documents, tokens per second."""
 
 import sys
 import time
@@ -6,25 +6,25 @@ from typing import Self
 
 
 class Silence:
-    """The progress of a task that runs where nobody looks."""
+    """Stand in for `Progress` in a task whose output nobody watches."""
 
     shown = False
 
     def add(self, num_documents: int, num_bytes: int, num_tokens: int = 0) -> None:
-        """Say nothing."""
+        """Show nothing."""
 
     def label(self, description: str) -> None:
-        """Say nothing."""
+        """Show nothing."""
 
 
 class Progress:
-    """A tqdm bar over bytes that also counts documents and tokens; silent where not `shown`."""
+    """A tqdm bar over bytes that also counts documents and tokens; silent unless `shown`."""
 
     def __init__(self, description: str, shown: bool, total_bytes: int | None = None):
         from tqdm import tqdm
 
         self.shown = shown
-        to_terminal = sys.stderr.isatty()
+        to_terminal = sys.stderr.isatty()  # else a log file
         self._bar = tqdm(
             desc=description,
             total=total_bytes,
@@ -32,7 +32,7 @@ class Progress:
             unit_scale=True,
             file=sys.stderr,
             disable=not shown,
-            mininterval=0.2 if to_terminal else 10.0,  # a log file needs no line five times a second
+            mininterval=0.2 if to_terminal else 10.0,  # seconds; a log file needs no line five times a second
         )
         self._documents = self._tokens = 0
         self._start = time.perf_counter()
@@ -45,11 +45,12 @@ class Progress:
         if self._tokens:
             seconds = time.perf_counter() - self._start
             counts += f", {self._tokens / 1e6:.2f}M tokens, {self._tokens / seconds:,.0f} tokens/s"
+        # `update` refreshes the bar, at most once in `mininterval`.
         self._bar.set_postfix_str(counts, refresh=False)
         self._bar.update(num_bytes)
 
     def label(self, description: str) -> None:
-        """Begin to count anew, under another name."""
+        """Start to count again, under another name."""
         self._documents = self._tokens = 0
         self._start = time.perf_counter()
         self._bar.reset()

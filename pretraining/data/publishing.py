@@ -1,6 +1,6 @@
-"""A data folder appears whole or not at all: built beside its place under a lock, then renamed into it.
+"""Publish a data folder whole or not at all: build it beside its place under a lock, then rename it into place.
 
-What was in its place is never deleted: it is kept under the next free name, `<name>.replaced-1` and so on.
+What was there before is never deleted: it is kept under the next free name, `<name>.replaced-1` and so on.
 """
 
 import fcntl
@@ -19,18 +19,20 @@ from pretraining.runtime.durable_files import sync_to_disk
 
 @contextmanager
 def preparation_lock(folder: Path) -> Iterator[Path | None]:
-    """Hold the only preparation of `folder`; waits, and says so, while another process holds it.
+    """Hold the lock on the preparation of `folder`; report it and wait while another process holds the lock.
 
-    The system releases the lock when its process ends, however it ends. What an interrupted preparation left
-    is cleared away first; yields where the data set is now that it was about to keep.
+    First it removes what an interrupted preparation left. It yields the new place of the data set that the interrupted
+    one was about to keep, or None.
     """
     path = folder.parent / f".{folder.name}.lock"
     made_parent = not folder.parent.exists()
     folder.parent.mkdir(parents=True, exist_ok=True)
+    # The system releases the lock when its process ends, however it ends.
     file = _lock(path, folder)
     try:
         yield _clear_leftovers(folder)
     finally:
+        # Remove the name before the lock is released: a process that waits sees that its file is no longer there.
         path.unlink()
         file.close()
         if made_parent and not any(folder.parent.iterdir()):
@@ -38,7 +40,7 @@ def preparation_lock(folder: Path) -> Iterator[Path | None]:
 
 
 def _lock(path: Path, folder: Path) -> TextIO:
-    """The locked file at `path`; one that its last holder removed meanwhile counts for nothing."""
+    """Open and lock the file at `path`; open it again if its last holder has removed it meanwhile."""
     waiting = False
     while True:
         file = path.open("w")
@@ -49,6 +51,7 @@ def _lock(path: Path, folder: Path) -> TextIO:
                 print(f"waiting: another process is preparing {folder}", file=sys.stderr, flush=True)
             waiting = True
             fcntl.flock(file, fcntl.LOCK_EX)
+        # A lock on a removed file protects nothing: the next process would lock a new file.
         if _same(path, file):
             return file
         file.close()
@@ -62,7 +65,7 @@ def _same(path: Path, file: TextIO) -> bool:
 
 
 def is_half_published(folder: Path) -> bool:
-    """Whether a process was killed in the middle of `publish`."""
+    """Say if a process was killed in the middle of `publish`."""
     return _previous(folder).exists()
 
 
@@ -75,25 +78,28 @@ def _clear_leftovers(folder: Path) -> Path | None:
 
 
 def _keep_previous(folder: Path) -> Path | None:
-    """The last rename of `publish`, if it is still to be done; the name that the earlier data set has then."""
+    """Do the last rename of `publish` if it is still to be done; return the new name of the earlier data set."""
     if not is_half_published(folder):
         return None
     numbered = (folder.with_name(f"{folder.name}.replaced-{number}") for number in count(1))
+    # lexists: a dangling link takes the name too.
     kept = next(path for path in numbered if not os.path.lexists(path))
     _previous(folder).rename(kept)
     return kept
 
 
 def kept_beside(folder: Path) -> list[Path]:
-    """The data sets whose place others took, the latest first."""
+    """List the data sets whose place others took, the latest first."""
     named = folder.parent.glob(f"{glob.escape(folder.name)}.replaced-*")
     numbers = {path: path.name.rpartition("-")[2] for path in named}
     numbered = [path for path, number in numbers.items() if number.isdecimal()]
+    # As numbers: 10 comes after 9.
     return sorted(numbered, key=lambda path: int(numbers[path]), reverse=True)
 
 
 def start_building(folder: Path) -> Path:
-    """An empty folder beside `folder` to build in."""
+    """Make an empty folder beside `folder` to build in."""
+    # Beside, not in /tmp: a rename works only within one file system.
     _building(folder).mkdir()
     return _building(folder)
 
@@ -104,23 +110,27 @@ def discard(folder: Path) -> None:
 
 
 def work_folder(folder: Path) -> Path:
-    """Where the tasks of a preparation of `folder` keep what they have finished."""
+    """Name the folder in which the tasks of a preparation of `folder` keep what they have finished."""
     return folder.parent / f".{folder.name}.work"
 
 
 def publish(folder: Path) -> Path | None:
     """Put the finished building in the place of `folder`, after the disk holds all of it.
 
-    Returns where the data set is kept that was there, if there was one.
+    If there was a data set before, return the path under which it is kept.
     """
     building = _building(folder)
+    # Before the renames: after a power cut, a published name must not lead to half-written files.
     for path in [*building.rglob("*"), building]:
         sync_to_disk(path)
+    # A rename replaces an empty folder, but not a full one.
     if folder.exists() and any(folder.iterdir()):
         folder.rename(_previous(folder))
     building.rename(folder)
     kept = _keep_previous(folder)
+    # The renames themselves are kept by the parent folder.
     sync_to_disk(folder.parent)
+    # Last: until the data set is in place, the tasks' results are the only copy.
     if work_folder(folder).exists():
         shutil.rmtree(work_folder(folder))
     return kept

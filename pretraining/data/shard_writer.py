@@ -1,8 +1,9 @@
-"""Token shards as they are written: the Arrow dataset that `shards` reads, and a digest of its tokens.
+"""Write token shards: the Arrow dataset that `shards` reads, and a digest of its tokens.
 
-The digest does not depend on the shards that a stream is cut into, and those of two streams join without reading them
-again. Each document is hashed (xxh3, 64 bits); the hashes are the coefficients of a polynomial, evaluated modulo 2**64
-at two odd points. The value of two streams joined follows from their values and the second's length.
+The digest does not depend on how a stream is cut into shards. The digests of two streams can be joined without reading
+the streams again. Each document is hashed (xxh3, 64 bits). The hashes are the coefficients of a polynomial, which is
+evaluated modulo 2**64 at two odd points. The value of the joined stream follows from both values and the length of the
+second stream.
 """
 
 import hashlib
@@ -23,17 +24,17 @@ if TYPE_CHECKING:
     import pyarrow
 
 SHARD_TOKENS = 64_000_000
-"""128 MB a shard in uint16: few files at 10^11 tokens, and one shard is still a quick fetch."""
+"""Tokens of a shard, 128 MB in uint16: few files for 10^11 tokens, and one shard is still fetched quickly."""
 
 SHARD_DOCUMENTS = 4_000_000
-"""Bounds the offsets of a shard (16 bytes a document) if the documents are tiny."""
+"""Documents of a shard: limits its columns by document (16 bytes each) if the documents are tiny."""
 
 _POINTS = (0x9E3779B97F4A7C15, 0xD1342543DE82EF95)
 _MODULUS = 1 << 64
 
 
 class SplitWriter:
-    """Appends documents to one split through a single preallocated buffer of a shard's size.
+    """Append documents to one split through a single buffer of a shard's size, allocated once.
 
     `finish()` returns the split's entry of the manifest: counts, checksum of the tokens, and its shards.
     """
@@ -49,11 +50,12 @@ class SplitWriter:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens appended so far, in this shard and those before."""
+        """Count the tokens appended so far, in this shard and those before."""
         return sum(shard["tokens"] for shard in self._shards) + self._ends[-1]
 
     def begin_source(self, number: int) -> None:
-        """Take what follows as of source `number`: a shard holds documents of one source."""
+        """Count what follows to source `number`."""
+        # A shard holds documents of one source, so that a run can open each source alone.
         if number != self._source and self._num_bytes:
             self._write_shard()
         self._source = number
@@ -89,6 +91,7 @@ class SplitWriter:
     def _append_run(self, tokens: np.ndarray, ends: np.ndarray, num_bytes: np.ndarray) -> None:
         start = self._ends[-1]
         self._tokens[start : start + len(tokens)] = tokens
+        # Through bytes: `extend` would make a Python integer of each end.
         self._ends.frombytes((ends + start).astype(np.int64).tobytes())
         self._num_bytes.frombytes(np.asarray(num_bytes).astype(np.uint64).tobytes())
 
@@ -99,9 +102,11 @@ class SplitWriter:
         values = _arrow_array(self._tokens[:count])
         rows = pa.LargeListArray.from_arrays(_arrow_array(np.asarray(self._ends)), values)
         schema = _arrow_schema(self.dtype)
+        # Numbered without a total, which is known only at the end: `finish` gives the final names.
         path = self.folder / f"data-{len(self._shards):05d}.arrow"
         with replacing(path, "wb") as file, pa.ipc.new_stream(file, schema) as stream:
             num_bytes = _arrow_array(np.asarray(self._num_bytes))
+            # One batch, so that the values of `input_ids` are one stream of tokens in the file.
             stream.write_batch(pa.record_batch([rows, num_bytes], schema=schema))
         self._shards.append(self._entry(path))
         self._ends, self._num_bytes = array("q", [0]), array("Q")
@@ -120,7 +125,8 @@ class SplitWriter:
         }
 
     def finish(self) -> dict:
-        """Write the last shard and the JSON files `load_from_disk` expects; returns the manifest entry."""
+        """Write the last shard and the JSON files that `load_from_disk` expects; return the manifest entry."""
+        # An empty split has a shard too, so that it opens like any other.
         if self._num_bytes or not self._shards:
             self._write_shard()
         for number, shard in enumerate(self._shards):
@@ -131,7 +137,7 @@ class SplitWriter:
 
 
 def split_entry(folder: Path, shards: list[dict], dtype: str) -> dict:
-    """Make a split's part of the manifest of its shards' entries, and write the JSON files `load_from_disk` expects."""
+    """Make a split's part of the manifest from its shards' entries; write the JSON files `load_from_disk` expects."""
     checksum = _joined_digest([s["tokens_digest"] for s in shards], [s["documents"] for s in shards])
     _write_dataset_files(folder, [shard["file"] for shard in shards], np.dtype(dtype), checksum)
     totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
@@ -161,9 +167,10 @@ def _features(dtype: np.dtype) -> dict:
 
 
 def _arrow_array(values: np.ndarray) -> "pyarrow.Array":
-    """Hand a contiguous array to Arrow without a copy. (`pyarrow.array` would import pandas first.)"""
+    """Hand a contiguous array to Arrow without a copy."""
     import pyarrow as pa
 
+    # Not `pyarrow.array`, which would import pandas first. None: no value is null.
     buffers = [None, pa.py_buffer(values)]
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), buffers)
 
@@ -181,6 +188,7 @@ def buffer_positions(path: Path) -> dict[str, int]:
             "offsets": rows.buffers()[1],
             "num_bytes": num_bytes.buffers()[1],
         }
+        # Both are addresses in the same map of the file.
         return {name: buffer.address - content.address for name, buffer in buffers.items()}
 
 
@@ -188,6 +196,7 @@ def _write_dataset_files(folder: Path, shard_names: list[str], dtype: np.dtype, 
     """Write `state.json` and `dataset_info.json` beside the shards, as `datasets.save_to_disk` does."""
     state = {
         "_data_files": [{"filename": name} for name in shard_names],
+        # Made from the content, so that equal data sets have equal fingerprints.
         "_fingerprint": hashlib.blake2b(checksum.encode(), digest_size=8).hexdigest(),
         "_format_columns": None,
         "_format_kwargs": {},
@@ -210,17 +219,19 @@ def _digest_of_documents(tokens: np.ndarray, ends: np.ndarray) -> str:
     edges = [0, *(ends * width).tolist()]
     hashes = [xxhash.xxh3_64_intdigest(content[a:b]) for a, b in pairwise(edges)]
     coefficients = np.array(hashes, np.uint64)
+    # uint64 products and sums wrap: this is arithmetic modulo 2**64.
     return _spelled(
         int((coefficients * _powers(point, len(hashes))).sum(dtype=np.uint64)) for point in _POINTS
     )
 
 
 def _joined_digest(digests: list[str], num_documents: list[int]) -> str:
-    """Digest streams joined, from their digests and numbers of documents."""
+    """Join the digests of streams, from these digests and their numbers of documents."""
     values = [0, 0]
     for digest, count in zip(digests, num_documents, strict=True):
         for number, point in enumerate(_POINTS):
             own = int(digest[16 * number : 16 * number + 16], 16)
+            # What came before moves up by the documents of this stream.
             values[number] = (values[number] * pow(point, count, _MODULUS) + own) % _MODULUS
     return _spelled(values)
 

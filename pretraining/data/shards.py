@@ -1,6 +1,6 @@
-"""Token shards as they are read: an Arrow dataset on disk, mapped as one flat stream of tokens.
+"""Read token shards: an Arrow dataset on disk, mapped as one flat stream of tokens.
 
-Each split is a folder as `datasets.save_to_disk` writes it. A row is a document: `input_ids` (its tokens with
+Each split is a folder in the layout of `datasets.save_to_disk`. A row is a document: `input_ids` (its tokens with
 the EOS that closes it) and `num_bytes` (the UTF-8 length of its text). A shard is one record batch, so the
 values buffer of `input_ids` is the shard's token stream and its offsets are the document ends.
 """
@@ -19,10 +19,10 @@ import numpy as np
 from pretraining.errors import UserError
 
 PROBE_INTERVAL = 64
-"""One read in so many is timed, to learn if the shard's pages are in memory."""
+"""One of this many reads is timed, to learn if the shard's pages are in memory."""
 
 SLOW_TOUCH_NS = 20_000
-"""A page in memory is touched in under 5,000 ns, one on a disk in over 50,000."""
+"""Nanoseconds. A page in memory is touched in less than 5,000, a page on a disk in more than 50,000."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -31,9 +31,10 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def checksum_of_file(path: Path) -> str:
-    """Compute `xxh128:<hex>` of the whole file: several GB/s, against damage rather than forgery."""
+    """Compute `xxh128:<hex>` of the whole file."""
     import xxhash
 
+    # Several GB/s: it protects against damage, not against forgery.
     digest = xxhash.xxh128()
     with path.open("rb") as file:
         while chunk := file.read(1 << 22):
@@ -59,7 +60,7 @@ class Shard:
         self.reads, self._advise = 0, False
 
     def view(self, start: int, count: int) -> np.ndarray:
-        """View up to `count` tokens from `start`. Pages that are not in memory are asked for in one request."""
+        """View up to `count` tokens from `start`."""
         self.reads = reads = self.reads + 1
         if reads % PROBE_INTERVAL != 1 and not self._advise:
             return self.tokens[start : start + count]
@@ -70,7 +71,8 @@ class Shard:
             self._advise = _touch_ns(view) > SLOW_TOUCH_NS
         if self._advise:
             first = self._tokens_at + start * view.itemsize
-            page = first - first % mmap.PAGESIZE
+            page = first - first % mmap.PAGESIZE  # madvise takes only the start of a page
+            # One request for all pages: without it the disk is asked page by page.
             self._mapped.madvise(mmap.MADV_WILLNEED, page, first + view.nbytes - page)
         return view
 
@@ -85,10 +87,10 @@ def _touch_ns(view: np.ndarray) -> int:
 def map_shard(file: BinaryIO, where: str, entry: dict, dtype: np.dtype) -> Shard:
     """Map one shard by the buffer positions of its manifest entry; UserError if it is not that shard.
 
-    pyarrow could map it as well, but has the kernel read the whole file ahead (`MemoryMappedFile::ReadAt`).
-    Blocks are read in random order, so only the pages asked for are worth reading. The mapping keeps its own
-    descriptor, and with it any lock on `file`, until the last view of it is gone.
+    The mapping keeps its own descriptor, and with it any lock on `file`, until its last view is gone.
     """
+    # Not pyarrow's map, which has the kernel read the whole file ahead (`MemoryMappedFile::ReadAt`). Blocks are read in
+    # random order, so only the pages that are asked for are worth reading.
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     mapped.madvise(mmap.MADV_RANDOM)
     shard = Shard(mapped, entry, dtype)
@@ -109,14 +111,15 @@ def between(ends: np.ndarray, low: int, high: int) -> np.ndarray:
 
 
 def _most_open_shards() -> int:
-    """Take half the file descriptors a process may have: each mapped shard needs one."""
+    """Return how many shards may be mapped at once."""
+    # Each mapped shard needs a file descriptor: leave half of them to the rest of the process.
     return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 class TokenSplit:
     """One split as a flat, memory-mapped stream of tokens; shards are mapped when first touched.
 
-    `entry` is the split's part of the manifest. Picklable: a copy in another process maps the shards anew.
+    `entry` is the split's part of the manifest. Picklable: a copy in another process maps the shards itself.
     """
 
     def __init__(self, folder: Path, entry: dict):
@@ -131,7 +134,7 @@ class TokenSplit:
         self._open: dict[int, Shard] = {}
         self._most_open = _most_open_shards()
         self._written: dict[str, int] = {}
-        """When each file was written, in ns, as this stream was opened."""
+        """When each file had been written, in ns, as seen when this stream was opened."""
         self._check_shards()
 
     @property
@@ -149,12 +152,13 @@ class TokenSplit:
         return type(self)(self.folder, entry)
 
     def _starts(self, key: str) -> np.ndarray:
-        """[shards + 1], int64: the sum of `key` over the shards before each one."""
+        """Sum `key` over the shards before each one: [shards + 1] int64."""
         return np.cumsum([0] + [shard[key] for shard in self._entry["shards"]], dtype=np.int64)
 
     def _check_shards(self) -> None:
-        """Raise UserError for the first shard that is not there with its size; the folder is listed once."""
+        """Raise UserError for the first shard that is missing or has another size."""
         try:
+            # One listing of the folder, however many shards there are.
             with os.scandir(self.folder) as files:
                 found = {file.name: file.stat() for file in files}
         except FileNotFoundError:
@@ -171,10 +175,10 @@ class TokenSplit:
             self._written[shard["file"]] = status.st_mtime_ns
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_open": {}}
+        return {**self.__dict__, "_open": {}}  # maps cannot be pickled
 
     def _shard(self, number: int) -> Shard:
-        """Return the shard, mapped now or before."""
+        """Return the shard; map it if it is not mapped yet."""
         if number not in self._open:
             while len(self._open) >= self._most_open:
                 del self._open[next(iter(self._open))]  # the one opened first
@@ -187,6 +191,7 @@ class TokenSplit:
         path = self.folder / entry["file"]
         with suppress(FileNotFoundError), path.open("rb") as file:
             written = os.fstat(file.fileno()).st_mtime_ns
+            # The checksum only if the time differs: a copy or a restored backup may hold the same bytes.
             if written == self._written[entry["file"]] or checksum_of_file(path) == entry["checksum"]:
                 return map_shard(file, str(path), entry, self.dtype)
         raise UserError(
@@ -210,6 +215,7 @@ class TokenSplit:
             return self._no_tokens(start, stop)
         starts = self._starts_list
         number = bisect_right(starts, start) - 1
+        # The common case first: one mapped shard holds the whole range.
         offset, shard = start - starts[number], self._open.get(number)
         if shard is not None and stop <= starts[number + 1]:
             return shard.view(offset, stop - start)
@@ -236,7 +242,8 @@ class TokenSplit:
         return self._shard(number).view(0, count)
 
     def num_blocks(self, sequence_length: int) -> int:
-        """Count the blocks of `sequence_length` inputs and as many targets; neighbours share one token."""
+        """Count the blocks of `sequence_length` inputs and as many targets."""
+        # Minus 1: neighbours share a token, and only the last block needs one more than its inputs.
         return max(0, (self.num_tokens - 1) // sequence_length)
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
@@ -257,8 +264,7 @@ class TokenSplit:
     def bytes_before(self, token: int) -> float:
         """Count the UTF-8 bytes of text in the first `token` tokens of the stream.
 
-        Exact for whole documents; the document the cut falls in counts by its share of tokens (its EOS is one
-        of them).
+        The count is exact for whole documents. A document that is cut counts by its share of tokens, its EOS included.
         """
         if token >= self.num_tokens:
             return float(self.num_bytes)
@@ -272,7 +278,7 @@ class TokenSplit:
 
     @property
     def token_starts(self) -> np.ndarray:
-        """[shards + 1], int64: tokens of the stream before each shard, then all of them."""
+        """Return the tokens of the stream before each shard, then all of them: [shards + 1] int64."""
         return self._token_starts
 
     def document_at(self, token: int) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""What the recipe's `data.sources` name: each streams documents in a fixed order and knows its fingerprint."""
+"""Open the recipe's `data.sources`: each streams documents in a fixed order and knows its fingerprint."""
 
 import os
 import sysconfig
@@ -24,6 +24,7 @@ from pretraining.data.text_files import (
 from pretraining.errors import UserError, nearest
 from pretraining.recipe.data import Source
 
+# Folders of other packages, tests and bytecode: none is text of the library.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -41,7 +42,7 @@ class FileSource:
             yield from read_documents(self.files[extent.file], self.column, extent)
 
     def cut(self, piece_bytes: int) -> list[list[Extent]]:
-        """Cut the source into pieces of about `piece_bytes` of text: a function of the files alone."""
+        """Cut the source into pieces of about `piece_bytes` of text; only the files decide where."""
         pieces, size = [[]], 0
         for number, file in enumerate(self.files):
             for extent, num_bytes in cut_file(file, number, piece_bytes):
@@ -63,6 +64,7 @@ class FileSource:
 
     @staticmethod
     def _identity(file: InputFile) -> tuple:
+        # Not the address: a corpus that moved to another folder is the same.
         return file.name, file.num_bytes, file.version
 
     def to_json(self) -> dict:
@@ -70,7 +72,8 @@ class FileSource:
         return {"files": [astuple(file) for file in self.files], "column": astuple(self.column)}
 
     def fingerprint(self) -> dict:
-        """Hash relative path, size in bytes and version of every file; nothing is read."""
+        """Hash relative path, size in bytes and version of every file."""
+        # No file is read: a corpus may hold terabytes.
         digest = digest_of([self._identity(file) for file in self.files])
         num_bytes = sum(file.num_bytes for file in self.files)
         return {"files": len(self.files), "bytes": num_bytes, "fingerprint": digest}
@@ -86,13 +89,14 @@ class HubSource:
     revision: str | None
     column: TextColumn = field(default_factory=TextColumn)
     key: str = "data.sources"
-    """Of the recipe, for error messages."""
+    """The key of the recipe that names the dataset, for error messages."""
     large_pieces: ClassVar[bool] = True
-    """A file of a hub dataset holds hundreds of megabytes, and is a piece."""
+    """A file of a hub dataset holds hundreds of megabytes, so each file is a piece."""
 
     def documents(self, extents: Iterable[Extent] | None = None) -> Iterator[Document]:
         """Read every row of the extents (of the split) in the hub's order; nothing is kept on disk."""
         rows = self._stream()
+        # Some streams do not know their columns: then each row is checked.
         if rows.column_names:
             self.column.check(rows.column_names, self.dataset)
         for extent in [Extent(number) for number in range(rows.num_shards)] if extents is None else extents:
@@ -141,11 +145,11 @@ class HubSource:
         )
 
     def fingerprint(self) -> dict:
-        """Name, config, split and the commit the revision stands for (null if the hub does not answer).
+        """Return name, config, split and the commit that the revision stands for (null if the hub does not answer).
 
-        A folder has its files in the place of a commit, as a `FileSource` has.
+        For a folder, its files take the place of a commit, as in a `FileSource`.
         """
-        return dict(self._fingerprint)
+        return dict(self._fingerprint)  # a copy: the caller may fill in a missing commit
 
     @cached_property
     def _fingerprint(self) -> dict:
@@ -154,12 +158,13 @@ class HubSource:
         if not folder.exists():
             return {**known, "commit": self._commit()}
         inside = [each.relative_to(folder) for each in sorted(folder.rglob("*")) if each.is_file()]
+        # Hidden files (.git, caches) are no data, and change without it.
         shown = [folder / name for name in inside if not any(part.startswith(".") for part in name.parts)]
         return {**known, **FileSource([local_file(path, folder) for path in shown]).fingerprint()}
 
     def _commit(self) -> str | None:
-        """Ask the hub for the revision's commit, so that a dataset that moved on is prepared anew."""
-        if self.revision and len(self.revision) == 40:
+        """Ask the hub for the revision's commit, so that a dataset that has changed is prepared again."""
+        if self.revision and len(self.revision) == 40:  # hex digits: it is a commit
             return self.revision
         hub = require("huggingface_hub", f"the dataset {self.dataset!r}")
         try:
@@ -169,7 +174,7 @@ class HubSource:
 
 
 TextSource = FileSource | HubSource
-"""Both stream documents, are cut into extents, and know what their text depends on."""
+"""Both stream documents, can be cut into extents, and know what their text depends on."""
 
 
 def open_source(spec: Source, number: int = 0) -> TextSource:
@@ -212,7 +217,8 @@ def _builtin_source(name: str, key: str) -> FileSource:
 
 
 def _stdlib_files(root: Path) -> Iterator[Path]:
-    """List sources and documentation, without tests and without what was installed beside the library."""
+    """List sources and documentation, without tests and without packages installed beside the library."""
     for folder, subfolders, names in os.walk(root):
+        # In place: `os.walk` enters only the subfolders that are left in this list.
         subfolders[:] = [name for name in subfolders if name not in STDLIB_LEFT_OUT]
         yield from (Path(folder, name) for name in names if name.endswith(WHOLE_FILE_SUFFIXES))

@@ -1,6 +1,6 @@
-"""Files of text, here or at any fsspec address (`s3://`, `hf://`, `gs://`, `https://`): listed, cut and read.
+"""List, cut and read files of text, here or at any fsspec address (`s3://`, `hf://`, `gs://`, `https://`).
 
-The suffix says how a file is read: .txt, .jsonl (.gz, .zst), .parquet, .warc(.gz), .wet, plain sources.
+The suffix decides how a file is read: .txt, .jsonl (.gz, .zst), .parquet, .warc(.gz), .wet, plain sources.
 """
 
 import glob
@@ -21,22 +21,22 @@ from pretraining.data.packages import require
 from pretraining.errors import UserError, nearest
 
 WHOLE_FILE_SUFFIXES = (".txt", ".py", ".rst", ".md", ".html")
-"""One document a file. A user's folder is searched for .txt alone of these, the standard library for all."""
+"""Each file is one document. In a user's folder only .txt of these is searched for, in the standard library all."""
 
 WARC_SUFFIXES = (".warc", ".warc.gz", ".warc.wet.gz", ".wet")
 EXPANSION = 3
-"""Text a compressed file holds, in bytes per byte: about what English gives under gzip, zstd and snappy."""
+"""Bytes of text for each byte of a compressed file: about that of English under gzip, zstd and snappy."""
 
 READABLE_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", *WARC_SUFFIXES)
 
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "crc32c", "mtime", "LastModified", "last_modified", "created")
-"""What stores call the thing that changes with a file's content, best first."""
+"""The names that stores give to a value that changes with a file's content, best first."""
 
 BUFFER_BYTES = 1 << 20
-"""Bytes read from a file at once: a line of JSON holds a whole document, many times Python's default of 8 KB."""
+"""Bytes read from a file at once. A line of JSON holds a whole document, often more than Python's default of 8 KB."""
 
 MAX_LINE_BYTES = 1 << 30
-"""A longer line would fill the memory, and no document of a corpus is that long."""
+"""Bytes. A longer line would fill the memory, and no document of a corpus is that long."""
 
 _PARQUET_ROWS = 256
 """Rows of a .parquet file decoded at once."""
@@ -129,6 +129,7 @@ def list_files(
     found = (_remote_files if is_remote(spec) else _local_files)(spec, suffixes, key)
     if not found:
         raise UserError(f"{key}: {spec}: no readable file there ({', '.join(suffixes)})")
+    # By parts, not by the whole string: the order of folders, the same on every machine.
     return sorted(found, key=lambda file: PurePosixPath(file.name).parts)
 
 
@@ -145,6 +146,7 @@ def _local_files(spec: str, suffixes: tuple[str, ...], key: str) -> list[InputFi
         return [local_file(each, path) for each in files]
     if path.is_file():
         return [local_file(_readable(path, suffixes, key), path.parent)]
+    # After files and folders, whose own names may hold a bracket or a star.
     if glob.has_magic(spec):
         fixed = next(number for number, part in enumerate(path.parts) if glob.has_magic(part))
         root = Path(*path.parts[:fixed])
@@ -187,7 +189,7 @@ def _remote_files(spec: str, suffixes: tuple[str, ...], key: str) -> list[InputF
 
 
 def _remote_entries(system, path: str, suffixes: tuple[str, ...], key: str) -> dict[str, dict]:
-    """List {path: what the store says of it} of the files that `path` names."""
+    """List {path: the store's details} of the files that `path` names."""
     if glob.has_magic(path):
         entries = system.glob(path, detail=True)
         return {_named(name, suffixes, key): info for name, info in entries.items() if info["type"] == "file"}
@@ -224,12 +226,13 @@ def _remote_file(system, path: str, info: dict, root: str) -> InputFile:
 def cut_file(file: InputFile, number: int, piece_bytes: int) -> list[tuple[Extent, int]]:
     """Cut the file into extents of about `piece_bytes` of text, each with its size in bytes of text (estimated).
 
-    Plain .jsonl is cut anywhere (a line belongs to the extent it begins in), .parquet between row groups; all
-    else is one extent.
+    Plain .jsonl is cut at any byte (a line belongs to the extent in which it begins), .parquet between row groups. Any
+    other file is one extent.
     """
     if file.num_bytes <= piece_bytes and not file.name.endswith(".parquet"):
         return [(Extent(number), _text_bytes(file))]
     if file.name.lower().endswith(".jsonl"):
+        # At any byte, without a look for the end of a line: cutting reads nothing.
         starts = range(0, file.num_bytes, piece_bytes)
         return [
             (Extent(number, at, min(at + piece_bytes, file.num_bytes)), min(piece_bytes, file.num_bytes - at))
@@ -272,7 +275,7 @@ def read_documents(
 
 
 def _decode(raw: bytes, where: str) -> Document:
-    """Decode UTF-8; where that fails, a Document without text whose `where` names the bad byte's line."""
+    """Decode UTF-8; if that fails, return a Document without text whose `where` names the line of the bad byte."""
     try:
         return Document(raw.decode("utf-8"), where)
     except UnicodeDecodeError as error:
@@ -304,11 +307,13 @@ def _lines_of(lines: BinaryIO, file: InputFile, extent: Extent) -> Iterator[tupl
     """Read the lines that begin in the extent, each with its place: a line number, or a byte if none is known."""
     at = 0
     if extent.start:
+        # One byte before: if it ends a line, the first line of this extent begins right at its start.
         lines.seek(extent.start - 1)
         at = extent.start - 1 + len(lines.readline())  # the rest of a line that began in the extent before
     for number, raw in enumerate(_whole_lines(lines, file), start=1):
         if extent.stop is not None and at >= extent.stop:
             return
+        # Inside a file nobody has counted the lines before.
         place = f"byte {at}" if extent.start else f"line {number}"
         if len(raw) == MAX_LINE_BYTES:
             raise UserError(
@@ -319,10 +324,8 @@ def _lines_of(lines: BinaryIO, file: InputFile, extent: Extent) -> Iterator[tupl
 
 
 def _text_of_line(raw: bytes, key: str) -> str | None:
-    """Read the text of an ordinary JSON line in a third of `json`'s time; None leaves the line to `json`.
-
-    orjson knows neither NaN nor half a surrogate pair.
-    """
+    """Read the text of an ordinary JSON line; None leaves the line to `json`."""
+    # A third of `json`'s time. But orjson knows neither NaN nor half of a surrogate pair.
     try:
         text = orjson.loads(raw)[key]
     except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
@@ -331,11 +334,12 @@ def _text_of_line(raw: bytes, key: str) -> str | None:
 
 
 def _open_lines(file: InputFile) -> BinaryIO:
-    """Open a byte stream of lines. pyarrow reads zstd, for it alone reports a stream that ends too early."""
+    """Open a byte stream of lines."""
     opened = file.open()
     if file.name.lower().endswith(".gz"):
         return gzip.open(opened, "rb")
     if file.name.lower().endswith(".zst"):
+        # pyarrow: only this reader of zstd reports a stream that ends too early.
         pyarrow = require("pyarrow", f"reading {file.address}")
         return io.BufferedReader(pyarrow.CompressedInputStream(opened, "zstd"), 1 << 20)
     return opened
@@ -373,7 +377,7 @@ def _parse(line: str, where: str) -> object:
 
 
 def _cut_parquet(file: InputFile, number: int, piece_bytes: int) -> list[tuple[Extent, int]]:
-    """Cut between row groups, by the sizes in the file's footer."""
+    """Cut between row groups, by their sizes in the file's footer."""
     with _open_parquet(file) as parquet:
         sizes = [
             parquet.metadata.row_group(n).total_byte_size for n in range(parquet.metadata.num_row_groups)
@@ -384,6 +388,7 @@ def _cut_parquet(file: InputFile, number: int, piece_bytes: int) -> list[tuple[E
         if size >= piece_bytes or group == len(sizes) - 1:
             extents.append((Extent(number, start, group + 1), size))
             start, size = group + 1, 0
+    # A file without row groups is still read, so that a missing column is reported.
     return extents or [(Extent(number), 0)]
 
 
@@ -422,7 +427,7 @@ def _open_parquet(file: InputFile):
 
 
 def _read_warc(file: InputFile) -> Iterator[Document]:
-    """Read plain-text records (WET) as they are, and of web pages (WARC) the main text that trafilatura finds."""
+    """Read plain-text records (WET) as they are, and from web pages (WARC) the main text that trafilatura finds."""
     require("warcio", f"reading {file.address}")
     from warcio.archiveiterator import ArchiveIterator
     from warcio.exceptions import ArchiveLoadFailed

@@ -1,4 +1,4 @@
-"""The tokenizer of a data set: loaded by name or path, or trained on the corpus; kept beside the shards."""
+"""Make the tokenizer of a data set: load it by name or path, or train it on the corpus; keep it beside the shards."""
 
 import hashlib
 import json
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
-"""Looked for where a folder holds tokenizer.json alone, in this order."""
+"""Looked for in this order if a folder does not name its end-of-text token."""
 
 COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """What the manifest says of a tokenizer folder."""
+    """What the manifest says about a tokenizer folder."""
 
     vocab_size: int
     """Highest id plus one, special tokens included: the rows an embedding needs."""
@@ -34,25 +34,26 @@ class TokenizerInfo:
 
 
 def local_fingerprint(spec: str | dict) -> str | None:
-    """Fingerprint of the tokenizer.json a local path names; None for a hub name or a trained tokenizer."""
+    """Compute the fingerprint of the tokenizer.json in a local folder; None for a hub name or a trained tokenizer."""
     if isinstance(spec, str) and (Path(spec).expanduser() / "tokenizer.json").is_file():
         return fingerprint_of(Path(spec).expanduser())
     return None
 
 
 def fingerprint_of(folder: Path) -> str:
-    """blake2b of the folder's tokenizer.json."""
+    """Compute blake2b of the folder's tokenizer.json."""
     return hashlib.blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16).hexdigest()
 
 
 def save_tokenizer(name: str, folder: Path) -> None:
-    """Put the tokenizer a recipe names (a local folder or a hub name) into `folder`."""
+    """Put the tokenizer that a recipe names (a local folder or a hub name) into `folder`."""
     source = Path(name).expanduser()
     if (source / "tokenizer.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)
         for file in ("tokenizer.json", *COMPANION_FILES):
             if (source / file).is_file():
                 shutil.copyfile(source / file, folder / file)
+    # Surely a path: the hub would only report an invalid name.
     elif not source.exists() and name.startswith((".", "/", "~")):
         raise UserError(f"data.tokenizer: {name}: no such folder (looked in {Path.cwd()})")
     else:
@@ -76,7 +77,7 @@ def _save_through_transformers(name: str, folder: Path) -> None:
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     """Train a byte-level BPE of exactly `vocab_size` ids, `<|endoftext|>` (id 0) among them, into `folder`.
 
-    The same texts give the same file. UserError where the corpus has too few merges for that many ids.
+    The same texts give the same file. Raises UserError if the corpus has too few merges for that many ids.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -86,10 +87,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
+        # All 256 bytes, so that any text can be encoded, also one with bytes that the corpus does not have.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    # The trainer stops without an error if no pair is left to merge.
     found = tokenizer.get_vocab_size()
     if found != vocab_size:
         raise UserError(
@@ -104,7 +107,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
 
 
 def _write_folder(tokenizer: "tokenizers.Tokenizer", folder: Path) -> None:
-    """tokenizer.json and the tokenizer_config.json that lets `AutoTokenizer` open the folder."""
+    """Write tokenizer.json, and the tokenizer_config.json with which `AutoTokenizer` opens the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -112,13 +115,14 @@ def _write_folder(tokenizer: "tokenizers.Tokenizer", folder: Path) -> None:
         "bos_token": END_OF_TEXT,
         "eos_token": END_OF_TEXT,
         "unk_token": END_OF_TEXT,
+        # Else decoding would remove spaces before punctuation, and the text would not come back as it was.
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def check_vocabulary(found: int, vocab_size: int | None) -> None:
-    """UserError where a tokenizer of `found` ids has more than the model has embeddings."""
+    """Raise UserError if a tokenizer has more ids (`found`) than the model has embeddings."""
     if vocab_size is not None and found > vocab_size:
         raise UserError(
             f"data.tokenizer: it has {found:,} ids, the model only {vocab_size:,}: "
@@ -127,10 +131,8 @@ def check_vocabulary(found: int, vocab_size: int | None) -> None:
 
 
 def describe_tokenizer(folder: Path, name: str) -> TokenizerInfo:
-    """Size, EOS and fingerprint of a tokenizer folder; UserError (about `name`) where it has no EOS token.
-
-    The same tokenizer is loaded once in a process, whatever folders hold it.
-    """
+    """Return size, EOS and fingerprint of a tokenizer folder; UserError (about `name`) if it has no EOS token."""
+    # By content, not by folder: the same tokenizer is loaded once in a process, whatever folders hold it.
     key = fingerprint_of(folder), _configured_eos(folder)
     if key not in _DESCRIBED:
         _DESCRIBED[key] = _describe(folder, name, *key)
@@ -148,11 +150,12 @@ def _describe(folder: Path, name: str, fingerprint: str, eos_token: str | None) 
             f"data.tokenizer: {name} has no end-of-text token; name one as eos_token in its "
             "tokenizer_config.json"
         )
+    # Not the number of tokens: ids may have gaps, and an embedding needs a row for the highest.
     return TokenizerInfo(max(vocab.values()) + 1, eos_token, vocab[eos_token], fingerprint)
 
 
 def _configured_eos(folder: Path) -> str | None:
-    """The eos_token that tokenizer_config.json names, as a string or as an added-token object."""
+    """Read the eos_token of tokenizer_config.json, which is a string or an added-token object."""
     path = folder / "tokenizer_config.json"
     try:
         eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token") if path.is_file() else None
@@ -168,7 +171,7 @@ def _load(folder: Path, name: str) -> "tokenizers.Tokenizer":
 
     try:
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # of no class of its own
+    except Exception as error:  # tokenizers raises plain Exception for a bad file
         raise UserError(
             f"data.tokenizer: {name}: its tokenizer.json cannot be read ({error}); save the tokenizer again"
         ) from error

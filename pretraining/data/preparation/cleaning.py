@@ -1,4 +1,4 @@
-"""The stages before the tokenizer: filters and evaluation sets piece by piece, then copies across all pieces.
+"""Clean before the tokenizer: filters and evaluation sets piece by piece, then duplicates across all pieces.
 
     evaluation-sets    one task        the n-grams that no text may hold
     clean              a piece         the texts that stay, with hashes and signatures to compare them by
@@ -57,10 +57,10 @@ from pretraining.runtime.durable_files import write_json
 
 TEXTS_NAME, REPORT_NAME, INDEX_NAME = "texts.arrow", "report.json", "index.json"
 ROWS_AT_ONCE = 256
-"""Texts in a record batch: as many are decompressed to read one."""
+"""Texts in a record batch: all of them are decompressed to read one."""
 
 PIECES_PER_SLICE = 32
-"""Pieces for each slice of the comparison: a slice then holds in memory what some hundred pieces of text need."""
+"""Pieces for each slice of the comparison: a slice then needs the memory of some hundred pieces of text."""
 
 
 class Deduplication(NamedTuple):
@@ -99,7 +99,7 @@ class EvaluationSets(Stage):
 
     @cached_property
     def keys(self) -> list[str]:
-        """One: the files of the folder and the names of the tasks."""
+        """Make one key, of the files of the folder and the names of the tasks."""
         files = fingerprint_of_sets(self.sets_folder, self.lm_eval_tasks)
         return [digest_of(asdict(self.spec), files)]
 
@@ -133,13 +133,13 @@ class Clean(Stage):
     filters: list[dict]
     """`data.filters` of the recipe."""
     consulted: dict
-    """What the filters go by, with checksums of the files they read."""
+    """What the filters use, with checksums of the files they read."""
     evaluation_sets: EvaluationSets | None
     dedup: Deduplication | None
 
     @cached_property
     def keys(self) -> list[str]:
-        """Each depends on the text of its piece and on every rule."""
+        """Make a key for each piece, which depends on its text and on every rule."""
         evaluation = self.evaluation_sets.keys if self.evaluation_sets else []
         compared = [self.dedup.exact, self.dedup.minhash and asdict(self.dedup.minhash)] if self.dedup else []
         return [digest_of(self.consulted, evaluation, compared, key) for key in self.corpus.keys]
@@ -147,8 +147,10 @@ class Clean(Stage):
     def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
         """Read a piece, leave out what the recipe does not want, write the rest with hashes and signatures."""
         cleaner, skipped = _Cleaner(self.filters, self.evaluation_sets), {}
+        # Batches again: what is left of a text may be empty, and its draw follows from the text as it is now.
         documents = cleaner.documents(self.corpus.batches(range(number, number + 1), skipped))
         batches = read_batches(self.corpus.pieces[number].source, documents, {}, skip_undecodable=False)
+        # Taken in the same pass as the texts, so that no text is read twice.
         signatures = _Signatures(self.dedup)
         with _texts_file(folder / TEXTS_NAME) as write:
             for batch in batches:
@@ -173,7 +175,7 @@ class Clean(Stage):
 
 
 class _Cleaner:
-    """The recipe's filters and its evaluation sets, and what they took out of a piece."""
+    """Apply the recipe's filters and evaluation sets to a piece, and keep count of what they take out."""
 
     def __init__(self, filters: list[dict], evaluation_sets: EvaluationSets | None):
         self._chain = FilterChain.of(filters)
@@ -205,7 +207,7 @@ class _Cleaner:
 
 @contextmanager
 def _texts_file(path: Path) -> Iterator[Callable[[Batch], None]]:
-    """Write columns `text` and `where`, compressed: the tokenizer reads them, a few rows at a time."""
+    """Write columns `text` and `where`, compressed."""
     import pyarrow as pa
 
     schema = pa.schema({"text": pa.large_string(), "where": pa.large_string()})
@@ -213,6 +215,7 @@ def _texts_file(path: Path) -> Iterator[Callable[[Batch], None]]:
     with path.open("wb") as file, pa.ipc.new_file(file, schema, options=options) as writer:
 
         def write(batch: Batch) -> None:
+            # The tokenizer reads a few rows at a time.
             for start in range(0, len(batch.texts), ROWS_AT_ONCE):
                 rows = slice(start, start + ROWS_AT_ONCE)
                 columns = [
@@ -224,7 +227,7 @@ def _texts_file(path: Path) -> Iterator[Callable[[Batch], None]]:
 
 
 class _Signatures:
-    """What finds equal texts (hashes) and similar ones (band keys and sketches), a row a document."""
+    """Collect what finds equal texts (hashes) and similar ones (band keys and sketches), one row for each document."""
 
     def __init__(self, dedup: Deduplication | None):
         self._dedup = dedup
@@ -237,6 +240,7 @@ class _Signatures:
             self._append("hashes", hash_texts(batch.texts))
         if self._dedup and self._dedup.minhash:
             signatures = sign_piece(batch.texts, self._dedup.minhash)
+            # Turned so that documents are rows, as in the other kinds; `save` turns them back.
             self._append("keys", signatures.keys.T)
             self._append("sketch", signatures.sketch)
 
@@ -244,8 +248,9 @@ class _Signatures:
         self._columns.setdefault(name, []).append(rows)
 
     def save(self, folder: Path) -> None:
-        """Write a file for each kind; a piece without documents has them too."""
+        """Write a file for each kind."""
         if not self._columns:
+            # Also a piece without documents needs its files: an empty batch gives them their shapes.
             self.add(Batch(0))
         for name, parts in self._columns.items():
             rows = np.concatenate(parts)
@@ -261,13 +266,14 @@ class Signatures(Stage):
 
     @cached_property
     def keys(self) -> list[str]:
-        """One, of all pieces."""
+        """Make one key, of all pieces."""
         return [digest_of(self.clean.keys)]
 
     def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
         """Link the files."""
         for piece, output in enumerate(self.clean.outputs()):
             for kind in ("hashes", "keys", "sketch"):
+                # Only the kinds that `data.dedup` asks for are there.
                 if (output / f"{kind}.npy").exists():
                     (folder / f"{piece:05d}.{kind}.npy").symlink_to(output.resolve() / f"{kind}.npy")
 
@@ -283,7 +289,8 @@ class Match(Stage):
 
     @cached_property
     def keys(self) -> list[str]:
-        """Each depends on all pieces, and on which slice it is."""
+        """Make a key for each slice, which depends on all pieces."""
+        # At least one slice, also for a small corpus.
         slices = range(max(1, self.num_pieces // PIECES_PER_SLICE))
         return [digest_of(self.signatures.keys, number) for number in slices]
 
@@ -311,16 +318,18 @@ class Fates(Stage):
 
     @cached_property
     def keys(self) -> list[str]:
-        """One, of all pairs."""
+        """Make one key, of all pairs."""
         return [digest_of(self.match.keys, self.dedup.remove, self.validation_share)]
 
     def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
         """Write what becomes of every document, a file a piece, and a report."""
         paths = [path for output in self.match.outputs() for path in sorted(output.glob("*.npy"))]
+        # Loaded when asked for, one at a time: all pairs may not fit into memory.
         pairs = [lambda path=path: np.load(path) for path in paths]
         # Without similar pairs only equal texts (similarity 1) are in question.
         accepted = self.dedup.minhash.accepted if self.dedup.minhash else 1.0
         clusters = cluster(pairs, accepted)
+        # Which documents the draw puts into validation.
         drawn = [np.load(output / "draws.npy") < self.validation_share for output in self.clean.outputs()]
         fates = assign_fates(drawn, clusters, pairs, self.dedup.remove)
         for piece, own in enumerate(fates):
@@ -341,7 +350,7 @@ class Fates(Stage):
 
 @dataclass(frozen=True)
 class CleanedCorpus:
-    """The texts of a corpus that filters, decontamination and deduplication leave; read as `Corpus` is."""
+    """The texts that filters, decontamination and deduplication leave of a corpus; it is read as `Corpus` is."""
 
     corpus: Corpus
     cleaned_by: list[str]
@@ -358,29 +367,28 @@ class CleanedCorpus:
 
     @property
     def pieces(self) -> list[Piece]:
-        """Those of the corpus."""
+        """Return the pieces of the corpus."""
         return self.corpus.pieces
 
     @property
     def tasks(self) -> list[range]:
-        """Those of the corpus."""
+        """Return the tasks of the corpus."""
         return self.corpus.tasks
 
     @cached_property
     def keys(self) -> list[str]:
-        """A digest for each piece, of its text as the tokenizer gets it."""
+        """Make a digest for each piece, of its text as the tokenizer gets it."""
         fates = self.fates.keys if self.fates else []
         return [digest_of(key, fates) for key in self.clean.keys]
 
     def batches(self, numbers: range, skipped: dict) -> Iterator[Batch]:
-        """Read neighbouring pieces, each text with the draw that decides its split.
-
-        Nothing is added to `skipped`: `Clean` has counted it.
-        """
+        """Read neighbouring pieces, each text with the draw that decides its split; `skipped` stays as it is."""
         for number in numbers:
             kept: list[int | None] = []
             documents = self._kept_documents(number, kept)
+            # A dict of its own: `Clean` has counted what was skipped.
             for batch in read_batches(self.pieces[number].source, documents, {}, skip_undecodable=False):
+                # `kept` grows as documents are read: its first fates are those of this batch.
                 fates, kept[: len(batch.texts)] = kept[: len(batch.texts)], []
                 batch.draws = [self._draw(draw, fate) for draw, fate in zip(batch.draws, fates, strict=True)]
                 yield batch
@@ -398,6 +406,7 @@ class CleanedCorpus:
         """Move a draw to the side of the share that its fate says."""
         if fate == TRAIN:
             return max(draw, self.validation_share)
+        # Half of the share: surely below it.
         return min(draw, self.validation_share / 2) if fate == VALIDATION else draw
 
     def is_empty(self, skipped: dict[str, int]) -> UserError:

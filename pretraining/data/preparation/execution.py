@@ -1,4 +1,4 @@
-"""Where the tasks of a preparation run: in this process, in processes of this machine, or on a cluster."""
+"""Run the tasks of a preparation in this process, in processes of this machine, or on a cluster."""
 
 import os
 import shlex
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EXECUTORS = ("auto", "inline", "local", "slurm", "ray")
 
 LOCAL_FROM_TASKS = 8
-"""From here on starting processes (some seconds) costs less than it gains."""
+"""From this number of tasks on, the start of processes (some seconds) costs less than it gains."""
 
 SLURM_KEYS = {
     "partition": str,
@@ -39,12 +39,12 @@ SLURM_KEYS = {
 """Arguments of datatrove's SlurmPipelineExecutor that `--slurm` takes."""
 
 FINISH = "finish"
-"""The last job of a cluster, which publishes."""
+"""Name of the last job on a cluster, which publishes."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How a preparation is to be run."""
+    """How to run a preparation."""
 
     executor: str = "auto"
     workers: int = 0
@@ -60,7 +60,8 @@ class Execution:
 
     @property
     def num_workers(self) -> int:
-        """Processes on this machine."""
+        """Count the processes on this machine."""
+        # Not `cpu_count`: a job of a cluster may use only some of the machine's cores.
         return self.workers or len(os.sched_getaffinity(0))
 
 
@@ -82,7 +83,7 @@ def read_slurm_options(words: list[str]) -> dict:
 
 
 def run_stages(preparation: "Preparation", execution: Execution, progress: Progress) -> None:
-    """Run what is still to run of every stage, from here; each stage waits for the one before."""
+    """Run the pending tasks of every stage; each stage waits for the one before."""
     from pretraining.data.preparation.tasks import run_task
 
     for stage in preparation.stages:
@@ -95,6 +96,7 @@ def run_stages(preparation: "Preparation", execution: Execution, progress: Progr
             for number in pending:
                 run_task(stage, number, progress)
         else:
+            # The other processes read the preparation from the work folder.
             preparation.save()
             (_run_on_ray if executor == "ray" else _run_in_processes)(stage, pending, execution)
 
@@ -119,13 +121,15 @@ def _run_on_ray(stage: "Stage", pending: list[int], execution: Execution) -> Non
     task = RayTask(str(stage.work), stage.name, pending)
     logs = str(stage.work / "logs" / stage.name)
     workers = min(execution.num_workers, len(pending))
+    # skip_completed=False: the folders of the tasks say what is done, not datatrove's own marks.
     RayPipelineExecutor([task], len(pending), workers, skip_completed=False, logging_dir=logs).run()
+    # `RayTask` has written the UserError of a failed task to the work folder.
     if stage.pending() and (error := first_error(stage)):
         raise error
 
 
 def submit_to_slurm(preparation: "Preparation", execution: Execution) -> list[str]:
-    """Submit one array job a stage, each after the one before, and a last one that publishes; their job ids."""
+    """Submit an array job for each stage, each after the one before, and a last one that publishes; return the ids."""
     if not execution.slurm.get("partition"):
         raise UserError(
             "--slurm partition=NAME is missing: the partition that the jobs are to run in (see sinfo)"
@@ -141,16 +145,14 @@ def submit_to_slurm(preparation: "Preparation", execution: Execution) -> list[st
 def _submit(
     preparation: "Preparation", name: str, pending: list[int], execution: Execution, after: str | None
 ) -> str:
-    """Submit the tasks of one stage as array jobs, one after the other; the id of the last one.
-
-    datatrove writes the script and reads the answer of sbatch. Its own jobs would load a pickle of the executor; ours
-    start `workers`, which reads the numbers of the tasks from a file.
-    """
+    """Submit the tasks of one stage as array jobs, one after the other; return the id of the last one."""
     from datatrove.executor.slurm import SlurmPipelineExecutor
 
+    # datatrove writes the script and reads the answer of sbatch. Its own jobs would load a pickle of the executor.
+    # Ours start `workers`, which reads the numbers of the tasks from a file.
     logs = preparation.work / "logs" / name
     settings: dict = {"time": "24:00:00", "qos": None, "env_command": _activating_command()}
-    settings |= {"workers": execution.workers or -1, **execution.slurm}
+    settings |= {"workers": execution.workers or -1, **execution.slurm}  # -1: no limit
     jobs = SlurmPipelineExecutor(
         pipeline=[],
         tasks=len(pending),
@@ -167,6 +169,7 @@ def _submit(
         command = shlex.join(["srun", "-l", "-n", "1", *map(str, words)])
         size = min(largest, num_jobs - first)
         script = jobs.get_launch_file_contents(jobs.get_sbatch_args(size), command)
+        # afterok: the stage before must succeed. afterany: arrays of one stage only take turns.
         waits = [f"afterok:{after}"] * bool(after) + [f"afterany:{job}"] * bool(job)
         job = _call_sbatch(jobs, script, [f"--dependency={','.join(waits)}"] if waits else [])
     return job
@@ -179,7 +182,7 @@ def _activating_command() -> str:
 
 
 def _call_sbatch(jobs: "SlurmPipelineExecutor", script: str, options: list[str]) -> str:
-    """Hand one script to sbatch, which says on stderr why it refuses some; the id of the job."""
+    """Give one script to sbatch and return the id of the job; sbatch says on stderr why it refuses a script."""
     from datatrove.executor.slurm import launch_slurm_job
 
     try:

@@ -1,4 +1,4 @@
-"""The end of a preparation: the tasks' shards gathered into one data set, its manifest written last."""
+"""Finish a preparation: gather the tasks' shards into one data set, and write its manifest last."""
 
 import json
 import os
@@ -28,11 +28,12 @@ from pretraining.runtime.durable_files import replacing
 
 
 def finish(preparation: Preparation, show_progress: bool = False) -> Path | None:
-    """Gather, write the manifest, and put the data set in its place; where the one before it is kept, if there was one.
+    """Gather the shards, write the manifest, and put the data set in its place.
 
-    Raises UserError if a source has changed, a task has not finished, the corpus is empty, or a split is too small for
-    one block.
+    Returns the path under which an earlier data set is kept, if there was one. Raises UserError if a source has
+    changed, a task has not finished, the corpus is empty, or a split is too small for one block.
     """
+    # A source that changed meanwhile would give a data set of two versions.
     preparation.corpus.check_unchanged()
     outputs, results = preparation.tokenize.outputs(), preparation.tokenize.results()
     if not any(entry["documents"] for result in results for entry in result["splits"].values()):
@@ -49,8 +50,10 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
         with replacing(building / "dataset_dict.json") as file:
             json.dump({"splits": list(SPLITS)}, file)
         manifest = _manifest(preparation, splits, outputs, results, reports)
+        # Last: where a manifest is, the data set is complete.
         with replacing(building / MANIFEST_NAME) as file:
             file.write(json.dumps(manifest, indent=2) + "\n")
+    # Also after Ctrl-C: what is half built must not stay.
     except BaseException:
         discard(preparation.folder)
         raise
@@ -58,7 +61,7 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
 
 
 def _check_blocks(preparation: Preparation, splits: dict, outputs: list[Path], reports: dict) -> None:
-    """As `check_blocks`; if filters left too little, `reports` say which of them did."""
+    """Check the blocks of each split; if cleaning left too little, print `reports`, which say what it took out."""
     try:
         check_blocks(splits, preparation.data, preparation.sequence_length, SplitSizes.joined(outputs))
     except UserError:
@@ -73,7 +76,7 @@ def _summed(skips: list[dict]) -> dict[str, int]:
 
 
 def _link_shards(outputs: list[Path], results: list[dict], target: Path) -> dict:
-    """Give the tasks' shards of train their final names, by links: a second try finds them again."""
+    """Give the tasks' shards of train their final names, by links."""
     shards = [
         (output / "train" / shard["file"], {**shard, "source": result["source"]})
         for output, result in zip(outputs, results, strict=True)
@@ -83,6 +86,7 @@ def _link_shards(outputs: list[Path], results: list[dict], target: Path) -> dict
     target.mkdir()
     for number, (path, shard) in enumerate(shards):
         shard["file"] = f"data-{number:05d}-of-{len(shards):05d}.arrow"
+        # Linked, not moved: a second try finds the tasks' shards again.
         _link(path, target / shard["file"])
     return split_entry(target, [shard for _, shard in shards], results[0]["splits"]["train"]["dtype"])
 
@@ -95,7 +99,7 @@ def _link(path: Path, target: Path) -> None:
 
 
 def _join_validation(outputs: list[Path], results: list[dict], target: Path) -> dict:
-    """Write the tasks' small parts of validation anew into few shards."""
+    """Write the tasks' small parts of validation again, into few shards."""
     dtype = np.dtype(results[0]["splits"]["validation"]["dtype"])
     writer = SplitWriter(target, dtype)
     for output, result in zip(outputs, results, strict=True):
@@ -111,9 +115,9 @@ def _join_validation(outputs: list[Path], results: list[dict], target: Path) -> 
 def _manifest(
     preparation: Preparation, splits: dict, outputs: list[Path], results: list[dict], reports: dict
 ) -> dict:
-    """Say what the data set holds and came from: counts, checksums, tokenizer, sources and versions."""
+    """Make the manifest: what the data set holds and came from, with counts, checksums, tokenizer and versions."""
     counts = np.sum([np.load(output / COUNTS_NAME) for output in outputs], axis=0)
-    # what the tokens cost by their frequencies alone: a model has to be better
+    # What the tokens cost by their frequencies alone: a model must be better than that.
     bits_per_byte = entropy_bits(counts) / splits["validation"]["bytes"]
     splits["validation"]["unigram_bits_per_byte"] = round(bits_per_byte, 6)
     data, tokenizer = preparation.data, preparation.tokenize.tokenizer

@@ -1,4 +1,4 @@
-"""From the data section of a recipe to data/<name>/: at once if it is there, else built and published."""
+"""Prepare the data section of a recipe as data/<name>/: return at once if it is there, else build and publish it."""
 
 import errno
 import os
@@ -35,7 +35,7 @@ DISK_FAULTS = {
 }
 
 LONGEST_NAME = 200
-"""Bytes of a folder's name: file systems take 255, and what is put before and after it needs some."""
+"""Bytes of a folder's name: file systems take 255, and the names beside it (`.replaced-N`, `.building`) are longer."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Outcome:
 
     folder: Path
     data_root: Path
-    """Of the command line: the data set is in it, or a link to the data set."""
+    """The folder of the command line: it holds the data set, or a link to it."""
     specs: list[Source]
     """`data.sources` of the recipe, whose names and weights may be others than when the data was prepared."""
     manifest: dict | None = None
     """None: `jobs` will make it."""
     kept_aside: Path | None = None
-    """Where the data set is now whose place this one took."""
+    """The new path of the data set whose place this one took."""
     jobs: tuple[str, ...] = ()
     """Ids of submitted jobs."""
 
@@ -77,7 +77,7 @@ class Outcome:
         }
 
     def _sources(self, num_tokens: int) -> list[dict]:
-        """List what is left of each source, and how much of a run it is to be."""
+        """List what is left of each source, and its weight in a run."""
         return [
             {
                 "name": spec.called,
@@ -141,11 +141,10 @@ def prepare_data(
 ) -> Outcome:
     """Prepare the recipe's data section under `data_root`.
 
-    Returns at once if what decides the bytes is what was prepared already; uses `recipe.data`, and checks that the
-    tokenizer fits `recipe.model.vocab_size` and that each split holds a block of `recipe.sequence_length`.
-    `execution` says where the tasks run. A finished data set that differs is refused; with `replace` the new one
-    takes its place once it is finished, and the old one is kept beside it. Raises UserError if the section, the
-    sources or the disk do not allow it; finished tasks are kept.
+    Returns at once if the same data was prepared already. Checks that the tokenizer fits `recipe.model.vocab_size` and
+    that each split holds a block of `recipe.sequence_length`. `execution` says where the tasks run. A finished data set
+    that differs is refused. With `replace` the new one takes its place once it is finished, and the old one is kept
+    beside it. Raises UserError if the section, the sources or the disk do not allow it; finished tasks are kept.
     """
     data, named = recipe.data.to_dict(), Path(data_root) / recipe.data.name
     folder = _place(named)
@@ -154,7 +153,9 @@ def prepare_data(
     kept, jobs = None, ()
     try:
         manifest = _finished(named, data, fingerprints, replace)
+        # Also if it is there: the lock finishes what a killed `publish` left half done.
         if manifest is None or is_half_published(folder):
+            # Now, not after hours of work.
             _refuse_no_place(folder)
             with preparation_lock(folder) as kept:
                 manifest = _finished(named, data, fingerprints, replace)  # another process may have made it
@@ -162,17 +163,20 @@ def prepare_data(
                     kept, jobs = _build(recipe, folder, sources, fingerprints, show_progress, execution)
                     manifest = None if jobs else read_manifest(folder)
     except OSError as error:
+        # Any other fault is a bug, and keeps its traceback.
         if error.errno in DISK_FAULTS:
             raise UserError(f"{error.filename or folder}: {DISK_FAULTS[error.errno]}") from error
         raise
     if manifest is not None:
         check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model.vocab_size)
+        # Also for data of an earlier run, as sequence length and model may be others now.
         check_blocks(manifest["splits"], recipe.data, recipe.sequence_length)
     return Outcome(folder, Path(data_root), recipe.data.sources, manifest, kept, jobs)
 
 
 def _place(folder: Path) -> Path:
-    """Follow a link, else take the folder itself; UserError if somebody keeps something else there."""
+    """Follow a link, else take the folder itself; UserError if it holds other files than prepared data."""
+    # A rename would replace the link, not the folder that it leads to.
     folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
     if folder.is_dir() and any(folder.iterdir()) and read_manifest(folder) is None:
         raise UserError(
@@ -183,7 +187,7 @@ def _place(folder: Path) -> Path:
 
 
 def _refuse_no_place(folder: Path) -> None:
-    """Raise UserError if nothing can be renamed into the place of `folder`: now, not after hours of work."""
+    """Raise UserError if nothing can be renamed into the place of `folder`."""
     if (length := len(os.fsencode(folder.name))) > LONGEST_NAME:
         raise UserError(
             f"data.name: has {length} bytes; it must have at most {LONGEST_NAME}: it names a folder"
@@ -196,16 +200,17 @@ def _refuse_no_place(folder: Path) -> None:
 
 
 def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool) -> dict | None:
-    """Read the manifest of what is prepared already; None if it is still to be made, or made anew.
+    """Read the manifest of what is prepared already; None if it must be made, or made again.
 
-    A hub that is silent (a commit of None) is taken to hold what was prepared from it before. UserError for a data
-    set that differs, unless it is to be replaced.
+    Raises UserError for a data set that differs, unless `replace` is set.
     """
     manifest = read_manifest(folder)
     if manifest is None:
         return None
+    # Converted data has no sources to compare with.
     if "converted_from" not in manifest and len(manifest["sources"]) == len(fingerprints):
         for now, before in zip(fingerprints, manifest["sources"], strict=True):
+            # The hub does not answer: assume that it still holds what was prepared from it before.
             if now.get("commit", "") is None and now["dataset"] == before.get("dataset"):
                 now["commit"] = before.get("commit")
     differing = data_differences(manifest, data, fingerprints)
@@ -226,7 +231,7 @@ def _build(
     show_progress: bool,
     execution: Execution | None,
 ) -> tuple[Path | None, tuple[str, ...]]:
-    """Run the stages and publish, or submit them to a cluster; the data set kept aside, and the ids of the jobs."""
+    """Run the stages and publish, or submit them to a cluster; return the path of a kept data set, and the job ids."""
     # numpy, tokenizers and pyarrow are needed from here on
     from pretraining.data.preparation.execution import run_stages, submit_to_slurm
     from pretraining.data.preparation.finish import finish
@@ -242,7 +247,7 @@ def _build(
             run_stages(preparation, execution, progress)
         return finish(preparation, show_progress), ()
     except UserError as error:
-        # Only the finished ones of many tasks are worth keeping.
+        # Worth keeping only if a stage of many tasks has finished some of them.
         if any(len(stage.pending()) < len(stage.keys) > 1 for stage in preparation.stages):
             raise UserError(f"{error}; finished tasks are kept in {preparation.work}") from error
         shutil.rmtree(preparation.work, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Is each split large enough to hold one block, and if not, which validation_share would do?"""
+"""Check that each split can hold one block; if not, suggest a validation_share that works."""
 
 import math
 from array import array
@@ -9,11 +9,11 @@ from pretraining.recipe.data import Data
 
 FILE_NAME = "sizes.npz"
 RECORDED_DOCUMENTS = 1 << 16
-"""Documents whose draws are kept for an exact suggestion: a corpus of more is seldom too small."""
+"""Documents whose draws are kept for an exact suggestion: a corpus with more is rarely too small."""
 
 
 class SplitSizes:
-    """The draws and sizes of the first documents, to suggest a share that works."""
+    """Keep the draws and sizes of the first documents, to suggest a share that works."""
 
     def __init__(self):
         self._draws, self._tokens = array("d"), array("q")
@@ -43,18 +43,21 @@ class SplitSizes:
         for folder in folders:
             kept = np.load(folder / FILE_NAME)
             joined.extend(kept["draws"].tolist(), kept["tokens"].tolist())
+            # Documents beyond the recorded ones count too: with them the suggestion cannot be exact.
             joined._num_documents += int(kept["num_documents"]) - len(kept["draws"])
         return joined
 
     def workable_share(self, num_tokens: int, wanted: int) -> float | None:
         """Find the shortest validation_share that leaves each split `wanted` of `num_tokens` tokens, or None."""
         if self._num_documents > len(self._draws):
+            # Not all draws are known: aim at twice what is wanted, if the corpus has room for it.
             return _round_up(2 * wanted / num_tokens, digits=1) if num_tokens > 4 * wanted else None
         documents = sorted(zip(self._draws, self._tokens, strict=True))
         validation = 0
         for draw, tokens in documents:
             validation += tokens
             if validation >= wanted:
+                # A document is in validation if its draw is below the share. Try the shortest decimal first.
                 shares = (_round_up(draw, digits) for digits in range(1, 16))
                 return next((s for s in shares if self._works(s, num_tokens, wanted)), None)
         return None
@@ -73,6 +76,7 @@ def _round_up(value: float, digits: int) -> float:
 
 def check_blocks(splits: dict, data: Data, sequence_length: int, sizes: SplitSizes | None = None) -> None:
     """Raise UserError unless train and validation each hold one block of `sequence_length` inputs and targets."""
+    # One more than the inputs: the target of the last one.
     wanted = sequence_length + 1
     counts = {name: entry["tokens"] for name, entry in splits.items()}
     total, short = sum(counts.values()), [name for name in counts if counts[name] < wanted]

@@ -1,4 +1,4 @@
-"""A preparation: everything its tasks need to know, on whichever machine they run, and its stages in order."""
+"""Describe a preparation: its stages in order, and everything its tasks need to know, on any machine."""
 
 import json
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Preparation:
     """Where the finished data set goes."""
     data: Data
     vocab_size: int | None
-    """Of the model; None if there is no model to fit."""
+    """The model's vocabulary size; None if there is no model to fit."""
     sequence_length: int
     corpus: Corpus
     fingerprints: list[dict]
@@ -45,35 +45,36 @@ class Preparation:
     def of(
         cls, recipe: Recipe, sources: list[TextSource], folder: Path, fingerprints: list[dict]
     ) -> "Preparation":
-        """Plan the preparation of a recipe's data; the sources are cut, which may read their files' footers."""
+        """Plan the preparation of a recipe's data; to cut the sources, it may read the footers of their files."""
         corpus = Corpus.of(recipe.data, sources)
         return cls(folder, recipe.data, recipe.model.vocab_size, recipe.sequence_length, corpus, fingerprints)
 
     @property
     def work(self) -> Path:
-        """Where the tasks keep what they have finished."""
+        """Name the folder in which the tasks keep what they have finished."""
         return work_folder(self.folder)
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The stages in their order; each may use the outputs of those before."""
+        """List the stages in order; each may use the outputs of those before."""
         cleaning = self.cleaned.stages if self.cleaned else []
         return [*cleaning, self.tokenize.tokenizer, self.tokenize]
 
     @cached_property
     def consulted(self) -> dict:
-        """What filters and decontamination go by, as it is at the beginning."""
+        """Describe what filters and decontamination use, as it is at the beginning."""
         return consulted(self.data.to_dict())
 
     @property
     def texts(self) -> Corpus | CleanedCorpus:
-        """The texts as the tokenizer gets them."""
+        """Return the texts as the tokenizer gets them."""
         return self.cleaned or self.corpus
 
     @cached_property
     def cleaned(self) -> CleanedCorpus | None:
-        """What cleaning leaves of the corpus; None if the recipe asks for none."""
+        """Plan what cleaning leaves of the corpus; None if the recipe asks for no cleaning."""
         data, dedup = self.data, Deduplication.from_recipe(self.data.dedup)
+        # For the error of an empty corpus: these keys may have left nothing.
         cleaned_by = [key for key in CLEANING_KEYS if getattr(data, key)]
         if not (dedup or data.filters or data.decontaminate):
             return None
@@ -89,7 +90,7 @@ class Preparation:
 
     @cached_property
     def tokenize(self) -> Tokenize:
-        """The last stage, and with it the stage that makes the tokenizer."""
+        """Plan the last stage, and with it the stage that makes the tokenizer."""
         data, share = self.data, self.data.validation_share
         tokenizer = MakeTokenizer(self.work, self.texts, data.tokenizer, self.vocab_size, share)
         return Tokenize(self.work, self.texts, tokenizer, data.encoder, share)
@@ -115,5 +116,6 @@ class Preparation:
     def load(cls, work: Path) -> "Preparation":
         """Read what `save` wrote."""
         values = json.loads((work / STATE_NAME).read_text(encoding="utf-8"))
+        # The fingerprints come from the file too: all tasks use those that were found at the start.
         opened = {"folder": Path(values["folder"]), "data": Data.of(values["data"])}
         return cls(**{**values, **opened, "corpus": Corpus.from_json(values["corpus"])})

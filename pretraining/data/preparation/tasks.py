@@ -1,7 +1,7 @@
-"""Numbered tasks whose output appears whole or not at all, so that each can be run again alone.
+"""Run numbered tasks whose output appears whole or not at all, so that each can be run again alone.
 
-A task's folder carries a digest of all that its output depends on. A finished task of other input is never
-mistaken for this one, and one whose input is unchanged is never run again.
+The name of a task's folder has a digest of everything that its output depends on. So a finished task of other input
+is never mistaken for this one, and a task whose input is unchanged is never run again.
 """
 
 import os
@@ -23,19 +23,19 @@ class Stage(ABC):
     name: ClassVar[str]
 
     work: Path
-    """Where the tasks of all stages keep what they have finished."""
+    """The folder in which the tasks of all stages keep what they have finished."""
 
     @property
     @abstractmethod
     def keys(self) -> list[str]:
-        """A digest for each task, of all that its output depends on."""
+        """Make a digest for each task, of everything that its output depends on."""
 
     @abstractmethod
     def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
         """Write the output of task `number` into an empty folder."""
 
     def folder(self, number: int) -> Path:
-        """Name the folder where the finished task's output is, or will be."""
+        """Name the folder of the finished task's output, also before it is there."""
         return self.work / self.name / f"{number:05d}-{self.keys[number][:12]}"
 
     def pending(self) -> list[int]:
@@ -57,11 +57,13 @@ def run_task(stage: Stage, number: int, progress: Progress | Silence | None = No
     finished = stage.folder(number)
     if finished.is_dir():
         return
+    # Two machines may run the same task in a shared folder: each builds in its own.
     part = finished.with_name(f".{finished.name}.{os.uname().nodename}.{os.getpid()}")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
         stage.run(number, part, progress or Silence())
+        # Before the rename: a power cut must not leave a finished name with half-written files.
         for path in [*part.rglob("*"), part]:
             sync_to_disk(path)
         _rename(part, finished)

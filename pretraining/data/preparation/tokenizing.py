@@ -1,4 +1,4 @@
-"""The last stages: the tokenizer is loaded or trained, then texts become shards of train and parts of validation."""
+"""Run the last stages: load or train the tokenizer, then turn texts into shards of train and parts of validation."""
 
 import json
 import sys
@@ -30,8 +30,8 @@ from pretraining.data.tokenizer import (
 from pretraining.runtime.durable_files import write_json
 
 TRAINING_BYTES = 256 << 20
-"""Text the tokenizer is trained on at most, the same of each source: BPE gains little beyond it. How a run weighs the
-sources is no matter of it, so that other weights need no other tokens."""
+"""The most text that the tokenizer is trained on, in equal parts from each source: BPE gains little from more. The
+weights of a run do not count here, so that other weights need no other tokens."""
 
 SPLITS = ("train", "validation")
 RESULT_NAME, COUNTS_NAME = "result.json", "validation_counts.npy"
@@ -46,12 +46,12 @@ class MakeTokenizer(Stage):
     tokenizer: str | dict
     """`data.tokenizer` of the recipe: a name, a folder, or {"train_vocab_size": ids}."""
     vocab_size: int | None
-    """Of the model; None if there is no model to fit."""
+    """The model's vocabulary size; None if there is no model to fit."""
     validation_share: float
 
     @cached_property
     def keys(self) -> list[str]:
-        """One; if the tokenizer is trained, it depends on all texts."""
+        """Make one key; if the tokenizer is trained, it depends on all texts."""
         trained = isinstance(self.tokenizer, dict)
         trained_on = [self.texts.keys, self.validation_share] if trained else []
         return [digest_of(self.tokenizer, local_fingerprint(self.tokenizer), self.vocab_size, trained_on)]
@@ -62,6 +62,7 @@ class MakeTokenizer(Stage):
             save_tokenizer(self.tokenizer, folder)
         else:
             vocab_size = self.tokenizer["train_vocab_size"]
+            # Before the training, which takes long.
             check_vocabulary(vocab_size, self.vocab_size)
             progress.label("training the tokenizer")
             train_tokenizer(self._training_texts(progress), vocab_size, folder)
@@ -73,7 +74,7 @@ class MakeTokenizer(Stage):
 
     @property
     def output(self) -> Path:
-        """The folder of the finished tokenizer."""
+        """Return the folder of the finished tokenizer."""
         return self.outputs()[0]
 
     def _training_texts(self, progress: Progress | Silence) -> Iterator[str]:
@@ -86,7 +87,7 @@ class MakeTokenizer(Stage):
             raise self.texts.is_empty(skipped)
 
     def training_batches(self, skipped: dict) -> Iterator[Batch]:
-        """Read the beginning of each source, of all as much, without its validation documents."""
+        """Read the beginning of each source, equally much of each, without its validation documents."""
         sources = sorted({piece.source for piece in self.texts.pieces})
         for source in sources:
             num_bytes = TRAINING_BYTES // len(sources)
@@ -94,6 +95,7 @@ class MakeTokenizer(Stage):
                 if self.texts.pieces[task.start].source != source or num_bytes <= 0:
                     continue
                 for batch in self.texts.batches(task, skipped):
+                    # Validation must stay unseen, also by the tokenizer.
                     kept = batch.without_validation(self.validation_share)
                     num_bytes -= sum(kept.num_bytes)
                     yield kept
@@ -114,19 +116,21 @@ class Tokenize(Stage):
 
     @cached_property
     def keys(self) -> list[str]:
-        """Each depends on the tokenizer and on the texts of its pieces."""
+        """Make a key for each task, which depends on the tokenizer and on the texts of its pieces."""
         shared = [self.tokenizer.keys, self.validation_share]
         return [digest_of(shared, self.texts.keys[task.start : task.stop]) for task in self.texts.tasks]
 
     def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
-        """Encode the pieces of a task: a folder a split, `result.json`, and counts for the manifest."""
+        """Encode the pieces of a task: write a folder for each split, `result.json`, and counts for the manifest."""
         task, skipped = self.texts.tasks[number], {}
         batches = self.texts.batches(task, skipped)
+        # The encoder is checked on these texts before it encodes; `chain` puts them back.
         first = list(islice(batches, 1))
         info = self.tokenizer.describe(self.tokenizer.output)
         encoder = self._open_encoder(info, first, progress)
         writers = {split: SplitWriter(folder / split, encoder.dtype) for split in SPLITS}
         counts, sizes = np.zeros(info.vocab_size, np.int64), SplitSizes()
+        # The encoder runs ahead of the writer, and reading ahead of the encoder.
         for batch, tokens, ends in prefetch(_encoded(encoder, chain(first, batches))):
             self._append(batch, tokens, ends, writers, counts)
             sizes.extend(batch.draws, np.diff(ends, prepend=0).tolist())
@@ -143,6 +147,7 @@ class Tokenize(Stage):
         sample = [text for batch in first for text in batch.texts]
         dtype = token_dtype(info.vocab_size)
         encoder = Encoder.open(self.tokenizer.output, info, dtype, self.encoder, sample=sample)
+        # Silent in workers, else each task would print it.
         if encoder.note and progress.shown:
             print(encoder.note, file=sys.stderr)
         return encoder
@@ -150,9 +155,10 @@ class Tokenize(Stage):
     def _append(
         self, batch: Batch, tokens: np.ndarray, ends: np.ndarray, writers: dict, counts: np.ndarray
     ) -> None:
-        """Hand each run of neighbours of one split to its writer, and count the ids of validation."""
+        """Give each run of neighbours of one split to its writer, and count the ids of validation."""
         validation, num_bytes = np.array(batch.draws) < self.validation_share, np.array(batch.num_bytes)
         for first, last in runs_of(validation):
+            # Runs, not single documents: one call of the writer copies many.
             start = int(ends[first - 1]) if first else 0
             run = tokens[start : ends[last - 1]]
             writer = writers["validation" if validation[first] else "train"]
@@ -161,12 +167,12 @@ class Tokenize(Stage):
                 counts += np.bincount(run, minlength=len(counts))
 
     def results(self) -> list[dict]:
-        """Read what each task says of its output: {"source", "splits", "skipped", "encoding"}."""
+        """Read what each task reports about its output: {"source", "splits", "skipped", "encoding"}."""
         return [json.loads((output / RESULT_NAME).read_text(encoding="utf-8")) for output in self.outputs()]
 
 
 def _encoded(encoder: Encoder, batches: Iterator[Batch]) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
-    """Encode batches to tokens and ends: reading runs ahead of the encoder, the encoder ahead of the writer."""
+    """Encode batches to tokens and ends; reading runs ahead of the encoder."""
     for batch in prefetch(batches):
         yield batch, *encoder.encode(batch.texts, batch.wheres)
 

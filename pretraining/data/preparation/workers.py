@@ -1,7 +1,7 @@
-"""Processes that run the tasks of a stage: workers of this machine, jobs of SLURM, tasks of Ray.
+"""Run the tasks of a stage in processes: workers of this machine, jobs of SLURM, tasks of Ray.
 
-A worker of this machine may die and take no more than its task along. The pools of Python and of datatrove wait for
-ever for a worker that the kernel killed, most often for want of memory.
+If a worker of this machine dies, only its task is lost. The pools of Python and of datatrove wait forever for a worker
+that the kernel killed, most often because memory ran out.
 
     python -m pretraining.data.preparation.workers WORK STAGE FIRST     what a SLURM job runs, with SLURM_ARRAY_TASK_ID
 """
@@ -25,18 +25,19 @@ from pretraining.data.preparation.tasks import Stage, run_task
 from pretraining.errors import UserError, one_line_errors
 
 MOST_DEATHS = 3
-"""So often may the process of one task be killed; each time the task is put behind all others."""
+"""How often the process of one task may be killed; each time the task moves behind all others."""
 
 PRELOADED = ["pretraining.data.preparation.workers", "pyarrow"]
 """Imported once, by the process from which the workers of all stages are forked."""
 
 
 def run_in_workers(stage: Stage, numbers: list[int], num_workers: int, num_threads: int) -> None:
-    """Run tasks of a stage of a saved preparation in `num_workers` processes; returns when the last one is done.
+    """Run tasks of a stage of a saved preparation in `num_workers` processes; return when the last one is done.
 
     Raises what a task raised, and UserError if the process of one task is killed again and again. The workers end
     with this process, however it ends.
     """
+    # Forked from a clean process: a fork of this one would copy its threads' locks.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     _start_forkserver()
@@ -53,6 +54,7 @@ def run_in_workers(stage: Stage, numbers: list[int], num_workers: int, num_threa
                     workers.remove(worker)
                     deaths[worker.number] += 1
                     _report_death(worker, stage, deaths[worker.number])
+                    # Behind all others: if memory ran out, it may have more room at the end.
                     waiting.append(worker.number)
     finally:
         for worker in workers:
@@ -70,9 +72,11 @@ def _report_death(worker: "_Worker", stage: Stage, num_deaths: int) -> None:
 
 
 def _start_forkserver() -> None:
-    """Start it deaf to Ctrl-C from its birth, as it is once it has imported what it preloads."""
+    """Start the fork server so that it ignores Ctrl-C from its first moment."""
+    # Only the main thread may set a signal handler.
     if threading.current_thread() is not threading.main_thread():
         return forkserver.ensure_running()
+    # The fork server ignores Ctrl-C by itself, but only once it has imported what it preloads.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         forkserver.ensure_running()
@@ -88,21 +92,22 @@ class _Worker:
         given = str(stage.work), stage.name, num_threads, theirs
         self._process = context.Process(target=_serve, args=given, daemon=True)
         self._process.start()
+        # Else this process would hold the worker's end open, and never see that the worker died.
         theirs.close()
         self.number: int | None = None
 
     def give(self, number: int) -> None:
-        """Have it run a task. A process that is gone already is found out when its answer is read."""
+        """Give the process a task to run."""
         self.number = number
-        with suppress(OSError):
+        with suppress(OSError):  # a process that is gone is noticed when its answer is read
             self._channel.send(number)
 
     def fileno(self) -> int:
-        """For `connection.wait`: readable once the process has answered, or died."""
+        """Return the descriptor for `connection.wait`: it is readable once the process has answered, or died."""
         return self._channel.fileno()
 
     def died(self) -> bool:
-        """Read the answer: False for a task that is done; raises what the task raised."""
+        """Read the answer: False if the task is done, True if the process died; raise what the task raised."""
         try:
             error = self._channel.recv()
         except (EOFError, OSError):
@@ -113,7 +118,7 @@ class _Worker:
         return False
 
     def end(self) -> str:
-        """End the process; returns how it ended."""
+        """End the process and return how it ended."""
         self._process.kill()
         self._process.join()
         self._channel.close()
@@ -125,6 +130,7 @@ def _serve(work: str, stage_name: str, num_threads: int, channel) -> None:
     """Live as a worker: numbers of tasks come in, None or an error goes out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal; the parent decides
     threading.Thread(target=_leave_with_parent, daemon=True).start()
+    # Before an encoder is opened: rayon reads it when its threads start.
     os.environ["RAYON_NUM_THREADS"] = str(num_threads)
     stage = Preparation.load(Path(work)).stage(stage_name)
     with suppress(EOFError, BrokenPipeError):
@@ -133,6 +139,7 @@ def _serve(work: str, stage_name: str, num_threads: int, channel) -> None:
 
 
 def _leave_with_parent() -> None:
+    # A worker that is in the middle of a task does not read its channel, so a thread watches the parent.
     connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)
 
@@ -141,6 +148,7 @@ def _error_of(stage: Stage, number: int) -> Exception | None:
     try:
         run_task(stage, number)
     except Exception as error:
+        # A traceback cannot be pickled: it travels as text.
         error.add_note(f"in a worker:\n{traceback.format_exc()}")
         return error
     return None
@@ -161,6 +169,7 @@ class RayTask:
             run_task(stage, number)
         except UserError as error:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Read by `first_error`: all nodes share the work folder.
             path.write_text(str(error), encoding="utf-8")
             raise
 
@@ -180,11 +189,12 @@ def run_slurm_job(work: Path, name: str, first: int) -> None:
     """Run the tasks of this job of an array that begins with job `first` of its stage."""
     from datatrove.executor.slurm import requeue_handler
 
-    signal.signal(signal.SIGUSR1, requeue_handler)  # the cluster takes the node back: another job goes on
+    signal.signal(signal.SIGUSR1, requeue_handler)  # the cluster takes the node back: another job continues
     preparation = Preparation.load(work)
     if name == FINISH:
         return finish_prepared(preparation)
     submitted = json.loads((work / "logs" / name / "tasks.json").read_text(encoding="utf-8"))
+    # A stage with more jobs than an array may have is several arrays, and each counts from 0.
     start = (first + int(os.environ["SLURM_ARRAY_TASK_ID"])) * submitted["tasks_per_job"]
     for number in submitted["tasks"][start : start + submitted["tasks_per_job"]]:
         run_task(preparation.stage(name), number)

@@ -1,10 +1,10 @@
-"""The shards a machine has fetched: shared by its processes, checked, and never larger than their limit.
+"""Cache the shards that a machine has fetched: shared by its processes, checked, and within a limit of bytes.
 
     <root>/<data fingerprint>/<checksum>.arrow    a shard, whole and checked; in use while a process holds its lock
-    <root>/<data fingerprint>/<checksum>.part     one being fetched, its room already taken; stale if nobody locks it
+    <root>/<data fingerprint>/<checksum>.part     one being fetched, its room already taken; stale if it is not locked
     <root>/.lock                                  held while room is made and taken
 
-A killed process leaves at most a .part that nobody locks: the next that needs the shard, or the room, takes it.
+A killed process leaves at most a .part without a lock. The next process that needs the shard or the room takes it.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from pretraining.errors import UserError
 FOLDER_VARIABLE = "PRETRAINING_DATA_CACHE"
 GIGABYTES_VARIABLE = "PRETRAINING_DATA_CACHE_GB"
 DEFAULT_SHARE = 0.5
-"""Of the room on the disk (free, or taken by the cache already) if no limit is given."""
+"""Share of the room on the disk (free, or already used by the cache) if no limit is given."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class CacheSettings:
 
     @classmethod
     def of(cls, folder: Path | None = None, gigabytes: float | None = None) -> "CacheSettings":
-        """Take what the command line says, else the environment, else the user's cache folder and half its disk."""
+        """Take the command line's values, else the environment's, else the user's cache folder and half its disk."""
         folder = folder or Path(os.environ.get(FOLDER_VARIABLE) or _default_folder())
         if gigabytes is None and os.environ.get(GIGABYTES_VARIABLE):
             gigabytes = _gigabytes(os.environ[GIGABYTES_VARIABLE])
@@ -55,12 +55,14 @@ def _gigabytes(text: str) -> float:
         number = float(text)
     except ValueError:
         number = 0.0
+    # Written so that NaN is refused too.
     if not number > 0:
         raise UserError(f"{GIGABYTES_VARIABLE} is {text!r}; set it to a number of gigabytes above 0")
     return number
 
 
 def _half_the_room(folder: Path) -> int:
+    # The folder may not be there yet: its nearest parent is on the same disk.
     existing = next((place for place in (folder, *folder.parents) if place.exists()), Path("/"))
     held = sum(path.stat().st_size for path in folder.glob("*/*.arrow"))
     return int((shutil.disk_usage(existing).free + held) * DEFAULT_SHARE)
@@ -71,15 +73,15 @@ class ShardBusy(Exception):
 
 
 class CacheFull(Exception):
-    """No room can be made: all that the cache holds is in use."""
+    """No room can be made: everything in the cache is in use."""
 
 
 class DamagedDownload(OSError):
-    """What came from the store does not have the manifest's checksum."""
+    """The bytes from the store do not have the manifest's checksum."""
 
 
 class CachedShard(NamedTuple):
-    """A shard as the cache names it: by its content, so that the same shard of two data sets is one file."""
+    """A shard as the cache names it: by the data set's fingerprint and the shard's checksum."""
 
     data_fingerprint: str
     checksum: str
@@ -119,7 +121,7 @@ class ShardCache:
             _remove_unless_in_use(path)
             return None
         with contextlib.suppress(PermissionError):  # a file of another user keeps its age
-            os.utime(path)
+            os.utime(path)  # the age decides what is evicted
         return file
 
     def holds(self, shard: CachedShard) -> bool:
@@ -150,17 +152,18 @@ class ShardCache:
             if not self.holds(shard):  # another process may have fetched it meanwhile
                 self._take_room(part, shard.size)
                 _write_checked(part, chunks(), shard.checksum)
-                path.rename(self._path(shard, ".arrow"))
+                path.rename(self._path(shard, ".arrow"))  # only now do readers see it: whole and checked
         finally:
             if _is_still_at(part, path):
                 path.unlink()
 
     def _take_room(self, part: FileIO, size: int) -> None:
-        """Evict the shards that were not needed for longest until `size` more bytes fit, and take these bytes."""
+        """Evict the shards unused for longest until `size` more bytes fit, then take these bytes."""
         self.check_fits(size)
         with exclusive_lock(self.root / ".lock"):
             held = sum(path_size for _, path_size, _ in self._files())
             for path, path_size in self._oldest_first():
+                # Taken at once, under the lock: another process counts these bytes as held.
                 if held + size <= self.max_bytes and _allocated(part, size):
                     return
                 if _remove_unless_in_use(path):
@@ -183,7 +186,7 @@ class ShardCache:
 
     @contextlib.contextmanager
     def disk_faults(self) -> Iterator[None]:
-        """Turn what the disk refuses into one line."""
+        """Turn the faults of the disk into a UserError of one line."""
         from pretraining.data.preparation.prepare import DISK_FAULTS
 
         try:
@@ -213,11 +216,12 @@ def _write_checked(part: FileIO, chunks: Iterable[bytes], checksum: str) -> None
     found = f"xxh128:{digest.hexdigest()}"
     if found != checksum:
         raise DamagedDownload(f"checksum {found}, expected {checksum}")
+    # Before the rename: a power cut must not leave a shard that looks whole.
     os.fsync(part.fileno())
 
 
 def _allocated(part: FileIO, size: int) -> bool:
-    """Take `size` bytes of the disk for the file; False if the disk has not so many."""
+    """Take `size` bytes of the disk for the file; False if the disk does not have so many."""
     try:
         os.posix_fallocate(part.fileno(), 0, size)
     except OSError as error:
@@ -255,7 +259,8 @@ os.register_at_fork(
 
 
 def _open(path: Path, flags: int) -> FileIO:
-    """Open the file unbuffered, and note it as one that a forked child must close."""
+    """Open the file unbuffered, and remember that a forked child must close it."""
+    # No fork between the open and the note: the child would not know of the file.
     with _opening:
         file = FileIO(os.open(path, flags, 0o644), "r+" if flags & os.O_RDWR else "r")
         _locked.add(file)
@@ -280,6 +285,7 @@ def _open_in_use(path: Path) -> FileIO | None:
             file = _open(path, os.O_RDONLY)
         except FileNotFoundError:
             return None
+        # Waits for an eviction in progress, after which the file is no longer at `path`.
         fcntl.flock(file, fcntl.LOCK_SH)
         if _is_still_at(file, path):
             return file
@@ -289,7 +295,7 @@ def _open_in_use(path: Path) -> FileIO | None:
 def _claim(path: Path) -> FileIO | None:
     """Open an empty file at `path` under an exclusive lock; None if another process or thread has claimed it.
 
-    A file that a dead process left there is taken over.
+    It takes over a file that a dead process left there.
     """
     while True:
         file = _open(path, os.O_RDWR | os.O_CREAT)

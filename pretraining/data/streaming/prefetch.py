@@ -1,4 +1,4 @@
-"""Fetching ahead: which shards the coming samples need, and the threads that bring them into the cache in time."""
+"""Fetch ahead: find the shards that the coming samples need; threads bring them into the cache in time."""
 
 import os
 import threading
@@ -18,11 +18,11 @@ NUM_THREADS = 4
 """Shards fetched at once by a process; the processes of a machine share the work shard by shard."""
 
 SHARE_OF_CACHE = 0.75
-"""Of the cache, what one process may fill ahead; the rest is for validation and for processes a little behind."""
+"""Share of the cache that one process may fill ahead; the rest is for validation and for slower processes."""
 
 WAIT_SECONDS = 0.2
 END_SECONDS = 5.0
-"""So long `close` waits for a thread; one in the middle of a request ends by itself."""
+"""How long `close` waits for a thread; a thread in the middle of a request ends by itself."""
 
 SCANNED_SAMPLES = 4096
 """Samples whose shards are looked up in one step."""
@@ -78,10 +78,10 @@ def _check_room(splits: Sequence[StreamedSplit], groups: Sequence[int | None]) -
 
 
 class Prefetcher:
-    """Brings shards into the cache in the order the run needs them. It changes when they are read, never what is read.
+    """Bring shards into the cache in the order the run needs them. It changes when they are read, not what.
 
-    `advance(sample)` says where the run is. It costs nothing, and starts the threads in whichever process reads: a
-    DataLoader worker, forked or spawned, has its own. A lock protects from eviction what the coming samples need.
+    `advance(sample)` gives it the position of the run. Each process that reads, such as a DataLoader worker, has its
+    own threads. A lock protects the shards that the coming samples need from eviction.
     """
 
     def __init__(self, needs: ShardNeeds, splits: Sequence[StreamedSplit], num_samples: int):
@@ -103,11 +103,13 @@ class Prefetcher:
         self._work: _Work | None = None
 
     def advance(self, sample: int) -> None:
-        """Take note that the run reads samples from `sample` on, and in this process none before it any more."""
+        """Note that the run reads samples from `sample` on, and that this process reads none before it."""
+        # Threads do not survive a fork: the first read in a process starts its own.
         if self._process != os.getpid():
             self._process, self._work = os.getpid(), _Work(self)
             self._work.position = sample
             self._work.start()
+            # The threads refer to `_work`, not to the prefetcher: so it can be collected, which stops them.
             weakref.finalize(self, self._work.stop.set)
         self._work.position = sample
 
@@ -129,6 +131,7 @@ class _Work:
         self.window = Window(prefetcher.needs, sizes, prefetcher.num_samples, room)
         self.held: dict[Key, FileIO] = {}
         self._fetching: set[Key] = set()
+        # Shards that could not be fetched: not tried again, so that other shards have their turn.
         self._failed: set[Key] = set()
         self._turn = threading.Lock()
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(NUM_THREADS)]
@@ -157,6 +160,7 @@ class _Work:
         """Choose the first shard of the window that is neither here nor being fetched by a thread of this process."""
         with self._turn:
             self.window.move(self.position)
+            # Release first: a shard no longer needed may be evicted to make room.
             for key in [key for key in self.held if key not in self.window.last_needs]:
                 self.held.pop(key).close()
             for key in self.window.last_needs:
@@ -185,7 +189,7 @@ class _Work:
 
 
 class Window:
-    """The shards needed from a position on, in order of first need, up to `max_bytes` of them.
+    """Track the shards needed from a position on, in order of first need, up to `max_bytes` of them.
 
     shard_bytes: for each split the sizes of its shards.
     """
@@ -217,10 +221,12 @@ class Window:
         start = self._scanned
         samples = np.arange(start, min(start + SCANNED_SAMPLES, self.stop))
         needed = self.needs.of(samples)
+        # Split and shard in one number: `unique` of plain integers is faster than of rows.
         numbers, firsts, places = np.unique(
             (needed[:, 0] << 32) | needed[:, 1], return_index=True, return_inverse=True
         )
         keys = [(number >> 32, number & 0xFFFFFFFF) for number in numbers.tolist()]
+        # Samples before `halt` found room. The scan goes on from there when room is free.
         halt = self._add(keys, firsts, len(samples))
         lasts = np.full(len(keys), -1)
         lasts[places[:halt]] = np.arange(halt)  # of equal places numpy keeps the last
@@ -236,6 +242,7 @@ class Window:
             key = keys[index]
             if key not in self.last_needs:
                 size = self.shard_bytes[key[0]][key[1]]
+                # The first shard is taken in any case: without it the run cannot go on.
                 if self.last_needs and self.num_bytes + size > self.max_bytes:
                     return int(firsts[index])
                 self.last_needs[key] = 0

@@ -1,4 +1,4 @@
-"""A data set at an fsspec address: manifest and tokenizer at once, shards when they are asked for.
+"""Read a data set at an fsspec address: manifest and tokenizer at once, shards when they are needed.
 
 `RemoteData` finds and fetches; `StreamedSplit` reads what was fetched as `TokenSplit` reads files of this machine.
 """
@@ -22,22 +22,22 @@ from pretraining.data.tokenizer import COMPANION_FILES, fingerprint_of
 from pretraining.errors import UserError
 
 FIRST_CONTACT_SECONDS = 60.0
-"""A store that does not answer at the start is more likely misspelt than down."""
+"""The wait at the start: a store that does not answer then has more likely a wrong address than an outage."""
 
 POLL_SECONDS = 0.02
 REPORTED_AFTER_SECONDS = 20.0
 ROOM_PATIENCE_SECONDS = 2.0
-"""So long a read waits for other processes to release a shard before it goes around the cache."""
+"""How long a read waits for other processes to release a shard before it reads past the cache."""
 
 FEWEST_READS, READS_PER_MAP = 256, 16
-"""A shard not read in so many reads of a random order over all open ones is not needed (1 in e^16 is)."""
+"""A shard is not needed if this many reads, in random order over all open shards, miss it (wrong once in e^16)."""
 
 DOWNLOADS = 3
-"""A shard that comes damaged so often is damaged in the store."""
+"""A shard that arrives damaged this many times is damaged in the store."""
 
 
 LARGEST_DIRECT_SHARE = 1 / 8
-"""A block that goes on into a shard that is not here takes up to this share of its tokens straight from the store."""
+"""If a block crosses into a shard that is not here, up to this share of the shard's tokens is read from the store."""
 
 
 class RemoteData:
@@ -51,6 +51,7 @@ class RemoteData:
         """Open splits of this process, which unmap the shards they do not read."""
 
     def __getstate__(self) -> dict:
+        # The splits refer back to this object, and another process opens its own.
         return {**self.__dict__, "splits": []}
 
     def __setstate__(self, state: dict) -> None:
@@ -64,6 +65,7 @@ class RemoteData:
         manifest = parse_manifest(content, where, *again)
         self.fingerprint = manifest["fingerprint"]
         sizes = [shard["size"] for split in manifest["splits"].values() for shard in split["shards"]]
+        # At the start, not hours later at the first shard that is too large.
         self.cache.check_fits(max(sizes, default=0))
         return manifest
 
@@ -84,6 +86,7 @@ class RemoteData:
 
     def _fetch_tokenizer(self, folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # Beside its place and renamed whole: other processes may look at the same time.
         building = Path(tempfile.mkdtemp(prefix=".tokenizer-", dir=folder.parent))
         (building / "tokenizer").mkdir()
         try:
@@ -103,6 +106,7 @@ class RemoteData:
         try:
             return self.store.read(f"tokenizer/{name}")
         except UserError as error:
+            # A companion file is optional.
             if isinstance(error.__cause__, FileNotFoundError) and name != "tokenizer.json":
                 return None
             raise
@@ -145,7 +149,7 @@ class RemoteData:
                 return self.fetch(split, entry)
             except CacheFull:
                 full_since = full_since or time.monotonic()
-                self.unmap()
+                self.unmap()  # this process's own maps may be what fills the cache
                 if time.monotonic() - full_since > ROOM_PATIENCE_SECONDS:
                     raise
             except ShardBusy:
@@ -195,6 +199,7 @@ class StreamedSplit(TokenSplit):
         """Do nothing: a shard is checked when it is fetched."""
 
     def __getstate__(self) -> dict:
+        # Maps are not copied, so their counts mean nothing there.
         return {**super().__getstate__(), "_reads_at_sweep": {}}
 
     def __setstate__(self, state: dict) -> None:
@@ -214,6 +219,7 @@ class StreamedSplit(TokenSplit):
         for number, shard in list(self._open.items()):
             if not idle_only or shard.reads == self._reads_at_sweep.get(number):
                 self._open.pop(number, None)
+        # Read counts of now: a shard with the same count at the next sweep was idle.
         self._reads_at_sweep = {number: shard.reads for number, shard in self._open.items()}
 
     def map_anew(self, number: int) -> Shard:
@@ -251,7 +257,7 @@ class StreamedSplit(TokenSplit):
         return self._direct(number, 0, count)
 
     def _is_near(self, number: int) -> bool:
-        """Say if the shard is mapped, or in the cache."""
+        """Say if the shard is mapped or in the cache."""
         cached = self.remote.cached(self._entry["shards"][number])
         return number in self._open or self.remote.cache.holds(cached)
 
@@ -271,10 +277,11 @@ class StreamedSplit(TokenSplit):
         return np.frombuffer(self.remote.store.read_range(f"{self.name}/{entry['file']}", first, stop), "<i8")
 
     def _direct(self, number: int, offset: int, count: int) -> np.ndarray:
-        """Read up to `count` tokens of a shard straight from the store: the number is checked, no checksum can be."""
+        """Read up to `count` tokens of a shard straight from the store."""
         entry, size = self._entry["shards"][number], self.dtype.itemsize
         count = min(count, entry["tokens"] - offset)
         start = entry["buffers"]["input_ids"] + offset * size
+        # `read_range` checks the number of bytes. A checksum exists only for the whole shard.
         content = self.remote.store.read_range(f"{self.name}/{entry['file']}", start, start + count * size)
         return np.frombuffer(content, self.dtype)
 
@@ -291,7 +298,7 @@ _splits: weakref.WeakSet[StreamedSplit] = weakref.WeakSet()
 
 
 def _unmap_inherited() -> None:
-    """Unmap in a forked child: with its parent's maps it would hold its parent's locks."""
+    """Unmap in a forked child, which would hold its parent's locks with its parent's maps."""
     for split in list(_splits):
         split.unmap(idle_only=False)
 

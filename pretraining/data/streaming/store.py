@@ -1,4 +1,4 @@
-"""The files of one data set at an fsspec address, read whole or by range; a store that fails is asked again."""
+"""Read the files of one data set at an fsspec address, whole or by range; ask again if the store fails."""
 
 import os
 import random
@@ -14,13 +14,13 @@ from pretraining.errors import UserError
 
 PATIENCE_VARIABLE = "PRETRAINING_DATA_PATIENCE_SECONDS"
 PATIENCE_SECONDS = 600.0
-"""A store that gives no answer for so long ends the run: long enough for the outages that clouds call short."""
+"""How long a store may fail before the run ends: longer than the outages that clouds call short."""
 
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.1, 20.0
 REPORTED_AFTER_SECONDS = 10.0
 
 CHUNK_BYTES = 8 << 20
-"""Bytes of one request: few of them, and one that fails repeats little."""
+"""Bytes of one request: large enough for few requests, small enough that a failed one repeats little."""
 
 Answer = TypeVar("Answer")
 
@@ -39,16 +39,16 @@ class Patience:
 
     @classmethod
     def here(cls) -> "Patience":
-        """Take what the environment says, else the default."""
+        """Take the seconds of the environment variable, else the default."""
         return cls(float(os.environ.get(PATIENCE_VARIABLE, PATIENCE_SECONDS)))
 
     def ask(self, request: Callable[[], Answer], what: str) -> Answer:
-        """Repeat `request` until it answers; UserError for what waiting cannot mend, or after too long a wait."""
+        """Repeat `request` until it answers; UserError if waiting cannot help, or after too long a wait."""
         start, delay, reported = time.monotonic(), FIRST_DELAY_SECONDS, False
         while True:
             try:
                 return request()
-            except UserError:
+            except UserError:  # final: asking again would give the same answer
                 raise
             except (
                 Exception
@@ -56,18 +56,21 @@ class Patience:
                 if refused := (self.refused or refusal)(error, what):
                     raise refused from error
                 waited = time.monotonic() - start
+                # No last sleep that would end after the limit.
                 if waited + delay > self.seconds:
                     raise UserError(
                         f"{what}: the store does not answer ({reason_of(error)}), tried for {waited:.0f} s; start "
                         f"the same command again when it does, or wait longer: {PATIENCE_VARIABLE}",
                         on_every_rank=False,
                     ) from error
+                # Once a request: a log needs no line for each try.
                 if waited > REPORTED_AFTER_SECONDS and not reported:
                     slow = (
                         f"{what}: slow or failing store ({reason_of(error)}), trying for {waited:.0f} s now"
                     )
                     log_line(slow, self.speaker)
                     reported = True
+            # A random part, so that many processes do not ask again at the same moment.
             time.sleep(delay * random.uniform(0.5, 1.5))
             delay = min(2 * delay, LONGEST_DELAY_SECONDS)
 
@@ -76,6 +79,7 @@ def refusal(error: Exception, what: str) -> UserError | None:
     """Make the UserError for an answer that asking again will not change; None for any other."""
     if isinstance(error, FileNotFoundError):
         return UserError(f"{what}: not there; check --data_dir, or copy the data there again")
+    # By name: botocore, which raises it, may not be installed.
     if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
         return UserError(
             f"{what}: no permission to read it ({reason_of(error)}); check the account and its rights"
@@ -98,10 +102,10 @@ class ShortAnswer(OSError):
 
 
 class Store:
-    """One folder at an address. Picklable; each process (a forked one too) makes its own connection."""
+    """One folder at an address. Picklable; each process, also a forked one, makes its own connection."""
 
     advice = "check --data_dir"
-    """What to do about an address that nobody understands."""
+    """The remedy for an address that fsspec does not understand."""
 
     def __init__(self, address: str, patience: Patience | None = None):
         self.address, self.patience = address, patience or Patience.here()
@@ -130,11 +134,13 @@ class Store:
 
     def _range(self, path: str, start: int, stop: int) -> bytes:
         content = self._filesystem().cat_file(self.where(path), start=start, end=stop)
+        # Some stores end an answer early without an error.
         if len(content) != stop - start:
             raise ShortAnswer(f"{len(content):,} of {stop - start:,} bytes came")
         return content
 
     def _filesystem(self):
+        # A connection's threads and sockets do not survive a fork.
         if self._connected_by != os.getpid():
             self._connection, self._connected_by = self._connect(), os.getpid()
         return self._connection
