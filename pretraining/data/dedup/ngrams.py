@@ -1,13 +1,13 @@
 """Texts to hashes of their word or character n-grams, without a Python object per word.
 
-Normalisation, the same for deduplication and decontamination: Unicode NFKC, lower case; a word is a run of
-letters, marks and digits; everything else (punctuation, symbols, underscores, white space) separates words and
-counts for nothing. Digits stay: two tables of different numbers are different documents. In scripts written
-without spaces (Han, Kana, Thai, Lao, Khmer, Myanmar) every character is a word. For n-grams of characters each
-stretch of separators between words is one space.
+Deduplication and decontamination normalise in the same way: Unicode NFKC and lower case. A word is a run of letters,
+marks and digits. Everything else (punctuation, symbols, underscores, white space) separates words and is not hashed.
+Digits stay, because two tables of different numbers are different documents. In scripts written without spaces (Han,
+Kana, Thai, Lao, Khmer, Myanmar) every character is a word. For n-grams of characters each run of separators between
+words is one space.
 
-A document of fewer than n words has one n-gram, all its words, so it equals another document only if all
-their words are equal. A document without words has none, and is equal to nothing here.
+A document of fewer than n words has one n-gram of all its words, so it equals another document only if all their words
+are equal. A document without words has no n-gram and equals no other document.
 
 Hashes are multilinear (Dietzfelbinger, Carter and Wegman: sum of character x random multiplier of its position
 mod 2**64; the same over the words of an n-gram), then mixed. Two given n-grams that differ collide with
@@ -109,7 +109,7 @@ def units_of(texts: Sequence[str], unit: str = "words") -> Units:
 
 
 def _normalise(text: str) -> str:
-    """NFKC; the case is folded later, by table."""
+    """Apply NFKC; a table lowers the case later."""
     return text if text.isascii() else unicodedata.normalize("NFKC", text)
 
 
@@ -142,7 +142,7 @@ def _word_hashes(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _hash_stretch(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Sum over each word's characters of hash x multiplier of the position; separators add zero."""
+    """Sum hash x multiplier of the position over each word's characters; separators add zero."""
     lengths = np.diff(starts, append=len(codes))
     position = np.arange(len(codes)) - np.repeat(starts, lengths)
     position &= _POSITIONS - 1
@@ -154,12 +154,12 @@ def _hash_stretch(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
 def _spaced_characters(
     codes: np.ndarray, kind: np.ndarray, starts: np.ndarray, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and hashes of the words' characters, with one space before each word but a text's first."""
+    """Find positions and hashes of the words' characters, with one space before each word but a text's first."""
     kept = kind != _SEPARATOR
     # A word's space is the separator before it; words without one between them have none.
     spaces = starts[(starts > 0) & ~kept[starts - 1]] - 1
     kept[spaces] = True
-    # But the first word of a text has none: what is before it may belong to the text before.
+    # But the first word of a text has no space: what is before it may belong to the text before.
     first_words = np.searchsorted(starts, ends[:-1])
     before_texts = starts[np.append(0, first_words[first_words < len(starts)])] - 1 if len(starts) else starts
     kept[before_texts[before_texts >= 0]] = False
@@ -221,7 +221,7 @@ _WITHOUT_SPACES = (
 )
 
 _LISTED = 0x20000
-"""Code points below have their category looked up; above, only the Han planes hold words."""
+"""The category of code points below is looked up. Above, only the Han planes hold words."""
 
 _NUM_CODE_POINTS = 0x110000
 _CHARACTER_SEED = 11

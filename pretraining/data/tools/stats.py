@@ -1,4 +1,4 @@
-"""`stats`: how much there is, by split and by source, how long documents are, and which tokens occur."""
+"""`stats`: count the data by split and by source, the lengths of documents, and the tokens that occur."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,10 +32,10 @@ def measure_data(
     show_progress: bool = False,
     sequence_length: int | None = None,
 ) -> dict:
-    """Counts, lengths and token frequencies of the data set in `folder`, as JSON values.
+    """Measure counts, lengths and token frequencies of the data set in `folder`, as JSON values.
 
-    With a sequence length also what the ends of its blocks do to the documents (`cut_shares`). Without tokens
-    nothing but the manifest and the documents' ends is read: seconds at any size.
+    If a sequence length is given, also count the documents that the ends of its blocks cut (`cut_shares`). Without
+    tokens only the manifest and the documents' ends are read, which takes seconds at any size.
     """
     data = open_finished(folder)
     size = num_shard_bytes(data.manifest)
@@ -93,7 +93,7 @@ def _by_source(split: SplitDocuments) -> dict:
 
 
 def _lengths(split: SplitDocuments) -> dict:
-    """Percentiles of document lengths in tokens, EOS included, and their mean."""
+    """Compute percentiles and mean of document lengths in tokens, with the EOS."""
     lengths = LengthDistribution()
     for _, shard in split.shards():
         lengths.add(shard.ends)
@@ -103,6 +103,7 @@ def _lengths(split: SplitDocuments) -> dict:
 
 def _frequencies(counts: np.ndarray, eos: int, num_bytes: int, top: int, data: FinishedData) -> dict:
     bits, total = entropy_bits(counts), max(1, int(counts.sum()))
+    # Stable: of equally frequent ids the smaller one comes first, at every run.
     order = np.argsort(-counts, kind="stable")
     used = order[: int((counts > 0).sum())]
     decoder = data.decoder()
@@ -125,18 +126,20 @@ def _frequencies(counts: np.ndarray, eos: int, num_bytes: int, top: int, data: F
         "unused_ids": int((counts == 0).sum()),
         "used_once": int((counts == 1).sum()),
         "most_frequent": described(used[:top]),
+        # Not those that are listed as most frequent, if there are few ids.
         "rarest": described(used[top:][-top:]),
     }
 
 
 def _text_of(decoder: "tokenizers.Tokenizer", token: int) -> str:
-    """What a token decodes to; its spelling in the vocabulary, in <>, where it is not whole characters."""
+    """Decode a token. If it is not whole characters, return its spelling in the vocabulary, in <>."""
     text = decoder.decode([token], skip_special_tokens=False)
+    # A replacement character shows that a character was cut.
     return f"<{decoder.id_to_token(token)}>" if "�" in text else text
 
 
 def stats_text(measured: dict) -> str:
-    """The measurements for a reader."""
+    """Format the measurements for a reader."""
     lines = [
         f"{measured['name']} in {measured['folder']}: {measured['disk_bytes']:,} bytes of shards, "
         f"{measured['disk_bytes_per_token']:.3f} bytes on disk per token, {measured['vocab_size']:,} ids"
@@ -162,6 +165,7 @@ def _count_line(name: str, documents: int, tokens: int, num_bytes: int) -> str:
 def _split_lines(name: str, split: dict) -> list[str]:
     lines = [f"{name}: {split['shards']:,} shards"]
     lines.append(_count_line("all", split["documents"], split["tokens"], split["bytes"]))
+    # With one source this would repeat the line above.
     if len(split["by_source"]) > 1:
         lines += [_count_line(source, *counts.values()) for source, counts in split["by_source"].items()]
     if lengths := split.get("document_tokens"):
