@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def find_export(folder: Path) -> Path:
     """Find the `from_pretrained` folder: `folder` itself, or the export of the run in it."""
+    # A run folder has its config in the export, so config.json at the top means an export.
     export = folder if (folder / "config.json").exists() else RunFolder(folder).export
     if not (export / "config.json").exists():
         raise UserError(f"{export}: no exported model there; it is written at the end of train.py")
@@ -47,7 +48,7 @@ def find_export(folder: Path) -> Path:
 
 def find_recipe(folder: Path, export: Path) -> Recipe | None:
     """Load the recipe of the run in `folder`, or beside the export; None if no run is known."""
-    # An export that was given by its own path lies in the folder of its run.
+    # An export that was given by its own path is in the folder of its run.
     run = RunFolder(folder if (folder / "recipe.json").exists() else export.parent)
     return load_recipe(str(run.recipe)) if run.recipe.exists() else None
 

@@ -117,7 +117,7 @@ class TokensCounted:
         work_done()
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: `generate` calls this after the last token."""
 
 
 @contextmanager

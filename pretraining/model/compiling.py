@@ -167,7 +167,7 @@ def _first_failing(fails_here: bool, device: torch.device) -> int | None:
     rank, ranks = rank_and_world_size()
     if not dist.is_initialized():  # one process without a launcher
         return rank if fails_here else None
-    # The number of ranks stands for no failure: it is larger than every rank.
+    # The number of ranks means no failure: it is larger than every rank.
     first = torch.tensor(rank if fails_here else ranks, device=device)
     dist.all_reduce(first, dist.ReduceOp.MIN)
     number = first.item()

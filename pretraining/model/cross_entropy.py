@@ -127,7 +127,7 @@ class LossHead(nn.Linear):
         compile: bool | None = None,
         each: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Map [..., width] to [..., vocabulary]; in training to itself; with labels [...] to summed nats."""
+        """Map [..., width] to [..., vocabulary]. In training return the input; with labels [...] return summed nats."""
         if labels is not None:
             rows, way = hidden.flatten(0, -2), (z_loss, chunk_tokens, compile)
             return fused_nats(rows, self.weight, labels.flatten(), *way, self.compute_dtype, each)
@@ -343,7 +343,7 @@ def _go_on_without(reason: str, alike_on_machine: bool) -> bool:
 
 
 def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """`sums += left @ right`, added in the precision of `sums`."""
+    """Do `sums += left @ right`, added in the precision of `sums`."""
     if sums.dtype == left.dtype:
         sums.addmm_(left, right)
     elif _adds_in_fp32(sums.device):

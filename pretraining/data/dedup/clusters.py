@@ -42,6 +42,7 @@ class Clusters(NamedTuple):
         """Return the representative of each of `documents`: itself if it has no duplicate."""
         if not len(self.members):
             return documents
+        # searchsorted gives len(members) for numbers beyond the last member.
         places = np.minimum(np.searchsorted(self.members, documents), len(self.members) - 1)
         return np.where(self.members[places] == documents, self.representatives[places], documents)
 
@@ -113,6 +114,7 @@ def assign_fates(
     `pairs`: all pairs that were found. If `remove` is false, every copy is kept, on the side of its representative.
     """
     documents = DocumentNumbers([len(draws) for draws in validation])
+    # False becomes TRAIN and True VALIDATION.
     fates = np.concatenate([np.zeros(0, np.uint8), *validation]).astype(np.uint8)
     fates[clusters.members] = fates[clusters.representatives]  # the draw of the first decides for all
     if remove:
@@ -174,6 +176,7 @@ def _by_source(
     """Count {source of the dropped: {source of the one that is kept instead: documents}}."""
     losing, keeping = (sources[documents.locate(side)[0]] for side in (dropped, kept))
     table = np.zeros((len(names), len(names)), np.int64)
+    # Unbuffered, because the same two sources occur many times.
     np.add.at(table, (losing, keeping), 1)
     return {
         names[row]: {names[column]: int(table[row, column]) for column in np.flatnonzero(table[row])}

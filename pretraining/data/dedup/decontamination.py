@@ -143,6 +143,7 @@ def build_index(texts: Iterable[tuple[str, str]], spec: DecontaminationSpec) -> 
         num_texts[owner] += 1
         length, found = _looked_for(text, spec)
         too_short[owner] += length < spec.shortest
+        # A text too short to look for is counted above, so that the report shows it.
         if length >= spec.shortest:
             hashes.setdefault(length, []).append(found)
             owners.setdefault(length, []).append(np.full(len(found), owner, np.int32))
@@ -204,6 +205,7 @@ def fingerprint_of_sets(folder: str | None, tasks: list[str]) -> str:
     """Return a digest of the files of `folder`, the names of the tasks, and lm-eval's version."""
     if folder is None and not tasks:
         raise UserError("data.decontaminate names no evaluation sets: give it a folder, or tasks")
+    # Another version of lm-eval may build other prompts from the same data.
     version = require("lm_eval", "data.decontaminate.tasks").__version__ if tasks else None
     files = [local_file(path, Path(folder)) for path in _files_of(Path(folder))] if folder else []
     return digest_of([(file.name, file.num_bytes, file.version) for file in files], list(tasks), version)

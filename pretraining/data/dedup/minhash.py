@@ -155,7 +155,7 @@ def sign_piece(texts: Sequence[str], spec: MinHashSpec) -> Signatures:
 
 
 def _minima_of(ngrams: Ngrams, spec: MinHashSpec) -> np.ndarray:
-    """uint32 [hashes, documents that have n-grams]."""
+    """Find the least value of each hash in each document: uint32 [hashes, documents that have n-grams]."""
     starts = ngrams.first[:-1][np.diff(ngrams.first) > 0]
     minima = np.empty((spec.num_hashes, len(starts)), np.uint32)
     if not len(starts):
@@ -171,13 +171,13 @@ def _minima_of(ngrams: Ngrams, spec: MinHashSpec) -> np.ndarray:
 
 
 def _multipliers(spec: MinHashSpec) -> np.ndarray:
-    """uint32 [hashes], odd."""
+    """Return the multipliers a_j: uint32 [hashes], odd."""
     # A seed far from those of the other tables of random words. Odd, so that the product is a permutation.
     return (random_words(spec.num_hashes, spec.seed + (1 << 32)) >> np.uint64(32)).astype(np.uint32) | 1
 
 
 def _band_keys(minima: np.ndarray, spec: MinHashSpec) -> np.ndarray:
-    """uint64 [bands, documents]: the hash of each band's minima; unequal ones agree with odds of 2**-58."""
+    """Hash each band's minima: uint64 [bands, documents]. Unequal ones agree with odds of 2**-58."""
     weights = random_words(spec.rows, 15)
     banded = minima.reshape(spec.bands, spec.rows, -1)
     keys = np.zeros((spec.bands, minima.shape[1]), np.uint64)
@@ -189,7 +189,8 @@ def _band_keys(minima: np.ndarray, spec: MinHashSpec) -> np.ndarray:
 
 
 def _scattered_bytes(minima: np.ndarray) -> np.ndarray:
-    """uint8, same shape: a byte that depends on all bits of a minimum (whose own high bits are near zero)."""
+    """Reduce each minimum to a byte: uint8, same shape."""
+    # The byte must depend on all bits, because the high bits of a minimum are near zero.
     return ((minima * _SCATTER) >> _HIGHEST_BYTE).astype(np.uint8)
 
 

@@ -66,7 +66,7 @@ class Units(NamedTuple):
     first: np.ndarray
     """int64 [texts + 1]: the units of text t are first[t]:first[t + 1]."""
     starts: np.ndarray
-    """int64 [units]: where each begins in the normalised texts joined by newlines."""
+    """int64 [units]: the position of each in the normalised texts, which are joined by newlines."""
     texts: str
     """The normalised texts, joined."""
 
@@ -114,21 +114,21 @@ def _normalise(text: str) -> str:
 
 
 def _code_points(text: str) -> np.ndarray:
-    """uint8 or uint32 [len(text)]."""
+    """Return the code points of a text: uint8 or uint32 [len(text)]."""
     if text.isascii():
         return np.frombuffer(text.encode("ascii"), np.uint8)
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
 def _word_starts(kind: np.ndarray) -> np.ndarray:
-    """int64 [words]: the place of each word's first character."""
+    """Find the position of each word's first character: int64 [words]."""
     begins = kind != _SEPARATOR
     begins[1:] &= (kind[1:] == _WHOLE) | (kind[:-1] != kind[1:])
     return np.flatnonzero(begins)
 
 
 def _word_hashes(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """uint64 [words]."""
+    """Hash each word: uint64 [words]."""
     # In stretches of whole words, so that the memory does not grow with the text.
     hashes = np.zeros(len(starts), np.uint64)
     first = 0
@@ -184,7 +184,7 @@ def ngrams_of(units: Units, n: int) -> Ngrams:
 
 
 def _windows(values: np.ndarray, n: int) -> np.ndarray:
-    """uint64 [len(values)]: mixed hash of the `n` values from each position on."""
+    """Hash the `n` values from each position on: uint64 [len(values)], mixed."""
     sums = values * _NGRAM_MULTIPLIERS[0]
     for offset in range(1, min(n, len(values))):
         sums[:-offset] += values[offset:] * _NGRAM_MULTIPLIERS[offset]
@@ -207,7 +207,7 @@ def jaccard(one: np.ndarray, other: np.ndarray) -> float:
 
 
 _SEPARATOR, _PART, _WHOLE = 0, 1, 2
-"""Kinds: between words; letter, mark or digit of a word; letter of a script written without spaces."""
+"""Kinds of characters: between words, in a word (letter, mark, digit), or in a script written without spaces."""
 
 _WITHOUT_SPACES = (
     (0x0E00, 0x0F00),  # Thai, Lao
@@ -229,7 +229,7 @@ _CHARACTER_SEED = 11
 
 @cache
 def _kinds() -> np.ndarray:
-    """uint8 [0x110000]: _SEPARATOR, _PART or _WHOLE for each code point."""
+    """Build the table of kinds: uint8 [0x110000], _SEPARATOR, _PART or _WHOLE for each code point."""
     table = np.zeros(_NUM_CODE_POINTS, np.uint8)
     table[:_LISTED] = [unicodedata.category(chr(code))[0] in "LMN" for code in range(_LISTED)]
     table[_LISTED : _WITHOUT_SPACES[-1][1]] = _PART
@@ -240,7 +240,7 @@ def _kinds() -> np.ndarray:
 
 @cache
 def _character_hashes() -> np.ndarray:
-    """uint64 [0x110000]: one random number per lower-case character; 0 for separators.
+    """Build the table of hashes: uint64 [0x110000], a random number for each lower-case character, 0 for separators.
 
     Only those that lower to one character are lowered (all but U+0130, which NFKC leaves alone).
     """

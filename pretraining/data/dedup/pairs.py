@@ -62,7 +62,7 @@ class HashParts:
         self.documents = DocumentNumbers([len(self._files[piece]) for piece in range(num_pieces)])
 
     def columns(self) -> Iterator[np.ndarray]:
-        """uint64 [documents, 2] of each piece in turn."""
+        """Yield the hashes of each piece in turn: uint64 [documents, 2]."""
         return (self._files[piece] for piece in range(len(self._files.paths)))
 
 
@@ -76,11 +76,11 @@ class SignatureParts:
         self.documents = DocumentNumbers([self._keys[piece].shape[1] for piece in range(num_pieces)])
 
     def columns(self, band: int) -> Iterator[np.ndarray]:
-        """uint64 [documents]: the keys of one band, of each piece in turn."""
+        """Yield the keys of one band of each piece in turn: uint64 [documents]."""
         return (self._keys[piece][band] for piece in range(len(self._keys.paths)))
 
     def sketches(self, documents: np.ndarray) -> np.ndarray:
-        """uint8 [documents, hashes] of the given document numbers, in their order."""
+        """Read the sketches of the given document numbers, in their order: uint8 [documents, hashes]."""
         pieces, rows = self.documents.locate(documents)
         # File by file, so that each is mapped once for all its rows.
         order = np.argsort(documents, kind="stable")

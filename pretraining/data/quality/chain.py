@@ -81,6 +81,7 @@ def _judge(rule: Rule, view: TextView, where: str) -> Rejection | Changed | None
     try:
         return rule.judge(view)
     except UserError as error:
+        # The rule knows only the text: the place of the document is added here.
         raise UserError(f"{where}: filter {rule.name}: {error}") from error
 
 

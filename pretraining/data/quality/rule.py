@@ -120,7 +120,7 @@ def _key_of(entry: Field) -> str:
 
 
 def _type_schema(hint: Any) -> dict:
-    """`int | None` -> {"type": ["integer", "null"]}; `list[str]` -> an array of strings."""
+    """Translate an annotation: `int | None` to {"type": ["integer", "null"]}, `list[str]` to an array of strings."""
     if get_origin(hint) is list:
         return {"type": "array", "items": _type_schema(get_args(hint)[0])}
     if isinstance(hint, types.UnionType):

@@ -72,7 +72,7 @@ _OTHER_PUNCTUATION = (
 
 
 def _characters_of(ranges: str) -> frozenset[str]:
-    """`"21 61d-61f"` -> the four characters."""
+    """Read ranges of code points: `"21 61d-61f"` gives four characters."""
     bounds = [tuple(int(end, 16) for end in item.split("-")) for item in ranges.split()]
     return frozenset(chr(point) for bound in bounds for point in range(bound[0], bound[-1] + 1))
 

@@ -139,7 +139,7 @@ _WEIGHTS = _odd_powers(_WEIGHTED)
 
 @cache
 def _flags_by_code_point() -> np.ndarray:
-    """uint8 array of _CLASSIFIED + 1 flags; the last one is for every code point above."""
+    """Build the table of flags: uint8 [_CLASSIFIED + 1]; the last one is for every code point above."""
     flags = np.fromiter(map(_flags, range(_CLASSIFIED)), np.uint8, _CLASSIFIED)
     return np.append(flags, np.uint8(NOT_PUNCTUATION))
 
@@ -187,7 +187,7 @@ def repeated_ngrams(words: Words, largest: int) -> Iterator[RepeatedNgrams]:
 
 
 def _occur_again(keys: np.ndarray) -> np.ndarray:
-    """Whether each key occurs more than once."""
+    """Say for each key if it occurs more than once: bool [keys]."""
     order = np.argsort(keys)  # equal keys become neighbours
     ordered = keys[order]
     pairs = ordered[1:] == ordered[:-1]

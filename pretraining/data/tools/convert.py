@@ -109,6 +109,7 @@ def import_data(
         info = _put_tokenizer(tokenizer, building / "tokenizer")
         writer = ForeignWriter(building, info, validation_share)
         entries = writer.write(parts, show_progress)
+        # Only now: hashes of the documents chose the splits while they were written.
         _check_splits(writer, origin, validation_share)
         section = {
             "sources": [{"path": str(origin)}],
@@ -189,6 +190,7 @@ def _write_manifest(
         "sources": [{**source, "text_bytes": counts.text_bytes}],
         "skipped": {"undecodable": 0, "empty": counts.empty},
         "splits": entries,
+        # Unknown, because another tool made the tokens.
         "versions": {},
     }
     # The manifest is the last file, because it says that the data set is complete.
@@ -284,6 +286,7 @@ class ForeignWriter:
 
     def _check_ids(self, tokens: np.ndarray, part: ForeignPart) -> None:
         """Raise UserError if an id is not one of the tokenizer's."""
+        # Foreign files may have signed types, and so negative ids.
         for found in (int(tokens.min(initial=0)), int(tokens.max(initial=0))):
             if not 0 <= found < self.info.vocab_size:
                 raise UserError(
@@ -336,6 +339,7 @@ class TokenBytes:
             counts = before[ends] - before[starts]
             if self._agrees(tokens, starts, ends, counts):
                 return counts
+            # From here on every document is decoded, those of this batch too.
             self._table = None
         return np.array([len(text.encode()) for text in self._texts(tokens, starts, ends)], np.int64)
 

@@ -110,6 +110,7 @@ class SplitDocuments:
 
     def shard(self, number: int) -> Shard:
         """Map shard `number`; the one before is unmapped."""
+        # Most documents are read in order, so the last shard stays mapped.
         if self._opened is None or self._opened[0] != number:
             self._opened = number, self.stream.map_anew(number)
         return self._opened[1]
@@ -214,5 +215,6 @@ class LengthDistribution:
 
     def percentile(self, share: float) -> int:
         """Find the smallest length that at least `share` of the documents do not exceed (nearest rank)."""
+        # Ranks count from 1.
         rank = max(1, int(np.ceil(share * self.counts.sum())))
         return int(self.lengths[np.searchsorted(np.cumsum(self.counts), rank)])

@@ -39,6 +39,7 @@ class Inspection:
 
     def random_documents(self, count: int, seed: int) -> list[dict]:
         """Draw up to `count` documents with `seed`; return them in the order of the split."""
+        # A range, so that no list of all documents is made.
         population = range(self.split.num_documents)
         chosen = random.Random(seed).sample(population, min(count, len(population)))
         return [self.document(number) for number in sorted(chosen)]
@@ -49,6 +50,7 @@ class Inspection:
         for first in range(0, self.split.num_documents, SEARCH_BATCH):
             last = min(first + SEARCH_BATCH, self.split.num_documents)
             documents = [self.split.read(number) for number in range(first, last)]
+            # tokenizers decodes the documents of a batch in parallel.
             texts = self.decoder.decode_batch(
                 [self._ids(d.tokens) for d in documents], skip_special_tokens=False
             )
@@ -104,6 +106,7 @@ class Inspection:
         if not 0 <= number < recipe.most_samples:
             raise UserError(f"--sample {number:,}: the run has {recipe.most_samples:,}, counted from 0")
         length = recipe.sequence_length
+        # A split that is shorter than one block has no samples.
         _check_range("block", 0, self.split.stream.num_blocks(length), self.split.name)
         # Converted data may have no validation.
         held_out = "validation" if "validation" in self.data.split_names else "train"
@@ -115,6 +118,7 @@ class Inspection:
         before = sum(split.num_tokens for split in dataset.splits[:source])
         where = {
             "sample": number,
+            # Steps count from 1, samples and epochs from 0.
             "step": recipe.step_sizes.steps_within(number * length) + 1,
             "epoch": number // dataset.num_blocks,
             "recipe": recipe.name,

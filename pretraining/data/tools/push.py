@@ -15,6 +15,7 @@ AGAIN = "run the same command again; it goes on where it stopped"
 
 def plan_push(folder: Path, repo_id: str) -> dict:
     """List what would be uploaded: {"repo_id", "files": {path: bytes}, "size", "card"}; nothing is sent."""
+    # Without the network: a wrong name is reported before the shards are listed.
     _check_repo_id(repo_id)
     data = open_finished(folder)
     card = _data_card(data.manifest, repo_id)
@@ -79,6 +80,7 @@ def _upload(hub, api, folder: Path, plan: dict, private: bool) -> str:
     # huggingface_hub 2.4.0: None leaves it to the default of the owner, False would make it public.
     url = api.create_repo(**repo, private=private or None, exist_ok=True)
     folders = {path.partition("/")[0] for path in plan["files"] if "/" in path}
+    # Everything but the card and the manifest.
     first = ["dataset_dict.json", *sorted(f"{name}/*" for name in folders)]
     message = f"Shards of {folder.name}"
     api.upload_folder(**repo, folder_path=folder, allow_patterns=first, commit_message=message)
@@ -94,6 +96,7 @@ def _upload(hub, api, folder: Path, plan: dict, private: bool) -> str:
 
 
 def _is_shard(path: str) -> bool:
+    # Only files that a push writes are removed: the repository may hold others.
     return path.endswith(".arrow") and path.count("/") == 1
 
 
@@ -106,6 +109,7 @@ def _refusal(error: Exception, repo_id: str) -> UserError:
         return UserError(f"push: {reason}; {LOGIN}")
     if isinstance(error, errors.HfHubHTTPError):
         status = getattr(error.response, "status_code", None)
+        # Not logged in, or no right to write there; other refusals may pass.
         advice = LOGIN if status in (401, 403) else AGAIN
         return UserError(f"push: the hub refused {repo_id}: {reason}; {advice}")
     return UserError(f"push: the hub cannot be reached ({reason}); {AGAIN}")

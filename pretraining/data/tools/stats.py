@@ -39,6 +39,7 @@ def measure_data(
     """
     data = open_finished(folder)
     size = num_shard_bytes(data.manifest)
+    # Without tokens no shard is read as a whole, and there is no progress to show.
     with Progress("measuring", show_progress and with_tokens, size) as progress:
 
         def on_shard(entry: dict) -> None:
@@ -74,6 +75,7 @@ def _measure_split(
     measured["shards"] = len(split.entries)
     measured["bytes_per_token"] = entry["bytes"] / max(1, entry["tokens"])
     measured["by_source"] = _by_source(split)
+    # A split may be empty: then there are no percentiles.
     if split.num_documents:
         measured["document_tokens"] = _lengths(split)
     if with_tokens:
@@ -95,6 +97,7 @@ def _by_source(split: SplitDocuments) -> dict:
 def _lengths(split: SplitDocuments) -> dict:
     """Compute percentiles and mean of document lengths in tokens, with the EOS."""
     lengths = LengthDistribution()
+    # Only the ends are read here, and not the tokens.
     for _, shard in split.shards():
         lengths.add(shard.ends)
     named = {f"p{100 * share:g}": lengths.percentile(share) for share in PERCENTILES}
@@ -181,6 +184,7 @@ def _split_lines(name: str, split: dict) -> list[str]:
 def _cut_lines(cuts: dict) -> list[str]:
     if not cuts["documents"]:
         return ["  blocks of that length   hold no whole document, or there is none"]
+    # Both ways to fill blocks, so that a recipe can choose.
     heads = {"in_sequence": "read in sequence", "best_fit": "packed by best fit"}
     return [
         f"  {head:<24}blocks' ends cut {cuts[packing]['cut']:.2%} of the {cuts['documents']:,} documents that fit "

@@ -69,6 +69,7 @@ def _check_tokenizer(data: FinishedData) -> None:
     except Exception as error:  # tokenizers raises bare Exceptions for what it cannot parse
         raise damaged(path, f"damaged tokenizer ({error})", data.folder) from error
     for key, expected in data.manifest["tokenizer"].items():
+        # Keys of the manifest that this version does not describe are not compared.
         if found.get(key, expected) != expected:
             what = f"not the tokenizer of the shards: its {key} is {found[key]}, expected {expected}"
             raise damaged(path, what, data.folder)
