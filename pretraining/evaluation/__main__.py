@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def find_export(folder: Path) -> Path:
     """Find the `from_pretrained` folder: `folder` itself, or the export of the run in it."""
+    # A run folder has its config in the export, so config.json at the top means an export.
     export = folder if (folder / "config.json").exists() else RunFolder(folder).export
     if not (export / "config.json").exists():
         raise UserError(f"{export}: no exported model there; it is written at the end of train.py")
@@ -47,12 +48,14 @@ def find_export(folder: Path) -> Path:
 
 def find_recipe(folder: Path, export: Path) -> Recipe | None:
     """Load the recipe of the run in `folder`, or beside the export; None if no run is known."""
+    # An export that was given by its own path is in the folder of its run.
     run = RunFolder(folder if (folder / "recipe.json").exists() else export.parent)
     return load_recipe(str(run.recipe)) if run.recipe.exists() else None
 
 
 def score_export(export: Path, recipe: Recipe | None, options: argparse.Namespace) -> dict[str, float]:
     """Compute {"<task>/<metric>": score} of an exported model; tasks are opened before the model is loaded."""
+    # Imported here, so that --help and wrong arguments do not wait for torch.
     from pretraining.evaluation.evaluator import build_scorers
     from pretraining.evaluation.validation import DEFAULT_BATCH_SIZE, batch_size_of
 
@@ -81,7 +84,7 @@ def evaluate_run(export: Path, recipe: Recipe | None, options: argparse.Namespac
 
 
 def evaluate(export: Path, data: PreparedData, recipe: Recipe, options: argparse.Namespace) -> dict:
-    """Do as `evaluate_run` does, with data that is open."""
+    """Do the same as `evaluate_run`, with data that is already open."""
     from pretraining.evaluation.sampling import prompts_of, sample_text
     from pretraining.evaluation.validation import Validation
 
@@ -89,6 +92,7 @@ def evaluate(export: Path, data: PreparedData, recipe: Recipe, options: argparse
     validation = Validation.of(validation_by_source(data, recipe), recipe)
     results = {**validation.measure(model), "unigram_bits_per_byte": validation.unigram_bits_per_byte()}
     if options.sample:
+        # The recipe may list no prompt: then the sample starts from the end-of-text token.
         prompt = [*prompts_of(recipe), ""][0] if options.prompt is None else options.prompt
         num_tokens = recipe.evaluation.sample_tokens if options.tokens is None else options.tokens
         results["sample"] = sample_text(
@@ -120,7 +124,7 @@ def _multiply_as_in_the_run(model: Any, training: dict) -> None:
         enable_tf32(bool(training.get("tf32", training.get("bf16"))))
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     half = next((dtype for key, dtype in halves.items() if training.get(key)), None)
-    # 16-bit exports multiply in 16 bit anyway
+    # An export in 16 bit multiplies in 16 bit anyway.
     if half is not None and model.dtype == torch.float32:
         model.forward = torch.autocast(model.device.type, half)(model.forward)
 

@@ -1,4 +1,4 @@
-"""What a run is evaluated by while it trains: validation loss, HellaSwag, tasks of lm-eval."""
+"""The evaluation of a run while it trains: validation loss, HellaSwag, tasks of lm-eval."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -23,12 +23,12 @@ class Evaluator:
     What the recipe's `evaluation` asks for is opened with its data here; the model comes later.
 
     Args:
-        last_step: of the run; scores are taken there too, whatever `evaluation.task_steps` says.
-        run: samples of text are written there after every validation; None: no samples.
+        last_step: the last step of the run. Scores are measured there too, whatever `evaluation.task_steps` says.
+        run: the folder that gets samples of text after every validation; None: no samples.
 
     Raises:
-        UserError: a task is unknown, its data cannot be read, lm-eval is not installed, or `evaluation.metric` names
-            what no validation measures.
+        UserError: a task is unknown, its data cannot be read, lm-eval is not installed, or no validation measures
+            `evaluation.metric`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Evaluator:
         return self.validation.dataset
 
     def unigram_bits_per_byte(self) -> float:
-        """Compute what `bits_per_byte` is compared with, of the same tokens."""
+        """Compute the bits per byte of the same tokens by frequency alone, to compare `bits_per_byte` with."""
         return self.validation.unigram_bits_per_byte()
 
     def measure(
@@ -70,6 +70,7 @@ class Evaluator:
     ) -> dict[str, float] | None:
         """Measure the model after `step`; every rank must call it, and gets the same metrics. None if interrupted."""
         metrics = self.validation.measure(model, interrupted)
+        # Interrupted: all ranks return here together.
         if metrics is None:
             return None
         if self.scorers and self._scores_at(step):
@@ -78,6 +79,7 @@ class Evaluator:
                     metrics |= scorer.measure(model, interrupted)
             except Interrupted:
                 return None
+            # The first scores show whether the name exists.
             if "/" in self.metric:
                 self._check_metric(metrics)
         return metrics
@@ -106,6 +108,7 @@ def build_scorers(
         max_length: tokens that the model reads at once.
         limit: items of each task.
     """
+    # Opened before the model is built, so that a missing file or task is reported at once.
     scorers: list[HellaSwag | Harness] = []
     if hellaswag is not None:
         scorers.append(HellaSwag(read_items(hellaswag, limit), tokenizer, max_length, batch_size))

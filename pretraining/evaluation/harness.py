@@ -15,15 +15,15 @@ from pretraining.evaluation.sampling import seeded
 from pretraining.upstream.task_bars import no_task_bars
 
 SEED = 1234
-"""lm-eval's own, for few-shot examples."""
+"""The seed that lm-eval itself uses for few-shot examples."""
 SUFFIXES = (".yaml", ".yml")
 
 
 class Harness:
-    """The tasks, loaded with their data, before any model is needed.
+    """Tasks of lm-eval. They are loaded with their data before there is a model.
 
     Args:
-        names: of tasks, tags or groups of lm-eval, YAML files, or folders of them.
+        names: tasks, tags or groups of lm-eval, YAML files, or folders of YAML files.
         limit: items of each task.
     """
 
@@ -78,7 +78,7 @@ def load_tasks(names: Sequence[str]) -> dict:
             raise UserError(f"evaluation.tasks: lm-eval knows no task {name!r}{known}")
     loaded = _load(manager, wanted)
     for task in loaded["tasks"].values():
-        # as lm-eval's own command does
+        # The same defaults as lm-eval's own command.
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=SEED)
@@ -97,7 +97,7 @@ def _load(manager, names: list[str]) -> dict:
         return manager.load(names)
     except UserError:
         raise
-    except Exception as error:  # of a task's own code, its YAML, its data set, the network
+    except Exception as error:  # from a task's own code, its YAML, its data set or the network
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(
             f"evaluation.tasks: {', '.join(names)} cannot be loaded ({reason}); check the names and the network"
@@ -113,6 +113,7 @@ def scores_of(results: dict[str, dict]) -> dict[str, float]:
     for task, values in results.items():
         for key, value in values.items():
             metric, _, kind = key.partition(",")
+            # Keys without a comma, such as "alias", are no scores.
             if isinstance(value, int | float) and kind and not metric.endswith("_stderr"):
                 name = metric if kind == "none" else f"{metric}.{kind}"
                 scores[f"{task}/{name}"] = float(value)
@@ -122,6 +123,7 @@ def scores_of(results: dict[str, dict]) -> dict[str, float]:
 @contextmanager
 def _own_randomness(device: torch.device) -> Iterator[None]:
     """Let tasks draw the same random numbers each time, without effect on training's generators."""
+    # Tasks draw from all three generators: of Python, of numpy, and of torch below.
     states = random.getstate(), np.random.get_state()
     random.seed(SEED)
     np.random.seed(SEED)

@@ -1,4 +1,7 @@
-"""A causal language model as lm-eval's tasks ask it. A module of its own, because it imports an optional package."""
+"""A causal language model in the form that lm-eval's tasks use.
+
+It is a separate module because it imports an optional package.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,8 +26,8 @@ class HarnessModel(TemplateLM):
     """Every rank gets all requests, and the ranks share the forward passes: to lm-eval it is one process.
 
     Args:
-        model: as trained (an engine, DDP) or bare.
-        max_length: tokens that it reads at once.
+        model: wrapped as in training (a DeepSpeed engine, DDP), or bare.
+        max_length: tokens that the model reads at once.
     """
 
     def __init__(
@@ -50,11 +53,11 @@ class HarnessModel(TemplateLM):
         return encode(self.tokenizer, string)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Do as lm-eval does, without its progress bar."""
+        """Score as lm-eval does, without its progress bar."""
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-        """requests: ((context, continuation), their tokens, their tokens)."""
+        """Score requests of the form ((context, continuation), tokens of the context, tokens of the continuation)."""
         return [tuple(each) for each in self._scored([Pair(*tokens) for _, *tokens in requests])]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
@@ -73,16 +76,15 @@ class HarnessModel(TemplateLM):
         return [Pair(*make_disjoint_window(window)) for window in windows]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
-        """Continue up to a stop string, greedy unless the task says otherwise; each rank takes a request a round.
-
-        A rank that runs out repeats the last request, and its answer is not used.
-        """
+        """Continue up to a stop string, greedy unless the task says otherwise; each rank takes a request a round."""
         rank, world_size = rank_and_world_size()
         texts: list[str | None] = [None] * len(requests)
+        # One limit for all requests, because under ZeRO-3 a rank that is done goes on with the longest of a round.
         most_tokens = max(self._new_tokens(request) for request in requests)
         for round_start in range(0, len(requests), world_size):
             if self.interrupted():
                 raise Interrupted
+            # Under ZeRO-3 a forward pass is a collective: a rank that runs out repeats the last request without effect.
             number = min(round_start + rank, len(requests) - 1)
             texts[number] = self._continued(*requests[number].args, most_tokens)
         if world_size == 1:
@@ -100,15 +102,17 @@ class HarnessModel(TemplateLM):
         """Continue one context.
 
         Args:
-            most_tokens: of any request; under ZeRO-3 a rank that is done goes on with the longest of a round.
+            most_tokens: the most new tokens of any request.
         """
         settings = normalize_gen_kwargs(arguments)
         # The end of a long context stays: the question comes last.
         ids = encode(self.tokenizer, context)[-(self.max_length - most_tokens) :] or [self.eot_token_id]
         prompt = torch.tensor([ids], device=self._device)
         sampling = {key: settings[key] for key in PASSED_ON if key in settings}
+        # lm-eval 0.4.13 adds temperature 0 to greedy tasks, which `generate` does not need.
         if settings["do_sample"]:
             sampling["temperature"] = settings["temperature"]
+        # An empty stop string would end every text at once.
         stops = [stop for stop in settings["until"] if stop]
         # An engine or DDP wraps the model that has `generate`.
         model = getattr(self.model, "module", self.model)

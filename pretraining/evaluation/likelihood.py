@@ -20,7 +20,7 @@ HELLASWAG_FIELDS = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
 
 
 class Pair(NamedTuple):
-    """A text of two parts, the second of which is scored."""
+    """A text of two parts. Only the second part is scored."""
 
     context: list[int]
     """Tokens, at least one."""
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Of one continuation."""
+    """The score of one continuation."""
 
     log_probability: float
     """In nats, summed over the tokens of the continuation."""
@@ -50,15 +50,14 @@ def score(
 ) -> list[Score]:
     """Score each pair: the same on every rank and at any world size. All ranks must call it with the same pairs.
 
-    The ranks share the batches. Pairs of similar length share a batch, longest first, whatever the world size. A rank
-    that runs out repeats the shortest batch without effect, because under ZeRO-3 a forward pass is a collective.
+    The ranks share the batches. Pairs of similar length share a batch, longest first, whatever the world size.
 
     Args:
-        max_length: tokens that the model reads at once; of a longer text the last ones are read.
-        interrupted: is asked before every round of one batch a rank, and must answer alike on all ranks.
+        max_length: tokens that the model reads at once. From a longer text the last tokens are read.
+        interrupted: is called before every round (one batch for each rank), and must return the same on all ranks.
 
     Raises:
-        Interrupted: `interrupted` said yes.
+        Interrupted: `interrupted` returned True.
     """
     rank, world_size = rank_and_world_size()
     batches = _batches(pairs, batch_size)
@@ -68,13 +67,15 @@ def score(
             if interrupted():
                 raise Interrupted
             number = round_start + rank
+            # Under ZeRO-3 a forward pass is a collective: a rank that runs out repeats the shortest batch without
+            # effect.
             batch = batches[min(number, len(batches) - 1)]
             found = _score_batch(model, [pairs[index] for index in batch], max_length)
             if number < len(batches):
                 scores.index_copy_(0, _on(scores.device, batch), found)
     if world_size > 1:
         dist.all_reduce(scores)  # each pair has one rank's score, and zeros from all others
-    # The one wait for the device: every score so far stayed there.
+    # The host waits for the device only here: all scores stayed there until now.
     return [Score(nats, greedy == 1.0) for nats, greedy in scores.tolist()]
 
 
@@ -89,6 +90,7 @@ def _score_batch(model: torch.nn.Module, pairs: Sequence[Pair], max_length: int)
     """Score one batch: [pairs, 2] in fp64, the log-probability and 1 if all tokens are the likeliest."""
     device = next(model.parameters()).device
     # Padding is on the right: earlier positions of a causal model do not see it.
+    # One token more than the model reads: the last one is only a target.
     texts = [(pair.context + pair.continuation)[-(max_length + 1) :] for pair in pairs]
     width = max(2, *map(len, texts)) - 1  # an input has at least one token
     rows = [text[:-1] + [0] * (width + 1 - len(text)) for text in texts]
@@ -99,6 +101,7 @@ def _score_batch(model: torch.nn.Module, pairs: Sequence[Pair], max_length: int)
 
 def _score_row(logits: torch.Tensor, text: list[int], num_scored: int) -> torch.Tensor:
     """Score the last `num_scored` tokens of `text`, from logits [length, vocabulary] of all but its last token."""
+    # A slice of [-0:] would be the whole text.
     targets = _on(logits.device, text[1:])[-num_scored:] if num_scored else []
     end = len(text) - 1
     # Only the rows that are scored go to fp32: all of a batch may be gigabytes.
@@ -193,7 +196,9 @@ class HellaSwag:
 
 def _answer(item: Item, scores: list[Score]) -> Answer:
     plain = [each.log_probability for each in scores]
+    # An ending may be empty once its marks are removed.
     normalised = [value / max(1, len(ending)) for value, ending in zip(plain, item.endings, strict=True)]
+    # The first of equal ones, as argmax does.
     return Answer(plain.index(max(plain)), normalised.index(max(normalised)))
 
 

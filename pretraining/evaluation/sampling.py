@@ -34,8 +34,9 @@ class SamplingCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Remove the samples of steps that a resumed run repeats."""
+        """Remove the samples of later steps from the file of a resumed run."""
         if state.is_world_process_zero:
+            # A resumed run repeats the steps after its checkpoint and writes their samples again.
             keep_past_rows(self.run.samples, state.global_step, state.log_history, lambda row: True)
 
     def on_evaluate(
@@ -83,6 +84,7 @@ def sample_text(
     if min(num_tokens, room) <= 0:
         return tokenizer.decode(ids, skip_special_tokens=True)
     sampling = (
+        # `generate` does not take temperature 0: greedy is a setting of its own.
         {"do_sample": True, "temperature": temperature, "top_k": top_k}
         if temperature
         else {"do_sample": False}
@@ -107,20 +109,21 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 class TokensCounted:
-    """A streamer for `generate` that reports each token as progress: with parameters on NVMe a token takes long."""
+    """A streamer for `generate` that reports each token as progress."""
 
     def put(self, tokens: torch.Tensor) -> None:
-        """Report progress to the watch over hangs."""
+        """Report one token."""
+        # With parameters on NVMe one token takes long: without this, the watch over hangs could take it for one.
         work_done()
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: `generate` calls this after the last token."""
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators inside the block; afterwards they are as before."""
-    # Only the model's device: to fork all GPUs of a machine would start a context on each.
+    # Only the model's device: a fork of all GPUs of a machine would start a context on each.
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

@@ -54,8 +54,8 @@ class Validation:
     def of(cls, splits: TokenSplit | Mapping[str, TokenSplit], recipe: Recipe) -> "Validation":
         """Take the whole validation split, or its first `evaluation.max_validation_tokens`.
 
-        If `splits` is {source: its part of the split}, each source is measured by itself as well. The tokens are then
-        shared out in proportion to the sources' sizes, and each source that has a block gets at least one.
+        If `splits` is {source: its part of the split}, each source is also measured by itself. The tokens are then
+        divided in proportion to the sizes of the sources, and each source that has a block gets at least one.
         """
         length, max_tokens = recipe.sequence_length, recipe.evaluation.max_validation_tokens
         masks_documents = recipe.data.document_masking
@@ -94,18 +94,18 @@ class Validation:
         """Measure {"loss": nats per token, "perplexity", "bits_per_byte"} of all blocks; every rank must call it.
 
         With several sources also {"<source>_loss", "<source>_bits_per_byte"}, as the Trainer names the metrics of
-        several evaluation sets. Rank r takes every world_size-th batch. A rank that runs out repeats the first block
-        with weight zero, because under ZeRO-3 a forward pass is a collective.
+        several evaluation sets. Rank r takes every world_size-th batch.
 
         Args:
-            interrupted: is asked before every round of one batch a rank, and must answer alike on all ranks. If it
-                says yes, the result is None.
+            interrupted: is called before every round (one batch for each rank), and must return the same on all
+                ranks. If it returns True, the result is None.
         """
         with evaluation_mode(model):
             totals = self._totals(model, interrupted)
         if totals is None:
             return None
         if dist.is_initialized() and dist.get_world_size() > 1:
+            # Sums and not means: the ranks have different numbers of tokens.
             dist.all_reduce(totals)
         return self._metrics(totals.tolist())
 
@@ -134,7 +134,7 @@ class Validation:
             if interrupted():
                 return None
             number = round_start + rank
-            # past the end: no samples, so that the pass below runs with weight zero
+            # Under ZeRO-3 a forward pass is a collective: a rank that runs out reads the first block with weight zero.
             part, indices = batches[number] if number < len(batches) else (0, range(0))
             totals[part] += self._nats_and_tokens(model, part, indices, device)
         return totals
@@ -156,6 +156,7 @@ class Validation:
             "perplexity": math.exp(min(nats / tokens, 700.0)),  # exp(710) overflows a float
             "bits_per_byte": nats / math.log(2) / num_bytes,
         }
+        # With one source these would repeat the totals.
         if len(self.parts) > 1:
             for part, (nats, tokens) in zip(self.parts, totals, strict=True):
                 metrics[f"{part.name}_loss"] = nats / tokens
@@ -169,6 +170,7 @@ class Validation:
         inputs = _batch([dataset[i] for i in indices] or [dataset[0]], device)
         labels: Any = inputs.pop("labels")
         if not indices:
+            # Past the end: the pass runs, and counts for nothing.
             labels.fill_(IGNORED)
         # The model gets no labels: its own loss would shift them, and would keep all logits in fp32.
         nats = _summed_nats(model(**inputs).logits.flatten(0, 1), labels.flatten())

@@ -1,4 +1,4 @@
-"""The attention kernel: the fastest for this GPU of those installed, unless the recipe names one."""
+"""The attention kernel: the fastest installed one for this GPU, unless the recipe names one."""
 
 from typing import Any
 
@@ -30,23 +30,22 @@ on other GPUs (ATen/native/transformers/cuda/sdp_utils.cpp, `check_prefer_cudnn_
 def choose_attention(model: dict, arguments: TrainingArguments, masks_documents: bool = False) -> str | None:
     """Choose the name that transformers takes: the recipe's `model.attn_implementation`, else the fastest for this GPU.
 
-    None leaves the choice to a class of transformers that is not among the known ones: its layers may need a mask of
-    their own, for windows or biases.
+    None leaves the choice to transformers.
 
     torch's scaled_dot_product_attention has the kernels of FlashAttention-2, and on Hopper and Blackwell cuDNN's,
     as fast as FlashAttention-3 on an H100 (pytorch/pytorch#142132; not measured here): no package is needed.
-    Documents are kept apart by kernels for sequences of different lengths, in 16 bit on GPUs, and by a mask elsewhere.
-    For such sequences torch has FlashAttention-2 alone: on Hopper the package of FlashAttention-3 is used if it is
-    installed.
+    Documents are kept apart by kernels for sequences of different lengths in 16 bit on GPUs, and by a mask elsewhere.
     """
     register_kernels()
     asked_for = model.get("attn_implementation")
+    # None for classes that are not known exactly: their layers may need masks for windows or biases.
     if asked_for or not is_exact(model):
         return asked_for
     if not (torch.cuda.is_available() and (arguments.bf16 or arguments.fp16)) or model.get("attn_pdrop"):
         return "sdpa" if masks_documents else _without_documents(model)
     if not masks_documents:
         return _without_documents(model)
+    # For sequences of different lengths torch has only FlashAttention-2: on Hopper the package is faster.
     has_3 = is_flash_attn_3_available() and torch.cuda.get_device_capability() == HOPPER
     return "flash_attention_3" if has_3 else TORCH_VARLEN
 
@@ -60,6 +59,7 @@ def register_kernels() -> None:
 
 def _without_documents(model: dict) -> str:
     """Choose torch's causal kernel; for layers that see a window only, transformers' `sdpa`, whose mask says so."""
+    # Mixtral has a window if it is given; other types have a switch of their own for it.
     windows = model["model_type"] == "mixtral" and model.get("sliding_window")
     return "sdpa" if windows or model.get("use_sliding_window") else SDPA_CAUSAL
 
@@ -122,6 +122,7 @@ def varlen_attention_forward(
         max_length_q,
         max_length_q,
         scale=scaling,
+        # A window counts the token itself, and the kernel only those before it. 0 after it: causal.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )

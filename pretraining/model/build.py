@@ -1,4 +1,4 @@
-"""From the recipe's `model` section to an `AutoModelForCausalLM`, born sharded under ZeRO-3."""
+"""Build an `AutoModelForCausalLM` from the recipe's `model` section; under ZeRO-3 it is sharded from the start."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +43,7 @@ def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PreTrainedC
     try:
         return AutoConfig.for_model(model["model_type"], **{"use_cache": False, **special, **keywords})
     except Exception as error:
-        # Each class checks its keywords in its own way, and all of them are the recipe's.
+        # Each class checks its keywords in its own way, and all of these come from the recipe.
         reason = " ".join(str(error).split())
         raise UserError(f"model: transformers refuses this {model['model_type']} config: {reason}") from error
 
@@ -56,7 +56,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def build_from_recipe(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, arguments: TrainingArguments, draw_weights: bool
 ) -> PreTrainedModel:
-    """Build the model (`build_model`) with all that the recipe says of it."""
+    """Build the model (`build_model`) with all settings of the recipe."""
     masks_documents, speed, why_none = recipe.data.document_masking, recipe.speed, None
     # Here and not in the recipe: what can be compiled depends on the ds_config and on this machine.
     if speed.compile == "auto":
@@ -86,7 +86,7 @@ def build_model(
         speed, mup: the recipe's sections.
 
     Raises:
-        UserError: transformers refuses the `model` section, or this machine lacks a kernel or a compiler.
+        UserError: transformers refuses the `model` section, or this machine has no such kernel or no compiler.
     """
     check_compiler(speed)
     check_fp8_hardware(speed)
@@ -100,6 +100,7 @@ def build_model(
     except (ImportError, ValueError) as error:
         if isinstance(error, ValueError) and "attn_implementation" not in str(error):
             raise UserError(f"model: {' '.join(str(error).split())}") from error
+        # What remains is the attention: a package that is missing, or a name that transformers does not know.
         raise missing_kernel(attention, error) from error
     if arguments.process_index == 0:
         print(describe_attention(attention_of(built), masks_documents), flush=True)
@@ -112,15 +113,14 @@ def build_model(
     # The dataset's labels are already the next tokens: the Trainer must not count them as unshifted ones.
     built.loss_type = None
     if speed.fp8 != "none":
+        # Before the model is compiled, so that the graphs contain the fp8 products.
         convert_products(built, speed.fp8)
     compile_model(built, speed)
     return built
 
 
 def _parameter_dtype(arguments: TrainingArguments) -> torch.dtype:
-    """Choose bf16 if DeepSpeed would cast to it anyway, else fp32.
-
-    DeepSpeed makes its fp32 master weights from the bf16 ones at every stage, so building in bf16 changes no value and
-    halves host memory. Without DeepSpeed, autocast keeps fp32 weights.
-    """
+    """Choose bf16 if DeepSpeed would cast to it anyway, else fp32."""
+    # DeepSpeed makes its fp32 master weights from the bf16 ones at every stage: to build in bf16 changes no value and
+    # halves host memory. Without DeepSpeed, autocast needs fp32 weights.
     return torch.bfloat16 if arguments.deepspeed and arguments.bf16 else torch.float32

@@ -1,4 +1,4 @@
-"""The recipe's `speed` section: blocks or the whole model compiled, and products in fp8, both in training alone."""
+"""The recipe's `speed` section: compiled blocks or models, and products in fp8. Both are used only in training."""
 
 import dataclasses
 import sys
@@ -27,6 +27,7 @@ from pretraining.upstream.compiler import (
 
 BORDERS = {"cu_seq_lens_q", "cu_seq_lens_k"}
 """Keywords of a block that hold the documents' borders (`data.document_masking`)."""
+# Compute capability
 HOPPER = (9, 0)
 MULTIPLE = 16
 """Both sides of a matrix must be a multiple of this for fp8 kernels."""
@@ -48,9 +49,9 @@ def _missing(speed: Speed) -> str | None:
 def compile_model(model: nn.Module, speed: Speed) -> None:
     """Let training passes run compiled code; parameters, names and modules stay as they are.
 
-    Blocks of one class share their graph: layers differ in their weights alone, which are inputs of it. Validation and
-    samples are not compiled: they come in other shapes, and each would be compiled anew. Hooks of a block stay outside
-    of its graph. ZeRO-3's hooks then gather a block's weights together, because a graph would end at each hook within.
+    Blocks of one class share their graph: only their weights differ, and these are inputs of the graph. Validation and
+    samples are not compiled: they come in other shapes, and each shape would be compiled again. Hooks of a block stay
+    outside of its graph.
 
     `auto` compiles blocks too, and goes on uncompiled if that fails (`FirstPass`).
     """
@@ -62,8 +63,9 @@ def compile_model(model: nn.Module, speed: Speed) -> None:
     compile_in_few_processes()
     modules = [model] if speed.compile == "whole" else list(blocks_of(model))
     if is_deepspeed_zero3_enabled():
+        # ZeRO-3's hooks then gather a block's weights together, because a graph would end at each hook inside it.
         gather_as_one(modules)
-    # One for all modules: if one of them fails, none stays compiled.
+    # All modules share it: if one of them fails, none stays compiled.
     first_pass = FirstPass(_missing(speed)) if speed.compile == "auto" else None
     for module in modules:
         compiled = torch.compile(module.forward, **options)
@@ -111,9 +113,6 @@ def _in_training(module: nn.Module, compiled: Callable) -> Callable:
 class FirstPass:
     """The first training pass of every compiled block: if it fails on any rank, all ranks go on uncompiled.
 
-    All or none, because gradients leave a compiled block in another order, and ZeRO-1 and 2 put them into buckets as
-    they come. If only some ranks compiled, gradients of different weights would be added up.
-
     Args:
         missing: what the compiler lacks on this machine; None if nothing.
     """
@@ -136,6 +135,8 @@ class FirstPass:
             if failing is None:
                 is_known = True
                 return result
+            # All ranks or none: gradients leave a compiled block in another order, and ZeRO-1 and 2 put them into
+            # buckets as they come. If only some ranks compiled, gradients of different weights would be added up.
             self.has_failed = True
             if failing == rank_and_world_size()[0]:
                 _warn(
@@ -155,8 +156,8 @@ class FirstPass:
         except torch.OutOfMemoryError:
             raise  # another compiler's code would need as much
         except Exception as error:
-            # Backends, Triton and the machine's C compiler raise any exception. Below the first lines is how to debug
-            # torch.
+            # Backends, Triton and the machine's C compiler may raise any exception. Its first lines say what failed,
+            # the later ones how to debug torch.
             said = " ".join(str(error).strip().partition("\n\n")[0].split())
             return None, f"{type(error).__name__}: {said[:300]}"
 
@@ -166,6 +167,7 @@ def _first_failing(fails_here: bool, device: torch.device) -> int | None:
     rank, ranks = rank_and_world_size()
     if not dist.is_initialized():  # one process without a launcher
         return rank if fails_here else None
+    # The number of ranks means no failure: it is larger than every rank.
     first = torch.tensor(rank if fails_here else ranks, device=device)
     dist.all_reduce(first, dist.ReduceOp.MIN)
     number = first.item()
@@ -197,9 +199,9 @@ def convert_products(model: PreTrainedModel, recipe_name: str, emulate: bool = F
     """Let the linear layers of the blocks multiply in fp8 while they are trained; return how many there are.
 
     Weights, optimizer and everything between the products stay as they are. Validations and samples do not use fp8,
-    so that they are those of the exported weights. Each product's inputs are scaled to fp8 when they are multiplied.
-    torchao's recipes differ in what shares a scale: `tensorwise` all of a tensor, `rowwise` a row of it;
-    `rowwise_with_gw_hp` is the same with the weights' gradients in bf16. Only in the last does no scale depend on which
+    so that they measure the exported weights. The inputs of each product are scaled to fp8 when they are multiplied.
+    torchao's recipes differ in which numbers share a scale. `tensorwise`: all of a tensor. `rowwise`: each row of it.
+    `rowwise_with_gw_hp`: each row, with the weights' gradients in bf16. Only in the last one no scale depends on which
     samples share a micro-batch.
 
     Args:
@@ -231,7 +233,8 @@ def _fp8_in_training(fp8_linear: type[nn.Linear]) -> type[nn.Linear]:
 
 
 def _fits(layer: nn.Module) -> bool:
-    """Say if it is a linear layer whose sides the kernels take."""
+    """Say if it is a linear layer with sides that the kernels take."""
+    # Not isinstance: a subclass may compute something else.
     if type(layer) is not nn.Linear:
         return False
     return layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0

@@ -1,6 +1,6 @@
-"""A model counted by building it on the meta device, which takes no memory: for types that no formula describes.
+"""Count a model by building it on the meta device, which takes no memory: for types that no formula describes.
 
-A program of its own, which planning/shapes.py starts: it reads a recipe's `model` section on stdin and prints one
+This is a separate program, which planning/shapes.py starts. It reads a recipe's `model` section on stdin and prints one
 JSON object, the facts or {"error": one line}. It imports neither DeepSpeed nor the Trainer, so that it answers sooner.
 """
 
@@ -25,7 +25,7 @@ def main() -> None:
     model = json.load(sys.stdin)
     try:
         found = describe(model)
-    except Exception as error:  # whatever a class of transformers raises for a shape it cannot take
+    except Exception as error:  # each class of transformers raises its own for a shape it cannot take
         while error.__cause__ is not None:  # strict configurations wrap what their own checks raise
             error = error.__cause__
         found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
@@ -57,6 +57,7 @@ def build_on_meta(model: dict) -> tuple[PreTrainedModel, PreTrainedConfig]:
     config = AutoConfig.for_model(**{"use_cache": False, **model})
     with torch.device("meta"), no_init_weights():
         built = AutoModelForCausalLM.from_config(config)
+    # So that tied weights count once.
     built.tie_weights()
     return built, built.config.get_text_config()
 
@@ -83,6 +84,7 @@ def _rows_and_columns(parameter: torch.Tensor) -> int | None:
     if parameter.ndim < 2:
         return None
     rows, columns = parameter.shape[-2:]
+    # Experts may be stacked: [experts, rows, columns].
     return parameter.numel() // (rows * columns) * (rows + columns)
 
 
@@ -96,6 +98,7 @@ def _part(module_name: str, name: str, module: nn.Module, has_experts: bool) -> 
     if ".experts." in path:
         return "experts"
     last = module_name.rpartition(".")[2]
+    # Without experts a module of such a name is a part of the MLP.
     if has_experts and last in ("gate", "router", "classifier"):
         return "router"
     part = "attention" if "attn" in path or "attention" in path else "mlp"
@@ -114,10 +117,11 @@ def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int:
 
 
 def _attention_width(config: PreTrainedConfig) -> int:
-    """Multiply the heads by the mean of the sizes of a head's keys and values."""
+    """Multiply the number of heads by the mean width of a head's keys and values."""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    # Latent attention: keys have the first two sizes, values the last, and a mean is taken of the two.
     return heads * sum(parts) // 2 if all(parts) else heads * size
 
 

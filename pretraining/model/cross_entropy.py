@@ -34,7 +34,7 @@ from pretraining.recipe.model import EXACT
 from pretraining.upstream.compiler import fix_no_length, missing_compiler
 
 TRIAL_TOKENS = 1024
-"""Rows that kernels are compiled with: enough that one program sums each, as in a real chunk."""
+"""Rows that kernels are compiled with: so many that one program sums each row, as in a real chunk."""
 
 
 def token_nats(
@@ -94,14 +94,14 @@ def fused_nats(
     dtype: torch.dtype | None = None,
     each: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum the nats of the labels under the logits `hidden @ weight.T`, of which one chunk exists at a time.
+    """Sum the nats of the labels under the logits `hidden @ weight.T`; only one chunk of logits exists at a time.
 
     Args:
         hidden: [tokens, width].
         weight: [vocabulary, width].
         labels: [tokens], -100 for no target.
         compile: the recipe's `loss.compile`.
-        dtype: of the product (autocast's); the gradient of `weight` is summed over the chunks in fp32.
+        dtype: the dtype of the product (autocast's). The gradient of `weight` is summed over the chunks in fp32.
         each: [tokens], receives every token's own nats.
     """
     return _FusedNats.apply(
@@ -110,10 +110,10 @@ def fused_nats(
 
 
 class LossHead(nn.Linear):
-    """An output projection that passes the hidden states on while the model is trained, and gives logits otherwise.
+    """An output projection that returns the hidden states while the model is trained, and logits otherwise.
 
-    So in training mode the model's `logits` are the head's input, and the loss calls the head again with the labels,
-    which returns the summed nats. It is a call of the module because ZeRO-3 gathers a module's weight for that long.
+    So in training mode the model's `logits` are the head's input. The loss then calls the head again with the labels,
+    and the head returns the summed nats. The loss calls the module, because ZeRO-3 gathers its weight only for a call.
     """
 
     compute_dtype: torch.dtype
@@ -127,7 +127,7 @@ class LossHead(nn.Linear):
         compile: bool | None = None,
         each: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Map [..., width] to [..., vocabulary]; in training to itself; with labels [...] to summed nats."""
+        """Map [..., width] to [..., vocabulary]. In training return the input; with labels [...] return summed nats."""
         if labels is not None:
             rows, way = hidden.flatten(0, -2), (z_loss, chunk_tokens, compile)
             return fused_nats(rows, self.weight, labels.flatten(), *way, self.compute_dtype, each)
@@ -174,6 +174,7 @@ class _ChunkedNats(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
+        # Not kept after this pass: it is as large as the logits.
         gradient, ctx.gradient = ctx.gradient, None
         assert gradient is not None, "the logits' gradient has been handed on already"  # backward ran twice
         rows, counted = gradient
@@ -189,10 +190,12 @@ class _FusedNats(torch.autograd.Function):
         inputs, matrix = hidden.detach().to(dtype), weight.detach().to(dtype)
         ctx.dtypes = hidden.dtype, weight.dtype
         chunk, space = _chunk(len(inputs), len(matrix), inputs, chunk_tokens, compile)
+        # One chunk of logits, which every chunk overwrites.
         logits = torch.empty(chunk, len(matrix), dtype=dtype, device=inputs.device)
         nats = torch.empty(len(inputs), dtype=_precision(dtype), device=inputs.device)
         if wants_gradient:
             input_gradient = torch.empty_like(inputs)
+            # fp32: sums over many chunks would lose digits in 16 bits.
             sums = torch.zeros_like(matrix, dtype=_precision(dtype))
         for start in range(0, len(inputs), chunk):
             rows = slice(start, start + chunk)
@@ -210,6 +213,7 @@ class _FusedNats(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
+        # Not kept after this pass: the sum is as large as the head.
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "the gradients have been handed on already"
         scaled = [g.mul_(upstream).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
@@ -252,7 +256,9 @@ def _nats_and_gradient(
     Args:
         space: receives the log-probabilities; None for the compiled functions, which need none.
     """
+    # -100 is no index; these rows do not count in the end.
     targets = labels.clamp_min(0)[:, None]
+    # Read now, because the gradient is written over the logits below.
     target_logit = logits.gather(1, targets).squeeze(1).to(_precision(logits.dtype))
     if space is None:
         log_z = _compiled(_log_normaliser)(logits)
@@ -286,7 +292,7 @@ def _log_normaliser(logits: torch.Tensor) -> torch.Tensor:
 
 def _softmax_over(logits: torch.Tensor, log_z: torch.Tensor, weight: torch.Tensor) -> None:
     """Write `weight * softmax` over the logits."""
-    # A graph of its own: in one graph with log_z inductor would write it elsewhere first.
+    # A separate graph: together with log_z, inductor would first write it to other memory.
     rows = logits.to(log_z.dtype)
     logits.copy_((rows - log_z[:, None]).exp() * weight[:, None])
 
@@ -294,7 +300,8 @@ def _softmax_over(logits: torch.Tensor, log_z: torch.Tensor, weight: torch.Tenso
 @cache
 def _compiled(function: Callable) -> Callable:
     """Compile to one graph, whose sums are equal on every rank and at every start."""
-    # Deterministic: no choice by timing. In this process: a pool of processes on every rank is much for two kernels.
+    # deterministic: kernels are not chosen by timing. One thread: a pool of processes on each rank is too much for two
+    # kernels.
     return torch.compile(function, fullgraph=True, options={"deterministic": True, "compile_threads": 1})
 
 
@@ -324,7 +331,7 @@ def _go_on_without(reason: str, alike_on_machine: bool) -> bool:
     """Warn once that the loss is not compiled here; return False.
 
     Args:
-        alike_on_machine: whether every rank of this machine meets the same; then its first rank warns for all.
+        alike_on_machine: whether every rank of this machine has the same reason; then its first rank warns for all.
     """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if is_first or not alike_on_machine:
@@ -336,7 +343,7 @@ def _go_on_without(reason: str, alike_on_machine: bool) -> bool:
 
 
 def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """`sums += left @ right`, added in the precision of `sums`."""
+    """Do `sums += left @ right`, added in the precision of `sums`."""
     if sums.dtype == left.dtype:
         sums.addmm_(left, right)
     elif _adds_in_fp32(sums.device):
@@ -347,7 +354,7 @@ def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 @cache
 def _adds_in_fp32(device: torch.device) -> bool:
-    """Say if a product of 16 bits can be added to sums in fp32 at once: by cuBLAS, on Ampere or later."""
+    """Say if one call can add a product in 16 bits to sums in fp32: cuBLAS can, on Ampere or later."""
     if device.type != "cuda" or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device)[0] >= 8

@@ -1,4 +1,4 @@
-"""Initial weights that depend on the seed and the parameter's name alone: the same at every ZeRO stage."""
+"""Initial weights that depend only on the seed and the parameter's name: the same at every ZeRO stage."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -17,13 +17,13 @@ NO_FACTORS: Mapping[str, float] = {}
 def initialise_weights(model: PreTrainedModel, seed: int, factors: Mapping[str, float] = NO_FACTORS) -> None:
     """Draw every weight from the architecture's own distribution, in fp32 on the CPU, seeded by module name.
 
-    The class's rule for each module runs on full fp32 tensors under a generator of its own, children before parents
-    (GPT-2's attention and MLP redraw their output projections scaled by 1/sqrt(2 n_layer)). The result is rounded to
-    the parameter's dtype. Under ZeRO-3 one module is gathered at a time and rank 0 draws.
+    The class's rule for each module runs on full fp32 tensors, with a generator for each module, children first. The
+    result is rounded to the parameter's dtype. Under ZeRO-3 one module is gathered at a time and rank 0 draws.
 
     Args:
-        factors: by parameter name, multiply what was drawn.
+        factors: {parameter name: factor of the drawn values}.
     """
+    # GPT-2's attention and MLP draw their children's output projections again, scaled by 1/sqrt(2 n_layer).
     for name, module, owner in children_first(model):
         parameters = parameters_near(module)
         with _whole(parameters) as is_to_write:
@@ -53,7 +53,7 @@ def children_first(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, Pre
 
 
 def parameters_near(module: nn.Module) -> list[nn.Parameter]:
-    """List what a module's rule may draw: its own parameters and its children's, as only these are gathered then."""
+    """List what a module's rule may draw: its own parameters and its children's. Only these are gathered then."""
     return [p for each in (module, *module.children()) for p in each.parameters(recurse=False)]
 
 
@@ -94,10 +94,9 @@ def _as_fp32_on_cpu(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 @torch.no_grad()
 def drawing_faults(built: PreTrainedModel) -> list[str]:
-    """Find parameters that `initialise_weights` would not reach, or would reach from too far; one sentence each.
+    """Find parameters that `initialise_weights` would not draw, or would draw from too far; one sentence each.
 
-    A module's rule may write to its own parameters and its children's: under ZeRO-3 no others are gathered while it
-    runs. A matrix that no module draws would keep whatever the memory held.
+    A matrix that no module draws would keep the bytes that its memory had before.
 
     Args:
         built: on the meta device.
@@ -111,6 +110,7 @@ def drawing_faults(built: PreTrainedModel) -> list[str]:
         draw_module(owner, module)
         written = {key for key, parameter in inside.items() if times_written(parameter) != before[key]}
         drawn |= {id(inside[key]) for key in written}
+        # Under ZeRO-3 no other parameters are gathered while the rule of a module runs.
         near = {id(parameter) for parameter in parameters_near(module)}
         far = [key for key in written if id(inside[key]) not in near]
         faults += [f"{key} is drawn from two levels above it, by {type(module).__name__}" for key in far]

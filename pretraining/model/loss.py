@@ -49,7 +49,7 @@ def build_loss(model: PreTrainedModel, settings: Loss = PLAIN) -> Callable:
 
 
 def _nats_of(model: PreTrainedModel, settings: Loss) -> Callable:
-    """Choose the cross-entropy: (what the model returned as logits, labels) -> summed nats."""
+    """Choose the cross-entropy: a function (the model's `logits`, labels) -> summed nats."""
     kind, z_loss = settings.kind, settings.z_loss
     way = {"z_loss": z_loss, "chunk_tokens": settings.chunk_tokens, "compile": settings.compile}
     if kind == "fused" and not can_fuse(model):
@@ -73,7 +73,7 @@ def _chunked(logits: torch.Tensor, labels: torch.Tensor, **way: Any) -> torch.Te
 
 
 def balance_of(model: PreTrainedModel) -> tuple[float, Callable] | None:
-    """Find the config's coefficient, and the loss of a model's outputs that it weights; None if nothing is balanced."""
+    """Find the config's coefficient, and the balancing loss that it multiplies; None if nothing is balanced."""
     config = model.config
     if not (getattr(config, "output_router_logits", False) and hasattr(config, COEFFICIENT)):
         return None
@@ -89,23 +89,22 @@ def transformers_balance(outputs: Any) -> torch.Tensor:
 
 
 def layers_balance(outputs: Any, chosen: int) -> torch.Tensor:
-    """Average `balancing_loss` over the layers.
-
-    transformers adds up the tokens of each expert number over the layers before it multiplies: layers that each
-    overload another expert then look balanced.
-    """
+    """Average `balancing_loss` over the layers."""
+    # Layer by layer: transformers adds up the tokens of each expert number over all layers before it multiplies. Layers
+    # that each overload another expert then look balanced.
     return torch.stack([balancing_loss(logits, chosen) for logits in outputs.router_logits]).mean()
 
 
 def balancing_loss(logits: torch.Tensor, chosen: int) -> torch.Tensor:
     """Compute E sum_i f_i P_i of one layer (Fedus et al. 2021, equations 4 to 6): `chosen` if all experts get the same.
 
-    f: of the tokens, those sent to an expert, each to `chosen` of them. P: the mean probability of an expert.
+    f is the share of tokens that are sent to an expert; each token goes to `chosen` experts. P is the mean probability
+    of an expert.
     """
     num_tokens, num_experts = logits.shape
     probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).mean(0)
     experts = logits.topk(chosen, dim=-1, sorted=False).indices.flatten()
-    # scatter_add_ and not bincount, for which the host would wait
+    # scatter_add_ and not bincount, because the host would wait for bincount.
     sent = torch.zeros_like(probabilities).scatter_add_(
         0, experts, torch.ones_like(experts, dtype=probabilities.dtype)
     )
@@ -131,10 +130,11 @@ def next_token_loss(
     """Compute a micro-batch's share in the mean loss of this rank's optimizer step, in nats per token.
 
     Args:
-        num_items_in_batch: targets in all micro-batches of the step on this rank. So micro-batches add up to a mean,
-            and DeepSpeed's average over ranks is the mean of the whole step.
+        num_items_in_batch: targets in all micro-batches of the step on this rank.
         each: [batch * length] in fp32, receives every token's own nats, 0 if it has no target.
     """
+    # With the targets of the whole step as divisor micro-batches add up to a mean, and DeepSpeed's average over ranks
+    # is the mean of the step.
     num_items = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
     loss = nats(outputs.logits, labels, each=each) / num_items
     # The router losses have the same weight, so that a coefficient means the same at any accumulation and world size;

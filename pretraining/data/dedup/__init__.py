@@ -6,5 +6,5 @@ pairs            equal and similar documents, from the hashes and signatures of 
 clusters         what pairs connect, and what becomes of each document
 decontamination  documents that hold a part of an evaluation set
 
-The engine runs them as numbered tasks; results depend neither on the number of workers nor of slices of the work.
+The engine runs them as numbered tasks. Results do not depend on the number of workers or of slices of the work.
 """

@@ -1,15 +1,15 @@
 """Clusters of duplicates, and what becomes of their documents: train, validation, or dropped.
 
-Clusters are what pairs connect, directly or through others. Of each cluster the first document in the order of the
-recipe's sources (and within a source in the order of its files and rows) is kept, so a source named earlier keeps its
-copy. A chain of pairs is one cluster, though its ends may resemble each other less than neighbours do
-(`benchmarks/dedup.py` counts them). Memory follows the documents that are in a pair and the pairs of one file, not the
-corpus.
+Two documents are in one cluster if pairs connect them, directly or through others. The first document of each cluster
+is kept, in the order of the recipe's sources (and within a source in the order of its files and rows). So a source that
+is named earlier keeps its copy. A chain of pairs is one cluster, although its ends may resemble each other less than
+neighbours do (`benchmarks/dedup.py` counts them). Memory grows with the documents that are in a pair and with the pairs
+of one file, not with the corpus.
 
-The draw of a cluster is that of its representative, so copies never end up on both sides of the split. Pairs just below
-the threshold are caught by a wider pass: if the split would part a pair of at least `MinHashSpec.guarded`, the document
-in train is dropped, never the one in validation: validation stays the sample that the draw made it, and train loses the
-few documents that resemble it.
+A cluster goes to the split that its representative drew, so copies never end up on both sides of the split. A wider
+pass finds pairs just below the threshold. If the split would part a pair of at least `MinHashSpec.guarded`, the
+document in train is dropped, never the one in validation. So validation stays the sample that was drawn, and train
+loses the few documents that resemble it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +42,7 @@ class Clusters(NamedTuple):
         """Return the representative of each of `documents`: itself if it has no duplicate."""
         if not len(self.members):
             return documents
+        # searchsorted gives len(members) for numbers beyond the last member.
         places = np.minimum(np.searchsorted(self.members, documents), len(self.members) - 1)
         return np.where(self.members[places] == documents, self.representatives[places], documents)
 
@@ -57,6 +58,7 @@ def cluster(pairs: Sequence[PairSource], accepted: float) -> Clusters:
     The result depends on the set of all pairs alone, not on the number or order of the sources.
     """
     members = np.zeros(0, np.int64)
+    # Once for the members, then once for the edges: all pairs together may not fit in memory.
     for first, second in _accepted(pairs, accepted):
         members = np.union1d(members, np.concatenate([first, second]))
     labels = np.arange(len(members))
@@ -68,6 +70,7 @@ def cluster(pairs: Sequence[PairSource], accepted: float) -> Clusters:
 def _accepted(pairs: Sequence[PairSource], accepted: float) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     for source in pairs:
         found = _load(source)
+        # In float32, as similarities are stored: else a pair exactly on the border could fall out.
         found = found[found["similarity"] >= np.float32(accepted)]
         yield found["first"], found["second"]
 
@@ -86,6 +89,7 @@ def _connect(labels: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
         one, other = labels[first], labels[second]
         apart = one != other
         first, second = first[apart], second[apart]
+        # Unbuffered, because one root may occur in several edges.
         np.minimum.at(labels, np.maximum(one, other)[apart], np.minimum(one, other)[apart])
         _flatten(labels)
 
@@ -107,21 +111,23 @@ def assign_fates(
     """Decide the fate of every document: uint8 [documents] for each piece.
 
     `validation`: for each piece bool [documents], whether the draw of the text itself is below the share.
-    `pairs`: all pairs found. With `remove` false every copy is kept, on the side of its representative.
+    `pairs`: all pairs that were found. If `remove` is false, every copy is kept, on the side of its representative.
     """
     documents = DocumentNumbers([len(draws) for draws in validation])
+    # False becomes TRAIN and True VALIDATION.
     fates = np.concatenate([np.zeros(0, np.uint8), *validation]).astype(np.uint8)
     fates[clusters.members] = fates[clusters.representatives]  # the draw of the first decides for all
     if remove:
         fates[clusters.dropped] = DUPLICATE
     twins = [_parted(_load(source), fates, clusters, remove) for source in pairs]
     if twins:
+        # After all sources are read, so that the order of the pairs does not matter.
         fates[np.concatenate(twins)] = TWIN
     return documents.split(fates)
 
 
 def _parted(pairs: np.ndarray, fates: np.ndarray, clusters: Clusters, remove: bool) -> np.ndarray:
-    """Documents in train that have a pair in validation; a dropped one counts as its representative."""
+    """Find the documents in train that have a pair in validation; a dropped one counts as its representative."""
     sides = [pairs["first"], pairs["second"]]
     if remove:
         sides = [clusters.representatives_of(side) for side in sides]
@@ -143,7 +149,8 @@ def duplicates_report(
     """Report clusters and dropped documents, within and between sources, with examples.
 
     `counts`: documents of each piece; `sources`: each piece's number in `names`. An example names piece and
-    row of the dropped and of the kept document, spread evenly over the dropped: the caller knows their places.
+    row of the dropped and of the kept document; the caller knows their files. Examples are spread evenly over the
+    dropped documents.
     """
     documents = DocumentNumbers(counts)
     dropped = clusters.dropped
@@ -166,9 +173,10 @@ def _by_source(
     sources: np.ndarray,
     names: Sequence[str],
 ) -> dict[str, dict[str, int]]:
-    """{source of the dropped: {source of the one kept in its place: documents}}."""
+    """Count {source of the dropped: {source of the one that is kept instead: documents}}."""
     losing, keeping = (sources[documents.locate(side)[0]] for side in (dropped, kept))
     table = np.zeros((len(names), len(names)), np.int64)
+    # Unbuffered, because the same two sources occur many times.
     np.add.at(table, (losing, keeping), 1)
     return {
         names[row]: {names[column]: int(table[row, column]) for column in np.flatnonzero(table[row])}

@@ -1,8 +1,8 @@
-"""Decontamination: training documents that hold a stretch of an evaluation set, and the texts of such sets.
+"""Decontamination: find training documents that hold a part of an evaluation set, and read such sets.
 
-A document is found by a shared n-gram of words (13 by default, as in Brown et al. 2020, appendix C; the
-normalisation of `ngrams`). Evaluation texts shorter than that are looked for whole, down to `shortest` words;
-still shorter ones would be found everywhere: they are left out and counted.
+A document is found by a shared n-gram of words (13 by default, as in Brown et al. 2020, appendix C), normalised as in
+`ngrams`. Shorter evaluation texts are searched for whole, down to `shortest` words. Still shorter ones would be found
+everywhere: they are left out and counted.
 """
 
 import gzip
@@ -22,7 +22,7 @@ from pretraining.data.text_files import local_file, read_documents
 from pretraining.errors import UserError
 
 _FILTER_BITS = 24
-"""A table of 2**24 bytes answers for most n-grams that they are in no evaluation set."""
+"""A table of 2**24 bytes shows for most n-grams that they are in no evaluation set."""
 
 _NUM_EXAMPLES = 5
 
@@ -50,7 +50,7 @@ class DecontaminationSpec:
 
 @dataclass
 class ContaminationIndex:
-    """The n-grams of all evaluation sets, to be looked for in training documents."""
+    """The n-grams of all evaluation sets, which are searched for in training documents."""
 
     spec: DecontaminationSpec
     names: list[str]
@@ -88,7 +88,7 @@ class ContaminationIndex:
         return contaminated, report
 
     def _finds(self, units: Units) -> np.ndarray:
-        """int64 [finds, 4]: text, first word, words and evaluation set of every n-gram that is in one."""
+        """Find the n-grams that are in an evaluation set: int64 [finds, 4] of text, first word, words and set."""
         found = [np.zeros((0, 4), np.int64)]
         for length, hashes in self.hashes.items():
             windows = ngrams_of(units, length)
@@ -102,19 +102,22 @@ class ContaminationIndex:
             word = where - windows.first[text] + units.first[text]
             found.append(np.column_stack([text, word, np.full(len(text), length), owner]))
         found = np.concatenate(found)
+        # By text, then by word, so that examples show the first find of a document.
         return found[np.lexsort((found[:, 1], found[:, 0]))]
 
     def _is_enough(self, units: Units, found: np.ndarray) -> np.ndarray:
-        """bool [texts]: whether the share of n-grams found reaches that of the spec, or any is found if that is 0."""
+        """Say for each text if enough of its n-grams are found (any one if the share is 0): bool [texts]."""
         counts = np.diff(units.first)
         begun = np.unique(found[:, :2], axis=0)[:, 0]  # lengths that begin at the same word count once
         hits = np.bincount(begun, minlength=len(counts))
+        # A document shorter than one n-gram counts as one n-gram.
         return (hits > 0) & (hits >= self.spec.share * np.maximum(counts - self.spec.ngram + 1, 1))
 
     def _describe(
         self, units: Units, found: np.ndarray, contaminated: np.ndarray, done: int, report: dict
     ) -> None:
         """Add the dropped texts of one batch to `report`, each once for every set it was found in."""
+        # A find in a document that is kept is not reported.
         found = found[contaminated[done + found[:, 0]]]
         firsts = np.unique(found[:, [0, 3]], axis=0, return_index=True)[1]
         for text, word, length, owner in found[np.sort(firsts)].tolist():
@@ -140,6 +143,7 @@ def build_index(texts: Iterable[tuple[str, str]], spec: DecontaminationSpec) -> 
         num_texts[owner] += 1
         length, found = _looked_for(text, spec)
         too_short[owner] += length < spec.shortest
+        # A text too short to look for is counted above, so that the report shows it.
         if length >= spec.shortest:
             hashes.setdefault(length, []).append(found)
             owners.setdefault(length, []).append(np.full(len(found), owner, np.int32))
@@ -155,13 +159,14 @@ def build_index(texts: Iterable[tuple[str, str]], spec: DecontaminationSpec) -> 
 
 
 def _looked_for(text: str, spec: DecontaminationSpec) -> tuple[int, np.ndarray]:
-    """Words in the n-grams of one evaluation text (fewer if it is shorter), and their hashes."""
+    """Return the length of the n-grams of one evaluation text (less if the text is shorter) and their hashes."""
     units = units_of([text])
     length = min(spec.ngram, len(units.hashes))
     return length, ngrams_of(units, max(length, 1)).hashes
 
 
 def _first_owners(hashes: list[np.ndarray], owners: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    # The first occurrence, so that the owner is the set that was read first.
     distinct, first = np.unique(np.concatenate(hashes), return_index=True)
     return distinct, np.concatenate(owners)[first]
 
@@ -200,6 +205,7 @@ def fingerprint_of_sets(folder: str | None, tasks: list[str]) -> str:
     """Return a digest of the files of `folder`, the names of the tasks, and lm-eval's version."""
     if folder is None and not tasks:
         raise UserError("data.decontaminate names no evaluation sets: give it a folder, or tasks")
+    # Another version of lm-eval may build other prompts from the same data.
     version = require("lm_eval", "data.decontaminate.tasks").__version__ if tasks else None
     files = [local_file(path, Path(folder)) for path in _files_of(Path(folder))] if folder else []
     return digest_of([(file.name, file.num_bytes, file.version) for file in files], list(tasks), version)
@@ -248,7 +254,7 @@ def _row(line: str, where: str) -> object:
 
 
 def _strings_of(value: object) -> Iterator[str]:
-    """Every string in a JSON value, keys left out."""
+    """Yield every string in a JSON value, without the keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):
@@ -257,7 +263,7 @@ def _strings_of(value: object) -> Iterator[str]:
 
 
 def _of_task(name: str) -> Iterator[str]:
-    """Every string of the evaluated documents of an lm-eval task, tag or group, and the prompts built of them.
+    """Yield the strings of the evaluated documents of an lm-eval task, tag or group, and their prompts.
 
     `name` may also be the path of a task's YAML file.
     """
@@ -267,6 +273,7 @@ def _of_task(name: str) -> Iterator[str]:
     for task in _load_tasks(manager, name):
         for document in task.eval_docs:
             yield from _strings_of(document)
+            # The prompt too: a task may build it from parts that are in no field.
             yield from _strings_of(task.doc_to_text(document))
 
 

@@ -1,9 +1,8 @@
 """MinHash signatures of documents (Broder, 1997), banded for locality-sensitive hashing, in numpy.
 
-Hash j of an n-gram is a_j x mod 2**32 (a_j odd, x the upper half of its 64-bit hash): the n-gram hashes are
-random already, the multiplier only permutes them. A document keeps one byte of each minimum, to estimate
-similarities from, and one 64-bit key for each band of them, to find candidates with: 512 bytes at 32 bands
-of 8 rows.
+Hash j of an n-gram is a_j x mod 2**32 (a_j odd, x the upper half of its 64-bit hash). The n-gram hashes are random
+already, and the multiplier only permutes them. A document keeps one byte of each minimum, to estimate similarities, and
+one 64-bit key for each band of minima, to find candidates: 512 bytes at 32 bands of 8 rows.
 """
 
 import math
@@ -25,14 +24,14 @@ from pretraining.data.dedup.ngrams import (
 from pretraining.errors import UserError
 
 _NUM_HASHES = 256
-"""Hashes of a signature if the recipe leaves bands and rows to the threshold."""
+"""Hashes of a signature if the recipe does not give bands and rows."""
 
 _RECALL_AT_THRESHOLD = 0.99
-"""Share of the pairs exactly on the threshold that bands and rows derived from it find at least."""
+"""Bands and rows are derived from the threshold so that at least this share of the pairs on it is found."""
 
 _MAX_HASHES = 4096
 
-# Standard deviations of the estimate below the threshold. 2.4 keep 99 % of the pairs on it (one-sided normal).
+# In standard deviations of the estimate, below the threshold. 2.4 keeps 99 % of the pairs on it (one-sided normal).
 _ACCEPT_DEVIATIONS = 2.4
 _GUARD_DEVIATIONS = 6
 
@@ -102,7 +101,7 @@ class MinHashSpec:
 
     @property
     def guarded(self) -> float:
-        """Estimate from which the split may not part a pair into train and validation (0.65 at 0.8)."""
+        """Estimate from which both documents of a pair must be on one side of the split (0.65 at 0.8)."""
         return max(self.threshold - _GUARD_DEVIATIONS * self.deviation, 0.0)
 
 
@@ -146,6 +145,7 @@ def sign_piece(texts: Sequence[str], spec: MinHashSpec) -> Signatures:
     done = 0
     for batch in batches_of(texts):
         ngrams = ngrams_of(units_of(batch, spec.unit), spec.ngram)
+        # Documents without n-grams keep NO_KEY.
         rows = done + np.flatnonzero(np.diff(ngrams.first))
         minima = _minima_of(ngrams, spec)
         keys[:, rows] = _band_keys(minima, spec)
@@ -155,7 +155,7 @@ def sign_piece(texts: Sequence[str], spec: MinHashSpec) -> Signatures:
 
 
 def _minima_of(ngrams: Ngrams, spec: MinHashSpec) -> np.ndarray:
-    """uint32 [hashes, documents that have n-grams]."""
+    """Find the least value of each hash in each document: uint32 [hashes, documents that have n-grams]."""
     starts = ngrams.first[:-1][np.diff(ngrams.first) > 0]
     minima = np.empty((spec.num_hashes, len(starts)), np.uint32)
     if not len(starts):
@@ -171,31 +171,34 @@ def _minima_of(ngrams: Ngrams, spec: MinHashSpec) -> np.ndarray:
 
 
 def _multipliers(spec: MinHashSpec) -> np.ndarray:
-    """uint32 [hashes], odd."""
+    """Return the multipliers a_j: uint32 [hashes], odd."""
+    # A seed far from those of the other tables of random words. Odd, so that the product is a permutation.
     return (random_words(spec.num_hashes, spec.seed + (1 << 32)) >> np.uint64(32)).astype(np.uint32) | 1
 
 
 def _band_keys(minima: np.ndarray, spec: MinHashSpec) -> np.ndarray:
-    """uint64 [bands, documents]: the hash of each band's minima; unequal ones agree with odds of 2**-58."""
+    """Hash each band's minima: uint64 [bands, documents]. Unequal ones agree with odds of 2**-58."""
     weights = random_words(spec.rows, 15)
     banded = minima.reshape(spec.bands, spec.rows, -1)
     keys = np.zeros((spec.bands, minima.shape[1]), np.uint64)
     for row in range(spec.rows):
         # + 1, so that a minimum of 0 counts too.
         keys += (banded[:, row] + np.uint64(1)) * weights[row]
+    # A key that equals NO_KEY by chance would match nothing.
     return np.minimum(mix(keys), NO_KEY - np.uint64(1))
 
 
 def _scattered_bytes(minima: np.ndarray) -> np.ndarray:
-    """uint8, same shape: a byte that depends on all bits of a minimum (whose own high bits are near zero)."""
+    """Reduce each minimum to a byte: uint8, same shape."""
+    # The byte must depend on all bits, because the high bits of a minimum are near zero.
     return ((minima * _SCATTER) >> _HIGHEST_BYTE).astype(np.uint8)
 
 
 def agreement(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Estimate the Jaccard similarity of sketches uint8 [pairs, hashes]: float32 [pairs].
 
-    Bytes of unequal minima agree once in 256 times; the estimate allows for it (Li and Konig: b-bit minwise
-    hashing, WWW 2010).
+    The method is that of Li and Konig: b-bit minwise hashing, WWW 2010.
     """
     share = np.count_nonzero(one == other, axis=1) / one.shape[1]
+    # Bytes of unequal minima agree once in 256 times: that part is taken out of the estimate.
     return ((share - 1 / 256) / (1 - 1 / 256)).astype(np.float32)

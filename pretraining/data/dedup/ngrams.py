@@ -1,13 +1,13 @@
 """Texts to hashes of their word or character n-grams, without a Python object per word.
 
-Normalisation, the same for deduplication and decontamination: Unicode NFKC, lower case; a word is a run of
-letters, marks and digits; everything else (punctuation, symbols, underscores, white space) separates words and
-counts for nothing. Digits stay: two tables of different numbers are different documents. In scripts written
-without spaces (Han, Kana, Thai, Lao, Khmer, Myanmar) every character is a word. For n-grams of characters each
-stretch of separators between words is one space.
+Deduplication and decontamination normalise in the same way: Unicode NFKC and lower case. A word is a run of letters,
+marks and digits. Everything else (punctuation, symbols, underscores, white space) separates words and is not hashed.
+Digits stay, because two tables of different numbers are different documents. In scripts written without spaces (Han,
+Kana, Thai, Lao, Khmer, Myanmar) every character is a word. For n-grams of characters each run of separators between
+words is one space.
 
-A document of fewer than n words has one n-gram, all its words, so it equals another document only if all
-their words are equal. A document without words has none, and is equal to nothing here.
+A document of fewer than n words has one n-gram of all its words, so it equals another document only if all their words
+are equal. A document without words has no n-gram and equals no other document.
 
 Hashes are multilinear (Dietzfelbinger, Carter and Wegman: sum of character x random multiplier of its position
 mod 2**64; the same over the words of an n-gram), then mixed. Two given n-grams that differ collide with
@@ -66,7 +66,7 @@ class Units(NamedTuple):
     first: np.ndarray
     """int64 [texts + 1]: the units of text t are first[t]:first[t + 1]."""
     starts: np.ndarray
-    """int64 [units]: where each begins in the normalised texts joined by newlines."""
+    """int64 [units]: the position of each in the normalised texts, which are joined by newlines."""
     texts: str
     """The normalised texts, joined."""
 
@@ -109,26 +109,26 @@ def units_of(texts: Sequence[str], unit: str = "words") -> Units:
 
 
 def _normalise(text: str) -> str:
-    """NFKC; the case is folded later, by table."""
+    """Apply NFKC; a table lowers the case later."""
     return text if text.isascii() else unicodedata.normalize("NFKC", text)
 
 
 def _code_points(text: str) -> np.ndarray:
-    """uint8 or uint32 [len(text)]."""
+    """Return the code points of a text: uint8 or uint32 [len(text)]."""
     if text.isascii():
         return np.frombuffer(text.encode("ascii"), np.uint8)
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
 def _word_starts(kind: np.ndarray) -> np.ndarray:
-    """int64 [words]: the place of each word's first character."""
+    """Find the position of each word's first character: int64 [words]."""
     begins = kind != _SEPARATOR
     begins[1:] &= (kind[1:] == _WHOLE) | (kind[:-1] != kind[1:])
     return np.flatnonzero(begins)
 
 
 def _word_hashes(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """uint64 [words]."""
+    """Hash each word: uint64 [words]."""
     # In stretches of whole words, so that the memory does not grow with the text.
     hashes = np.zeros(len(starts), np.uint64)
     first = 0
@@ -142,7 +142,7 @@ def _word_hashes(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _hash_stretch(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Sum over each word's characters of hash x multiplier of the position; separators add zero."""
+    """Sum hash x multiplier of the position over each word's characters; separators add zero."""
     lengths = np.diff(starts, append=len(codes))
     position = np.arange(len(codes)) - np.repeat(starts, lengths)
     position &= _POSITIONS - 1
@@ -154,12 +154,12 @@ def _hash_stretch(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
 def _spaced_characters(
     codes: np.ndarray, kind: np.ndarray, starts: np.ndarray, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and hashes of the words' characters, with one space before each word but a text's first."""
+    """Find positions and hashes of the words' characters, with one space before each word but a text's first."""
     kept = kind != _SEPARATOR
     # A word's space is the separator before it; words without one between them have none.
     spaces = starts[(starts > 0) & ~kept[starts - 1]] - 1
     kept[spaces] = True
-    # But the first word of a text has none: what is before it may belong to the text before.
+    # But the first word of a text has no space: what is before it may belong to the text before.
     first_words = np.searchsorted(starts, ends[:-1])
     before_texts = starts[np.append(0, first_words[first_words < len(starts)])] - 1 if len(starts) else starts
     kept[before_texts[before_texts >= 0]] = False
@@ -184,7 +184,7 @@ def ngrams_of(units: Units, n: int) -> Ngrams:
 
 
 def _windows(values: np.ndarray, n: int) -> np.ndarray:
-    """uint64 [len(values)]: mixed hash of the `n` values from each position on."""
+    """Hash the `n` values from each position on: uint64 [len(values)], mixed."""
     sums = values * _NGRAM_MULTIPLIERS[0]
     for offset in range(1, min(n, len(values))):
         sums[:-offset] += values[offset:] * _NGRAM_MULTIPLIERS[offset]
@@ -207,7 +207,7 @@ def jaccard(one: np.ndarray, other: np.ndarray) -> float:
 
 
 _SEPARATOR, _PART, _WHOLE = 0, 1, 2
-"""Kinds: between words; letter, mark or digit of a word; letter of a script written without spaces."""
+"""Kinds of characters: between words, in a word (letter, mark, digit), or in a script written without spaces."""
 
 _WITHOUT_SPACES = (
     (0x0E00, 0x0F00),  # Thai, Lao
@@ -221,7 +221,7 @@ _WITHOUT_SPACES = (
 )
 
 _LISTED = 0x20000
-"""Code points below have their category looked up; above, only the Han planes hold words."""
+"""The category of code points below is looked up. Above, only the Han planes hold words."""
 
 _NUM_CODE_POINTS = 0x110000
 _CHARACTER_SEED = 11
@@ -229,7 +229,7 @@ _CHARACTER_SEED = 11
 
 @cache
 def _kinds() -> np.ndarray:
-    """uint8 [0x110000]: _SEPARATOR, _PART or _WHOLE for each code point."""
+    """Build the table of kinds: uint8 [0x110000], _SEPARATOR, _PART or _WHOLE for each code point."""
     table = np.zeros(_NUM_CODE_POINTS, np.uint8)
     table[:_LISTED] = [unicodedata.category(chr(code))[0] in "LMN" for code in range(_LISTED)]
     table[_LISTED : _WITHOUT_SPACES[-1][1]] = _PART
@@ -240,7 +240,7 @@ def _kinds() -> np.ndarray:
 
 @cache
 def _character_hashes() -> np.ndarray:
-    """uint64 [0x110000]: one random number per lower-case character; 0 for separators.
+    """Build the table of hashes: uint64 [0x110000], a random number for each lower-case character, 0 for separators.
 
     Only those that lower to one character are lowered (all but U+0130, which NFKC leaves alone).
     """

@@ -2,11 +2,11 @@
 
 A document's number is its place in the order of pieces: the pieces of the first source first, and so on.
 
-Similar documents share a band; the agreement of their signatures confirms them. The work is a grid of bands x
-ranges of key values; task t of T takes cells t, t + T, ... A bucket (equal keys of a band) is in one cell,
-so the pairs found do not depend on T. In a bucket every document is checked against the first and against the
-`NEIGHBOURS` before it: all pairs of a small bucket; of a large one enough to hold each of its clusters together, at
-a cost that grows with the documents and not with their square.
+Documents are candidates if they share a band, and the agreement of their signatures confirms them. The work is a grid
+of bands x ranges of key values: task t of T takes cells t, t + T, ... A bucket (equal keys of a band) is in one cell,
+so the pairs do not depend on T. In a bucket every document is checked against the first one and against the
+`NEIGHBOURS` before it. These are all pairs of a small bucket. In a large one they are enough to keep each of its
+clusters together, and the cost grows with the documents and not with their square.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ class HashParts:
         self.documents = DocumentNumbers([len(self._files[piece]) for piece in range(num_pieces)])
 
     def columns(self) -> Iterator[np.ndarray]:
-        """uint64 [documents, 2] of each piece in turn."""
+        """Yield the hashes of each piece in turn: uint64 [documents, 2]."""
         return (self._files[piece] for piece in range(len(self._files.paths)))
 
 
@@ -76,11 +76,11 @@ class SignatureParts:
         self.documents = DocumentNumbers([self._keys[piece].shape[1] for piece in range(num_pieces)])
 
     def columns(self, band: int) -> Iterator[np.ndarray]:
-        """uint64 [documents]: the keys of one band, of each piece in turn."""
+        """Yield the keys of one band of each piece in turn: uint64 [documents]."""
         return (self._keys[piece][band] for piece in range(len(self._keys.paths)))
 
     def sketches(self, documents: np.ndarray) -> np.ndarray:
-        """uint8 [documents, hashes] of the given document numbers, in their order."""
+        """Read the sketches of the given document numbers, in their order: uint8 [documents, hashes]."""
         pieces, rows = self.documents.locate(documents)
         # File by file, so that each is mapped once for all its rows.
         order = np.argsort(documents, kind="stable")
@@ -101,6 +101,7 @@ class _MappedFiles:
     def __getitem__(self, number: int) -> np.ndarray:
         if number not in self._open:
             if len(self._open) >= _OPEN_FILES:
+                # The one that was not used for the longest time.
                 self._open.popitem(last=False)
             self._open[number] = _map(self.paths[number])
         self._open.move_to_end(number)
@@ -115,12 +116,12 @@ def _map(path: Path) -> np.ndarray:
 
 
 def hash_file(folder: Path, piece: int) -> Path:
-    """Path of the text hashes of a piece."""
+    """Return the path of the text hashes of a piece."""
     return folder / f"{piece:05d}.hashes.npy"
 
 
 def _signature_files(folder: Path, piece: int) -> tuple[Path, Path]:
-    """Paths of the band keys and of the sketches of a piece."""
+    """Return the paths of the band keys and of the sketches of a piece."""
     return folder / f"{piece:05d}.keys.npy", folder / f"{piece:05d}.sketch.npy"
 
 
@@ -169,7 +170,7 @@ def _equal_pairs(parts: HashParts, number: int, ranges: int) -> np.ndarray:
 def match_slice(parts: SignatureParts, spec: MinHashSpec, part: int = 0, num_slices: int = 1) -> np.ndarray:
     """Find the pairs of one slice whose estimated similarity is at least `spec.guarded`: PAIR [pairs].
 
-    Those of at least `spec.accepted` are near duplicates; the split may not part the others.
+    Pairs of at least `spec.accepted` are near duplicates. The other pairs must not be parted by the split.
     """
     ranges = _num_ranges(len(parts.documents))
     found = []
@@ -181,7 +182,7 @@ def match_slice(parts: SignatureParts, spec: MinHashSpec, part: int = 0, num_sli
 
 
 def _matches(parts: SignatureParts, keys: np.ndarray, documents: np.ndarray, least: float) -> np.ndarray:
-    """Confirmed pairs of the documents of one cell."""
+    """Find the confirmed pairs of the documents of one cell."""
     order = np.argsort(keys, kind="stable")  # equal keys stay in the order of documents
     keys, documents = keys[order], documents[order]
     found = [np.zeros(0, PAIR)]
@@ -193,7 +194,7 @@ def _matches(parts: SignatureParts, keys: np.ndarray, documents: np.ndarray, lea
 
 
 def _candidates(keys: np.ndarray) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-    """Places in the sorted `keys` of two documents of one bucket: neighbours, then each with its first."""
+    """Yield places in the sorted `keys` of two documents of one bucket: neighbours, then each with the first."""
     places = np.flatnonzero(keys != NO_KEY)
     for distance in range(1, NEIGHBOURS + 1):
         places = places[places + distance < len(keys)]
@@ -215,7 +216,7 @@ def _checked(parts: SignatureParts, first: np.ndarray, second: np.ndarray, least
 
 
 def _num_ranges(num_documents: int) -> int:
-    """Ranges (a power of two) that the keys of a band are cut into: a function of the corpus alone."""
+    """Return into how many ranges (a power of two) the keys of a band are cut; it depends only on the corpus."""
     return 1 << max(0, (num_documents - 1) // RANGE_DOCUMENTS).bit_length()
 
 
@@ -225,10 +226,12 @@ def _collect_range(columns: Iterable[np.ndarray], number: int, ranges: int) -> t
     `columns` holds the keys of one piece after the other: uint64 [documents], or [documents, words] of which
     the first decides.
     """
+    # The highest bits of a key choose its range.
     shift, first = np.uint64(64 - (ranges.bit_length() - 1)), 0
     keys, documents = [], []
     for column in columns:
         leading = column if column.ndim == 1 else column[:, 0]
+        # One range takes all keys: nothing to compare.
         rows = np.flatnonzero(leading >> shift == number) if ranges > 1 else np.arange(len(column))
         keys.append(column[rows])
         documents.append(rows + first)
@@ -239,6 +242,7 @@ def _collect_range(columns: Iterable[np.ndarray], number: int, ranges: int) -> t
 def unique_pairs(found: list[np.ndarray]) -> np.ndarray:
     """Merge the pairs of several arrays, each once, in the order of their documents."""
     pairs = np.concatenate([np.zeros(0, PAIR), *found])
+    # A pair that shares several bands was found in each of them.
     pairs = pairs[np.lexsort((pairs["second"], pairs["first"]))]
     repeated = (pairs["first"][1:] == pairs["first"][:-1]) & (pairs["second"][1:] == pairs["second"][:-1])
     return pairs[np.concatenate([[True], ~repeated])] if len(pairs) else pairs

@@ -41,12 +41,13 @@ class FilterChain:
             try:
                 rules.append(RULES[entry["rule"]].of(entry))
             except UserError as error:
+                # With the number of the entry, because a recipe may name a rule twice.
                 raise problem(where, f"{key}.{number}.{entry['rule']}", str(error)) from error
         return cls(rules)
 
     @property
     def identity(self) -> list[dict]:
-        """All that the verdicts depend on, for the key of a preparation: parameters and checksums of files."""
+        """What the verdicts depend on: parameters and checksums of files. It is part of the key of a preparation."""
         return [rule.identity() for rule in self.rules]
 
     def apply(self, texts: Sequence[str], wheres: Sequence[str]) -> list[str | None]:
@@ -66,8 +67,10 @@ class FilterChain:
             if isinstance(verdict, Changed):
                 self.report.count_changed(number, verdict.counts)
                 view = TextView(verdict.text)  # later rules see the text as this one left it
+                # A rule may mask or remove all of a text: then nothing is left to train on.
                 verdict = None if verdict.text else Rejection("nothing_left", 0, "a text")
             if verdict is not None:
+                # If nothing is left, the example shows the text as it was read.
                 self.report.count_rejected(number, verdict, view.text or text, text, where)
                 return None
         self.report.count_kept(view.text)
@@ -78,6 +81,7 @@ def _judge(rule: Rule, view: TextView, where: str) -> Rejection | Changed | None
     try:
         return rule.judge(view)
     except UserError as error:
+        # The rule knows only the text: the place of the document is added here.
         raise UserError(f"{where}: filter {rule.name}: {error}") from error
 
 

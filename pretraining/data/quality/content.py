@@ -29,7 +29,7 @@ _CODES = (
 )
 
 LANGUAGES = frozenset(_CODES.split())
-"""What lid.176 tells apart, by its codes (ISO 639, with some of Wikipedia's own)."""
+"""Codes of the languages that lid.176 knows (ISO 639, and some of Wikipedia's own)."""
 
 _LABEL_PREFIX = "__label__"
 _PURPOSE = "the filter rule language"
@@ -56,11 +56,13 @@ class Language(Rule):
                 raise UserError(f"languages: lid.176 knows no language {code!r}{nearest(code, LANGUAGES)}")
         if not self._path.is_file():
             raise UserError(f"model: {self.model}: no such file")
+        # Looked for and not imported: a check of a recipe does not need the module itself.
         if find_spec("fasttext") is None:
             require("fasttext", _PURPOSE)
 
     def judge(self, view: TextView) -> Rejection | None:
         """Reject under the most probable language, or as `low_score` if that is one to keep."""
+        # fastText takes one line at a time.
         scores = self._scores(view.text[: self.max_characters].replace("\n", " "))
         if any(scores.get(code, 0.0) >= self.min_score for code in self.languages):
             return None
@@ -71,6 +73,7 @@ class Language(Rule):
 
     def identity(self) -> dict:
         """Return the parameters, with the checksum of the model in place of its path."""
+        # A model that was moved gives the same verdicts; one that was replaced does not.
         return {**super().identity(), "model": hashlib.sha256(self._path.read_bytes()).hexdigest()}
 
     @property
@@ -91,11 +94,12 @@ class Language(Rule):
 
     @cached_property
     def _num_labels(self) -> int:
-        """Labels to ask for, so that every one of probability min_score is among them; -1: all."""
+        """Number of labels to ask for, so that all those of at least min_score are included; -1: all."""
+        # Probabilities add up to 1, so at most 1 / min_score labels can reach min_score.
         return int(1 / self.min_score) + 1 if self.min_score > 0 else -1
 
     def _scores(self, line: str) -> dict[str, float]:
-        """Code -> probability, most probable first."""
+        """Return {code: probability}, most probable first."""
         # The binding under `predict`: that method itself breaks on numpy 2 in the package named fasttext.
         found = self._model.f.predict(line + "\n", self._num_labels, 0.0, "strict")
         return {label.removeprefix(_LABEL_PREFIX): score for score, label in found}
@@ -126,6 +130,7 @@ class Blocklist(Rule):
 
     def _lines(self) -> list[str]:
         try:
+            # utf-8-sig: a byte order mark is not part of the first word.
             return Path(self.path).read_text(encoding="utf-8-sig").splitlines()
         except OSError as error:
             raise UserError(f"path: {self.path}: cannot be read: {error.strerror}") from None
@@ -140,12 +145,13 @@ class Blocklist(Rule):
 
     @cached_property
     def _single_words(self) -> frozenset[str]:
-        """Entries that a set can find: far faster than a pattern each."""
+        """Entries of one whole word, which a set finds far faster than one pattern for each."""
         return frozenset(entry for entry in self._entries if self.whole_words and _WORD.fullmatch(entry))
 
     @cached_property
     def _phrases(self) -> dict[str, re.Pattern]:
         edges = (r"(?<!\w)", r"(?!\w)") if self.whole_words else ("", "")
+        # Sorted, because the order of a set of strings differs between processes.
         others = sorted(self._entries - self._single_words)
         spaced = {entry: r"\s+".join(map(re.escape, entry.split())) for entry in others}
         return {entry: re.compile(edges[0] + pattern + edges[1]) for entry, pattern in spaced.items()}
@@ -176,6 +182,7 @@ _DOMAIN_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _DOMAIN = re.compile(rf"@(?:{_DOMAIN_LABEL}\.)+{_DOMAIN_LABEL}")
 _LOCAL_PART = re.compile(rf"(?<!\w)(?=\w){_ATOM}(?:\.{_ATOM})*\Z")
+# RFC 5321, section 4.5.3.1.1
 _LONGEST_LOCAL_PART = 64
 
 # The patterns below begin with what they look for, and look behind it second: many times faster to search.
@@ -211,7 +218,9 @@ def _is_public(address: str) -> bool:
 
 
 def _phones(text: str) -> _Spans:
+    # E.164 allows at most 15 digits.
     matches = [match for match in _INTERNATIONAL.finditer(text) if 8 <= _num_digits(match[0]) <= 15]
+    # 10 digits, or 11 with the country code 1
     matches += [match for match in _NORTH_AMERICAN.finditer(text) if _num_digits(match[0]) in (10, 11)]
     yield from sorted(match.span() for match in matches)
 
@@ -227,8 +236,10 @@ def _masked(text: str, spans: _Spans, replacement: str) -> tuple[str, int]:
     """Put `replacement` in each span; also return how many spans held something else before."""
     parts, end, count = [], 0, 0
     for start, stop in spans:
+        # Spans of two patterns may overlap: the first one counts.
         if start >= end:
             parts += [text[end:start], replacement]
+            # A placeholder that is there already is no change, so a second pass changes nothing.
             count += text[start:stop] != replacement
             end = stop
     return "".join([*parts, text[end:]]), count
@@ -290,9 +301,10 @@ class Custom(Rule):
         return getattr(module, name)
 
     def judge(self, view: TextView) -> Rejection | Changed | None:
-        """Do what the function says; UserError if it returns anything but a bool, a text or None."""
+        """Keep, change or reject as the function says; UserError if it returns no bool, text or None."""
         try:
             answer = self._function(view.text, **self.arguments)
+        # SystemExit too: a function that calls sys.exit must not end a worker without a message.
         except (Exception, SystemExit) as error:
             what = f"{type(error).__name__}: {error}"
             raise UserError(f"{self.import_} failed ({what}); mend the function or the document") from error
@@ -328,10 +340,11 @@ def _load(module_name: str) -> ModuleType:
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UserError(f"import: {path}: no such file")
-    # A name of its own for each path: two files of one name are two modules.
+    # The name depends on the whole path, so that two files of the same name are two modules.
     name = f"filters_of_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
+    # Before the code runs: dataclasses look up their module by name.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

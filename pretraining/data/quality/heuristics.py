@@ -30,6 +30,7 @@ class Length(Rule):
             raise UserError(f"has no limit; give at least one of {', '.join(_LENGTH_LIMITS)}")
         for unit in ("words", "characters"):
             least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
+            # A pair of limits that no text meets would reject the whole corpus.
             if least and most and least > most:
                 raise UserError(f"min_{unit} is {least}, more than max_{unit} {most}: no text could stay")
 
@@ -74,11 +75,13 @@ class GopherQuality(Rule):
 
     def judge(self, view: TextView) -> Rejection | None:
         """Reject by the first of the paper's rules that the text breaks."""
+        # The shares below divide by the number of words.
         if not len(view.words):
             return Rejection("too_few_words", 0, f"at least {self.min_words or 1}")
         return self._size(view) or self._symbols(view) or self._lines(view) or self._language(view)
 
     def _size(self, view: TextView) -> Rejection | None:
+        # Symbols alone are not words here, as in FineWeb's pipeline.
         lengths = view.words.lengths[view.words.is_more_than_punctuation]
         mean_length = float(lengths.mean()) if len(lengths) else 0.0
         return (
@@ -145,8 +148,10 @@ class GopherRepetition(Rule):
     def __post_init__(self):
         for key in ("max_top_ngrams", "max_duplicate_ngrams"):
             for n, share in getattr(self, key).items():
+                # Checked here, because pretraining.schema does not read propertyNames.
                 if not re.fullmatch(_NGRAM_SIZE, str(n)):
                     raise UserError(f"{key}: {n!r} is no size of n-grams; write 2 to 99, in quotes")
+                # To Python a bool is an int.
                 if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
                     raise UserError(f"{key}.{n}: is {share!r}; write a share between 0 and 1")
 
@@ -162,6 +167,7 @@ class GopherRepetition(Rule):
             ("lines", view.lines, self.max_duplicate_lines),
         )
         shares = (self.max_duplicate_paragraph_characters, self.max_duplicate_line_characters)
+        # Paragraphs before lines, as in the table of the paper.
         for (kind, parts, most), most_characters in zip(kinds, shares, strict=True):
             count, characters = repeated(parts)
             found = above(f"duplicate_{kind}", count / len(parts), most)
@@ -173,6 +179,7 @@ class GopherRepetition(Rule):
         return None
 
     def _ngrams(self, view: TextView) -> Rejection | None:
+        # Imported here, so that a check of a recipe does not wait for numpy.
         from pretraining.data.quality import words
 
         measures = (
@@ -242,6 +249,7 @@ class C4(Rule):
 
     def _line(self, line: str) -> tuple[str, str | None]:
         """Return the line without citations, and why it (or the whole text) is left out."""
+        # Split before citations are removed, as in datatrove 0.10.1's C4 filter.
         words = line.split()
         if self._has_long_word(line, words):
             return line, "long_word"
@@ -255,6 +263,7 @@ class C4(Rule):
 
     def _has_long_word(self, line: str, words: list[str]) -> bool:
         most = self.max_word_characters
+        # A shorter line cannot hold such a word: the length spares most lines the search.
         return most is not None and len(line) > most and max(map(len, words)) > most
 
     def _phrase(self, line: str, lowered: str) -> str | None:
@@ -272,6 +281,7 @@ class C4(Rule):
         count = 0
         for line in lines:
             count += count_sentences(line)
+            # Enough are found after a few lines of most texts.
             if count >= self.min_sentences:
                 return None
         return below("too_few_sentences", count, self.min_sentences)
@@ -303,6 +313,7 @@ class FineWeb(Rule):
 
     def _repetition(self, view: TextView, lines: list[str]) -> Rejection | None:
         newlines = view.text.count("\n")
+        # Both divisors are positive: a line that is not blank holds a character and a word.
         duplicate = repeated(lines)[1] / (len(view.text) - newlines)
         found = above("duplicate_line_characters", duplicate, self.max_duplicate_line_characters)
         return found or above("newlines_per_word", newlines / len(view.words), self.max_newlines_per_word)

@@ -15,7 +15,7 @@ class Rejected:
 
     documents: int = 0
     num_bytes: int = 0
-    """Of the texts as they were read."""
+    """UTF-8 bytes of these texts, as they were read."""
     examples: list[dict] = field(default_factory=list)
     """{where, text, measured, wanted}, in the order in which the texts were read."""
 
@@ -23,12 +23,13 @@ class Rejected:
         """Add the counts of later texts."""
         self.documents += other.documents
         self.num_bytes += other.num_bytes
+        # The earliest examples stay, as one worker would have kept them.
         self.examples = [*self.examples, *other.examples][:NUM_EXAMPLES]
 
 
 @dataclass
 class Change:
-    """In how many texts one kind of change was made, and how often."""
+    """Counts of one kind of change: in how many texts it was made, and how often."""
 
     documents: int = 0
     times: int = 0
@@ -97,7 +98,7 @@ class FilterReport:
             changed.setdefault(kind, Change()).add(Change(1, times))
 
     def count_rejected(self, rule: int, why: Rejection, seen: str, read: str, where: str) -> None:
-        """Count a text that a rule rejected: `seen` as the rules before it left it, `read` as it came."""
+        """Count a text that a rule rejected: `seen` is the text after the earlier rules, `read` is the original."""
         entry = self.rules[rule].rejected.setdefault(why.cause, Rejected())
         entry.documents += 1
         entry.num_bytes += _num_bytes(read)
@@ -140,17 +141,18 @@ class FilterReport:
         return cls(**{**values, "rules": rules})
 
     def as_text(self, examples: bool = False) -> str:
-        """Format what each rule and cause cost, most documents first, and if wanted `examples` below it."""
+        """Format what each rule and cause removed, most documents first; if `examples`, show examples below."""
         return _as_table(self, examples)
 
 
 def _num_bytes(text: str) -> int:
     # An ASCII text has a byte a character: no need to encode it.
+    # "surrogatepass": a JSON escape can leave half of a surrogate pair, which strict UTF-8 refuses.
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def _as_table(report: FilterReport, examples: bool) -> str:
-    """Rows of: what, documents, their share, text, its share; then what was changed; then examples."""
+    """Format rows (what, documents, their share, text, its share), then the changes, then examples."""
     rows = [("read", report.documents, report.num_bytes)]
     for rule in report.rules:
         for cause, entry in _by_cost(rule):
@@ -164,10 +166,12 @@ def _as_table(report: FilterReport, examples: bool) -> str:
 
 
 def _by_cost(rule: RuleReport) -> list[tuple[str, Rejected]]:
+    # By name if counts are equal, so that the table is always the same.
     return sorted(rule.rejected.items(), key=lambda item: (-item[1].documents, item[0]))
 
 
 def _row(report: FilterReport, width: int, title: str, documents: int, num_bytes: int) -> str:
+    # A corpus may be empty.
     shares = documents / max(report.documents, 1), num_bytes / max(report.num_bytes, 1)
     size = f"{num_bytes / 1e6:,.2f} MB"
     return f"{title:{width}}  {documents:13,}  {shares[0]:7.2%}  {size:>10}  {shares[1]:7.2%}"
@@ -187,5 +191,6 @@ def _examples(report: FilterReport) -> list[str]:
             lines += ["", f"{rule.name}: {cause}"]
             for example in entry.examples:
                 lines.append(f"  {example['where']}: {example['measured']}, wanted {example['wanted']}")
+                # One line for each example, whatever its line breaks.
                 lines.append(f"    {' '.join(example['text'].split())}")
     return lines

@@ -53,6 +53,7 @@ def above(cause: str, measured: float, maximum: float | None) -> Rejection | Non
 
 
 def _rounded(value: float) -> float | int:
+    # Counts stay integers in the JSON report; shares keep four digits.
     return int(value) if float(value).is_integer() else float(f"{value:.4g}")
 
 
@@ -99,6 +100,7 @@ class Rule:
     def schema(cls) -> dict:
         """Return the JSON schema of this rule's entry in the recipe."""
         hints = get_type_hints(cls)
+        # Editors show the first line of the docstring.
         properties = {"rule": {"const": cls.name, "description": (cls.__doc__ or "").partition("\n")[0]}}
         for entry in fields(cls):
             properties[_key_of(entry)] = {
@@ -107,6 +109,7 @@ class Rule:
                 **_default(entry),
             }
         required = [name for name, value in properties.items() if name != "rule" and "default" not in value]
+        # Without further keys, so that a misspelt parameter is an error.
         schema = {"properties": properties, "additionalProperties": False}
         return {**schema, "required": required} if required else schema
 
@@ -117,12 +120,13 @@ def _key_of(entry: Field) -> str:
 
 
 def _type_schema(hint: Any) -> dict:
-    """`int | None` -> {"type": ["integer", "null"]}; `list[str]` -> an array of strings."""
+    """Translate an annotation: `int | None` to {"type": ["integer", "null"]}, `list[str]` to an array of strings."""
     if get_origin(hint) is list:
         return {"type": "array", "items": _type_schema(get_args(hint)[0])}
     if isinstance(hint, types.UnionType):
         parts = [_type_schema(part) for part in get_args(hint)]
         merged = {key: value for part in parts for key, value in part.items()}
+        # The list of types replaces the "type" that `merged` has from the last part.
         return {**merged, "type": [part["type"] for part in parts]}
     return {"type": _JSON_TYPES[get_origin(hint) or hint]}
 

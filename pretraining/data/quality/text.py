@@ -1,4 +1,4 @@
-"""A text as the rules see it: its lines, paragraphs and sentences. Its words, which need numpy, are in `words`."""
+"""A text as the rules see it: its lines, paragraphs and sentences. Words need numpy and are in `words`."""
 
 import string
 from functools import cached_property
@@ -17,7 +17,7 @@ class TextView:
     @cached_property
     def words(self) -> "Words":
         """The words of the text."""
-        # Here, so that checking a recipe waits for no numpy.
+        # Imported here, so that a check of a recipe does not wait for numpy.
         from pretraining.data.quality.words import Words
 
         return Words(self.text)
@@ -32,7 +32,9 @@ class TextView:
     @cached_property
     def paragraphs(self) -> list[str]:
         """Stretches between empty lines."""
+        # Of three or more newlines in a row, the ones left over begin the next part.
         parts = [part.lstrip("\n") for part in self.text.strip().split("\n\n")]
+        # At least one, because the rules divide by their number.
         return [part for part in parts if part] or [""]
 
 
@@ -70,7 +72,7 @@ _OTHER_PUNCTUATION = (
 
 
 def _characters_of(ranges: str) -> frozenset[str]:
-    """`"21 61d-61f"` -> the four characters."""
+    """Read ranges of code points: `"21 61d-61f"` gives four characters."""
     bounds = [tuple(int(end, 16) for end in item.split("-")) for item in ranges.split()]
     return frozenset(chr(point) for bound in bounds for point in range(bound[0], bound[-1] + 1))
 
@@ -79,7 +81,7 @@ TERMINAL = _characters_of(_SENTENCE_TERMINALS)
 """Characters that end a sentence."""
 
 PUNCTUATION = TERMINAL | _characters_of(_OTHER_PUNCTUATION) | frozenset(string.punctuation)
-"""A word of these alone is a symbol, not a word (as in FineWeb's pipeline)."""
+"""Punctuation. A word that holds nothing else is a symbol, not a word (as in FineWeb's pipeline)."""
 
 _ENDS = TERMINAL | {"…"}
 _OPENING = "\"'(\u201c\u2018"
@@ -103,6 +105,7 @@ def _ends_sentence(word: str) -> bool:
     if not word or word[-1] not in _ENDS:
         return False
     stem = word[:-1].lstrip(_OPENING).lower()
+    # Only a period can belong to an abbreviation: other marks always end a sentence.
     return word[-1] != "." or not (stem in _ABBREVIATED or _is_initials(stem))
 
 

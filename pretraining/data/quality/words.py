@@ -1,4 +1,4 @@
-"""The words of a text as arrays, and the sequences of them that repeat: what the rules count without a loop."""
+"""The words of a text as arrays, and the sequences of words that repeat, counted without a Python loop."""
 
 import unicodedata
 from collections.abc import Iterator
@@ -42,6 +42,7 @@ class Words:
             self._points = np.frombuffer(text.encode("ascii"), np.uint8)
             self._flags = _flags_by_code_point()[self._points]
         else:
+            # "surrogatepass": a JSON escape can leave half of a surrogate pair.
             self._points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
             self._flags = _flags_by_code_point()[np.minimum(self._points, _CLASSIFIED)]
         self.starts, self.ends = self._bounds()
@@ -69,7 +70,7 @@ class Words:
         return np.flatnonzero(starts), np.flatnonzero(ends) + 1
 
     def _kinds(self) -> np.ndarray:
-        """SPACE, SYMBOL, or 0 for what makes up words: letters and the symbols that hold them together."""
+        """Return SPACE, SYMBOL, or 0 for each character; 0 means a part of a word: a letter or a joining symbol."""
         kinds = self._flags & (SPACE | SYMBOL)
         # A joining symbol becomes part of the word if both its neighbours are.
         before, middle, after = self._flags[:-2], self._flags[1:-1], self._flags[2:]
@@ -80,7 +81,7 @@ class Words:
 
     @cached_property
     def _kinds_of_characters(self) -> np.ndarray:
-        """For each word, the flags that any of its characters has."""
+        """Collect, for each word, the flags that any of its characters has."""
         if not len(self):
             return np.zeros(0, np.uint8)
         return np.bitwise_or.reduceat(self._flags & (ALPHABETIC | NOT_PUNCTUATION), self.starts)
@@ -107,6 +108,7 @@ class Words:
         mixed = (self._points[positions].astype(np.uint64) + np.uint64(1)) * _MULTIPLIER
         mixed ^= mixed >> np.uint64(29)
         mixed *= _WEIGHTS[np.minimum(offsets, _WEIGHTED - 1)]
+        # uint64 sums wrap around, which is harmless in a hash.
         hashes = np.add.reduceat(mixed, firsts)
         return hashes ^ (hashes >> np.uint64(32))
 
@@ -123,7 +125,7 @@ def _hashes_of(words: tuple[str, ...]) -> np.ndarray:
 
 def _hash_of(word: str) -> int:
     found = Words(word)
-    return found.hashes[0] if len(found) == 1 else 0  # what the splitter divides occurs as no word
+    return found.hashes[0] if len(found) == 1 else 0  # the splitter divides it, so it never occurs
 
 
 def _odd_powers(count: int) -> np.ndarray:
@@ -137,7 +139,7 @@ _WEIGHTS = _odd_powers(_WEIGHTED)
 
 @cache
 def _flags_by_code_point() -> np.ndarray:
-    """uint8 array of _CLASSIFIED + 1 flags; the last one is for every code point above."""
+    """Build the table of flags: uint8 [_CLASSIFIED + 1]; the last one is for every code point above."""
     flags = np.fromiter(map(_flags, range(_CLASSIFIED)), np.uint8, _CLASSIFIED)
     return np.append(flags, np.uint8(NOT_PUNCTUATION))
 
@@ -147,6 +149,7 @@ def _flags(point: int) -> int:
     if character.isspace():
         return SPACE
     category = unicodedata.category(character)
+    # Control characters (Cc) that are no white space split words, as symbols do.
     kind = SYMBOL if category[0] in "PS" or category == "Cc" else 0
     kind |= ALPHABETIC if category[0] == "L" else 0
     kind |= DIGIT if category == "Nd" else 0
@@ -167,15 +170,15 @@ class RepeatedNgrams(NamedTuple):
 
 
 def repeated_ngrams(words: Words, largest: int) -> Iterator[RepeatedNgrams]:
-    """Find the n-grams that repeat, for n = 2, 3, ... `largest`.
-
-    An n-gram can only repeat where its first n - 1 words do, so each n looks at the places that the last one left.
-    """
+    """Find the n-grams that repeat, for n = 2, 3, ... `largest`."""
     hashes = words.hashes
+    # An n-gram can only repeat if its first n - 1 words do: each n looks only at the places that n - 1 left.
     positions, keys = np.arange(len(hashes)), hashes
     for n in range(2, largest + 1):
+        # The last words of the text have fewer than n words from there on.
         inside = positions + n <= len(hashes)
         positions, keys = positions[inside], keys[inside]
+        # The key of the n-gram that is one word shorter, and the next word: no sum over n words.
         keys = keys * _MULTIPLIER + hashes[positions + n - 1]
         keys ^= keys >> np.uint64(31)
         again = _occur_again(keys)
@@ -184,7 +187,7 @@ def repeated_ngrams(words: Words, largest: int) -> Iterator[RepeatedNgrams]:
 
 
 def _occur_again(keys: np.ndarray) -> np.ndarray:
-    """Whether each key occurs more than once."""
+    """Say for each key if it occurs more than once: bool [keys]."""
     order = np.argsort(keys)  # equal keys become neighbours
     ordered = keys[order]
     pairs = ordered[1:] == ordered[:-1]
@@ -205,6 +208,7 @@ def characters_of_most_frequent(words: Words, ngrams: RepeatedNgrams) -> int:
     if len(ngrams.keys):
         _, where, counts = np.unique(ngrams.keys, return_index=True, return_counts=True)
         count = counts.max()
+        # `where` holds first occurrences, so the least of them is the earliest n-gram.
         first = ngrams.positions[where[counts == count].min()]
     return int((words.lengths[first : first + ngrams.n].sum() + ngrams.n - 1) * count)
 
@@ -212,11 +216,12 @@ def characters_of_most_frequent(words: Words, ngrams: RepeatedNgrams) -> int:
 def characters_in_duplicates(words: Words, ngrams: RepeatedNgrams) -> int:
     """Count the characters of words inside n-grams that occurred before in the text, none of them twice.
 
-    From left to right: an n-gram seen before is counted and skipped whole; any other is remembered and the next
-    begins one word on (Gopher, table A1).
+    Goes from left to right (Gopher, table A1). An n-gram that was seen before is counted, and all its words are
+    skipped. Any other n-gram is remembered, and the next one begins one word later.
     """
     if not len(ngrams.keys):
         return 0
+    # Characters of words before each word: spaces between words do not count here.
     ends = np.concatenate([[0], np.cumsum(words.lengths)])
     characters = (ends[ngrams.positions + ngrams.n] - ends[ngrams.positions]).tolist()
     seen, total, free = set(), 0, 0

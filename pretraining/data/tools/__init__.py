@@ -1,1 +1,1 @@
-"""What a person does with prepared data: verify, inspect, measure, convert, publish. One file a verb."""
+"""Commands for prepared data: verify, inspect, measure, convert, publish. Each has a file of its own."""

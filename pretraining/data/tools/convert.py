@@ -1,4 +1,4 @@
-"""`convert`: to and from the token files of Megatron-LM and datatrove, a shard at a time."""
+"""`convert`: read and write the token files of Megatron-LM and datatrove, one shard at a time."""
 
 import errno
 import json
@@ -47,14 +47,14 @@ BATCH_TOKENS = 1 << 20
 """Tokens converted at once."""
 
 CHECKED_DOCUMENTS = 64
-"""Documents decoded to see if a table of bytes a token is right."""
+"""Documents that are decoded to check the table of bytes for each token."""
 
 
 def export_data(folder: Path, form: str, out: Path, show_progress: bool = False) -> dict:
-    """Write the data set of `folder` into the new folder `out` in another tool's form; counts by split.
+    """Write the data set of `folder` into the new folder `out` in another tool's form; return counts by split.
 
-    `megatron` gives train.bin, train.idx, validation.bin, validation.idx; `datatrove` the folders train/ and
-    validation/ of .ds files. The tokenizer lies beside them. Nothing is left of an `out` that did not succeed.
+    `megatron` writes train.bin, train.idx, validation.bin, validation.idx. `datatrove` writes the folders train/ and
+    validation/ of .ds files. The tokenizer is beside them. If the export fails, `out` is removed.
     """
     data = open_finished(folder)
     splits = [data.split(name) for name in data.split_names]
@@ -78,6 +78,7 @@ def _export_split(
     else:
         given = data.manifest["data"].get("tokenizer")
         name = given if isinstance(given, str) else data.manifest["name"]
+        # datatrove's metadata separates its fields by "|".
         write_datatrove(split, building / split.name, name.replace("|", "/"), on_shard)
 
 
@@ -89,11 +90,11 @@ def import_data(
     validation_share: float,
     show_progress: bool = False,
 ) -> dict:
-    """Make the new data set `folder` of another tool's token files at `origin`; its counts.
+    """Make the new data set `folder` from another tool's token files at `origin`; return its counts.
 
-    `origin` is a Megatron prefix, a .ds file, or a folder of them. In a folder as `export_data` writes it train
-    and validation stay what they are, and its tokenizer is taken where none is given; otherwise a hash of each
-    document's tokens says which split it goes to.
+    `origin` is a Megatron prefix, a .ds file, or a folder of them. In a folder that `export_data` wrote, train and
+    validation stay as they are, and its tokenizer is used if none is given. In other folders a hash of each document's
+    tokens chooses its split.
     """
     if tokenizer is None and (origin / "tokenizer" / "tokenizer.json").is_file():
         tokenizer = str(origin / "tokenizer")
@@ -108,6 +109,7 @@ def import_data(
         info = _put_tokenizer(tokenizer, building / "tokenizer")
         writer = ForeignWriter(building, info, validation_share)
         entries = writer.write(parts, show_progress)
+        # Only now: hashes of the documents chose the splits while they were written.
         _check_splits(writer, origin, validation_share)
         section = {
             "sources": [{"path": str(origin)}],
@@ -123,7 +125,7 @@ def import_data(
 
 
 def _foreign_parts(form: str, origin: Path) -> "list[ForeignPart]":
-    """Open the files at `origin`, in the order of their names, checked for being whole."""
+    """Open the files at `origin`, in the order of their names, and check that they are whole."""
     if form == "megatron":
         files = megatron_files(origin) if origin.is_dir() else [megatron_prefix(origin)]
         opened = [(prefix, _named_split(files, prefix), MegatronFile(prefix)) for prefix in files]
@@ -140,7 +142,7 @@ def _foreign_parts(form: str, origin: Path) -> "list[ForeignPart]":
 
 
 def _named_split(paths: list[Path], path: Path) -> str | None:
-    """`path`'s own name where the paths are exactly train and validation."""
+    """Return the name of `path` if the paths are exactly train and validation, else None."""
     return path.name if sorted(p.name for p in paths) == list(SPLITS) else None
 
 
@@ -149,6 +151,7 @@ def _put_tokenizer(name: str, folder: Path) -> TokenizerInfo:
         save_tokenizer(name, folder)
         return describe_tokenizer(folder, name)
     except UserError as error:
+        # The error names a key of a recipe, but this command has an option instead.
         raise UserError(str(error).replace("data.tokenizer", "--tokenizer")) from error
 
 
@@ -164,7 +167,7 @@ def _check_splits(writer: "ForeignWriter", origin: Path, validation_share: float
 def _write_manifest(
     building: Path, name: str, form: str, section: dict, writer: "ForeignWriter", entries: dict
 ) -> None:
-    """The last file of a converted data set; `converted_from` says that no recipe section made it."""
+    """Write the last files of a converted data set. `converted_from` says that no recipe section made it."""
     counts, info = writer.counts, vars(writer.info)
     with replacing(building / "dataset_dict.json") as file:
         json.dump({"splits": list(SPLITS)}, file)
@@ -187,26 +190,28 @@ def _write_manifest(
         "sources": [{**source, "text_bytes": counts.text_bytes}],
         "skipped": {"undecodable": 0, "empty": counts.empty},
         "splits": entries,
+        # Unknown, because another tool made the tokens.
         "versions": {},
     }
+    # The manifest is the last file, because it says that the data set is complete.
     with replacing(building / MANIFEST_NAME) as file:
         file.write(json.dumps(manifest, indent=2) + "\n")
 
 
 @dataclass(frozen=True)
 class ForeignPart:
-    """One file of documents, and the split that its name says (None: the documents' own hashes decide)."""
+    """One file of documents, and the split that its name gives (None: a hash of each document decides)."""
 
     path: Path
     split: str | None
     size: int
-    """Bytes of its tokens."""
+    """Size of its tokens in bytes."""
     documents: Iterable[np.ndarray]
 
 
 @dataclass
 class ForeignCounts:
-    """What was found while converting."""
+    """Counts of what was converted."""
 
     documents: int = 0
     tokens: int = 0
@@ -217,11 +222,12 @@ class ForeignCounts:
 
 
 def draw_of_tokens(tokens: np.ndarray) -> float:
-    """A number in [0, 1) from the ids of a document without its EOS: below validation_share means validation.
+    """Draw a number in [0, 1) from the ids of a document without its EOS: below validation_share means validation.
 
-    The rule of `corpus.draw_of` on the ids as little-endian uint32, for the text is not at hand: equal documents
-    stay together, but not in the split that their text would have drawn.
+    It is `corpus.draw_of` of the ids as little-endian uint32, because there is no text. Equal documents stay together,
+    but not always in the split that their text would have drawn.
     """
+    # uint32 whatever the file's own type, so that equal documents of two files agree.
     return draw_of(np.ascontiguousarray(tokens, "<u4").tobytes())
 
 
@@ -236,7 +242,7 @@ class ForeignWriter:
         self.counts = ForeignCounts()
 
     def write(self, parts: list[ForeignPart], show_progress: bool) -> dict:
-        """Write all documents of all parts in order; the manifest's entries by split."""
+        """Write all documents of all parts in order; return the manifest's entries by split."""
         with Progress("converting", show_progress, sum(part.size for part in parts)) as progress:
             for part in parts:
                 for batch in _batches_of(part.documents):
@@ -246,6 +252,7 @@ class ForeignWriter:
         entries = {name: writer.finish() for name, writer in self.writers.items()}
         for entry in entries.values():
             for shard in entry["shards"]:
+                # The manifest names one source: the files as a whole.
                 shard["source"] = 0
         return entries
 
@@ -255,7 +262,9 @@ class ForeignWriter:
         wide, narrow = together.astype("<u4"), together.astype(self.dtype)
         stops = np.cumsum([len(document) for document in batch])
         starts = np.concatenate([[0], stops[:-1]])
+        # Documents without tokens are left out, and counted as empty.
         starts, stops = starts[starts < stops], stops[starts < stops]
+        # An EOS at the end belongs to no text: neither its bytes nor the draw include it.
         ends = stops - (together[stops - 1] == self.info.eos_token_id)
         num_bytes = self.token_bytes.count(wide, starts, ends)
         self.counts.empty += len(batch) - len(stops)
@@ -276,7 +285,8 @@ class ForeignWriter:
         self.counts.splits[split] += 1
 
     def _check_ids(self, tokens: np.ndarray, part: ForeignPart) -> None:
-        """UserError where an id is not one of the tokenizer's."""
+        """Raise UserError if an id is not one of the tokenizer's."""
+        # Foreign files may have signed types, and so negative ids.
         for found in (int(tokens.min(initial=0)), int(tokens.max(initial=0))):
             if not 0 <= found < self.info.vocab_size:
                 raise UserError(
@@ -289,10 +299,11 @@ class ForeignWriter:
 
 
 def _batches_of(documents: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """Consecutive documents, some `BATCH_TOKENS` tokens at a time."""
+    """Yield consecutive documents, about `BATCH_TOKENS` tokens at a time."""
     batch, size = [], 0
     for document in documents:
         batch.append(document)
+        # + 1, so that many empty documents fill a batch too.
         size += len(document) + 1
         if size >= BATCH_TOKENS:
             yield batch
@@ -302,11 +313,11 @@ def _batches_of(documents: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
 
 
 class TokenBytes:
-    """UTF-8 bytes of the text that documents of token ids decode to.
+    """Counts the UTF-8 bytes of the text that documents of token ids decode to.
 
-    Byte-level BPE spells a byte a character, so every id stands for a fixed number of bytes and a table gives
-    the sum; the first documents are decoded as well, and where the two differ, or for other kinds of
-    tokenizers, every document is decoded.
+    Byte-level BPE spells each byte as one character, so every id stands for a fixed number of bytes, and a table gives
+    the sum. The first documents are decoded too. If the two differ, or for other kinds of tokenizers, every document
+    is decoded.
     """
 
     def __init__(self, tokenizer_folder: Path, vocab_size: int):
@@ -322,12 +333,13 @@ class TokenBytes:
         return self._table is not None
 
     def count(self, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """[documents], int64: bytes behind each document, the ids tokens[start:end] without its EOS."""
+        """Count the bytes of each document, which is tokens[start:end] without its EOS: int64 [documents]."""
         if self._table is not None:
             before = np.concatenate([[0], np.cumsum(self._table[tokens])])
             counts = before[ends] - before[starts]
             if self._agrees(tokens, starts, ends, counts):
                 return counts
+            # From here on every document is decoded, those of this batch too.
             self._table = None
         return np.array([len(text.encode()) for text in self._texts(tokens, starts, ends)], np.int64)
 
@@ -336,7 +348,7 @@ class TokenBytes:
         checked = slice(self._left_to_check)
         texts = self._texts(tokens, starts[checked], ends[checked])
         self._left_to_check -= len(texts)
-        # A replacement character stands for bytes that are no UTF-8: its length says nothing of theirs.
+        # A replacement character stands for bytes that are not UTF-8: it has another length than these.
         pairs = [(text, count) for text, count in zip(texts, counts, strict=False) if "�" not in text]
         return all(len(text.encode()) == count for text, count in pairs)
 
@@ -346,13 +358,14 @@ class TokenBytes:
 
 
 def _byte_level_table(tokenizer: "tokenizers.Tokenizer", vocab_size: int) -> np.ndarray | None:
-    """[vocab_size] bytes of each id, or None for a tokenizer that is not byte-level."""
+    """Return the bytes of each id: int64 [vocab_size]; None for a tokenizer that is not byte-level."""
     from tokenizers import decoders, pre_tokenizers
 
     if not isinstance(tokenizer.decoder, decoders.ByteLevel):
         return None
     alphabet, table = set(pre_tokenizers.ByteLevel.alphabet()), np.zeros(vocab_size, np.int64)
     for token, number in tokenizer.get_vocab(with_added_tokens=True).items():
+        # Added tokens are spelled as plain text, not a character for each byte.
         spelled = all(character in alphabet for character in token)
         table[number] = len(token) if spelled else len(token.encode())
     return table
@@ -360,17 +373,19 @@ def _byte_level_table(tokenizer: "tokenizers.Tokenizer", vocab_size: int) -> np.
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which takes the place of `folder` once the disk holds all of it.
+    """Yield a folder to fill, which becomes `folder` once all of it is on the disk.
 
-    UserError where `folder` exists, or the disk refuses; then, and after an interrupt, nothing is left.
+    Raises UserError if `folder` exists or the disk refuses. Then, and after an interrupt, nothing is left.
     """
     try:
         _refuse_existing(folder)
         with preparation_lock(folder):
+            # Again under the lock: another process may have made it since.
             _refuse_existing(folder)
             building = start_building(folder)
             try:
                 yield building
+            # An interrupt too must leave nothing behind.
             except BaseException:
                 discard(folder)
                 raise

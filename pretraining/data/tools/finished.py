@@ -1,4 +1,4 @@
-"""A finished data set as the tools open it, by its folder alone: its splits, documents, tokens and lengths."""
+"""A finished data set as the tools open it, from its folder alone: splits, documents, tokens and lengths."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 CHUNK_TOKENS = 1 << 22
-"""Tokens looked at in one step."""
+"""Tokens that are read in one step."""
 
 
 def open_finished(folder: Path) -> "FinishedData":
@@ -28,6 +28,7 @@ def open_finished(folder: Path) -> "FinishedData":
         )
     manifest = read_manifest(folder)
     if manifest is None:
+        # The parent of several data sets is easily given by mistake.
         inside = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST_NAME}"))
         advice = f"data sets inside it: {', '.join(inside)}" if inside else "run data_prep.py to its end"
         raise UserError(f"{folder}: no {MANIFEST_NAME}: this is not a finished data set; {advice}")
@@ -62,7 +63,7 @@ class FinishedData:
         return list(self.manifest["splits"])
 
     def split(self, name: str) -> "SplitDocuments":
-        """Open one split; UserError for a name it has not, or a shard that is missing or cut."""
+        """Open one split; UserError if there is none of this name, or a shard is missing or cut."""
         if name not in self.manifest["splits"]:
             raise UserError(
                 f"{self.folder}: no split {name!r}{nearest(name, self.split_names)}; "
@@ -78,6 +79,7 @@ def source_names(manifest: dict) -> list[str]:
     names: list[str] = []
     for number, (entry, spec) in enumerate(zip(manifest["sources"], specs, strict=True)):
         name = entry.get("name") or (source_name(spec) if spec else f"source {number}")
+        # Two sources may end in the same part of a path.
         names.append(f"{name} ({number})" if name in names else name)
     return names
 
@@ -108,12 +110,13 @@ class SplitDocuments:
 
     def shard(self, number: int) -> Shard:
         """Map shard `number`; the one before is unmapped."""
+        # Most documents are read in order, so the last shard stays mapped.
         if self._opened is None or self._opened[0] != number:
             self._opened = number, self.stream.map_anew(number)
         return self._opened[1]
 
     def source_of(self, entry: dict) -> str:
-        """Name the source a shard came from; of several if its manifest does not say which."""
+        """Name the source that a shard came from; "one of several" if the manifest does not say which."""
         number = entry.get("source", 0 if len(self.sources) == 1 else None)
         return "one of several" if number is None else self.sources[number]
 
@@ -121,6 +124,7 @@ class SplitDocuments:
         """Read document `number`; IndexError beyond the last."""
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents}")
+        # side="right" skips shards without documents, which start at the same number.
         place = int(np.searchsorted(self._document_starts, number, side="right")) - 1
         shard, entry = self.shard(place), self.entries[place]
         row = number - int(self._document_starts[place])
@@ -156,7 +160,7 @@ class StoredDocument:
     start: int
     """Position of its first token in the split's stream."""
     tokens: np.ndarray
-    """[tokens], its closing EOS included: a view of the shard"""
+    """[tokens], with the EOS at its end: a view of the shard."""
     num_bytes: int
 
     @property
@@ -181,6 +185,7 @@ def count_tokens(
     for entry, shard in split.shards():
         for start in range(0, len(shard.tokens), CHUNK_TOKENS):
             found = np.bincount(shard.tokens[start : start + CHUNK_TOKENS], minlength=vocab_size)
+            # bincount is longer than asked for if an id is beyond the vocabulary.
             if len(found) > vocab_size:
                 raise UserError(
                     f"{split.folder / entry['file']}: token id {len(found) - 1} in a vocabulary of "
@@ -204,10 +209,12 @@ class LengthDistribution:
         merged, place = np.unique(np.concatenate([self.lengths, lengths]), return_inverse=True)
         weights = np.concatenate([self.counts, counts])
         totals = np.zeros(len(merged), np.int64)
+        # Unbuffered, because a length may be in both arrays.
         np.add.at(totals, place, weights)
         self.lengths, self.counts = merged, totals
 
     def percentile(self, share: float) -> int:
         """Find the smallest length that at least `share` of the documents do not exceed (nearest rank)."""
+        # Ranks count from 1.
         rank = max(1, int(np.ceil(share * self.counts.sum())))
         return int(self.lengths[np.searchsorted(np.cumsum(self.counts), rank)])

@@ -1,4 +1,4 @@
-"""The token files of other tools, writer and reader side by side.
+"""Writers and readers of the token files of other tools.
 
 Megatron-LM: PREFIX.bin and PREFIX.idx. The .bin is the token stream. The .idx (little-endian, version 1, as
 Megatron-Core's `IndexedDataset` reads it): magic, version, type code, number of sequences, number of document marks,
@@ -28,7 +28,7 @@ MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Megatron's type codes of integers; 6 and 7 are floats."""
 
 MEGATRON_CODES = {np.dtype(np.uint16): 8, np.dtype(np.uint32): 4}
-"""What our types are written as: Megatron has no uint32, and ids below 2**31 are the same bytes in int32."""
+"""Codes of our types. Megatron has no uint32, but ids below 2**31 have the same bytes in int32."""
 
 LONGEST_SEQUENCE = 2**31 - 1
 
@@ -44,6 +44,8 @@ def write_megatron(split: SplitDocuments, prefix: Path, on_shard: Callable[[dict
         file.write(HEADER.pack(MAGIC, 1, MEGATRON_CODES[split.dtype], count, count + 1))
         _write_lengths(split, file)
         _write_offsets(split, file)
+        # The document marks: each document is one sequence. Written in parts, so that memory does not grow with the
+        # split.
         for start in range(0, count + 1, 1 << 20):
             file.write(np.arange(start, min(start + (1 << 20), count + 1), dtype="<i8").data)
 
@@ -64,11 +66,12 @@ def _write_offsets(split: SplitDocuments, file: BinaryIO) -> None:
     for entry, shard in split.shards():
         starts = np.concatenate([[0], shard.ends[:-1]])[: len(shard.ends)]
         file.write(((starts + base) * split.dtype.itemsize).astype("<i8").data)
+        # Offsets are counted in bytes from the start of the .bin, which holds all shards.
         base += entry["tokens"]
 
 
 class MegatronFile:
-    """One PREFIX.bin and PREFIX.idx, mapped; UserError where they are not whole."""
+    """One PREFIX.bin and PREFIX.idx, mapped; UserError if they are not whole."""
 
     def __init__(self, prefix: Path):
         self.bin, self.idx = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
@@ -82,7 +85,7 @@ class MegatronFile:
 
     @property
     def size(self) -> int:
-        """Bytes of its tokens."""
+        """Size of its tokens in bytes."""
         return self.bin.stat().st_size
 
     def _read_index(self) -> None:
@@ -96,6 +99,7 @@ class MegatronFile:
                 f"{self.idx}: index version {version}, type code {code}; can read version 1 of integers"
             )
         self.dtype = np.dtype(MEGATRON_TYPES[code])
+        # 12 bytes for a sequence: its length (4) and its offset (8)
         wanted, found = HEADER.size + 12 * self.num_sequences + 8 * num_marks, self.idx.stat().st_size
         if found < wanted:
             raise UserError(f"{self.idx}: truncated: {found:,} bytes, expected {wanted:,}; copy it again")
@@ -106,7 +110,7 @@ class MegatronFile:
         self.marks = np.frombuffer(content, "<i8", num_marks, at + self.offsets.nbytes)
 
     def _check(self) -> None:
-        """Every sequence lies inside the .bin, every mark inside the sequences."""
+        """Check that every sequence is inside the .bin, and every mark inside the sequences."""
         end = 0
         for start in range(0, self.num_sequences, 1 << 20):
             part = slice(start, start + (1 << 20))
@@ -126,12 +130,13 @@ class MegatronFile:
             raise UserError(f"{self.idx}: damaged: its documents do not follow each other; copy it again")
 
     def documents(self) -> Iterator[np.ndarray]:
-        """[tokens] of every document in order: its sequences joined; empty for one without any."""
+        """Yield [tokens] of every document in order: its sequences joined, or an empty array if it has none."""
         if not self.size:
             return
         with self.bin.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         content.madvise(mmap.MADV_SEQUENTIAL)
+        # A .bin may be longer than its index says, by less than a token.
         tokens = np.frombuffer(content, self.dtype, len(content) // self.dtype.itemsize)
         for number in range(len(self.marks) - 1):
             yield self._join(tokens, int(self.marks[number]), int(self.marks[number + 1]))
@@ -140,21 +145,22 @@ class MegatronFile:
         starts = (self.offsets[first:last] // self.dtype.itemsize).tolist()
         lengths = self.lengths[first:last].tolist()
         pieces = [tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+        # A view without a copy, as most documents are one sequence.
         return pieces[0] if len(pieces) == 1 else np.concatenate([tokens[:0], *pieces])
 
 
 def megatron_files(folder: Path) -> list[Path]:
-    """Prefixes of the indexed data sets in a folder, sorted."""
+    """List the prefixes of the indexed data sets in a folder, sorted."""
     return sorted(path.with_suffix("") for path in folder.glob("*.idx"))
 
 
 def megatron_prefix(path: Path) -> Path:
-    """The prefix, whether or not .bin or .idx was typed with it."""
+    """Return the prefix, also if .bin or .idx was typed with it."""
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
 DATATROVE_TYPES = {2: "<u2", 4: "<u4"}
-"""Of the tokens, by the bytes of one."""
+"""Types of the tokens, by the bytes of one token."""
 
 
 def write_datatrove(
@@ -178,14 +184,15 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 def _for_people(count: int) -> str:
-    """1234567 as datatrove writes it: three digits, a metric prefix, T for tokens ("1.23 MT")."""
+    """Write a number as datatrove does: three digits, a metric prefix, T for tokens (1234567: "1.23 MT")."""
+    # As humanize.metric, which datatrove 0.10.1 calls.
     thousands = int(math.log10(count)) // 3 if count else 0
     digits = int(math.log10(count)) % 3 if count else 0
     return f"{count / 1000**thousands:.{2 - digits}f} {' kMGTP'[thousands].strip()}T"
 
 
 class DatatroveFile:
-    """One .ds with its index, mapped; UserError where they are not whole."""
+    """One .ds with its index, mapped; UserError if they are not whole."""
 
     def __init__(self, path: Path):
         self.path, self.index = path, _beside(path, "index")
@@ -198,17 +205,18 @@ class DatatroveFile:
         if self.index.stat().st_size % 8:
             raise UserError(f"{self.index}: truncated: not a whole number of document ends; copy it again")
         self.ends = (
+            # An empty file cannot be mapped.
             np.memmap(self.index, "<i8", mode="r") if self.index.stat().st_size else np.zeros(0, "<i8")
         )
         self._check()
 
     @property
     def size(self) -> int:
-        """Bytes of its tokens."""
+        """Size of its tokens in bytes."""
         return self.path.stat().st_size
 
     def _check(self) -> None:
-        """The file holds 2 or 4 bytes for each token the index counts."""
+        """Check that the file holds 2 or 4 bytes for each token that the index counts."""
         count = int(self.ends[-1]) if len(self.ends) else 0
         if (self.ends[1:] < self.ends[:-1]).any() or (self.ends[:1] < 0).any():
             raise UserError(f"{self.index}: damaged: its document ends do not ascend; copy it again")
@@ -217,10 +225,11 @@ class DatatroveFile:
                 f"{self.path}: truncated or damaged: {self.size:,} bytes, its index counts {count:,} tokens of 2 "
                 "or 4 bytes; copy it again"
             )
+        # From the size, because the metadata file may be missing.
         self.dtype = np.dtype(DATATROVE_TYPES[self.size // count if count else 2])
 
     def documents(self) -> Iterator[np.ndarray]:
-        """[tokens] of every document in order."""
+        """Yield [tokens] of every document in order."""
         if not self.size:
             return
         with self.path.open("rb") as file:
@@ -234,5 +243,5 @@ class DatatroveFile:
 
 
 def datatrove_files(folder: Path) -> list[Path]:
-    """The .ds files below a folder, sorted."""
+    """List the .ds files below a folder, sorted."""
     return sorted(folder.rglob("*.ds"))

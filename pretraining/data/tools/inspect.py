@@ -1,4 +1,4 @@
-"""`inspect`: documents as text, and the documents that a block or a sample of a run is made of."""
+"""`inspect`: show documents as text, and the documents in a block or in a sample of a run."""
 
 import random
 from pathlib import Path
@@ -11,10 +11,10 @@ from pretraining.recipe.recipe import Recipe
 from pretraining.schema import listed
 
 SEARCH_BATCH = 256
-"""Documents decoded at once while searching."""
+"""Documents that a search decodes at once."""
 
 SHOWN_STRETCHES = 4
-"""Places of a packed block that its heading names; its documents are all shown."""
+"""Places of a packed block that its heading names; all its documents are shown."""
 
 
 class Inspection:
@@ -27,28 +27,30 @@ class Inspection:
         self.eos: int = self.data.manifest["tokenizer"]["eos_token_id"]
 
     def document(self, number: int) -> dict:
-        """Place and text of one document; UserError beyond the last."""
+        """Return place and text of one document; UserError if there is no such number."""
         _check_range("document", number, self.split.num_documents, self.split.name)
         document = self.split.read(number)
         return {**document.place(), "text": self._text(document.tokens)}
 
     def documents_from(self, number: int, count: int) -> list[dict]:
-        """Document `number` and those after it, `count` in all, or up to the last."""
+        """Return `count` documents from `number` on, or fewer at the end of the split."""
         _check_range("document", number, self.split.num_documents, self.split.name)
         return [self.document(n) for n in range(number, min(number + count, self.split.num_documents))]
 
     def random_documents(self, count: int, seed: int) -> list[dict]:
-        """Up to `count` documents drawn with `seed`, in their order."""
+        """Draw up to `count` documents with `seed`; return them in the order of the split."""
+        # A range, so that no list of all documents is made.
         population = range(self.split.num_documents)
         chosen = random.Random(seed).sample(population, min(count, len(population)))
         return [self.document(number) for number in sorted(chosen)]
 
     def search(self, wanted: str, count: int) -> list[dict]:
-        """The first `count` documents whose text holds `wanted`; decodes from the start of the split."""
+        """Find the first `count` documents with `wanted` in their text; decodes from the start of the split."""
         found: list[dict] = []
         for first in range(0, self.split.num_documents, SEARCH_BATCH):
             last = min(first + SEARCH_BATCH, self.split.num_documents)
             documents = [self.split.read(number) for number in range(first, last)]
+            # tokenizers decodes the documents of a batch in parallel.
             texts = self.decoder.decode_batch(
                 [self._ids(d.tokens) for d in documents], skip_special_tokens=False
             )
@@ -62,7 +64,7 @@ class Inspection:
         return found[:count]
 
     def block(self, number: int, sequence_length: int) -> dict:
-        """Block `number` of `sequence_length` inputs and one more target, and each document's part in it."""
+        """Describe block `number` (`sequence_length` inputs and one more target) and each document's part in it."""
         num_blocks = self.split.stream.num_blocks(sequence_length)
         _check_range("block", number, num_blocks, self.split.name)
         start = number * sequence_length
@@ -70,9 +72,10 @@ class Inspection:
         return {"block": number, "num_blocks": num_blocks, **whole}
 
     def _made_of(self, stretches: list[Stretch]) -> dict:
-        """A block made of these stretches of the stream, and the token after them; each document's part in it."""
+        """Describe a block of these stretches of the stream and the token after them, and each document's part."""
         parts, length = [], 0
         for number, (start, stop) in enumerate(stretches, 1):
+            # Only the last stretch has the token after it, the target of the last input.
             end = stop + 1 if number == len(stretches) else stop
             parts += [self._part(found, start, end, length) for found in self.split.between(start, end)]
             length += stop - start
@@ -84,11 +87,12 @@ class Inspection:
         }
 
     def sample(self, number: int, recipe: Recipe) -> dict:
-        """The block that sample `number` of a run of `recipe` is, with its step and epoch."""
+        """Describe the block that a run of `recipe` reads as sample `number`, with its step and epoch."""
         from pretraining.data.packed_dataset import build_training_dataset
         from pretraining.data.prepared import PreparedData
 
         manifest = self.data.manifest
+        # No recipe section made converted data, so there is nothing to compare.
         differing = [] if "converted_from" in manifest else data_differences(manifest, recipe.data.to_dict())
         if differing:
             raise UserError(
@@ -102,6 +106,7 @@ class Inspection:
         if not 0 <= number < recipe.most_samples:
             raise UserError(f"--sample {number:,}: the run has {recipe.most_samples:,}, counted from 0")
         length = recipe.sequence_length
+        # A split that is shorter than one block has no samples.
         _check_range("block", 0, self.split.stream.num_blocks(length), self.split.name)
         # Converted data may have no validation.
         held_out = "validation" if "validation" in self.data.split_names else "train"
@@ -109,9 +114,11 @@ class Inspection:
         prepared = PreparedData(self.data.folder, manifest, self.split.stream, validation)
         dataset = build_training_dataset(prepared.for_run(recipe), recipe, number, 1)
         source, stretches = dataset.place(int(dataset.block_numbers([0])[0]))
+        # The stretches count from the start of their source, `between` from the start of the split.
         before = sum(split.num_tokens for split in dataset.splits[:source])
         where = {
             "sample": number,
+            # Steps count from 1, samples and epochs from 0.
             "step": recipe.step_sizes.steps_within(number * length) + 1,
             "epoch": number // dataset.num_blocks,
             "recipe": recipe.name,
@@ -119,7 +126,7 @@ class Inspection:
         return {**where, **self._made_of([(before + start, before + stop) for start, stop in stretches])}
 
     def _part(self, document: StoredDocument, start: int, stop: int, place: int) -> dict:
-        """What of a document lies in [start, stop), which is at `place` in the block: its ranges and its text."""
+        """Describe the part of a document in [start, stop), which begins at `place` in the block: ranges and text."""
         first, last = max(start, document.start), min(stop, document.stop)
         inside = (first - document.start, last - document.start)
         return {
@@ -133,7 +140,7 @@ class Inspection:
         return self.decoder.decode(self._ids(tokens), skip_special_tokens=False)
 
     def _ids(self, tokens) -> list[int]:
-        """Ids without the EOS that closes the document."""
+        """Return the ids without the EOS at the end of the document."""
         ids = tokens.tolist()
         return ids[:-1] if ids and ids[-1] == self.eos else ids
 
@@ -146,7 +153,7 @@ def _check_range(what: str, number: int, count: int, split: str) -> None:
 
 
 def documents_text(documents: list[dict], max_chars: int) -> str:
-    """Documents for a reader, each cut to `max_chars` characters (0: whole)."""
+    """Format documents for a reader, each cut to `max_chars` characters (0: whole)."""
     return "\n\n".join(f"{_head(d)}\n{_cut(d['text'], max_chars)}" for d in documents)
 
 
@@ -165,14 +172,14 @@ def _cut(text: str, max_chars: int) -> str:
 
 
 def _listed(stretches: list[list[int]]) -> str:
-    """Where the inputs are, up to a few places."""
+    """Name the first few places of the inputs."""
     shown = [f"{start:,} to {stop - 1:,}" for start, stop in stretches[:SHOWN_STRETCHES]]
     more = len(stretches) - len(shown)
     return ", ".join(shown) + (f" and {more} more stretches" if more else "")
 
 
 def block_text(block: dict, max_chars: int) -> str:
-    """A block for a reader: where it is, then each document's part."""
+    """Format a block for a reader: its place, then each document's part."""
     lines = []
     if "sample" in block:
         lines.append(

@@ -1,4 +1,4 @@
-"""`push`: a data set on the Hugging Face hub, the shards first and the manifest last."""
+"""`push`: upload a data set to the Hugging Face hub, the shards first and the manifest last."""
 
 from pathlib import Path
 
@@ -14,7 +14,8 @@ AGAIN = "run the same command again; it goes on where it stopped"
 
 
 def plan_push(folder: Path, repo_id: str) -> dict:
-    """What would be uploaded: {"repo_id", "files": {path: bytes}, "size", "card"}; nothing is sent."""
+    """List what would be uploaded: {"repo_id", "files": {path: bytes}, "size", "card"}; nothing is sent."""
+    # Without the network: a wrong name is reported before the shards are listed.
     _check_repo_id(repo_id)
     data = open_finished(folder)
     card = _data_card(data.manifest, repo_id)
@@ -31,12 +32,13 @@ def plan_push(folder: Path, repo_id: str) -> dict:
 
 
 def _shard_files(data: FinishedData) -> list[str]:
-    """Everything that belongs to the data set but the manifest: shards, their JSON files, the tokenizer."""
+    """List all files of the data set but the manifest: shards, their JSON files, the tokenizer."""
     found = ["dataset_dict.json"]
     for name in data.split_names:
         listed = [entry["file"] for entry in data.split(name).entries]
         found += [f"{name}/{file}" for file in (*listed, "state.json", "dataset_info.json")]
     beside = [f"tokenizer/{path.name}" for path in data.tokenizer_folder.glob("*") if path.is_file()]
+    # Listed even if it is missing, so that the plan names it.
     return found + sorted({"tokenizer/tokenizer.json", *beside})
 
 
@@ -49,12 +51,13 @@ def _size_of(path: Path, folder: Path) -> int:
 def push_data(folder: Path, repo_id: str, private: bool = False, show_progress: bool = False) -> dict:
     """Verify the data set, upload it to the data set repository `repo_id`, and say where it is.
 
-    The shards and the tokenizer go first, in as many commits as the hub wants; a last one adds the card and the
-    manifest and removes shards of an earlier push. Interrupted, the same command goes on where it stopped.
+    The shards and the tokenizer go first. The last commit adds the card and the manifest, and removes the shards of an
+    earlier push. After an interrupt the same command goes on where it stopped.
     """
     hub = require("huggingface_hub", "push")
     errors = require("huggingface_hub.errors", "push")
     plan = plan_push(folder, repo_id)
+    # Before anything is sent: a damaged shard must not replace a good one on the hub.
     verify_data(folder, show_progress)
     api = hub.HfApi()
     try:
@@ -74,8 +77,10 @@ def _check_repo_id(repo_id: str) -> None:
 
 def _upload(hub, api, folder: Path, plan: dict, private: bool) -> str:
     repo = {"repo_id": plan["repo_id"], "repo_type": "dataset"}
+    # huggingface_hub 2.4.0: None leaves it to the default of the owner, False would make it public.
     url = api.create_repo(**repo, private=private or None, exist_ok=True)
     folders = {path.partition("/")[0] for path in plan["files"] if "/" in path}
+    # Everything but the card and the manifest.
     first = ["dataset_dict.json", *sorted(f"{name}/*" for name in folders)]
     message = f"Shards of {folder.name}"
     api.upload_folder(**repo, folder_path=folder, allow_patterns=first, commit_message=message)
@@ -85,16 +90,18 @@ def _upload(hub, api, folder: Path, plan: dict, private: bool) -> str:
         hub.CommitOperationAdd(MANIFEST_NAME, (folder / MANIFEST_NAME).read_bytes()),
         *(hub.CommitOperationDelete(path) for path in stale),
     ]
+    # The manifest comes last, because it says that all its shards are there.
     api.create_commit(**repo, operations=last, commit_message=f"Manifest of {folder.name}")
     return str(url)
 
 
 def _is_shard(path: str) -> bool:
+    # Only files that a push writes are removed: the repository may hold others.
     return path.endswith(".arrow") and path.count("/") == 1
 
 
 def _refusal(error: Exception, repo_id: str) -> UserError:
-    """One line for what the hub or the network refused."""
+    """Write one line about what the hub or the network refused."""
     from huggingface_hub import errors
 
     reason = str(error).strip().partition("\n")[0].rstrip(".: ")
@@ -102,6 +109,7 @@ def _refusal(error: Exception, repo_id: str) -> UserError:
         return UserError(f"push: {reason}; {LOGIN}")
     if isinstance(error, errors.HfHubHTTPError):
         status = getattr(error.response, "status_code", None)
+        # Not logged in, or no right to write there; other refusals may pass.
         advice = LOGIN if status in (401, 403) else AGAIN
         return UserError(f"push: the hub refused {repo_id}: {reason}; {advice}")
     return UserError(f"push: the hub cannot be reached ({reason}); {AGAIN}")
@@ -112,7 +120,7 @@ def _summary(plan: dict) -> dict:
 
 
 def plan_text(plan: dict) -> str:
-    """The plan for a reader: files with their bytes, then the card."""
+    """Format the plan for a reader: files with their bytes, then the card."""
     lines = [f"{size:>16,}  {path}" for path, size in plan["files"].items()]
     head = f"would upload {len(plan['files']):,} files, {plan['size']:,} bytes, to the data set {plan['repo_id']}"
     note = f"{MANIFEST_NAME} goes up as it is, with the paths and names of the sources"
@@ -123,7 +131,7 @@ def plan_text(plan: dict) -> str:
 
 
 def _data_card(manifest: dict, repo_id: str) -> str:
-    """The card of `repo_id`: front matter by which the hub finds the splits, counts, and how to load it."""
+    """Write the card of `repo_id`: front matter that shows the hub the splits, counts, and how to load it."""
     return "\n".join([*_front_matter(manifest), "", *_body(manifest), "", *_loading(manifest, repo_id), ""])
 
 

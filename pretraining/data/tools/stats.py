@@ -1,4 +1,4 @@
-"""`stats`: how much there is, by split and by source, how long documents are, and which tokens occur."""
+"""`stats`: count the data by split and by source, the lengths of documents, and the tokens that occur."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,13 +32,14 @@ def measure_data(
     show_progress: bool = False,
     sequence_length: int | None = None,
 ) -> dict:
-    """Counts, lengths and token frequencies of the data set in `folder`, as JSON values.
+    """Measure counts, lengths and token frequencies of the data set in `folder`, as JSON values.
 
-    With a sequence length also what the ends of its blocks do to the documents (`cut_shares`). Without tokens
-    nothing but the manifest and the documents' ends is read: seconds at any size.
+    If a sequence length is given, also count the documents that the ends of its blocks cut (`cut_shares`). Without
+    tokens only the manifest and the documents' ends are read, which takes seconds at any size.
     """
     data = open_finished(folder)
     size = num_shard_bytes(data.manifest)
+    # Without tokens no shard is read as a whole, and there is no progress to show.
     with Progress("measuring", show_progress and with_tokens, size) as progress:
 
         def on_shard(entry: dict) -> None:
@@ -74,6 +75,7 @@ def _measure_split(
     measured["shards"] = len(split.entries)
     measured["bytes_per_token"] = entry["bytes"] / max(1, entry["tokens"])
     measured["by_source"] = _by_source(split)
+    # A split may be empty: then there are no percentiles.
     if split.num_documents:
         measured["document_tokens"] = _lengths(split)
     if with_tokens:
@@ -93,8 +95,9 @@ def _by_source(split: SplitDocuments) -> dict:
 
 
 def _lengths(split: SplitDocuments) -> dict:
-    """Percentiles of document lengths in tokens, EOS included, and their mean."""
+    """Compute percentiles and mean of document lengths in tokens, with the EOS."""
     lengths = LengthDistribution()
+    # Only the ends are read here, and not the tokens.
     for _, shard in split.shards():
         lengths.add(shard.ends)
     named = {f"p{100 * share:g}": lengths.percentile(share) for share in PERCENTILES}
@@ -103,6 +106,7 @@ def _lengths(split: SplitDocuments) -> dict:
 
 def _frequencies(counts: np.ndarray, eos: int, num_bytes: int, top: int, data: FinishedData) -> dict:
     bits, total = entropy_bits(counts), max(1, int(counts.sum()))
+    # Stable: of equally frequent ids the smaller one comes first, at every run.
     order = np.argsort(-counts, kind="stable")
     used = order[: int((counts > 0).sum())]
     decoder = data.decoder()
@@ -125,18 +129,20 @@ def _frequencies(counts: np.ndarray, eos: int, num_bytes: int, top: int, data: F
         "unused_ids": int((counts == 0).sum()),
         "used_once": int((counts == 1).sum()),
         "most_frequent": described(used[:top]),
+        # Not those that are listed as most frequent, if there are few ids.
         "rarest": described(used[top:][-top:]),
     }
 
 
 def _text_of(decoder: "tokenizers.Tokenizer", token: int) -> str:
-    """What a token decodes to; its spelling in the vocabulary, in <>, where it is not whole characters."""
+    """Decode a token. If it is not whole characters, return its spelling in the vocabulary, in <>."""
     text = decoder.decode([token], skip_special_tokens=False)
+    # A replacement character shows that a character was cut.
     return f"<{decoder.id_to_token(token)}>" if "�" in text else text
 
 
 def stats_text(measured: dict) -> str:
-    """The measurements for a reader."""
+    """Format the measurements for a reader."""
     lines = [
         f"{measured['name']} in {measured['folder']}: {measured['disk_bytes']:,} bytes of shards, "
         f"{measured['disk_bytes_per_token']:.3f} bytes on disk per token, {measured['vocab_size']:,} ids"
@@ -162,6 +168,7 @@ def _count_line(name: str, documents: int, tokens: int, num_bytes: int) -> str:
 def _split_lines(name: str, split: dict) -> list[str]:
     lines = [f"{name}: {split['shards']:,} shards"]
     lines.append(_count_line("all", split["documents"], split["tokens"], split["bytes"]))
+    # With one source this would repeat the line above.
     if len(split["by_source"]) > 1:
         lines += [_count_line(source, *counts.values()) for source, counts in split["by_source"].items()]
     if lengths := split.get("document_tokens"):
@@ -177,6 +184,7 @@ def _split_lines(name: str, split: dict) -> list[str]:
 def _cut_lines(cuts: dict) -> list[str]:
     if not cuts["documents"]:
         return ["  blocks of that length   hold no whole document, or there is none"]
+    # Both ways to fill blocks, so that a recipe can choose.
     heads = {"in_sequence": "read in sequence", "best_fit": "packed by best fit"}
     return [
         f"  {head:<24}blocks' ends cut {cuts[packing]['cut']:.2%} of the {cuts['documents']:,} documents that fit "

@@ -1,4 +1,4 @@
-"""`verify`: is every byte of a data set what was written, and every token one that a model can read?"""
+"""`verify`: check that every byte of a data set is as it was written, and that a model can read every token."""
 
 import json
 from pathlib import Path
@@ -16,12 +16,13 @@ from pretraining.errors import UserError
 
 
 def verify_data(folder: Path, show_progress: bool = False) -> dict:
-    """Read all of `folder` once: {"folder", "shards", "size", "documents", "tokens"} where it is whole.
+    """Read all of `folder` once; return {"folder", "shards", "size", "documents", "tokens"} if it is whole.
 
     Compares every shard with its checksum, the tokenizer with its fingerprint, the document ends with the
     tokens, and the token ids with the vocabulary. UserError names the first file that is damaged.
     """
     data = open_finished(folder)
+    # First what is small: a damaged manifest is reported before the shards are read.
     _check_manifest(data)
     _check_tokenizer(data)
     found: dict[str, Any] = {"folder": str(folder), "shards": 0, "size": 0, "documents": 0, "tokens": 0}
@@ -30,6 +31,7 @@ def verify_data(folder: Path, show_progress: bool = False) -> dict:
             split = data.split(name)
             _check_listing(split)
             for number, entry in enumerate(split.entries):
+                # The checksum first: later checks then read what was written.
                 _check_bytes(split.folder / entry["file"], entry, data)
                 _check_documents(split, number, data)
                 found["shards"] += 1
@@ -40,12 +42,12 @@ def verify_data(folder: Path, show_progress: bool = False) -> dict:
 
 
 def damaged(path: Path, what: str, folder: Path) -> UserError:
-    """The refusal that names the file, what is wrong with it, and the way out."""
+    """Write the error: the file, what is wrong with it, and what to do."""
     return UserError(f"{path}: {what}; copy it again, or delete {folder} and prepare the data again")
 
 
 def _check_manifest(data: FinishedData) -> None:
-    """Counts that add up, and the fingerprint that the splits' checksums make."""
+    """Check that the counts add up, and that the fingerprint is that of the splits' checksums."""
     path, splits = data.folder / MANIFEST_NAME, data.manifest["splits"]
     for name, entry in splits.items():
         for key in ("documents", "tokens", "bytes"):
@@ -67,13 +69,14 @@ def _check_tokenizer(data: FinishedData) -> None:
     except Exception as error:  # tokenizers raises bare Exceptions for what it cannot parse
         raise damaged(path, f"damaged tokenizer ({error})", data.folder) from error
     for key, expected in data.manifest["tokenizer"].items():
+        # Keys of the manifest that this version does not describe are not compared.
         if found.get(key, expected) != expected:
             what = f"not the tokenizer of the shards: its {key} is {found[key]}, expected {expected}"
             raise damaged(path, what, data.folder)
 
 
 def _check_listing(split: SplitDocuments) -> None:
-    """state.json, by which `load_from_disk` finds the shards, names those of the manifest."""
+    """Check that state.json, from which `load_from_disk` takes the shards, names those of the manifest."""
     path, expected = split.folder / "state.json", [entry["file"] for entry in split.entries]
     try:
         listed = [file["filename"] for file in json.loads(path.read_text(encoding="utf-8"))["_data_files"]]
@@ -93,7 +96,7 @@ def _check_bytes(path: Path, entry: dict, data: FinishedData) -> None:
 
 
 def _check_documents(split: SplitDocuments, number: int, data: FinishedData) -> None:
-    """Ends that ascend to the last token, an EOS before each of them, ids below the vocabulary's size."""
+    """Check that ends ascend to the last token, each after an EOS, and that ids are below the vocabulary's size."""
     entry, shard = split.entries[number], split.shard(number)
     problem = _problem_of(shard, entry, data.manifest["tokenizer"])
     if problem:
@@ -106,6 +109,7 @@ def _problem_of(shard: Shard, entry: dict, tokenizer: dict) -> str | None:
         return f"document {int(lengths.argmin())} of the shard has no tokens"
     if int(shard.num_bytes.sum()) != entry["bytes"]:
         return f"its texts have {int(shard.num_bytes.sum()):,} bytes, the manifest says {entry['bytes']:,}"
+    # Lengths of at least 1 are sure here, so `ends - 1` is inside its own document.
     unclosed = np.flatnonzero(shard.tokens[shard.ends - 1] != eos)
     if len(unclosed):
         return f"document {int(unclosed[0])} of the shard does not end with {tokenizer['eos_token']} ({eos})"
