@@ -19,7 +19,7 @@ ANY = object()
 
 @dataclass(frozen=True)
 class Kind:
-    """What kind of value a key must have."""
+    """The kind of value that a key must have."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -93,7 +93,7 @@ def _loss(*names: str) -> dict:
 # the names of `roofline.layer_widths`
 _DENSE = ("hidden", "queries", "keys", "inner")
 _MIXTURE = ("hidden", "queries", "keys", "routed hidden", "routed inner", "routed", "expert weights")
-# most activation functions move no extra bytes: `roofline._layer_bytes` takes a missing one as 0
+# a missing one counts as 0 (`roofline._layer_bytes`)
 _PASSES = {"forward": Optional(NOT_NEGATIVE), "backward": Optional(NOT_NEGATIVE)}
 _ENGINE = dict.fromkeys(("micro-batch", "step", "step of its share"), NOT_NEGATIVE)
 _FIT = {"E": POSITIVE, "A": POSITIVE, "B": POSITIVE, "alpha": POSITIVE, "beta": POSITIVE, "source": TEXT}

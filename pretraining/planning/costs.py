@@ -1,4 +1,4 @@
-"""How long a run takes and what it costs: GPU-hours, dollars, energy, and what its checkpoints take."""
+"""The time and the cost of a run: GPU-hours, dollars, energy and checkpoints."""
 
 import argparse
 import math
@@ -159,11 +159,11 @@ class Forecast:
     precision: str
     utilization: Utilization
     mfu: float
-    """What the run reaches: the utilization minus the time to recompute, send and offload."""
+    """The MFU that the run reaches, after the time to recompute, send and offload."""
     tokens_per_second: float
     cost: Cost
     scaling: dict | None
-    """What is assumed about several nodes; None if all GPUs are in one."""
+    """The assumption about several nodes; None if all GPUs are in one."""
     step: StepForecast | None
     """None without a recipe: a size alone does not say what a step is."""
 
@@ -209,6 +209,7 @@ def forecast(
     recipe, ds_config = workload.recipe, workload.ds_config
     at_best = ceiling(recipe, ds_config, num_gpus, gpu, precision) if recipe else None
     used = _utilization(workload, gpu, at_best, mfu)
+    # tokens per second at an MFU of 1
     at_peak = tokens_per_second(workload.training_flops_per_token, num_gpus, gpu.peak_flops(precision), 1.0)
     time = _time(workload, gpu, num_gpus, used, precision) if recipe else None
     rate = at_peak * used.mfu
@@ -224,6 +225,7 @@ def forecast(
         num_gpus=num_gpus,
         precision=precision,
         utilization=used,
+        # derived from the rate, so that it includes messages and offload
         mfu=rate / at_peak,
         tokens_per_second=rate,
         cost=_run_cost(gpu, gpu_hours(num_gpus, workload.tokens / rate), price),
@@ -409,6 +411,7 @@ class CostVerb:
             ("GPU-hours", hours(cost["gpu_hours"])),
             ("energy", f"{energy(cost['energy_kwh'])} at rated power"),
         ]
+        # a row for every known price, the cheapest first
         rows += [(f"at {price['provider']}", _price_words(price)) for price in cost["prices"]]
         if not cost["prices"]:
             rows.append(("dollars", "no price known: give --price, or add one to tables/prices.json"))
@@ -429,6 +432,7 @@ def scaling_rows(scaling: dict | None) -> list[tuple[str, str]]:
     """Write what is assumed about several nodes; nothing for one node."""
     if scaling is None:
         return []
+    # the text after the number of nodes is `throughput.scaling_over_nodes`'s
     return [("scaling", f"{several(scaling['nodes'], 'node')}, {scaling['assumption']}")]
 
 
@@ -447,6 +451,7 @@ def _run_words(answer: dict) -> str:
 
 
 def _price_words(price: dict) -> str:
+    # a price of the user's own has no date
     where = ", ".join(part for part in (price["place"], price["date"]) if part)
     return f"{dollars(price['dollars'])} ({dollars(price['dollars_per_gpu_hour'])} a GPU-hour; {where})"
 
@@ -483,6 +488,7 @@ def write_words(saved: dict) -> str:
 
 def _link_words(time: dict) -> str:
     seconds, products = time["communication_seconds"], time["compute_seconds"]
+    # messages that take longer than the products cannot be hidden behind them
     if seconds > products:
         ways = "larger micro-batches with less accumulation, hpZ or model parallelism would help"
         return f"{duration(seconds)} at the links' peak, more than the products' {duration(products)}: {ways}"

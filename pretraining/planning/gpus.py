@@ -51,7 +51,7 @@ class Gpu:
     memory_bytes: int
     memory_bandwidth_bytes_per_second: int
     link: str
-    """What joins the GPUs of a node."""
+    """Name of the link between the GPUs of a node."""
     link_bytes_per_second: int
     pcie_bytes_per_second: int
     network_bits_per_second: int

@@ -16,6 +16,7 @@ def amount(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: not a number, not positive, or beyond 1e33.
     """
+    # thousands may be separated, as in 1,000 or 1_000
     digits, scale = text.replace(",", "").replace("_", ""), 1.0
     if digits[-1:].lower() in SUFFIXES:
         digits, scale = digits[:-1], SUFFIXES[digits[-1].lower()]

@@ -57,7 +57,7 @@ class RunPlan:
 
     @property
     def layout(self) -> dict:
-        """How the run is spread over ranks."""
+        """Ranks and ZeRO stage of the run."""
         # for readers of the events only: a checkpoint loads at any other layout
         return {"world_size": self.world_size, "zero_stage": self.zero_stage}
 

@@ -1,4 +1,4 @@
-"""What `train.py --plan` prints: what will be trained, what it takes, what is tight; on one screen, or as JSON."""
+"""Print the plan of `train.py --plan`, on one screen or as JSON: what will be trained, what it takes, what is tight."""
 
 import json
 from dataclasses import asdict

@@ -55,7 +55,7 @@ class ModelSize:
     """Whether the head is the token table."""
     parts: PartSizes
     counted: str | None = None
-    """How it was counted; None if by formula."""
+    """The way it was counted; None if by formula."""
 
     @property
     def non_embedding(self) -> int:
@@ -207,7 +207,7 @@ class FlopsPerToken:
     training_causal: int
     """The same without the masked half of the scores: 6 N + 6 L H Q T."""
     recomputed: int
-    """What activation checkpointing of every layer adds: each layer's forward pass once more, without the head's."""
+    """FLOPs that recomputing every layer adds: each layer's forward pass once more, without the head's."""
 
     @property
     def hardware(self) -> int:
