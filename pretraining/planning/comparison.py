@@ -1,4 +1,4 @@
-"""What a run was predicted to need beside what it measured."""
+"""Compare what a run was predicted to need with what it measured."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ QUANTITIES = (
     "training_seconds",
     "checkpoint_bytes",
 )
-"""`training_seconds` are those of all steps together, without validation, saving and restarts."""
+"""`training_seconds` is the time of all steps together, without validation, saving and restarts."""
 TITLES = {
     "peak_memory_bytes": "peak memory",
     "tokens_per_second": "tokens/s, all steps",
@@ -52,10 +52,10 @@ def predicted(
 ) -> dict[str, float | None]:
     """Return the quantities of a run before it starts: plan.json's `predicted`.
 
-    What depends on the speed is None if the GPU is not in the table, or lacks the recipe's precision.
+    Quantities that depend on the speed are None if the GPU is not in the table, or lacks the recipe's precision.
 
     Args:
-        on_processor: no GPU: the peak is what a process takes beyond what it had before the model was built.
+        on_processor: no GPU trains; the peak is what a process takes beyond what it had before the model was built.
         gpu_memory: bytes of one GPU, in the table or not.
     """
     values: dict[str, float | None] = dict.fromkeys(QUANTITIES)
@@ -77,11 +77,12 @@ def predicted(
 def measured(
     run: RunFolder, recipe: Recipe, world_size: int, gpu: Gpu | None, peak_memory_bytes: int | None
 ) -> dict[str, float]:
-    """Return the same quantities of a run that has ended, for its end event; what could not be measured is left out."""
+    """Return the same quantities of a run that has ended, for its end event, without those that were not measured."""
     values = _observed(run)
     if peak_memory_bytes is not None:
         values["peak_memory_bytes"] = peak_memory_bytes
     precision = precision_of_products(recipe)
+    # an MFU needs a peak in the recipe's precision
     if gpu and precision in gpu.dense_peak_flops and "tokens_per_second" in values:
         flops = flops_per_token(model_size(recipe.model), recipe.sequence_length).training
         peak = gpu.peak_flops(precision)
@@ -90,7 +91,7 @@ def measured(
 
 
 def _compare_runs(folders: Iterable[Path]) -> dict:
-    """{"runs": one entry for each run folder, "left_out": [{"run", "why"}]}; see `compare_run`.
+    """Return {"runs": one entry for each run folder, "left_out": [{"run", "why"}]}; see `compare_run`.
 
     Raises:
         UserError: none of the folders can be compared.
@@ -100,6 +101,7 @@ def _compare_runs(folders: Iterable[Path]) -> dict:
         try:
             runs.append(compare_run(folder))
         except UserError as error:
+            # the folder is in `run` already
             left_out.append({"run": str(folder), "why": str(error).removeprefix(f"{folder}: ")})
         except OSError as error:
             left_out.append({"run": str(folder), "why": f"cannot be read ({error.strerror})"})
@@ -114,10 +116,10 @@ def _compare_runs(folders: Iterable[Path]) -> dict:
 def compare_run(folder: Path) -> dict:
     """Return {"run", "finished", "on_processor", quantity: {"predicted", "measured", "ratio"}} of one run folder.
 
-    Measured is what metrics.jsonl and the checkpoints show, else what the end event says (its `measured`).
+    Measured values come from metrics.jsonl and the checkpoints, else from the end event (its `measured`).
 
     Raises:
-        UserError: not a run folder, or one in which nothing was predicted and nothing was measured.
+        UserError: this is not a run folder, or nothing was predicted and nothing was measured in it.
     """
     run = RunFolder(folder)
     if not folder.is_dir():
@@ -126,15 +128,16 @@ def compare_run(folder: Path) -> dict:
         raise UserError(f"{folder}: no plan.json there: no run folder, or one of a version without plans")
     end = run.last_event("end") or {}
     foreseen, observed = _predicted(_read_object(run.plan)), _observed(run)
+    # the peak of memory and the MFU are in the end event alone; for the rest, the files come first
     found = {**_numbers(end.get("measured")), **observed}
     if not foreseen and not found:
         raise UserError(f"{folder}: its plan.json predicts nothing and the run has measured nothing yet")
     if not end:
-        # those so far are not what is predicted
+        # the prediction is for all steps, and these are only those so far
         found.pop("training_seconds", None)
     rows = {name: _pair(foreseen.get(name), found.get(name)) for name in QUANTITIES}
     on_processor = run.environment.is_file() and trained_on_processor(_read_object(run.environment))
-    # a share of the prediction is assumed there, for any run the same: no ratio judges it
+    # on a processor a part of the prediction is assumed, the same for every run, so a ratio would not judge it
     if on_processor:
         rows["peak_memory_bytes"]["ratio"] = None
     return {"run": str(folder), "finished": bool(end), "on_processor": on_processor, **rows}
@@ -151,12 +154,13 @@ def _read_object(path: Path) -> dict:
 
 
 def _predicted(plan: dict) -> dict[str, float]:
-    """What the plan predicts; one of an older version may say less."""
+    """Return what the plan predicts; a plan of an older version may hold less."""
+    # older plans have the bytes of a checkpoint, but no `predicted`
     return _numbers({"checkpoint_bytes": plan.get("checkpoint_bytes")}) | _numbers(plan.get("predicted"))
 
 
 def _numbers(values: Any) -> dict[str, float]:
-    """The quantities among `values` that are finite numbers."""
+    """Return the quantities among `values` that are finite numbers."""
     values = values if isinstance(values, dict) else {}
     return {name: values[name] for name in QUANTITIES if _is_number(values.get(name))}
 
@@ -166,12 +170,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _observed(run: RunFolder) -> dict[str, float]:
-    """The speed of all steps together; bytes of the newest checkpoint."""
+    """Return the speed over all steps, and the bytes of the newest checkpoint."""
     names = ("step", "throughput/step_seconds", "throughput/tokens_per_second")
     rows = [[row.get(name) for name in names] for row in map(grouped_names, read_rows(run.metrics))]
+    # rows without a speed are no steps, such as those of a validation
     timed = [row for row in rows if all(map(_is_number, row))]
     observed = StepTotals.of(timed, first_step(read_rows(run.events))).speed()
-    # what a fresh checkpoint takes on disk; older ones may be of another optimizer or precision
+    # only the newest counts: older ones may come from another optimizer or precision
+    # a checkpoint that is not committed is not whole
     checkpoints = sorted(run.path.glob("checkpoint-*/committed.json"), key=lambda path: path.stat().st_mtime)
     if checkpoints:
         files = [path for path in checkpoints[-1].parent.rglob("*") if path.is_file()]
@@ -180,6 +186,7 @@ def _observed(run: RunFolder) -> dict[str, float]:
 
 
 def _pair(foreseen: float | None, found: float | None) -> dict:
+    # a quantity may be predicted and not measured, or the reverse
     ratio = found / foreseen if foreseen and found is not None else None
     return {"predicted": foreseen, "measured": found, "ratio": ratio}
 

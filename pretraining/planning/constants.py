@@ -12,14 +12,14 @@ from pretraining.schema import display_path, read_json
 
 TABLES = Path(__file__).parent / "tables"
 NOTES = ("about", "source", "looked_up", "note")
-"""Keys that any object of a table may have; nothing reads them but people, unless a table's shape names them."""
+"""Keys that any object of a table may have, for its readers; code reads one only if the table's shape names it."""
 ANY = object()
-"""In a table's shape: every key that the shape does not name."""
+"""Marks, in a table's shape, every key that the shape does not name."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value must be."""
+    """The kind of value that a key must have."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -40,6 +40,7 @@ class Optional:
 
 
 def _is_number(value: Any) -> bool:
+    # bool is a subclass of int
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -60,6 +61,7 @@ RANGE = Kind(
     "two positive numbers, the smaller first",
     lambda values: _are_positive(values) and len(values) == 2 and values[0] <= values[1],
 )
+# different ones: a power law is fitted through them
 CURVE = Kind(
     "a list of at least two different positive numbers",
     lambda values: _are_positive(values) and len(set(values)) > 1,
@@ -71,12 +73,13 @@ def _value(kind: Kind) -> dict:
 
 
 def _of_any_kind(kind: Kind) -> dict:
-    """By the kind of GPU; `*` is for those that have no entry."""
+    """Return the shape of values by the kind of GPU; `*` is for those that have no entry."""
     return {"*": _value(kind), ANY: _value(kind)}
 
 
 def _layers(*widths: str) -> dict:
-    """Factors of one model type, by the widths that `roofline.layer_widths` gives it."""
+    """Return the shape of one model type's factors, by the widths that `roofline.layer_widths` gives it."""
+    # fitted factors, which may be negative
     moved = dict.fromkeys(widths, NUMBER)
     mode = {"forward": moved, "backward": moved, "outside": POSITIVE}
     return {"eager": mode, "compiled": mode}
@@ -87,8 +90,10 @@ def _loss(*names: str) -> dict:
     return {"eager": mode, "compiled": mode}
 
 
+# the names of `roofline.layer_widths`
 _DENSE = ("hidden", "queries", "keys", "inner")
 _MIXTURE = ("hidden", "queries", "keys", "routed hidden", "routed inner", "routed", "expert weights")
+# a missing one counts as 0 (`roofline._layer_bytes`)
 _PASSES = {"forward": Optional(NOT_NEGATIVE), "backward": Optional(NOT_NEGATIVE)}
 _ENGINE = dict.fromkeys(("micro-batch", "step", "step of its share"), NOT_NEGATIVE)
 _FIT = {"E": POSITIVE, "A": POSITIVE, "B": POSITIVE, "alpha": POSITIVE, "beta": POSITIVE, "source": TEXT}
@@ -127,6 +132,7 @@ SHAPES: dict[str, dict] = {
             "chunked": _loss("logit"),
             "plain": _loss("logit"),
         },
+        # ZeRO stages, as JSON keys
         "engines": dict.fromkeys("0123", _ENGINE),
     },
     "memory": {
@@ -161,6 +167,7 @@ SHAPES: dict[str, dict] = {
     },
     "scaling_laws": {
         "fitted_on": {"parameters": RANGE, "tokens": RANGE, "source": TEXT},
+        # besiroglu is named because the default approach needs it
         "parametric": {"besiroglu": _FIT, ANY: _FIT},
         "frontiers": {ANY: {"source": TEXT, "parameters": CURVE, "flops": CURVE, "tokens": Optional(CURVE)}},
         "kaplan": {
@@ -185,7 +192,7 @@ SHAPES: dict[str, dict] = {
         },
     },
 }
-"""Of each table the keys that plans read, and what they must hold."""
+"""Table -> the keys that plans read in it, and the values they must have."""
 
 
 @cache
@@ -198,6 +205,7 @@ def table(name: str) -> dict:
     path = TABLES / f"{name}.json"
     values = read_json(path)
     _check(values, SHAPES[name], display_path(path), "")
+    # a shape describes one value at a time and cannot compare two lists
     if name == "scaling_laws":
         _check_pairs(values["frontiers"], display_path(path))
     return values
@@ -228,11 +236,13 @@ def _check_object(value: Any, shape: dict, file: str, key: str) -> None:
     dotted = f"{key}." if key else ""
     for name, inner in shape.items():
         if name is not ANY and name not in value and not isinstance(inner, Optional):
+            # only a plain value can be described in words
             words = inner.words if isinstance(inner, Kind) else "it as it was"
             raise UserError(f"{file}: {dotted}{name} is missing; write {words}, or restore the file")
     for name, inner in value.items():
         if name in shape:
             _check(inner, shape[name], file, f"{dotted}{name}")
+        # at the top of a table a note is a note, even if the table takes any key
         elif ANY in shape and not (name in NOTES and not key):
             _check(inner, shape[ANY], file, f"{dotted}{name}")
         elif name not in NOTES:
@@ -241,7 +251,7 @@ def _check_object(value: Any, shape: dict, file: str, key: str) -> None:
 
 
 def _check_pairs(frontiers: dict, file: str) -> None:
-    """Sizes and FLOPs of a frontier belong together, one by one."""
+    """Check that each size of a frontier has its FLOPs."""
     for name, rows in frontiers.items():
         if len(rows["parameters"]) != len(rows["flops"]):
             raise UserError(f"{file}: frontiers.{name}: parameters and flops differ in length; pair them")

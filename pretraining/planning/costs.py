@@ -1,4 +1,4 @@
-"""How long a run takes and what it costs: GPU-hours, dollars, energy, and what its checkpoints take."""
+"""The time and the cost of a run: GPU-hours, dollars, energy and checkpoints."""
 
 import argparse
 import math
@@ -63,13 +63,13 @@ class Price:
     dollars_per_gpu_hour: float
     dollars: float
     date: str | None
-    """Of the price; None of one's own."""
+    """Day of the price; None if the user gave it."""
     source: str
 
 
 @dataclass(frozen=True)
 class Cost:
-    """GPU-hours and what follows from them."""
+    """GPU-hours, and the dollars and energy that follow from them."""
 
     gpu_hours: float
     prices: tuple[Price, ...]
@@ -84,7 +84,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class CheckpointCost:
-    """What checkpointing takes, and what a failure costs."""
+    """Bytes and seconds that checkpoints take, and what a failure costs."""
 
     bytes: float
     every_seconds: float
@@ -95,16 +95,17 @@ class CheckpointCost:
     failure_seconds: float
     """Mean time between failures of all GPUs together."""
     disk: dict | None = None
-    """The disk's rate as it was measured on this machine (`gpus.kept_rates`); None if it is assumed."""
+    """The disk's rate, if it was measured on this machine (`gpus.kept_rates`); None if it is assumed."""
 
     @property
     def write_share(self) -> float:
-        """Share of the run spent writing, if training waits for it."""
+        """Share of the run that is spent writing, if training waits for it."""
         return self.write_seconds / (self.every_seconds + self.write_seconds)
 
     @property
     def lost_share(self) -> float:
-        """Share of the run done twice: half an interval for every failure."""
+        """Share of the run that is done twice."""
+        # a failure comes half an interval after the last checkpoint, on average
         return self.every_seconds / 2 / self.failure_seconds
 
     @property
@@ -120,17 +121,17 @@ class CheckpointCost:
 
 @dataclass(frozen=True)
 class StepForecast:
-    """What a recipe and its ds_config add: the step, its messages, its data and its checkpoints."""
+    """The part of a forecast that needs a recipe: the step, its messages, its data and its checkpoints."""
 
     seconds: float
-    """Of one optimizer step, as the run's tokens per second have it."""
+    """Seconds of one optimizer step at the run's tokens per second."""
     time: StepTime
-    """What the products and the messages need by themselves."""
+    """Time that the products and the messages need on their own."""
     kernel_seconds: dict[str, float]
-    """Of one micro-batch at the ceiling, by what they are spent on (`roofline.Ceiling`)."""
+    """Seconds of one micro-batch at the ceiling, by what they are spent on (`roofline.Ceiling`)."""
     sent_bytes_per_gpu: float
     loader_bytes_per_second: float
-    """Over all ranks."""
+    """Bytes that the data loaders of all ranks read in a second."""
     checkpoints: CheckpointCost | None
     """None if the recipe saves none."""
     disk: dict[str, int]
@@ -138,6 +139,7 @@ class StepForecast:
 
     def to_dict(self) -> dict:
         """Return plain JSON values."""
+        # asdict leaves properties out
         time = {**asdict(self.time), "bound_by": self.time.bound_by}
         saved = self.checkpoints.to_dict() if self.checkpoints else None
         return {**asdict(self), "time": time, "checkpoints": saved, "disk_bytes": sum(self.disk.values())}
@@ -157,13 +159,13 @@ class Forecast:
     precision: str
     utilization: Utilization
     mfu: float
-    """What the run reaches: the utilization less what is recomputed, sent or offloaded."""
+    """The MFU that the run reaches, after the time to recompute, send and offload."""
     tokens_per_second: float
     cost: Cost
     scaling: dict | None
-    """What is assumed if the GPUs are in more than one node; None in one."""
+    """The assumption about several nodes; None if all GPUs are in one."""
     step: StepForecast | None
-    """None if no recipe says what a step is."""
+    """None without a recipe: a size alone does not say what a step is."""
 
     @property
     def seconds(self) -> float:
@@ -192,12 +194,12 @@ def forecast(
 ) -> Forecast:
     """Predict the time and money of a workload.
 
-    An assumed utilization knows nothing of the run: recomputed layers, messages that need longer than the products,
-    and offload come on top of it. A given one is taken as it is; of a measured one recomputation alone is taken off.
+    An assumed utilization knows nothing of the run. So recomputed layers, offload, and messages that need longer than
+    the products come on top of it. A given one is used as it is. A measured one is lowered for recomputation alone.
 
     Args:
         mfu: share of the dense peak; None for what was measured here, else for the assumption of the tables.
-        precision: of the products; None for the recipe's, or the GPU's training precision.
+        precision: that of the products; None for the recipe's, or the GPU's training precision.
         price: dollars per GPU-hour instead of the table's.
 
     Raises:
@@ -207,10 +209,11 @@ def forecast(
     recipe, ds_config = workload.recipe, workload.ds_config
     at_best = ceiling(recipe, ds_config, num_gpus, gpu, precision) if recipe else None
     used = _utilization(workload, gpu, at_best, mfu)
+    # tokens per second at an MFU of 1
     at_peak = tokens_per_second(workload.training_flops_per_token, num_gpus, gpu.peak_flops(precision), 1.0)
     time = _time(workload, gpu, num_gpus, used, precision) if recipe else None
     rate = at_peak * used.mfu
-    # what was measured or given held its messages already, an assumption did not
+    # a measured or given utilization includes the messages already, an assumed one does not
     if time:
         rate = recipe.tokens_per_step / (time.seconds if used.assumed else time.compute_seconds)
     return Forecast(
@@ -222,6 +225,7 @@ def forecast(
         num_gpus=num_gpus,
         precision=precision,
         utilization=used,
+        # derived from the rate, so that it includes messages and offload
         mfu=rate / at_peak,
         tokens_per_second=rate,
         cost=_run_cost(gpu, gpu_hours(num_gpus, workload.tokens / rate), price),
@@ -245,12 +249,12 @@ def _utilization(workload: Workload, gpu: Gpu, at_best: Ceiling | None, mfu: flo
 
 
 def _time(workload: Workload, gpu: Gpu, num_gpus: int, used: Utilization, precision: str) -> StepTime:
-    """What products, messages and offload need by themselves; a given utilization is that of whole steps."""
+    """Return the time that products, messages and offload need, each on its own."""
     mfu = None if used.assumed else used.mfu
     time = step_time(workload.recipe, workload.ds_config, num_gpus, gpu, mfu, precision)
     if used.source != "given":
         return time
-    # given for whole steps: recomputation is not taken off again
+    # a given utilization is that of whole steps, so recomputation is not taken off again
     flops = workload.training_flops_per_token * workload.recipe.tokens_per_step
     return replace(time, compute_seconds=flops / (num_gpus * gpu.peak_flops(precision) * used.mfu))
 
@@ -265,6 +269,7 @@ def _step(
         zero_stage(ds_config),
         num_gpus,
         plan.accumulation_steps,
+        # gradients travel in the precision that holds the weights
         width=precision_of(recipe, ds_config).weights,
         hpz=hpz_ranks(ds_config),
     )
@@ -274,6 +279,7 @@ def _step(
         time=time,
         kernel_seconds=at_best.seconds,
         sent_bytes_per_gpu=volume.total,
+        # loaders read token shards: 2 or 4 bytes a token
         loader_bytes_per_second=rate * token_bytes(recipe.model.vocab_size),
         checkpoints=_checkpoints(plan, recipe, seconds, gpu, num_gpus),
         disk=plan.disk,
@@ -287,19 +293,21 @@ def _checkpoints(
     if every is None:
         return None
     written, kept = checkpoints_written(recipe), plan.checkpoints_kept
+    # kept for this kind and number of GPUs: a plan of another cluster must not use this machine's disk
     disk = kept_rates(gpu.name, num_gpus).get("disk_bytes_per_second")
     return checkpoint_cost(plan.checkpoint_bytes, every, step_seconds, written, kept, num_gpus, disk)
 
 
 def _run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
-    """Dollars at every known provider, and energy, of `hours` GPU-hours.
+    """Return dollars at every known provider and the energy of `hours` GPU-hours.
 
     Args:
-        own_price: dollars per GPU-hour that take the place of the table's.
+        own_price: dollars per GPU-hour, used instead of the table's.
     """
     entries: list[dict[str, Any]] = [
         {"provider": "yours", "place": "--price", "dollars_per_gpu_hour": own_price, "source": "given"}
     ]
+    # a price of the user's own replaces the whole table
     entries = entries if own_price else prices_of(gpu)
     prices = tuple(
         Price(
@@ -323,6 +331,7 @@ def gpu_hours(num_gpus: int, seconds: float) -> float:
 def energy_kwh(watts: float, hours: float, overhead: float | None = None) -> float:
     """Return energy of `hours` GPU-hours at rated power times the overhead (PUE) (Touvron et al. 2023, section 6)."""
     overhead = overhead or table("rates")["power_usage_effectiveness"]["value"]
+    # watts to kilowatts
     return watts * hours * overhead / 1000
 
 
@@ -335,9 +344,9 @@ def checkpoint_cost(
     num_gpus: int,
     disk: dict | None = None,
 ) -> CheckpointCost:
-    """Return cadence, disk and lost work of a checkpoint of `num_bytes` every `every_steps` optimizer steps.
+    """Return the times and the lost work if a checkpoint of `num_bytes` is saved every `every_steps` optimizer steps.
 
-    disk: the measured rate of the disk, as `gpus.kept_rates` has it.
+    disk: the measured rate of the disk, as `gpus.kept_rates` returns it; None for the table's.
     """
     rates = table("rates")
     speed = (disk or rates["disk_bytes_per_second"])["value"]
@@ -347,6 +356,7 @@ def checkpoint_cost(
         written=written,
         kept=kept,
         write_seconds=num_bytes / speed,
+        # one failure stops all GPUs, so that the time between failures shrinks as their number grows
         failure_seconds=rates["gpu_hours_between_failures"]["value"] * SECONDS_PER_HOUR / num_gpus,
         disk=disk,
     )
@@ -380,6 +390,7 @@ class CostVerb:
     def answer(self, options: argparse.Namespace) -> dict:
         """Return the forecast."""
         workload, gpu = workload_of(options), find_gpu(options.gpu)
+        # a recipe has its own budget; --parameters has none
         if not workload.tokens:
             raise UserError("--tokens D is missing: how many tokens is it to train on?")
         result = forecast(workload, gpu, options.world_size, options.mfu, options.precision, options.price)
@@ -400,6 +411,7 @@ class CostVerb:
             ("GPU-hours", hours(cost["gpu_hours"])),
             ("energy", f"{energy(cost['energy_kwh'])} at rated power"),
         ]
+        # a row for every known price, the cheapest first
         rows += [(f"at {price['provider']}", _price_words(price)) for price in cost["prices"]]
         if not cost["prices"]:
             rows.append(("dollars", "no price known: give --price, or add one to tables/prices.json"))
@@ -407,8 +419,9 @@ class CostVerb:
 
 
 def mfu_words(answer: dict) -> str:
-    """Say the MFU of the run, and what it was made of."""
+    """Write the MFU of the run, and what it was derived from."""
     used = answer["utilization"]
+    # the same in whole percent: a second number would say nothing new
     if f"{used['mfu']:.0%}" == f"{answer['mfu']:.0%}":
         return f"{answer['mfu']:.0%} ({used['source']})"
     less = "less recomputation, messages, offload and launches"
@@ -416,14 +429,15 @@ def mfu_words(answer: dict) -> str:
 
 
 def scaling_rows(scaling: dict | None) -> list[tuple[str, str]]:
-    """Say what is assumed of more than one node; nothing of one."""
+    """Write what is assumed about several nodes; nothing for one node."""
     if scaling is None:
         return []
+    # the text after the number of nodes is `throughput.scaling_over_nodes`'s
     return [("scaling", f"{several(scaling['nodes'], 'node')}, {scaling['assumption']}")]
 
 
 def disk_words(disk: dict[str, int], checkpoints_kept: int) -> str:
-    """Say how many bytes a run's disk takes, and what they are for."""
+    """Write how many bytes of disk a run takes, and what they are for."""
     names = {name: name for name in disk} | {"checkpoints kept": several(checkpoints_kept, "checkpoint")}
     parts = ", ".join(f"{num_bytes(size)} for {names[name]}" for name, size in disk.items())
     return f"{num_bytes(sum(disk.values()))}: {parts}"
@@ -431,11 +445,13 @@ def disk_words(disk: dict[str, int], checkpoints_kept: int) -> str:
 
 def _run_words(answer: dict) -> str:
     size = f"{short(answer['parameters'])} parameters"
+    # a workload given by --parameters is named after its size
     name = answer["name"] if answer["name"] == size else f"{answer['name']}, {size}"
     return f"{name} on {short(answer['tokens'])} tokens"
 
 
 def _price_words(price: dict) -> str:
+    # a price of the user's own has no date
     where = ", ".join(part for part in (price["place"], price["date"]) if part)
     return f"{dollars(price['dollars'])} ({dollars(price['dollars_per_gpu_hour'])} a GPU-hour; {where})"
 
@@ -462,7 +478,7 @@ def _checkpoint_rows(saved: dict) -> list[tuple[str, str]]:
 
 
 def write_words(saved: dict) -> str:
-    """Say how long a checkpoint takes to write, if the disk was measured; nothing if its rate is an assumption."""
+    """Write how long a checkpoint takes to write, if the disk was measured; nothing if its rate is assumed."""
     disk = saved["disk"]
     if disk is None:
         return ""
@@ -472,6 +488,7 @@ def write_words(saved: dict) -> str:
 
 def _link_words(time: dict) -> str:
     seconds, products = time["communication_seconds"], time["compute_seconds"]
+    # messages that take longer than the products cannot be hidden behind them
     if seconds > products:
         ways = "larger micro-batches with less accumulation, hpZ or model parallelism would help"
         return f"{duration(seconds)} at the links' peak, more than the products' {duration(products)}: {ways}"

@@ -1,7 +1,7 @@
-"""The plan against what was found: refused with the nearest change that fits, or warned with a reason and a remedy.
+"""Judge a plan on the machine that was found: refuse it with the nearest change that fits, or warn with a remedy.
 
-memory/need.py counts the bytes. A vocabulary larger than the model's, and data that is read more often than
-`max_epochs` allows, are refused by `data/` when it is opened.
+memory/need.py counts the bytes. `data/` refuses two more mistakes when it is opened: a vocabulary larger than the
+model's, and data that is read more often than `max_epochs` allows.
 """
 
 import math
@@ -32,34 +32,35 @@ from pretraining.recipe.model import value_of
 from pretraining.recipe.schedule import WITHOUT_WARMUP
 from pretraining.runtime.run_folder import RunFolder
 
+# up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)
 MANY_EPOCHS = 4
 HIDDEN = 0.5
 """Share of the products' time up to which messages at the links' peak are hidden behind them."""
 SMALL_BUCKET = 5_000_000
-"""Elements: below this, messages are bound by latency (DeepSpeed's own default is 500 million)."""
+"""Elements below which messages are bound by latency (DeepSpeed's own default is 500 million)."""
 WARM_UP_TOKENS = 375_000_000
 """GPT-3 warms up over 375 million tokens at every size (Brown et al. 2020, appendix B)."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine and the prepared data, as they were found; None for what is not known."""
+    """The machine and the prepared data, as they were found; None for values that are not known."""
 
     gpu_memory_bytes: float | None = None
-    """Of one GPU; None too if the processor trains."""
+    """Bytes of one GPU; also None if the processor trains."""
     gpu: Gpu | None = None
     """Its entry in tables/gpus.json, if it has one."""
     has_bf16: bool | None = None
     disk_room_bytes: float | None = None
-    """Of the run folder's disk, for this run's checkpoints: free, or taken by those it has already."""
+    """Bytes for this run's checkpoints on the run folder's disk: free ones, and those that its checkpoints take now."""
     host_memory_bytes: float | None = None
-    """Of this machine, or what its container allows."""
+    """Bytes of this machine, or as many as its container allows."""
     ranks_per_host: int = 1
     trains_on_processor: bool = False
     data_tokens: int | None = None
     """Training tokens of the prepared data."""
     continues: bool = False
-    """Whether the run has begun already, so that its recipe may not change the curve any more."""
+    """Whether the run has begun already; then its recipe may no longer change the loss curve."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Verdict:
         """Print warnings on rank 0 and return itself; raise `UserError` with the first refusal, unless forced."""
         if self.refusals and not force:
             raise UserError(f"{self.refusals[0]} (--force goes on regardless)")
+        # every rank judges the same plan: one prints
         if _is_rank_0():
             for objection in (*self.refusals, *self.warnings):
                 print(f"warning: {objection}", file=sys.stderr, flush=True)
@@ -92,7 +94,7 @@ class Verdict:
     def keep(self, run: RunFolder, step: int) -> None:
         """Write an event for each refusal that was forced and each warning, on rank 0.
 
-        step: at which the run starts.
+        step: the step at which the run starts.
         """
         for kind, objections in {"forced": self.refusals, "warning": self.warnings}.items():
             for objection in objections if _is_rank_0() else ():
@@ -100,6 +102,7 @@ class Verdict:
 
 
 def _is_rank_0() -> bool:
+    # the launcher's variable; a process without a launcher is rank 0
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -116,14 +119,14 @@ def judge_plan(plan: RunPlan, recipe: Recipe, machine: Machine, force: bool = Fa
 
 
 def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, machine: Machine) -> Verdict:
-    """Judge a recipe on `world_size` ranks of what was found. Pure: reads no device and no file but tables.
+    """Judge a recipe on `world_size` ranks of the machine found. Pure: it reads no device and no file except tables.
 
     Raises:
         UserError: the ranks do not divide the recipe's step.
     """
     kernels = _without_kernels(machine.gpu)
     if machine.gpu and precision_of_products(recipe) not in machine.gpu.dense_peak_flops:
-        # its speed in that precision is not known, its memory is
+        # its speed in that precision is not known; its memory is, and still counts
         machine = replace(machine, gpu=None)
     case = _Case(recipe, ds_config, world_size, machine)
     refusals = [_memory(case), _host(case), _disk(case), _gradients(case)]
@@ -131,7 +134,7 @@ def check_plan(recipe: Recipe, ds_config: dict | None, world_size: int, machine:
 
 
 class _Case:
-    """One question, with what several answers need."""
+    """One plan to judge, with the values that several rules need."""
 
     def __init__(self, recipe: Recipe, ds_config: dict | None, world_size: int, machine: Machine):
         self.recipe, self.ds_config, self.world_size, self.machine = recipe, ds_config, world_size, machine
@@ -154,6 +157,7 @@ def _memory(case: _Case) -> Objection | None:
         f"{case.recipe.name} needs {num_bytes(case.need.total)} on {'each of ' if ranks > 1 else ''}{ranks} "
         f"GPU{'s' if ranks > 1 else ''} of {num_bytes(case.limit)}: {part} alone {num_bytes(case.need.parts[part])}"
     )
+    # with the GPU's memory, which decides the chunks of the loss
     fit = nearest_fit(case.recipe, ranks, lambda need: need.total <= case.limit, case.machine.gpu, case.limit)
     if fit is None:
         return Objection(what, "no stage, offload or micro-batch fits: take more or larger GPUs")
@@ -161,15 +165,15 @@ def _memory(case: _Case) -> Objection | None:
 
 
 def _processor_memory(case: _Case) -> Objection | None:
-    """If the processor trains, its memory holds what a GPU's would, once for every rank."""
+    """Refuse a run on processors that host memory cannot hold, once for every rank of the host."""
     ranks, there = case.machine.ranks_per_host, case.machine.host_memory_bytes
     if there is None or ranks * case.need.on_processor <= there:
         return None
-    # no speed decides here: the table knows none of processors
     what = (
         f"{case.recipe.name} needs {num_bytes(case.need.on_processor)} for each of {ranks} processes here, "
         f"this machine has {num_bytes(there)} of memory"
     )
+    # without a GPU, so that no speed decides: the table has none for processors
     fit = nearest_fit(case.recipe, case.world_size, lambda need: ranks * need.on_processor <= there)
     if fit is None:
         return Objection(
@@ -179,8 +183,9 @@ def _processor_memory(case: _Case) -> Objection | None:
 
 
 def _host(case: _Case) -> Objection | None:
-    """Beside GPUs: what is offloaded or built in host memory, without what a process is assumed to take."""
+    """Refuse a run on GPUs if host memory cannot hold what is offloaded to it or built in it."""
     ranks, there = case.machine.ranks_per_host, case.machine.host_memory_bytes
+    # without what a process is assumed to take: an assumption must not refuse a run
     needed = ranks * case.need.host_counted
     if there is None or case.machine.trains_on_processor or needed <= there:
         return None
@@ -206,7 +211,7 @@ def _disk(case: _Case) -> Objection | None:
 
 
 def _gradients(case: _Case) -> Objection | None:
-    """A gradient that GPUs may overwrite before it is reduced."""
+    """Refuse a gradient that GPUs may overwrite before it is reduced (`buffers.unprotected_gradient`)."""
     if case.machine.trains_on_processor:
         return None
     tensors, width = parameter_tensors(case.recipe.model), value_of(case.recipe.model, "hidden_size")
@@ -222,7 +227,7 @@ def _gradients(case: _Case) -> Objection | None:
 
 
 def _fewer_checkpoints(case: _Case, kept: int, room: float) -> int | None:
-    """The largest `checkpoints.keep_last` below `kept` for which there is room."""
+    """Return the largest `checkpoints.keep_last` below `kept` for which there is room."""
     for keep in range(kept - 1, 0, -1):
         recipe = replace(case.recipe, checkpoints=replace(case.recipe.checkpoints, keep_last=keep))
         if build_run_plan(recipe, case.ds_config, case.world_size).checkpoint_disk_bytes <= room:
@@ -231,8 +236,8 @@ def _fewer_checkpoints(case: _Case, kept: int, room: float) -> int | None:
 
 
 def _mistakes(case: _Case) -> list[Objection]:
-    """Every mistake found whose remedy can still be taken: a run that continues may not change its curve."""
-    # a checkpoint holds what these remedies change, and a start that differs in it is refused
+    """Return every mistake whose remedy can still be applied."""
+    # a checkpoint holds what these remedies change, and a run that continues with other values is refused
     of_the_curve = (_fp16, _warm_up, _clipping, _repeats)
     rules = (_experts, _tiny_batch, _needless_zero_3, _offload, _buckets, _checkpointing, _snapshot)
     rules = rules if case.machine.continues else (*of_the_curve, *rules)
@@ -240,7 +245,7 @@ def _mistakes(case: _Case) -> list[Objection]:
 
 
 def _without_kernels(gpu: Gpu | None) -> list[Objection]:
-    """A GPU for which the pinned torch has no kernels, whatever the recipe."""
+    """Warn about a GPU for which the pinned torch has no kernels, whatever the recipe."""
     if gpu is None or gpu.architecture != "Volta":
         return []
     what = f"CUDA 13, for which the pinned torch is built, has no kernels for {gpu.name} and its generation"
@@ -255,7 +260,7 @@ def _fp16(case: _Case) -> Objection | None:
 
 
 def _warm_up(case: _Case) -> Objection | None:
-    """2 / (1 - beta2) steps (Ma and Yarats 2021, section 5); GPT-3's tokens too from a billion parameters on."""
+    """Warn about a warm-up that is too short, or that the scheduler does not have."""
     steps = case.recipe.num_steps
     given, kind = case.recipe.warmup_steps(steps), case.recipe.training.lr_scheduler_type
     if given and kind in WITHOUT_WARMUP:
@@ -263,7 +268,9 @@ def _warm_up(case: _Case) -> Objection | None:
         return Objection(
             f"{what}, whatever training.warmup_steps says", "write constant_with_warmup, or 0 steps"
         )
+    # Ma and Yarats 2021, section 5: 2 / (1 - beta2) steps; `max` avoids a division by zero
     needed = round(2 / max(1 - case.recipe.training.adam_beta2, 1e-9))
+    # from a billion parameters on, at least the tokens of GPT-3's warm-up
     if model_size(case.recipe.model).total >= 1e9:
         needed = max(needed, WARM_UP_TOKENS // case.recipe.tokens_per_step)
     # a short run cannot spend more than a tenth of itself on it
@@ -271,6 +278,7 @@ def _warm_up(case: _Case) -> Objection | None:
     if given >= needed:
         return None
     what = f"warm-up of {given} steps is short for this size: the optimizer's running means are not settled"
+    # name the key that the recipe uses
     if case.recipe.budget.warmup_tokens is not None:
         return Objection(what, f"--set budget.warmup_tokens={needed * case.recipe.tokens_per_step}")
     return Objection(what, f"--set training.warmup_steps={needed}")
@@ -285,15 +293,17 @@ def _clipping(case: _Case) -> Objection | None:
 
 
 def _experts(case: _Case) -> Objection | None:
-    """Experts that are not bf16, whatever autocast says (transformers 5.23, integrations/moe.py `_grouped_mm`)."""
+    """Warn about experts that are multiplied one after another."""
     precision = precision_of(case.recipe, case.ds_config)
     experts = any(tensor.kind == ROUTER for tensor in parameter_tensors(case.recipe.model))
+    # grouped products need bf16 weights; autocast does not help (transformers 5.23, integrations/moe.py `_grouped_mm`)
     if case.limit is None or not experts or (precision.name == "bf16" and not precision.is_autocast):
         return None
     weights = "fp32" if precision.is_autocast else precision.name
     what = f"weights of experts in {weights} are multiplied one expert after another, and every layer waits for the GPU"
     if precision.name == "bf16":
         return Objection(what, "--deepspeed zero1, which keeps them in bf16")
+    # this remedy changes the precision, and with it the curve
     return None if case.machine.continues else Objection(what, "--set training.bf16=true --deepspeed zero1")
 
 
@@ -313,8 +323,10 @@ def _needless_zero_3(case: _Case) -> Objection | None:
     ):
         return None
     simple = case.total_with(load_ds_config("zero1"))
+    # gathers that are hidden behind the products cost nothing
     if _hidden(case):
         return None
+    # the simpler way must fit with room to spare
     if simple > ROOMY * case.limit:
         return None
     what = f"ZeRO-3 gathers the weights twice in every pass, and ZeRO-1 would fit ({num_bytes(simple)})"
@@ -324,6 +336,7 @@ def _needless_zero_3(case: _Case) -> Objection | None:
 def _offload(case: _Case) -> Objection | None:
     if case.limit is None or not _offloads(case.ds_config):
         return None
+    # the shipped ds_config of the same stage, without offload
     name = f"zero{zero_stage(case.ds_config)}"
     here = case.total_with(load_ds_config(name))
     if here > ROOMY * case.limit:
@@ -338,10 +351,12 @@ def _offloads(config: dict | None) -> bool:
 
 
 def _buckets(case: _Case) -> Objection | None:
+    # only messages between GPUs are slowed by latency
     on_gpus = case.limit is not None and case.world_size > 1
     if not on_gpus or zero_stage(case.ds_config) < 2:
         return None
     bucket = reduce_bucket(case.ds_config, value_of(case.recipe.model, "hidden_size"))
+    # four messages for the whole model are few, however small they are
     if bucket >= min(SMALL_BUCKET, model_size(case.recipe.model).total / 4):
         return None
     what = f"reduce buckets of {bucket:,} elements send many small messages"
@@ -349,7 +364,7 @@ def _buckets(case: _Case) -> Objection | None:
 
 
 def _larger_buckets(case: _Case, elements: int) -> str:
-    """How to set the buckets of the ds_config in use."""
+    """Write how to set the buckets of the ds_config in use."""
     name = case.recipe.deepspeed
     file = f"a copy of ds_configs/{name}.json" if name in ds_config_names() else name
     return f'in {file}: "reduce_bucket_size": {elements}'
@@ -359,6 +374,7 @@ def _checkpointing(case: _Case) -> Objection | None:
     if case.limit is None:
         return None
     if not recomputed_one_in(case.recipe):
+        # above the limit it is refused (`_memory`), below TIGHT there is room
         if not TIGHT * case.limit < case.need.total <= case.limit:
             return None
         what = f"{num_bytes(case.need.total)} of {num_bytes(case.limit)}: fragmentation can end the run"
@@ -371,12 +387,14 @@ def _checkpointing(case: _Case) -> Objection | None:
 
 
 def _repeats(case: _Case) -> Objection | None:
-    """Up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)."""
+    """Warn about data that is read more often than is useful (Muennighoff et al. 2023, section 5)."""
     tokens, there = case.recipe.budget.tokens, case.machine.data_tokens
+    # whoever sets `max_epochs` has decided it
     stated = any(source.max_epochs for source in case.recipe.data.sources)
     if not there or stated or tokens <= MANY_EPOCHS * there:
         return None
     what = f"budget.tokens reads the {there:,} training tokens {tokens / there:.1f} times: after four it teaches little"
+    # whole steps
     unit = case.recipe.tokens_per_step
     fewer = f", or --set budget.tokens={MANY_EPOCHS * there // unit * unit}" if there >= unit else ""
     return Objection(
@@ -385,7 +403,7 @@ def _repeats(case: _Case) -> Objection | None:
 
 
 def _hidden(case: _Case) -> bool:
-    """Whether the links are known and carry the step's messages well within the time of its products."""
+    """Return whether the links are known and carry a step's messages well within the time of its products."""
     if case.machine.gpu is None:
         return False
     time = step_time(case.recipe, case.ds_config, case.world_size, case.machine.gpu)
@@ -393,7 +411,7 @@ def _hidden(case: _Case) -> bool:
 
 
 def _snapshot(case: _Case) -> Objection | None:
-    """Without room for it in host memory a save is written while training waits (`checkpoints/background.py`)."""
+    """Warn if training must wait during a save, as host memory has no room for a copy (`checkpoints/background.py`)."""
     ranks, there, need = case.machine.ranks_per_host, case.machine.host_memory_bytes, case.need
     held = need.on_processor if case.machine.trains_on_processor else need.host_running
     if there is None or not need.snapshot or ranks * (held + need.snapshot) <= there:

@@ -34,7 +34,7 @@ RATES = {
     "all_reduce_bytes_per_second": "each rank sends in an all-reduce of all ranks, in bytes per second",
     "product_flops": "a GPU reaches in large 16-bit products, in FLOPs per second",
 }
-"""Names of what may be kept, and what each says."""
+"""Rates that may be kept: name -> meaning."""
 TABLE_NOTE = """
 Peaks are dense TFLOPS; links are per GPU and direction. From pretraining/planning/tables/, which you may edit."""
 
@@ -51,7 +51,7 @@ class Gpu:
     memory_bytes: int
     memory_bandwidth_bytes_per_second: int
     link: str
-    """What joins the GPUs of a node."""
+    """Name of the link between the GPUs of a node."""
     link_bytes_per_second: int
     pcie_bytes_per_second: int
     network_bits_per_second: int
@@ -59,11 +59,12 @@ class Gpu:
     gpus_per_node: int
     source: str
     assumed: tuple[str, ...]
-    """Fields that belong to the machine around it, and are to be set to yours."""
+    """Fields that depend on the machine around the GPU; set them to the values of yours."""
 
     @property
     def network_bytes_per_second(self) -> float:
-        """Between nodes, one direction."""
+        """Bytes per second between nodes, in one direction."""
+        # networks are sold in bits
         return self.network_bits_per_second / 8
 
     def peak_flops(self, precision: str) -> float:
@@ -102,9 +103,11 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         UserError: no such GPU; the nearest names.
     """
+    # one spelling for all names, so that case, spaces and hyphens do not matter
     names = {_plain(word): gpu for gpu in all_gpus().values() for word in (gpu.name, *gpu.aliases)}
     if _plain(name) in names:
         return names[_plain(name)]
+    # aliases of one GPU count once
     near = {names[word].name for word in get_close_matches(_plain(name), names, n=4, cutoff=0.5)}
     hint = f"the nearest are {', '.join(sorted(near))}" if near else f"known are {', '.join(all_gpus())}"
     raise UserError(f"--gpu {name}: no such GPU; {hint} (or add yours to {FILE})")
@@ -133,7 +136,7 @@ def cuda_needs(version: str | None) -> dict | None:
 
 
 def _plain(name: str) -> str:
-    # torch says "NVIDIA H100 80GB HBM3", people h100-80gb
+    # torch says "NVIDIA H100 80GB HBM3", people write h100-80gb
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -142,6 +145,7 @@ def _gpu(name: str, entry: dict) -> Gpu:
         name=name,
         aliases=tuple(entry.get("aliases", ())),
         architecture=entry.get("architecture", ""),
+        # the table is in TFLOPS, as data sheets are
         dense_peak_flops={precision: 1e12 * peak for precision, peak in entry["dense_peak_tflops"].items()},
         link=entry.get("link", "link"),
         source=entry.get("source", "no source given"),
@@ -151,27 +155,27 @@ def _gpu(name: str, entry: dict) -> Gpu:
 
 
 def _rates_file() -> Path:
-    """Return the file of this host: in $PRETRAINING_DOCTOR_FOLDER or ~/.cache/pretraining/doctor."""
+    """Return the file of this host, in $PRETRAINING_DOCTOR_FOLDER or ~/.cache/pretraining/doctor."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    # a home on a network disk is shared: each host has a file of its own
+    # a home on a network disk is shared between hosts, so each host has a file of its own
     folder = Path(os.environ.get(FOLDER_VARIABLE) or cache / "pretraining" / "doctor")
     return folder / f"{socket.gethostname()}.json"
 
 
 def keep_rates(rates: dict[str, float], where: str, gpu: str | None, num_gpus: int) -> Path:
-    """Write what was measured over what is kept already; returns the file.
+    """Add what was measured to the kept rates, over older values; return the file.
 
     Args:
         rates: values of names in RATES.
         where: folder or hosts of the measurement.
         gpu: name of the GPUs in tables/gpus.json; None if there are none, or the table does not know them.
-        num_gpus: of the run that was measured, over all its machines.
+        num_gpus: GPUs of the measured run, over all its machines.
 
     Raises:
         OSError: the folder cannot be written.
     """
     path, machine = _rates_file(), _machine(gpu, num_gpus)
-    # those of an earlier examination stay, if this one did not measure them
+    # rates that only an earlier examination measured stay
     entries = {name: {"value": rates[name], "where": where, "date": utc_now()[:10]} for name in rates}
     write_json(path, {**_read_rates(path), machine: {**kept_rates(gpu, num_gpus), **entries}})
     return path
@@ -180,19 +184,21 @@ def keep_rates(rates: dict[str, float], where: str, gpu: str | None, num_gpus: i
 def kept_rates(gpu: str | None, num_gpus: int) -> dict[str, dict]:
     """Return {"value", "where", "date"} of each rate that was measured on this host beside these GPUs."""
     entries = _read_rates(_rates_file()).get(_machine(gpu, num_gpus))
+    # the file may be damaged or edited: whatever is no rate is left out
     entries = entries if isinstance(entries, dict) else {}
     return {name: entries[name] for name in RATES if _is_rate(entries.get(name))}
 
 
 def _machine(gpu: str | None, num_gpus: int) -> str:
-    """What a plan must name to be a plan of this machine."""
+    """Return the key of the measured machine; a plan must name the same GPUs to use its rates."""
     return f"{num_gpus} x {gpu}" if gpu else "processor"
 
 
 def _read_rates(path: Path) -> dict:
-    """Read the file; one that is missing or damaged is empty, as measuring again takes a second."""
+    """Return the content of the file; empty if it is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+    # no error: measuring again takes a second
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -201,7 +207,9 @@ def _read_rates(path: Path) -> dict:
 def _is_rate(entry: Any) -> bool:
     if not isinstance(entry, dict) or type(entry.get("value")) not in (int, float):
         return False
+    # plans print both
     words = all(isinstance(entry.get(name), str) for name in ("where", "date"))
+    # below 1 a second, and not finite, is no measurement
     return words and 1 <= entry["value"] < math.inf
 
 
@@ -254,6 +262,7 @@ def _gpu_entry(gpu: Gpu) -> dict:
 def _row(gpu: dict) -> list[str]:
     peaks = gpu["dense_peak_flops"]
     prices = [entry["dollars_per_gpu_hour"] for entry in gpu["prices"]]
+    # the cheapest: prices are sorted
     price = f"{prices[0]:.2f}" if prices else "-"
     return [
         gpu["name"],

@@ -15,10 +15,12 @@ from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.planning.workload import Workload, add_workload_arguments, workload_of
 
+# bytes an element
 BF16, FP32 = 2, 4
 RESERVES = ("fragmentation", "cuda_context_bytes", "nccl_bytes")
 SHORTEST_CONTEXT_SHARD = 4096
 """Tokens below which splitting a sequence over GPUs is not considered."""
+# sequences per pipeline and pass
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 NOTE = """
 Time is of kernels at {efficiency} of the dense peak plus every message at its link's peak, nothing overlapped:
@@ -27,7 +29,7 @@ good for an order, not for a promise. `ac` recomputes every layer (activation ch
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What of a model's shape decides its activations and messages."""
+    """The part of a model's shape that decides its activations and messages."""
 
     width: int
     heads: int
@@ -35,7 +37,7 @@ class LayerShape:
     head_size: int
     layers: int
     inner: int
-    """Width of the feed-forward layers a token meets; of a mixture, of all experts it is routed to."""
+    """Width of the feed-forward layers that a token passes; in a mixture, of all experts it is routed to."""
     gated: bool
     vocab_size: int
 
@@ -56,8 +58,9 @@ class LayoutMemory:
 
     @property
     def total(self) -> float:
-        """All of it, with the allocator's and the framework's reserve."""
+        """Bytes of all parts, with the allocator's and the framework's reserve."""
         held = self.weights_and_gradients + self.optimizer + self.activations + self.logits
+        # fragmentation grows with what is held; the context and NCCL take the same for every layout
         assumed = {name: table("memory")[name]["value"] for name in RESERVES}
         return held * (1 + assumed["fragmentation"]) + assumed["cuda_context_bytes"] + assumed["nccl_bytes"]
 
@@ -68,7 +71,7 @@ class LayoutMemory:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to lay a model over the GPUs; data x tensor x pipeline x context GPUs."""
+    """One way to split a model over data x tensor x pipeline x context GPUs."""
 
     data: int
     tensor: int
@@ -82,10 +85,10 @@ class Layout:
     """Activation checkpointing of every layer."""
     layers_per_stage: int
     bubble: float
-    """Idle over ideal time of the pipeline."""
+    """The pipeline's idle time over its ideal time."""
     memory: LayoutMemory
     compute_seconds: float
-    """Of one step, bubble included."""
+    """Seconds of one step, bubble included."""
     tensor_seconds: float
     context_seconds: float
     pipeline_seconds: float
@@ -104,7 +107,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class _Cluster:
-    """What every layout of one question shares."""
+    """Values that all layouts of one question share."""
 
     size: ModelSize
     shape: LayerShape
@@ -114,9 +117,9 @@ class _Cluster:
     num_gpus: int
     gpu: Gpu
     flops_per_second: float
-    """What the kernels of one GPU reach."""
+    """FLOPs that the kernels of one GPU reach in a second."""
     optimizer_width: float
-    """Bytes a parameter of master weights and the optimizer's states."""
+    """Bytes of master weights and optimizer states per parameter."""
 
 
 def layouts(
@@ -130,7 +133,7 @@ def layouts(
 ) -> list[Layout]:
     """Return every layout that divides the model, the step and the GPUs, and fits their memory; fastest first.
 
-    A layout recomputes only if it would not fit otherwise.
+    A layout recomputes only if it does not fit otherwise.
 
     Args:
         kernel_efficiency: share of the dense peak that a layer's kernels reach, before messages and bubbles.
@@ -157,11 +160,12 @@ def layouts(
     fitting = [layout for layout in found if layout.memory.total <= gpu.memory_bytes]
     if not fitting:
         raise UserError(_nothing_fits(found, cluster))
+    # of equally fast layouts, the one that splits the model least comes first
     return sorted(fitting, key=lambda layout: (layout.step_seconds, layout.tensor, layout.pipeline))
 
 
 def _candidates(cluster: _Cluster) -> Iterator[Layout]:
-    """Both kinds of each division: without recomputation, and with it if the first does not fit."""
+    """Yield one layout for each division: without recomputation, or with it if the first does not fit."""
     for tensor, pipeline, context, data, micro_batch in _divisions(cluster):
         layout = _layout(cluster, data, tensor, pipeline, context, micro_batch, recompute=False)
         if layout.memory.total > cluster.gpu.memory_bytes:
@@ -171,14 +175,17 @@ def _candidates(cluster: _Cluster) -> Iterator[Layout]:
 
 def _divisions(cluster: _Cluster) -> Iterator[tuple[int, int, int, int, int]]:
     shape = cluster.shape
-    # all-reduces of every layer cross no network (Narayanan et al. 2021, takeaway 1)
+    # tensor ranks stay in one node: each layer's all-reduces must not cross the network
+    # (Narayanan et al. 2021, takeaway 1)
     node = min(cluster.gpu.gpus_per_node, cluster.num_gpus)
     tensors = [n for n in range(1, node + 1) if node % n == 0]
+    # each rank holds whole heads, of the queries and of the keys
     tensors = [n for n in tensors if shape.heads % n == 0 and shape.key_value_heads % n == 0]
     for tensor in tensors:
         for pipeline in _divisors(shape.layers):
             for context in _contexts(cluster.sequence_length):
                 data, rest = divmod(cluster.num_gpus, tensor * pipeline * context)
+                # every GPU has work, and every pipeline gets the same number of sequences
                 if data == 0 or rest or cluster.sequences % data:
                     continue
                 share = cluster.sequences // data
@@ -191,16 +198,20 @@ def _layout(
 ) -> Layout:
     size, shape, gpu = cluster.size, cluster.shape, cluster.gpu
     microbatches = cluster.sequences // (data * micro_batch)
+    # per GPU and pass: context parallelism splits each sequence
     tokens = micro_batch * cluster.sequence_length / context
     bubble = pipeline_bubble(pipeline, microbatches)
     counted = flops_per_token(size, cluster.sequence_length)
     flops = (
         (counted.hardware if recompute else counted.training) * cluster.sequences * cluster.sequence_length
     )
+    # seconds without bubbles and messages
     ideal = flops / (cluster.num_gpus * cluster.flops_per_second)
+    # the bubble counts as extra passes, in messages as in products
     passes, layers = microbatches * (1 + bubble), shape.layers // pipeline
     # 1F1B: the first stage begins as many micro-batches as there are stages before the first returns
     in_flight = min(pipeline, microbatches)
+    # context ranks hold the same weights as data ranks, so they share the optimizer's states too
     shards, width = data * context, cluster.optimizer_width
     memory = layout_memory(size, shape, tokens, tensor, pipeline, shards, in_flight, recompute, width)
     return Layout(
@@ -215,6 +226,7 @@ def _layout(
         bubble=bubble,
         memory=memory,
         compute_seconds=ideal * (1 + bubble),
+        # tensor ranks are neighbours inside a node (`_divisions`)
         tensor_seconds=passes
         * layers
         * _tensor_bytes(shape, tokens, tensor, recompute)
@@ -225,6 +237,7 @@ def _layout(
         / _link(gpu, tensor * context),
         pipeline_seconds=passes
         * _pipeline_bytes(shape, tokens, tensor, pipeline)
+        # stages are the outermost dimension: with several nodes, some neighbours are in different ones
         / _link(gpu, cluster.num_gpus),
         data_seconds=_data_bytes(memory, data * context) / _link(gpu, data * context * tensor),
     )
@@ -240,7 +253,9 @@ def layer_shape(model: dict) -> LayerShape:
         key_value_heads=widths.key_value_heads,
         head_size=widths.head_size,
         layers=widths.layers,
+        # a dense model counts as one expert (`shapes.Widths`)
         inner=widths.expert_inner * widths.chosen_experts,
+        # of the types that `shapes.shape_of` returns, only gpt2 is not gated
         gated=shape["model_type"] != "gpt2",
         vocab_size=shape["vocab_size"],
     )
@@ -257,24 +272,26 @@ def layout_memory(
     recompute: bool,
     optimizer_width: float = 3 * FP32,
 ) -> LayoutMemory:
-    """Return memory of the fullest GPU.
-
-    Weights and fp32 gradients are 6 bytes a parameter, the optimizer's master weights and Adam's moments 12, shared
-    by the `shards` data- and context-parallel ranks as Megatron-LM's distributed optimizer does (ZeRO stage 1).
-    Under 1F1B the first stage holds the activations of `in_flight` micro-batches (Narayanan et al. 2021, section
-    2.2); tensor parallelism with sequence parallelism divides all of them (Korthikanti et al. 2022, table 2);
-    with recomputation only each layer's input stays, and one layer's activations beside them.
+    """Return memory of the fullest GPU in bytes: the model states, the activations and the logits.
 
     Args:
         tokens: of one micro-batch on one GPU, that is after context parallelism.
-        optimizer_width: bytes a parameter of master weights and the optimizer's states.
+        shards: data- and context-parallel ranks, which share the optimizer's states.
+        in_flight: micro-batches whose activations are held at once.
+        optimizer_width: bytes of master weights and optimizer states per parameter.
     """
     held, layers = gpu_parameters(size, tensor, pipeline), shape.layers / pipeline
+    # with sequence parallelism, tensor ranks divide all activations (Korthikanti et al. 2022, table 2)
     one_layer = activation_bytes_per_token(shape) * tokens / tensor
+    # with recomputation only each layer's input stays
     kept = BF16 * shape.width * tokens / tensor if recompute else one_layer
+    # 1F1B: the first stage holds `in_flight` micro-batches (Narayanan et al. 2021, section 2.2);
+    # the recomputed activations exist for one layer at a time
     activations = in_flight * layers * kept + (one_layer if recompute else 0)
     return LayoutMemory(
+        # bf16 weights, fp32 gradients
         weights_and_gradients=held * (BF16 + FP32),
+        # shared as by Megatron-LM's distributed optimizer (ZeRO stage 1)
         optimizer=held * optimizer_width / shards,
         activations=activations,
         # as a plain loss in memory/activations.py: fp32 log-probabilities, their gradient, the logits' gradient
@@ -283,7 +300,8 @@ def layout_memory(
 
 
 def gpu_parameters(size: ModelSize, tensor: int, pipeline: int) -> float:
-    """Return parameters on a GPU of the first stage, or the last if that holds more: its layers and a table."""
+    """Return the parameters on one GPU of the fuller end of the pipeline: its layers and a table."""
+    # the first stage holds the embedding, the last one the head
     vocabulary = max(size.embedding, size.parts.head)
     layers = size.total - size.embedding - size.parts.head
     whole = layers + size.embedding + size.parts.head if pipeline == 1 else layers / pipeline + vocabulary
@@ -293,12 +311,13 @@ def gpu_parameters(size: ModelSize, tensor: int, pipeline: int) -> float:
 def activation_bytes_per_token(shape: LayerShape) -> int:
     """Return bytes one layer keeps per token for its backward pass, in bf16 with fused attention.
 
-    Korthikanti et al. 2022, section 4.1, without dropout masks: 32 h for GPT. Inputs of the two norms, input of
-    the attention, queries, keys, values, its result, input of the feed-forward layer, and its inner values:
-    two of them, four if it is gated.
+    Korthikanti et al. 2022, section 4.1, without dropout masks: 32 h for GPT. A layer keeps the inputs of its two
+    norms, the input of the attention, queries, keys, values and their result, the input of the feed-forward
+    layer, and that layer's inner values.
     """
     queries = shape.heads * shape.head_size
     attention = shape.width + queries + 2 * shape.key_value_width + queries
+    # inner values before and after the activation function; a gated layer keeps four
     feed_forward = shape.width + shape.inner * (4 if shape.gated else 2)
     return BF16 * (2 * shape.width + attention + feed_forward)
 
@@ -314,38 +333,39 @@ def pipeline_bubble(stages: int, microbatches: int, chunks: int = 1) -> float:
 
 
 def _tensor_bytes(shape: LayerShape, tokens: float, tensor: int, recompute: bool) -> float:
-    """A layer's all-reduces: two forward, two backward, and two more if the forward pass is repeated.
-
-    Megatron-LM (Shoeybi et al. 2019), figure 4; a ring sends 2 (t - 1) / t of the message.
-    """
+    """Return the bytes of one layer's all-reduces (Megatron-LM, Shoeybi et al. 2019, figure 4)."""
     message = BF16 * shape.width * tokens
+    # two forward, two backward, two more if the forward pass is repeated; a ring sends 2 (t - 1) / t of each
     return (6 if recompute else 4) * message * 2 * (tensor - 1) / tensor
 
 
 def _context_bytes(shape: LayerShape, tokens: float, tensor: int, context: int) -> float:
-    """A layer's keys and values passed round the ring, forward and twice as much backward (Liu et al. 2023)."""
+    """Return the bytes of one layer's keys and values on their way round the ring (Liu et al. 2023)."""
     message = BF16 * 2 * shape.key_value_width / tensor * tokens
+    # once forward, and twice as much backward
     return 3 * message * (context - 1)
 
 
 def _pipeline_bytes(shape: LayerShape, tokens: float, tensor: int, pipeline: int) -> float:
-    """Activations to the next stage and gradients back, each once a micro-batch; a stage's ranks share them."""
+    """Return the bytes of a micro-batch's activations to the next stage and of its gradients back."""
+    # a stage's tensor ranks share the message
     return 2 * BF16 * shape.width * tokens / tensor if pipeline > 1 else 0.0
 
 
 def _data_bytes(memory: LayoutMemory, shards: int) -> float:
-    """Reduce-scatter of fp32 gradients and all-gather of bf16 weights, once a step (ZeRO, section 7)."""
+    """Return the bytes of a step's gradients and weights between data ranks (ZeRO, section 7)."""
+    # once a step: reduce-scatter of the fp32 gradients, all-gather of the bf16 weights
     return memory.weights_and_gradients * (shards - 1) / shards
 
 
 def _link(gpu: Gpu, group: int) -> float:
-    """Bytes per second of the slowest link in a group of neighbouring GPUs."""
+    """Return bytes per second of the slowest link in a group of neighbouring GPUs."""
     inside = gpu.link_bytes_per_second
     return inside if group <= gpu.gpus_per_node else min(inside, gpu.network_bytes_per_second)
 
 
 def _contexts(sequence_length: int) -> list[int]:
-    # ring attention splits a sequence into two pieces a GPU, so that the causal mask costs all the same
+    # ring attention gives each GPU two pieces of a sequence, so that all have the same work under the causal mask
     longest = max(1, sequence_length // SHORTEST_CONTEXT_SHARD)
     return [2**n for n in range(longest.bit_length()) if sequence_length % (2 * 2**n) == 0 or n == 0]
 
@@ -394,6 +414,7 @@ class ParallelismVerb:
     def answer(self, options: argparse.Namespace) -> dict:
         """Return the best layouts, one of each division of the GPUs."""
         workload, gpu = workload_of(options), find_gpu(options.gpu)
+        # --parameters gives a size alone: no heads, widths or layers
         if workload.recipe is None:
             raise UserError("layouts need the model's shape: give --recipe NAME (and --set to change it)")
         recipe = workload.recipe
@@ -409,6 +430,7 @@ class ParallelismVerb:
         )
         best: dict[tuple, Layout] = {}
         for layout in found:
+            # the layouts are sorted: the first of each division is its fastest
             best.setdefault((layout.tensor, layout.pipeline, layout.context), layout)
         peak = gpu.peak_flops(gpu.training_precision)
         shown = list(best.values())[: options.top]

@@ -11,11 +11,12 @@ MOST_GPUS = 10_000_000
 
 
 def amount(text: str) -> float:
-    """Read a positive number with an optional suffix k, m, b, t or q: "300e9", "300b" and "0.3T" are the same.
+    """Read a positive number with an optional suffix k, m, b, g, t or q: "300e9", "300b" and "0.3T" are the same.
 
     Raises:
         argparse.ArgumentTypeError: not a number, not positive, or beyond 1e33.
     """
+    # thousands may be separated, as in 1,000 or 1_000
     digits, scale = text.replace(",", "").replace("_", ""), 1.0
     if digits[-1:].lower() in SUFFIXES:
         digits, scale = digits[:-1], SUFFIXES[digits[-1].lower()]
@@ -29,7 +30,7 @@ def amount(text: str) -> float:
 
 
 def count(text: str) -> float:
-    """Read such a number of at least 1: parameters, tokens, FLOPs, bytes.
+    """Read a number of at least 1, as `amount` does: parameters, tokens, FLOPs, bytes.
 
     Raises:
         argparse.ArgumentTypeError: as `amount`, or below 1.
@@ -43,6 +44,7 @@ def count(text: str) -> float:
 def gpu_count(text: str) -> int:
     """Read a whole number of GPUs from 1 to ten million."""
     number = amount(text)
+    # "2.5k" is a whole number, "2.5" is not
     if number != int(number) or number > MOST_GPUS:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to {MOST_GPUS:,}")
     return int(number)
@@ -79,7 +81,8 @@ def three_digits(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write seconds in the unit a person would use."""
+    """Write seconds in the unit that a person would use."""
+    # from two of a unit on: 1.5 days are written as 36 hours
     for unit, length in (("years", 365 * 86400), ("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length:
             return f"{three_digits(seconds / length)} {unit}"
@@ -87,7 +90,7 @@ def duration(seconds: float) -> str:
 
 
 def dollars(amount_: float) -> str:
-    """Write dollars, without cents from 100 on; three digits of what is below a cent."""
+    """Write dollars, without cents from 100 on, and with three digits below a cent."""
     if 0 < amount_ < 0.01:
         return f"${three_digits(amount_)}"
     return f"${amount_:,.0f}" if amount_ >= 100 else f"${amount_:,.2f}"
@@ -124,17 +127,18 @@ def columns(header: list[str], rows: list[list[str]], left: int = 1) -> str:
 
 
 def facts(rows: list[tuple[str, str]], line_width: int = 118) -> str:
-    """Write label and value, one pair a line; long values continue below themselves."""
+    """Write label and value, one pair per line; a long value continues on the next lines, below its start."""
     width = max(len(label) for label, _ in rows) + 2
     lines = []
     for label, value in rows:
+        # an empty value still needs its line
         parts = textwrap.wrap(value, line_width - width, break_on_hyphens=False) or [""]
         lines += [f"{label:<{width}}{parts[0]}", *(" " * width + part for part in parts[1:])]
     return "\n".join(lines)
 
 
 def recomputation_text(every_n_layers: int) -> str:
-    """Say of how many layers one is recomputed; 0: none is."""
+    """Write how many layers are recomputed: one in `every_n_layers`; 0: none."""
     if every_n_layers > 1:
         return f"one layer in {every_n_layers} recomputed"
     return "every layer recomputed" if every_n_layers else "nothing recomputed"

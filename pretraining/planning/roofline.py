@@ -1,9 +1,9 @@
 """The share of a GPU's peak that a recipe reaches: measured here, or the most that its kernels allow.
 
-A training pass is products and attention, bound by FLOPs, and all other kernels, bound by the bytes they read and
-write. How many bytes a layer's kernels move for a token is linear in its widths; tables/kernels.json holds the
-factors, counted by benchmarks/kernel_factors.py on the real model, eager and compiled. Nothing else is in it: no gap
-between kernels, no message, no wait. So it is a ceiling, and a run stays below it.
+A training pass consists of products and attention, which are bound by FLOPs, and of all other kernels, which are bound
+by the bytes they read and write. How many bytes a layer's kernels move for a token is linear in its widths.
+tables/kernels.json holds the factors, which benchmarks/kernel_factors.py counted on the real model, eager and compiled.
+Gaps between kernels, messages and waits are not counted. So the result is a ceiling, and a run stays below it.
 """
 
 import json
@@ -28,7 +28,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 SAME_SIZE = 1.25
 """Models whose parameters differ by no more than this factor count as the same size."""
 ATTENTION_BACKWARD = 2.5
-"""FLOPs of attention's backward pass over its forward pass: five products for two, the scores are made again."""
+"""FLOPs of attention's backward pass over its forward pass: five products to two, as the scores are computed again."""
 SIXTEEN_BIT_NAMES = ("bf16", "fp16")
 CAUSAL = 0.5
 """Share of the scores that a causal kernel computes."""
@@ -39,20 +39,20 @@ class Utilization:
     """A model FLOPs utilization (share of the dense peak) and where it comes from."""
 
     mfu: float
-    """If nothing is recomputed."""
+    """Its value if nothing is recomputed."""
     source: str
     assumed: bool
-    """Neither given nor measured here: it knows nothing of this run's messages."""
+    """Whether it is neither given nor measured here, and so does not include this run's messages."""
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What one micro-batch takes on one GPU if nothing waits."""
+    """The time of one micro-batch on one GPU if nothing waits."""
 
     seconds: dict[str, float]
-    """By what they are spent on; those of the optimizer are shared among the micro-batches of a step."""
+    """Seconds by what they are spent on; the optimizer's are divided by the micro-batches of a step."""
     mfu: float
-    """Model FLOPs over all these seconds and the dense peak."""
+    """Model FLOPs, divided by all these seconds and the dense peak."""
     mfu_without_recomputation: float
     """The same if no layer were recomputed."""
     products_measured_on: str | None
@@ -61,13 +61,13 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU sustains in training."""
+    """Rates that a GPU sustains in training."""
 
     product_flops: float
     """FLOPs a second of large matrix products."""
     attention_flops: float
     bytes: float
-    """Read and written a second."""
+    """Bytes read and written a second."""
     products_measured_on: str | None
     """The day on which the doctor measured products; None if their rate is assumed."""
 
@@ -77,6 +77,7 @@ def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilizatio
     size = model_size(recipe.model)
     flops = flops_per_token(size, recipe.sequence_length)
     measured = expected_utilization(gpu, size.total, recomputation=flops.hardware / flops.training)
+    # a measurement on this machine is worth more than any count
     if not measured.assumed:
         return measured
     day = at_best.products_measured_on
@@ -89,14 +90,14 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     """Return the most that a recipe's kernels reach on this GPU.
 
     Args:
-        precision: of the products: bf16, fp16, tf32 or fp32.
+        precision: that of the products: bf16, fp16, tf32 or fp32.
 
     Raises:
         UserError: the GPU has no such precision, or the ranks do not divide the recipe's step.
     """
     rates, size = sustained_rates(gpu, precision, world_size), model_size(recipe.model)
     tokens = recipe.micro_batch * recipe.sequence_length
-    # the factors are those of 16-bit numbers
+    # the table's factors are for 16-bit numbers
     width = precision_of(recipe, ds_config).compute / SIXTEEN_BIT
     mode = layer_mode(recipe, ds_config)
     # 2 products of 2 FLOPs each: queries with keys, probabilities with values
@@ -105,10 +106,11 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     backward = width * size.num_layers * _layer_bytes(recipe.model, mode, "backward", tokens)
     outside = width * _outside_bytes(recipe.model, mode, tokens)
     skipped = size.num_layers * last_product(recipe.model) if _skips_last_product(recipe, ds_config) else 0
-    # the head belongs to no layer
+    # layers are recomputed, and the head belongs to none
     recomputed = 2 * (size.matmul - size.head - skipped) * tokens
     again = recomputed_share(recomputed_one_in(recipe))
     engine = table("kernels")["engines"][str(zero_stage(ds_config))]
+    # the part of the step that ranks share shrinks with their number
     in_step = engine["step"] + engine["step of its share"] / world_size
     seconds = {
         "products": (1 + BACKWARD) * 2 * size.matmul * tokens / rates.product_flops,
@@ -118,9 +120,10 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
         "recomputation": again
         * (recomputed / rates.product_flops + scores / rates.attention_flops + forward / rates.bytes),
         "gradients": engine["micro-batch"] * size.total / rates.bytes,
+        # one step for all micro-batches of it
         "optimizer": in_step * size.total / rates.bytes / accumulation_steps(recipe, world_size),
     }
-    # MFU counts model FLOPs alone, and the mask in full (PaLM, appendix B)
+    # MFU counts model FLOPs alone, and the scores without the mask (PaLM, appendix B)
     at_peak = flops_per_token(size, recipe.sequence_length).training * tokens / gpu.peak_flops(precision)
     total = sum(seconds.values())
     without = at_peak / (total - seconds["recomputation"])
@@ -135,8 +138,8 @@ def expected_utilization(
     A measurement is a line of benchmarks/results/*.jsonl with `mfu` and `parameters` beside the device's name.
 
     Args:
-        recomputation: FLOPs with every layer recomputed over those without. A line is raised by as much of it as
-            its `recomputes`, the share of the layers that were recomputed.
+        recomputation: FLOPs with every layer recomputed, divided by those without. A measured MFU is raised by the
+            part of it that the line's `recomputes` says, which is the share of recomputed layers.
     """
     # the newest line counts: drivers and libraries change
     found = [row for row in _measured_utilizations(results) if _is_like(row, gpu, parameters)]
@@ -152,13 +155,13 @@ def expected_utilization(
 
 @cache
 def _measured_utilizations(results: Path) -> tuple[dict, ...]:
-    """The kept results that hold a utilization.
+    """Return the kept results that hold a utilization.
 
     Raises:
-        UserError: a line that is not JSON.
+        UserError: a line is not JSON.
     """
     files = {path: path.read_text(encoding="utf-8").splitlines() for path in sorted(results.glob("*.jsonl"))}
-    # most lines are of other benchmarks; JSON is parsed for those alone that name an MFU
+    # most lines are from other benchmarks: only those that name an MFU are parsed
     rows = [_row(path, n, line) for path in files for n, line in enumerate(files[path], 1) if '"mfu"' in line]
     return tuple(row for row in rows if row.get("mfu") and row.get("parameters"))
 
@@ -173,6 +176,7 @@ def _row(path: Path, number: int, line: str) -> dict:
 def _is_like(row: dict, gpu: Gpu, parameters: int) -> bool:
     try:
         device = find_gpu(row["environment"]["device"])
+    # a device that the table does not know, or a line without one, is like no GPU
     except (UserError, KeyError):
         return False
     return device == gpu and 1 / SAME_SIZE <= row["parameters"] / parameters <= SAME_SIZE
@@ -191,9 +195,9 @@ def model_flops_utilization(
 
 
 def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
-    """Return the rates of tables/rates.json for the GPU's architecture; of products what the doctor measured.
+    """Return the rates of tables/rates.json for the GPU's architecture; for products, the rate measured by the doctor.
 
-    num_gpus: of the run; what was measured on this machine counts for as many of these GPUs alone.
+    num_gpus: GPUs of the run. A rate that was measured here counts only for the same number of the same GPUs.
 
     Raises:
         UserError: the GPU has no such precision.
@@ -204,9 +208,10 @@ def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
         for name in ("products", "attention", "memory")
     )
     peak = gpu.peak_flops(precision)
+    # the doctor measures 16-bit products only (`gpus.RATES`)
     measured = kept_rates(gpu.name, num_gpus).get("product_flops") if precision in SIXTEEN_BIT_NAMES else None
     return Rates(
-        # a clock that is raised for a moment can measure more than the data sheet's peak
+        # if the clock is raised for a moment, the measured rate can exceed the data sheet's peak
         product_flops=min(peak, measured["value"]) if measured else product * peak,
         attention_flops=attention * peak,
         bytes=bandwidth * gpu.memory_bandwidth_bytes_per_second,
@@ -220,25 +225,25 @@ def layer_mode(recipe: Recipe, ds_config: dict | None) -> str:
 
 
 def _layer_bytes(model: dict, mode: str, direction: str, tokens: int) -> float:
-    """Bytes that the kernels of one layer move for a micro-batch in 16 bit, products and attention left out.
+    """Return the bytes that one layer's kernels move for a micro-batch in 16 bit, without products and attention.
 
     direction: `forward` or `backward`.
     """
     shape, kernels = shape_of(model), table("kernels")
     factors, widths = kernels["layers"][shape["model_type"]][mode][direction], layer_widths(shape, tokens)
-    # an activation in Python is several kernels, of which each reads and writes all of it
+    # an activation function written in Python is several kernels, and each reads and writes all inner values
     written_out = kernels["activations"].get(_activation(shape), {}).get(mode, {}).get(direction, 0.0)
     moved = sum(factor * widths[name] for name, factor in factors.items())
     return tokens * (moved + written_out * _inner_width(widths))
 
 
 def _inner_width(widths: dict[str, float]) -> float:
-    """Of the feed-forward part, over all experts that a token is given to."""
+    """Return the width of the feed-forward part, over all experts that a token is given to."""
     return widths["inner"] if "inner" in widths else widths["routed inner"]
 
 
 def layer_widths(shape: dict, tokens: int) -> dict[str, float]:
-    """Return what those bytes are linear in, for a token.
+    """Return the widths in which a layer's bytes for a token are linear.
 
     `routed` counts a token once for every expert it is given to; the experts' weights are shared among the tokens.
     """
@@ -254,6 +259,7 @@ def layer_widths(shape: dict, tokens: int) -> dict[str, float]:
         "routed hidden": routed * of_layer.hidden,
         "routed inner": routed * of_layer.expert_inner,
         "routed": routed,
+        # three matrices an expert, read once for all tokens of the micro-batch
         "expert weights": 3 * of_layer.experts * of_layer.hidden * of_layer.expert_inner / tokens,
     }
 
@@ -265,23 +271,22 @@ def last_product(model: dict) -> int:
 
 
 def _skips_last_product(recipe: Recipe, ds_config: dict | None) -> bool:
-    """Whether a recomputed layer stops before its last product: torch stops once all that was kept is there again.
-
-    Under ZeRO-3 DeepSpeed's linear function (runtime/zero/linear.py, `zero3_linear_wrap`) keeps its input only after it
-    has multiplied, too late for that. GPT-2's layers are transformers' `Conv1D`, which it does not replace.
-    """
+    """Return whether a recomputed layer stops before its last product."""
+    # torch stops as soon as all that the backward pass needs is there again. Under ZeRO-3, DeepSpeed's linear function
+    # (runtime/zero/linear.py, `zero3_linear_wrap`) keeps its input only after it has multiplied, which is too late.
+    # GPT-2's layers are transformers' `Conv1D`, which DeepSpeed does not replace.
     return zero_stage(ds_config) < 3 or recipe.model.model_type == "gpt2"
 
 
 def _outside_bytes(model: dict, mode: str, tokens: int) -> float:
-    """Bytes that embeddings and the last norm move, forward and backward, for a micro-batch in 16 bit."""
+    """Return the bytes that embeddings and the last norm move for a micro-batch in 16 bit, forward and backward."""
     shape = shape_of(model)
     factor = table("kernels")["layers"][shape["model_type"]][mode]["outside"]
     return tokens * factor * layer_widths(shape, tokens)["hidden"]
 
 
 def _loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu) -> float:
-    """Bytes that the loss moves beside the head's products, in 16 bit."""
+    """Return the bytes that the loss moves in 16 bit, without the head's products."""
     vocab_size, hidden = recipe.model.vocab_size, layer_widths(shape_of(recipe.model), tokens)["hidden"]
     kind = {"auto": "fused"}.get(recipe.loss.kind, recipe.loss.kind)
     compiled = compiles_loss(recipe.loss.compile, on_gpu=True)
@@ -289,9 +294,11 @@ def _loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu) -> float:
     chunk = chunk_length(
         tokens, vocab_size, logit_bytes(SIXTEEN_BIT, compiled), gpu.memory_bytes, recipe.loss.chunk_tokens
     )
+    # only the fused loss also moves the head and its gradient
     if kind != "fused":
         return tokens * factors["logit"] * vocab_size
     of_tokens = tokens * (factors["logit"] * vocab_size + factors["hidden"] * hidden)
+    # every chunk adds to the gradient of the whole head
     of_head = factors["head"] + factors["head a chunk"] * -(-tokens // chunk)
     return of_tokens + of_head * vocab_size * hidden
 

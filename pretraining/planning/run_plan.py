@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Everything that follows from a recipe, a ds_config and a number of ranks, without running it."""
+    """Values that follow from a recipe, a ds_config and a number of ranks, without running anything."""
 
     name: str
     deepspeed: str | None
@@ -28,7 +28,7 @@ class RunPlan:
     tokens_per_step: int
     steps: int
     ramp_steps: int
-    """The first ones, with fewer tokens."""
+    """Number of first steps that have fewer tokens."""
     sequence_length: int
     world_size: int
     micro_batch: int
@@ -44,20 +44,21 @@ class RunPlan:
     weights_kept: int
     """Earlier checkpoints of which the weights alone stay (`checkpoints.demote_to_weights`)."""
     export_bytes: int
-    """Of the exported model, in the precision that holds the weights."""
+    """Bytes of the exported model, in the precision that holds the weights."""
     data_bytes: int
-    """Token shards that the run reads, if it reads each token once."""
+    """Bytes of the token shards that the run reads, if it reads each token once."""
     ds_config: dict | None = None
     machine: "Machine | None" = None
-    """That the run is on; None for a plan on paper."""
+    """Machine on which the run is; None for a plan on paper."""
     verdict: "Verdict | None" = None
-    """Of the plan on that machine."""
+    """Refusals and warnings of the plan on that machine."""
     predicted: dict = field(default_factory=dict)
-    """On the machine at hand: what `comparison.predicted` says, once that is known."""
+    """Result of `comparison.predicted` on that machine; empty until the plan is judged (`gate.judge_plan`)."""
 
     @property
     def layout(self) -> dict:
-        """Over what the run is spread; a checkpoint loads at any other, this is for the reader of events."""
+        """Ranks and ZeRO stage of the run."""
+        # for readers of the events only: a checkpoint loads at any other layout
         return {"world_size": self.world_size, "zero_stage": self.zero_stage}
 
     @property
@@ -73,6 +74,7 @@ class RunPlan:
     @property
     def checkpoint_disk_bytes(self) -> int:
         """Disk that the kept checkpoints take, with room for the one being written before an old one goes."""
+        # the new checkpoint is complete before an old one is deleted
         return self.checkpoint_bytes * (self.checkpoints_kept + 1) if self.checkpoints_kept else 0
 
     @property
@@ -85,15 +87,17 @@ class RunPlan:
             "token shards": self.data_bytes,
             "export": self.export_bytes,
         }
+        # plans print only what the run writes or reads
         return {name: size for name, size in parts.items() if size}
 
     @property
     def disk_bytes(self) -> int:
-        """All of it."""
+        """Bytes of all parts of `disk`."""
         return sum(self.disk.values())
 
     def to_dict(self) -> dict:
         """Return the plan as plain JSON values, derived ones included."""
+        # asdict copies everything: what is removed below is emptied before
         values = asdict(replace(self, ds_config=None, machine=None, verdict=None))
         for name in ("ds_config", "machine", "verdict"):  # they have files and events of their own
             del values[name]
@@ -119,6 +123,7 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
     return RunPlan(
         name=recipe.name,
         deepspeed=recipe.deepspeed,
+        # `zero_stage(None)` is 0, but here a run without DeepSpeed differs from stage 0
         zero_stage=zero_stage(ds_config) if ds_config else None,
         ds_config=ds_config,
         size=size,
@@ -134,6 +139,7 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         model_state=state_of_recipe(recipe, ds_config, world_size),
         checkpoint_bytes=checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe)),
         checkpoints_kept=kept,
+        # every checkpoint that is not kept whole
         weights_kept=written - kept if recipe.checkpoints.demote_to_weights else 0,
         export_bytes=precision_of(recipe, ds_config).weights * size.total,
         data_bytes=tokens * token_bytes(recipe.model.vocab_size),
@@ -141,31 +147,34 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
 
 
 def token_bytes(vocab_size: int) -> int:
-    """Return bytes of a token in its shard: 2 up to 65,536 ids, else 4."""
+    """Return the bytes of one token in its shard: 2 up to 65,536 ids, else 4."""
     return 2 if vocab_size <= 2**16 else 4
 
 
 def save_every(recipe: Recipe) -> int | None:
-    """Steps from one checkpoint to the next: the whole run if they are not counted in steps; None if none is saved."""
+    """Return the steps from one checkpoint to the next; the whole run without `steps`, None if none is saved."""
     strategy, every = recipe.training.save_strategy, recipe.training.save_steps
     if strategy == "no":
         return None
     if strategy != "steps":
         return max(1, recipe.num_steps)
-    # TrainingArguments take a share of the steps as well
+    # TrainingArguments accept a share of all steps, below 1, as well
     return max(1, round(every * recipe.num_steps)) if every < 1 else int(every)
 
 
 def checkpoints_written(recipe: Recipe) -> int:
     """Return checkpoints over the whole run: one every `save_steps`, and one after the last step."""
     every = save_every(recipe)
+    # rounded up, for the one after the last step
     return -(-recipe.num_steps // every) if every else 0
 
 
 def _checkpoints_kept(recipe: Recipe) -> int:
-    """Checkpoints left at the end at most: of those written the newest, the best, and those that stay for ever."""
+    """Return how many checkpoints are left at the end at most: the newest, the best, and those that stay for ever."""
     every, written, rule = save_every(recipe), checkpoints_written(recipe), recipe.checkpoints
     if not every or rule.keep_last is None:
         return written
+    # `keep_every` counts steps, and only steps that are saved can be kept
     for_ever = recipe.num_steps // math.lcm(every, rule.keep_every) if rule.keep_every else 0
+    # one checkpoint may be both the best and the newest: an upper bound
     return min(rule.keep_last + rule.keep_best + for_ever, written)

@@ -1,4 +1,4 @@
-"""Scaling laws: the best size and tokens for a budget, what over-training costs, batch size and learning rate."""
+"""Apply scaling laws: the best size and tokens for a budget, the cost of over-training, batch size, learning rate."""
 
 import argparse
 import math
@@ -14,7 +14,7 @@ PF_DAY = 8.64e19
 CORRECTED = "approach 3 (corrected)"
 DEFAULT = CORRECTED
 FAR = 100
-"""Times beyond the fitted runs at which a law says little."""
+"""Factor beyond the fitted runs from which on a law says little."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,13 @@ class Frontier:
 
     def at_parameters(self, parameters: float) -> Allocation:
         """Return the allocation for which a model of this size is the optimum."""
+        # N = scale x C^exponent, solved for C
         flops = (parameters / self.scale) ** (1 / self.exponent)
         return Allocation(parameters, flops / (6 * parameters))
 
     def at_tokens(self, tokens: float) -> Allocation:
-        """Return the allocation for which this many tokens are the optimum: C^(1 - exponent) = 6 scale D."""
+        """Return the allocation for which this many tokens are the optimum."""
+        # D = C / 6N with N = scale x C^exponent, solved for C
         flops = (6 * self.scale * tokens) ** (1 / (1 - self.exponent))
         return Allocation(flops / (6 * tokens), tokens)
 
@@ -71,11 +73,12 @@ class ParametricLoss:
     source: str
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Return predicted loss of a model of this size after this many tokens, each seen once."""
+        """Return the predicted loss of a model of this size after this many tokens, each seen once."""
         return self.E + self.A * parameters**-self.alpha + self.B * tokens**-self.beta
 
     def tokens_for(self, loss: float, parameters: float) -> float:
-        """Return tokens that bring a model of this size to `loss`; infinite if it is too small for it."""
+        """Return the tokens that bring a model of this size to `loss`; infinite if the model is too small for it."""
+        # the part of the loss that is left for the tokens to explain
         left = loss - self.E - self.A * parameters**-self.alpha
         return (self.B / left) ** (1 / self.beta) if left > 0 else math.inf
 
@@ -87,7 +90,7 @@ class ParametricLoss:
 
 
 def parametric_loss(name: str = "besiroglu") -> ParametricLoss:
-    """Return a fit of tables/scaling_laws.json: besiroglu (the correction), hoffmann_printed, _unrounded, _sardana."""
+    """Return a fit of tables/scaling_laws.json by its name; besiroglu is the corrected one."""
     law = table("scaling_laws")["parametric"][name]
     return ParametricLoss(**{field.name: law[field.name] for field in fields(ParametricLoss)})
 
@@ -97,7 +100,7 @@ def frontier(approach: str = DEFAULT) -> Frontier:
 
     It is the power law through the approach's table of sizes, by least squares in logarithms.
     """
-    # the paper prints exponents to two digits and no coefficients
+    # the others are fitted here: the paper prints their exponents to two digits and no coefficients
     if approach == CORRECTED:
         return parametric_loss("besiroglu").frontier()
     rows = table("scaling_laws")["frontiers"][approach]
@@ -111,14 +114,15 @@ def approaches() -> list[str]:
 
 
 def kaplan_frontier() -> Frontier:
-    """Return that of Kaplan et al. 2020, table 6, in non-embedding parameters; superseded by Hoffmann et al. 2022."""
+    """Return the frontier of Kaplan et al. 2020, table 6, in non-embedding parameters; Hoffmann et al. supersede it."""
     law = table("scaling_laws")["kaplan"]
     scale, exponent = law["parameters"]["scale"], law["parameters"]["exponent"]
+    # the paper counts compute in petaFLOP/s-days
     return Frontier(scale * PF_DAY**-exponent, exponent, law["source"])
 
 
 def _extrapolates(given: Allocation) -> str | None:
-    """What the laws were fitted on if the allocation is far from it, else None."""
+    """Return what the laws were fitted on, if the allocation is far from it; else None."""
     fitted = table("scaling_laws")["fitted_on"]
     pairs = ((given.parameters, fitted["parameters"]), (given.tokens, fitted["tokens"]))
     near = all(low / FAR <= value <= high * FAR for value, (low, high) in pairs)
@@ -126,12 +130,13 @@ def _extrapolates(given: Allocation) -> str | None:
 
 
 def compute_overhead(law: ParametricLoss, given: Allocation) -> float:
-    """Return training FLOPs over those of the compute-optimal model with the same predicted loss; 1 is optimal."""
-    # the loss falls monotonically along the frontier: bisection over log C
+    """Return training FLOPs, divided by those of the optimal model with the same predicted loss; 1 is optimal."""
+    # the loss falls steadily along the frontier: bisection over log C
     target = law.loss(given.parameters, given.tokens)
     best = law.frontier()
     low, high = 1e6, 1e40
     for _ in range(200):
+        # the geometric mean is the middle in logarithms
         middle = math.sqrt(low * high)
         allocation = best.at_flops(middle)
         if law.loss(allocation.parameters, allocation.tokens) > target:
@@ -153,6 +158,7 @@ def with_inference(law: ParametricLoss, loss: float, inference_tokens: float) ->
 
     # below this size no number of tokens reaches the loss
     smallest = ((loss - law.E) / law.A) ** (-1 / law.alpha)
+    # at the smallest size itself the tokens are infinite
     low, high = math.log(smallest) + 1e-9, math.log(smallest) + math.log(1e6)
     # the curve over log N has one minimum: golden-section search
     ratio = (math.sqrt(5) - 1) / 2
@@ -164,7 +170,7 @@ def with_inference(law: ParametricLoss, loss: float, inference_tokens: float) ->
 
 
 def _power_law(xs: list[float], ys: list[float]) -> tuple[float, float]:
-    """Scale and exponent of y = scale x^exponent, by least squares in logarithms."""
+    """Return scale and exponent of y = scale x^exponent, by least squares in logarithms."""
     log_x, log_y = [math.log(x) for x in xs], [math.log(y) for y in ys]
     mean_x, mean_y = sum(log_x) / len(xs), sum(log_y) / len(ys)
     products = sum((x - mean_x) * (y - mean_y) for x, y in zip(log_x, log_y, strict=True))
@@ -174,7 +180,7 @@ def _power_law(xs: list[float], ys: list[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Hint:
-    """What one source would choose; None if it says nothing."""
+    """The choice of one source; None if it names none."""
 
     learning_rate: float | None
     batch_tokens: float | None
@@ -182,26 +188,27 @@ class Hint:
 
 
 def critical_batch_tokens(loss: float) -> float:
-    """Return critical batch size in tokens at a training loss: B* / L^(1 / alpha_B), Kaplan et al. 2020, equation 1.4.
+    """Return the critical batch size in tokens at a loss: B* / L^(1 / alpha_B), Kaplan et al. 2020, equation 1.4.
 
-    McCandlish et al. 2018 define it, Kaplan et al. fit it on WebText2; `loss` is in nats per token.
+    McCandlish et al. 2018 define it, and Kaplan et al. fit it on WebText2. `loss` is in nats per token.
     """
     law = table("scaling_laws")["kaplan"]["critical_batch"]
     return law["scale_tokens"] / loss ** (1 / law["exponent"])
 
 
 def _critical_batch_growth(tokens_factor: float) -> float:
-    """Growth of the critical batch with `tokens_factor` times the tokens (Zhang et al. 2024), at any size."""
+    """Return the growth of the critical batch with `tokens_factor` times the tokens (Zhang et al. 2024)."""
+    # at any size: the model's is no part of the law
     return tokens_factor ** table("scaling_laws")["zhang"]["exponent"]
 
 
 def extra_tokens(batch_tokens: float, critical: float) -> float:
-    """Return tokens needed over those of a tiny batch, 1 + B / B_crit (McCandlish et al. 2018, equation 2.11)."""
+    """Return tokens needed, relative to a tiny batch: 1 + B / B_crit (McCandlish et al. 2018, equation 2.11)."""
     return 1 + batch_tokens / critical
 
 
 def extra_steps(batch_tokens: float, critical: float) -> float:
-    """Return steps needed over those of a huge batch, 1 + B_crit / B (McCandlish et al. 2018, equation 2.11)."""
+    """Return steps needed, relative to a huge batch: 1 + B_crit / B (McCandlish et al. 2018, equation 2.11)."""
     return 1 + critical / batch_tokens
 
 
@@ -217,7 +224,7 @@ def step_law(parameters: float, tokens: float) -> Hint:
 
 
 def deepseek(flops: float) -> Hint:
-    """Apply DeepSeek LLM (2024), section 3.1, by training FLOPs."""
+    """Apply DeepSeek LLM (2024), section 3.1, to training FLOPs."""
     law = table("scaling_laws")["deepseek"]
     rate, batch = law["learning_rate"], law["batch_tokens"]
     return Hint(
@@ -228,6 +235,7 @@ def deepseek(flops: float) -> Hint:
 def gpt3(parameters: float) -> Hint:
     """Take the row of GPT-3's table 2.1 whose size is nearest."""
     law = table("scaling_laws")["gpt3"]
+    # nearest in ratio, not in difference
     row = min(law["rows"], key=lambda row: abs(math.log(row["parameters"] / parameters)))
     source = f"{law['source']}, the row of {row['parameters']:.3g} parameters"
     return Hint(row["learning_rate"], row["batch_tokens"], source)
@@ -332,6 +340,7 @@ class ChinchillaVerb:
 def _given(options: argparse.Namespace) -> tuple[dict, str]:
     nothing = dict.fromkeys(("flops", "parameters", "without_vocabulary", "tokens"))
     if options.flops:
+        # a budget with a size would leave nothing to optimise
         if options.recipe or options.parameters or options.tokens or options.set or options.deepspeed:
             raise UserError("--flops stands alone: the size and the tokens follow from it")
         return {**nothing, "flops": options.flops}, f"{options.flops:.3g} FLOPs"
@@ -343,7 +352,9 @@ def _given(options: argparse.Namespace) -> tuple[dict, str]:
     size = workload.size
     given = {
         **nothing,
+        # of a mixture, only the parameters that a token passes through
         "parameters": workload.active,
+        # Step Law counts without the embedding and the head
         "without_vocabulary": size.active - size.embedding - size.parts.head if size else None,
         "tokens": workload.tokens,
     }
@@ -354,6 +365,7 @@ def _optimum(frontier: Frontier, given: dict) -> Allocation:
     if given["flops"]:
         return frontier.at_flops(given["flops"])
     if given["parameters"] and given["tokens"]:
+        # both are given: compare with the optimum of the same compute
         return frontier.at_flops(6 * given["parameters"] * given["tokens"])
     if given["parameters"]:
         return frontier.at_parameters(given["parameters"])
@@ -371,10 +383,11 @@ def _numbers(allocation: Allocation, source: str) -> dict:
 
 
 def _inference(law: ParametricLoss, chosen: Allocation, loss: float, served: float | None) -> dict | None:
-    """The allocation of the same loss that is cheapest over its life, and what it saves."""
+    """Return the allocation with the same loss that is cheapest over training and use, and what it saves."""
     if not served:
         return None
     best = with_inference(law, loss, served)
+    # serving a token is a forward pass: 2 N FLOPs
     before, after = (each.flops + 2 * each.parameters * served for each in (chosen, best))
     return {
         **_numbers(best, "Sardana et al. 2024, equation 3"),
@@ -384,6 +397,7 @@ def _inference(law: ParametricLoss, chosen: Allocation, loss: float, served: flo
 
 
 def _hints(chosen: Allocation, given: dict) -> dict:
+    # a size given by --parameters has no known vocabulary
     return hints(given["without_vocabulary"] or chosen.parameters, chosen.tokens, chosen.flops)
 
 

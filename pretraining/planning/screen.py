@@ -1,4 +1,4 @@
-"""What `train.py --plan` prints: what will be trained, what it takes, what is tight; on one screen, or as JSON."""
+"""Print the plan of `train.py --plan`, on one screen or as JSON: what will be trained, what it takes, what is tight."""
 
 import json
 from dataclasses import asdict
@@ -48,13 +48,13 @@ WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_PRICES = 3
 KERNELS = "GPU time: matrix products, sums of gradients; other kernels are norms, activations and copies"
 GPUS_OF_A_NODE = 8
-"""Where the kind of GPU is not known."""
+"""Assumed if the kind of GPU is not known."""
 
 
 def print_plan(
     recipe: Recipe, ds_config: dict | None, world_size: int | None, gpu_name: str | None, as_json: bool
 ) -> None:
-    """Print the plan of a recipe; without a number of ranks, that of one and a table of what else divides the step.
+    """Print the plan of a recipe. Without `world_size`, plan for one rank and list the numbers that divide the step.
 
     Raises:
         UserError: an unknown GPU, one without the recipe's precision, or ranks that do not divide the step.
@@ -69,15 +69,17 @@ def print_plan(
 
 
 def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None) -> dict:
-    """Collect everything that `--plan` knows, as plain JSON values."""
+    """Collect all values that `--plan` prints, as plain JSON values."""
     plan, there = build_run_plan(recipe, ds_config, world_size), gpu.memory_bytes if gpu else None
     need = memory_need(recipe, ds_config, world_size, there)
     workload = workload_of_recipe(recipe, ds_config)
+    # time and cost need the rates of a known GPU
     speed = forecast(workload, gpu, world_size) if gpu else None
-    # host memory is bought by the node
+    # host memory belongs to a node, so it is also given for all GPUs of one
     at_node = min(world_size, gpu.gpus_per_node if gpu else GPUS_OF_A_NODE)
     return {
         **plan.to_dict(),
+        # the same values as in plan.json, so that a run can be compared with this plan
         "predicted": predicted(recipe, ds_config, world_size, gpu, gpu_memory=there),
         "model": _model_words(recipe.model, plan),
         "precision": precision_of_products(recipe),
@@ -98,15 +100,17 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
 
 
 def _fitting_gpus(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[str]:
-    """Names of the table's GPUs that compute in its precision and hold what the recipe needs on them."""
+    """Return the table's GPUs that have the recipe's precision and enough memory."""
     precision = precision_of_products(recipe)
     able = {name: gpu for name, gpu in all_gpus().items() if precision in gpu.dense_peak_flops}
     sizes = {name: gpu.memory_bytes for name, gpu in able.items()}
+    # the need depends on the GPU's memory alone (chunks of the loss): count once for each size
     needs = {size: memory_need(recipe, ds_config, world_size, size).total for size in set(sizes.values())}
     return [name for name, size in sizes.items() if needs[size] <= size]
 
 
 def _verdict(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu | None) -> dict:
+    # on paper: host memory, disk and data are not known
     found = Machine(gpu.memory_bytes, gpu, "bf16" in gpu.dense_peak_flops) if gpu else Machine()
     verdict = check_plan(recipe, ds_config, world_size, found)
     return {
@@ -117,6 +121,7 @@ def _verdict(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu |
 
 def _model_words(model: dict, plan: RunPlan) -> str:
     size, width = plan.size, value_of(model, "hidden_size")
+    # only a mixture of experts uses a part of its parameters for a token
     active = f", {short(size.active)} of them for each token" if size.active < size.total else ""
     words = f"{size.total:,} parameters{active}: {model['model_type']}, {size.num_layers} layers of width {width:,}"
     if size.counted is None:
@@ -133,7 +138,7 @@ def as_text(answer: dict) -> str:
 
 
 def _in_short(answer: dict) -> str:
-    """Whether it fits, how long it takes, what it costs."""
+    """Write whether it fits, how long it takes and what it costs."""
     speed, need = answer["forecast"], answer["memory"]["total"]
     disk = f"{num_bytes(answer['disk_bytes'])} of disk"
     if speed is None:
@@ -145,12 +150,13 @@ def _in_short(answer: dict) -> str:
 
 
 def _at_least(speed: dict) -> str:
-    """A ceiling of the rate makes the time a lower bound; a measured or given one does not."""
+    """Return the words that mark a lower bound."""
+    # an assumed utilization is a ceiling, which makes the time a lower bound; a measured one is not
     return "at least " if speed["utilization"]["assumed"] else ""
 
 
 def run_facts(recipe: Recipe, plan: RunPlan, process: str) -> list[tuple[str, str]]:
-    """Say what a run is, as `--plan` does, in (label, value). process: what a step is shared among, GPU or rank."""
+    """Describe a run as `--plan` does, in pairs (label, value). process: what shares a step, "GPU" or "rank"."""
     words = {
         "model": _model_words(recipe.model, plan),
         "precision": precision_of_products(recipe),
@@ -164,6 +170,7 @@ def _what(answer: dict, process: str = "GPU") -> list[tuple[str, str]]:
     compiled = {
         "blocks": ", blocks compiled",
         "whole": ", compiled whole",
+        # values of `refusals.compiled_part`; it adds nothing for "none"
         "deepcompile": ", DeepCompile",
     }.get(answer.get("compiles"), "")
     way = f"{sharding}, {answer['precision']}, {answer['recomputation']}{compiled}"
@@ -246,9 +253,10 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
 
 
 def _kernel_words(seconds: dict[str, float]) -> str:
-    """Where the time of a micro-batch goes at the ceiling, the largest part first."""
+    """Write where the time of a micro-batch goes at the ceiling, the largest part first."""
     total = sum(seconds.values())
     parts = sorted(seconds.items(), key=lambda part: -part[1])
+    # a part below half a percent would be written as 0 %
     return ", ".join(f"{name} {spent / total:.0%}" for name, spent in parts if spent >= 0.005 * total)
 
 
@@ -259,6 +267,7 @@ def _money_words(cost: dict) -> str:
     prices = [
         f"{dollars(price['dollars'])} at {price['provider']} ({dollars(price['dollars_per_gpu_hour'])} an hour, "
         f"{price['date']})"
+        # the cheapest ones: prices are sorted
         for price in cost["prices"][:MOST_PRICES]
     ]
     return f"{spent}: {', '.join(prices)}"
@@ -283,10 +292,11 @@ def world_sizes(recipe: Recipe, ds_config: dict | None, gpu: Gpu | None) -> str:
     """Write a table of the numbers of GPUs that divide the step evenly."""
     at_once = recipe.micro_batch * recipe.sequence_length
     steps = recipe.step_sizes.all
-    # of a ramp every step must divide, not the full ones alone
+    # with a batch-size ramp, every size of step must divide, not only the full one
     sizes = [size for size in WORLD_SIZES if not any(tokens % (size * at_once) for tokens in steps)]
     header = ["GPUs", "accumulation", "memory of each", *(["fits", "time", "GPU-hours"] if gpu else [])]
     rows = columns(header, [_world_size(recipe, ds_config, size, gpu) for size in sizes], left=0)
+    # the note concerns rows with more than one node only
     if gpu is None or max(sizes) <= gpu.gpus_per_node:
         return rows
     return f"{rows}\nTimes of more than {gpu.gpus_per_node} GPUs, one node, assume perfect scaling."

@@ -38,12 +38,13 @@ from pretraining.recipe.model import value_of
 from pretraining.refusals import check_run
 
 WAYS = ("zero0", "zero1", "zero2", "zero3", "zero3_hpz", "zero2_offload", "zero3_offload", "zero3_nvme")
-"""ds_configs/ from the fewest messages to the most."""
+"""Names in ds_configs/, from the fewest messages to the most."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTED = (0, 4, 2, 1)
-"""Of how many layers one is recomputed; 0: nothing is."""
+"""One layer in so many is recomputed; 0: none is."""
 SAME = 1.02
-"""Step times, or needs of memory, that differ by no more than this factor count as equal: the model is not finer."""
+"""Step times, or needs of memory, within this factor of each other count as equal: the prediction is not finer."""
+# ways shown without --top
 MOST = 6
 NOTE = """
 The fastest first, times within {same:.0%} counted as equal; each further row needs less memory than all above it.
@@ -61,14 +62,14 @@ class Candidate:
     micro_batch: int
     accumulation: int
     every_n_layers: int
-    """Of so many layers one is recomputed; 0: nothing is."""
+    """One layer in so many is recomputed; 0: none is."""
     need: MemoryNeed
     step_seconds: float | None
     """None if the GPU is not one of the table's."""
     offload_seconds: float
-    """Part of the step: transfers to the host, its optimizer, NVMe."""
+    """Part of the step: transfers to the host, the host's optimizer, NVMe."""
     changes: tuple[str, ...]
-    """Arguments that make the recipe this candidate."""
+    """Arguments that turn the recipe into this candidate."""
     why: str = ""
 
     @property
@@ -100,26 +101,26 @@ def fitting(
     mfu: float | None = None,
     own_ds_config: bool = False,
 ) -> list[Candidate]:
-    """Return the candidates that fit, predicted fastest first; after all others those that are TIGHT.
+    """Return the candidates that fit, predicted fastest first. Those above TIGHT come after all others.
 
-    Of those as fast as each other first what leaves ROOMY's room, or else the most; of these the one without
-    offload, with fewer layers recomputed, the lower stage, the larger micro-batch.
+    Equally fast ones are sorted by free memory: first those that use at most ROOMY, then those that use less. The next
+    criteria are no offload, fewer recomputed layers, the lower stage and the larger micro-batch.
 
     Args:
-        own_ds_config: the recipe's ds_config alone.
+        own_ds_config: try the recipe's ds_config alone.
 
     Raises:
-        UserError: nothing divides the step, or nothing fits (with the smallest need).
+        UserError: nothing divides the step, or nothing fits (the message names the smallest need).
     """
     limit = memory_bytes or gpu.memory_bytes
     found = list(candidates(recipe, world_size, gpu, mfu, limit, own_ds_config))
-    # raises: not one sequence a GPU divides the step
+    # this raises with the reason: not even one sequence per GPU divides the step
     if not found:
         accumulation_steps(_variant(recipe, recipe.deepspeed, 1, 0), world_size)
     fits = [each for each in found if each.need.total <= limit]
     if not fits:
         raise UserError(_nothing_fits(recipe, found, world_size, limit, own_ds_config))
-    # what is tight sets no pace: it is chosen only if all are
+    # a tight way is chosen only if all are, so the others are not compared with its speed
     safe = [each for each in fits if each.need.total <= TIGHT * limit]
     fastest = min(each.step_seconds for each in safe or fits)
     return [
@@ -128,14 +129,14 @@ def fitting(
 
 
 def worth_choosing(ways: list[Candidate]) -> list[Candidate]:
-    """Return those of the ways, in the order of `fitting`, that a choice is between, the best first.
+    """Return the ways that are worth a choice, the best first; `ways` has the order of `fitting`.
 
-    No way beats one of them, and each needs less memory than every one before it.
+    No other way beats one of them, and each needs less memory than every one before it.
     """
     totals, burdens = [each.need.total for each in ways], [_burdens(each) for each in ways]
 
     def beaten(place: int) -> bool:
-        """Return whether another way is as fast, smaller, and burdened by nothing that this one is free of."""
+        """Return whether another way is as fast, needs less memory, and has no burden that this one is free of."""
         return any(
             SAME * totals[other] < totals[place]
             and each.step_seconds <= ways[place].step_seconds
@@ -145,6 +146,7 @@ def worth_choosing(ways: list[Candidate]) -> list[Candidate]:
 
     found: list[int] = []
     for place in range(len(ways)):
+        # each way is slower than those before it, so it must need clearly less memory
         if (not found or SAME * totals[place] < totals[found[-1]]) and not beaten(place):
             found.append(place)
     return [ways[place] for place in found]
@@ -157,14 +159,16 @@ def nearest_fit(
     gpu: Gpu | None = None,
     gpu_memory: float | None = None,
 ) -> Candidate | None:
-    """Return the candidate that `fits_in` accepts with the fewest changes to the recipe, of those the fastest."""
+    """Return the candidate that `fits_in` accepts with the fewest changes to the recipe; among those, the fastest."""
     fits = [each for each in candidates(recipe, world_size, gpu, gpu_memory=gpu_memory) if fits_in(each.need)]
     order = {way: place for place, way in enumerate(WAYS)}
 
     def distance(each: Candidate) -> tuple:
         return (
             len(each.changes),
+            # without a known GPU there is no step time, and the number of messages decides
             each.step_seconds or 0.0,
+            # a ds_config of the user's own is not in WAYS and comes first
             order.get(each.deepspeed, 0),
             abs(each.micro_batch - recipe.micro_batch),
         )
@@ -183,15 +187,17 @@ def candidates(
     """Return every combination that divides the recipe's step, whether it fits or not.
 
     Args:
-        gpu: for the step times; None leaves them out.
+        gpu: gives the step times; None leaves them out.
         mfu: share of the dense peak without recomputation; None for the expected one.
         gpu_memory: bytes of one GPU, in the table or not; None: a processor trains, or it is not known.
-        own_ds_config: the recipe's ds_config alone.
+        own_ds_config: try the recipe's ds_config alone.
     """
+    # the recipe's own choices are always candidates
     recomputed = sorted({*RECOMPUTED, recomputed_one_in(recipe)})
     for way in [recipe.deepspeed] if own_ds_config else _ways(recipe, world_size, gpu):
         for micro_batch in sorted({*MICRO_BATCHES, recipe.micro_batch}):
             at_once = world_size * micro_batch * recipe.sequence_length
+            # every step of a batch-size ramp must divide, not only the full one
             if any(size % at_once for size in recipe.step_sizes.all):
                 continue
             for every_n_layers in recomputed:
@@ -199,17 +205,16 @@ def candidates(
                 yield _candidate(variant, recipe, world_size, gpu, mfu, gpu_memory)
 
 
+# a search asks for the same few files again for every candidate
 @cache
 def _config(way: str | None) -> dict | None:
     return load_ds_config(way) if way else None
 
 
 def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
-    """The recipe's own ds_config and the shipped ones that `train.py` accepts with it (refusals.py).
-
-    hpZ only if its eight ranks are a node among several.
-    """
+    """Return the recipe's own ds_config and the shipped ones that `train.py` accepts with it (refusals.py)."""
     node = gpu.gpus_per_node if gpu else 8
+    # hpZ keeps a copy of the weights on eight ranks: worth it only if these are one node among several
     hpz = node == 8 and world_size > 8 and world_size % 8 == 0
     shipped = [way for way in WAYS if (hpz or way != "zero3_hpz") and _is_accepted(recipe, way, world_size)]
     if recipe.training.fp16:
@@ -225,6 +230,7 @@ def _is_accepted(recipe: Recipe, way: str, world_size: int) -> bool:
     except UserError:
         return False
     tensors, width = parameter_tensors(recipe.model), value_of(recipe.model, "hidden_size")
+    # a run with such a gradient is refused (gate.py), so that the search must not offer it
     return unprotected_gradient(_config(way), tensors, width, world_size) is None
 
 
@@ -232,6 +238,7 @@ def _variant(recipe: Recipe, way: str | None, micro_batch: int, every_n_layers: 
     values = {"per_device_train_batch_size": micro_batch, "activation_checkpointing": every_n_layers > 0}
     if every_n_layers:
         given = recipe.training.activation_checkpointing_kwargs or {}
+        # other keywords of the recipe stay
         values["activation_checkpointing_kwargs"] = {**given, "every_n_layers": every_n_layers}
     return replace(recipe, deepspeed=way, training={**recipe.training, **values})
 
@@ -274,7 +281,7 @@ def _changes(variant: Recipe, recipe: Recipe) -> tuple[str, ...]:
 
 
 def _burdens(each: Candidate) -> tuple[bool, float, int]:
-    """What a way costs beyond its predicted time: offload, layers computed twice, waits."""
+    """Return what a way costs beyond its predicted time: offload, layers computed twice, waits."""
     config = _config(each.deepspeed)
     offloads = optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
     # stages 0 and 1 reduce once a step, stage 2 waits for its messages in every micro-batch, stage 3 gathers as well
@@ -284,18 +291,20 @@ def _burdens(each: Candidate) -> tuple[bool, float, int]:
 def _rank(fastest: float, limit: float) -> Callable[[Candidate], tuple]:
     def key(each: Candidate) -> tuple:
         slower, used = each.step_seconds / fastest, each.need.total / limit
+        # ways within SAME of the fastest are equal here, so that the keys behind decide between them
         speed = 0 if slower <= SAME else slower
+        # more room than ROOMY leaves is worth nothing
         crowded = 0 if used <= ROOMY else used
         offloads, again, _ = _burdens(each)
         stage = zero_stage(_config(each.deepspeed))
-        # larger kernels of a larger micro-batch are faster than the prediction sees
+        # a larger micro-batch has larger kernels, which are faster than predicted
         return (used > TIGHT, speed, crowded, offloads, again, stage, -each.micro_batch)
 
     return key
 
 
 def _reason(each: Candidate, fastest: float, limit: float) -> str:
-    """What this candidate pays, in words."""
+    """Write what this candidate pays for its memory, and how much slower it is than the fastest."""
     paid = [recomputation_text(each.every_n_layers)] if each.every_n_layers else []
     if each.offload_seconds:
         paid.append(f"{each.offload_seconds / each.step_seconds:.0%} offload")
@@ -385,7 +394,8 @@ class FitVerb:
 
 
 def _command(options: argparse.Namespace, recipe: Recipe, best: Candidate, gpu: Gpu) -> str:
-    """What to type for the best way: launcher, what was given, and after it what the search changes."""
+    """Write the command for the best way."""
+    # `recipe.words` are the arguments that the user gave; what the search changes comes after them
     given = [*_launcher(options.world_size, gpu.gpus_per_node, recipe.name), "train.py", *recipe.words]
     if options.deepspeed and recipe.deepspeed == best.deepspeed:
         given += ["--deepspeed", options.deepspeed]
@@ -393,7 +403,8 @@ def _command(options: argparse.Namespace, recipe: Recipe, best: Candidate, gpu: 
 
 
 def _launcher(num_gpus: int, gpus_per_node: int, name: str) -> list[str]:
-    """Of one node deepspeed; of several, as equal as they come, torchrun, which is typed on each of them."""
+    """Return the launcher: deepspeed on one node; on several, torchrun, which is started on each of them."""
+    # the fewest nodes with the same number of GPUs on each
     nodes = next(n for n in range(-(-num_gpus // gpus_per_node), num_gpus + 1) if num_gpus % n == 0)
     if nodes == 1:
         return ["deepspeed", f"--num_gpus={num_gpus}"]
@@ -412,7 +423,7 @@ def _filled(text: str) -> str:
 
 
 def _wrapped(command: str) -> str:
-    """As a shell takes it, an option of train.py a line."""
+    """Break a command for a shell, with one option of train.py on each line."""
     words = [shlex.quote(word) for word in shlex.split(command)]
     options = words.index("train.py") + 1
     lines = [f" \\\n    {word}" if word.startswith("--") else f" {word}" for word in words[options:]]
@@ -420,7 +431,8 @@ def _wrapped(command: str) -> str:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    """Numbers to the right, names and reasons to the left."""
+    """Write a table with names and reasons to the left and numbers to the right."""
+    # `columns` aligns the last column to the right: padded to one width it reads from the left
     width = max(len(row[-1]) for row in rows)
     return columns(
         [*header[:-1], header[-1].ljust(width)], [[*row[:-1], row[-1].ljust(width)] for row in rows]

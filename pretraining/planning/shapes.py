@@ -1,8 +1,8 @@
-"""The shape of a model: its own, or that of a known family as wide, counted by building the model.
+"""The shape of a model: its own, or that of a known family with the same widths, counted by building the model.
 
 A model that no formula describes is built on the meta device, in a process of its own. The process takes the seconds
-that torch and transformers need to load; what it finds is kept in ~/.cache/pretraining/models (or
-$PRETRAINING_MODEL_CACHE), by the model section, this repository's way to count and the version of transformers.
+that torch and transformers need to load. The result is kept in ~/.cache/pretraining/models (or
+$PRETRAINING_MODEL_CACHE). Its key is the model section, the source files that count, and the version of transformers.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ SOURCES = [
 ]
 HOW = "counted by building on the meta device"
 GATED = 2.5
-"""Matrices of width x inner in a feed-forward layer above which it is taken for a gated one (three, else two)."""
+"""Matrices of width x inner above which a feed-forward layer counts as gated: a gated one has three, others two."""
 
 
 @dataclass(frozen=True)
 class CountedModel:
-    """What is known of a model that was built on the meta device."""
+    """Facts about a model that was built on the meta device."""
 
     tensors: tuple[tuple[str, int, int | None, int | None], ...]
-    """Of each parameter: its part (of `sizes.PartSizes`, or `attention bias`, `mlp bias`), elements, its layer, and
-    of a matrix its rows and columns."""
+    """For each parameter: its part (of `sizes.PartSizes`, or `attention bias`, `mlp bias`), its elements, its layer,
+    and the rows and columns together if it is a matrix."""
     layers: int
     attention_width: int
     tied: bool
@@ -48,47 +48,47 @@ class CountedModel:
     normed_heads: bool
     """Whether queries and keys have norms of their own."""
     experts: int
-    """Of one mixture layer; 0 in a dense model."""
+    """Experts of one mixture layer; 0 in a dense model."""
     chosen_experts: int
     faults: tuple[str, ...]
     """Why its initial weights would not be the same at every stage."""
 
     def of_part(self, *parts: str) -> int:
-        """Return parameters of these parts."""
+        """Return the number of parameters in these parts."""
         return sum(numel for part, numel, _, _ in self.tensors if part in parts)
 
 
 @dataclass(frozen=True)
 class Widths:
-    """Numbers of elements that a layer is made of."""
+    """Widths and counts that make up a layer."""
 
     hidden: int
     heads: int
     key_value_heads: int
     head_size: int
     inner: int
-    """Of a dense feed-forward layer."""
+    """Inner width of a dense feed-forward layer."""
     layers: int
     experts: int = 0
-    """Of one mixture layer; 0 in a dense model."""
+    """Experts of one mixture layer; 0 in a dense model."""
     chosen_experts: int = 1
     """Experts that a token is given to; 1 in a dense model."""
     expert_inner: int = 0
-    """Of one expert's feed-forward layer; in a dense model of its own."""
+    """Inner width of one expert; in a dense model, that of the dense layer."""
 
     @property
     def queries(self) -> int:
-        """Of all queries; grouped-query attention has fewer keys."""
+        """Width of all queries; with grouped-query attention the keys are fewer."""
         return self.heads * self.head_size
 
     @property
     def keys(self) -> int:
-        """Of all keys, or of all values."""
+        """Width of all keys, or of all values."""
         return self.key_value_heads * self.head_size
 
 
 def shape_of(model: dict) -> dict:
-    """Return the model section with its class's defaults; of a type that no formula describes, that of `stand_in`."""
+    """Return the model section with its class's defaults; that of `stand_in` if no formula describes the type."""
     return model_with_defaults(model) if is_exact(model) else stand_in(model)
 
 
@@ -99,6 +99,7 @@ def widths_of(shape: dict) -> Widths:
         inner = shape["n_inner"] or 4 * hidden
         return Widths(hidden, heads, heads, hidden // heads, inner, shape["n_layer"], expert_inner=inner)
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
+    # Mixtral's key, else Qwen3-MoE's
     experts = shape.get("num_local_experts") or shape.get("num_experts") or 0
     return Widths(
         hidden=hidden,
@@ -133,9 +134,11 @@ def stand_in(model: dict) -> dict:
     full, facts = model_with_defaults(model), count_model(model)
     width, layers = value_of(full, "hidden_size"), facts.layers
     if facts.experts and facts.chosen_experts:
+        # a gated expert has three matrices
         expert = facts.of_part("experts") // (3 * width * facts.experts * _sparse_layers(facts))
         return {**_grouped(full, width, layers, expert), **_mixture(facts)}
     # gated feed-forward layers have three matrices, others two; no model section says which
+    # in units of width: a layer's number of matrices times its inner width
     matrices = facts.of_part("mlp", "experts") / layers / width
     inner = _inner(full, matrices)
     if matrices / inner > GATED:
@@ -150,7 +153,7 @@ def stand_in(model: dict) -> dict:
 
 
 def _inner(full: dict, matrices: float) -> int:
-    """Inner width: the section's own if it says one, else that of two matrices."""
+    """Return the inner width: the section's own if it has one, else that of two matrices."""
     stated = value_of(full, "intermediate_size")
     return stated if isinstance(stated, int) and stated else max(1, round(matrices / 2))
 
@@ -172,6 +175,7 @@ def _outside(full: dict, positions: str) -> dict:
     named = full.get("attn_implementation")
     return {
         **kept,
+        # it decides what a layer keeps (`memory/activations.py`)
         "attn_implementation": named,
         "tie_word_embeddings": bool(full.get("tie_word_embeddings")),
     }
@@ -199,6 +203,7 @@ def count_model(model: dict) -> CountedModel:
     Raises:
         UserError: transformers cannot build it, or its weights cannot be drawn alike at every ZeRO stage.
     """
+    # a dict cannot be a key of the cache; sorted, equal sections are equal texts
     return _counted(json.dumps(model, sort_keys=True))
 
 
@@ -210,6 +215,7 @@ def _counted(section: str) -> CountedModel:
     if "error" in found:
         raise UserError(f"model: transformers cannot build this {model_type}: {found['error']}")
     _keep(kept, found)
+    # kept as well, so that the next start refuses at once
     if found["faults"]:
         what = "weights would not be the same at every ZeRO stage"
         raise UserError(
@@ -224,10 +230,13 @@ def _built(section: str) -> dict:
     environment = {
         key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
+    # the meta device needs no GPU; one thread each, as ranks may count at the same time
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(REPOSITORY)
+    # -P: no module of the working directory may take the place of a library
     command = [sys.executable, "-P", "-W", "ignore", "-m", MODULE]
     done = subprocess.run(command, input=section, capture_output=True, text=True, env=environment)
+    # libraries may print before it: the answer is the last line
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         last = (done.stderr.splitlines() or ["it said nothing"])[-1]
@@ -242,7 +251,7 @@ def _cache_file(section: str) -> Path:
         raise UserError(
             "model: counting this type needs transformers; pip install -r requirements.txt"
         ) from None
-    # another version of the library, or of how it is counted here, counts anew
+    # another version of the library, or of the code that counts, must count again
     said = "\n".join([library, *(source.read_text(encoding="utf-8") for source in SOURCES), section])
     name = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
     return _cache_folder() / f"{name}.json"
@@ -265,10 +274,10 @@ def _read_counted(path: Path) -> dict | None:
 
 
 def _keep(path: Path, found: dict) -> None:
-    """Keep what was counted for the next start; without a place to write it is counted again."""
+    """Keep the count for the next start; if it cannot be written, the next start counts again."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # renamed when whole: ranks that count at once do not read each other's halves
+        # renamed when complete, so that ranks that count at the same time never read half a file
         aside = path.with_suffix(f".{os.getpid()}")
         aside.write_text(json.dumps(found), encoding="utf-8")
         aside.replace(path)

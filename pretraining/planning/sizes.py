@@ -12,7 +12,7 @@ BACKWARD = 2
 
 @dataclass(frozen=True)
 class PartSizes:
-    """Parameters by what they do; together they are the model."""
+    """Parameters by what they do; their sum is the whole model."""
 
     embedding: int
     """Token table, and GPT-2's table of learned positions."""
@@ -43,11 +43,11 @@ class ModelSize:
     embedding: int
     """Token and learned-position tables (a separate head is not among them)."""
     active: int
-    """Parameters that one token passes through: of the experts of a layer, those it is routed to."""
+    """Parameters that one token passes through; of a layer's experts, only those it is routed to."""
     matmul: int
     """Entries of the matrices that a token is multiplied with: layers and head, without biases and norms."""
     head: int
-    """Entries of the output projection among them, whether it is tied or not."""
+    """Entries of the output projection in `matmul`, whether it is tied or not."""
     num_layers: int
     attention_width: int
     """Heads x head size, the width of the queries."""
@@ -55,7 +55,7 @@ class ModelSize:
     """Whether the head is the token table."""
     parts: PartSizes
     counted: str | None = None
-    """How it was counted; None by formula."""
+    """The way it was counted; None if by formula."""
 
     @property
     def non_embedding(self) -> int:
@@ -65,7 +65,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class _Counted:
-    """The parts of a model, and what a token does not meet or is not multiplied with."""
+    """The parts of a model, and the parameters that a token does not pass or is not multiplied with."""
 
     parts: PartSizes
     head: int
@@ -78,11 +78,13 @@ class _Counted:
 
 def model_size(model: dict) -> ModelSize:
     """Return sizes of a recipe's model section, exactly as the class of the installed transformers builds it."""
+    # formulas exist only for the types that the recipe knows exactly
     if not is_exact(model):
         return _of_counted(count_model(model))
     shape = model_with_defaults(model)
     counted = _gpt2(shape) if shape["model_type"] == "gpt2" else _llama_like(shape)
     parts, active = counted.parts, counted.parts.total - counted.idle_experts
+    # a tied head is no part of its own, yet a token is multiplied with it: `counted.head` is added below in both cases
     in_layers = active - parts.embedding - parts.head - counted.biases - parts.norms
     return ModelSize(
         total=parts.total,
@@ -98,9 +100,10 @@ def model_size(model: dict) -> ModelSize:
 
 
 def _of_counted(facts: CountedModel) -> ModelSize:
-    """Sizes of a model that was built on the meta device."""
+    """Return the sizes of a model that was built on the meta device."""
     attention_biases, mlp_biases = facts.of_part("attention bias"), facts.of_part("mlp bias")
     named = {field.name: facts.of_part(field.name) for field in fields(PartSizes)}
+    # PartSizes holds biases with their layers; only `matmul` leaves them out
     named["attention"] += attention_biases
     named["mlp"] += mlp_biases
     parts = PartSizes(**named)
@@ -124,30 +127,35 @@ def _of_counted(facts: CountedModel) -> ModelSize:
 
 
 def _gpt2(shape: dict) -> _Counted:
-    """GPT-2 (Radford et al. 2019): learned positions, biases everywhere, LayerNorm with bias."""
+    """Count GPT-2 (Radford et al. 2019): learned positions, biases everywhere, LayerNorm with bias."""
     widths = widths_of(shape)
     width, layers, inner = widths.hidden, widths.layers, widths.inner
     head = shape["vocab_size"] * width
     parts = PartSizes(
         embedding=(shape["vocab_size"] + shape["n_positions"]) * width,
+        # queries, keys and values are one matrix
         attention=layers * (_linear(width, 3 * width, bias=True) + _linear(width, width, bias=True)),
         mlp=layers * (_linear(width, inner, bias=True) + _linear(inner, width, bias=True)),
         experts=0,
         router=0,
+        # two in each layer and a last one, each with weight and bias
         norms=(2 * layers + 1) * 2 * width,
         head=0 if shape["tie_word_embeddings"] else head,
     )
+    # biases in the order of the matrices above
     return _Counted(parts, head, 0, layers * (3 * width + width + inner + width), width)
 
 
 def _llama_like(shape: dict) -> _Counted:
-    """Llama, Qwen3, Mixtral and Qwen3-MoE: rotary positions, RMSNorm, gated MLPs, grouped-query attention."""
+    """Count Llama, Qwen3, Mixtral and Qwen3-MoE: rotary positions, RMSNorm, gated MLPs, grouped-query attention."""
     widths = widths_of(shape)
     width, layers, experts = widths.hidden, widths.layers, widths.experts
     sparse = sum(is_mixture(shape, layer) for layer in range(layers))
+    # three matrices: both halves of the gate, and the way back
     expert, table = 3 * width * widths.expert_inner, shape["vocab_size"] * width
     attention, attention_biases = _attention(shape, widths)
     mlp, mlp_biases = _gated_mlp(shape, widths)
+    # one norm for all query heads and one for all key heads of a layer
     head_norms = 2 * widths.head_size if shape["model_type"].startswith("qwen3") else 0
     parts = PartSizes(
         embedding=table,
@@ -155,6 +163,7 @@ def _llama_like(shape: dict) -> _Counted:
         mlp=(layers - sparse) * mlp,
         experts=sparse * experts * expert,
         router=sparse * experts * width,
+        # RMSNorm has no bias
         norms=layers * (2 * width + head_norms) + width,
         head=0 if shape["tie_word_embeddings"] else table,
     )
@@ -164,7 +173,7 @@ def _llama_like(shape: dict) -> _Counted:
 
 
 def _attention(shape: dict, widths: Widths) -> tuple[int, int]:
-    """Parameters of one layer's projections, and how many of them are biases."""
+    """Return the parameters of one layer's projections, and how many of them are biases."""
     hidden, queries, keys = widths.hidden, widths.queries, widths.keys
     bias = bool(shape.get("attention_bias"))
     parameters = _linear(hidden, queries, bias) + 2 * _linear(hidden, keys, bias)
@@ -173,7 +182,7 @@ def _attention(shape: dict, widths: Widths) -> tuple[int, int]:
 
 
 def _gated_mlp(shape: dict, widths: Widths) -> tuple[int, int]:
-    """Parameters of one dense gated MLP, and how many of them are biases."""
+    """Return the parameters of one dense gated MLP, and how many of them are biases."""
     hidden, inner, bias = widths.hidden, widths.inner, bool(shape.get("mlp_bias"))
     parameters = 2 * _linear(hidden, inner, bias) + _linear(inner, hidden, bias)
     return parameters, bias * (2 * inner + hidden)
@@ -188,7 +197,7 @@ class FlopsPerToken:
     """FLOPs of one token; a multiply-add is two."""
 
     parameters: int
-    """6 N over the entries of the matrices a token meets, head included, attention's scores left out."""
+    """6 N over the entries of the matrices that a token meets, head included, without attention's scores."""
     six_n_total: int
     """6 N over all active parameters, embeddings included: Hoffmann et al. 2022's C = 6 N D."""
     forward: int
@@ -196,9 +205,9 @@ class FlopsPerToken:
     training: int
     """Forward and backward, causal mask not credited: 6 N + 12 L H Q T (PaLM, appendix B)."""
     training_causal: int
-    """The same with the masked half of the scores left out: 6 N + 6 L H Q T."""
+    """The same without the masked half of the scores: 6 N + 6 L H Q T."""
     recomputed: int
-    """What activation checkpointing of every layer adds: each layer's forward pass once more, the head's not."""
+    """FLOPs that recomputing every layer adds: each layer's forward pass once more, without the head's."""
 
     @property
     def hardware(self) -> int:
@@ -213,12 +222,13 @@ class FlopsPerToken:
 def flops_per_token(size: ModelSize, sequence_length: int) -> FlopsPerToken:
     """Count the FLOPs of a token in a sequence of `sequence_length` tokens.
 
-    A product with a matrix of n entries is 2 n (Kaplan et al. 2020, table 1). The scores and their product
-    with the values are 2 x 2 L H Q T without the mask: PaLM (Chowdhery et al. 2022), appendix B. With every
-    layer recomputed the sum is equation 3 of Narayanan et al. 2021: 96 l h^2 (1 + s / 6h + V / 16lh) a token
-    for GPT. Softmax, norms, biases and activations are not counted, nor is the look-up of the embedding.
+    Softmax, norms, biases and activations are not counted, nor is the look-up of the embedding. With every
+    layer recomputed the sum is equation 3 of Narayanan et al. 2021: 96 l h^2 (1 + s / 6h + V / 16lh) per token
+    for GPT.
     """
+    # 2 products of 2 FLOPs each, without the mask: PaLM (Chowdhery et al. 2022), appendix B
     scores = 4 * size.num_layers * size.attention_width * sequence_length
+    # a product with a matrix of n entries is 2 n (Kaplan et al. 2020, table 1)
     forward = 2 * size.matmul + scores
     return FlopsPerToken(
         parameters=6 * size.matmul,

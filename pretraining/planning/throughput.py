@@ -12,8 +12,9 @@ from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.refusals import compiled_part
 
+# read: gradient, master and two moments; written: master and moments
 ADAM_BYTES = 28
-"""Moved by the CPU optimizer for one element: fp32 gradient, master and moments read, the last three written."""
+"""Bytes that the CPU optimizer moves for one element: it reads four fp32 numbers and writes three of them."""
 
 
 @dataclass(frozen=True)
@@ -25,19 +26,20 @@ class StepTime:
     communication_seconds: float
     """The step's bytes at the peak of the slowest link on their way: a lower bound."""
     offload_seconds: float = 0.0
-    """Transfers to the host and NVMe, and the host's optimizer, behind the products."""
+    """Seconds of transfers to the host and NVMe, and of the host's optimizer; they come after the products."""
     launch_seconds: float = 0.0
-    """What Python needs to launch the step's kernels: a small model's GPU waits for it."""
+    """Seconds that Python needs to launch the step's kernels; the GPU waits for it if the model is small."""
 
     @property
     def seconds(self) -> float:
-        """Offload after the longest of the others: a utilization already holds what could not be hidden."""
+        """Return the seconds of the step: the longest of the other parts, and offload after it."""
+        # not their sum: a utilization already includes what could not be hidden
         at_once = max(self.compute_seconds, self.communication_seconds, self.launch_seconds)
         return at_once + self.offload_seconds
 
     @property
     def bound_by(self) -> str:
-        """What to improve first."""
+        """Return the longest part, which is what to improve first."""
         parts = {
             "compute": self.compute_seconds,
             "links": self.communication_seconds,
@@ -59,7 +61,7 @@ def step_time(
 
     Args:
         mfu: share of the dense peak without recomputation; None for the expected one.
-        precision: of the products; None for the recipe's.
+        precision: that of the products; None for the recipe's.
 
     Raises:
         UserError: the ranks do not divide the recipe's step, or the GPU lacks the precision.
@@ -85,7 +87,7 @@ def step_time(
         hpz=hpz_ranks(ds_config),
     )
     if used and used.assumed:
-        # the ceiling counted every kernel, so that it needs no FLOPs over an MFU
+        # the ceiling counted the seconds of every kernel: no need to derive them from FLOPs and an MFU
         time = replace(time, compute_seconds=accumulation * sum(at_best.seconds.values()))
     return replace(
         time,
@@ -95,12 +97,13 @@ def step_time(
 
 
 def hpz_ranks(ds_config: dict | None) -> int:
-    """Return ranks that share the second copy of the weights (ZeRO++); 1: there is none."""
+    """Return how many ranks share the second copy of the weights (ZeRO++); 1: there is none."""
     return (ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
 
 
 def precision_of_products(recipe: Recipe) -> str:
     """Return bf16, fp16, tf32 or fp32, as the recipe's `training` says."""
+    # tf32 last: it concerns the products of fp32 alone
     return next((name for name in ("bf16", "fp16", "tf32") if recipe.training.get(name)), "fp32")
 
 
@@ -123,9 +126,9 @@ def predicted_step_seconds(
 
     Args:
         mfu: share of the dense peak without recomputation; None for the expected one.
-        precision: of the products; None for the GPU's training precision.
+        precision: that of the products; None for the GPU's training precision.
         recomputed: share of the layers under activation checkpointing: the kernels run as fast, on more FLOPs.
-        width: bytes an element that is sent; 4 if the weights are held in fp32, under autocast too.
+        width: bytes of each element that is sent; 4 if the weights are held in fp32, which includes autocast.
     """
     precision = precision or gpu.training_precision
     counted = flops_per_token(size, sequence_length)
@@ -143,13 +146,13 @@ class Communication:
 
     gradients: float
     parameters: float
-    """Gathered weights; with hpZ only what crosses nodes."""
+    """Gathered weights; with hpZ only those that cross nodes."""
     inside_node: float
-    """What hpZ gathers inside the node instead."""
+    """Weights that hpZ gathers inside the node instead."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """All bytes sent."""
         return self.gradients + self.parameters + self.inside_node
 
 
@@ -158,26 +161,25 @@ def communication(
 ) -> Communication:
     """Return bytes one rank sends per optimizer step: ZeRO (Rajbhandari et al. 2020), section 7.
 
-    Without accumulation 2 psi elements at stages 0 to 2 (gradients reduced and something gathered, psi each)
-    and 3 psi at stage 3 (weights gathered for the forward and again for the backward pass). With accumulation,
-    DeepSpeed 0.19 reduces at stages 0 and 1 once a step, at stage 2 after every micro-batch (its gradients
-    exist only as shards: runtime/zero/stage_1_and_2.py), and stage 3 repeats all of it. A ring sends
-    (n - 1) / n of each. hpZ (ZeRO++, Wang et al. 2023) serves the backward pass's gather inside the node.
+    With psi parameters and without accumulation, a rank sends 2 psi elements at stages 0 to 2, and 3 psi at stage 3.
 
     Args:
-        width: bytes an element; DeepSpeed and torch send gradients in the precision that holds the weights.
+        width: bytes of an element; DeepSpeed and torch send gradients in the precision that holds the weights.
         hpz: ranks of a secondary partition (zero_hpz_partition_size), 1 for none.
     """
+    # a ring sends (n - 1) / n of each message
     once = parameters * width * (num_ranks - 1) / num_ranks
+    # reduced once a step in any case; psi are reduced and psi gathered
     if stage < 2:
         return Communication(once, once, 0.0)
-    # gradients exist only as shards: each micro-batch reduces its own
+    # gradients exist only as shards, so every micro-batch reduces (DeepSpeed 0.19, runtime/zero/stage_1_and_2.py)
     if stage == 2:
         return Communication(once * accumulation, once, 0.0)
-    # each pass gathers all weights, as none stays whole between them
+    # the forward and the backward pass each gather all weights, in every micro-batch
     gathers = once * accumulation
     if hpz <= 1:
         return Communication(gathers, 2 * gathers, 0.0)
+    # hpZ gathers for the backward pass inside the node (ZeRO++, Wang et al. 2023)
     return Communication(gathers, gathers, accumulation * parameters * width * (hpz - 1) / hpz)
 
 
@@ -187,6 +189,7 @@ def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> fl
     The peak is that of the link inside a node, else of the slower of link and network.
     """
     measured = kept_rates(gpu.name, num_ranks).get("all_reduce_bytes_per_second")
+    # a measured rate includes the slowest link already
     if measured:
         return volume.total / measured["value"]
     inside = gpu.link_bytes_per_second
@@ -196,9 +199,9 @@ def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> fl
 
 
 def scaling_over_nodes(gpu: Gpu, num_gpus: int, utilization_is_assumed: bool = True) -> dict | None:
-    """Return {"nodes", "assumption"} of GPUs in more than one node; None in one.
+    """Return {"nodes", "assumption"} for GPUs in more than one node; None if one node holds all.
 
-    The tables hold no measured loss between nodes: time has a lower bound by the links' peaks, and nothing more.
+    The tables hold no measured loss between nodes. The links' peaks only give a lower bound of the time.
     """
     nodes = -(-num_gpus // gpu.gpus_per_node)
     if nodes == 1:
@@ -211,7 +214,8 @@ def scaling_over_nodes(gpu: Gpu, num_gpus: int, utilization_is_assumed: bool = T
 
 
 def _launch_seconds(recipe: Recipe, ds_config: dict | None, accumulation: int) -> float:
-    """Of all micro-batches of a rank; not known of compiled models, which launch fewer kernels."""
+    """Return the seconds to launch the kernels of all micro-batches of a rank; 0 if they are not known."""
+    # compiled models launch fewer kernels; how many is not known
     if compiled_part(recipe, ds_config) != "none":
         return 0.0
     layers = model_size(recipe.model).num_layers
@@ -221,24 +225,25 @@ def _launch_seconds(recipe: Recipe, ds_config: dict | None, accumulation: int) -
 def _offload_seconds(
     recipe: Recipe, config: dict | None, world_size: int, accumulation: int, gpu: Gpu
 ) -> float:
-    """Gradients to the host once a micro-batch, weights back once a step, the CPU's optimizer, NVMe both ways.
+    """Return the seconds of transfers and of the CPU's optimizer, nothing overlapped.
 
-    Nothing overlapped; rates are tables/memory.json's and the GPU's PCIe (ZeRO-Offload, Ren et al. 2021, section 4).
+    The rates are those of tables/memory.json and of the GPU's PCIe (ZeRO-Offload, Ren et al. 2021, section 4).
     """
     rates, share = table("memory"), model_size(recipe.model).total / world_size
     in_node = min(world_size, gpu.gpus_per_node)
     seconds = 0.0
     if optimizer_device(config) != "gpu":
-        # 16-bit gradients down once a micro-batch, 16-bit weights up once a step
+        # 16-bit gradients go to the host once a micro-batch, 16-bit weights return once a step
         seconds += 2 * share * (accumulation + 1) / gpu.pcie_bytes_per_second
         # ranks of a node share its memory's bandwidth
         seconds += ADAM_BYTES * share * in_node / rates["host_bandwidth_bytes_per_second"]["value"]
     if optimizer_device(config) == "nvme":
-        # fp32 masters and moments, read and written
+        # fp32 masters and moments: 12 bytes an element, read and written
         seconds += 2 * 12 * share * in_node / rates["nvme_bytes_per_second"]["value"]
     if parameter_device(config) == "nvme":
-        # 16-bit weights for the forward and again for the backward pass
+        # 16-bit weights, read for the forward and again for the backward pass
         seconds += 2 * 2 * share * in_node * accumulation / rates["nvme_bytes_per_second"]["value"]
     elif parameter_device(config) == "cpu":
+        # PCIe's rate is per GPU (`gpus.Gpu`), so that the ranks of a node do not share it
         seconds += 2 * 2 * share * accumulation / gpu.pcie_bytes_per_second
     return seconds

@@ -1,4 +1,4 @@
-"""What a question about planning is asked of: a recipe, or a size and a number of tokens."""
+"""The subject of a planning question: a recipe, or a size and a number of tokens."""
 
 import argparse
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +28,7 @@ class Workload:
     tokens: float | None
     training_flops_per_token: float
     hardware_flops_per_token: float
-    """With every layer recomputed."""
+    """FLOPs with every layer recomputed."""
     recipe: Recipe | None
     ds_config: dict | None
     size: ModelSize | None
@@ -51,7 +51,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
     """Read the workload that the options describe.
 
     Raises:
-        UserError: neither or both of --recipe and --parameters, or a recipe that is wrong.
+        UserError: --recipe and --parameters are both given or both missing, or the recipe is wrong.
     """
     if bool(options.recipe) == bool(options.parameters):
         raise UserError("give either --recipe NAME or --parameters N (with --tokens D)")
@@ -61,19 +61,20 @@ def workload_of(options: argparse.Namespace) -> Workload:
     if options.set or options.deepspeed:
         raise UserError("--set and --deepspeed change a recipe: give --recipe NAME instead of --parameters")
     n = options.parameters
-    # 6 N (Kaplan et al. 2020); another forward pass if the layers are recomputed
+    # 6 N (Kaplan et al. 2020), and 2 N more for another forward pass if the layers are recomputed
     return Workload(
         f"{short(n)} parameters", n, n, options.tokens, 6 * n, 8 * n, None, None, None, None, None
     )
 
 
 def workload_of_recipe(recipe: Recipe, ds_config: dict | None, tokens: float | None = None) -> Workload:
-    """Return the workload of a recipe, on its own budget or as many whole steps as `tokens` pay for.
+    """Return the workload of a recipe, with its own budget or with as many whole steps as `tokens` pay for.
 
     Raises:
-        UserError: `tokens` pay for no step, or are more than a recipe may have.
+        UserError: `tokens` are fewer than one step needs, or more than a recipe may have.
     """
     if tokens is not None:
+        # before anything is derived: the number of steps follows from the budget
         recipe = _with_tokens(recipe, tokens)
     size, length = model_size(recipe.model), recipe.sequence_length
     counted = flops_per_token(size, length)
@@ -102,9 +103,9 @@ def _with_tokens(recipe: Recipe, tokens: float) -> Recipe:
             f"--tokens {tokens:g}: {recipe.name} takes from {least:,}, its first step, to {most:g}; leave --tokens out "
             "for its own budget"
         )
-    # as recipes are read: whole steps; a first step of a ramp may be all there is
+    # whole steps, as when a recipe is read; fewer tokens than a full step still pay for the first step of a ramp
     whole = int(tokens // recipe.tokens_per_step * recipe.tokens_per_step) or int(tokens)
-    # a command that is made of this recipe says them too
+    # a command that is written for this recipe must contain the tokens too
     overrides = (*recipe.overrides, f"budget.tokens={whole}")
     return replace(recipe, budget=replace(recipe.budget, tokens=whole), overrides=overrides)
 
@@ -138,6 +139,7 @@ class FlopsVerb:
             "tokens": tokens,
             "flops_per_token": per_token,
             "flops": {name: flops * tokens for name, flops in per_token.items()} if tokens else None,
+            # 8.64e19 FLOPs: one petaFLOP/s for a day
             "petaflop_days": workload.training_flops_per_token * tokens / 8.64e19 if tokens else None,
         }
 
@@ -147,6 +149,7 @@ class FlopsVerb:
         if answer["active_parameters"] != answer["parameters"]:
             rows.append(("active per token", f"{answer['active_parameters']:,.0f}"))
         for part, number in (answer["parts"] or {}).items():
+            # a head of 0 is tied, which is worth a line; other empty parts do not exist
             if number or part == "head":
                 rows.append((f"  {part}", f"{number:,}" if number else "tied to the embedding"))
         if answer["tokens"]:
@@ -159,6 +162,7 @@ class FlopsVerb:
 
 def _per_token(workload: Workload) -> dict:
     if workload.counted is None:
+        # a size alone has no attention, so that the other conventions cannot be counted
         return {"six_n_total": 6 * workload.parameters}
     return workload.counted.to_dict()
 

@@ -1,7 +1,7 @@
 """Bytes that a forward pass keeps for its backward pass: per layer, outside the layers, and around the loss.
 
-Counted tensor by tensor from transformers 5.23 (modeling_gpt2.py, modeling_llama.py and kin) as CUDA kernels save
-them; benchmarks/memory.py compares the counts with torch's memory tracker.
+They are counted tensor by tensor from transformers 5.23 (modeling_gpt2.py, modeling_llama.py and similar files), as
+CUDA kernels save them. benchmarks/memory.py compares the counts with torch's memory tracker.
 """
 
 from dataclasses import dataclass
@@ -12,21 +12,19 @@ from pretraining.planning.shapes import Widths, is_mixture, shape_of, widths_of
 from pretraining.planning.sizes import model_size
 from pretraining.recipe.sections import Loss
 
+# `gelu_new` is written in Python, so four tensors stay: x, 0.5 x, tanh(...) and 1 + tanh(...)
 ELEMENTWISE_SAVED = {"gelu_new": 4, "relu": 0}
-"""Inner activations an activation function saves beside its result; most save one, their input (activations.py).
-
-`gelu_new` is written out in Python: x, 0.5 x, tanh(...) and 1 + tanh(...) each stay.
-"""
+"""Tensors that an activation function saves beside its result; most save one, their input (activations.py)."""
 TOKEN_INPUT_BYTES = 24
-"""Ids, labels and positions, int64 each."""
+"""Bytes of a token's id, label and position, int64 each."""
 PLAIN = Loss(kind="plain")
 ON_PROCESSOR = 256 * 2**20
 """Bytes of one chunk if a processor trains."""
 ON_GPU = 2**30
-"""Bytes of one chunk on a GPU, but no more than a GPU_SHAREth of its memory."""
+"""Bytes of one chunk on a GPU, at most; a smaller GPU gives one part in GPU_SHARE of its memory."""
 GPU_SHARE = 64
 MULTIPLE = 128
-"""Of tokens: the tiles of matrix products."""
+"""Tokens; a chunk is a multiple of it, as matrix products work on tiles."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +32,21 @@ class Activations:
     """Bytes of one micro-batch on one GPU."""
 
     per_layer: float
-    """What one layer keeps, without activation checkpointing."""
+    """Bytes that one layer keeps, without activation checkpointing."""
     layers: float
-    """What all layers together keep until the backward pass."""
+    """Bytes that all layers together keep until the backward pass."""
     recomputed: float
-    """With activation checkpointing: one layer's activations, made again when its backward pass comes."""
+    """With activation checkpointing: one layer's activations, computed again for its backward pass."""
     outside: float
-    """Final norm, input of the head, ids and labels; under autocast also the weights' 16-bit copies."""
+    """Final norm, input of the head, ids, labels and positions; under autocast also the weights' 16-bit copies."""
     logits: float
-    """Loss at its peak (`loss_bytes`)."""
+    """The loss at its peak (`loss_bytes`)."""
     backward: float
     """Gradients of a layer's own activations while its backward pass runs."""
 
     @property
     def kept(self) -> float:
-        """What is held when the loss is computed."""
+        """Bytes that are held when the loss is computed."""
         return self.layers + self.outside
 
 
@@ -64,15 +62,17 @@ def activations(
     """Return activations of one micro-batch.
 
     Args:
-        every_n_layers: of how many layers one is recomputed, of which its input is kept alone; 0: none is.
+        every_n_layers: one layer in so many is recomputed, and only its input is kept; 0: none is.
         loss: the recipe's section.
-        gpu_memory: bytes of the GPU, which chunks of the loss go by; None: a processor trains, or it is not known.
+        gpu_memory: bytes of the GPU, which decide the loss's chunks; None: a processor trains, or it is not known.
     """
     shape = shape_of(model)
     tokens, widths = micro_batch * sequence_length, widths_of(shape)
     by_layer = [_layer(shape, widths, index, sequence_length, precision) for index in range(widths.layers)]
+    # the input of a layer, on the residual stream
     largest, boundary = max(by_layer), precision.residual * widths.hidden
     if every_n_layers:
+        # the first layer of every n is recomputed
         again = [index % every_n_layers == 0 for index in range(widths.layers)]
         kept = sum(boundary if redo else size for redo, size in zip(again, by_layer, strict=True))
     else:
@@ -85,6 +85,7 @@ def activations(
         per_layer=tokens * largest,
         layers=tokens * kept,
         recomputed=tokens * (largest - boundary) if every_n_layers else 0.0,
+        # copies of weights do not grow with the tokens
         outside=tokens * outside + (_cast_weights(model, every_n_layers > 0) if precision.is_autocast else 0),
         logits=loss_bytes(tokens, shape["vocab_size"], widths.hidden, precision, loss, gpu_memory),
         backward=tokens * _backward(shape, widths, sequence_length, precision),
@@ -92,15 +93,16 @@ def activations(
 
 
 def _cast_weights(model: dict, checkpointing: bool) -> int:
-    """Autocast's 16-bit copies of the matrices; a recomputed layer's go with it, the head's stays."""
+    """Return the bytes of autocast's 16-bit copies of the matrices."""
     size = model_size(model)
     layers = size.parts.attention + size.parts.mlp + size.parts.experts + size.parts.router
+    # a recomputed layer frees its copies after its forward pass; the head's copy stays
     return SIXTEEN_BIT * (size.head + (0 if checkpointing else layers))
 
 
 def _layer(shape: dict, widths: Widths, index: int, length: int, precision: Precision) -> float:
-    """Bytes a token of one layer."""
-    # one byte an element for the mask of each dropout on the residual stream
+    """Return the bytes that one layer keeps for a token."""
+    # each dropout on the residual stream keeps a mask of one byte an element
     dropouts = 2 if shape.get("resid_pdrop") else 0
     norms = 2 * _norm(shape, widths.hidden, precision) + dropouts * widths.hidden
     attention = _attention(shape, widths, length, precision)
@@ -113,81 +115,90 @@ def _layer(shape: dict, widths: Widths, index: int, length: int, precision: Prec
 
 
 def _norm(shape: dict, width: int, precision: Precision, groups: int = 1) -> float:
-    """LayerNorm keeps its input, mean and deviation; RMSNorm its input in fp32, 1 / rms, and the normalised input."""
+    """Return the bytes that a norm keeps for a token."""
     if shape["model_type"] == "gpt2":
+        # LayerNorm: its input, mean and deviation
         return precision.residual * width + 2 * FP32
+    # RMSNorm: its input in fp32, 1 / rms, and the normalised input
     return FP32 * width + FP32 * groups + precision.residual * width
 
 
 def _attention(shape: dict, widths: Widths, length: int, precision: Precision) -> float:
-    """Input of the projections, queries, keys, values, the result, and what the kernel keeps.
-
-    Flash and memory-efficient kernels keep one fp32 number a head and token (Dao et al. 2022, section 3); eager
-    attention the probabilities of every pair, Llama's kin in fp32 and once more in 16 bit.
-    """
+    """Return the bytes that attention keeps for a token: inputs, queries, keys, values, result, the kernel's own."""
     width, gpt2 = precision.compute, shape["model_type"] == "gpt2"
+    # autocast casts the input once for each projection; GPT-2 has one matrix for all three
     casts = 1 if gpt2 or not precision.is_autocast else 3
     inputs = casts * width * widths.hidden
     if shape["model_type"].startswith("qwen3"):
         inputs += _head_norms(shape, widths, precision)
     if shape.get("attn_implementation") != "eager":
+        # flash and memory-efficient kernels keep one fp32 number per head and token (Dao et al. 2022, section 3)
         return inputs + width * (2 * widths.queries + 2 * widths.keys) + FP32 * widths.heads
+    # eager attention keeps the probabilities of every pair
     pairs = widths.heads * length
+    # llama and similar types, and GPT-2 under autocast, compute them in fp32 and keep them in both precisions
     fp32_first = precision.compute < FP32 and (not gpt2 or precision.is_autocast)
     probabilities = pairs * (width + (FP32 if fp32_first else 0))
     if shape["attn_pdrop" if gpt2 else "attention_dropout"]:
+        # dropout keeps its result, and a mask of one byte
         probabilities += pairs * (width + 1)
+    # eager attention repeats keys and values until they are as wide as the queries
     return inputs + 4 * width * widths.queries + probabilities
 
 
 def _head_norms(shape: dict, widths: Widths, precision: Precision) -> float:
-    """Qwen3's norms of every query and key head."""
+    """Return the bytes that Qwen3's norms of query and key heads keep for a token."""
+    # these norms read results of products, not the residual stream
     narrow = Precision(precision.name, precision.weights, precision.compute, precision.compute)
     of_queries = _norm(shape, widths.queries, narrow, widths.heads)
     return of_queries + _norm(shape, widths.keys, narrow, widths.key_value_heads)
 
 
 def _feed_forward(shape: dict, widths: Widths, precision: Precision) -> float:
-    """Input, inner activations before and after the activation function; of a gated one both halves."""
+    """Return the bytes that a dense feed-forward layer keeps for a token."""
     width, gpt2 = precision.compute, shape["model_type"] == "gpt2"
     saved = ELEMENTWISE_SAVED.get(shape["activation_function" if gpt2 else "hidden_act"], 1)
     if gpt2:
+        # the input, what the activation function saves, and its result
         return width * (widths.hidden + (saved + 1) * widths.inner)
     # autocast casts the input once for each of the gate's halves
     casts = 2 if precision.is_autocast else 1
+    # gated: also the other half and the product of both
     return width * (casts * widths.hidden + (saved + 3) * widths.inner)
 
 
 def _experts(widths: Widths, precision: Precision) -> float:
-    """A mixture: each token's inner activations once for every expert it is routed to, and the router in fp32."""
+    """Return the bytes that a mixture keeps for a token: once for each chosen expert, and the router's in fp32."""
     width, router = precision.compute, 2 * FP32 * widths.experts
     of_expert = 2 * widths.hidden + 4 * widths.expert_inner
     return width * (widths.hidden + widths.chosen_experts * of_expert) + router
 
 
 def _backward(shape: dict, widths: Widths, length: int, precision: Precision) -> float:
-    """Gradients at the widest point of a layer's backward pass: of the inner activations, or of all pairs."""
+    """Return the bytes of a token's gradients at the widest point of a layer's backward pass."""
     width = precision.compute
     inner = (3 if shape["model_type"] == "gpt2" else 2) * width * widths.inner
     if shape.get("attn_implementation") == "eager":
+        # eager attention: the gradients of all pairs may be wider than those of the inner activations
         return max(inner, 2 * FP32 * widths.heads * length) + precision.residual * widths.hidden
     return inner + precision.residual * widths.hidden
 
 
 def compiles_loss(compile: bool | None, on_gpu: bool) -> bool:
-    """Return what `loss.compile` becomes: null is true on a GPU."""
+    """Return the value of `loss.compile`; null means true on a GPU."""
     return on_gpu if compile is None else compile
 
 
 def logit_bytes(compute: int, compiled: bool) -> int:
-    """Return what a chunk holds for a logit of `compute` bytes; its fp32 log-probability too if nothing is compiled."""
+    """Return the bytes that a chunk holds for each logit of `compute` bytes."""
+    # a loss that is not compiled also holds the log-probability, in fp32
     return compute if compiled else compute + max(compute, FP32)
 
 
 def chunk_length(
     tokens: int, vocab_size: int, bytes_a_logit: int, gpu_memory: float | None, chunk_tokens: int | None
 ) -> int:
-    """Return the tokens of a chunk: the recipe's, else chunks of one length, as few as its memory allows.
+    """Return the tokens of a chunk: the recipe's, or as many as its memory allows, so that all chunks have one length.
 
     Args:
         bytes_a_logit: see `logit_bytes`.
@@ -197,14 +208,16 @@ def chunk_length(
     if chunk_tokens:
         return min(tokens, chunk_tokens)
     most = max(1, _chunk_bytes(gpu_memory) // (bytes_a_logit * vocab_size * MULTIPLE)) * MULTIPLE
+    # equal chunks: no small one at the end
     even = ceil(tokens / ceil(tokens / most))
     return min(tokens, ceil(even / MULTIPLE) * MULTIPLE)
 
 
 def _chunk_bytes(gpu_memory: float | None) -> int:
-    """A power of two, as GPUs of one kind report a little more or less memory than the table says."""
+    """Return the bytes of one chunk of the loss."""
     if gpu_memory is None:
         return ON_PROCESSOR
+    # a power of two, as GPUs of one kind report a little more or less memory than the table has
     return min(ON_GPU, 1 << (int(gpu_memory / GPU_SHARE).bit_length() - 1))
 
 
@@ -216,19 +229,18 @@ def loss_bytes(
     loss: Loss = PLAIN,
     gpu_memory: float | None = None,
 ) -> float:
-    """Return what `model/loss.py` and `model/cross_entropy.py` hold while they find the loss of one micro-batch.
-
-    plain: the fp32 log-probabilities, their gradient and the logits' gradient. chunked: the logits, which their
-    gradient overwrites, and a chunk's log-probabilities if nothing is compiled. fused: the sum of the head's gradient
-    in fp32, the gradient of the head's input, and a chunk; after the last chunk the sum in the weights' precision.
-    """
+    """Return the bytes that the loss of one micro-batch holds (`model/loss.py`, `model/cross_entropy.py`)."""
     if loss.kind == "plain":
+        # the fp32 log-probabilities, their gradient and the logits' gradient
         return 3 * FP32 * tokens * vocab_size
     compute, compiled = precision.compute, compiles_loss(loss.compile, gpu_memory is not None)
     bytes_a_logit = logit_bytes(compute, compiled)
     chunk = chunk_length(tokens, vocab_size, bytes_a_logit, gpu_memory, loss.chunk_tokens)
     if loss.kind == "chunked":
+        # the logits, which their gradient overwrites, and a chunk's log-probabilities if nothing is compiled
         return compute * tokens * vocab_size + (bytes_a_logit - compute) * chunk * vocab_size
+    # after the last chunk, the sum of the head's gradient is cast to the weights' precision
     handed_on = precision.weights * vocab_size * width if precision.weights < FP32 else 0
     passing = max(bytes_a_logit * chunk * vocab_size, handed_on)
+    # the sum of the head's gradient in fp32, and the gradient of the head's input
     return passing + FP32 * vocab_size * width + compute * tokens * width

@@ -1,4 +1,4 @@
-"""What ZeRO needs beside the model states while a pass or a step runs: buckets, gathered weights, flat copies."""
+"""Bytes that ZeRO needs beside the model states in a pass or a step: buckets, gathered weights, flat copies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ class Buffers:
     buckets: float
     """Gradients on their way to other ranks, during the backward pass."""
     gathered: float
-    """Stage 3: whole weights in use, kept for reuse or prefetched."""
+    """At stage 3: whole weights that are in use, kept for reuse, or prefetched."""
     in_flight: float
     """Whole gradients that have not reached their bucket yet."""
     step: float
-    """Copies of gradients that the optimizer step makes."""
+    """Copies of gradients that are made in the optimizer step."""
 
 
 def buffers(
@@ -40,7 +40,7 @@ def buffers(
     """Return buffers of the stage.
 
     width: the model's, which decides what `"auto"` becomes (transformers 5.23, integrations/deepspeed.py).
-    gathers_blocks: stage 3 gathers the weights of a block as one and reduces its gradients together.
+    gathers_blocks: whether stage 3 gathers a block's weights as one and reduces its gradients together.
     """
     if config is None:
         return Buffers(0, 0, 0, 0)
@@ -52,13 +52,16 @@ def buffers(
         return Buffers(
             buckets=bucket,
             gathered=element * _gathered(zero, tensors, width, gathers_blocks),
+            # whole gradients: those of a block together, else one tensor at a time
             in_flight=element
             * max(layer_numel(tensors) * gathers_blocks, *(tensor.numel for tensor in tensors)),
+            # stage 3 steps one sub-group after another; an offloaded optimizer copies in host memory
             step=0 if optimizer_device(config) != "gpu" else FP32 * min(share, _sub_group(zero)),
         )
-    # two buffers take turns if reducing overlaps the backward pass (`setup_buckets`, stage_1_and_2.py)
+    # two buffers take turns if the backward pass goes on during a reduction (`setup_buckets`, stage_1_and_2.py)
     turns = 2 if zero.get("overlap_comm") else 1
     if stage == 2:
+        # with accumulation, the fp32 sums of the rank's share are held beside its gradients
         in_flight = element * share + (FP32 * share if accumulation > 1 else 0)
         # offloaded gradients leave the GPU one by one
         if optimizer_device(config) != "gpu":
@@ -67,15 +70,15 @@ def buffers(
     if stage == 1 and precision.name == "bf16":
         # BF16_Optimizer reduces its fp32 sums after the pass, cast to 16 bit (engine.py `allreduce_bucket`)
         return Buffers(0, 0, 0, element * total)
-    # fp32 and fp16: the optimizer of stage 2, with gradients whole
+    # in fp32 and fp16 DeepSpeed uses the optimizer of stage 2 at stage 1 too, with whole gradients
     if stage == 1:
         return Buffers(turns * bucket, 0, 0, FP32 * share)
-    # DeepSpeed's engine flattens what it reduces, a bucket at a time
+    # stage 0: DeepSpeed's engine flattens the gradients that it reduces, a bucket at a time
     return Buffers(0, 0, 0, element * min(total, REDUCE_BUCKET) if world_size > 1 else 0)
 
 
 def reduce_bucket(config: dict, width: int) -> float:
-    """Return elements of gradients that are reduced together; width: the model's."""
+    """Return how many elements of gradients are reduced together; width: the model's."""
     return _elements(config["zero_optimization"], "reduce_bucket_size", REDUCE_BUCKET, width**2)
 
 
@@ -84,11 +87,12 @@ def unprotected_gradient(
 ) -> Tensor | None:
     """Return the largest gradient that ZeRO-2 frees on a GPU while another stream may still read it.
 
-    A gradient that is larger than the bucket is reduced in its own place. With `overlap_comm` this happens on a
-    stream of its own, and a rank that keeps no part of the gradient frees it at once, without telling the allocator of
-    that stream: the next kernel may write into it (deepspeed 0.19.8, zero/stage_1_and_2.py, `average_tensor`,
-    `clear_grad_attribute`). With an offloaded optimizer DeepSpeed notifies the allocator; one rank keeps all gradients.
+    A gradient that is larger than the bucket is reduced in its own place. With `overlap_comm` this happens on a stream
+    of its own. A rank that keeps no part of the gradient frees it at once, but does not notify the allocator about that
+    stream. So the next kernel may write into it (deepspeed 0.19.8, zero/stage_1_and_2.py, `average_tensor`,
+    `clear_grad_attribute`).
     """
+    # with an offloaded optimizer DeepSpeed notifies the allocator; a single rank keeps all gradients
     if zero_stage(config) != 2 or optimizer_device(config) != "gpu" or world_size == 1:
         return None
     zero, largest = config["zero_optimization"], max(tensors, key=lambda tensor: tensor.numel)
@@ -99,17 +103,17 @@ def unprotected_gradient(
 def optimizer_copies(
     config: dict | None, tensors: Sequence[Tensor], world_size: int, copied: str | None
 ) -> float:
-    """Return the bytes of an optimizer's fp32 copies in its step, of a rank's share of the tensors of this kind."""
+    """Return the bytes of the fp32 copies that an optimizer's step makes of a rank's share of these tensors."""
     numel = sum(tensor.numel for tensor in tensors if tensor.kind == copied)
+    # without ZeRO, and at stage 0, each rank steps all weights
     return FP32 * numel / (world_size if zero_stage(config) else 1)
 
 
 def _gathered(zero: dict, tensors: Sequence[Tensor], width: int, gathers_blocks: bool) -> float:
-    """Elements of whole weights at a time.
+    """Return the elements of whole weights that are held at a time.
 
-    A weight stays gathered after its forward pass if it is used again within `stage3_max_reuse_distance`
-    elements: the last half of that distance before the loss (zero/partitioned_param_coordinator.py). The layer at work
-    and what is prefetched come on top, never more than the model.
+    A weight stays gathered after its forward pass if it is used again within `stage3_max_reuse_distance` elements
+    (zero/partitioned_param_coordinator.py). The layer at work and the prefetched weights come on top.
     """
     if gathers_blocks:
         zero = {**zero, **block_gathering(zero, layer_numel(tensors))}
@@ -117,20 +121,22 @@ def _gathered(zero: dict, tensors: Sequence[Tensor], width: int, gathers_blocks:
     prefetch = _elements(zero, "stage3_prefetch_bucket_size", PREFETCH_BUCKET, 0.9 * width**2)
     tables = max((tensor.numel for tensor in tensors if tensor.layer is None), default=0)
     at_work = max(layer_numel(tensors), tables)
+    # a weight of the last half of that distance before the loss comes back within it, on the way back
     return min(sum(tensor.numel for tensor in tensors), reuse / 2 + at_work + prefetch)
 
 
 def block_gathering(zero: dict, block_numel: int) -> dict:
-    """Return what `zero_optimization` says of gathering ahead if weights are gathered a block at a time.
+    """Return the keys of `zero_optimization` for gathering ahead, if weights are gathered a block at a time.
 
-    The next block is gathered while one computes; with transformers' `"auto"`, a share of it, the rest would be waited
-    for. What the file gives as a number stays.
+    A number in the file stays; only `"auto"` is replaced.
 
     Args:
         block_numel: parameters of the largest block.
     """
     keys = {}
     if zero.get("stage3_prefetch_bucket_size", "auto") == "auto":
+        # the next block is gathered while one computes; transformers' "auto" is only a share of a block,
+        # so that the next one would wait for the rest
         keys["stage3_prefetch_bucket_size"] = block_numel
     if zero.get("stage3_max_live_parameters", "auto") == "auto":
         keys["stage3_max_live_parameters"] = max(MAX_LIVE_PARAMETERS, 3 * block_numel)
@@ -142,6 +148,6 @@ def _sub_group(zero: dict) -> float:
 
 
 def _elements(zero: dict, key: str, default: float, automatic: float) -> float:
-    """A size of the ds_config in elements; `"auto"` as transformers fills it."""
+    """Return a size of the ds_config in elements; `automatic` is what transformers writes for `"auto"`."""
     value = zero.get(key, default)
     return automatic if value == "auto" else value

@@ -1,4 +1,4 @@
-"""The memory a run needs on each GPU, on the host and on NVMe, part by part at its peak."""
+"""The memory that a run needs on each GPU, on the host and on NVMe, part by part at its peak."""
 
 import argparse
 import textwrap
@@ -38,7 +38,7 @@ from pretraining.refusals import gathers_blocks
 from pretraining.runtime.imports import MOST_ROUNDED_MIB
 
 ROOMY = 0.85
-"""Share of a GPU's memory up to which a run leaves room for what the prediction does not see."""
+"""Share of a GPU's memory up to which there is room for what the prediction does not include."""
 TIGHT = 0.95
 """Share of a GPU's memory above which fragmentation can end a run."""
 PHASES = {
@@ -47,7 +47,7 @@ PHASES = {
     "step": "in the optimizer step: gradients and their flat copies",
 }
 SNAPSHOT_ALIGNMENT = 64
-"""Bytes; a tensor of any type may begin there."""
+"""Bytes; a tensor of any type may begin at a multiple of it."""
 PROCESS, BUILT, SNAPSHOT = "process", "model while it is built", "copy for a save"
 SMALLER_BATCH = "a smaller micro-batch (--set training.per_device_train_batch_size={})"
 FIXED = {
@@ -56,7 +56,7 @@ FIXED = {
     "copies for the step": "more GPUs",
 }
 SHARDED_FROM = {"weights": 3, "gradients": 2, "gradient sums": 2, "fp32 masters": 1}
-"""The ZeRO stage from which on the ranks share a part; the optimizer's states from 1 on."""
+"""Part -> the ZeRO stage from which on the ranks share it; they share the optimizer's states from 1 on."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class MemoryNeed:
     """NVMe of one rank."""
     state: ModelState | None = None
     optimizer_states: str = ADAM.name
-    """What the part of the optimizer's states is called."""
+    """Name of the part that holds the optimizer's states."""
 
     @property
     def peak_phase(self) -> str:
@@ -86,12 +86,12 @@ class MemoryNeed:
 
     @property
     def allocated(self) -> float:
-        """What torch.cuda.max_memory_allocated will show."""
+        """Bytes that torch.cuda.max_memory_allocated will return."""
         return sum(self.parts.values())
 
     @property
     def reserve(self) -> float:
-        """What the process takes beside its tensors: context, NCCL, what the allocator cannot reuse."""
+        """Bytes that the process takes beside its tensors: context, NCCL, memory that the allocator cannot reuse."""
         entry = table("memory")
         # one GPU alone opens no communicator
         nccl = entry["nccl_bytes"]["value"] if self.num_gpus > 1 else 0
@@ -99,15 +99,15 @@ class MemoryNeed:
 
     @property
     def total(self) -> float:
-        """What must fit into the GPU's memory."""
+        """Bytes that must fit into the GPU's memory."""
         return self.allocated + self.reserve
 
     @property
     def on_processor(self) -> float:
         """Bytes that a rank takes if the processor trains, beyond what it had before the model was built."""
-        # pages of the buckets' flat buffers are never touched, so that they are not resident
-        # processors have no memory of their own for what is offloaded
+        # the pages of the buckets' flat buffers are never touched, so that they take no memory
         device = max(sum(parts.values()) - parts.get("reduce buckets", 0) for parts in self.phases.values())
+        # a processor has no second memory: what is offloaded stays in the same one
         offloaded = sum(size for name, size in self.host.items() if name.startswith("offloaded"))
         return device + offloaded + table("memory")["processor_bytes"]["value"]
 
@@ -115,19 +115,19 @@ class MemoryNeed:
     def host_counted(self) -> float:
         """Host memory that one rank cannot do without.
 
-        Neither what a process is assumed to take nor the copy for a save: without room for that one, training waits
-        until the save is written.
+        It leaves out what a process is assumed to take, and the copy for a save. Without room for that copy, training
+        waits until the save is written.
         """
         return sum(size for name, size in self.host.items() if name not in (PROCESS, SNAPSHOT))
 
     @property
     def host_running(self) -> float:
-        """Host memory that one rank counts on while it trains: the model that was built there has moved on."""
+        """Host memory that one rank needs while it trains; the model that was built there is on the GPU by then."""
         return self.host_counted - self.host.get(BUILT, 0)
 
     @property
     def snapshot(self) -> float:
-        """Host memory that one rank copies its state into, so that it trains on while a checkpoint is written."""
+        """Host memory into which one rank copies its state, so that training goes on while a checkpoint is written."""
         return self.host.get(SNAPSHOT, 0)
 
     @property
@@ -160,10 +160,10 @@ class MemoryNeed:
 def memory_need(
     recipe: Recipe, ds_config: dict | None, world_size: int, gpu_memory: float | None = None
 ) -> MemoryNeed:
-    """Return memory of a recipe under a ds_config on `world_size` GPUs.
+    """Return the memory that a recipe needs under a ds_config on `world_size` GPUs.
 
     Args:
-        gpu_memory: bytes of one GPU: of a larger one the loss takes more; None: a processor trains, or it is not known.
+        gpu_memory: bytes of one GPU; the loss takes more on a larger one. None: a processor trains, or it is not known.
 
     Raises:
         UserError: ranks x micro-batch x length does not divide the tokens per step.
@@ -184,6 +184,7 @@ def memory_need(
     as_one = gathers_blocks(recipe, ds_config)
     extra = buffers(ds_config, tensors, width, world_size, precision, accumulation, as_one)
     copies = optimizer_copies(ds_config, tensors, world_size, optimizer.copied)
+    # the optimizer's own copies exist at the same moment as ZeRO's
     extra = replace(extra, step=extra.step + copies)
     return MemoryNeed(
         phases=_phases(state, held, extra, zero_stage(ds_config), accumulation, optimizer.name),
@@ -196,7 +197,7 @@ def memory_need(
 
 
 def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> ModelState:
-    """Return model state of the fullest of `world_size` ranks, with the optimizer that the recipe chooses."""
+    """Return the model state of the fullest of `world_size` ranks, with the recipe's optimizer."""
     return model_state(
         model_size(recipe.model).total,
         ds_config,
@@ -209,21 +210,22 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
 
 
 def loss_of(recipe: Recipe) -> Loss:
-    """Return the recipe's section with what `kind: auto` becomes: fused if the head is known (`model/loss.py`)."""
+    """Return the recipe's section `loss`, with `kind: auto` resolved as `model/loss.py` does."""
     kind = recipe.loss.kind
     if kind != "auto":
         return recipe.loss
+    # the fused loss needs to know the model's head
     return replace(recipe.loss, kind="fused" if recipe.model.is_exact else "chunked")
 
 
 def checkpointing_of(recipe: Recipe) -> tuple[bool, int]:
-    """Return whether layers are recomputed, and of how many layers one."""
+    """Return whether layers are recomputed, and n if it is one layer in n."""
     keywords = recipe.training.activation_checkpointing_kwargs or {}
     return bool(recipe.training.activation_checkpointing), int(keywords.get("every_n_layers") or 1)
 
 
 def recomputed_one_in(recipe: Recipe) -> int:
-    """Return of how many layers one is recomputed; 0: none is."""
+    """Return n if one layer in n is recomputed; 0: none is."""
     recomputes, every_n_layers = checkpointing_of(recipe)
     return every_n_layers if recomputes else 0
 
@@ -236,19 +238,17 @@ def recomputed_share(every_n_layers: int) -> float:
 def _phases(
     state: ModelState, held: Activations, extra: Buffers, stage: int, accumulation: int, optimizer: str
 ) -> dict[str, dict[str, float]]:
-    """The three moments at which a step's memory can peak.
-
-    When a backward pass starts, gradients of earlier micro-batches are held; the fp32 sums of stage 2 too, those
-    of stages 1 and 3 always.
-    """
+    """Return the parts at the three moments when a step's memory can peak."""
     # observed with deepspeed 0.19.8: benchmarks/model_states.py
     always = {"weights": state.parameters, "fp32 masters": state.masters, optimizer: state.moments}
     sums = state.gradient_accumulation
+    # at stage 2 the sums exist only after a first micro-batch, at stages 1 and 3 always
     sums_before = sums if accumulation > 1 or stage != 2 else 0
     passing = {**always, "reduce buckets": extra.buckets, "gathered weights": extra.gathered}
     return {
         "loss": {
             **passing,
+            # when a backward pass starts, only earlier micro-batches have left gradients
             "gradients": state.gradients if accumulation > 1 else 0,
             "gradient sums": sums_before,
             "activations": held.kept,
@@ -271,14 +271,15 @@ def _phases(
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """Return host memory that a pinned buffer of so many bytes takes."""
-    # torch 2.13 rounds up to a power of two (ATen/core/CachingHostAllocator.h), here only up to MOST_ROUNDED_MIB
+    """Return the host memory that a pinned buffer of this many bytes takes."""
+    # torch 2.13 rounds up to a power of two (ATen/core/CachingHostAllocator.h); runtime/imports.py limits this to
+    # buffers up to MOST_ROUNDED_MIB
     rounded = 1 << max(0, num_bytes - 1).bit_length()
     return rounded if num_bytes <= MOST_ROUNDED_MIB << 20 else num_bytes
 
 
 def snapshot_bytes(sizes: Iterable[int]) -> int:
-    """Return bytes of one buffer for copies of tensors of these sizes in bytes."""
+    """Return the bytes of one buffer for copies of tensors of these sizes in bytes."""
     return sum(size + -size % SNAPSHOT_ALIGNMENT for size in sizes)
 
 
@@ -291,7 +292,7 @@ def _host_memory(
     tensors: Sequence[Tensor],
     optimizer: OptimizerStates,
 ) -> dict[str, float]:
-    """Host memory of one rank in bytes, by use: the process, offloaded states, buffers, a model on its way, a save."""
+    """Return the host memory of one rank in bytes, by use."""
     host = {PROCESS: table("memory")["host_process_bytes"]["value"]}
     if state.host:
         host["offloaded states"] = state.host
@@ -300,8 +301,10 @@ def _host_memory(
     pinned = pinned_by_offload(config, world_size, precision.weights, optimizer.in_groups(tensors))
     if rounding := sum(pinned_bytes(size) - size for size in pinned):
         host["rounding of pinned buffers"] = rounding
-    # stage 3 builds its weights sharded, the others whole on every rank before they move to the GPU (model/build.py)
+    # stage 3 builds its weights sharded; the others build them whole on every rank and move them to the GPU
+    # (model/build.py)
     if zero_stage(config) != 3:
+        # bytes a parameter
         built = 2 if config and precision.name == "bf16" and not precision.is_autocast else 4
         host[BUILT] = built * sum(tensor.numel for tensor in tensors)
     if recipe.checkpoints.background and recipe.training.save_strategy != "no":
@@ -312,7 +315,7 @@ def _host_memory(
 
 
 def _most_at_once(host: dict[str, float]) -> float:
-    """Bytes of a rank at their peak."""
+    """Return the bytes of a rank at their peak."""
     # the model has moved to the GPU before the first save: only the larger of the two counts
     return sum(host.values()) - min(host.get(BUILT, 0), host.get(SNAPSHOT, 0))
 
@@ -335,7 +338,7 @@ def _staging(config: dict | None, tensors: Sequence[Tensor]) -> float:
 
 
 def shrink(need: MemoryNeed, recipe: Recipe, ds_config: dict | None) -> str:
-    """Say what would shrink the largest part; what is on already is not offered again."""
+    """Write what would shrink the largest part; do not offer what is on already."""
     part = need.largest
     if part in FIXED:
         return FIXED[part]
@@ -344,6 +347,7 @@ def shrink(need: MemoryNeed, recipe: Recipe, ds_config: dict | None) -> str:
     if part == "activations" and not recomputed_one_in(recipe):
         return "--set training.activation_checkpointing=true, or a smaller micro-batch"
     if recipe.micro_batch > 1:
+        # activations, logits and the loss all grow with the micro-batch
         return SMALLER_BATCH.format(recipe.micro_batch // 2)
     return (
         "a shorter data.sequence_length"
@@ -356,6 +360,7 @@ def _shrink_state(stage: int, part: str, need: MemoryNeed, ds_config: dict | Non
     if need.num_gpus > 1 and zero_stage(ds_config) < stage:
         return f"the GPUs share it from --deepspeed zero{stage} on"
     offloads = optimizer_device(ds_config) != "gpu"
+    # zero3_offload moves the optimizer, not the weights
     away = "" if offloads or part == "weights" else ", or host memory takes it: --deepspeed zero3_offload"
     return (
         f"more GPUs{away}"
@@ -429,9 +434,10 @@ def _cell(number: float | None) -> str:
 
 
 def host_words(parts: dict) -> str:
-    """Say what host memory is for; of a process by itself nothing is counted."""
+    """Write what host memory is for; what the process itself takes is assumed, not counted."""
     names = {name: name for name in parts} | {PROCESS: "assumed for the process"}
     words = {name: f"{num_bytes(size)} {names[name]}" for name, size in parts.items()}
     if BUILT in parts and SNAPSHOT in parts:
+        # the two are never held at once (`_most_at_once`)
         words[SNAPSHOT] = f"later {words[SNAPSHOT]}"
     return ", ".join(words.values())

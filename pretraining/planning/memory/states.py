@@ -12,7 +12,8 @@ from pretraining.recipe import Recipe
 from pretraining.refusals import own_groups
 
 ELEMENTS_A_SCALE, SMALLEST_IN_8_BIT = 256, 4096
-"""Elements that share a scale, and those from which on a tensor is kept in 8 bit (bitsandbytes 0.50, optimizer.py)."""
+"""Elements that share a scale, and the least elements of a tensor that is kept in 8 bit (bitsandbytes 0.50)."""
+# the first part found in the name counts, so the longer of two names that contain each other comes first
 FAMILIES = {
     "schedule_free_sgd": ("schedule-free SGD's sequence", 1),
     "schedule_free": ("schedule-free Adam's states", 2),
@@ -24,11 +25,12 @@ FAMILIES = {
     "adagrad": ("Adagrad's sums", 1),
     "sgd": ("SGD's momentum", 0),
 }
-"""Part of a name of `training.optim` -> what its states are called, how many numbers it keeps for a weight."""
+"""Part of a name of `training.optim` -> what its states are called, and how many numbers it keeps for each weight."""
 GIB = 2**30
+# bytes a parameter: both of Adam's
 MOMENTS = 2 * FP32
 ALIGNMENT = 2
-"""Elements a rank's share is padded to (nccl_start_alignment_factor, deepspeed 0.19.8 zero/stage_1_and_2.py)."""
+"""Elements to a multiple of which a rank's share is padded (`nccl_start_alignment_factor`, deepspeed 0.19.8)."""
 
 
 Groups = list[list[Tensor]]
@@ -39,34 +41,37 @@ class OptimizerStates:
     """The states of one optimizer."""
 
     name: str
-    """What the plan calls them."""
+    """Name of the states in the plan."""
     bytes_of: Callable[[Tensor], float]
     """Bytes for a whole tensor."""
     groups: tuple[tuple[str, ...], ...] | None = None
-    """Kinds of tensors that share a parameter group; None: the Trainer's two, what decays and the rest."""
+    """Kinds of tensors in each parameter group; None: the Trainer's two groups, with and without weight decay."""
     copied: str | None = None
-    """The kind of tensors of which a step makes another fp32 copy."""
+    """The kind of tensors that a step copies in fp32 once more."""
 
     def in_groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the tensors group by group: ZeRO lays each group end to end before it cuts it."""
+        """Return the tensors by parameter group."""
+        # ZeRO puts the tensors of each group end to end before it cuts the group into slices
         if self.groups is None:
             return [[t for t in tensors if t.decays is decays] for decays in (True, False)]
         return [[t for t in tensors if t.kind in kinds] for kinds in self.groups]
 
 
 def optimizer_states(recipe: Recipe) -> OptimizerStates:
-    """Return the states of the recipe's optimizer; of one that no family names, Adam's, which are seldom less."""
+    """Return the states of the recipe's optimizer; Adam's if no family names it."""
     if recipe.optimizer.name == "muon":
         return MUON
     if own_groups(recipe):
         return replace(ADAM, groups=MUON.groups)
     optim = recipe.training.optim
+    # Adam as the default: its states are seldom the smaller ones
     family = next((part for part in FAMILIES if part in optim), "adam")
     name, numbers = FAMILIES[family]
     if family == "adafactor":
         return OptimizerStates(name, _factors)
     if family in ("sgd", "rmsprop"):
         numbers += _extra_buffers(recipe.training.optim_args or "")
+    # the block sizes above are those of bitsandbytes
     if "8bit" in optim and "torch" not in optim:
         return OptimizerStates(f"8-bit {name}", partial(_in_8_bit, numbers=numbers))
     return OptimizerStates(name, partial(_numbers_each, numbers=numbers))
@@ -77,26 +82,28 @@ def _numbers_each(tensor: Tensor, numbers: int) -> float:
 
 
 def _in_8_bit(tensor: Tensor, numbers: int) -> float:
-    """A byte a number and a scale for each group of them; small tensors and embeddings stay fp32."""
-    # embeddings: transformers 5.23, trainer.py
+    """Return the bytes of a tensor's 8-bit states; small tensors and embeddings stay fp32."""
+    # embeddings stay fp32: transformers 5.23, trainer.py
     if tensor.numel < SMALLEST_IN_8_BIT or tensor.kind == EMBEDDING:
         return _numbers_each(tensor, numbers)
+    # one byte for each number, and an fp32 scale for each group of them
     return numbers * (tensor.numel + FP32 * -(-tensor.numel // ELEMENTS_A_SCALE))
 
 
 def _factors(tensor: Tensor) -> float:
-    """A mean of every row and of every column (Shazeer and Stern 2018); no first moment."""
+    """Return the bytes of a mean of every row and of every column (Shazeer and Stern 2018); no first moment."""
     return FP32 * tensor.factors
 
 
 def _muon(tensor: Tensor) -> float:
-    """The momentum of a hidden matrix; AdamW's two moments of all others."""
+    """Return the bytes of a hidden matrix's momentum, or of AdamW's two moments for any other tensor."""
     return _numbers_each(tensor, 1 if tensor.kind == HIDDEN else 2)
 
 
 def _extra_buffers(optim_args: str) -> int:
-    """SGD's and RMSprop's: a momentum above 0, and RMSprop's mean of a centered one, as `training.optim_args` says."""
+    """Return how many more numbers `training.optim_args` asks for: a momentum above 0, and RMSprop's centered mean."""
     given = dict(pair.partition("=")[::2] for pair in optim_args.replace(" ", "").lower().split(","))
+    # "0", "0.0" and ".0" leave nothing: no momentum, no buffer
     return (given.get("momentum", "0").strip("0.") != "") + (given.get("centered") in ("true", "1", "yes"))
 
 
@@ -113,7 +120,7 @@ MUON = OptimizerStates(
 
 @dataclass(frozen=True)
 class ModelState:
-    """Bytes that the fullest rank holds between the passes of a step, by what they are for.
+    """Bytes that the fullest rank holds between the passes of a step, by use.
 
     Activations, logits, communication buckets and gathered parameters come on top of these.
     """
@@ -121,22 +128,22 @@ class ModelState:
     parameters: float
     """Weights in the precision of the forward pass."""
     gradients: float
-    """Gradients as the backward pass leaves them. None at stage 1 in 16 bit, where each is added to its fp32 sum at
-    once, and none from stage 2 on, where they exist only inside a bucket."""
+    """Gradients as the backward pass leaves them. 0 at stage 1 in 16 bit: each is added to its fp32 sum at once. 0 from
+    stage 2 on: they exist only inside a bucket."""
     gradient_accumulation: float
     """fp32 sums over the micro-batches of a step."""
     masters: float
     """fp32 master weights; 0 if the weights themselves are the masters."""
     moments: float
-    """What the optimizer keeps beside them: of AdamW, two moments in fp32."""
+    """The optimizer's states beside the masters: for AdamW, two moments in fp32."""
     host: float
-    """What offloading keeps in host memory instead; not part of `gpu`."""
+    """Offloaded bytes in host memory; not part of `gpu`."""
     nvme: float = 0.0
-    """What offloading keeps on NVMe instead."""
+    """Offloaded bytes on NVMe."""
 
     @property
     def master_and_moments(self) -> float:
-        """What the optimizer holds on the GPU."""
+        """Bytes that the optimizer holds on the GPU."""
         return self.masters + self.moments
 
     @property
@@ -160,10 +167,10 @@ def model_state(
 ) -> ModelState:
     """Return model state of the fullest rank.
 
-    The stages shard as in ZeRO (Rajbhandari et al. 2020, section 5 and figure 1): 1 the optimizer states, 2
-    the gradients, 3 the parameters. The paper's 16 bytes a parameter are 2 + 2 + 12; here gradients are
-    accumulated in fp32 (`data_types.grad_accum_dtype`), so stage 3 holds 2 + 4 + 12 = 18 over all ranks.
-    Without DeepSpeed, weights stay fp32 (autocast) and every rank holds 4 + 4 + 8.
+    The stages shard as in ZeRO (Rajbhandari et al. 2020, section 5 and figure 1): stage 1 the optimizer states,
+    stage 2 also the gradients, stage 3 also the parameters. The paper counts 2 + 2 + 12 = 16 bytes per parameter.
+    Here gradients are accumulated in fp32 (`data_types.grad_accum_dtype`), so stage 3 holds 2 + 4 + 12 = 18 over all
+    ranks. Without DeepSpeed, weights stay fp32 (autocast), and every rank holds 4 + 4 + 8.
 
     Args:
         parameters: number of parameters of the whole model.
@@ -171,20 +178,23 @@ def model_state(
         world_size: number of data-parallel ranks.
         sixteen_bit: 16-bit weights, else fp32.
         accumulation: micro-batches per step.
-        tensors: the parameters one by one; with them padding and what straddles two ranks is counted too.
-        optimizer: what it keeps for them; without `tensors` it is Adam.
+        tensors: the parameters one by one; needed to count padding, and tensors that reach into two ranks.
+        optimizer: its states; without `tensors`, Adam's are counted.
     """
     groups = optimizer.in_groups(tensors)
     if config is None:
         # DistributedDataParallel keeps its buckets beside the sums while it accumulates (torch 2.13, reducer.cpp)
         gradients = 2 if world_size > 1 and accumulation > 1 else 1
         moments = _moments(optimizer, groups, parameters, world_size, 0)
+        # no masters: under autocast the fp32 weights are the masters
         return ModelState(FP32 * parameters, gradients * FP32 * parameters, 0, 0, moments, 0)
     stage, width = zero_stage(config), 2 if sixteen_bit else FP32
     share = _share(parameters, world_size, stage, groups)
     weights = width * (share if stage == 3 else parameters) + _hpz_copy(parameters, config, world_size, width)
     if stage == 3:
+        # small tensors stay whole on every rank
         weights += width * _persistent(config, tensors)
+    # from stage 1 on, each rank keeps masters for its share alone
     held = share if stage else parameters
     state = ModelState(
         parameters=weights,
@@ -198,7 +208,7 @@ def model_state(
 
 
 def _share(parameters: int, world_size: int, stage: int, groups: Groups) -> float:
-    """Elements of one rank: at stages 1 and 2 a slice of each flat group, at stage 3 one of each tensor."""
+    """Return the elements of one rank: a slice of each flat group at stages 1 and 2, of each tensor at stage 3."""
     if not any(groups):
         return parameters / world_size
     if stage == 3:
@@ -209,7 +219,7 @@ def _share(parameters: int, world_size: int, stage: int, groups: Groups) -> floa
 def _moments(
     optimizer: OptimizerStates, groups: Groups, parameters: int, world_size: int, stage: int
 ) -> float:
-    """The optimizer's states of one rank's share, padding included."""
+    """Return the bytes of the optimizer's states for one rank's share, padding included."""
     if not any(groups):
         return MOMENTS * (parameters / world_size if stage else parameters)
     if stage == 0:
@@ -217,7 +227,7 @@ def _moments(
     if stage == 3:
         tensors = [tensor for group in groups for tensor in group]
         return sum(optimizer.bytes_of(t) * -(-t.numel // world_size) / t.numel for t in tensors)
-    # stages 1 and 2 cut the group laid end to end, so that a share of its states is a share of its elements
+    # stages 1 and 2 cut a whole group into equal slices: a rank's share of its states is its share of the elements
     return sum(
         sum(map(optimizer.bytes_of, group)) * _slice(_numel(group), world_size) / _numel(group)
         for group in groups
@@ -230,6 +240,7 @@ def _numel(group: Sequence[Tensor]) -> int:
 
 
 def _slice(numel: int, world_size: int) -> int:
+    # the group is padded until all ranks have equal, aligned slices
     unit = ALIGNMENT * world_size
     return -(-numel // unit) * unit // world_size
 
@@ -237,20 +248,21 @@ def _slice(numel: int, world_size: int) -> int:
 def _sums(
     parameters: int, share: float, world_size: int, stage: int, sixteen_bit: bool, groups: Groups
 ) -> float:
-    """fp32 sums: whole at stage 1 under 16 bit, sharded from stage 2 on, else the gradients themselves."""
+    """Return the bytes of the fp32 sums on one rank; 0 if the gradients themselves are the sums."""
     if stage == 3:
         return FP32 * share
     if stage == 2:
-        # in fp32 the whole sum of every tensor that reaches into a rank's slice, so that several ranks hold a large
-        # table (`get_all_grad_tensors`, deepspeed 0.19.8 zero/stage_1_and_2.py); in 16 bit the slice alone
-        # (`_use_compact_grad_partition_buffer`)
+        # in fp32 a rank holds the whole sum of every tensor that reaches into its slice, so that several ranks hold a
+        # large table (`get_all_grad_tensors`, deepspeed 0.19.8 zero/stage_1_and_2.py); in 16 bit it holds the slice
+        # alone (`_use_compact_grad_partition_buffer`)
         whole = any(groups) and not sixteen_bit
         return FP32 * (_fullest_straddle(groups, world_size) if whole else share)
+    # whole at stage 1 in 16 bit (BF16_Optimizer)
     return FP32 * parameters if stage == 1 and sixteen_bit else 0
 
 
 def _fullest_straddle(groups: Groups, world_size: int) -> int:
-    """Elements of all tensors that reach into a rank's slices, at the rank where they are most."""
+    """Return the elements of all tensors that reach into a rank's slices, at the rank that has most."""
     held = [_straddles(group, _slice(_numel(group), world_size), world_size) for group in groups]
     return max(sum(group[rank] for group in held) for rank in range(world_size))
 
@@ -262,24 +274,26 @@ def _straddles(tensors: Sequence[Tensor], size: int, world_size: int) -> list[in
     ends = list(accumulate(group))
     held = []
     for rank in range(world_size):
+        # the tensor that holds the slice's first element
         first = bisect_right(ends, rank * size)
         last = min(bisect_right(ends, (rank + 1) * size - 1), len(group) - 1)
+        # a last slice may hold padding alone
         held.append(ends[last] - ends[first] + group[first] if first < len(group) else 0)
     return held
 
 
 def _persistent(config: dict, tensors: Sequence[Tensor]) -> int:
-    """Elements of the tensors that stage 3 never releases (`param_persistence_threshold`, zero/config.py)."""
+    """Return the elements of tensors that stage 3 never releases (`param_persistence_threshold`, zero/config.py)."""
     threshold = config["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
     if threshold == "auto":
-        # 10 x the hidden size (transformers 5.23, integrations/deepspeed.py); a norm is as wide as the model
+        # 10 x the hidden size (transformers 5.23, integrations/deepspeed.py); the last norm is as wide as the model
         outside = [t.numel for t in tensors if t.layer is None and not t.decays]
         threshold = 10 * max(outside, default=0)
     return sum(tensor.numel for tensor in tensors if tensor.numel <= threshold)
 
 
 def _hpz_copy(parameters: int, config: dict, world_size: int, width: int) -> float:
-    """The second copy of the weights, which hpZ shards inside a node (ZeRO++, Wang et al. 2023)."""
+    """Return the bytes of the second copy of the weights, which hpZ shards inside a node (ZeRO++, Wang et al. 2023)."""
     group = config["zero_optimization"].get("zero_hpz_partition_size", 1)
     return width * parameters / min(group, world_size) if group > 1 else 0
 
@@ -287,18 +301,19 @@ def _hpz_copy(parameters: int, config: dict, world_size: int, width: int) -> flo
 def _offloaded(
     state: ModelState, config: dict, fp32_share: float, weight_share: float, accumulation: int
 ) -> ModelState:
-    """Move off the GPU what the ds_config offloads; gradients go to host memory, never to NVMe."""
+    """Move what the ds_config offloads off the GPU; gradients go to host memory, never to NVMe."""
     places, zero = {"gpu": 0.0, "cpu": 0.0, "nvme": 0.0}, zero_stage(config)
     if optimizer_device(config) != "gpu":
         device, share = optimizer_device(config), offloaded_share(config)
         places[device] += share * state.master_and_moments
-        # sums go with the optimizer; stages 1 and 2 need them only with accumulation (zero/stage_1_and_2.py)
+        # sums move with the optimizer; stages 1 and 2 need them only with accumulation (zero/stage_1_and_2.py)
         sums = fp32_share if zero == 1 else state.gradient_accumulation
         sums = sums if zero == 3 or accumulation > 1 else 0
-        # each master's `.grad` for the step (deepspeed 0.19.8, zero/stage3.py `initialize_optimizer_states`), and at
-        # stages 1 and 2 the slice in 16 bit (`param_buffer_of_bit16_for_cpu_offload_groups`)
+        # each master has a `.grad` for the step (deepspeed 0.19.8, zero/stage3.py `initialize_optimizer_states`);
+        # stages 1 and 2 also keep the slice in 16 bit (`param_buffer_of_bit16_for_cpu_offload_groups`)
         places["cpu"] += sums + share * fp32_share + (weight_share if zero < 3 else 0)
         state = replace(state, gradients=0, gradient_accumulation=0)
+        # `ratio` may leave a part of the optimizer on the GPU
         state = replace(state, masters=(1 - share) * state.masters, moments=(1 - share) * state.moments)
     if parameter_device(config) != "gpu":
         places[parameter_device(config)] += state.parameters
@@ -314,17 +329,17 @@ def pinned_by_offload(config: dict | None, world_size: int, width: int, groups: 
     settings = ((config or {}).get("zero_optimization") or {}).get("offload_optimizer") or {}
     if settings.get("device") != "cpu" or not settings.get("pin_memory"):
         return []
-    # of each group masters, their gradients and their 16-bit copy, and one gradient on its way (stage_1_and_2.py)
+    # for each group: masters, their gradients and their 16-bit copy; and one gradient on its way (stage_1_and_2.py)
     if zero_stage(config) < 3:
         slices = [_slice(_numel(group), world_size) for group in groups if group]
         largest = max(tensor.numel for group in groups for tensor in group)
         return [*(size * held for held in slices for size in (FP32, FP32, width)), width * largest]
-    # the gradient sums, and for each sub-group its gradients (stage3.py)
+    # the gradient sums in one buffer, and one buffer for the gradients of each sub-group (stage3.py)
     share = int(_share(0, world_size, 3, groups))
     size = int(config["zero_optimization"].get("sub_group_size", 1_000_000_000))
     return [FP32 * share, *(FP32 * min(size, share - start) for start in range(0, share, size))]
 
 
 def checkpoint_bytes(tensors: Sequence[Tensor], optimizer: OptimizerStates = ADAM) -> int:
-    """Return the bytes of a checkpoint, over all ranks and whatever the stage: fp32 weights and optimizer states."""
+    """Return the bytes of a checkpoint over all ranks, at any stage: fp32 weights and optimizer states."""
     return sum(FP32 * tensor.numel + round(optimizer.bytes_of(tensor)) for tensor in tensors)

@@ -10,25 +10,26 @@ from pretraining.planning.shapes import count_model, is_mixture, widths_of
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import is_exact
 
+# bytes an element
 SIXTEEN_BIT, FP32 = 2, 4
 EMBEDDING, HEAD, ROUTER, HIDDEN, VECTOR = "embedding", "head", "router", "hidden", "vector"
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes an element."""
+    """Bytes of an element, by what it is for."""
 
     name: str
     """bf16, fp16 or fp32."""
     weights: int
     compute: int
-    """Of the products' inputs and results."""
+    """Bytes in the products' inputs and results."""
     residual: int
-    """Of what the norms read: fp32 under autocast, else as the products."""
+    """Bytes in the inputs of the norms: fp32 under autocast, else as in the products."""
 
     @property
     def is_autocast(self) -> bool:
-        """Weights stay fp32 and every product casts its inputs."""
+        """Whether weights stay fp32 and every product casts its inputs."""
         return self.weights > self.compute
 
 
@@ -36,8 +37,8 @@ def precision_of(recipe: Recipe, ds_config: dict | None) -> Precision:
     """Return the precision a recipe trains in under a ds_config."""
     name = next((name for name in ("bf16", "fp16") if recipe.training.get(name)), "fp32")
     compute = FP32 if name == "fp32" else SIXTEEN_BIT
-    # bf16 without DeepSpeed, and at stage 0, is autocast over fp32 weights (training/arguments.py); from stage 1 on
-    # DeepSpeed holds 16-bit weights and fp32 masters
+    # 16 bit without DeepSpeed, and bf16 at stage 0, is autocast over fp32 weights (training/arguments.py). From stage 1
+    # on, DeepSpeed holds 16-bit weights and fp32 masters.
     autocast = name != "fp32" and (ds_config is None or (name == "bf16" and zero_stage(ds_config) == 0))
     weights = FP32 if autocast else compute
     return Precision(name, weights, compute, residual=weights)
@@ -49,11 +50,11 @@ class Tensor:
 
     numel: int
     kind: str
-    """An embedding (a tied head is one), the head, a router, a hidden matrix, or a vector: a norm or a bias."""
+    """An embedding (a tied head counts as one), the head, a router, a hidden matrix, or a vector (a norm or a bias)."""
     layer: int | None
-    """None for what is outside the layers."""
+    """Its layer; None outside the layers."""
     factors: int
-    """Rows and columns of its matrices together; of a vector its elements."""
+    """Sum of the rows and columns of its matrices; for a vector, its elements."""
 
     @property
     def decays(self) -> bool:
@@ -68,15 +69,16 @@ def parameter_tensors(model: dict) -> tuple[Tensor, ...]:
     return _by_formula(json.dumps(model, sort_keys=True))
 
 
+# a search asks for the same tensors hundreds of times
 @cache
 def _by_formula(section: str) -> tuple[Tensor, ...]:
-    """Kept, since a search asks for them hundreds of times."""
+    """Return the tensors of a model section, written as JSON."""
     shape = model_with_defaults(json.loads(section))
     return tuple(_gpt2(shape) if shape["model_type"] == "gpt2" else _llama_like(shape))
 
 
 def layer_numel(tensors: Sequence[Tensor]) -> int:
-    """Return parameters of the largest layer."""
+    """Return the number of parameters in the largest layer."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         if tensor.layer is not None:
@@ -85,7 +87,8 @@ def layer_numel(tensors: Sequence[Tensor]) -> int:
 
 
 def _counted(part: str, numel: int, layer: int | None, factors: int | None) -> Tensor:
-    """A tensor of `CountedModel`."""
+    """Return a tensor of `CountedModel`."""
+    # only matrices have rows and columns
     if factors is None:
         return Tensor(numel, VECTOR, layer, numel)
     return Tensor(numel, part if part in (EMBEDDING, HEAD, ROUTER) else HIDDEN, layer, factors)
@@ -103,6 +106,7 @@ def _vector(layer: int | None, width: int) -> list[Tensor]:
 
 
 def _norm(layer: int | None, width: int, bias: bool = False) -> list[Tensor]:
+    # the bias is a vector of its own
     return _vector(layer, width) * (2 if bias else 1)
 
 
@@ -113,9 +117,11 @@ def _gpt2(shape: dict) -> list[Tensor]:
     tensors += _matrix(None, shape["n_positions"], width, kind=EMBEDDING)
     for layer in range(widths.layers):
         tensors += _norm(layer, width, bias=True)
+        # queries, keys and values are one matrix
         tensors += _matrix(layer, width, 3 * width, bias=True) + _matrix(layer, width, width, bias=True)
         tensors += _norm(layer, width, bias=True)
         tensors += _matrix(layer, width, inner, bias=True) + _matrix(layer, inner, width, bias=True)
+    # a tied head is the embedding, which is counted above
     head = [] if shape["tie_word_embeddings"] else _matrix(None, width, vocabulary, kind=HEAD)
     return tensors + _norm(None, width, bias=True) + head
 
