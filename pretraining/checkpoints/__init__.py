@@ -1,5 +1,5 @@
 """Checkpoints (resumable) and exports (`from_pretrained`): commit, verify, resume, remove, upload, export.
 
-manager.py is the way into a save, resume.py into a start, format.py into the files on disk, __main__.py into the
-commands. Nothing is imported here: a look at a run folder never waits for torch.
+To follow a save begin with manager.py, for a start with resume.py, for the files on disk with format.py, and for the
+commands with __main__.py. Nothing is imported here, so that looking at a run folder never waits for torch.
 """

@@ -74,6 +74,7 @@ class List:
         return "\n".join([columns(self.HEADER, [self._row(each) for each in entries], left=2), *reasons])
 
     def _row(self, entry: dict) -> list[str]:
+        # A stage of None has two meanings: no marker (then there are no ranks either), or a run without DeepSpeed.
         stage = (
             "-" if entry["ranks"] is None else "none" if entry["zero_stage"] is None else entry["zero_stage"]
         )
@@ -117,7 +118,9 @@ class Verify:
         began = time.perf_counter()
         total = sum(entry["bytes"] for entry in files.values())
         with self._bar(folder.name, total) as bar:
+            # Without a readable marker there are no checksums to compare with.
             verdicts = {} if reason and not files else file_verdicts(folder, files, bar.update)
+        # The files are whole and the marker is wrong: a renamed folder, for example.
         if reason and not any(verdicts.values()):
             verdicts[MARKER] = reason
         return {
@@ -129,6 +132,7 @@ class Verify:
         }
 
     def _bar(self, name: str, total: int) -> tqdm:
+        # stdout holds the answer alone: scripts read it with --json.
         shown = sys.stderr.isatty()
         return tqdm(
             desc=name, total=total, unit="B", unit_scale=True, file=sys.stderr, disable=not shown, leave=False
@@ -140,6 +144,7 @@ class Verify:
 
     def _lines(self, found: dict) -> list[str]:
         lines = [f"  {reason or name + ': ok'}" for name, reason in found["files"].items()]
+        # `seconds` is rounded to milliseconds and may be 0.
         speed = f"{num_bytes(found['bytes'] / max(found['seconds'], 1e-3))}/s"
         verdict = "whole" if found["whole"] else "DAMAGED"
         return [
@@ -187,6 +192,7 @@ class Export:
         run, step = RunFolder(checkpoint.parent), step_of(checkpoint)
         folder = options.to or run.path / f"export-{step}"
         _refuse_existing(folder, "--to")
+        # Before transformers is imported: it makes that import faster.
         prepare_imports()
         from transformers.utils import logging
 
@@ -248,11 +254,13 @@ class Branch:
 
         if options.min_lr_ratio > 1:
             raise UserError(f"--min_lr_ratio {options.min_lr_ratio:g}: the rate is to fall; give 1 at most")
+        # Every byte is verified before anything is written.
         checkpoint = _whole_checkpoint(options.run, options.at, "--at")
         step, run = step_of(checkpoint), checkpoint.absolute().parent
         name = f"{run.name}-{options.decay or 'stage'}-{step}-{step + options.steps}"
         output = options.output or checkpoint.parent.with_name(name)
         _refuse_existing(output, "--output")
+        # --set comes after the file, so that it has the last word.
         settings = (*(settings_of(options.stage) if options.stage else ()), *options.set)
         branch(checkpoint, Stage(options.steps, options.decay, options.min_lr_ratio, settings), output)
         words = ["train.py", "--recipe", str(RunFolder(output).recipe), "--output_dir", str(output)]
@@ -314,12 +322,13 @@ class Prune:
 
     def _plan(self, run: RunFolder, options: argparse.Namespace) -> dict:
         section, metric = self._rule(run, options)
+        # From markers and sizes: a plan reads no byte of the weights.
         entries = catalogue(run)
         committed = [each for each in entries if each["state"] == "committed"]
         kept = Retention.of(section, metric=metric).kept_steps(
             Committed(each["step"], measured_at(run.path / each["folder"], metric)) for each in committed
         )
-        # Checkpoints of another version are kept: that version may still go on from them.
+        # Checkpoints of another version are kept: that version may still continue from them.
         going = [each for each in entries if each["state"] in self.USELESS]
         going += [each for each in committed if each["step"] not in kept]
         return {
@@ -342,6 +351,7 @@ class Prune:
             recipe = json.loads(run.recipe.read_text(encoding="utf-8"))
             rule |= {key: recipe["checkpoints"][key] for key in keys if key in recipe["checkpoints"]}
             metric = recipe.get("evaluation", {}).get("metric", metric)
+        # An option that was not typed is None, or False for a flag: the recipe's value then counts.
         asked = {key: value for key, value in vars(options).items() if key in keys}
         given = {key: value for key, value in asked.items() if value is not None and value is not False}
         return Checkpoints.of({**rule, **given}), getattr(options, "metric", None) or metric
@@ -352,7 +362,8 @@ class Prune:
             from pretraining.checkpoints.export import demote_checkpoint
 
             if not demote_checkpoint(run, folder, run.weights(entry["step"])):
-                return
+                return  # it stays: its weights could not be written
+        # No start looks below aside/, so the order of removal does not matter there.
         if entry["state"] == "set aside":
             shutil.rmtree(folder)
         else:
@@ -443,6 +454,7 @@ def _run_of(folder: Path) -> RunFolder:
 
 def _chosen_checkpoints(folder: Path, step: int | None) -> list[Path]:
     """Return the committed checkpoints meant, newest first: one by its path or `step`, else all of the run."""
+    # The path of one checkpoint: it may be a copy outside of any run, so that no run is looked for.
     if (folder / MARKER).exists():
         return [folder]
     committed = committed_checkpoints(_run_of(folder))
@@ -455,7 +467,10 @@ def _chosen_checkpoints(folder: Path, step: int | None) -> list[Path]:
 
 
 def _whole_checkpoint(folder: Path, step: int | None, option: str) -> Path:
-    """Return the newest of the chosen checkpoints, every byte verified; `option` is the one that chooses another."""
+    """Return the newest of the chosen checkpoints, with every byte verified.
+
+    option: the name of the option with which a user chooses another one, for the message.
+    """
     checkpoint = _chosen_checkpoints(folder, step)[0]
     if reason := damage(checkpoint):
         raise UserError(f"{checkpoint}: the checkpoint is damaged: {reason}; choose another with {option}")

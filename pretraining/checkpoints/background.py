@@ -1,10 +1,10 @@
-"""Writing checkpoints in the background: training stops for the copy into host memory, a thread does the rest.
+"""Write checkpoints in the background: training stops for the copy into host memory, and a thread does the rest.
 
-The thread of each rank writes and checksums its files in one pass, waits for the disk and leaves a receipt. That of
-rank 0 waits for all receipts, writes the marker, and then removes old checkpoints. At most one save is in flight. What
-became of it is agreed on by all ranks at a step boundary, so that a failure meets every rank at the same step.
+The thread of each rank writes and checksums its files in one pass, waits for the disk and leaves a receipt. The thread
+of rank 0 also waits for all receipts, writes the marker, and then removes old checkpoints. At most one save is in
+flight. All ranks agree on its result at a step boundary, so that a failure stops every rank at the same step.
 
-A rank that dies leaves a folder without a marker, which counts for nothing and is removed at the next start.
+If a rank dies, its folder has no marker: it does not count as a checkpoint, and the next start removes it.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from pretraining.runtime.host import free_memory_bytes
 from pretraining.runtime.process_group import gather_from_ranks, host_group, rank_and_world_size
 from pretraining.runtime.run_folder import RunFolder
 
-_PAUSE_SECONDS = 0.01
+_PAUSE_SECONDS = 0.01  # between two exchanges of the ranks while training waits
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
 
 Commit = Callable[[Path, dict], None]
-"""(folder, the marker without its files): writes the marker, after which the checkpoint counts."""
+"""Takes the folder and the marker without its files. Writes the marker, after which the checkpoint counts."""
 Result = TypeVar("Result")
 
 
 class CheckpointWriter:
     """Writes checkpoints of a run; every rank makes one, and calls the same methods at the same steps.
 
-    commit: called on rank 0 when the disk holds all ranks' files. after_commit: called on rank 0 then (retention).
-    on_committed: called on every rank with the folder, at the step boundary at which all know (upload).
-    background: False writes the same bytes while the caller waits. on_full_disk: if files cannot be written, "stop"
-    raises `UserError` on every rank, "continue" leaves an event and trains on.
+    commit: called on rank 0 once the disk holds the files of all ranks. after_commit: called on rank 0 after it
+    (retention). on_committed: called on every rank with the folder, at the step boundary at which all ranks know of the
+    commit (upload). background: False writes the same bytes while the caller waits. on_full_disk: if files cannot be
+    written, "stop" raises `UserError` on every rank, and "continue" writes an event and goes on training.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class CheckpointWriter:
         self.rank, self.ranks = rank_and_world_size()
         self.snapshot = HostSnapshot()
         self.last: dict | None = None
-        """The newest finished save, as in its event."""
-        # The group of training may be busy on the GPU; reports of saves use the hosts' network.
+        """The newest finished save, with the values of its event."""
+        # The group of training may be busy on the GPU, so the reports of saves use the network of the hosts.
         self._group = host_group()
         # Names the saves of this process in their receipts: see `wait_for_receipts`.
         self._attempt = gather_from_ranks(uuid.uuid4().hex, self._group)[0]
@@ -88,17 +88,18 @@ class CheckpointWriter:
     ) -> None:
         """Begin to save this rank's `tensors`; returns as soon as they may change.
 
-        files: small files of this rank, by name. receipt: what its receipt holds besides (JSON). marker: the marker
-        without its files, of which rank 0's counts; it is copied now, so that later numbers cannot get into it.
+        files: small files of this rank, by name. receipt: what else its receipt holds (JSON). marker: the marker
+        without its files; only the one of rank 0 counts.
         """
         began = time.perf_counter()
-        self.wait()  # for the save before: there is memory for one copy
+        self.wait()  # for the previous save: there is memory for one copy
         self._num_saves += 1
         save = self._flight = RankSave(
             folder=self.run.checkpoint(step),
             name=f"{self._attempt}.{self._num_saves}",
             files=dict(files or {}),
             receipt=dict(receipt or {}),
+            # A copy: numbers of later steps must not get into it.
             marker=dict(marker or {}),
             num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
             began=began,
@@ -114,11 +115,11 @@ class CheckpointWriter:
             self.wait()
 
     def poll(self) -> None:
-        """Exchange, at each step boundary, how far the ranks are with the save in flight, if there is one.
+        """Exchange how far the ranks are with the save in flight, if there is one; called at each step boundary.
 
-        Raises on every rank alike what stopped a rank's writing, unless the policy is to go on.
+        If a rank could not write, raises the reason on every rank, unless `on_full_disk` says to go on.
         """
-        if self._flight is None:  # on all ranks alike: nobody waits in the exchange
+        if self._flight is None:  # on all ranks or on none, so nobody waits in the exchange
             return
         reports = gather_from_ranks(self._flight.report(), self._group)
         if any(report["failed"] for report in reports):
@@ -128,7 +129,7 @@ class CheckpointWriter:
 
     @property
     def in_flight(self) -> bool:
-        """Say if a save has begun whose end the ranks have not agreed on yet; the same on all ranks."""
+        """Say if a save has begun and the ranks have not agreed on its end yet; the answer is the same on all ranks."""
         return self._flight is not None
 
     def wait(self) -> None:
@@ -157,7 +158,7 @@ class CheckpointWriter:
         return False
 
     def _report_no_room(self, save: RankSave) -> None:
-        """Leave an event for each save, and a line for the first."""
+        """Write an event for each save, and print a line for the first one."""
         self.run.add_event("no_room_for_snapshot", checkpoint=save.folder.name, needed_bytes=save.num_bytes)
         if not self._reported_no_room:
             size = num_bytes(save.num_bytes)
@@ -166,7 +167,7 @@ class CheckpointWriter:
         self._reported_no_room = True
 
     def _start(self, save: RankSave, copies: Mapping[str, torch.Tensor] | None) -> None:
-        """Start a thread for what is left to do; `copies` is None if the rank's files are written already."""
+        """Start a thread for the rest of the work; `copies` is None if the rank's files are written already."""
 
         def work() -> None:
             if copies is not None:
@@ -175,7 +176,7 @@ class CheckpointWriter:
                 save.attempt(lambda: self._commit(save))
             save.done = True
 
-        # A daemon: a run that ends by an error must not wait for its save.
+        # A daemon: a run that ends with an error must not wait for its save.
         self._thread = threading.Thread(target=work, name=f"save-{save.folder.name}", daemon=True)
         self._thread.start()
 
@@ -183,7 +184,7 @@ class CheckpointWriter:
         began = time.perf_counter()
         receipt = {"save": save.name, **save.receipt}
         write_share(save.folder, self.rank, self.ranks, tensors, save.files, receipt)
-        sync_to_disk(save.folder)
+        sync_to_disk(save.folder)  # the names of the files, whose bytes are on the disk already
         save.write_seconds = time.perf_counter() - began
 
     def _commit(self, save: RankSave) -> None:
@@ -197,6 +198,7 @@ class CheckpointWriter:
             "checkpoint": folder.name,
             "bytes": sum(report["num_bytes"] for report in reports),
             "snapshot_bytes": self.snapshot.num_bytes,
+            # Training waits for the slowest rank.
             **{key: max(report[key] for report in reports) for key in RankSave.SECONDS},
         }
         if self.rank == 0:
@@ -204,15 +206,15 @@ class CheckpointWriter:
         self.on_committed(folder)
 
     def _abandon(self, reports: list[dict]) -> None:
-        """Give the save up, on every rank alike; raises or reports what failed on the lowest rank."""
+        """Give the save up on every rank; raises or reports the error of the lowest rank that has one."""
         self._flight.abandoned.set()
         save = self._close()
-        gather_from_ranks(None, self._group)  # no thread writes there any more
+        gather_from_ranks(None, self._group)  # after this no thread of any rank writes into the folder
         reason, mendable = next(report["error"] for report in reports if report["error"])
         if not mendable:
             raise RuntimeError(f"{save.folder.name} could not be saved:\n{reason}")
         if self.rank == 0:
-            # What failed may have been the retention, after the commit: then the checkpoint counts.
+            # If the retention failed, after the commit, the checkpoint has its marker and counts.
             if not (save.folder / MARKER).exists():
                 shutil.rmtree(save.folder, ignore_errors=True)
             self._report_failure(save.folder.name, reason)
@@ -238,7 +240,10 @@ class CheckpointWriter:
 
 
 def _empty_folder(folder: Path) -> None:
-    """Make a new folder; one of that name (a save of a step that training returned to) is removed before."""
+    """Make a new folder; an older one of that name is removed first.
+
+    There is an older one if training returned to an earlier step and has now reached this step again.
+    """
     if folder.exists():
         remove_checkpoint(folder)
     folder.mkdir(parents=True)
@@ -255,26 +260,26 @@ class RankSave:
 
     folder: Path
     name: str
-    """Of the save, for the receipts."""
+    """The name of the save, for the receipts."""
     files: dict[str, bytes]
     receipt: dict
     marker: dict
     num_bytes: int
     began: float
-    """By `time.perf_counter`."""
+    """Seconds, from `time.perf_counter`."""
     waited_seconds: float
-    """For the save before."""
+    """How long this save waited for the previous one."""
     blocked_seconds: float | None = None
-    """How long training waited, for the save before too; None while it still does."""
+    """How long training waited, with the wait for the previous save; None while it still waits."""
     write_seconds: float = 0.0
     done: bool = False
     failed: bool = False
     error: tuple[str, bool] | None = None
-    """What went wrong on this rank, and whether a user can mend it."""
+    """What went wrong on this rank, and whether a user can repair it."""
     abandoned: threading.Event = field(default_factory=threading.Event)
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
-        """Do `work`, unless something has failed before; an error is kept for the step boundary."""
+        """Do `work`, unless something has failed already; an error is kept until the step boundary."""
         if self.failed:
             return None
         try:
@@ -311,7 +316,7 @@ def write_share(
     files: Mapping[str, bytes],
     receipt: Mapping,
 ) -> None:
-    """Write one rank's files, and its receipt last; the checkpoint counts once the marker follows all receipts."""
+    """Write one rank's files, and then its receipt; the checkpoint counts only once it has a marker too."""
     name = rank_file(rank, ranks)
     written = {name: write_rank_file(folder / name, tensors)}
     written |= {name: write_bytes(folder / name, content) for name, content in files.items()}
@@ -325,19 +330,20 @@ class SaveAbandoned(Exception):
 def wait_for_receipts(folder: Path, ranks: int, save: str, abandoned: threading.Event) -> None:
     """Return as soon as every rank's receipt of this save is there; raises `SaveAbandoned` if `abandoned` is set.
 
-    It looks at the files, because it runs in a thread, which must not use the ranks' collectives. `save` is the name
-    of the save: so a receipt that an earlier attempt left, or an earlier save of the same step, does not count.
+    It looks at the files, because it runs in a thread, which must not use collectives. save: the name of the save. A
+    receipt of an earlier attempt, or of an earlier save of the same step, has another name and does not count.
     """
     missing, pause = set(range(ranks)), _FIRST_PAUSE_SECONDS
     while True:
-        # A rank leaves its receipt last: it is there once all its files are.
+        # A rank writes its receipt last: if the receipt is there, all files of the rank are.
         missing -= {rank for rank in missing if _is_of(save, folder / receipt_name(rank, ranks))}
         if not missing:
             return
         if abandoned.is_set():
             raise SaveAbandoned
         time.sleep(pause)
-        # Small checkpoints are committed at once, and large ones do not cost a shared disk thousands of looks.
+        # Short pauses first, so that a small checkpoint is committed at once; longer ones later, so that a large
+        # checkpoint does not ask a shared disk thousands of times.
         pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
 
 
@@ -350,9 +356,9 @@ def _is_of(save: str, path: Path) -> bool:
 
 
 class HostSnapshot:
-    """Host memory for one rank's tensors of one save; pinned where they come from a GPU.
+    """Host memory for one rank's tensors of one save; it is pinned if they come from a GPU.
 
-    num_bytes: what it holds now; 0 before the first save.
+    num_bytes: the size of the memory now; 0 before the first save.
     """
 
     def __init__(self):
@@ -363,7 +369,7 @@ class HostSnapshot:
         return 0 if self._memory is None else self._memory.numel()
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return copies of `tensors`, for which there is room; they are complete, and last until the next call."""
+        """Return complete copies of `tensors`, for which there is room; they are valid until the next call."""
         copies, start = {}, 0
         for name, tensor in tensors.items():
             stop = start + tensor.numel() * tensor.element_size()
@@ -371,7 +377,7 @@ class HostSnapshot:
             copy.copy_(
                 tensor.detach(), non_blocking=True
             )  # from a GPU all copies are queued, then waited for once
-            copies[name], start = copy, stop + -stop % SNAPSHOT_ALIGNMENT  # an address that suits every type
+            copies[name], start = copy, stop + -stop % SNAPSHOT_ALIGNMENT  # an address valid for every type
         if self._memory.is_pinned():
             torch.cuda.synchronize()
         return copies
@@ -381,14 +387,14 @@ class HostSnapshot:
         needed, free = _bytes_of(tensors), free_memory_bytes()
         if needed <= self.num_bytes or free is None:
             return True
-        # Pinned memory comes in powers of two; every rank of this host asks for as much.
+        # Pinned memory comes in powers of two, and every rank of this host asks for the same amount.
         return pinned_bytes(needed) - self.num_bytes < free // ranks_here()
 
     def make_room(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Take the memory that copies of `tensors` need; returns False if the system does not give it."""
         needed = _bytes_of(tensors)
         if self._memory is None or needed > self.num_bytes:
-            self.release()  # never two at once
+            self.release()  # first: never two at once
             on_gpu = any(tensor.is_cuda for tensor in tensors.values())
             try:
                 self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=on_gpu)

@@ -1,5 +1,6 @@
-"""A stage that follows a stable checkpoint, as a run of its own: a decay of the rate (Hu et al. 2024; Hägele et al.
-2024), a longer context, other data, or several of these.
+"""Make a stage that follows a stable checkpoint, as a run of its own.
+
+A stage is a decay of the rate (Hu et al. 2024; Hägele et al. 2024), a longer context, other data, or several of these.
 """
 
 import json
@@ -26,7 +27,7 @@ from pretraining.schema import display_path, problem, read_json
 
 DECIDED = {"training": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")}
 DECIDED |= {"budget": ("tokens", "warmup_tokens", "decay_tokens")}
-"""Keys that a stage may not set: what --steps and --decay make of them."""
+"""Keys that a stage may not set, because --steps and --decay determine them."""
 
 
 class Stage(NamedTuple):
@@ -41,11 +42,11 @@ class Stage(NamedTuple):
 
 
 def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
-    """Make `output` a run that goes on from `checkpoint`, whole and verified, for a stage; returns its recipe.
+    """Make `output` a run that continues from `checkpoint` for one stage; returns its recipe.
 
-    The checkpoint's files are linked, or copied if the disk has no links; their own run is only read. The new recipe
-    is the checkpoint's own with another name, schedule and budget, and with the stage's settings, whose changes count
-    as accepted. `output` appears with all in it or not at all.
+    The caller has verified the checkpoint. Its files are linked, or copied if the disk has no links, and its run is
+    only read. The new recipe is that of the checkpoint with another name, schedule and budget, and with the settings of
+    the stage, whose changes count as accepted. `output` appears complete or not at all.
 
     Raises:
         UserError: the rate is not stable at that step, the step's size still rises, a setting is wrong, or the
@@ -53,14 +54,15 @@ def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
     """
     marker, folder = read_marker(checkpoint), output.absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
+    # Beside `output`, so that the rename at the end stays on one file system.
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=folder) as unfinished:
         run = RunFolder(Path(unfinished) / output.name)
-        # Both recipes are read from the file, so that a wrong setting is refused by its name there.
+        # Both recipes are read from this file, so that the message for a wrong setting names it as in a recipe.
         write_json(run.recipe, {**marker["recipe"], "name": output.name})
         earlier, changed = load_recipe(str(run.recipe)), load_recipe(str(run.recipe), stage.settings)
         recipe = _staged_recipe(earlier, changed, marker, stage, checkpoint)
         write_json(run.recipe, recipe)
-        load_run(str(run.recipe))  # what is written can be read and trained
+        load_run(str(run.recipe))  # checks that the recipe can be read and trained, before any file is linked
         _record(run, recipe, marker, stage, checkpoint)
         _link_checkpoint(checkpoint, run.checkpoint(marker["step"]))
         run.path.rename(output)
@@ -69,14 +71,14 @@ def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
 
 
 def _record(run: RunFolder, recipe: dict, marker: dict, stage: Stage, checkpoint: Path) -> None:
-    """Write where the run comes from, what differs, and the rollbacks that led to the checkpoint."""
+    """Write from where the run comes, what differs, and the rollbacks that came before the checkpoint."""
     step = marker["step"]
     changes = [
         {"step": step, "key": each.key, "from": each.earlier, "to": each.now}
         for each in changed_parts(recipe, marker["recipe"])
     ]
     write_json(run.changes, [*marker["changes"], *changes])
-    # Only those that the checkpoint knows of: its run may have rolled back since.
+    # Only the rollbacks that the checkpoint knows of: its run may have rolled back again since.
     for row in read_rows(RunFolder(checkpoint.parent).journal)[: marker["rollbacks"]]:
         append_row(run.journal, row)
     run.add_event("branch", step=step, parent=str(checkpoint), **stage._asdict())
@@ -85,6 +87,7 @@ def _record(run: RunFolder, recipe: dict, marker: dict, stage: Stage, checkpoint
 def _link_checkpoint(folder: Path, target: Path) -> None:
     """Make the same checkpoint at `target`, its marker last."""
     names = [path.relative_to(folder) for path in files_in(folder)]
+    # False sorts before True: the marker comes last.
     for name in sorted(names, key=lambda name: name.name == MARKER):
         place = target / name
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -131,6 +134,7 @@ def _staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage,
             f"{checkpoint}: the size of a step still rises, for {sizes.ramp_steps:,} steps (budget.ramp); choose a "
             "later --at"
         )
+    # Checked with the earlier recipe: the checkpoint was trained by its schedule.
     warmup = _stable_since(earlier, start, checkpoint)
     if changed.budget.warmup_tokens is None:
         values["training"]["warmup_steps"] = warmup
@@ -138,13 +142,17 @@ def _staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage,
     values["training"] |= schedule
     tokens = start.tokens + stage.steps * sizes.full
     values["budget"]["tokens"] = -(-tokens // sizes.full) * sizes.full  # whole steps, rounded up
+    # A mixture that the stage sets itself has its own stages.
     if changed.data.mixture == earlier.data.mixture and earlier.data.mixture and earlier.data.mixture.stages:
         values["data"]["mixture"]["stages"] = _stages_until(tokens, earlier)
     return values
 
 
 def _schedule(stage: Stage, recipe: Recipe) -> tuple[dict, int | None]:
-    """Return keys of `training` for the rate during a stage, and its decay's tokens if the schedule counts tokens."""
+    """Return the keys of `training` that set the rate of a stage, and the tokens of its decay.
+
+    The tokens are None if the schedule counts steps, or if there is no decay.
+    """
     if stage.decay is None:
         return {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {}}, None
     kwargs = {"decay_type": stage.decay, "min_lr_ratio": stage.min_lr_ratio}
@@ -156,7 +164,7 @@ def _schedule(stage: Stage, recipe: Recipe) -> tuple[dict, int | None]:
 
 
 def _refuse_settings(earlier: Recipe, changed: Recipe, stage: Stage, checkpoint: Path) -> None:
-    """Raise `UserError` for what the stage itself decides, and for what the checkpoint could not be loaded with."""
+    """Raise `UserError` for settings that the stage determines, or with which the checkpoint cannot be loaded."""
     for section, keys in DECIDED.items():
         for key in keys:
             if getattr(getattr(changed, section), key) != getattr(getattr(earlier, section), key):
@@ -177,7 +185,7 @@ def _refuse_settings(earlier: Recipe, changed: Recipe, stage: Stage, checkpoint:
 
 
 def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
-    """Return the full steps of warm-up before the stable rate; `UserError` unless the rate at `start` is that."""
+    """Return the full steps of warm-up before the stable rate; `UserError` if the rate at `start` is not stable."""
     training = recipe.training_keywords
     progress, unit = start.progress(recipe), recipe.tokens_per_step
     now, total = progress.step, progress.last_step
@@ -191,6 +199,7 @@ def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
         )
     warmup, end = 0 if kind == "constant" else recipe.warmup_steps(total), total
     if kind == DECAYING:
+        # The stable steps if the recipe gives them; else all that the decay at the end leaves.
         stable_steps = kwargs.get("num_stable_steps")
         end = total - kwargs["num_decay_steps"] if stable_steps is None else warmup + stable_steps
     if not warmup <= now <= end:
@@ -202,10 +211,11 @@ def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
 
 
 def _stages_until(tokens: int, recipe: Recipe) -> list[dict]:
-    """Return the mixture's stages at their places in a run of `tokens`: the one in which it ends is the last."""
+    """Return the mixture's stages at their places in a run of `tokens`; the last one is that in which the run ends."""
     stages, length = [], recipe.sequence_length
     for stage in recipe.data.mixture.stages:
         until = stage.until
+        # A fraction is a share of the earlier run: in tokens it keeps its place when the budget changes.
         if until is not None and until < 1:
             until = block_of(until, recipe.num_samples, length) * length
         if until is None or until >= tokens:

@@ -1,4 +1,4 @@
-"""A disk that fills up while a checkpoint or an export is written: the libraries' own words hide it."""
+"""Name the reason when a checkpoint or an export cannot be written: the libraries' own messages hide a full disk."""
 
 import errno
 import os
@@ -19,9 +19,9 @@ _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 @contextmanager
 def one_line_disk_errors(folder: Path) -> Iterator[None]:
-    """Turn what the libraries raise if `folder` cannot be written into a `UserError`.
+    """Raise a `UserError` in place of what the libraries raise if `folder` cannot be written.
 
-    The next start removes incomplete checkpoints that a full disk has left.
+    The next start removes the incomplete checkpoints that a full disk has left.
     """
     try:
         yield
@@ -34,6 +34,7 @@ def one_line_disk_errors(folder: Path) -> Iterator[None]:
 
 
 def _disk_error(error: Exception, folder: Path) -> UserError | None:
+    # Before the general OSError: "no such file" alone would not say that somebody moved the folder.
     if isinstance(error, FileNotFoundError) and not folder.exists():
         return UserError(
             f"{folder}: was removed or renamed while the run wrote there; what is gone cannot be continued, and a "
@@ -42,6 +43,7 @@ def _disk_error(error: Exception, folder: Path) -> UserError | None:
         )
     if isinstance(error, OSError) and error.errno is not None:
         return file_error(error, folder)
+    # The Rust libraries raise errors of their own classes, with the number only in the text.
     if found := _RUST_ERROR.search(str(error)):
         return file_error(OSError(int(found[1]), os.strerror(int(found[1]))), folder)
     if isinstance(error, RuntimeError) and _TORCH_WRITER.search(str(error)):
@@ -50,7 +52,8 @@ def _disk_error(error: Exception, folder: Path) -> UserError | None:
 
 
 def _failed_write(folder: Path) -> UserError:
-    """torch does not keep the reason: the free space of the disk shows it."""
+    """Find the reason by the free space of the disk."""
+    # torch's writer does not keep the errno.
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < 1e6:
         return file_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)

@@ -1,4 +1,4 @@
-"""Exports: folders that load with `from_pretrained` anywhere, of a live Trainer or of a checkpoint's files.
+"""Write exports, folders that load with `from_pretrained` anywhere, from a live Trainer or from a checkpoint's files.
 
 The logits are the same from any ZeRO stage. If the optimizer averages the weights that it trains
 (`pretraining/averaging.py`), the averaged ones are exported.
@@ -45,7 +45,7 @@ def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: P
         if not trainer.is_world_process_zero():
             return
         if are_averaged:
-            # They may be the live weights, which are trained on from their own values when the block ends.
+            # These may be the live tensors, which get their trained values back when the block ends.
             state_dict = {name: tensor.clone() for name, tensor in state_dict.items()}
     write_model_folder(trainer.model, state_dict, tokenizer, folder, model_card)
 
@@ -53,7 +53,7 @@ def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: P
 def export_checkpoint(checkpoint: Path, description: Path, folder: Path) -> None:
     """Write the weights of a committed checkpoint as `folder`, whole or not at all; the caller has verified it.
 
-    Needs none of the ranks that saved it; takes host memory of the weights in their own precision, and of one
+    Needs none of the ranks that saved it. Takes host memory for the weights in their own precision, and for one
     parameter in fp32. description: the folder that `describe_model` wrote.
     """
     marker = read_marker(checkpoint)
@@ -68,8 +68,8 @@ def export_checkpoint(checkpoint: Path, description: Path, folder: Path) -> None
 def demote_checkpoint(run: RunFolder, checkpoint: Path, folder: Path) -> bool:
     """Write the weights of a checkpoint as `folder`; returns whether the checkpoint may be removed now.
 
-    A damaged checkpoint has no weights to trust and may be removed. If there is no room for the weights it must stay.
-    Both leave an event.
+    A damaged checkpoint has no reliable weights and may be removed. If there is no room for the weights, the checkpoint
+    must stay. Both cases write an event.
     """
     reason, removable = damage(checkpoint), True
     if reason is None:
@@ -85,7 +85,7 @@ def demote_checkpoint(run: RunFolder, checkpoint: Path, folder: Path) -> bool:
 
 
 def describe_model(run: RunFolder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write into the run folder what an export needs and checkpoints do not hold: config and tokenizer."""
+    """Write config and tokenizer into the run folder: an export needs them, and checkpoints do not hold them."""
     with _replacing_folder(run.model) as partial:
         model.config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
@@ -94,13 +94,14 @@ def describe_model(run: RunFolder, model: PreTrainedModel, tokenizer: PreTrained
 def write_model_folder(
     model: PreTrainedModel, weights: dict, tokenizer: PreTrainedTokenizerBase, folder: Path, model_card: str
 ) -> None:
-    """Write weights (`model` itself may hold none), tokenizer and card; an older `folder` is replaced."""
+    """Write weights, tokenizer and card; an older `folder` is replaced. `model` itself may hold no weights."""
     with _replacing_folder(folder) as partial, long_work(growing=partial):
         _save(model, weights, partial)
         tokenizer.save_pretrained(partial)
         (partial / "README.md").write_text(model_card, encoding="utf-8")
         files = files_in(partial)
         _follow_umask(files)
+        # On the disk before the rename: after a power cut the folder must not be there with empty files.
         for path in files:
             sync_to_disk(path)
             work_done()
@@ -108,9 +109,9 @@ def write_model_folder(
 
 @contextmanager
 def _replacing_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which takes the place of `folder` if the block ends well."""
+    """Yield a folder to fill; if the block ends without an error, it takes the place of `folder`."""
     partial = _partial(folder)
-    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)  # of an attempt that was killed
     yield partial
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
@@ -122,7 +123,8 @@ def _partial(folder: Path) -> Path:
 
 
 def _follow_umask(paths: Iterable[Path]) -> None:
-    """Give files the mode that the user's umask asks for: safetensors makes its own 0600."""
+    """Give files the mode that the user's umask asks for."""
+    # safetensors makes its files 0600. The umask can only be read by setting it: it is put back at once.
     umask = os.umask(0o077)
     os.umask(umask)
     for path in paths:
@@ -132,15 +134,16 @@ def _follow_umask(paths: Iterable[Path]) -> None:
 def _save(model: PreTrainedModel, state_dict: dict, folder: Path) -> None:
     """Write safetensors, the config and the generation config.
 
-    A forward pass of the export does what the run's validations did; `generate` fills a cache all the same.
+    A forward pass of the export computes the same as the run's validations; `generate` still uses a cache.
     """
+    # Tied weights are stored once, under the name that they are tied to.
     tied = set(model.all_tied_weights_keys)
     model.save_pretrained(folder, state_dict={k: v for k, v in state_dict.items() if k not in tied})
     config, generation = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
     # With a cache, transformers does not keep packed documents apart.
     config.use_cache, generation.use_cache = False, True
     if hasattr(config, "output_router_logits"):
-        # `loss` is the cross-entropy alone: the balance of a router is for training.
+        # `loss` is the cross-entropy alone: the loss that balances a router is only for training.
         config.output_router_logits = False
     config.save_pretrained(folder)
     generation.save_pretrained(folder)
@@ -168,15 +171,16 @@ def _empty_model(checkpoint: Path, description: Path) -> PreTrainedModel:
 
 @contextmanager
 def averaged_weights(trainer: Trainer) -> Iterator[bool]:
-    """Give the model its averaged weights in the block, and afterwards those it trains, to the bit.
+    """Give the model its averaged weights in the block, and afterwards its trained ones, exactly to the bit.
 
-    Every rank must call it. Yields whether there is an average; if there is, it takes memory of a copy of the masters.
+    Every rank must call it. Yields whether there is an average; if so, it takes memory for a copy of the masters.
     """
     live = live_state(trainer.model, trainer.optimizer)
     averaging = [block for block in live.blocks if AVERAGING in block.state]
     if not averaging:
         yield False
         return
+    # A copy, because undoing the average by arithmetic would not give the same bits.
     trained = [block.tensor.detach().clone() for block in averaging]
     with torch.no_grad():
         for block in averaging:
@@ -190,7 +194,7 @@ def averaged_weights(trainer: Trainer) -> Iterator[bool]:
 
 
 def averaged(reader: CheckpointReader, parameter: str) -> torch.Tensor:
-    """Read a parameter's averaged weights from a checkpoint, in fp32; its masters if nothing was averaged."""
+    """Read a parameter's averaged weights from a checkpoint, in fp32; the masters if nothing was averaged."""
     masters = assemble(reader, parameter)
     share = reader.state["scalars"].get(parameter, {}).get(AVERAGING)
     return masters if share is None else masters.lerp_(assemble(reader, parameter, Z), share)

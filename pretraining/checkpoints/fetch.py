@@ -1,4 +1,4 @@
-"""Fetching a committed checkpoint from `checkpoints.upload`, or any address: verified, its marker last.
+"""Fetch a committed checkpoint from `checkpoints.upload` or from any address, verify it, and write its marker last.
 
 Every rank fetches a share of the files, in ranges, several at once. Files of an interrupted fetch are verified and
 kept. Until the marker is written, the folder does not count as a checkpoint.
@@ -26,10 +26,10 @@ from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, ra
 from pretraining.runtime.restarts import resume_after_restart
 from pretraining.runtime.run_folder import RunFolder
 
-_RANGE_BYTES = 16 << 20
+_RANGE_BYTES = 16 << 20  # with all threads, 128 MiB of host memory a rank
 _THREADS = 8
 _ATTEMPTS = 3
-"""A file that arrives damaged so often is damaged in the store."""
+"""If a file arrives damaged in each of them, it is damaged in the store."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -41,7 +41,7 @@ def resolve_resume(run: RunFolder, upload: str | None, resume: str) -> str:
     upload: the recipe's `checkpoints.upload`. Raises `UserError` if the store cannot be used, or holds later
     checkpoints with which those of this start would mix.
     """
-    # A launcher that starts the run again repeats what was typed, which must not begin it anew each time.
+    # A launcher that restarts the run repeats the command line: a typed `never` must not begin the run anew each time.
     resume = from_rank_0(lambda: resume_after_restart(run, resume))
     if is_remote(resume):
         return _fetch_address(run, resume)
@@ -53,7 +53,7 @@ def resolve_resume(run: RunFolder, upload: str | None, resume: str) -> str:
         fetch_newest(run, remote, max(here, default=None))
     else:
         step = 0 if resume == "never" else from_rank_0(lambda: _step_at(Path(resume)))
-        # The run will save steps that the store may have already, from another course.
+        # The run will save steps which the store may already hold from another course of the run.
         refuse_newer(remote, step, resume)
     return resume
 
@@ -69,9 +69,10 @@ def _fetch_address(run: RunFolder, address: str) -> str:
 
 
 def _step_at(folder: Path) -> int:
-    """Return the step of a checkpoint's marker; 0 if it has none, which the choice of the checkpoint reports."""
+    """Return the step of a checkpoint's marker; 0 if it has none."""
     try:
         return step_of(folder)
+    # No error here: `choose_checkpoint` comes next and reports a missing or damaged marker.
     except (OSError, ValueError):
         return 0
 
@@ -79,9 +80,9 @@ def _step_at(folder: Path) -> int:
 def fetch_newest(run: RunFolder, remote: RemoteRun, newest_here: int | None) -> None:
     """Fetch the newest committed checkpoint of the store that is whole, if it is newer than the newest here.
 
-    Every rank calls this. A damaged one is passed over with an event. newest_here: a step, or None. If there is a
-    checkpoint here, a store that cannot be reached is an event; else it is a `UserError`, as is a newer version's
-    checkpoint.
+    Every rank calls this. A damaged one is passed over with an event. newest_here: a step, or None. If the store cannot
+    be reached, that is an event if there is a checkpoint here, and a `UserError` if there is none. A checkpoint of a
+    newer version is a `UserError` too.
     """
     above = -1 if newest_here is None else newest_here
     below = sys.maxsize
@@ -89,7 +90,7 @@ def fetch_newest(run: RunFolder, remote: RemoteRun, newest_here: int | None) -> 
         if (reason := fetch_checkpoint(run, remote, name)) is None:
             return
         from_rank_0(lambda: _pass_over(run, remote.where(name), reason))
-        below = step_in(name)  # damaged: the one before may be whole
+        below = step_in(name)  # it is damaged: the one before may be whole
 
 
 def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str) -> str | None:
@@ -102,7 +103,7 @@ def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str) -> str | None
         return wrong
     rank, ranks = rank_and_world_size()
     share = dict(sorted(files.items())[rank::ranks])
-    # What fails on one rank is raised on all: a rank that left alone would let the others wait for it.
+    # An error of one rank is raised on all: if one rank left alone, the others would wait for it.
     for damage, failure in gather_from_ranks(_fetch_share(remote, name, run.path / name, share)):
         if failure:
             raise UserError(failure)
@@ -130,11 +131,12 @@ def step_in(name: str) -> int:
 def newest_committed(
     remote: RemoteRun, above: int, below: int = sys.maxsize, journal: Journal = NOTHING_HEALED
 ) -> str | None:
-    """Return the newest checkpoint of the store with a marker and a step between the two, or None.
+    """Return the newest checkpoint of the store with a marker and a step between `above` and `below`, or None.
 
-    Those that a rollback of `journal` has left behind do not count.
+    Checkpoints that a rollback of `journal` has left behind do not count.
     """
     names = [name for name in remote.folders() if above < step_in(name) < below]
+    # Lazily: each look at a marker is a request to the store.
     found = (name for name in sorted(names, key=step_in, reverse=True))
     return next((name for name in found if _is_in_force(remote, name, journal)), None)
 
@@ -159,7 +161,7 @@ def _journal(run: RunFolder, remote: RemoteRun) -> Journal:
 def _newest_unless_unreachable(run: RunFolder, remote: RemoteRun, above: int, below: int) -> str | None:
     try:
         first_contact = remote.at_first_contact()
-        if below == sys.maxsize:  # once a start
+        if below == sys.maxsize:  # only at the first call of a start
             first_contact.check_writable()
         return newest_committed(first_contact, above, below, _journal(run, first_contact))
     except UserError as error:
@@ -212,7 +214,7 @@ def _fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> tup
                 if damage := _fetch_file(remote, f"{name}/{file}", folder / file, entry, threads, bar.update):
                     return damage, None
     except UserError as error:
-        # A file that the marker names and the store lacks is damage: the checkpoint before may be whole.
+        # A file which the marker names and the store lacks is damage, no failure: the checkpoint before may be whole.
         missing = isinstance(error.__cause__, FileNotFoundError)
         return (str(error), None) if missing else (None, str(error))
     except OSError as error:
@@ -228,7 +230,10 @@ def _fetch_file(
     threads: ThreadPoolExecutor,
     progress: Callable[[int], None],
 ) -> str | None:
-    """Fetch and verify one file, again if it arrived damaged; returns what is wrong in the store, or None."""
+    """Fetch and verify one file, and fetch it again if it arrived damaged.
+
+    Returns what is wrong in the store, or None.
+    """
     size = entry["bytes"]
     if _is_whole(path, entry):
         progress(size)
@@ -241,6 +246,7 @@ def _fetch_file(
                 os.pwrite(descriptor, content, start)  # the ranges arrive in any order
                 progress(len(content))
 
+            # `list` waits for all ranges, and raises the error of the first one that failed.
             list(threads.map(fetch, range(0, size, _RANGE_BYTES)))
             os.fsync(file.fileno())
         if _is_whole(path, entry):
@@ -253,10 +259,10 @@ def _is_whole(path: Path, entry: dict) -> bool:
 
 
 def _finish(run: RunFolder, remote: RemoteRun, name: str, marker: bytes) -> None:
-    """Write what belongs to the run, if this machine has none or fewer rollbacks; then the marker."""
+    """Write the files of the run that this machine lacks, the journal with more rollbacks, and then the marker."""
     if (journal := _journal(run, remote)) != NOTHING_HEALED:
         journal.write(run.journal)
-    # A file of the run that is here already is newer: it was written by a run on this machine.
+    # A file of the run that is here already is newer: a run on this machine wrote it.
     for each in RUN_FILES:
         if not (run.path / each).exists() and (content := remote.read_if_there(each)) is not None:
             _write(run.path / each, content)
@@ -265,14 +271,14 @@ def _finish(run: RunFolder, remote: RemoteRun, name: str, marker: bytes) -> None
 
 
 def _write(path: Path, content: bytes) -> None:
-    sync_to_disk(path.parent)  # the names of the files that a marker vouches for, before the marker
+    sync_to_disk(path.parent)  # the names of the files that the marker lists, before the marker
     with replacing(path, "wb") as file:
         file.write(content)
     sync_to_disk(path.parent)
 
 
 def _bar(where: str, files: dict) -> tqdm:
-    """Return a progress bar of rank 0's share on stderr; the other ranks' show nothing."""
+    """Return a progress bar of rank 0's share on stderr; on the other ranks it shows nothing."""
     total = sum(entry["bytes"] for entry in files.values())
     return tqdm(
         desc=f"fetching {where}",

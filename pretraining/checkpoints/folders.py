@@ -1,4 +1,4 @@
-"""The checkpoint folders of a run: which there are, whether they are whole, and how they are removed or set aside."""
+"""List, check, remove and set aside the checkpoint folders of a run."""
 
 import re
 import shutil
@@ -21,7 +21,7 @@ from pretraining.errors import UserError
 from pretraining.runtime.run_folder import RunFolder, unix_seconds
 
 Progress = Callable[[int], None]
-"""Called with the bytes of each read."""
+"""Called with the number of bytes of each read."""
 _FROM_MARKER = ("saved", "ranks", "zero_stage", "tokens")
 
 
@@ -41,7 +41,7 @@ def committed_checkpoints(run: RunFolder) -> list[Path]:
 
 
 def _by_step(folder: Path, kind: str) -> list[Path]:
-    # Not `weights-8.partial`, nor a copy that a user named `checkpoint-8-good`.
+    # Leaves out `weights-8.partial`, and a copy that a user named `checkpoint-8-good`.
     found = (path for path in folder.glob(f"{kind}-*") if re.fullmatch(rf"{kind}-\d+", path.name))
     return sorted(found, key=step_in_name, reverse=True)
 
@@ -57,31 +57,31 @@ def step_of(checkpoint: Path | None) -> int:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint, its marker first: after a kill at any point, what is left does not count."""
+    """Remove a checkpoint, its marker first: if the process is killed in between, the rest does not count."""
     (folder / MARKER).unlink(missing_ok=True)
-    flush_folder(folder)
+    flush_folder(folder)  # the disk, too, must lose the marker before it loses the first file
     shutil.rmtree(folder)
 
 
 def remove_uncommitted(run: RunFolder) -> None:
-    """Remove what a killed save left, so that its files cannot mix with those of the next save."""
+    """Remove what a killed save has left, so that its files cannot mix with those of the next save."""
     for folder in checkpoint_folders(run):
         if not (folder / MARKER).exists():
-            shutil.rmtree(folder)  # before the event: the disk may be full of it
+            shutil.rmtree(folder)  # before the event, for which a full disk needs this room
             run.add_event("uncommitted_checkpoint_removed", checkpoint=folder.name)
     for partial in run.path.glob("weights-*.partial"):  # a demotion that was killed
         shutil.rmtree(partial)
 
 
 def set_aside_after(run: RunFolder, step: int, spared: Path | None = None) -> list[Path]:
-    """Move what was saved after `step` to `aside/`: the run goes on from `step` and will save those steps again.
+    """Move what was saved after `step` to `aside/`: the run continues from `step` and will save those steps again.
 
-    These checkpoints are damaged, or belong to a part of the run that is given up; none is deleted. `spared`, the
-    checkpoint to go on from, stays even if its folder is named by a later step.
+    These checkpoints are damaged, or belong to a part of the run that is given up; none is deleted. spared: the
+    checkpoint to continue from; it stays even if its folder has the name of a later step.
     """
     later = [each for each in checkpoint_folders(run) + weights_folders(run) if step_in_name(each) > step]
     later = [each for each in later if spared is None or not each.samefile(spared)]
-    # A step may be set aside more than once.
+    # The time is part of the name, because a step may be set aside more than once.
     when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     moved = []
     for folder in later:
@@ -104,9 +104,9 @@ def _free_name(path: Path) -> Path:
 def damage(folder: Path, of_run: bool = False, progress: Progress = no_progress) -> str | None:
     """Return what is wrong with a committed checkpoint (a missing, cut or changed file); None if it is whole.
 
-    Every byte is compared with its marker; nothing is loaded.
+    Compares every byte with the marker; loads nothing.
 
-    of_run: it is in its run's folder, where its name must have its step; a copy may be called anything.
+    of_run: it is in its run's folder, and its name must hold its step; a copy elsewhere may have any name.
     Raises `UserError` if another version of this repository wrote it.
     """
     reason, files = quick_damage(folder, of_run)
@@ -114,14 +114,14 @@ def damage(folder: Path, of_run: bool = False, progress: Progress = no_progress)
 
 
 def quick_damage(folder: Path, of_run: bool = False) -> tuple[str | None, dict[str, dict]]:
-    """Return (what marker and file sizes show to be wrong, or None; the files whose bytes are yet to be compared)."""
+    """Check marker and file sizes alone; returns what is wrong or None, and the files whose bytes are not compared."""
     try:
         marker = read_marker(folder)
     except OSError as error:
         return f"{MARKER} cannot be read: {error.strerror}", {}
     except MarkerDamage as error:
         return str(error), {}
-    # A run chooses by the names of its folders: a renamed one would be taken for a step that it does not hold.
+    # A run chooses by the names of its folders: it would take a renamed one for a step which that one does not hold.
     if of_run and step_in_name(folder) != marker["step"]:
         return f"{MARKER} is that of step {marker['step']}", {}
     return _wrong_sizes(folder, marker["files"]), marker["files"]
@@ -152,8 +152,8 @@ def file_verdicts(
 
 
 def share_of(files: dict[str, dict], rank: int, ranks: int) -> dict[str, dict]:
-    """Return the files that one of `ranks` compares: the largest first, each to the rank with the fewest bytes."""
-    # The start waits for the rank that reads longest.
+    """Return the files that one of `ranks` compares."""
+    # The largest file first, each to the rank with the fewest bytes: the start waits for the slowest rank.
     loads, shares = [0] * ranks, [{} for _ in range(ranks)]
     for name in _largest_first(files):
         least = loads.index(min(loads))
@@ -181,7 +181,7 @@ def _wrong_size(folder: Path, name: str, entry: dict) -> str | None:
 
 
 def catalogue(run: RunFolder) -> list[dict]:
-    """List every checkpoint of a run with its state, newest step first, from markers and sizes: no file is read.
+    """List every checkpoint of a run with its state, newest step first, from markers and sizes alone.
 
     {"folder", "step", "state", "reason", "bytes", "age_seconds", "saved", "ranks", "zero_stage", "tokens", "loss",
     "eval_loss"}; state: committed, damaged, other version, uncommitted, weights only, set aside.
@@ -198,6 +198,7 @@ def _checkpoint(folder: Path) -> dict:
         return _entry(folder, step, "uncommitted")
     try:
         reason, _ = quick_damage(folder, of_run=True)
+    # Another version's checkpoint is not damaged, so that prune must not remove it.
     except UserError as error:
         return _entry(folder, step, "other version", str(error))
     return _entry(folder, step, "damaged" if reason else "committed", reason)
@@ -212,6 +213,7 @@ def _entry(folder: Path, step: int, state: str, reason: str | None = None) -> di
     marker = marker_or_nothing(folder)
     metrics = marker.get("metrics", {})
     saved = marker.get("saved")
+    # A folder without a readable marker has only the time of its last change.
     when = unix_seconds(saved) if saved else folder.stat().st_mtime
     return {
         "folder": folder.name,

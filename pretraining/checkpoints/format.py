@@ -1,6 +1,6 @@
-"""The format of a checkpoint on disk: files with their checksums, a receipt of each rank, and the marker.
+"""Define the format of a checkpoint on disk: files with their checksums, a receipt of each rank, and the marker.
 
-The marker's fields are made in identity.py (`marker_at`).
+identity.py makes the marker's fields (`marker_at`).
 
     checkpoint-<step>/
         rank-00000-of-00002.safetensors   a rank's tensors (shard_files.py)
@@ -8,9 +8,9 @@ The marker's fields are made in identity.py (`marker_at`).
         state.json  trainer_state.json    what is the same on every rank, written by rank 0
         committed.json                    the marker, written last: it makes the checkpoint exist
 
-The marker names every file with its bytes and checksum. Its last line is the checksum of all its bytes before. That
-line, and the name of the key `format`, stay as they are in every later format: so a marker of a newer version can be
-told apart from a damaged one.
+The marker names every file with its bytes and checksum. Its last line is the checksum of all its earlier bytes. That
+line, and the name of the key `format`, never change in a later format: so a reader can tell a marker of a newer version
+from a damaged one.
 """
 
 import json
@@ -29,6 +29,7 @@ from pretraining.runtime.heartbeat import work_done
 MARKER = "committed.json"
 FORMAT = 1
 THREADS = 8  # files read at once: the checksum releases the interpreter's lock while it computes
+# With the comma and the indent that json.dumps(indent=2) writes: the sealed marker is still JSON.
 _SEAL = b',\n  "checksum": '
 _CHUNK_BYTES = 4 << 20
 
@@ -42,10 +43,13 @@ def no_progress(num_bytes: int) -> None:
 
 
 def file_entry(path: Path, progress: Callable[[int], None] = no_progress) -> dict:
-    """Return {"bytes", "checksum": "xxh128:<hex>"} of a file as it is now; `progress` gets the bytes of each read."""
+    """Return {"bytes", "checksum": "xxh128:<hex>"} of a file as it is now.
+
+    progress: called with the number of bytes of each read.
+    """
     digest, num_bytes = xxhash.xxh128(), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:  # no second copy of each byte on its way
+    with path.open("rb", buffering=0) as file:  # unbuffered: Python would copy each byte once more
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             num_bytes += count
@@ -93,9 +97,9 @@ def receipt_name(rank: int, ranks: int) -> str:
 
 
 def write_receipt(folder: Path, rank: int, ranks: int, files: dict[str, dict], **more: Any) -> None:
-    """Write a rank's receipt: the disk holds its `files`, {name relative to the checkpoint: its `file_entry`}.
+    """Write a rank's receipt, once the disk holds its `files`: {name relative to the checkpoint: its `file_entry`}.
 
-    more: what else the rank saves as JSON, the states of Python's and numpy's generators for one.
+    more: what else the rank saves as JSON, such as the states of Python's and numpy's generators.
     """
     write_json(folder / receipt_name(rank, ranks), {"files": files, **more})
 
@@ -118,30 +122,30 @@ def commit_checkpoint(folder: Path, content: dict) -> None:
         name = receipt_name(rank, ranks)
         if not (folder / name).exists():
             raise FileNotFoundError(f"{folder}: no receipt of rank {rank} of {ranks}")
-        # No other rank's bytes are read again: its checksums were computed of what it wrote.
+        # The files are not read again: each rank computed the checksums of its own while it wrote them.
         files |= read_receipt(folder, rank, ranks)["files"]
         receipts[name] = file_entry(folder / name)
     write_marker(folder, {**content, "files": {**files, **receipts}})
 
 
 def write_marker(folder: Path, content: dict) -> None:
-    """Commit: once this returns, `folder` is a checkpoint, even if the power fails then.
+    """Commit: once this returns, `folder` is a checkpoint, even if the power fails afterwards.
 
     content: plain JSON values; `format` and the marker's own checksum are added.
     """
-    # The disk holds the files' names before the marker that vouches for them, and then the marker's own name.
+    # First the names of the files, so that the disk never holds a marker without them; then the marker's own name.
     flush_folder(folder)
     with replacing(folder / MARKER, "wb") as file:
         file.write(_sealed({"format": FORMAT, **content}))
     flush_folder(folder)
-    flush_folder(folder.parent)
+    flush_folder(folder.parent)  # which holds the name of the checkpoint itself
 
 
 def read_marker(folder: Path) -> dict:
     """Read the marker of a committed checkpoint.
 
     Raises:
-        FileNotFoundError: there is none: the folder does not count.
+        FileNotFoundError: there is none, so that the folder does not count as a checkpoint.
         MarkerDamage: it was edited or damaged.
         UserError: a newer version wrote it, or one from before this format.
     """
@@ -157,7 +161,8 @@ def marker_or_nothing(folder: Path) -> dict:
 
 
 def parse_marker(raw: bytes, folder: Path | str) -> dict:
-    """Do as `read_marker` with a marker's bytes; `folder`, or its address, is for messages."""
+    """Do the same as `read_marker` with a marker's bytes; `folder`, or its address, is for messages."""
+    # The checksum before the format: only a marker whose bytes are right can say that it is newer.
     body, found, _ = raw.rpartition(_SEAL)
     if not found or raw != _with_checksum(body):
         _refuse_earlier(raw, folder)
@@ -180,7 +185,7 @@ def _with_checksum(body: bytes) -> bytes:
 
 
 def _refuse_earlier(raw: bytes, folder: Path | str) -> None:
-    """Raise `UserError` for a marker from before `format`: it has sizes under `files`, checksums beside them."""
+    """Raise `UserError` for a marker from before `format`, which holds sizes in `files` and checksums beside it."""
     try:
         content = json.loads(raw)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the marker of each checkpoint says of its run: what it is (`Identity`) and where it went on (`Start`)."""
+"""Describe a run for the markers of its checkpoints: what it is (`Identity`) and from where it continued (`Start`)."""
 
 import json
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ class Start:
     """The point from which a run begins or goes on."""
 
     checkpoint: Path | None = None
-    """None: at the beginning."""
+    """None begins the run."""
     step: int = 0
     tokens: int = 0
-    """Consumed."""
+    """Training tokens consumed until then."""
     changes: tuple[dict, ...] = ()
     """What was changed on request since the beginning: {"step", "key", "from", "to"} each."""
     journal: Journal = NOTHING_HEALED
@@ -47,12 +47,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Identity:
-    """What every marker of one start says, whatever its step."""
+    """What every marker of one start says, at any step."""
 
     recipe: Recipe
     """The resolved `Recipe`."""
     data: dict
-    """Name and fingerprint of the tokens, and what the model card tells of them."""
+    """Name and fingerprint of the tokens, and what the model card says about them."""
     layout: dict
     """Ranks and ZeRO stage."""
     environment: dict
@@ -66,7 +66,7 @@ class Identity:
     def marker_at(self, step: int, metrics: dict) -> dict:
         """Return the marker of a checkpoint after `step`, without its files."""
         recipe, progress = self.recipe.to_dict(), self.start.progress(self.recipe)
-        # Tokens say where the next start goes on: the number of samples or steps changes with their size.
+        # The next start continues by tokens: the numbers of samples and steps change if their sizes change.
         return {
             "step": step,
             "tokens": progress.tokens_at(step),
@@ -78,7 +78,7 @@ class Identity:
             "recipe_fingerprint": fingerprint_of(curve_parts(recipe)),
             "data": self.data,
             "changes": list(self.start.changes),
-            "rollbacks": len(self.start.journal.rollbacks),  # later ones leave this checkpoint behind
+            "rollbacks": len(self.start.journal.rollbacks),  # a later rollback leaves this checkpoint behind
             "environment": self.environment,
             "recipe": recipe,
         }
@@ -86,6 +86,7 @@ class Identity:
 
 def described_data(recipe: Recipe, manifest: dict) -> dict:
     """Return what a marker keeps of the manifest of prepared data."""
+    # Not every split has all of these keys.
     splits = {
         name: {key: split[key] for key in ("documents", "tokens", "unigram_bits_per_byte") if key in split}
         for name, split in manifest["splits"].items()
@@ -94,12 +95,14 @@ def described_data(recipe: Recipe, manifest: dict) -> dict:
 
 
 def fingerprint_of(values: dict) -> str:
-    """Return `xxh128:<hex>` of plain JSON values, whatever the order of their keys."""
+    """Return `xxh128:<hex>` of plain JSON values."""
+    # Sorted keys, so that a recipe written in another order has the same fingerprint.
     text = json.dumps(values, sort_keys=True, ensure_ascii=False).encode()
     return f"xxh128:{xxhash.xxh128(text).hexdigest()}"
 
 
 def metrics_at(step: int, log_history: list[dict]) -> dict:
     """Return the loss and the validation's metrics (`eval_...`) that the Trainer logged at `step` itself."""
+    # The Trainer logs the loss and the validation in rows of their own.
     rows = [row for row in log_history if row.get("step") == step]
     return {key: row[key] for row in rows for key in row if key == "loss" or key.startswith("eval_")}

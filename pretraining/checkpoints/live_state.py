@@ -1,7 +1,7 @@
-"""The parameters and optimizer states that one rank holds, at any ZeRO stage, read and set in place.
+"""Read and set in place the parameters and optimizer states that one rank holds, at any ZeRO stage.
 
-An optimizer steps tensors. Without ZeRO each is a parameter; with ZeRO each is a flat fp32 partition that holds
-pieces of many parameters and padding. Here both are a `Block` with its `Piece`s.
+An optimizer steps tensors. Without ZeRO each tensor is a parameter. With ZeRO each is a flat fp32 partition, which
+holds pieces of many parameters and padding. Here both are a `Block` with its `Piece`s.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Block:
     """A tensor that the optimizer steps.
 
     group: index of the optimizer's parameter group. parameters: names of all parameters that step with this block,
-    even if no piece of them is here: the block's scalars are theirs.
+    even if no piece of them is on this rank, because the scalars of the block are theirs too.
     """
 
     tensor: torch.Tensor
@@ -54,7 +54,7 @@ class Block:
         return self.optimizer.state.get(self.tensor, {})
 
     def per_element(self) -> dict[str, torch.Tensor]:
-        """Return {state: tensor} of the block's size, the master weights among them."""
+        """Return {state: tensor} of the block's size; the master weights are one of them."""
         return {
             MASTER: self.tensor,
             **{k: v for k, v in self.state.items() if _is_per_element(k, v, self.tensor)},
@@ -63,26 +63,28 @@ class Block:
     def scalars(self) -> dict[str, int | float]:
         """Return the numbers that the optimizer keeps for the block, such as Adam's `step`."""
         values = {k: v for k, v in self.state.items() if not _is_per_element(k, v, self.tensor)}
+        # Some optimizers keep `step` as a tensor of one element, others as a number.
         values = {k: v.item() if torch.is_tensor(v) and v.numel() == 1 else v for k, v in values.items()}
         return {k: v for k, v in values.items() if isinstance(v, int | float)}
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """Return the states of a shape of their own, such as the row and column factors of a factored moment."""
+        """Return the states with a shape of their own, such as the row and column factors of a factored moment."""
         values = {k: v for k, v in self.state.items() if torch.is_tensor(v) and v.numel() > 1}
         return {k: v for k, v in values.items() if not _is_per_element(k, v, self.tensor)}
 
 
 def _is_per_element(key: str, value: Any, tensor: torch.Tensor) -> bool:
     """Say if a state has one value for each element of the tensor it belongs to."""
-    # The step of a parameter of one element has the parameter's shape too.
+    # For a parameter of one element, `step` may have the same shape as the parameter.
     return key != "step" and torch.is_tensor(value) and value.shape == tensor.shape
 
 
 def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> LiveState:
-    """Return the state of an unwrapped model and its optimizer, whatever accelerate and DeepSpeed wrap around it."""
+    """Return the state of an unwrapped model and its optimizer, also if accelerate and DeepSpeed have wrapped it."""
     # accelerate wraps every optimizer, DeepSpeed's too.
     while type(optimizer).__module__.startswith("accelerate."):
         optimizer = optimizer.optimizer
+    # DeepSpeed's ZeRO optimizers are looked for first, by class; the last test is for torch's own.
     if zero_slices.is_stage_3(optimizer):
         return PartitionedParameters(model, optimizer)
     if zero_slices.is_stage_1_or_2(optimizer):
@@ -95,7 +97,7 @@ def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Live
 
 
 class LiveState:
-    """The blocks of this rank with every parameter unsharded: plain PyTorch, DDP and stage 0."""
+    """The blocks of this rank if no parameter is sharded: plain PyTorch, DDP and stage 0."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
         self.names = {parameter: name for name, parameter in model.named_parameters()}
@@ -105,7 +107,7 @@ class LiveState:
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that keeps the states, below what DeepSpeed wraps around it."""
+        """The optimizer that keeps the states, without what DeepSpeed wraps around it."""
         return self.optimizer
 
     def _blocks(self) -> Iterator[Block]:
@@ -115,13 +117,15 @@ class LiveState:
                 yield Block(parameter, group, self.optimizer, [Piece(name, 0, parameter.numel(), 0)], [name])
 
     def own(self, piece: Piece) -> Piece:
-        """Return the part of a piece that this rank saves: every rank holds all of it, so each saves an equal part."""
+        """Return the part of a piece that this rank saves."""
+        # Every rank holds all of it: each saves an equal part, so that they share the writing.
         rank, ranks = dist.get_rank(), dist.get_world_size()
         first, end = piece.numel * rank // ranks, piece.numel * (rank + 1) // ranks
         return piece._replace(start=piece.start + first, numel=end - first, offset=piece.offset + first)
 
     def owns_whole(self) -> bool:
         """Say if this rank saves the states that have a shape of their own."""
+        # Here they are the same on every rank.
         return dist.get_rank() == 0
 
     def is_swapped(self, block: Block) -> bool:
@@ -134,7 +138,7 @@ class LiveState:
         yield
 
     def set_weights(self) -> None:
-        """Set the weights that the model computes with from the masters; here they are the masters."""
+        """Set the weights that the model computes with from the masters; here they are the same tensors."""
 
     def loss_scaler(self) -> object | None:
         """Return DeepSpeed's own loss scaler (fp16), or None."""
@@ -174,12 +178,16 @@ class PartitionedOptimizer(LiveState):
 
 
 class PartitionedParameters(PartitionedOptimizer):
-    """ZeRO-3: each rank has its equal part of every parameter, the last with padding; in sub-groups, maybe on NVMe."""
+    """ZeRO-3: each rank has an equal part of every parameter, the last with padding.
+
+    The parts are in sub-groups, which may be on NVMe.
+    """
 
     def is_swapped(self, block: Block) -> bool:
         return zero_slices.is_on_nvme(self.optimizer, self._index(block))
 
     def _index(self, block: Block) -> int:
+        # By identity: `==` of dataclasses would compare tensors.
         return next(index for index, each in enumerate(self.blocks) if each is block)
 
     @contextmanager
@@ -198,7 +206,7 @@ class PartitionedParameters(PartitionedOptimizer):
 
 
 def set_block(block: Block, reader: CheckpointReader) -> None:
-    """Set a block's master weights and optimizer states, with a piece of one parameter in memory at a time.
+    """Set a block's master weights and optimizer states; only one piece of a parameter is in memory at a time.
 
     Raises:
         UserError: the checkpoint does not keep what this optimizer needs.
@@ -218,7 +226,7 @@ def set_block(block: Block, reader: CheckpointReader) -> None:
         elif key in saved:
             live[key] = _as(saved[key], example)
         else:
-            live[key] = example  # neither a number nor a tensor: the same after every step
+            live[key] = example  # neither a number nor a tensor: it is the same after every step
 
 
 def _set_per_element(block: Block, key: str, example: torch.Tensor, reader: CheckpointReader) -> None:
@@ -226,7 +234,7 @@ def _set_per_element(block: Block, key: str, example: torch.Tensor, reader: Chec
     if key not in live:
         live[key] = torch.zeros_like(block.tensor, dtype=example.dtype, device=example.device)
     for piece in block.pieces:
-        # A parameter that no gradient had reached has no states in the checkpoint, and zeros here.
+        # A parameter that no gradient had reached has no states in the checkpoint, and gets zeros here.
         if key in reader.states(piece.parameter):
             piece.of(live[key]).copy_(reader.read(key, piece.parameter, piece.start, piece.numel))
         elif piece.parameter in reader.state["scalars"]:
@@ -249,6 +257,7 @@ def _other_states(block: Block, key: str, parameter: str, reader: CheckpointRead
 
 def _saved_scalars(block: Block, reader: CheckpointReader) -> dict | None:
     """Return the numbers that all parameters of the block share; None if the optimizer had stepped none of them."""
+    # Without ZeRO each parameter has its own counts; a ZeRO block can hold only one of each.
     table = reader.state["scalars"]
     found = [table[name] for name in block.parameters if name in table]
     if any(values != found[0] for values in found):
@@ -269,10 +278,10 @@ def _as(value: float, example: Any) -> object:
 def _states_after_a_step(block: Block, step: int) -> tuple[torch.Tensor, dict]:
     """Step a small tensor with the block's optimizer; returns it and the states that the optimizer keeps for it.
 
-    Which states there are, of which types and on which devices, differs between optimizers and their versions.
+    This shows names, types and devices of the states, which differ between optimizers and their versions.
     """
     optimizer, like = block.optimizer, block.tensor
-    # An optimizer that quantises does so to large tensors only: it gets one of the block's own size.
+    # An optimizer that quantises does so only for large tensors: it gets a tensor of the block's own size.
     shape = like.shape if _quantises(optimizer) else (2,) * like.dim()
     probe = torch.nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
     probe.grad = torch.zeros_like(probe)
@@ -280,15 +289,15 @@ def _states_after_a_step(block: Block, step: int) -> tuple[torch.Tensor, dict]:
     optimizer.state = defaultdict(dict)
     optimizer.param_groups = [{**own[1][block.group], "params": [probe]}]
     try:
-        # DeepSpeed's CPU Adam multiplies its bias corrections up from step to step: it takes all of them here, so that
-        # the run's next step finds the corrections that it would have had.
+        # DeepSpeed's CPU Adam multiplies its bias corrections up from step to step. Here it takes all these steps, so
+        # that the run's next step finds the same corrections as without a break.
         for _ in range(step if isinstance(optimizer, DeepSpeedCPUAdam) else 1):
-            type(optimizer).step(optimizer)  # the class's method: the instance's would count for the schedule
+            type(optimizer).step(optimizer)  # not the instance's, whose calls the schedule counts
         return probe, dict(optimizer.state[probe])
     finally:
         optimizer.state, optimizer.param_groups = own
 
 
 def _quantises(optimizer: torch.optim.Optimizer) -> bool:
-    """Say if the optimizer is bitsandbytes' in 8 bits: its states are bytes, scales of blocks, a table of values."""
+    """Say if the optimizer is one of bitsandbytes in 8 bits: its states are bytes, block scales and a value table."""
     return getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8

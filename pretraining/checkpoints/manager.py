@@ -1,6 +1,6 @@
-"""The CheckpointManager, with which the Trainer saves and loads.
+"""Provide the CheckpointManager, with which the Trainer saves and loads.
 
-A save in order: this rank's share of the Trainer's state is gathered (trainer_state.py), copied and written in the
+The order of a save: this rank's share of the Trainer's state is gathered (trainer_state.py), copied and written in the
 background (background.py), and committed (format.py). Then old checkpoints are removed (retention.py) and the new one
 is uploaded (upload.py). Loading reads the files (shard_files.py) into the live state (live_state.py).
 """
@@ -27,11 +27,11 @@ from pretraining.runtime.run_folder import RunFolder, describe_environment
 
 
 class CheckpointManager(TrainerCallback):
-    """Saves, commits, removes and uploads the checkpoints of one start of a run, and loads the one it goes on from.
+    """Saves, commits, removes and uploads the checkpoints of one start of a run, and loads the one it continues from.
 
-    The Trainer calls `save`, `load_state` and `load_position`, on all ranks together. As a callback it looks after the
-    save in flight at each step, and waits for it at the end. It comes before the callback that writes the metrics: a
-    row after a save says how long it blocked training.
+    The Trainer calls `save`, `load_state` and `load_position`, on all ranks together. As a callback it polls the save
+    in flight at each step, and waits for it at the end. It comes before the callback that writes the metrics, because
+    the first row after a save says how long the save blocked training.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class CheckpointManager(TrainerCallback):
             background=section.background,
             on_full_disk=section.on_full_disk,
         )
+        # The step, and how many rows were logged: a validation at the same step adds a row and is saved again.
         self._last_saved: tuple[int, int] | None = None
         self._last_logged: dict | None = None
 
@@ -76,11 +77,12 @@ class CheckpointManager(TrainerCallback):
         load_state(trainer, folder)
 
     def load_position(self, trainer: Trainer, folder: Path) -> None:
-        """Set the random generators and the running loss, once the Trainer's loop has reset its own counters."""
+        """Set the random generators and the running loss."""
+        # Called after the Trainer's loop has reset its own counters: they would overwrite these.
         load_position(trainer, folder)
 
     def averaged_weights(self, trainer: Trainer) -> AbstractContextManager:
-        """Put the averaged weights in place inside the block, if the optimizer averages those that it trains."""
+        """Put the averaged weights in place inside the block, if the optimizer averages the weights that it trains."""
         return averaged_weights(trainer)
 
     def wait_for_upload(self) -> None:
@@ -91,7 +93,8 @@ class CheckpointManager(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Upload the checkpoint that the run goes on from: its own upload may have been interrupted."""
+        """Upload the checkpoint that the run continues from."""
+        # Its upload may have been interrupted.
         if self.start.checkpoint is not None:
             self._upload(self.start.checkpoint)
 
@@ -105,6 +108,7 @@ class CheckpointManager(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
     ) -> None:
         """Add to the first row after a save how long it blocked training, and the bytes of its copy."""
+        # Rows of validations have no `loss`; they do not count as the first row.
         if "loss" in logs and self.writer.last is not self._last_logged:
             self._last_logged = self.writer.last
             logs["save_blocked_seconds"] = self._last_logged["blocked_seconds"]
@@ -117,7 +121,7 @@ class CheckpointManager(TrainerCallback):
         self.writer.wait()
 
     def _upload(self, folder: Path) -> None:
-        # A checkpoint of another run, which --resume PATH named, is not this run's to upload.
+        # --resume PATH may name a checkpoint of another run, which this run must not upload.
         if self.uploader is not None and folder.parent == self.run.path:
             self.uploader.offer(folder)
 

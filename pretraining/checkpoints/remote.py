@@ -1,4 +1,4 @@
-"""One run's checkpoints at an fsspec address (`s3://bucket/runs/<name>`, `hf://...`, a mounted folder)."""
+"""Read and write one run's checkpoints at an fsspec address (`s3://bucket/runs/<name>`, `hf://...`, a folder)."""
 
 import contextlib
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from pretraining.runtime.durable_files import replacing
 from pretraining.runtime.heartbeat import work_done
 
 FIRST_CONTACT_SECONDS = 60.0
-"""A store that does not answer at the start is more likely misspelt than down."""
+"""How long the start waits for a store: if it does not answer then, its address is probably misspelt."""
 
 _BLOCK_BYTES = 32 << 20
 """How much of a file a rank holds in memory during its upload."""
@@ -20,9 +20,10 @@ _MOST_BLOCKS = 9_000  # S3 takes 10,000 parts a file
 
 
 class RemoteRun(Store):
-    """Reads, writes and lists below `<address>/<name of the run>`, patiently. Credentials come from the environment.
+    """Reads, writes and lists below `<address>/<name of the run>`, and tries again if the store fails.
 
-    Every method raises `UserError` for what waiting does not mend, or after `patience`.
+    Every method raises `UserError` for an error that waiting cannot repair, or once `patience` is over. Credentials
+    come from the environment.
     """
 
     advice = "check checkpoints.upload"
@@ -32,7 +33,7 @@ class RemoteRun(Store):
         super().__init__(f"{address.rstrip('/')}/{name}", patience or own)
 
     def at_first_contact(self) -> "RemoteRun":
-        """Return the same place, given up sooner."""
+        """Return the same place with less patience."""
         address, _, name = self.address.rpartition("/")
         seconds = min(FIRST_CONTACT_SECONDS, self.patience.seconds)
         return RemoteRun(address, name, Patience(seconds, _refusal, "checkpoints"))
@@ -41,6 +42,7 @@ class RemoteRun(Store):
         """Read a small file; None if there is none."""
 
         def read() -> bytes | None:
+            # Caught here: `ask` would report a missing file as a wrong address.
             with contextlib.suppress(FileNotFoundError):
                 return self._filesystem().cat_file(self.where(path))
             return None
@@ -48,7 +50,8 @@ class RemoteRun(Store):
         return self.patience.ask(read, self.where(path))
 
     def write(self, path: str, open_chunks: Callable[[], Iterable[bytes]], num_bytes: int) -> None:
-        """Write a file from its chunks, whole or not at all. `open_chunks` is called for each attempt."""
+        """Write a file from its chunks, whole or not at all."""
+        # Each attempt opens the chunks again: an iterator that an attempt has used up cannot be read twice.
         self.patience.ask(lambda: self._send(path, open_chunks(), num_bytes), self.where(path))
         work_done()
 
@@ -66,7 +69,8 @@ class RemoteRun(Store):
         self.patience.ask(remove, self.where(path))
 
     def remove_checkpoint(self, name: str) -> None:
-        """Remove a checkpoint, its marker first: after a kill half-way it does not count."""
+        """Remove a checkpoint."""
+        # The marker first: if the process is killed in between, what is left does not count.
         self.remove(f"{name}/{MARKER}")
 
         def remove() -> None:
@@ -80,7 +84,7 @@ class RemoteRun(Store):
 
         def listed() -> list[str]:
             system = self._filesystem()
-            system.invalidate_cache()  # fsspec remembers listings for ever
+            system.invalidate_cache()  # fsspec keeps listings for ever
             with contextlib.suppress(FileNotFoundError):
                 return [
                     str(path).rstrip("/").rpartition("/")[2] for path in system.ls(self.address, detail=False)
@@ -90,7 +94,7 @@ class RemoteRun(Store):
         return self.patience.ask(listed, self.address)
 
     def check_writable(self) -> None:
-        """Write a small file and remove it: a `UserError` now rather than after the first hour."""
+        """Write a small file and remove it, so that a `UserError` comes now and not at the first checkpoint."""
         self.write_bytes(".writable", b"yes\n")
         self.remove(".writable")
 
@@ -99,15 +103,16 @@ class RemoteRun(Store):
         if "file" in _protocols(system):
             from fsspec.core import strip_protocol
 
-            # fsspec's own local files grow in place: a reader would see half of them.
+            # fsspec writes local files in place, so that a reader could see half of a file.
             return _send_to_folder(Path(strip_protocol(self.where(path))), chunks)
+        # Each block is a part of the upload: a large file needs larger ones.
         block = max(_BLOCK_BYTES, num_bytes // _MOST_BLOCKS)
         file = system.open(self.where(path), "wb", block_size=block)
         try:
             for chunk in chunks:
                 file.write(chunk)
             file.close()
-        except BaseException:
+        except BaseException:  # also an interrupt must not leave half a file as a whole one
             _discard(file)
             raise
 
@@ -119,7 +124,8 @@ def _send_to_folder(path: Path, chunks: Iterable[bytes]) -> None:
 
 
 def _discard(file: Any) -> None:
-    """Drop what was sent: closing the file, as its destructor would, would complete it with half its bytes."""
+    """Drop what was sent."""
+    # `close`, which the destructor calls too, would complete the file with half of its bytes.
     with contextlib.suppress(Exception):
         file.discard()
     with contextlib.suppress(AttributeError):

@@ -1,4 +1,4 @@
-"""A committed checkpoint rewritten into another number of files: fewer for a slow store, more for many readers."""
+"""Rewrite a committed checkpoint into another number of files: fewer for a slow store, more for many readers."""
 
 import shutil
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from pretraining.checkpoints.shard_files import (
 )
 
 _OWN_KEYS = ("format", "checksum", "files", "ranks")
-"""Of a marker: they describe its own files, not the run."""
+"""Keys of a marker that describe its own files and not the run."""
 
 
 def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
     """Write `folder`, whole and verified, as a checkpoint of `num_files` equal files to `target_folder`.
 
-    No resume needs this: any ranks read any files. Takes memory of one slice of a parameter. The random states of
-    the ranks that saved are left out, as if the run had gone on with another number of ranks.
+    No resume needs this, because any number of ranks reads any files. Takes memory for one slice of a parameter. The
+    random states of the ranks that saved are left out, as if the run had continued with another number of ranks.
     """
     reader, marker = CheckpointReader(folder), read_marker(folder)
     target_folder.mkdir(parents=True)
@@ -44,11 +44,12 @@ def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
 def _write_share(reader: CheckpointReader, path: Path, index: int, num_files: int) -> dict:
     slices, shapes = {}, {}
     for state, name, total in _states(reader):
+        # Shares of every parameter, so that the files are of equal size; a small one may have none in this file.
         start, end = total * index // num_files, total * (index + 1) // num_files
         if end > start:
             key = fragment_key(state, name, start)
             slices[key] = (state, name, start, end - start)
-            # Without memory: the slices are read one at a time as they are written.
+            # `meta` takes no memory: each slice is read when it is written.
             shapes[key] = torch.empty(end - start, dtype=reader.dtype(state, name), device="meta")
     whole = _whole_states(reader) if index == 0 else {}  # small: factors of moments
 

@@ -1,7 +1,8 @@
-"""Where a run begins or goes on (`find_start`), and the first writes of that start (`open_run`).
+"""Find where a run begins or continues (`find_start`), and do the first writes of that start (`open_run`).
 
-Rank 0 looks at the folder and decides, all ranks verify the bytes of the checkpoint together, and nothing is loaded
-before. Between the two the caller builds model and Trainer: whatever refuses the start has written nothing yet.
+Rank 0 looks at the folder and decides. All ranks verify the bytes of the checkpoint together, before anything is
+loaded. Between the two calls the caller builds model and Trainer: if one of them refuses the start, nothing has been
+written yet.
 """
 
 import json
@@ -52,9 +53,9 @@ STEP_SIZES = ("budget.tokens_per_step", "budget.ramp")
 def find_start(
     run: RunFolder, recipe: Recipe, data: PreparedData, resume: str, allowed: Sequence[str]
 ) -> Start:
-    """Find where to begin or go on; rank 0 decides, and every rank gets the same answer or the same `UserError`.
+    """Find where to begin or continue; rank 0 decides, and every rank gets the same answer or the same `UserError`.
 
-    Writes nothing but checkpoints that it fetches from a store, and the event of a damaged one that it passes over.
+    Writes only the checkpoints that it fetches from a store, and an event for a damaged one that it passes over.
 
     resume: `--resume auto|never|PATH|ADDRESS`. allowed: keys of the recipe, or sections, that may differ from what
     the run was so far.
@@ -62,7 +63,7 @@ def find_start(
     resume = resolve_resume(run, recipe.checkpoints.upload, resume)
     if resume == "never":
         return Start(starts_over=True)
-    # First what costs nothing to refuse: verifying a checkpoint reads all its bytes.
+    # The cheap check first: verifying a checkpoint reads all its bytes.
     from_rank_0(lambda: changes_of_run(run, recipe.to_dict(), allowed))
     journal = from_rank_0(lambda: Journal.read(run.journal))
     checkpoint = choose_checkpoint(run, resume, journal)
@@ -76,7 +77,7 @@ def _start_at(
 ) -> Start:
     if checkpoint is None:
         return Start()
-    read_state(checkpoint)  # refuses another format before anything starts
+    read_state(checkpoint)  # refuses another format before the model is built
     changes = changes_since(checkpoint, read_marker(checkpoint), recipe, manifest, run, allowed)
     start = Start.at(checkpoint)
     accepted = [
@@ -92,6 +93,7 @@ def _start_at(
 
 
 def _refuse_lost_rollbacks(checkpoint: Path | None, run: RunFolder, journal: Journal) -> None:
+    # The journal says which samples each rollback left out: without it the data would be another from here on.
     known = read_marker(checkpoint).get("rollbacks", 0) if checkpoint else 0
     if known > len(journal.rollbacks):
         raise UserError(
@@ -102,7 +104,7 @@ def _refuse_lost_rollbacks(checkpoint: Path | None, run: RunFolder, journal: Jou
 
 
 def choose_checkpoint(run: RunFolder, resume: str, journal: Journal = NOTHING_HEALED) -> Path | None:
-    """Return the checkpoint that `--resume auto|never|PATH` means, on every rank; None begins from the beginning.
+    """Return the checkpoint that `--resume auto|never|PATH` means, on every rank; None begins the run.
 
     auto: the newest committed checkpoint that is whole and that no rollback of `journal` has left behind. A damaged
     one is passed over with an event and a line.
@@ -121,18 +123,19 @@ def choose_checkpoint(run: RunFolder, resume: str, journal: Journal = NOTHING_HE
 
 
 def _damage_found_together(folder: Path, of_run: bool = False) -> str | None:
-    """Return the `damage` of a checkpoint, of which each rank reads a share of the bytes; every rank calls it."""
+    """Return the `damage` of a checkpoint; each rank reads a share of the bytes, and every rank calls it."""
     reason, files = from_rank_0(lambda: quick_damage(folder, of_run))
     if reason is not None:
         return reason
-    # The ranks share the reading: a large checkpoint is verified in the time that loading it takes.
+    # Because the ranks share the reading, verifying a large checkpoint takes only as long as loading it.
     rank, ranks = rank_and_world_size()
     found = gather_from_ranks(changed_files(folder, share_of(files, rank, ranks)))
     return next((reason for changed in found for reason in changed.values()), None)
 
 
 def is_left_behind(folder: Path, journal: Journal) -> bool:
-    """Say if a rollback went back behind a checkpoint since it was saved; of a damaged marker one cannot tell."""
+    """Say if a rollback went back behind a checkpoint since it was saved; False if the marker is damaged."""
+    # A damaged marker does not tell. The checkpoint stays a candidate, so that its damage is reported.
     marker = marker_or_nothing(folder)
     return bool(marker) and journal.overtakes(marker["step"], marker.get("rollbacks", 0))
 
@@ -178,7 +181,7 @@ def changes_since(
     ):  # no request can change the weights' shapes
         _refuse_other_shape(checkpoint, marker["recipe"]["model"], recipe.model)
     changes += _data_change(marker["data"], described_data(recipe, manifest), changes)
-    # A start may have been killed before it saved: the checkpoint does not know yet what was accepted then.
+    # A start may have been killed before it saved, so that the checkpoint does not know what it had accepted.
     recorded = [(each["key"], each["to"]) for each in _recorded_changes(run)]
     new = [change for change in changes if (change.key, change.now) not in recorded]
     refuse_changes(new, allowed, checkpoint, "checkpoint")
@@ -191,7 +194,8 @@ def _recorded_changes(run: RunFolder) -> list[dict]:
 
 
 def _data_change(earlier: dict, now: dict, changes: list[Change]) -> list[Change]:
-    """Return the change to other tokens under the same recipe; [] if a key of `data`, which says so, differs too."""
+    """Return the change to other tokens under the same recipe; [] if a key of `data` has changed too."""
+    # A changed key of `data` explains the other tokens: one change is not listed twice.
     if earlier["fingerprint"] == now["fingerprint"] or any(each.key.startswith("data.") for each in changes):
         return []
     return [Change(DATA_FINGERPRINT, earlier["fingerprint"], now["fingerprint"])]
@@ -224,9 +228,9 @@ def open_run(
 ) -> None:
     """Write what the run is into its folder, on rank 0, after every check, and print it.
 
-    Checkpoints that do not count any more go first: the files of a killed save, and what was saved after the step
-    from which the run goes on. Then recipe, plan, environment, the model's config with the tokenizer, mixture; and an
-    event for the start, and for each of the plan's warnings.
+    First removes or sets aside checkpoints that do not count any more: the files of a killed save, and what was saved
+    after the step from which the run continues. Then writes recipe, plan, environment, the model's config with the
+    tokenizer, and the mixture; and an event for the start and for each of the plan's warnings.
     """
 
     def write() -> None:
@@ -235,7 +239,7 @@ def open_run(
             _set_aside(run)
         remove_uncommitted(run)
         set_aside_after(run, start.step, spared=start.checkpoint)
-        record_changes(run, start, identity.recipe)
+        record_changes(run, start, identity.recipe)  # before the recipe: see there
         write_json(run.recipe, identity.recipe.to_dict())
         write_json(run.plan, plan.to_dict())
         write_json(run.environment, identity.environment)
@@ -254,6 +258,7 @@ def open_run(
             checkpoint=start.checkpoint and start.checkpoint.name,
             **plan.layout,
             **launch_details(),
+            # None: the blocks are not packed.
             **({} if cuts is None else {"cuts": cuts}),
         )
         plan.verdict.keep(run, start.step)
@@ -268,6 +273,7 @@ def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
     rows += run_facts(recipe, plan, "rank")
     if start.checkpoint is not None:
         marker, place = read_marker(start.checkpoint), start.checkpoint
+        # Only the name of a checkpoint of this run: its folder is in the line above.
         name = place.name if place.parent.absolute() == run.path.absolute() else display_path(place)
         stage = "no DeepSpeed" if marker["zero_stage"] is None else f"zero{marker['zero_stage']}"
         done = f"step {start.step:,} of {start.progress(recipe).last_step:,}, {start.tokens:,} tokens seen"
@@ -277,7 +283,7 @@ def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
 
 def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
     """Print and keep what was changed on request."""
-    # Before the recipe is written: a start that is killed in between is asked again for what it accepted.
+    # Comes before the recipe is written: if a start is killed in between, the next one asks again for its changes.
     known = _recorded_changes(run)
     for change in start.changes:
         if change in known:
@@ -293,11 +299,12 @@ def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
 
 
 def _effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
-    """Return what a recorded change of the steps' sizes does to the learning rate, and the way out; "" if nothing.
+    """Return what a recorded change of the steps' sizes does to the learning rate, and the remedy; "" if nothing.
 
-    A schedule that counts steps goes on at the same step, which is another share of the run than before.
+    A schedule that counts steps continues at the same step, which is now another share of the run than before.
     """
     kind, last = recipe.training.lr_scheduler_type, start.progress(recipe).last_step
+    # After its warm-up, a constant rate is the same at any step.
     is_flat = kind == CONSTANT[0] or (kind in CONSTANT and start.step >= recipe.warmup_steps(last))
     if change["key"] not in STEP_SIZES or recipe.schedule_counts_tokens or is_flat:
         return ""
@@ -311,6 +318,7 @@ def _effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
 
 def _set_aside(run: RunFolder) -> None:
     """Keep what an earlier run left in this folder under another name."""
+    # Without a recipe the folder holds no run that a start had opened.
     if run.recipe.exists():
         aside = run.path.with_name(f"{run.path.name}.{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
         run.path.rename(aside)

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept once a newer one is committed: the last, the best, every so many steps."""
+"""Choose which checkpoints to keep once a newer one is committed: the last, the best, and one every so many steps."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ Demote = Callable[[RunFolder, Path, Path], bool]
 
 
 class Committed(NamedTuple):
-    """A committed checkpoint as the rule sees it."""
+    """A committed checkpoint, with what the rule needs of it."""
 
     step: int
     measured: float | None
-    """The metric that ranks checkpoints, of the validation after that very step; None if there was none."""
+    """The metric by which checkpoints are ranked, from the validation after exactly that step; None without one."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,18 @@ class Retention:
     """The rule of a recipe's `checkpoints` section.
 
     demote(run, checkpoint, weights_folder) makes a `from_pretrained` folder of a checkpoint, whole or not at all, and
-    returns whether the checkpoint may be removed now; without it nothing of a removed checkpoint is kept.
+    returns whether the checkpoint may be removed now. Without it, nothing of a removed checkpoint is kept.
     """
 
     keep_last: int | None
     """None keeps all."""
     keep_best: int = 0
-    """How many of those with the best validation are kept."""
+    """How many of the checkpoints with the best validation are kept."""
     keep_every: int | None = None
-    """Those whose step is a multiple are kept for ever."""
+    """Checkpoints whose step is a multiple of it are kept for ever."""
     demote: Demote | None = None
     metric: str = "loss"
-    """Of the validation: what the best are ranked by."""
+    """The validation metric by which the best are ranked."""
 
     @classmethod
     def of(cls, section: Checkpoints, demote: Demote | None = None, metric: str = "loss") -> "Retention":
@@ -54,10 +54,11 @@ class Retention:
         newest = sorted(committed, reverse=True)
         if self.keep_last is None:
             return {each.step for each in newest}
-        # A NaN, which is not equal to itself, never ranks as best.
+        # Leaves out NaN, which is not equal to itself, so that it never ranks as best.
         measured = [each for each in newest if each.measured == each.measured]
         measured = [each for each in measured if each.measured is not None]
         sign = 1 if lower_is_better(self.metric) else -1
+        # The sort is stable: of equally good checkpoints the newer ones come first.
         best = sorted(measured, key=lambda each: sign * each.measured)[: self.keep_best]
         every = [each for each in newest if self.keep_every and each.step % self.keep_every == 0]
         return {each.step for each in (*newest[: self.keep_last], *best, *every)}
@@ -71,14 +72,12 @@ class Retention:
         return [folder for folder in reversed(folders) if step_in_name(folder) not in kept]
 
     def apply(self, run: RunFolder) -> list[Path]:
-        """Remove what the rule does not keep, after a commit; after a kill at any point the next call goes on.
-
-        Returns the checkpoints that the rule does not keep.
-        """
+        """Remove what the rule does not keep, after a commit; returns the checkpoints that the rule does not keep."""
+        # Oldest first, one after the other: if the process is killed, the next call finds the rest.
         removed = self.to_remove(run)
         for folder in removed:
             weights = run.weights(step_in_name(folder))
-            # They exist if an earlier call was killed between the two.
+            # The weights exist if an earlier call was killed between the demotion and the removal.
             if self.demote is None or weights.exists() or self.demote(run, folder, weights):
                 remove_checkpoint(folder)
         return removed

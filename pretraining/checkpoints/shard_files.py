@@ -1,8 +1,8 @@
-"""A checkpoint's tensors on disk: fragments of flat parameters in safetensors files, read back by any slice.
+"""Write a checkpoint's tensors as fragments of flat parameters in safetensors files, and read back any slice.
 
 Each rank writes one file. A key is `<state>/<parameter>@<start>`: a 1-D tensor that holds the elements [start,
-start + numel) of the flattened parameter. `<state>/<parameter>@whole` is a state of a shape of its own (a row
-factor, say). Keys without `@` are the rank's own tensors, such as `rng/torch`.
+start + numel) of the flattened parameter. `<state>/<parameter>@whole` is a state with a shape of its own, such as a row
+factor. Keys without `@` are the rank's own tensors, such as `rng/torch`.
 """
 
 import json
@@ -52,20 +52,21 @@ def rank_file(rank: int, ranks: int) -> str:
 
 
 def fragment_key(state: str, parameter: str, start: int | None) -> str:
-    """Return the key of a fragment; `start` None names a state of a shape of its own."""
+    """Return the key of a fragment; `start` is None for a state with a shape of its own."""
     return f"{state}/{parameter}@{'whole' if start is None else start}"
 
 
 def write_rank_file(
     path: Path, tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor] | None = None
 ) -> dict:
-    """Write `tensors` as one safetensors file; of tensors on a device, one at a time is copied to memory.
+    """Write `tensors` as one safetensors file; tensors on a device are copied to memory one at a time.
 
     With `read`, `tensors` give only types and shapes (on torch's `meta` device), and `read` returns the data by name.
+    The bytes are the same that safetensors' own `save_file` would write.
 
-    Returns the file's `file_entry` once the disk holds it (fsync): the checksum is computed of the bytes as they are
-    written. They are those that safetensors' own `save_file` would write.
+    Returns the file's `file_entry` once the disk holds it (fsync).
     """
+    # The checksum is computed while the bytes are written: `save_file` would need a second reading of the file.
     digest, num_bytes = xxhash.xxh128(), 0
     with path.open("wb", buffering=0) as file:
         for piece in _pieces(tensors, read or tensors.__getitem__):
@@ -90,6 +91,7 @@ def _pieces(tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Ten
         kind, shape = _TYPES[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # The header ends at a multiple of 8 bytes, so that the tensors, the largest types first, are aligned.
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for name in names:
@@ -105,7 +107,8 @@ class Fragment(NamedTuple):
 
 
 def _without_nested(fragments: list[Fragment]) -> list[Fragment]:
-    """Sort so that starts and ends both ascend, without the fragments that are inside another one."""
+    """Sort so that starts and ends both ascend, and leave out fragments that are inside another one."""
+    # `read` then finds its first fragment by bisection.
     kept, end = [], -1
     for fragment in sorted(fragments, key=lambda each: (each.start, -each.numel)):
         if fragment.start + fragment.numel > end:
@@ -115,9 +118,9 @@ def _without_nested(fragments: list[Fragment]) -> list[Fragment]:
 
 
 class CheckpointReader:
-    """Reads any slice of any state of any parameter, whichever ranks at whichever stage wrote the checkpoint.
+    """Reads any slice of any state of any parameter, for any number of ranks and any stage that wrote the checkpoint.
 
-    parameters: {name: shape}; state: what `state.json` holds; ranks: number of ranks that saved.
+    parameters: {name: shape}. state: the content of `state.json`. ranks: the number of ranks that saved.
 
     Raises:
         UserError: `folder` is no checkpoint of this format, or files of it are missing.
@@ -145,7 +148,7 @@ class CheckpointReader:
         for key in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
             if "@" not in key:
                 continue
-            # Names of states have no slash; those of parameters may have any sign.
+            # Names of states have no slash; names of parameters may hold any character.
             state, _, rest = key.partition("/")
             parameter, _, start = rest.rpartition("@")
             if start == "whole":
@@ -185,7 +188,7 @@ class CheckpointReader:
             stop = min(end, fragment.start + fragment.numel)
             if fragment.start > at or at == end:  # a gap, or done
                 break
-            if stop <= at:  # overlaps with what is read already
+            if stop <= at:  # all of it is read already
                 continue
             part = self._part(fragment, at - fragment.start, stop - fragment.start)
             slice_ = torch.empty(numel, dtype=part.dtype) if slice_ is None else slice_
@@ -197,7 +200,7 @@ class CheckpointReader:
         return torch.empty(0) if slice_ is None else slice_
 
     def read_whole(self, state: str, parameter: str) -> torch.Tensor:
-        """Return a state of a shape of its own."""
+        """Return a state with a shape of its own."""
         fragment = self._whole[state, parameter]
         return self._opened(fragment.file).get_tensor(fragment.key).clone()
 
@@ -209,14 +212,14 @@ class CheckpointReader:
         return {key: opened.get_tensor(key).clone() for key in opened.keys() if "@" not in key}  # noqa: SIM118
 
     def _part(self, fragment: Fragment, start: int, stop: int) -> torch.Tensor:
-        """Return a view of the mapped file; copy it before the next read."""
+        """Return a view of the mapped file; the caller copies it before the next read."""
         part = self._opened(fragment.file).get_slice(fragment.key)[start:stop]
         self._served_bytes += part.numel() * part.element_size()
         return part
 
     def _opened(self, file: str) -> safe_open:
         if self._served_bytes > _MAPPED_BYTES:
-            self.close()  # pages that were read stay resident until the file is unmapped
+            self.close()  # pages that were read stay in memory until the file is unmapped
         if file not in self._open_files:
             self._open_files[file] = safe_open(self.folder / file, framework="pt")
         return self._open_files[file]
@@ -233,7 +236,7 @@ def assemble(reader: CheckpointReader, parameter: str, state: str = MASTER) -> t
 
 
 def read_state(folder: Path) -> dict:
-    """Read what is the same on every rank; `UserError` if the folder is of another or a newer format."""
+    """Read what is the same on every rank; `UserError` if the folder has another or a newer format."""
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -251,7 +254,8 @@ def read_state(folder: Path) -> dict:
 
 
 def _rank_files(folder: Path) -> list[str]:
-    """Return the ranks' files in their order; `UserError` unless they are all of one save."""
+    """Return the ranks' files in their order; `UserError` if they are not all of one save."""
+    # Every name says how many files there must be: a file of another save, or a missing one, shows.
     found = sorted(match[0] for path in folder.iterdir() if (match := _RANK_FILE.fullmatch(path.name)))
     expected = int(_RANK_FILE.fullmatch(found[0])[2]) if found else 1
     files = [rank_file(rank, expected) for rank in range(expected)]

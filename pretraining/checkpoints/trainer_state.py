@@ -1,7 +1,7 @@
-"""The state of a Trainer in a checkpoint: what each rank saves of it, and how it is set again.
+"""Gather what each rank saves of a Trainer's state, and set it again from a checkpoint.
 
-Every rank saves its own fragments of the parameters and optimizer states, rank 0 also what is the same on every rank.
-On loading each rank reads the slices that it needs, whichever ranks at whichever stage saved them.
+Every rank saves its own fragments of the parameters and optimizer states. Rank 0 also saves what is the same on every
+rank. On loading, each rank reads the slices that it needs, for any number of ranks and any stage that saved them.
 """
 
 import json
@@ -39,11 +39,11 @@ class RankShare(NamedTuple):
     """What one rank writes of a checkpoint."""
 
     tensors: Mapping[str, torch.Tensor]
-    """By key; they may be live views, which the next step changes."""
+    """By key; they may be views of live tensors, which the next step changes."""
     files: Mapping[str, bytes]
     """Small files, by name."""
     receipt: Mapping
-    """What its receipt holds besides, as JSON."""
+    """What else its receipt holds, as JSON."""
 
 
 def rank_share(trainer: OpenTrainer) -> RankShare:
@@ -60,7 +60,8 @@ def rank_share(trainer: OpenTrainer) -> RankShare:
 
 
 def _update_trainer_state(trainer: OpenTrainer) -> None:
-    """Bring up to date what `trainer.state` keeps of FLOPs and of callbacks, as the Trainer's own save would."""
+    """Update what `trainer.state` keeps of FLOPs and of callbacks."""
+    # The Trainer's own `_save_checkpoint`, which this one replaces, does the same.
     trainer.store_flos()
     for callback in (*trainer.callback_handler.callbacks, trainer.control):
         if isinstance(callback, ExportableState):
@@ -68,8 +69,9 @@ def _update_trainer_state(trainer: OpenTrainer) -> None:
 
 
 def rank_tensors(live: LiveState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (key, tensor) of all that this rank saves: live views, and copies of what is swapped to NVMe."""
+    """Yield (key, tensor) of all that this rank saves: live views, and copies of blocks that are swapped to NVMe."""
     for block in live.blocks:
+        # A block on NVMe is in memory only inside `held`: a view of it would not last.
         with live.held(block):
             for key, tensor in _block_tensors(live, block):
                 yield key, tensor.clone() if live.is_swapped(block) else tensor
@@ -85,7 +87,7 @@ def _block_tensors(live: LiveState, block: Block) -> Iterator[tuple[str, torch.T
             if piece.numel:
                 yield fragment_key(state, piece.parameter, piece.start), piece.of(tensor)
     for state, tensor in block.whole().items():
-        # A state of its own shape belongs to one parameter: of a flat partition it would mean nothing elsewhere.
+        # A state with its own shape must belong to one parameter: that of a flat partition fits no other partition.
         if len(block.parameters) == 1 and live.owns_whole():
             yield fragment_key(state, block.parameters[0], None), tensor.detach()
 
@@ -96,7 +98,7 @@ def _replicated_state(trainer: OpenTrainer, live: LiveState) -> dict:
     for block in live.blocks:
         with live.held(block):
             values = block.scalars()
-            # By parameter: another ZeRO stage groups the parameters in other blocks.
+            # By parameter, because another ZeRO stage groups the parameters in other blocks.
             scalars |= {name: values for name in block.parameters if block.state}
     scaler = live.loss_scaler() or trainer.accelerator.scaler
     return {
@@ -112,7 +114,7 @@ def _replicated_state(trainer: OpenTrainer, live: LiveState) -> dict:
 
 
 def _running_loss(trainer: OpenTrainer) -> dict:
-    """Return the sum of this rank's losses since the last logged step, in nats per token, and of how many steps."""
+    """Return the sum of this rank's losses since the last logged step, in nats per token, and the number of steps."""
     steps = trainer.state.global_step - trainer.last_logged_step
     return {"sum": trainer.running_loss.item(), "steps": steps}
 
@@ -139,7 +141,7 @@ def _json(value: dict, **keywords) -> bytes:
 def load_state(trainer: OpenTrainer, folder: Path) -> None:
     """Set weights, optimizer states, schedule and loss scaler of a prepared Trainer, in place.
 
-    Takes memory of the largest piece of a parameter that this rank holds. Raises `UserError` if the checkpoint does
+    Takes memory for the largest piece of a parameter that this rank holds. Raises `UserError` if the checkpoint does
     not fit the model or the optimizer.
     """
     reader = CheckpointReader(folder)
@@ -149,7 +151,7 @@ def load_state(trainer: OpenTrainer, folder: Path) -> None:
         for block in live.blocks:
             with live.held(block, changed=True):
                 set_block(block, reader)
-        live.set_weights()
+        live.set_weights()  # once all masters are set
         for name, buffer in _persistent_buffers(live.model).items():
             buffer.copy_(reader.read(BUFFER, name, 0, buffer.numel()).view_as(buffer))
     reader.close()
@@ -173,7 +175,7 @@ def _refuse_other_shapes(live: LiveState, reader: CheckpointReader) -> None:
 
 
 def load_position(trainer: OpenTrainer, folder: Path) -> None:
-    """Set the random generators and the running loss, once the Trainer's loop has reset its own counters."""
+    """Set the random generators and the running loss, after the Trainer's loop has reset its own counters."""
     _load_random_state(folder)
     _load_running_loss(trainer, folder)
 
@@ -182,13 +184,13 @@ def _load_random_state(folder: Path) -> None:
     """Set this rank's random generators, if as many ranks saved the checkpoint as run now."""
     reader = CheckpointReader(folder)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    # With other ranks there is no generator to go on with: they keep those of their seed.
+    # With another number of ranks no saved generator fits: each rank keeps the one of its seed.
     if reader.ranks == ranks and (numbers := read_receipt(folder, rank, ranks).get("rng")):
         set_random_state(reader.own_tensors(rank), numbers)
 
 
 def _load_running_loss(trainer: OpenTrainer, folder: Path) -> None:
-    """Go on with the losses since the last logged step, so that the next row is that of a run without a break."""
+    """Continue the sum of losses since the last logged step: the next row is the same as in a run without a break."""
     reader = CheckpointReader(folder)
     saved = [read_receipt(folder, rank, reader.ranks).get("running_loss") for rank in range(reader.ranks)]
     if reader.ranks == dist.get_world_size():
@@ -207,9 +209,10 @@ def set_schedule(scheduler: LRScheduler, saved: dict) -> None:
     """Continue a schedule at the step at which it was saved."""
     state, rates = saved["state"], saved["rates"]
     if isinstance(scheduler, LambdaLR):
-        # A function of the step needs its position alone: peak and shape are those of this run's recipe.
+        # A schedule that is a function of the step needs only its position: this run's recipe gives peak and shape.
         state = {**state, **{key: scheduler.state_dict()[key] for key in ("base_lrs", "lr_lambdas")}}
     scheduler.load_state_dict(state)
+    # A scheduler writes the rates of the groups only at its next step; this step needs them already.
     set_rates(scheduler, rates_now(scheduler) if isinstance(scheduler, LambdaLR) else rates)
 
 
@@ -223,7 +226,7 @@ def scaler_state(scaler: object | None) -> dict | None:
 
 
 def set_scaler(scaler: Any | None, saved: dict | None) -> None:
-    """Set what `scaler_state` returned, as far as both scalers have it."""
+    """Set what `scaler_state` returned; values that this scaler does not have are left out."""
     if scaler is None or not saved:
         return
     if hasattr(scaler, "load_state_dict"):

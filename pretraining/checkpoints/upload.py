@@ -1,8 +1,8 @@
-"""Uploading committed checkpoints to `checkpoints.upload` in the background: files, then receipts, the marker last.
+"""Upload committed checkpoints to `checkpoints.upload` in the background: files, then receipts, the marker last.
 
-Each rank's thread sends the files that the rank wrote; rank 0 adds the marker once every rank's receipt is there. A
-store that fails costs an event, never the run. One checkpoint is under way at a time; of those committed meanwhile
-only the newest is uploaded, next or at the end.
+Each rank's thread sends the files that the rank wrote. Rank 0 adds the marker once every rank's receipt is in the
+store. If the store fails, that is an event and never stops the run. Only one checkpoint is uploaded at a time. Of those
+that are committed in the meantime, only the newest is uploaded, next or at the end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import gather_from_ranks, host_group, rank_and_world_size
 from pretraining.runtime.run_folder import RunFolder
 
-_PAUSE_SECONDS = 0.05
-_RECEIPT_PAUSE_SECONDS = 1.0
+_PAUSE_SECONDS = 0.05  # between two exchanges of the ranks
+_RECEIPT_PAUSE_SECONDS = 1.0  # longer: each look is a request to the store
 _CHUNK_BYTES = 8 << 20
 
 RUN_FILES = ("recipe.json", "changes.json", "journal.jsonl", "flagged_blocks.jsonl", "metrics.jsonl")
@@ -42,7 +42,7 @@ class _GivenUp(Exception):
 class Uploader:
     """Sends a run's committed checkpoints; every rank makes one, and calls the same methods at the same steps.
 
-    mirror: checkpoints that retention removes here (`remove`) are removed there too, after the next upload.
+    mirror: checkpoints that retention removes here (`remove`) are also removed from the store, after the next upload.
     """
 
     def __init__(self, run: RunFolder, remote: RemoteRun, mirror: bool = True):
@@ -66,16 +66,20 @@ class Uploader:
         if self._waiting is not None:
             self._add_event("upload_left_out", checkpoint=self._waiting.name)
             self._waiting.close()
-        # Its files are opened now: retention may remove them before their turn comes.
+        # Opens the files now, because retention may remove them before their upload begins.
         self._waiting = Parcel(folder, self.rank, self.ranks)
         self._proceed()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until all offered uploads are done or have failed, or for so many seconds; returns whether they are."""
+        """Wait until all offered uploads are done or have failed, but at most `seconds`.
+
+        Returns False if the time was over first.
+        """
         until = None if seconds is None else time.monotonic() + seconds
         with long_work():
             while not self._proceed():
                 late = until is not None and time.monotonic() > until
+                # The clock of rank 0 decides, so that all ranks leave together.
                 if gather_from_ranks(late, self._group)[0]:
                     self._add_event("upload_cut_short", seconds=seconds)
                     return False
@@ -83,7 +87,7 @@ class Uploader:
         return True
 
     def _proceed(self) -> bool:
-        """Begin the next upload if all ranks are idle; returns whether nothing is left. The ranks agree here."""
+        """Begin the next upload if all ranks are idle; returns True if none is left. The ranks agree here."""
         busy = self._thread is not None and self._thread.is_alive()
         states = gather_from_ranks((busy, self._failure), self._group)
         failures = [failure for _, failure in states if failure]
@@ -101,7 +105,7 @@ class Uploader:
         return False
 
     def _report(self, failures: list[str]) -> None:
-        """Add what became of the last upload to the events, on rank 0."""
+        """Add the result of the last upload to the events, on rank 0."""
         if self._sent:
             self._add_event("upload", **self._sent)
         if failures:
@@ -119,17 +123,19 @@ class Uploader:
             self._send(parcel)
         except _GivenUp:
             pass  # the other rank reports why
-        except Exception as error:  # whatever it is, training goes on and the run reports it
+        except Exception as error:  # any error: training goes on, and the run reports it
+            # An address in the message may hold credentials.
             self._failure = masked(f"{parcel.name}: {str(error) or type(error).__name__}")
         finally:
             parcel.close()
 
     def _send(self, parcel: Parcel) -> None:
-        """Send this rank's part; what an interrupted upload has sent already is not sent again."""
+        """Send this rank's part, without what an interrupted upload has sent already."""
         began, marker = time.perf_counter(), f"{parcel.name}/{MARKER}"
         found = self.remote.read_if_there(marker)
         if found == parcel.marker:
-            return self._send_run_files(parcel)  # the store must learn of a rollback since then
+            return self._send_run_files(parcel)  # the journal may hold a rollback since then
+        # Another checkpoint of that step: its marker must go before its files change.
         if found is not None and self.rank == 0:
             self.remote.remove(marker)
         for receipt in parcel.own_receipts:
@@ -164,16 +170,17 @@ class Uploader:
                     raise _GivenUp
 
     def _mirror_removals(self) -> None:
+        # A name leaves the list only after its removal: if the store fails, the next upload tries again.
         while self._removed_here:
             self.remote.remove_checkpoint(self._removed_here[0])
             self._removed_here.pop(0)
 
 
 class Parcel:
-    """What one rank sends of a committed checkpoint: its files, held open so that they outlive their removal here.
+    """What one rank sends of a committed checkpoint.
 
     receipts: {name: content} of every rank that saved. own_receipts: those whose files this rank sends; if another
-    number of ranks saved, each sends its share. run_files: of the run folder, on rank 0 alone.
+    number of ranks saved, each sends its share. run_files: files of the run folder, on rank 0 alone.
     """
 
     def __init__(self, folder: Path, rank: int, ranks: int):
@@ -183,6 +190,7 @@ class Parcel:
         names = [receipt_name(saver, saved_by) for saver in range(saved_by)]
         self.receipts = {name: (folder / name).read_bytes() for name in names}
         self.own_receipts = names[rank::ranks]
+        # Open files can still be read after retention has removed them here.
         self._open = ExitStack()
         self._files = {
             name: self._open.enter_context((folder / name).open("rb", buffering=0))
@@ -202,7 +210,8 @@ class Parcel:
         return json.loads(self.receipts[receipt])["files"]
 
     def chunks(self, name: str, entry: dict) -> Iterator[bytes]:
-        """Yield a file's bytes in order; `UserError` before the last of them if they are not those committed."""
+        """Yield a file's bytes in order; `UserError` if they are not the committed ones."""
+        # The last chunk waits for the checksum: a damaged file never arrives complete.
         file, digest, last = self._files[name], xxhash.xxh128(), b""
         file.seek(0)
         while chunk := file.read(_CHUNK_BYTES):
@@ -216,5 +225,5 @@ class Parcel:
         yield last
 
     def close(self) -> None:
-        """Close the files: the disk can use the room of those that are removed."""
+        """Close the files, so that the disk gets back the room of removed ones."""
         self._open.close()

@@ -24,7 +24,7 @@ WORKERS = 4
 
 
 def missing_compiler() -> str | None:
-    """What inductor lacks on this machine to generate code for its device; None if nothing."""
+    """Return what inductor lacks on this machine to generate code for its device; None if nothing."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         from torch.utils._triton import has_triton
@@ -37,6 +37,7 @@ def missing_compiler() -> str | None:
 
 def compile_in_few_processes() -> None:
     """Keep inductor from starting as many processes as there are cores, up to 32, on every rank of the machine."""
+    # A number that the user has set in the environment counts.
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config
 
@@ -56,11 +57,12 @@ def fix_no_length(tensor: torch.Tensor) -> None:
 def compiled_both_ways(compiled: Callable) -> Callable:
     """Call compiled code so that its backward pass is compiled in the first call too, or that call fails.
 
-    torch 2.13 would otherwise keep a failure for the backward pass, where nothing can be done about it.
+    Otherwise torch 2.13 reports a failure only in the backward pass, when nothing can be done about it any more.
     """
     from torch._functorch import config
 
     def call(*args, **kwargs):
+        # At each call, because a later one may compile for a new shape.
         with config.patch(force_non_lazy_backward_lowering=True):
             return compiled(*args, **kwargs)
 
@@ -70,8 +72,8 @@ def compiled_both_ways(compiled: Callable) -> Callable:
 def gather_as_one(modules: Iterable[nn.Module]) -> None:
     """Let ZeRO-3 gather all weights of each module before its forward and backward pass, and none within.
 
-    DeepSpeed 0.19.8 calls such a module a leaf (utils/z3_leaf_module.py): its hooks lie around the module alone. To be
-    called before the engine is made.
+    DeepSpeed 0.19.8 calls such a module a leaf (utils/z3_leaf_module.py): only the module itself gets hooks, and the
+    modules inside it get none. Call this before the engine is made.
     """
     from deepspeed.utils import set_z3_leaf_module
 

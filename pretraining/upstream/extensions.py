@@ -20,6 +20,7 @@ from torch.utils import cpp_extension
 
 def ask_the_processor_once() -> None:
     """Have py-cpuinfo find the processor's features once in this process, and not for every operator."""
+    # A cached function has `cache_info`: a second call must not wrap it again.
     if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
         cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
 
@@ -35,9 +36,11 @@ def replace_loader(wrap: Callable[[Callable], Callable]) -> None:
 
 def import_library(name: str, folder: Path) -> ModuleType:
     """Load an operator that is compiled already."""
+    # True: it is a module of Python, and no plain library.
     return cpp_extension._import_module_from_library(name, str(folder), True)
 
 
 def folder_of_operators() -> Path:
     """Return the folder in which torch compiles, with one folder for each operator."""
+    # Without the name of an operator, torch returns the folder that holds all of them.
     return Path(cpp_extension._get_build_directory("", False))

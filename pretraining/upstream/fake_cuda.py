@@ -1,4 +1,4 @@
-"""What `torch.cuda` answers on a GPU that is none: one idle H100 for each rank, its streams and its events."""
+"""Stand in for `torch.cuda` on a machine without a GPU: one idle H100 for each rank, its streams and its events."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 
 GPU = torch.device("cuda", 0)
+# Name and bytes as of an H100, whose compute capability is 9.0.
 NAME, TOTAL_BYTES = "NVIDIA H100 80GB HBM3", 80 * 10**9
 _PROPERTIES = {
     "name": NAME,
@@ -16,13 +17,14 @@ _PROPERTIES = {
     "minor": 0,
     "multi_processor_count": 132,
 }
+# Functions that return 0, and below functions that return nothing.
 _ZERO = ("current_device", "initial_seed", "utilization", "memory_allocated", "max_memory_allocated")
 _ZERO += ("memory_reserved", "max_memory_reserved")
 _NOTHING = ("_lazy_init", "set_device", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all")
 _NOTHING += ("set_rng_state", "reset_peak_memory_stats", "reset_max_memory_allocated")
 
 Waits = Callable[[str], None]
-"""Is told what the host waits for: device, stream or event."""
+"""Called with what the host waits for: device, stream or event."""
 
 
 class FakeCuda:
@@ -30,10 +32,11 @@ class FakeCuda:
 
     def __init__(self, num_gpus: int, waits: Waits):
         self.num_gpus, self.waits = num_gpus, waits
+        # The first is the default stream, the last the current one.
         self.streams = [FakeStream(waits)]
 
     def attributes(self) -> dict[str, object]:
-        """Name in `torch.cuda` -> stand-in."""
+        """Return {name in `torch.cuda`: its stand-in}."""
         state = torch.zeros(16, dtype=torch.uint8)
         return {
             **{name: lambda *_, **__: 0 for name in _ZERO},
@@ -70,7 +73,7 @@ class FakeCuda:
 
 @dataclass(eq=False)
 class FakeEvent:
-    """Passed as soon as it is recorded."""
+    """An event that has passed as soon as it is recorded."""
 
     waits: Waits
 
@@ -87,13 +90,13 @@ class FakeEvent:
         self.waits("event")
 
     def elapsed_time(self, end: "FakeEvent") -> float:
-        """Milliseconds."""
+        """Return milliseconds, made up because nothing runs."""
         return 1.0
 
 
 @dataclass(eq=False)
 class FakeStream:
-    """Idle; only the host's waiting for it is of interest."""
+    """An idle stream; only the waits of the host for it are recorded."""
 
     waits: Waits
     device: torch.device = GPU

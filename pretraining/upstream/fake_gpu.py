@@ -1,13 +1,13 @@
-"""A GPU that is none: training steps of any model on a machine without one, in seconds and without its memory.
+"""Pretend to have a GPU: training steps of any model on a machine without one, in seconds and without its memory.
 
 Inside `fake_gpu()` torch, transformers, accelerate and DeepSpeed find a GPU and NCCL, and this process is one rank of
-as many as wanted. Tensors of the device are torch's fake tensors: they have a shape, a type and a device, and no
-numbers. Tensors of the host are real. A step that mixes the two fails, as it would on a GPU. Where the host would wait
-for the device, that is recorded and the answer is made up. Collectives are recorded too, and send nothing
+as many as wanted. Tensors of the device are torch's fake tensors: they have a shape, a type and a device, but no
+numbers. Tensors of the host are real. A step that mixes the two fails, as it would on a GPU. If the host would wait for
+the device, the wait is recorded and the answer is made up. Collectives are recorded too, and send nothing
 (`fake_ranks`).
 
 A build of torch without CUDA has no CUDA device that autograd accepts. The meta device stands in for it: Python sees
-`cuda:0`, torch's C++ sees `meta`. When the block ends everything is as before.
+`cuda:0`, and torch's C++ sees `meta`. When the block ends, everything is as before.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ from pretraining.upstream.fake_ranks import Collective, fake_ranks, forget_value
 aten = torch.ops.aten
 CUDA = torch.device("cuda")
 INNER = torch.device("meta")
-"""What torch's C++ takes the device for."""
+"""The device that torch's C++ sees."""
 MOST_KNOWN = 4096
-"""Elements of a tensor up to which a copy from the host is remembered."""
+"""Most elements of a tensor whose copy from the host is kept."""
 REPOSITORY = Path(__file__).parents[2]
 STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
 NEVER_THE_CAUSE = ("torch/", "deepspeed/accelerator/", "deepspeed/utils/nvtx.py", "deepspeed/comm/")
-"""Packages and files that do what others ask for."""
+"""Packages and files that only do what others ask for; the cause of a wait is their caller."""
 OWN_FILES = {str(Path(__file__).with_name(f"fake_{name}.py")) for name in ("gpu", "cuda", "ranks")}
 
 
@@ -54,40 +54,42 @@ class Synchronisation:
     kind: str
     """item, nonzero, to host, to device (a blocking copy), device, stream, event, barrier."""
     file: str
-    """Of the innermost frame that caused it, from its package on: `deepspeed/runtime/engine.py`."""
+    """File of the innermost frame that caused it, beginning with its package: `deepspeed/runtime/engine.py`."""
     function: str
     line: int
 
     @property
     def where(self) -> str:
-        """File and function, which outlast an edit of the file."""
+        """Return file and function."""
+        # Without the line, which changes with each edit of the file.
         return f"{self.file}:{self.function}"
 
 
 @dataclass
 class FakeGpu:
-    """What happened on the machine; both lists may be cleared between steps."""
+    """What has happened on the machine; both lists may be cleared between steps."""
 
     world_size: int
     rank: int
     synchronisations: list[Synchronisation] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     object_of: Callable[[object, int], object] = lambda sent, rank: sent
-    """What another rank sends where this one sends an object."""
+    """Takes the object that this rank sends and another rank; returns what that rank sends."""
 
     def waits(self, kind: str) -> None:
         """Record that the host waits for the device here."""
         self.synchronisations.append(Synchronisation(kind, *_cause(sys._getframe(1))))
 
     def hears(self, collective: Collective) -> None:
-        """Record a collective; NCCL's barrier and objects, which travel as tensors of the device, keep the host."""
+        """Record a collective, and the wait of the host if there is one."""
         self.collectives.append(collective)
+        # NCCL sends objects as tensors of the device: the host waits for them, as for a barrier.
         if collective.backend == "nccl" and collective.dtype is None:
             self.waits("barrier")
 
 
 def _cause(frame: FrameType) -> tuple[str, str, int]:
-    """(file, function, line) of the innermost frame that is neither torch's nor a part of this harness."""
+    """Return (file, function, line) of the innermost frame that belongs neither to torch nor to this harness."""
     while _file_of(frame.f_code.co_filename) is None and frame.f_back is not None:
         frame = frame.f_back
     code = frame.f_code
@@ -96,7 +98,7 @@ def _cause(frame: FrameType) -> tuple[str, str, int]:
 
 @cache
 def _file_of(file: str) -> str | None:
-    """`.../site-packages/deepspeed/runtime/engine.py` -> `deepspeed/runtime/engine.py`; None if it is never a cause."""
+    """Return `.../site-packages/deepspeed/engine.py` as `deepspeed/engine.py`; None if it is never a cause."""
     _, is_installed, inside = file.rpartition("site-packages/")
     if is_installed:
         return None if inside.startswith(NEVER_THE_CAUSE) else inside
@@ -107,17 +109,19 @@ def _file_of(file: str) -> str | None:
 
 
 class _Calls(TorchFunctionMode):
-    """Calls from Python, before torch's C++ looks at their devices."""
+    """Changes calls from Python before torch's C++ looks at their devices."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        # The device itself stays what the caller asked for: only arguments of other calls are replaced.
         if function is torch.device:
             return function(*args, **(kwargs or {}))
         args = tuple(map(_inner, args))
         kwargs = {name: _inner(value) for name, value in (kwargs or {}).items()}
         if function is torch.Tensor.backward:
-            with self:  # hooks are called inside
+            with self:  # hooks run inside: their calls need the mode too
                 return _backward(*args, **kwargs)
         on_device = bool(args) and isinstance(args[0], FakeTensor)
+        # As on a GPU, the numbers are real on the host first, and are then copied to the device.
         if function in _MADE_ON_THE_HOST and kwargs.get("device") == INNER:
             return function(*args, **{**kwargs, "device": "cpu"}).to(INNER)
         if function is torch.Tensor.new_tensor and on_device:
@@ -133,24 +137,26 @@ _MADE_ON_THE_HOST = {torch.tensor, torch.as_tensor}
 
 
 def _inner(value):
-    """An argument as C++ takes it: the stand-in device for `cuda`."""
+    """Return an argument as C++ takes it: the stand-in device in place of `cuda`."""
     named = isinstance(value, str) and value.partition(":")[0] == "cuda"
     return INNER if named or (isinstance(value, torch.device) and value.type == "cuda") else value
 
 
 def _backward(tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
-    """`Tensor.backward`, which would come back to the mode that it is called from."""
+    """Do what `Tensor.backward` does."""
+    # `Tensor.backward` itself would come back to the mode that it is called from.
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _fused_attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> torch.Tensor:
-    """The kernels that torch takes on an H100: FlashAttention, or if that cannot be the memory-efficient one."""
+    """Call the kernel that torch takes on an H100: FlashAttention, or the memory-efficient one if that cannot be."""
     if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
         flash = aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     key, value = (heads.repeat_interleave(query.shape[-3] // heads.shape[-3], -3) for heads in (key, value))
+    # This kernel takes as many heads of keys as of queries, and a mask of numbers of the full shape.
     efficient = aten._scaled_dot_product_efficient_attention
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
@@ -160,16 +166,17 @@ def _fused_attention(
 
 
 class _Device(TorchDispatchMode):
-    """Works on the device's tensors without numbers, on the host's as ever, and notices what makes the host wait."""
+    """Computes only shapes for tensors of the device, and as usual for those of the host; records waits of the host."""
 
     def __init__(self, machine: FakeGpu):
         super().__init__()
         self.machine = machine
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        # Above 0 while this mode is at work: then torch asks for the device, and not a caller.
         self.depth = 0
 
     def device_of(self, tensor: FakeTensor) -> torch.device:
-        """What `tensor.device` says: `cuda:0` to callers, the stand-in backend to torch itself."""
+        """Return `tensor.device`: `cuda:0` for callers, the stand-in backend for torch itself."""
         if tensor.fake_mode.in_kernel_invocation:
             return torch.device("meta")
         return tensor.fake_device if self.depth else GPU
@@ -195,7 +202,7 @@ class _Device(TorchDispatchMode):
             return self._read(func, args, kwargs)
         if func in (aten._to_copy.default, aten.copy_.default):
             return self._copy(func, args, kwargs)
-        if target is not None and target.type == "cpu":  # such as empty_like of a tensor of the device
+        if target is not None and target.type == "cpu":  # for example empty_like of a tensor of the device
             args = pytree.tree_map_only(
                 FakeTensor, lambda each: torch.empty(each.shape, dtype=each.dtype), args
             )
@@ -210,7 +217,8 @@ class _Device(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _copy(self, func, args, kwargs):
-        """Between host and device: blocks unless it is asked not to and the host's memory is pinned."""
+        """Copy between host and device."""
+        # A copy makes the host wait, unless it is asked not to and the host's memory is pinned.
         into, source = (None, args[0]) if func is aten._to_copy.default else args[:2]
         target = kwargs.get("device") if into is None else into.device
         from_device = isinstance(source, FakeTensor)
@@ -236,6 +244,7 @@ class _Device(TorchDispatchMode):
                     into = aten.empty_strided.default(
                         source.shape, source.stride(), dtype=dtype, device=target
                     )
+            # Kept if it is small: a later read of the host then gets the true numbers.
             into.known_values = source.clone() if into.numel() <= MOST_KNOWN else None
             return into
         if from_device or to_device:
@@ -244,22 +253,23 @@ class _Device(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _read(self, func, args, kwargs):
-        """What the host cannot know without waiting: a number, or how many elements there are."""
+        """Answer what the host cannot know without waiting: a number, or how many elements there are."""
         tensor = args[0]
         if func is aten._local_scalar_dense.default:
             self.machine.waits("item")
             return _values(tensor, tensor.dtype).item()
         if func is aten.equal.default:
             self.machine.waits("item")
-            return True
+            return True  # made up: there are no numbers to compare
         self.machine.waits("nonzero")
+        # How many elements there are is not known: all of them, the largest answer.
         with self.fakes:
             if func is aten.masked_select.default:
                 return tensor.new_empty(torch.broadcast_shapes(tensor.shape, args[1].shape).numel())
             return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
 
     def _indexed(self, args):
-        """Indices as the device needs them: those of the host are copied, masks counted; both wait."""
+        """Return indices as the device needs them: those of the host are copied, and masks counted; both wait."""
         indices = []
         for index in args[1]:
             if index is not None and not isinstance(index, FakeTensor):
@@ -291,9 +301,9 @@ _INDEXING = {
 
 
 def _values(tensor: FakeTensor, dtype: torch.dtype) -> torch.Tensor:
-    """What the host reads: what it wrote, if nothing has changed it since, else ones.
+    """Return what the host reads: the values that it wrote, if nothing has changed them since; else ones.
 
-    Bytes and booleans are flags (DeepSpeed's overflow), and no flag is up.
+    Bytes and booleans are flags (DeepSpeed's overflow), and no flag is set.
     """
     known = getattr(tensor, "known_values", None)
     if known is not None:
@@ -312,7 +322,7 @@ def _is_pinned(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def fake_gpu(world_size: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
-    """A machine whose GPU this process has as rank `rank` of `world_size`, until the end of the block.
+    """Give this process a GPU as rank `rank` of `world_size`, until the end of the block.
 
     Raises:
         RuntimeError: this process is in a process group already.
@@ -324,6 +334,7 @@ def fake_gpu(world_size: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
         for owner, stand_ins in _stand_ins(machine, device).items():
             for name, stand_in in stand_ins.items():
                 enter(mock.patch.object(owner, name, stand_in, create=True))
+        # accelerate keeps its state for the whole process: inside the block it starts empty.
         for state in ("PartialState", "AcceleratorState", "GradientState"):
             enter(mock.patch.dict(getattr(accelerate.state, state)._shared_state, clear=True))
         enter(_answers_forgotten())
@@ -343,7 +354,7 @@ def fake_gpu(world_size: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
 
 
 def _stand_ins(machine: FakeGpu, device: _Device) -> dict[object, dict[str, object]]:
-    """Owner -> its attributes inside the block."""
+    """Return {owner: its attributes inside the block}."""
     return {
         torch.cuda: FakeCuda(machine.world_size, machine.waits).attributes(),
         torch._C: dict.fromkeys(("_get_accelerator", "_accelerator_getAccelerator"), lambda *_, **__: CUDA),
@@ -358,8 +369,8 @@ def _stand_ins(machine: FakeGpu, device: _Device) -> dict[object, dict[str, obje
             "type": _type_of,
             "tolist": lambda tensor: tensor.cpu().tolist(),
         },
-        F: {"linear": F.linear},  # ZeRO-3 leaves its own behind
-        # A parameter that a model moves stays the object it is, whoever else knows it.
+        F: {"linear": F.linear},  # itself, so that it is put back: ZeRO-3 leaves its own behind
+        # A parameter stays the same object when a model moves it, also if others hold references to it.
         torch.__future__: {"get_swap_module_params_on_conversion": lambda: True},
         weakref: {"getweakrefs": lambda each: []},
         torch.Tensor: {
@@ -370,7 +381,7 @@ def _stand_ins(machine: FakeGpu, device: _Device) -> dict[object, dict[str, obje
 
 
 def _type_of(tensor: FakeTensor, dtype=None, *args, **kwargs):
-    """`torch.cuda.FloatTensor`, by which DeepSpeed sorts gradients into buckets."""
+    """Return a name like `torch.cuda.FloatTensor`, by which DeepSpeed sorts gradients into buckets."""
     if dtype is None:
         return torch.Tensor.type(tensor).replace(INNER.type, "cuda")
     return torch.Tensor.type(tensor, dtype, *args, **kwargs)
@@ -378,7 +389,8 @@ def _type_of(tensor: FakeTensor, dtype=None, *args, **kwargs):
 
 @contextlib.contextmanager
 def _answers_forgotten() -> Iterator[None]:
-    """transformers remembers what the machine has: not what it remembers from elsewhere, and not any longer."""
+    """Clear what transformers caches about the machine, before the block and after it."""
+    # Inside, answers of the real machine would be wrong; afterwards, those of the pretended one.
     remembered = [each for each in vars(import_utils).values() if hasattr(each, "cache_clear")]
     for each in remembered:
         each.cache_clear()
@@ -391,7 +403,7 @@ def _answers_forgotten() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _precision_kept() -> Iterator[None]:
-    """TF32, which is set for the whole process."""
+    """Put the precision of matrix products (TF32), which is set for the whole process, back after the block."""
     before, products = torch.backends.fp32_precision, torch.get_float32_matmul_precision()
     try:
         yield

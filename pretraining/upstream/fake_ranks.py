@@ -1,7 +1,7 @@
-"""Process groups in which this process is one of many ranks, the others of which do not exist.
+"""Make process groups in which this process is one of many ranks, and the others do not exist.
 
-Collectives are recorded, and nothing is sent.
-What a rank receives is made up: every rank says what this one says, and on the device there are no numbers.
+Collectives are recorded, and nothing is sent. What a rank receives is made up: every other rank sends what this one
+sends, and on the device there are no numbers.
 """
 
 import os
@@ -38,7 +38,7 @@ COLLECTIVES = {
     "send": "send",
     "receive": "recv recv_anysource",
 }
-"""Name -> the methods of torch's process groups that are it."""
+"""Name -> the methods of torch's process groups that do it."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Collective:
     """One operation of this rank with the others of a group."""
 
     name: str
-    """Of `COLLECTIVES`, `barrier`, or torch's name of one that sends objects."""
+    """A key of `COLLECTIVES`, `barrier`, or torch's name of a collective that sends objects."""
     backend: str
     """nccl or gloo."""
     group_size: int
     bytes: int
-    """Of what goes in or of what comes out on this rank, whichever is more."""
+    """Bytes that go in or that come out on this rank, whichever is more."""
     dtype: torch.dtype | None
     """None if no tensors are moved."""
 
@@ -65,6 +65,7 @@ class FakeRanks(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, *_: object, **__: object):
         super().__init__(rank, size)
+        # torch 2.13 sets attributes of it when it has made a group (distributed_c10d.py).
         self.options = SimpleNamespace()
         self._rank, self._size = rank, size
 
@@ -111,6 +112,7 @@ class FakeRanks(dist.ProcessGroup):
         Raises:
             RuntimeError: a tensor lies where the backend cannot reach it.
         """
+        # Outputs and inputs come as separate arguments.
         sides = [_tensors(side) for side in args]
         tensors = [tensor for side in sides for tensor in side]
         wanted = MOVED_BY[self.backend]
@@ -119,8 +121,9 @@ class FakeRanks(dist.ProcessGroup):
                 where = f"a tensor of {tensor.device.type} was given to {name}"
                 raise RuntimeError(f"{self.backend} moves tensors of {wanted} alone, and {where}")
         if name == "all_reduce":
+            # A mean or a maximum of equal values is the value itself.
             _add_up(tensors, self._size if args[-1].reduceOp == dist.ReduceOp.SUM else 1)
-        elif name != "broadcast":
+        elif name != "broadcast":  # which keeps the values: every rank has the same
             forget_values(tensors)
         most = max((sum(tensor.nbytes for tensor in side) for side in sides), default=0)
         dtype = tensors[0].dtype if tensors else None
@@ -129,13 +132,13 @@ class FakeRanks(dist.ProcessGroup):
 
 
 def forget_values(tensors: list[torch.Tensor]) -> None:
-    """What the host has written into them is no longer what they hold."""
+    """Note that the tensors no longer hold what the host has written into them."""
     for tensor in tensors:
         tensor.known_values = None
 
 
 def _add_up(tensors: list[torch.Tensor], times: int) -> None:
-    """Every rank says what this one says."""
+    """Multiply what the host has written into the tensors: every rank has the same values."""
     for tensor in tensors:
         known = getattr(tensor, "known_values", None)
         tensor.known_values = None if known is None else known * times
@@ -146,6 +149,7 @@ def _tensors(side) -> list[torch.Tensor]:
 
 
 def _method(name: str) -> Callable:
+    # A function of its own binds `name`; in the loop below all methods would share the last one.
     def method(self: FakeRanks, *args, **kwargs) -> FakeWork:
         return self.moves(name, *args, *kwargs.values())
 
@@ -161,9 +165,10 @@ for _name, _methods in COLLECTIVES.items():
 def fake_ranks(
     rank: int, size: int, record: Callable[[Collective], None], object_of: Callable[[object, int], object]
 ) -> Iterator[None]:
-    """Rank `rank` of `size` in torch's default group, by NCCL, and in DeepSpeed's; no group is left behind.
+    """Make this process rank `rank` of `size` in torch's default group, by NCCL, and in DeepSpeed's.
 
-    object_of: what another rank sends where this one sends an object.
+    No group is left behind. object_of: takes the object that this rank sends and another rank; returns what that rank
+    sends.
 
     Raises:
         RuntimeError: this process is in a group already.
@@ -181,11 +186,15 @@ def fake_ranks(
     objects = _object_collectives(record, object_of)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     with ExitStack() as undone:
+        # The variables of a launcher, from which the libraries read their rank.
         undone.enter_context(mock.patch.dict(os.environ, {name: str(n) for name, n in places.items()}))
         undone.enter_context(mock.patch.multiple(distributed_c10d, create=True, **stand_ins, **objects))
+        # torch.distributed holds these names a second time.
         undone.enter_context(mock.patch.multiple(dist, **objects))
+        # DeepSpeed keeps its groups in variables of these modules.
         for module in (deepspeed.comm.comm, deepspeed.utils.groups):
             undone.enter_context(_kept(module))
+        # A store in memory: no other process will join.
         dist.init_process_group(
             "nccl", store=dist.HashStore(), rank=rank, world_size=size, device_id=torch.device("cuda", 0)
         )
@@ -197,7 +206,7 @@ def fake_ranks(
 def _object_collectives(
     record: Callable[[Collective], None], object_of: Callable[[object, int], object]
 ) -> dict[str, Callable]:
-    """Those of torch that pickle what they send."""
+    """Return stand-ins for the collectives of torch that pickle what they send."""
 
     def gathered(name: str, obj, group: dist.ProcessGroup | None) -> list:
         group = group or distributed_c10d._get_default_group()
@@ -221,7 +230,7 @@ def _object_collectives(
 
 @contextmanager
 def _kept(module: ModuleType) -> Iterator[None]:
-    """The module's own variables, afterwards as before."""
+    """Put the variables of the module back after the block."""
     before = dict(vars(module))
     try:
         yield

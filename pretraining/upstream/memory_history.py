@@ -15,6 +15,6 @@ def start_memory_history(most_allocations: int) -> None:
 
 
 def write_memory_history(path: Path) -> None:
-    """Write what was recorded, and record no longer."""
+    """Write what was recorded, and stop recording."""
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)

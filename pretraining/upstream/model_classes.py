@@ -27,11 +27,12 @@ def draw_module(owner: PreTrainedModel, module: nn.Module) -> None:
 
 def forget_drawn(parameter: nn.Parameter) -> None:
     """Let the rule draw a parameter that transformers has marked as drawn."""
+    # transformers asks for the value, so that False does the same as no mark.
     parameter._is_hf_initialized = False
 
 
 def times_written(parameter: torch.Tensor) -> int:
-    """Count the writes to a parameter so far; only differences mean something."""
+    """Count the writes to a parameter so far; only differences have a meaning."""
     return parameter._version
 
 

@@ -1,7 +1,7 @@
-"""Every private or patched name of a library that this package relies on: what an upgrade can break.
+"""List every private or patched name of a library that this package relies on: what an upgrade can break.
 
-No module outside upstream/ uses such a name, and none is used here that is not in this table: tests/test_upstream.py
-holds both, and that each name is there in the installed library, with these parameters. The modules say more.
+No module outside upstream/ uses such a name, and upstream/ uses none that is not in this table. tests/test_upstream.py
+checks both, and that the installed library has each name, with these parameters. The modules give the details.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ VERSIONS = {
     "torch": "2.13.0",
     "transformers": "5.23.0",
 }
-"""Package -> the version that its names were checked with, the one that requirements*.txt pin."""
+"""Package -> the version with which its names were checked; requirements*.txt pin the same."""
 
 
 class Reliance(NamedTuple):
@@ -24,14 +24,14 @@ class Reliance(NamedTuple):
     name: str
     """Dotted. An attribute of instances is named after the class or function that sets it."""
     parameters: str | None
-    """Of a function, in order; None if it is none, or if it is written in C."""
+    """The parameters of a function, in order; None if it is no function, or if it is written in C."""
     used_by: str
     """The module of upstream/."""
     why: str
     test: str
-    """In tests/: fails if the name means something else; test_upstream.py itself if no other does."""
+    """The file in tests/ that fails if the name means something else; test_upstream.py if no other does."""
     until: str
-    """What lets it go."""
+    """When it may be removed."""
 
     @property
     def package(self) -> str:
@@ -41,7 +41,7 @@ class Reliance(NamedTuple):
 
 
 class _Purpose(NamedTuple):
-    """What several names are used for."""
+    """The purpose of several names."""
 
     used_by: str
     why: str
@@ -55,6 +55,7 @@ def reliances() -> Iterator[Reliance]:
     """Yield an entry for each name."""
     for used_by, why, test, until, names in _PURPOSES:
         for each in names:
+            # "torch.f(a, b)" is a function; a name without a bracket is none.
             name, is_function, parameters = each.partition("(")
             yield Reliance(name, parameters.rstrip(")") if is_function else None, used_by, why, test, until)
 

@@ -1,6 +1,6 @@
-"""What the libraries compile with: compilers, headers and tools, looked up as torch and DeepSpeed look them up.
+"""Find what the libraries compile with (compilers, headers and tools) in the way torch and DeepSpeed find it.
 
-The one list for the doctor, for the check before a model is offloaded, and for inductor. It does not import torch.
+The doctor, the check before a model is offloaded, and inductor all use this list. It does not import torch.
 """
 
 import os
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 LINK_SECONDS = 20
-"""Of a C program of one line."""
+"""Seconds for linking a C program of one line; nvcc's answer gets as many."""
 
 
 class Missing(NamedTuple):
     """A tool that is not here."""
 
     what: str
-    """With its article, as "a C++ compiler (c++)"."""
+    """With its article, such as "a C++ compiler (c++)"."""
     remedy: str
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ class Missing(NamedTuple):
 
 
 def missing_for_operators(nvme: bool, torch_cuda: str | None) -> Iterator[Missing]:
-    """What DeepSpeed's operators for offloading lack (deepspeed 0.19.8, torch 2.13 utils/cpp_extension.py).
+    """Yield what DeepSpeed's operators for offloading lack (deepspeed 0.19.8, torch 2.13 utils/cpp_extension.py).
 
     CPU Adam needs a C++ compiler and ninja; `async_io`, for NVMe, libaio, and beside a GPU the toolkit of torch's CUDA
     (ops/op_builder/async_io.py, `CUDAOpBuilder.nvcc_args`).
@@ -45,9 +45,10 @@ def missing_for_operators(nvme: bool, torch_cuda: str | None) -> Iterator[Missin
     if shutil.which("ninja") is None:
         yield Missing("ninja", "pip install ninja, and activate the environment that holds it")
     if not nvme:
-        return
+        return  # what follows is for `async_io` alone
     if not _links_libaio():
         yield Missing("libaio", "apt-get install libaio-dev, or take --deepspeed zero3_offload")
+    # DeepSpeed accepts pairs of minor versions too (`cuda_minor_mismatch_ok` of ops/op_builder/builder.py).
     found = nvcc_release() if torch_cuda else None
     if torch_cuda and (found is None or found.split(".")[0] != torch_cuda.split(".")[0]):
         there = "there is no nvcc here" if found is None else f"the nvcc here is of CUDA {found}"
@@ -56,7 +57,7 @@ def missing_for_operators(nvme: bool, torch_cuda: str | None) -> Iterator[Missin
 
 
 def missing_for_kernels(on_gpu: bool) -> Iterator[Missing]:
-    """What inductor lacks to generate code for its device, but for the package triton.
+    """Yield what inductor lacks to generate code for its device, except the package triton.
 
     triton 3.7 builds a small C extension of Python at its first kernel (backends/nvidia/driver.py); on the processor
     inductor (torch 2.13, config.cpp.cxx) generates C++.
@@ -66,6 +67,7 @@ def missing_for_kernels(on_gpu: bool) -> Iterator[Missing]:
         if shutil.which(cxx) is None:
             yield Missing(f"a C++ compiler ({cxx})", "apt-get install g++, or export CXX=YOURS")
         return
+    # Any of these serves triton.
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         yield Missing("a C compiler (gcc) for triton", "apt-get install gcc, or export CC=YOURS")
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
@@ -73,7 +75,8 @@ def missing_for_kernels(on_gpu: bool) -> Iterator[Missing]:
 
 
 def nvcc_release() -> str | None:
-    """The CUDA of the toolkit that torch would take, "13.0"; None if there is no nvcc in it."""
+    """Return the CUDA of the toolkit that torch would take, such as "13.0"; None if it holds no nvcc."""
+    # In torch's order: the variables, the nvcc on the PATH, the usual folder.
     nvcc = shutil.which("nvcc")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or (nvcc and Path(nvcc).parent.parent)
     command = [str(Path(home or "/usr/local/cuda", "bin", "nvcc")), "-V"]
@@ -86,9 +89,10 @@ def nvcc_release() -> str | None:
 
 
 def _links_libaio() -> bool:
-    """Whether a C program links with libaio, as DeepSpeed tries (`OpBuilder.has_function`); CFLAGS and LDFLAGS count.
+    """Say if a C program links with libaio; CFLAGS and LDFLAGS count.
 
-    True without a C compiler: what is missing then is that.
+    DeepSpeed tries the same (`OpBuilder.has_function`). True without a C compiler, because then libaio is not what is
+    missing.
     """
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     if shutil.which(compiler[0]) is None:

@@ -1,7 +1,7 @@
-"""The Trainer with the doors that a run needs; transformers 5.23.
+"""The Trainer with the public methods that a run needs; transformers 5.23.
 
-`Trainer` has no public way to do what follows. Each private method is overridden here, in terms of a public one that
-the run's own Trainer fills in:
+`Trainer` has no public way to do what follows. Each private method is overridden here and calls a public one, which the
+run's own Trainer fills in:
 
     private in transformers       public here               why
     _get_grad_norm                gradient_norm_known       monitors judge every step by the norm before clipping
@@ -30,7 +30,7 @@ from transformers.integrations import integration_utils
 
 
 class OpenTrainer(Trainer):
-    """A Trainer whose subclasses override public methods alone."""
+    """A Trainer whose subclasses override only public methods."""
 
     def gradient_norm_known(self, norm: float | torch.Tensor | None) -> None:
         """Called in every step with the norm of all gradients before clipping; None if nobody knows it."""
@@ -81,7 +81,7 @@ class OpenTrainer(Trainer):
         return self.count_targets(batch_samples, super()._get_num_items_in_batch(batch_samples, device))
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        # As for a fresh start: every state is set in place afterwards.
+        # None, as for a fresh start: afterwards every state is set in place.
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         self.prepared()
         if resume_from_checkpoint is not None:
@@ -89,7 +89,7 @@ class OpenTrainer(Trainer):
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        pass
+        pass  # `load_state` loads the weights, once they are prepared
 
     def _load_rng_state(self, checkpoint):
         if checkpoint is not None:
@@ -99,10 +99,12 @@ class OpenTrainer(Trainer):
         self.save_checkpoint()
 
     def _run_epoch(self, *args, **kwargs):
+        # A resumed `control` may already ask for the stop, which the loop checks only after a step.
         if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
 
 
 def name_logs_by(rename: Callable[[dict], dict]) -> None:
-    """Have the trackers of transformers, which look the function up in its module, name what they log by `rename`."""
+    """Make the trackers of transformers name what they log by `rename`."""
+    # They look the function up in its module at each call.
     integration_utils.rewrite_logs = rename

@@ -15,6 +15,7 @@ from transformers.integrations import deepspeed
 @contextmanager
 def no_zero3_draw() -> Iterator[None]:
     """Leave weights as `zero.Init` has cut them up."""
+    # transformers imports it from this module at each call.
     draw = deepspeed.initialize_weights_zero3
     deepspeed.initialize_weights_zero3 = lambda model: None
     try:

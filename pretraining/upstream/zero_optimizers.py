@@ -1,4 +1,4 @@
-"""DeepSpeed's engine and its optimizers, mended where a run needs it; deepspeed 0.19.8.
+"""Mend DeepSpeed's engine and its optimizers as a run needs it; deepspeed 0.19.8.
 
 - The gradient norm (`read_norm_once`): the device is asked up to four times a step if a gradient overflows, if
   the norm is finite, how much to clip by, and how long it is; and numbers are copied to the device in between. The norm
@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def mend_optimizer(optimizer: Any) -> None:
-    """Apply what follows to the engine's optimizer; each leaves alone what it does not concern."""
+    """Apply the functions below to the engine's optimizer; each changes only the optimizers that it is for."""
     link_slices(optimizer)
     read_norm_once(optimizer)
     order_on_the_device(optimizer)
@@ -47,12 +47,12 @@ def read_norm_once(optimizer: Any) -> None:
         optimizer._get_norm_groups = without_copies(optimizer._get_norm_groups)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer) and not optimizer.cpu_offload:
         optimizer.scaled_global_norm = on_the_host(optimizer.scaled_global_norm)
-        if optimizer.dtype != torch.float16:  # whose loss scale is lowered by it
+        if optimizer.dtype != torch.float16:  # fp16 needs the check: it lowers the loss scale
             optimizer.check_overflow = lambda *args, **kwargs: None
 
 
 def on_the_host(norm_on_the_device: Callable) -> Callable:
-    """A function that returns a norm, with the result on the host: the one wait of a step."""
+    """Wrap a function that returns a norm, so that the result is on the host: the only wait of a step."""
     norm_on_the_device = without_copies(norm_on_the_device)
 
     def read_norm(*args, **kwargs) -> torch.Tensor:
@@ -62,7 +62,7 @@ def on_the_host(norm_on_the_device: Callable) -> Callable:
 
 
 def without_copies(function: Callable) -> Callable:
-    """A function whose `torch.tensor(number, device=...)` fills memory of the device."""
+    """Wrap a function, so that its `torch.tensor(number, device=...)` fills memory of the device."""
 
     def filling(*args, **kwargs):
         with _FilledOnTheDevice():
@@ -72,7 +72,7 @@ def without_copies(function: Callable) -> Callable:
 
 
 class _FilledOnTheDevice(TorchFunctionMode):
-    """The host would wait for a copy."""
+    """Fills memory on the device instead of copying a number to it: the host would wait for the copy."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -85,6 +85,7 @@ class _FilledOnTheDevice(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+# Wrapped once: each optimizer of the process replaces DeepSpeed's functions by these same ones.
 _norm_of_tensors = on_the_host(utils.get_global_norm_of_tensors)
 _norm_of_groups = on_the_host(utils.combine_grad_norm_groups)
 _clip = on_the_host(clip_grad_norm_)
@@ -93,9 +94,10 @@ _clip = on_the_host(clip_grad_norm_)
 def order_on_the_device(optimizer: Any) -> None:
     """Let streams wait for each other instead of the host, at stage 3; any other optimizer is left as it is.
 
-    Nothing else protects memory here: buffers that two streams use are recorded on both, because reductions run beside
-    the backward pass anyway. With offload the processor itself reads the gradients, so the host has to wait.
+    The waits of the host protect no memory: buffers that two streams use are recorded on both, because reductions run
+    beside the backward pass anyway.
     """
+    # With offload the processor itself reads the gradients, so the host has to wait.
     if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) or optimizer.offload_optimizer:
         return
     accelerator = get_accelerator()
@@ -109,7 +111,8 @@ def order_on_the_device(optimizer: Any) -> None:
 
 
 def _without_waiting(gather: Callable, accelerator) -> Callable:
-    """Gather without `accelerator.synchronize`: the current stream waits for the collective already."""
+    """Wrap `gather` so that it does not call `accelerator.synchronize`."""
+    # The current stream waits for the collective already.
 
     def gather_in_order(*args, **kwargs):
         accelerator.synchronize = lambda *_: None  # on the instance, over the method of its class
@@ -122,10 +125,11 @@ def _without_waiting(gather: Callable, accelerator) -> Callable:
 
 
 def keep_norm_at_stage_0(engine: DeepSpeedEngine, report: Callable[[float], None]) -> None:
-    """Have `engine.get_global_grad_norm` answer as at the other stages.
+    """Make `engine.get_global_grad_norm` answer as at the other stages.
 
-    report: is called with the norm before the step, so that nobody else reads it from the device.
+    report: called with the norm before the step, so that no other code reads it from the device.
     """
+    # In these the optimizer is DeepSpeed's own, which keeps the norm.
     if engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled():
         return
 

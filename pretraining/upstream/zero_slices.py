@@ -1,7 +1,7 @@
-"""Where DeepSpeed keeps the parameters that an optimizer steps, at ZeRO stages 1 to 3; deepspeed 0.19.8.
+"""Find where DeepSpeed keeps the parameters that an optimizer steps, at ZeRO stages 1 to 3; deepspeed 0.19.8.
 
 An optimizer of DeepSpeed steps flat fp32 tensors: this rank's partitions. Checkpoints, Muon and the norms of layers
-need to know which elements of which parameter are in them, and DeepSpeed has no function that says it.
+need to know which elements of which parameter are in them, and DeepSpeed has no function that tells it.
 
 - Stages 1 and 2 lay the parameters of a group end to end and cut the whole into one partition a rank: `_hp_mapping` of
   a parameter is its slice of this rank's (mended by `zero_optimizers.link_slices`).
@@ -39,9 +39,9 @@ class Partition(NamedTuple):
     group: int
     """Index of the optimizer's parameter group."""
     optimizer: torch.optim.Optimizer
-    """Which steps it."""
+    """The one that steps it."""
     parameters: list[torch.nn.Parameter]
-    """All that step with it, even if no element of them is in this rank's part."""
+    """All parameters that step with it, even if this rank's part holds no element of them."""
     slices: list[Slice]
 
 
@@ -92,8 +92,9 @@ def _of_sub_groups(zero: Any) -> Iterator[Partition]:
             numel = min(size, parameter.ds_numel - start)  # the last rank's share ends in padding
             if numel > 0:
                 slices.append(Slice(parameter, start, tensor, offset, numel))
-            offset += size
+            offset += size  # with the padding
         group = zero.sub_group_to_group_id[index]
+        # Stage 3 may cut one parameter group into several sub-groups.
         yield Partition(tensor, group, _stepping(zero, index), list(parameters), slices)
 
 
@@ -120,6 +121,7 @@ def swapped_in(zero: Any, index: int, changed: bool) -> Iterator[None]:
     """Bring a sub-group on NVMe into memory for the `with` block; if `changed`, write it back afterwards."""
     zero._optimizer_states_and_gradient_swap_in(index)
     yield
+    # Only changed states are written to the disk again: the others are there already.
     if changed:
         zero._optimizer_states_and_gradient_swap_out(index)
     else:
@@ -128,10 +130,8 @@ def swapped_in(zero: Any, index: int, changed: bool) -> Iterator[None]:
 
 @contextmanager
 def weights_set_anew(zero: Any) -> Iterator[None]:
-    """Let `set_weights_of` work in the `with` block.
-
-    Small parameters are whole on every rank: they are partitioned before and gathered again afterwards.
-    """
+    """Make `set_weights_of` possible in the `with` block."""
+    # Small parameters are whole on every rank: they are partitioned before and gathered again afterwards.
     zero.checkpoint_event_prologue()
     yield
     zero.checkpoint_event_epilogue()
