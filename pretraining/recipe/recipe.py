@@ -107,6 +107,7 @@ class Recipe:
         for name, section in SECTIONS.items():
             value = getattr(self, name)
             if not isinstance(value, section):
+                # the dataclass is frozen
                 object.__setattr__(self, name, section.of(value))
         for name, keywords in KEYWORDS.items():
             if not isinstance(getattr(self, name), keywords):
@@ -194,6 +195,7 @@ class Recipe:
     def to_dict(self) -> dict:
         """The resolved recipe: written to a file and loaded again, it is this recipe."""
         values = {name: getattr(self, name) for name in ("name", "description", "deepspeed")}
+        # a deep copy as plain dicts
         values |= {name: json.loads(json.dumps(getattr(self, name))) for name in KEYWORDS}
         return values | {name: getattr(self, name).to_dict() for name in SECTIONS}
 
@@ -246,6 +248,7 @@ def accumulation_steps(recipe: Recipe, world_size: int) -> int:
         if recipe.samples_per_step % ranks:
             what = f"{recipe.tokens_per_step} is not a multiple of {product}; {multiples}"
             raise problem(where, "budget.tokens_per_step", what)
+        # the largest micro-batch that divides, not above the one that was asked for
         fitting = next(size for size in range(min(micro_batch, per_rank), 0, -1) if per_rank % size == 0)
         raise problem(
             where,
