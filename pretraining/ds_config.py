@@ -131,7 +131,7 @@ def _find(name_or_path: str) -> Path:
     if name_or_path.endswith(".json") or "/" in name_or_path:
         return Path(name_or_path)
     path = DS_CONFIGS / f"{name_or_path}.json"
-    # schema.json lies in the same folder and is no ds_config
+    # schema.json is in the same folder and is no ds_config
     if name_or_path == "schema" or not path.is_file():
         names = ds_config_names()
         raise UserError(

@@ -93,7 +93,7 @@ def own_groups(recipe: Recipe) -> list[str]:
 def _check_optim(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """Refuse a `training.optim` that cannot work under this sharding."""
     stage, optim, key = zero_stage(ds_config), recipe.training.optim, "training.optim"
-    # "galore" stands for galore_adamw and its variants
+    # "galore" means galore_adamw and its variants
     for beginning, why in UNRESUMABLE.items():
         if optim.startswith(beginning):
             raise problem(where, key, f"is {optim}, which {why}; --set {key}={DEFAULT_OPTIM}")
@@ -144,6 +144,7 @@ def _check_compile(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     if speed.compile == "none":
         return
     backend, mode = speed.compile_backend, speed.compile_mode
+    # before ZeRO-3 is looked at: it is wrong at every stage
     if mode and backend != "inductor":
         what = f"is {mode}, a mode of inductor, but speed.compile_backend is {backend}"
         raise problem(where, "speed.compile_mode", f"{what}; --set speed.compile_mode=null")
@@ -253,6 +254,7 @@ def _check_launcher_settings(recipe: Recipe, ds_config: dict | None, where: str)
     if ZERO_STAGE in os.environ and "ACCELERATE_DEEPSPEED_CONFIG_FILE" not in os.environ:
         what = "a ds_config says how to shard: write deepspeed_config_file: ds_configs/zero2.json, or another"
         raise UserError(f"accelerate's config: zero_stage {os.environ[ZERO_STAGE]}: {what}")
+    # accelerate writes "no" if nothing is compiled
     if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) not in ("no", ""):
         what = "the recipe compiles: leave it out, and write --set speed.compile=blocks"
         raise UserError(f"accelerate's config: dynamo_backend {backend}: {what}")
@@ -267,6 +269,7 @@ def _check_launcher_settings(recipe: Recipe, ds_config: dict | None, where: str)
 def _check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> None:
     """Refuse a group size of hpZ that does not divide the ranks."""
     group = (ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    # 1 is hpZ switched off
     if group > 1 and world_size % group:
         what = (
             f"zero_optimization.zero_hpz_partition_size is {group}, which does not divide {world_size} ranks"

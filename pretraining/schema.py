@@ -271,6 +271,7 @@ def filled(value: Any, schema: dict) -> Any:
             properties |= condition["then"].get("properties", {})
     defaults = {key: each["default"] for key, each in properties.items() if "default" in each}
     # What is written comes first, in its order: a manifest keeps its bytes when a key gets a default.
+    # the second `value` puts the written values back over the defaults
     whole = {**value, **defaults, **value}
     return {key: filled(item, properties.get(key, {})) for key, item in whole.items()}
 

@@ -98,6 +98,7 @@ class Examination:
         self.recipe, self.ds_config = recipe, ds_config
         self.of_nodes = machine
         """Findings of the nodes about themselves: only of this node until all nodes have sent theirs."""
+        # as train.py chooses it
         default = REPOSITORY / "runs" / (recipe.name if recipe else "")
         self.run_folder = Path(getattr(options, "output_dir", None) or default)
         self.data_dir = getattr(options, "data_dir", None) or REPOSITORY / "data"
@@ -163,6 +164,7 @@ class Examination:
         self._attempt("devices", lambda: measure_devices(self.call, self.recipe, self.gpu, self.on_gpu))
         if self.recipe is not None:
             self._attempt("the recipe's layers", self._layers)
+        # a step too, because it may hang as any collective
         self._gathered("leaving the process group", leave_ranks)
 
     def _describe(self) -> dict:
@@ -181,6 +183,7 @@ class Examination:
         """Find hosts whose own name means the loopback."""
         # gloo then listens where other hosts cannot reach it, although NCCL may work.
         bound = self.call.gather("addresses", address)
+        # on one node the loopback reaches everyone
         if len(self.call.nodes) == 1:
             return []
         return [
@@ -245,6 +248,7 @@ class Examination:
         try:
             yield probed
         finally:
+            # also if a step raises: nothing of ours stays in the run folder
             probed.clear()
 
     def _left(self) -> float:

@@ -108,6 +108,7 @@ class TorchBuild:
 def torch_build() -> TorchBuild:
     """Read the version and the CUDA of the torch that this Python would import."""
     spec = find_spec("torch")
+    # find_spec does not import torch, which takes seconds
     path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     if path is None or not path.is_file():
         return TorchBuild(None, None)
@@ -126,6 +127,7 @@ def read_gpus() -> Gpus:
     except (OSError, subprocess.SubprocessError) as error:
         return Gpus(problem=f"nvidia-smi cannot be used ({' '.join(str(error).split())})")
     found = [_gpu(row) for row in rows]
+    # one driver serves all GPUs of a machine
     return Gpus(tuple(_visible(found)), rows[0]["driver_version"] if rows else None)
 
 
@@ -150,6 +152,7 @@ def _ask(fields: list[str]) -> list[dict[str, str]]:
             return []
         raise subprocess.SubprocessError(said[:200])
     lines = [line for line in answer.stdout.splitlines() if line.strip()]
+    # not strict: a line that is cut short leaves fields out
     return [dict(zip(fields, map(str.strip, line.split(",")), strict=False)) for line in lines]
 
 
@@ -221,6 +224,7 @@ def _listed(gpus: Gpus, torch: TorchBuild) -> Finding:
 def _torch(gpus: Gpus, torch: TorchBuild) -> Finding | None:
     if torch.cuda or torch.for_amd:
         return None
+    # without the mark of the build: 2.13.0 of 2.13.0+cpu
     public = (torch.version or "").partition("+")[0]
     what = f"torch {torch.version} is built without CUDA, beside {several(len(gpus.found), 'GPU')}"
     remedy = f"pip install --force-reinstall torch=={public}, without an index of builds for processors"
@@ -330,6 +334,7 @@ def _memory_errors(found: tuple[GpuFound, ...]) -> Finding | None:
 def _power(found: tuple[GpuFound, ...]) -> Finding | None:
     def limits(gpu: GpuFound) -> tuple[float, float]:
         given, usual = (_number(gpu.fields.get(key)) for key in ("power.limit", "power.default_limit"))
+        # 0 for a limit that is not known: such a GPU is not reported
         return given or 0, usual or 0
 
     low = [gpu for gpu in found if 0 < limits(gpu)[0] < limits(gpu)[1]]
@@ -343,6 +348,7 @@ def _power(found: tuple[GpuFound, ...]) -> Finding | None:
 def _slowed(found: tuple[GpuFound, ...]) -> Finding | None:
     def reasons(gpu: GpuFound) -> list[str]:
         text = gpu.fields.get("clocks_event_reasons.active", "")
+        # hexadecimal, or a text such as [N/A]
         bits = int(text, 16) if text.startswith("0x") else 0
         return [words for bit, words in SLOWED.items() if bits & bit]
 

@@ -127,6 +127,7 @@ def plan_launch(options: Namespace, gpus: Gpus) -> tuple[Launch, list[Finding]]:
     except UserError as error:
         # the machine can still be examined without the recipe
         return launch, [Finding.of_error("recipe", error)]
+    # as train.py chooses it
     run_folder = options.output_dir or run_folder / recipe.name
     known = {"recipe": recipe, "ds_config": ds_config, "plan": plan, "need": need}
     return replace(launch, run_folder=run_folder, **known), []
@@ -153,6 +154,7 @@ def check_fit(launch: Launch) -> list[Finding]:
         return []
     verdict = check_plan(recipe, launch.ds_config, launch.world_size, found)
     findings = [Finding("plan", BREAKS, each.what, each.remedy) for each in verdict.refusals]
+    # one line says that it fits, unless it is refused
     findings = findings or [Finding("plan", FINE, _fits(launch, found))]
     findings += _crowded(launch)
     return findings + [Finding("plan", COSTS, each.what, each.remedy) for each in verdict.warnings]

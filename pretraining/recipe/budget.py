@@ -161,6 +161,7 @@ class StepSizes:
 
     def lr_factor(self, finished_steps: int) -> float:
         """What the schedule's learning rate is multiplied with in the step after `finished_steps` steps."""
+        # 1 for full steps, whatever the power
         return (self.at(finished_steps) / self.full) ** LR_POWERS[self.lr_scaling]
 
     def _stair(self, step: int) -> Stair:

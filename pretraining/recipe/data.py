@@ -198,6 +198,7 @@ def source_names(section: Data, where: str) -> list[str]:
     """What the recipe calls its sources: the name, else the last part of the path or data set's name."""
     names = [source.called for source in section.sources]
     for number, name in enumerate(names):
+        # without a mixture nothing refers to a source by its name
         if name in names[:number] and is_mixed(section):
             what = f"is {name!r} like that of source {names.index(name)}; give each a name of its own"
             raise problem(where, f"data.sources.{number}.name", what)
@@ -292,6 +293,7 @@ def _border(
         return None
     if until is None:
         raise problem(where, f"{key}.until", "is missing: a share of the run below 1, or a number of tokens")
+    # stages begin and end at whole blocks
     stop = block_of(until, num_samples, sequence_length)
     if not start < stop < num_samples:
         what = (

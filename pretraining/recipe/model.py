@@ -84,6 +84,7 @@ def refuse_names_of_others(model: object, where: str) -> None:
     """
     if not isinstance(model, dict) or model.get("model_type") not in (*EXACT, *other_model_types()["types"]):
         return
+    # GPT-2 alone has names of its own among the exact types
     common = {name: key for key, name in GPT2_NAMES.items()}
     for key in model if is_exact(model) else model.keys() - other_properties(model).keys():
         if (own := own_key(model, common.get(key, key))) != key:

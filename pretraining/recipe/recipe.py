@@ -116,6 +116,7 @@ class Recipe:
     @property
     def words(self) -> list[str]:
         """What a command takes to read this recipe again: `--recipe`, its name or path, and every `--set`."""
+        # a recipe of ours is named as `load_recipe` takes it: features/muon
         ours = self.path.is_relative_to(RECIPES)
         reference = self.path.relative_to(RECIPES).with_suffix("").as_posix() if ours else str(self.path)
         return ["--recipe", reference, *(word for text in self.overrides for word in ("--set", text))]
@@ -184,6 +185,7 @@ class Recipe:
     @property
     def training_keywords(self) -> Training:
         """`training`, with what the budget says of the schedule in tokens, in full steps."""
+        # a copy: the recipe itself stays as it was written
         found = Training(self.training)
         if (tokens := self.budget.warmup_tokens) is not None:
             found["warmup_steps"] = tokens // self.tokens_per_step

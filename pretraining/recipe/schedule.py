@@ -137,6 +137,7 @@ def _check_tokens(budget: Budget, training: Training, where: str) -> None:
             f"is for training.lr_scheduler_type {DECAYING}, and that is {kind}; set that, or leave this out"
         )
         raise problem(where, key, what)
+    # either would fix the same border a second time, in steps
     for name in ("num_decay_steps", "num_stable_steps"):
         if name in (training.lr_scheduler_kwargs or {}):
             what = f"and training.lr_scheduler_kwargs.{name} are both there; leave one out"

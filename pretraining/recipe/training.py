@@ -163,6 +163,7 @@ class Training(dict):
         given, key = self.activation_checkpointing_kwargs or {}, "training.activation_checkpointing_kwargs"
         schema = {"type": "object", "properties": RECOMPUTATION, "additionalProperties": False}
         check(given, schema, where, key)
+        # torch.utils.checkpoint refuses or ignores them with use_reentrant=True
         if given.get("use_reentrant"):
             for name in given:
                 if name in NOT_REENTRANT:

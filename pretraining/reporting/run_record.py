@@ -142,7 +142,7 @@ class RunRecord:
 
     @property
     def newest_place(self) -> dict[str, float]:
-        """How far the run has come, by rows and events: an event may be newer than the last logged step."""
+        """Give the newest step that rows and events know: an event may be newer than the last logged step."""
         return self.at_step(self.newest_step)
 
     @property
@@ -203,7 +203,7 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """The state at this moment."""
+        """Give the state at this moment."""
         return self.standing().state
 
     @property
