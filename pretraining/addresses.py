@@ -1,4 +1,4 @@
-"""Addresses of stores (`s3://bucket/runs`): they name a place and never hold a credential, nor do messages."""
+"""Check and mask addresses of stores (`s3://bucket/runs`): neither they nor messages may hold a credential."""
 
 import os
 import re
@@ -6,12 +6,14 @@ import re
 from pretraining.errors import UserError
 
 _PASSWORD = re.compile(r"://[^/@\s:]*:[^@\s]*@")
+# a parameter of the query, such as &sig=...: its name is kept (group 1), its value is not
 _SIGNED = re.compile(
     r"([?&][^=&\s]*(?:sig|token|key|secret|password|credential)[^=&\s]*=)[^&\s'\")]+", re.IGNORECASE
 )
+# parts of names such as AWS_SECRET_ACCESS_KEY and HF_TOKEN
 _SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION_STRING|SAS")
 _SHORTEST_SECRET = 8
-"""Characters: what is shorter may be an everyday word."""
+"""Characters. A shorter value may be an everyday word."""
 
 
 def is_remote(address: object) -> bool:
@@ -20,9 +22,9 @@ def is_remote(address: object) -> bool:
 
 
 def refuse_credentials(address: str, key: str) -> None:
-    """Raise `UserError`, without repeating it, where an address holds a password or a signature.
+    """Raise `UserError` if an address holds a password or a signature, which the message does not repeat.
 
-    key: who asks, for the message: `checkpoints.upload`, `--resume`.
+    key: what holds the address, for the message: `checkpoints.upload`, `--resume`.
     """
     if _PASSWORD.search(address) or _SIGNED.search(address):
         raise UserError(
@@ -32,7 +34,7 @@ def refuse_credentials(address: str, key: str) -> None:
 
 
 def masked(text: str) -> str:
-    """`text` with `***` for passwords in addresses, signatures, and the values of variables that hold secrets."""
+    """Write `***` for passwords in addresses, for signatures, and for the values of variables that hold secrets."""
     text = _SIGNED.sub(r"\1***", _PASSWORD.sub("://***@", text))
     for name, value in os.environ.items():
         if len(value) >= _SHORTEST_SECRET and _SECRET_VARIABLE.search(name.upper()):

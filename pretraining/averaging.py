@@ -1,7 +1,7 @@
-"""Optimizers that train other weights than they mean to be used (Defazio et al. 2024, The Road Less Scheduled).
+"""Name the states of optimizers that do not train the weights to use (Defazio et al. 2024, The Road Less Scheduled).
 
-A schedule-free optimizer takes gradients at y, and means the average x. Both lie on a line with the sequence z that it
-keeps as a state: x = y + `AVERAGING` (z - y). It keeps that number too, for every tensor that it has stepped.
+A schedule-free optimizer takes gradients at y, but its result is the average x. It keeps a sequence z as a state, and
+x = y + `AVERAGING` (z - y). It keeps this number too, for every tensor that it has stepped.
 """
 
 Z = "z"

@@ -1,14 +1,14 @@
-"""The flags that mean the same in every command of the repository, and commands of several verbs.
+"""Define the flags that mean the same in every command of the repository, and commands of several verbs.
 
-A verb is an object whose class has a docstring, of which the first line is its help, and
+A verb is an object whose class has a docstring, whose first line is its help, and
 
     EXAMPLES                       command lines, shown by --help
     add_arguments(parser)          its options; --json is there already
     answer(options) -> dict        plain JSON values
     as_text(answer) -> str         the same for a person
 
-It raises `UserError` for what a user can mend. If the answer itself may be a refusal, `refusal(answer)` gives its line
-or None: it follows the answer.
+It raises `UserError` for what a user can mend. If the answer itself may be a refusal, `refusal(answer)` returns its
+line, which is shown after the answer, or None.
 """
 
 import argparse
@@ -39,15 +39,15 @@ The same command continues a run that was stopped or killed; --resume never star
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line like all others."""
+    """Report errors in one line, as every other error of the repository."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise `UserError` with the message and where to read on."""
+        """Raise `UserError` with the message and the command that shows the help."""
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
 def _sections_text() -> str:
-    """What our own sections of a recipe hold."""
+    """List our own sections of a recipe, and what they hold."""
     lines = ["sections of a recipe, beside model and training:"]
     for name, section in SECTIONS.items():
         lines += wrap(
@@ -57,7 +57,10 @@ def _sections_text() -> str:
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, remote_data: bool = False) -> None:
-    """`--recipe`, `--set` and `--data_dir`."""
+    """Add `--recipe`, `--set` and `--data_dir`.
+
+    remote_data: whether `--data_dir` may also be an address; its cache then has options too.
+    """
     parser.add_argument("--recipe", required=True, metavar="NAME|PATH", help="a file of recipes/, or a path")
     parser.add_argument(
         "--set",
@@ -79,7 +82,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, remote_data: bool = Fa
 
 
 def add_data_source(parser: argparse.ArgumentParser) -> None:
-    """`--data_dir` of a command that reads prepared data, with `--data_cache` and `--data_cache_gb`."""
+    """Add `--data_dir` of a command that reads prepared data, with `--data_cache` and `--data_cache_gb`."""
     parser.add_argument(
         "--data_dir",
         type=_folder_or_address,
@@ -103,21 +106,23 @@ def add_data_source(parser: argparse.ArgumentParser) -> None:
 
 
 def _not_empty(text: str) -> str:
-    """As an unset variable of the shell would be: it means no folder, least of all the one we are in."""
+    """Refuse an empty argument."""
+    # An unset variable of the shell gives one, and Path("") would be the current folder.
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty; name a folder, or leave the option out")
     return text
 
 
 def named_path(text: str) -> Path:
-    """An argument that is a path, and not empty."""
+    """Read an argument that is a path, and not empty."""
     return Path(_not_empty(text))
 
 
 def _folder_or_address(text: str) -> Path | str:
-    """A Path for a local folder (file:// too), a str for any other address."""
+    """Return a Path for a local folder (file:// too), a str for any other address."""
     _not_empty(text)
     if text.startswith("file://"):
+        # an address writes a space as %20, a path does not
         return Path(unquote(text.removeprefix("file://")))
     return text.rstrip("/") if "://" in text else Path(text)
 
@@ -132,9 +137,9 @@ def _local_folder(text: str) -> Path:
 
 
 def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Arguments of train.py; launchers' own (`--local_rank`) are accepted and ignored.
+    """Parse the arguments of train.py; those that launchers add (`--local_rank`) are accepted and ignored.
 
-    `world_size` is the number of processes that the launcher started; with --plan the number asked for, or None.
+    `world_size` is the number of processes that the launcher started. With --plan it is the number asked for, or None.
     """
     parser = OneLineParser(
         prog="train.py",
@@ -147,6 +152,7 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
     parser.add_argument(
         "--deepspeed",
         metavar="NAME|PATH",
+        # `accelerate launch` puts the deepspeed_config_file of its config there
         default=os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
         help="a file of ds_configs/, or a path, over the recipe's; 'null' for plain data parallel",
     )
@@ -181,21 +187,23 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
     parser.add_argument(
         "--force", action="store_true", help="go on where the plan says that the run does not fit"
     )
+    # The deepspeed launcher adds it to the command; the rank is read from the environment.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     for name in ("json", "world_size", "gpu"):  # without --plan a run would begin that nobody asked for
         if getattr(options, name) not in (None, False) and not options.plan:
             raise UserError(f"--{name} goes with --plan: add that, or leave --{name} out")
     if not options.plan:
+        # the launcher decides: its number may not be overridden
         options.world_size = world_size_here()
     return options
 
 
 def started_by_launcher() -> bool:
-    """Whether a launcher started this process as one of its ranks.
+    """Say if a launcher started this process as one of its ranks.
 
     Raises:
-        UserError: only some of the variables are there that launchers set, or they are no numbers of ranks.
+        UserError: only some of the variables that launchers set are there, or their values are no ranks.
     """
     if "WORLD_SIZE" not in os.environ:
         return False
@@ -213,18 +221,20 @@ def started_by_launcher() -> bool:
 
 
 def world_size_here() -> int:
-    """Number of processes the launcher started, 1 without one."""
+    """Return the number of processes that the launcher started, 1 without a launcher."""
     return _number_of("WORLD_SIZE", least=1)
 
 
 def ranks_here() -> int:
-    """Number of this run's processes on this machine, as torchrun and accelerate, or deepspeed, call it."""
+    """Return the number of this run's processes on this machine."""
+    # torchrun and accelerate set LOCAL_WORLD_SIZE, deepspeed sets LOCAL_SIZE.
     return _number_of("LOCAL_WORLD_SIZE" if os.environ.get("LOCAL_WORLD_SIZE") else "LOCAL_SIZE", least=1)
 
 
 def _number_of(variable: str, least: int) -> int:
-    """The number in a variable of the environment, 1 if it is unset or empty."""
+    """Read the number in a variable of the environment, 1 if it is unset or empty."""
     text = os.environ.get(variable) or "1"
+    # isdigit alone is true of digits such as a superscript 2, which int() refuses
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise UserError(
             f"{variable}={text}: is not a whole number of at least {least}; use a launcher, or unset it"
@@ -236,40 +246,43 @@ def _part_of_the_curve(text: str) -> str:
     try:
         return check_allowed(text)
     except UserError as error:
+        # argparse adds the name of the option to an error of this class
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def positive_integer(text: str) -> int:
-    """An argument that is a whole number of at least 1."""
+    """Read an argument that is a whole number of at least 1."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def not_negative_integer(text: str) -> int:
-    """An argument that is a whole number of at least 0."""
+    """Read an argument that is a whole number of at least 0."""
     if not text.isascii() or not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 
 def not_negative_number(text: str) -> float:
-    """An argument that is a finite number of at least 0."""
+    """Read an argument that is a finite number of at least 0."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
+    # false for NaN too, which stands for a text that is no number
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
     return number
 
 
 def positive_number(text: str) -> float:
-    """An argument that is a finite number above 0."""
+    """Read an argument that is a finite number above 0."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
+    # false for NaN too
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
@@ -282,11 +295,12 @@ def answer_one(
     epilog: str,
     arguments: list[str] | None = None,
 ) -> None:
-    """Answer one command line on stdout."""
+    """Answer one command line on stdout; then raise `UserError` if the answer is a refusal."""
     options = _build_parser(prog, verbs, description, epilog).parse_args(arguments)
     verb = verbs[options.verb]
     answer = verb.answer(options)
     print(json.dumps(answer, indent=2) if options.json else verb.as_text(answer), flush=True)
+    # after the answer, because it explains the refusal
     refusal = verb.refusal(answer) if hasattr(verb, "refusal") else None
     if refusal:
         raise UserError(refusal)
@@ -295,6 +309,7 @@ def answer_one(
 def _build_parser(
     prog: str, verbs: Mapping[str, Any], description: str, epilog: str
 ) -> argparse.ArgumentParser:
+    # no abbreviations: a new option would change what an old command means
     shared: dict = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = OneLineParser(prog, description=description, epilog=epilog, **shared)
     parsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)

@@ -1,4 +1,4 @@
-"""The ds_config: how to shard and nothing else, checked key by key against the installed DeepSpeed."""
+"""Read a ds_config, which says how to shard and nothing else, and check each key against the installed DeepSpeed."""
 
 import json
 from functools import cache
@@ -28,8 +28,9 @@ DS_CONFIG_KEYS = {
     "compile": "the recipe's speed.compile does it: --set speed.compile=deepcompile for DeepSpeed's own passes",
     "steps_per_print": "the recipe's training.logging_steps sets the cadence",
 }
-"""Keys that a ds_config may not hold, each with the place that owns it."""
+"""Keys that a ds_config may not hold, each with the key or section that decides instead."""
 
+# Both the recipe and DeepSpeed know these: they must say "auto".
 SHARED_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -56,7 +57,7 @@ SUPPORTED_VALUES = {
         "it is for one kind of machine, and untested",
     ),
 }
-"""Values that work here, of keys whose others do not, and why."""
+"""{dotted key: (its values that work here, why others do not)}"""
 
 
 def load_ds_config(name_or_path: str) -> dict:
@@ -70,49 +71,51 @@ def load_ds_config(name_or_path: str) -> dict:
     where = display_path(path)
     config = read_json(path)
     schema = ds_config_schema()
+    # These three first: they know the reason; the schema would only say that the key or value is unknown.
     _check_removed(config, schema, where)
     _check_owners(config, where)
     _check_shared(config, where)
     config = check(config, schema, where)
     _check_offload(config["zero_optimization"], where)
     _check_supported(config, where)
+    # "$schema" is for editors; DeepSpeed does not know it
     return {key: value for key, value in config.items() if key != "$schema"}
 
 
 @cache
 def ds_config_schema() -> dict:
-    """ds_configs/schema.json, generated from the installed DeepSpeed."""
+    """Read ds_configs/schema.json, which is generated from the installed DeepSpeed."""
     return json.loads((DS_CONFIGS / "schema.json").read_text(encoding="utf-8"))
 
 
 def ds_config_names() -> list[str]:
-    """Names of the files in ds_configs/."""
+    """List the names of the files in ds_configs/."""
     return sorted(path.stem for path in DS_CONFIGS.glob("*.json") if path.name != "schema.json")
 
 
 def short_name(name_or_path: str) -> str:
-    """The name of a file in ds_configs/, by whatever path it is given; any other path as it is."""
+    """Return the name of a file in ds_configs/, however its path is written; return any other path as it is."""
     path = Path(name_or_path)
     return path.stem if path.suffix == ".json" and path.absolute().parent == DS_CONFIGS else name_or_path
 
 
 def zero_stage(config: dict | None) -> int:
-    """0 (nothing sharded), 1 (optimizer states), 2 (and gradients) or 3 (and parameters)."""
+    """Return 0 (nothing is sharded), 1 (optimizer states), 2 (and gradients) or 3 (and parameters)."""
     return config["zero_optimization"]["stage"] if config else 0
 
 
 def optimizer_device(config: dict | None) -> str:
-    """Where master weights and moments live: "gpu", "cpu" or "nvme"."""
+    """Say where master weights and moments live: "gpu", "cpu" or "nvme"."""
     return _device(config, "offload_optimizer")
 
 
 def parameter_device(config: dict | None) -> str:
-    """Where the partitioned parameters live between uses: "gpu", "cpu" or "nvme"."""
+    """Say where the partitioned parameters live between uses: "gpu", "cpu" or "nvme"."""
     return _device(config, "offload_param")
 
 
 def offloaded_share(config: dict | None) -> float:
-    """Share of the optimizer states that is offloaded (`ratio`, below 1 only with stage 3)."""
+    """Return the share of the optimizer states that is offloaded (`ratio`, below 1 only with stage 3)."""
     if optimizer_device(config) == "gpu":
         return 0.0
     return config["zero_optimization"]["offload_optimizer"].get("ratio", 1.0)
@@ -120,6 +123,7 @@ def offloaded_share(config: dict | None) -> float:
 
 def _device(config: dict | None, block: str) -> str:
     device = ((config or {}).get("zero_optimization", {}).get(block) or {}).get("device", "none")
+    # DeepSpeed writes "none" for states that stay on the GPU
     return "gpu" if device == "none" else device
 
 
@@ -127,6 +131,7 @@ def _find(name_or_path: str) -> Path:
     if name_or_path.endswith(".json") or "/" in name_or_path:
         return Path(name_or_path)
     path = DS_CONFIGS / f"{name_or_path}.json"
+    # schema.json is in the same folder and is no ds_config
     if name_or_path == "schema" or not path.is_file():
         names = ds_config_names()
         raise UserError(
@@ -143,6 +148,7 @@ def _check_removed(config: dict, schema: dict, where: str) -> None:
         (config, schema["removed"], ""),
         (zero, removed_zero, "zero_optimization."),
     ):
+        # a block of another type is left to the schema
         for key in values if isinstance(values, dict) else ():
             if key in removed:
                 raise problem(where, prefix + key, f"removed from DeepSpeed: {removed[key]}")
@@ -155,7 +161,8 @@ def _check_owners(config: dict, where: str) -> None:
 
 
 def _check_shared(config: dict, where: str) -> None:
-    """What the recipe decides must say "auto": left out, DeepSpeed would use its own default."""
+    """Require "auto" for each value that the recipe decides."""
+    # A key that is left out would not do: DeepSpeed would take its own default.
     for key in SHARED_KEYS:
         _check_auto(config, key, key, where)
     for block in PRECISIONS:
@@ -181,13 +188,14 @@ def _check_auto(values: dict | None, key: str, dotted: str, where: str) -> None:
 
 
 def _check_supported(config: dict, where: str) -> None:
-    """What DeepSpeed would refuse once everything is built, or would do in a way that breaks a promise."""
+    """Refuse what DeepSpeed would refuse only after everything is built, or would do in a way that breaks a promise."""
     for dotted, (supported, why) in SUPPORTED_VALUES.items():
         *blocks, key = dotted.split(".")
         values = config
         for block in blocks:
             values = values.get(block) or {}
         if key in values and values[key] not in supported:
+            # a block (zenflow) is too long for one line
             shown = "set" if isinstance(values[key], dict) else json.dumps(values[key])
             raise problem(where, dotted, f"is {shown}, which is not supported: {why}; leave it out")
     factor, stage = config.get("gradient_predivide_factor", 1.0), config["zero_optimization"]["stage"]
@@ -197,7 +205,7 @@ def _check_supported(config: dict, where: str) -> None:
 
 
 def _check_offload(zero: dict, where: str) -> None:
-    """Combinations that DeepSpeed would ignore or refuse at the start of the run."""
+    """Refuse combinations that DeepSpeed would ignore, or refuse at the start of the run."""
     stage, key = zero["stage"], "zero_optimization"
     if (zero.get("offload_param") or {}).get("device", "none") != "none" and stage != 3:
         raise problem(where, f"{key}.offload_param", f"needs stage 3, the stage is {stage}")

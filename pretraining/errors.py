@@ -1,4 +1,4 @@
-"""One error family: what a user can cause is one line on stderr and exit code 2."""
+"""Define one family of errors: what a user can cause is one line on stderr and exit code 2."""
 
 import errno
 import os
@@ -35,24 +35,26 @@ FILE_ERRORS = {
 
 
 SILENT_SECONDS = 3
-"""A launcher ends all ranks when one leaves: those that say nothing leave after the one that tells."""
+"""How long ranks that print nothing wait before they leave. A launcher ends all ranks when one leaves, so the one that
+prints must be the first."""
 
 
 class UserError(Exception):
-    """Something the user can mend: the message says what is wrong, where, and what to do, on one line.
+    """Something that the user can mend: the message says what is wrong, where, and what to do, on one line.
 
-    `on_every_rank` tells whether all ranks meet the error alike; then rank 0 alone reports it.
+    `on_every_rank` says whether all ranks meet the same error; then only rank 0 reports it.
     """
 
     exit_code = USER_ERROR
 
     def __init__(self, message: str, on_every_rank: bool = True):
+        # texts of other libraries may hold line breaks
         super().__init__(" ".join(message.split()))
         self.on_every_rank = on_every_rank
 
 
 class Interrupted(UserError):
-    """Ctrl-C."""
+    """The user pressed Ctrl-C."""
 
     exit_code = INTERRUPTED
 
@@ -67,9 +69,9 @@ class GaveUp(UserError):
 def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
     """Turn a `UserError`, or a file that cannot be used, into one line on stderr and exit code 2; Ctrl-C into 130.
 
-    Every command runs inside it, so messages of the libraries that tell a user nothing are kept back here too.
+    Every command runs inside it. It therefore also hides messages of the libraries that are of no use to a user.
 
-    after_interrupt: what becomes of the work that Ctrl-C ends.
+    after_interrupt: what happens to the work that Ctrl-C ends.
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a sample or a name that this terminal cannot show
@@ -77,6 +79,7 @@ def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
     try:
         _refuse_unspeakable_paths()
         yield
+        # the exit code is one file of this machine (`supervise`): one rank writes it
         if os.environ.get("LOCAL_RANK", "0") == "0":
             tell_exit_code(FINISHED)
     except UserError as error:
@@ -87,8 +90,10 @@ def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
     except BrokenPipeError:
         # Whoever read the output has seen enough (`| head`); Python's own flush at exit must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # 128 + SIGPIPE, as the shell reports a command that a closed pipe ends
         sys.exit(141)
     except OSError as error:
+        # after BrokenPipeError, which is an OSError too
         told = file_error(error)
         if told is None:
             raise
@@ -96,7 +101,8 @@ def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
 
 
 def _refuse_unspeakable_paths() -> None:
-    """Rust's libraries take paths as UTF-8; in an ASCII locale Python hands others on as lone surrogates."""
+    """Refuse paths that are not UTF-8."""
+    # Libraries in Rust take UTF-8 only. In an ASCII locale Python passes other bytes on as lone surrogates.
     for text in (*sys.argv, str(Path.cwd()), str(Path(__file__).resolve())):
         try:
             text.encode()
@@ -108,20 +114,21 @@ def _refuse_unspeakable_paths() -> None:
 
 
 def file_error(error: OSError, folder: Path | None = None) -> UserError | None:
-    """The `UserError` of a file or disk that cannot be used; None for any other `OSError`, a bug of ours.
+    """Return the `UserError` of a file or disk that cannot be used; None for any other `OSError`, a bug of ours.
 
-    folder: named where the error itself names no file.
+    folder: the place to name if the error itself names no file.
     """
     remedy = FILE_ERRORS.get(error.errno)
     if remedy is None:
         return None
     where = error.filename or folder
     place = f"{os.fspath(where)}: " if isinstance(where, str | os.PathLike) else ""
+    # a disk may fail on one node alone: each rank reports its own
     return UserError(f"{place}{os.strerror(error.errno)}; {remedy}", on_every_rank=False)
 
 
 def _leave(error: UserError) -> None:
-    """Tell the error, from one rank where all meet it, and end the process with its exit code."""
+    """Report the error, on rank 0 only if all ranks meet it, and end the process with its exit code."""
     if os.environ.get("RANK", "0") == "0" or not error.on_every_rank:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
@@ -133,17 +140,17 @@ def _leave(error: UserError) -> None:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the candidate closest to `word`, or an empty string."""
+    """Suggest the candidate closest to `word`: `; did you mean 'x'?`, or an empty string."""
     return nearest_names(word, candidates, 1)
 
 
 def nearest_names(word: str, candidates: Iterable[str], most: int = 3) -> str:
-    """`; did you mean 'x', 'y' or 'z'?` for the candidates closest to `word`, or an empty string."""
+    """Suggest the candidates closest to `word`: `; did you mean 'x', 'y' or 'z'?`, or an empty string."""
     return did_you_mean(get_close_matches(word, list(candidates), n=most, cutoff=0.6))
 
 
 def did_you_mean(names: list[str]) -> str:
-    """`; did you mean 'x', 'y' or 'z'?`, or an empty string for no names."""
+    """Write `; did you mean 'x', 'y' or 'z'?`, or an empty string for no names."""
     quoted = [repr(name) for name in names]
     if not quoted:
         return ""

@@ -1,45 +1,47 @@
-"""Names of metrics: a group and a name, the same in metrics.jsonl and in every tracker."""
+"""Name metrics by a group and a name, the same in metrics.jsonl and in every tracker."""
 
 import math
 
 GROUPS = ("train", "eval", "throughput", "memory", "stability")
 
 PLACE = ("step", "time")
-"""Where and when a row of metrics.jsonl was taken: no metrics, so without a group. `time` is in UNIX seconds."""
+"""Where and when a row of metrics.jsonl was written. These are no metrics and have no group; `time` is UNIX seconds."""
 
 _UNGROUPED_ONCE = ("tokens_per_second", "step_seconds", "data_wait_share")
-"""Throughput, as rows of runs from before the groups spell it."""
+"""Metrics of throughput in rows of older runs, which had no groups."""
 
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
-"""Endings of metrics of a validation; every other one is a score."""
+"""How the names of losses of a validation end; every other metric is a score, which is better if it is higher."""
 
 
 def grouped(name: str) -> str:
-    """`loss` -> `train/loss`, `eval_loss` -> `eval/loss`; a name that has its group keeps it."""
+    """Add the group: `loss` -> `train/loss`, `eval_loss` -> `eval/loss`; a name that has its group keeps it."""
     if name in PLACE or name.partition("/")[0] in GROUPS:
         return name
     if name in _UNGROUPED_ONCE:
         return f"throughput/{name}"
+    # the Trainer's own spelling
     if name.startswith("eval_"):
         return f"eval/{name.removeprefix('eval_')}"
     return f"train/{name}"
 
 
 def grouped_names(values: dict) -> dict:
-    """`values` under the names that files and trackers use, in their order."""
+    """Rename the keys of `values` to the names that files and trackers use, in the same order."""
     return {grouped(name): value for name, value in values.items()}
 
 
 def lower_is_better(metric: str) -> bool:
-    """Of a validation's metric, by its name."""
+    """Say if a lower value of a validation's metric is better, by its name."""
     return metric.endswith(LOWER_IS_BETTER)
 
 
 def is_better(metric: str, value: float, than: float) -> bool:
-    """Whether a validation's `value` beats another; a NaN beats nothing."""
+    """Say if a validation's `value` is better than another."""
+    # A comparison with NaN is false: a NaN beats nothing.
     return value < than if lower_is_better(metric) else value > than
 
 
 def worst_value(metric: str) -> float:
-    """What every number is better than."""
+    """Return the value that every number is better than, to begin a search with."""
     return math.inf if lower_is_better(metric) else -math.inf

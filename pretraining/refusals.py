@@ -1,8 +1,8 @@
-"""What is refused before anything is built: all that recipe, ds_config and number of ranks tell by themselves.
+"""Refuse, before anything is built, what recipe, ds_config and number of ranks alone show to be wrong.
 
-The plan, `data_prep.py`, `train.py` and `branch` read their recipe through `load_run`, so none of them accepts what
-another refuses. A recipe's own sections are checked when it is read (recipe/checks.py). What the machine decides, its
-GPUs, packages, memory and disk, is judged by `train.py` alone.
+The plan, `data_prep.py`, `train.py` and `branch` read their recipe through `load_run`, so none of them accepts a recipe
+that another refuses. A recipe's own sections are checked when it is read (recipe/checks.py). What depends on the
+machine (its GPUs, packages, memory and disk) is checked by `train.py` only.
 """
 
 import os
@@ -18,7 +18,7 @@ from pretraining.schema import display_path, problem
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 ELEMENTWISE = (*ADAMW, *SCHEDULE_FREE, "sgd", "adagrad", "rmsprop", "lion_32bit", "adamw_bnb_32bit")
-"""Names of `training.optim` whose update of a weight looks at no other weight: ZeRO may cut their state anywhere."""
+"""Names of `training.optim` whose update of a weight uses no other weight, so ZeRO may cut their state anywhere."""
 UNRESUMABLE = {
     "adamw_torch_8bit": "keeps its states as tensors that checkpoints cannot hold (adamw_bnb_8bit keeps plain ones)",
     "adamw_torch_4bit": "keeps its states as tensors that checkpoints cannot hold",
@@ -29,7 +29,7 @@ UNRESUMABLE = {
     "lomo": "steps inside the backward pass, before gradients are whole",
     "adalomo": "steps inside the backward pass, before gradients are whole",
 }
-"""Beginnings of names of `training.optim`, and why none of them holds the promises at any stage."""
+"""{how names of `training.optim` begin: why such an optimizer cannot be used at any stage}"""
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune", "cudagraphs")
 """Modes and backends of torch.compile that record CUDA graphs."""
@@ -45,7 +45,7 @@ LAUNCHER_SETTINGS = {
         "not supported: ranks are data-parallel, sharded by ds_configs/; leave it out",
     ),
 }
-"""Environment variable that accelerate sets -> what its config says, and the answer."""
+"""{environment variable that accelerate sets: (what its config says, our answer)}"""
 ZERO_STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
 
 
@@ -55,12 +55,12 @@ def load_run(
     deepspeed: str | None = None,
     world_size: int | None = None,
 ) -> tuple[Recipe, dict | None]:
-    """Read a recipe and its ds_config, and refuse what the two of them, and the number of ranks, rule out.
+    """Read a recipe and its ds_config, and refuse what cannot work with them and the number of ranks.
 
     Args:
         name_or_path: `tiny`, or a path that ends in .json.
         overrides: `section.key=value` texts.
-        deepspeed: takes the place of the recipe's `deepspeed`; "null" means none.
+        deepspeed: replaces the recipe's `deepspeed`; "null" means none.
         world_size: number of ranks; None if it is not known yet.
 
     Raises:
@@ -82,7 +82,7 @@ def check_run(recipe: Recipe, ds_config: dict | None, world_size: int | None = N
 
 
 def own_groups(recipe: Recipe) -> list[str]:
-    """Keys of the recipe that give kinds of parameters a rate or rule of their own; none with one plain group."""
+    """List the recipe's keys that give some kinds of parameters their own rate or rule; empty with one plain group."""
     settings = recipe.optimizer
     keys = ["mup.base_width"] if recipe.mup.base_width is not None else []
     keys += ["optimizer.name"] if settings.name == "muon" else []
@@ -91,8 +91,9 @@ def own_groups(recipe: Recipe) -> list[str]:
 
 
 def _check_optim(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """`training.optim` under this sharding."""
+    """Refuse a `training.optim` that cannot work under this sharding."""
     stage, optim, key = zero_stage(ds_config), recipe.training.optim, "training.optim"
+    # "galore" means galore_adamw and its variants
     for beginning, why in UNRESUMABLE.items():
         if optim.startswith(beginning):
             raise problem(where, key, f"is {optim}, which {why}; --set {key}={DEFAULT_OPTIM}")
@@ -105,7 +106,8 @@ def _check_optim(recipe: Recipe, ds_config: dict | None, where: str) -> None:
 
 
 def _check_own_groups(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """Muon, muP and rates by kind of parameter are AdamW's or Muon's groups, stepped where the weights are."""
+    """Refuse Muon, muP and rates by kind of parameter if another optimizer would make the steps."""
+    # They are groups of AdamW or Muon, which step where the weights are.
     keys, training = own_groups(recipe), recipe.training
     if not keys:
         return
@@ -123,7 +125,8 @@ def _check_own_groups(recipe: Recipe, ds_config: dict | None, where: str) -> Non
 
 
 def _check_clipping(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """Clipping by value and adaptive clipping are done to the gradients of a step on this side of DeepSpeed."""
+    """Refuse clipping by value and adaptive clipping if DeepSpeed hides the gradients."""
+    # Both change the gradients before DeepSpeed's optimizer steps, on our side of it.
     given = [key for key in ("clip_value", "adaptive_clip") if getattr(recipe.optimizer, key)]
     if given and optimizer_device(ds_config) != "gpu":
         what = "is set, but an offloaded optimizer steps inside DeepSpeed; use a ds_config without offload_optimizer: "
@@ -136,11 +139,12 @@ def _check_clipping(recipe: Recipe, ds_config: dict | None, where: str) -> None:
 
 
 def _check_compile(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """What cannot be compiled under ZeRO-3; modes belong to one backend, and some of them to weights that stay put."""
+    """Refuse what cannot be compiled under ZeRO-3, and modes that do not fit the backend or weights that move."""
     speed, stage = recipe.speed, zero_stage(ds_config)
     if speed.compile == "none":
         return
     backend, mode = speed.compile_backend, speed.compile_mode
+    # before ZeRO-3 is looked at: it is wrong at every stage
     if mode and backend != "inductor":
         what = f"is {mode}, a mode of inductor, but speed.compile_backend is {backend}"
         raise problem(where, "speed.compile_mode", f"{what}; --set speed.compile_mode=null")
@@ -166,7 +170,8 @@ def _check_compile(recipe: Recipe, ds_config: dict | None, where: str) -> None:
 
 
 def _check_deepcompile(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """DeepSpeed 0.19.8 takes its hooks off and reduces what the compiled graph of `model.forward` hands it."""
+    """Refuse what DeepSpeed's own compiler passes cannot handle."""
+    # DeepSpeed 0.19.8 removes its hooks, and reduces only the gradients of the compiled graph of `model.forward`.
     key = "speed.compile"
     if not zero_stage(ds_config):
         what = "is deepcompile, which needs ZeRO; --deepspeed zero1, zero2 or zero3"
@@ -183,7 +188,7 @@ def _check_deepcompile(recipe: Recipe, ds_config: dict | None, where: str) -> No
 
 
 def compiled_part(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True) -> str:
-    """What training passes compile: "blocks", "whole" or "none"; what `speed.compile: auto` becomes is decided here.
+    """Decide which part training passes compile, for `speed.compile: auto` too: "blocks", "whole" or "none".
 
     The plan assumes that the compiler works. If it does not, `auto` trains uncompiled (model/compiling.py).
     """
@@ -193,12 +198,12 @@ def compiled_part(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True) -
 
 
 def gathers_blocks(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True) -> bool:
-    """Whether ZeRO-3 gathers the weights of a block as one, for its compiled code, in place of each module's."""
+    """Say if ZeRO-3 gathers all weights of a block at once, for its compiled code, and not module by module."""
     return zero_stage(ds_config) == 3 and compiled_part(recipe, ds_config, on_gpu) == "blocks"
 
 
 def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True) -> str | None:
-    """Why `speed.compile: auto` compiles nothing; None if it compiles the blocks."""
+    """Say why `speed.compile: auto` compiles nothing; None if it compiles the blocks."""
     if not on_gpu:
         return "no GPU"
     model, training = model_with_defaults(recipe.model), recipe.training
@@ -223,10 +228,11 @@ def _why_not_gathered_as_one(ds_config: dict | None) -> str | None:
 
 
 def _check_fp8(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """fp8 products take the place of linear layers, in bf16 training without ZeRO-3."""
+    """Allow fp8 products only in bf16 training of linear layers without ZeRO-3."""
     key, kind = "speed.fp8", recipe.speed.fp8
     if kind == "none":
         return
+    # transformers' Conv1D, not nn.Linear
     if recipe.model.model_type == "gpt2":
         what = "is for linear layers, and gpt2 has convolutions in their place"
         raise problem(where, key, f"{kind} {what}; --set {key}=none, or take model_type llama")
@@ -240,13 +246,15 @@ def _check_fp8(recipe: Recipe, ds_config: dict | None, where: str) -> None:
 
 
 def _check_launcher_settings(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """What an accelerate config asks for beside the recipe: it would change the run without a word."""
+    """Refuse settings of an accelerate config that would change the run although the recipe does not name them."""
     for variable, (asked_for, what) in LAUNCHER_SETTINGS.items():
         if os.environ.get(variable, "").lower() in ("true", "1", "yes", "y", "on"):
             raise UserError(f"accelerate's config: {asked_for}: {what}")
+    # from a config's zero_stage; a config that names a file of DeepSpeed's sets the other one too
     if ZERO_STAGE in os.environ and "ACCELERATE_DEEPSPEED_CONFIG_FILE" not in os.environ:
         what = "a ds_config says how to shard: write deepspeed_config_file: ds_configs/zero2.json, or another"
         raise UserError(f"accelerate's config: zero_stage {os.environ[ZERO_STAGE]}: {what}")
+    # accelerate writes "no" if nothing is compiled
     if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) not in ("no", ""):
         what = "the recipe compiles: leave it out, and write --set speed.compile=blocks"
         raise UserError(f"accelerate's config: dynamo_backend {backend}: {what}")
@@ -259,8 +267,9 @@ def _check_launcher_settings(recipe: Recipe, ds_config: dict | None, where: str)
 
 
 def _check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> None:
-    """The groups that ds_config makes of the ranks are equal."""
+    """Refuse a group size of hpZ that does not divide the ranks."""
     group = (ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    # 1 is hpZ switched off
     if group > 1 and world_size % group:
         what = (
             f"zero_optimization.zero_hpz_partition_size is {group}, which does not divide {world_size} ranks"
@@ -270,6 +279,7 @@ def _check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> N
         )
 
 
+# In this order: the first error is the one that is shown.
 CHECKS = (
     _check_launcher_settings,
     _check_optim,

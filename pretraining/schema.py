@@ -1,4 +1,4 @@
-"""Read a JSON file strictly and check it against the part of JSON Schema that our generated schemas use."""
+"""Read a JSON file strictly, and check it against the part of JSON Schema that our generated schemas use."""
 
 import json
 import math
@@ -25,13 +25,13 @@ TYPE_NAMES = {
 
 
 def display_path(path: Path) -> str:
-    """How messages name a file: relative to the repository where it lies inside, as given elsewhere."""
+    """Name a file for messages: relative to the repository if it is inside, else as given."""
     absolute = Path(path).absolute()
     return str(absolute.relative_to(REPOSITORY)) if absolute.is_relative_to(REPOSITORY) else str(path)
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
         UserError: no such file, not UTF-8, a syntax error (with line and column), a key written twice,
@@ -39,6 +39,7 @@ def read_json(path: Path) -> dict:
     """
     where = display_path(path)
     try:
+        # -sig: editors on Windows may write a byte order mark first
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{where}: cannot be read: {error.strerror}") from None
@@ -52,6 +53,7 @@ def read_json(path: Path) -> dict:
 
 def _parse(text: str, where: str) -> Any:
     def unique(pairs: list) -> dict:
+        # json.loads would keep the last of two and say nothing
         keys = [key for key, _ in pairs]
         for key in keys:
             if keys.count(key) > 1:
@@ -65,13 +67,14 @@ def _parse(text: str, where: str) -> Any:
 
 
 def load_json(text: str, where: str, **options: Any) -> Any:
-    """`json.loads` that refuses (`UserError`) what is no number of a recipe: NaN, Infinity, 1e400."""
+    """Call `json.loads`, but raise `UserError` for a number that no recipe can hold: NaN, Infinity, 1e400."""
 
     def refuse(constant: str) -> None:
         raise UserError(f"{where}: {constant} is not JSON; write a number or null")
 
     def finite(number: str) -> float:
         if math.isinf(float(number)):
+            # cut: it may have thousands of digits
             raise UserError(f"{where}: {number[:40]} is too large for a number")
         return float(number)
 
@@ -93,11 +96,12 @@ def _lines_of(text: str, key: str) -> str:
 
 
 def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None = None) -> Any:
-    """`value` as `schema` reads it, or one line that names the file, the dotted key and what is wrong.
+    """Return `value` as `schema` reads it, or raise one line that names the file, the dotted key and what is wrong.
 
-    Understood: type, const, enum, properties / required / additionalProperties, items, minItems, minLength, minimum,
-    exclusiveMinimum, maximum, exclusiveMaximum, anyOf, oneOf (of required lists), allOf with if / then, and
-    $ref into $defs. As in JSON Schema, 1e9 is an integer, and comes back as one; a bool is never a number.
+    These keywords are known: type, const, enum, properties / required / additionalProperties, items, minItems,
+    minLength, minimum, exclusiveMinimum, maximum, exclusiveMaximum, anyOf, oneOf (of required lists),
+    allOf with if / then, and $ref into $defs. As in JSON Schema, 1e9 is an integer, and is returned as one; a bool is
+    never a number.
     `"format": "float"` marks numbers that the library behind the key takes as floats only.
 
     Args:
@@ -107,6 +111,7 @@ def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None
     Raises:
         UserError: the first thing that is wrong.
     """
+    # $ref points into the outermost schema, whatever the depth
     root = schema if root is None else root
     if "$ref" in schema:
         schema = root["$defs"][schema["$ref"].removeprefix("#/$defs/")]
@@ -122,7 +127,10 @@ def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None
 
 
 def _check_any(value: Any, branches: list[dict], where: str, key: str, root: dict) -> Any:
-    """The first branch that fits; if none does, the last tells why, or that of lists if one is given or meant."""
+    """Return the value as the first branch that fits reads it.
+
+    If none fits, the error is that of the last branch, or of the branch for lists if a list is given or meant.
+    """
     for branch in branches:
         try:
             return check(value, branch, where, key, root)
@@ -143,6 +151,7 @@ def _check_type(value: Any, schema: dict, where: str, key: str, root: dict) -> A
         wish = " or ".join(TYPE_NAMES[name] for name in names)
         hint = _list_hint(value, schema, root) or _quote_hint(value, names)
         raise problem(where, key, f"is {_shown(value)} where {wish} is wanted{hint}")
+    # 1e9 is an integer in JSON Schema, and a float to Python
     if isinstance(value, float) and "integer" in names and "number" not in names:
         return int(value)
     is_number = _is_type(value, "number")
@@ -150,6 +159,7 @@ def _check_type(value: Any, schema: dict, where: str, key: str, root: dict) -> A
 
 
 def _is_type(value: Any, name: str) -> bool:
+    # first: a bool of Python is an int too
     if isinstance(value, bool):
         return name == "boolean"
     if name == "integer":
@@ -159,7 +169,7 @@ def _is_type(value: Any, name: str) -> bool:
 
 
 def _list_hint(value: Any, schema: dict, root: dict) -> str:
-    """What to write instead of a string that names, between commas, what a list shall hold."""
+    """Say what to write in place of a string that holds, with commas, what should be a list."""
     if not isinstance(value, str):
         return ""
     meant = [part.strip() for part in value.split(",")]
@@ -167,7 +177,7 @@ def _list_hint(value: Any, schema: dict, root: dict) -> str:
 
 
 def _quote_hint(value: Any, names: list[str]) -> str:
-    """What to write instead, where only the quotes are wrong."""
+    """Say what to write instead, if only the quotes are wrong."""
     if not isinstance(value, str):
         scalar = isinstance(value, int | float) and "string" in names
         return f'; write "{value}" with quotes' if scalar else ""
@@ -181,6 +191,7 @@ def _quote_hint(value: Any, names: list[str]) -> str:
 
 def _check_value(value: Any, schema: dict, where: str, key: str) -> None:
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    # the type too, because 1 == True in Python
     if choices is not None and not any(value == choice and type(value) is type(choice) for choice in choices):
         texts = [choice for choice in choices if isinstance(choice, str)]
         near = nearest(value, texts) if isinstance(value, str) else ""
@@ -240,7 +251,7 @@ def _check_conditions(value: dict, schema: dict, where: str, key: str, root: dic
 
 
 def fits(value: Any, schema: dict, root: dict | None = None) -> bool:
-    """Whether `check` accepts it."""
+    """Say if `check` accepts the value."""
     try:
         check(value, schema, "", root=root)
     except UserError:
@@ -249,7 +260,7 @@ def fits(value: Any, schema: dict, root: dict | None = None) -> bool:
 
 
 def filled(value: Any, schema: dict) -> Any:
-    """`value` with the schema's defaults at every depth, those of the `if` / `then` branches it fits included."""
+    """Add the schema's defaults to `value` at every depth, with those of the `if` / `then` branches that it fits."""
     if isinstance(value, list):
         return [filled(item, schema.get("items", {})) for item in value]
     if not isinstance(value, dict):
@@ -260,14 +271,16 @@ def filled(value: Any, schema: dict) -> Any:
             properties |= condition["then"].get("properties", {})
     defaults = {key: each["default"] for key, each in properties.items() if "default" in each}
     # What is written comes first, in its order: a manifest keeps its bytes when a key gets a default.
+    # the second `value` puts the written values back over the defaults
     whole = {**value, **defaults, **value}
     return {key: filled(item, properties.get(key, {})) for key, item in whole.items()}
 
 
 def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:
-    """What was meant: an entry of a list, a key of another place, the nearest of this one, or else all of this one."""
+    """Guess what was meant: an entry of a list, a key of another place, or the nearest key here; else list all keys."""
     names = [valid for valid in properties if valid != "$schema"]
     above = f"{key}." if key else ""
+    # "sources[0]" for sources.0
     whole, bracket, index = name.partition("[")
     if bracket and whole in names:
         return did_you_mean([f"{above}{whole}.{index.rstrip(']')}"])
@@ -276,23 +289,26 @@ def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:
         return did_you_mean([*places[name][: 3 - len(near)], *(above + each for each in near)])
     if near:
         return did_you_mean(near)
+    # 0.92: among so many names a loose match would be a wrong guess
     if misspelt := get_close_matches(name, places, 1, cutoff=0.92):
         return did_you_mean(places[misspelt[0]][:3])
+    # more would not be read in one line
     return f"; valid keys: {', '.join(names)}" if len(names) <= 12 else ""
 
 
 def _other_places(key: str, root: dict) -> dict[str, list[str]]:
-    """{name: the dotted keys that end with it} of a whole schema but for the place `key`, the outermost first."""
+    """Map each name to the dotted keys that end with it, outermost first, without those of the place `key`."""
     places: dict[str, dict[str, None]] = {}
     for place in sorted(_all_keys(root, root), key=lambda place: place.count(".")):
         above, _, name = place.rpartition(".")
+        # the schema knows a list's first entry alone: sources.3 is sources.0 there
         if above != re.sub(r"\.\d+(?=\.|$)", ".0", key):
             places.setdefault(name, {})[place] = None
     return {name: list(found) for name, found in places.items()}
 
 
 def _all_keys(schema: dict, root: dict, key: str = "") -> Iterator[str]:
-    """Every dotted key that a value of the schema may have; the first entry stands for a list's."""
+    """Yield every dotted key that a value of the schema may have; a list has its first entry only."""
     if "$ref" in schema:
         schema = root["$defs"][schema["$ref"].removeprefix("#/$defs/")]
     for name, inner in schema.get("properties", {}).items():
@@ -306,7 +322,7 @@ def _all_keys(schema: dict, root: dict, key: str = "") -> Iterator[str]:
 
 
 def problem(where: str, key: str, what: str) -> UserError:
-    """The error family's one line: file, dotted key, what is wrong."""
+    """Make the one-line error: file, dotted key, what is wrong."""
     return UserError(f"{where}: {key}: {what}" if key else f"{where}: {what}")
 
 
@@ -314,7 +330,7 @@ class Difference(NamedTuple):
     """One value in which two files differ."""
 
     key: str
-    """Dotted, down to the value itself."""
+    """Dotted key of the value itself."""
     there: Any
     here: Any
 
@@ -323,7 +339,7 @@ class Difference(NamedTuple):
 
 
 def differences(there: Any, here: Any, key: str = "") -> list[Difference]:
-    """The single values in which two JSON values differ, named as `--set` does; what is left out counts as null."""
+    """List the single values in which two JSON values differ, with `--set`'s keys; a missing one counts as null."""
     if isinstance(there, dict) and isinstance(here, dict):
         pairs = [(name, there.get(name), here.get(name)) for name in there | here]
     elif isinstance(there, list) and isinstance(here, list):
@@ -335,7 +351,7 @@ def differences(there: Any, here: Any, key: str = "") -> list[Difference]:
 
 
 def listed(texts: list, most: int = 3) -> str:
-    """The first few of them, and how many more there are."""
+    """Write the first few texts, and how many more there are."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return "; ".join(map(str, texts[:most])) + more
 

@@ -1,4 +1,4 @@
-"""Start a run again when it crashes or hangs, under any launcher, and answer with the code it really ended with.
+"""Start a run again when it crashes or hangs, under any launcher, and return the exit code of the run itself.
 
     python -m pretraining.supervise -- deepspeed --num_gpus=8 train.py --recipe 30b
 
@@ -34,9 +34,9 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 300.0
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 CRASH = 1
 SECONDS_TO_LEAVE = 60.0
-"""What ranks have to save in, once their launcher is gone."""
+"""Time that ranks have to save after their launcher is gone."""
 SAME_REQUEST_SECONDS = 2.0
-"""Within this time a second signal is the first one, come by another way."""
+"""A second signal within this time is the same request, which arrived by another way."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,9 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
         supervisor = Supervisor(options.command, folder)
         starts: list[float] = []
         while True:
+            # not time.time(): a clock that is set back must not allow more starts
             starts.append(time.monotonic())
             code = supervisor.run(len(starts) - 1)
             recent = [when for when in starts if when > time.monotonic() - options.within_hours * 3600]
+            # a run that was asked to stop may still crash on the way: it is not started again
             if supervisor.asked or code in NOT_RESTARTED:
                 return code
             if len(recent) > options.restarts:
@@ -55,17 +57,19 @@ def main(arguments: list[str] | None = None) -> int:
                     f"exit code {code}; started {len(recent)} times in {options.within_hours:g} hours: no more"
                 )
                 return code
+            # doubles with each start: 5, 10, 20 ... seconds
             pause = min(FIRST_PAUSE_SECONDS * 2 ** (len(recent) - 1), LONGEST_PAUSE_SECONDS)
             _say(f"exit code {code}; starting again in {pause:g} seconds")
             supervisor.wait(pause)
+            # the request may have come during the pause
             if supervisor.asked:
                 return code
 
 
 class Supervisor:
-    """One run, started as often as it takes.
+    """One run, which is started as often as needed.
 
-    folder: of this machine; a rank leaves its exit code there, and a file `STOP` asks the ranks to stop.
+    folder: a folder of this machine. A rank writes its exit code there, and a file `STOP` asks the ranks to stop.
     """
 
     def __init__(self, command: list[str], folder: Path):
@@ -75,28 +79,35 @@ class Supervisor:
             signal.signal(number, self._ask)
 
     def run(self, restarts: int) -> int:
-        """Start the command, wait for its end and the end of all it started; its exit code."""
+        """Start the command, wait until it and all it started have ended, and return the exit code."""
+        # the code of the start before must not count for this one
         (self.folder / "exit_code").unlink(missing_ok=True)
         names = {SUPERVISOR: str(self.folder), RESTART: str(restarts), STARTED: str(self._started)}
         try:
+            # a session of its own: Ctrl-C reaches the supervisor alone, which asks the ranks
             launcher = subprocess.Popen(self.command, env={**os.environ, **names}, start_new_session=True)
         except OSError as error:
             raise UserError(f"{self.command[0]}: cannot be started: {error.strerror}") from error
         code = launcher.wait()
         outlived = self._end_what_is_left()
         told = self.folder / "exit_code"
+        # a launcher returns a code of its own, often 1, whatever its ranks returned
         if told.exists():
             return int(told.read_text())
+        # a launcher that ended well before its ranks did not see how they ended
         return CRASH if outlived and code == FINISHED else code
 
     def wait(self, seconds: float) -> None:
-        """Until the next start, or a request to stop, after which there is none."""
+        """Wait until the next start, or until a request to stop, after which there is none."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.asked:
             time.sleep(0.1)
 
     def _end_what_is_left(self) -> bool:
-        """Whether ranks outlived their launcher: they save and leave once they notice, or are killed."""
+        """End ranks that outlived their launcher; return whether there were any.
+
+        They save and leave when they notice; those that are still there after `SECONDS_TO_LEAVE` are killed.
+        """
         time.sleep(0.1)  # a process that is just being started shows no environment yet
         until = time.monotonic() + SECONDS_TO_LEAVE
         outlived = bool(started_here(self.folder))
@@ -106,7 +117,7 @@ class Supervisor:
         return outlived
 
     def _ask(self, number: int, frame) -> None:
-        """The first request goes to the ranks by way of a file; a second one, seconds later, ends them at once."""
+        """Pass the first request on to the ranks by a file; on a second one, seconds later, kill them."""
         if not self.asked:
             self.asked, self._asked_at = True, time.monotonic()
             (self.folder / "STOP").touch()
@@ -115,20 +126,21 @@ class Supervisor:
 
 
 def started_here(folder: Path) -> list[int]:
-    """Processes of this machine that a supervisor with this folder has started, however deep."""
+    """List the processes of this machine that the supervisor with this folder has started, children of children too."""
+    # by the environment, which every child inherits: parents may have ended already
     wanted = f"{SUPERVISOR}={folder}".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if wanted in (process / "environ").read_bytes().split(b"\0"):
                 found.append(int(process.name))
-        except OSError:
+        except OSError:  # it has ended meanwhile, or belongs to another user
             continue
     return found
 
 
 def kill_all(folder: Path) -> None:
-    """SIGKILL them, and what they start meanwhile."""
+    """Send SIGKILL to these processes, and to those that they start meanwhile."""
     while processes := started_here(folder):
         for process in processes:
             try:

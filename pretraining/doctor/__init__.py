@@ -1,1 +1,1 @@
-"""What a machine or a cluster will do to a run, found before it is paid for: `python -m pretraining.doctor`."""
+"""Find what a machine or a cluster will do to a run before it is paid for: `python -m pretraining.doctor`."""

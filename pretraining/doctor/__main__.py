@@ -39,7 +39,7 @@ as well. Exit code 2 if something will break the run. What is measured is kept f
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Examine, print, keep what was measured, and leave with 2 if something will break."""
+    """Examine, print, keep what was measured, and exit with 2 if something will break."""
     options, began = parse_arguments(arguments), time.monotonic()
     if started_by_launcher():
         return _examine_together(options, began)
@@ -49,10 +49,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _examine_together(options: argparse.Namespace, began: float) -> None:
-    """Each node by its first rank, then what all ranks do together; rank 0 reports. The process ends here."""
+    """Examine each node by its first rank, then what all ranks do together; rank 0 reports. The process ends here."""
     first = os.environ["RANK"] == "0"
     here, launch = examine(options) if os.environ["LOCAL_RANK"] == "0" else ([], None)
     prepare_imports()
+    # It imports torch, which prepare_imports makes faster: not before.
     from pretraining.doctor.cluster import end_rank, examine_cluster
 
     several_nodes = launch is not None and launch.several_machines
@@ -76,9 +77,9 @@ def _report(
     measured: list[Finding],
     began: float,
 ) -> int:
-    """Print all findings as JSON, or those to be shown as a table; returns the exit code.
+    """Print all findings as JSON, or those of `shown` as a table; return the exit code.
 
-    measured: those whose rates are kept for the plans of this machine.
+    measured: findings whose rates are kept for the plans of this machine.
     """
     kept = _keep(measured, launch)
     found = summary(findings, time.monotonic() - began)
@@ -90,7 +91,7 @@ def _report(
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Arguments of the doctor; launchers' own (`--local_rank`) are accepted and ignored."""
+    """Parse the arguments of the doctor; those that launchers add (`--local_rank`) are accepted and ignored."""
     parser = OneLineParser(
         prog="python -m pretraining.doctor",
         description=__doc__,
@@ -124,7 +125,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def examine(options: argparse.Namespace) -> tuple[list[Finding], Launch]:
-    """Every check of this machine. torch is not imported: its first import takes longer than all of them."""
+    """Make every check of this machine."""
+    # None of them imports torch: its first import takes longer than all checks.
     gpus, torch = read_gpus(), torch_build()
     launch, refused = plan_launch(options, gpus)
     elsewhere = ask_around(launch)  # answers come while the machine itself is looked at
@@ -135,17 +137,17 @@ def examine(options: argparse.Namespace) -> tuple[list[Finding], Launch]:
 
 
 def _keep(findings: list[Finding], launch: Launch) -> Path | None:
-    """Write the measured rates where plans look for them; a home that cannot be written keeps none."""
+    """Write the measured rates where plans look for them; return the file, or None."""
     rates = {name: value for finding in findings for name, value in finding.values.items() if name in RATES}
     gpu = launch.gpus.known.name if launch.gpus.known else None
     try:
         return keep_rates(rates, str(launch.run_folder), gpu, launch.world_size) if rates else None
-    except OSError:
+    except OSError:  # a home that cannot be written: plans then use the table's rates
         return None
 
 
 def _answer(findings: list[Finding], found: dict, launch: Launch, kept: Path | None) -> dict:
-    """Plain JSON values."""
+    """Return the whole answer as plain JSON values."""
     return {
         "host": socket.gethostname(),
         "world_size": launch.world_size,

@@ -1,7 +1,7 @@
-"""The checks under a launcher: do all ranks come, meet, agree, and send and compute as fast as they should.
+"""Check the ranks that a launcher started: do all come, meet and agree, and are messages and products fast enough?
 
-Every rank makes the same steps in the same order. A step that does not end on some rank ends the examination with that
-rank's name: what was found until then is reported.
+Every rank makes the same steps in the same order. If a step does not end on some rank, the examination ends with that
+rank's name, and what was found until then is reported.
 """
 
 import os
@@ -44,28 +44,28 @@ from pretraining.schema import REPOSITORY
 from pretraining.training.ranks import device_name, join_ranks, leave_ranks, prepare_rank
 
 ARRIVAL_SECONDS = 60.0
-"""From the first rank's imports to the last one's: a cold network folder takes that long to import torch from."""
+"""Time between the imports of the first and of the last rank: importing torch from a cold network folder takes long."""
 ALL_SECONDS = 175.0
-"""Of the whole examination; steps for which there is no time left are reported as left out."""
+"""Limit of the whole examination; a step for which no time is left is reported as left out."""
 LAYERS_SECONDS = 60.0
 STEP_SECONDS = 20.0
-"""Of what takes a second on a healthy cluster."""
+"""Limit of a step that takes a second on a healthy cluster."""
 DESCRIBE_SECONDS = 60.0
-"""Eight ranks begin with CUDA at once, and ask git on a network folder."""
+"""Limit of the step in which eight ranks start CUDA at once, and call git on a network folder."""
 JOIN_SECONDS = 60.0
-"""NCCL makes its first group of hundreds of ranks within this."""
+"""Limit of the step in which NCCL makes its first group, of hundreds of ranks."""
 
 
 def examine_cluster(options: Namespace, machine: list[Finding]) -> tuple[list[Finding], list[Finding]]:
     """Examine the ranks that a launcher started, together; every rank calls it.
 
-    Progress goes to stderr from rank 0, and what libraries print goes there from all ranks.
+    Rank 0 reports its progress on stderr. What libraries print goes there too, from all ranks.
 
     Returns:
-        The lines of all nodes about themselves, and those about the ranks together; complete on rank 0.
+        The findings of all nodes about themselves, and those about the ranks together; complete on rank 0 only.
 
     Args:
-        machine: what this rank has found of its node, if it is the node's first.
+        machine: what this rank has found about its node, if it is the node's first; else empty.
 
     Raises:
         UserError: rank 0 cannot be reached.
@@ -82,21 +82,23 @@ def examine_cluster(options: Namespace, machine: list[Finding]) -> tuple[list[Fi
 
 
 def end_rank(code: int) -> None:
-    """End this process at once: a thread may hang inside a library, and would keep an orderly end waiting for ever."""
+    """End this process at once with this exit code."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # Not sys.exit: a thread may hang inside a library, and an orderly end would wait for it for ever.
     os._exit(code)
 
 
 class Examination:
-    """One rank's part of it."""
+    """Make one rank's part of the examination."""
 
     def __init__(
         self, recipe: Recipe | None, ds_config: dict | None, options: Namespace, machine: list[Finding]
     ):
         self.recipe, self.ds_config = recipe, ds_config
         self.of_nodes = machine
-        """Lines of the nodes about themselves: of this one alone until all have sent theirs."""
+        """Findings of the nodes about themselves: only of this node until all nodes have sent theirs."""
+        # as train.py chooses it
         default = REPOSITORY / "runs" / (recipe.name if recipe else "")
         self.run_folder = Path(getattr(options, "output_dir", None) or default)
         self.data_dir = getattr(options, "data_dir", None) or REPOSITORY / "data"
@@ -106,7 +108,7 @@ class Examination:
         self.began = time.monotonic()
 
     def run(self) -> list[Finding]:
-        """All steps; findings are complete on rank 0."""
+        """Make all steps; return the findings, which are complete on rank 0 only."""
         self._say(f"waiting for {several(self.size, 'rank')}")
         self.call = RollCall(self.rank, self.size, ARRIVAL_SECONDS)
         gone = self.call.missing
@@ -117,6 +119,7 @@ class Examination:
                 self._examine()
             except Stuck as stuck:
                 self._add_stuck(stuck)
+                # rank 0 must not wait for these when it leaves
                 gone = [rank for rank, answer in enumerate(stuck.answers) if answer.state == SILENT]
         self.call.part(gone)
         return self.findings
@@ -129,12 +132,14 @@ class Examination:
         found = self._gathered("clocks", ClockQuestion(self.call).ask_or_answer)
         if found is not None:
             self.findings += judge_clocks(self.call, found)
+        # Folders first: their checks need no connection between the ranks.
         self._in_folders()
         self._between_ranks()
 
     def _in_folders(self) -> None:
         with self._probed_folder() as probed:
             looked = self._attempt("shared folders", lambda: look_at_run_folder(self.call, probed))
+            # a speed means nothing if the ranks write to different folders
             if worst(looked) == FINE:
                 self._attempt("disk of all ranks", lambda: self._disk(probed))
         if self.recipe is None:
@@ -145,7 +150,7 @@ class Examination:
             self.findings += judge_data(self.call, self.data_dir, name, digests)
 
     def _between_ranks(self) -> None:
-        """What needs ranks that meet, and then a process group of all of them."""
+        """Check what needs ranks that meet, and then what needs a process group of all ranks."""
         address = bound_address()
         self.findings += self._loopback(address)
         met = self._attempt(
@@ -159,6 +164,7 @@ class Examination:
         self._attempt("devices", lambda: measure_devices(self.call, self.recipe, self.gpu, self.on_gpu))
         if self.recipe is not None:
             self._attempt("the recipe's layers", self._layers)
+        # a step too, because it may hang as any collective
         self._gathered("leaving the process group", leave_ranks)
 
     def _describe(self) -> dict:
@@ -167,15 +173,17 @@ class Examination:
         return describe_rank(self.on_gpu)
 
     def _lines_of_nodes(self) -> list[Finding]:
-        """What the first rank of every node has found of it; on other ranks than 0 nothing."""
+        """Merge what the first rank of every node has found about it; empty on ranks other than 0."""
         found = self.call.collect("the nodes", [each.to_dict() for each in self.of_nodes])
         first = [node[0] for node in self.call.nodes] if found else []
         of_nodes = [[Finding(**fields) for fields in found[rank]] for rank in first]
         return of_all_nodes([self.call.hosts[rank] for rank in first], of_nodes)
 
     def _loopback(self, address: dict) -> list[Finding]:
-        """A host whose own name means the loopback cannot be reached by the others, though NCCL may work."""
+        """Find hosts whose own name means the loopback."""
+        # gloo then listens where other hosts cannot reach it, although NCCL may work.
         bound = self.call.gather("addresses", address)
+        # on one node the loopback reaches everyone
         if len(self.call.nodes) == 1:
             return []
         return [
@@ -210,7 +218,7 @@ class Examination:
         return [Finding(**fields) for fields in answers[0].value]
 
     def _attempt(self, name: str, examine: Callable[[], list[Finding]]) -> list[Finding]:
-        """The findings of a step, added to all; an error is a finding too."""
+        """Make a step and add its findings to all findings; an error becomes a finding too."""
         self._say(name)
         if self._left() <= 0:
             remedy = "see what took so long in the lines above"
@@ -224,7 +232,7 @@ class Examination:
         return found
 
     def _gathered(self, name: str, work: Callable[[], object], seconds: float = STEP_SECONDS) -> list | None:
-        """What the work returned on every rank; None, and a finding for each rank that failed, if one did."""
+        """Return what the work returned on every rank; None, and a finding for each failed rank, if one failed."""
         self._say(name)
         answers = self.call.step(name, work, seconds)
         failed = [rank for rank, answer in enumerate(answers) if answer.state == FAILED]
@@ -240,10 +248,12 @@ class Examination:
         try:
             yield probed
         finally:
+            # also if a step raises: nothing of ours stays in the run folder
             probed.clear()
 
     def _left(self) -> float:
-        """Seconds; asked at the same places by all ranks, whose steps end together, so that they answer alike."""
+        """Return the seconds that are left, the same number on every rank."""
+        # All ranks call it at the same places: a rank that left a step out would keep the others waiting.
         return self.call.agreed_seconds_left(self.began + ALL_SECONDS)
 
     def _never_came(self) -> Finding:
@@ -261,7 +271,7 @@ class Examination:
         )
 
     def _add_stuck(self, stuck: Stuck) -> None:
-        """The cause first: a rank that failed, else one that is gone, else all that wait for each other."""
+        """Report the likely cause: a rank that failed, else one that is gone, else ranks that wait for each other."""
         silent, failed, waits = (
             named(self.call.ranks, [rank for rank, each in enumerate(stuck.answers) if each.state == state])
             for state in (SILENT, FAILED, WAITS)
@@ -280,7 +290,7 @@ class Examination:
                 "NCCL_DEBUG=INFO says where; try NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1, NCCL_P2P_DISABLE=1"
             )
         self.findings.append(Finding(stuck.step, BREAKS, message, remedy, where))
-        if self.rank == 1 and stuck.answers[0].state == SILENT:  # nobody else would report it
+        if self.rank == 1 and stuck.answers[0].state == SILENT:  # rank 0 reports everything else
             print(as_lines(self.findings[-1:]), file=sys.stderr, flush=True)
 
     def _say(self, what: str) -> None:
@@ -289,7 +299,7 @@ class Examination:
 
 
 def _numbers(ranks: list[int]) -> str:
-    """`3, 8 to 15`."""
+    """Write rank numbers in short: `3, 8 to 15`."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:
@@ -301,7 +311,8 @@ def _numbers(ranks: list[int]) -> str:
 
 @contextmanager
 def _printed_to_stderr() -> Iterator[None]:
-    """Keep stdout for the answer: libraries print there, some from C++."""
+    """Send stdout to stderr inside the block, and keep stdout for the answer."""
+    # By the descriptor, since some libraries print from C++, past sys.stdout.
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""What each rank's device does by itself, all at once: products of the recipe's shapes, copies to and from the host."""
+"""Measure each rank's own device, all at once: products of the recipe's shapes, copies to and from the host."""
 
 import statistics
 import time
@@ -16,21 +16,23 @@ from pretraining.planning.throughput import precision_of_products
 from pretraining.recipe import Recipe
 
 SLOW_RANK = 0.9
-"""GPUs of one kind differ by a few percent; a rank 10 % below the median holds all others up by as much."""
+"""Share of the median. GPUs of one kind differ by a few percent; a rank 10 % below it delays all others by as much."""
 SLOW_PROCESSOR = 0.5
-"""Processes share the cores of a processor with whatever runs there: only half of the median counts."""
+"""Share of the median on a processor, whose cores the ranks share with other processes: rates there vary more."""
 HALF_OF_THE_PEAK = 0.5
-"""Wide products reach 0.6 to 0.8 of the dense peak; below half the GPU is throttled, shared, or in a slow mode."""
+"""Share of the dense peak. Wide products reach 0.6 to 0.8.
+
+Below half the GPU is throttled, shared, or in a slow mode."""
 WIDE = 2048
-"""Products of narrower models do not fill a GPU: what they reach says nothing about it."""
+"""Least width of a model whose products are compared with the peak: narrower ones do not fill a GPU."""
 HALF_OF_THE_BUS = 0.5
-"""Pinned copies reach 0.8 of PCIe; half means fewer lanes, or an older generation than the table's."""
+"""Share of the bus. Pinned copies reach 0.8 of PCIe; half means fewer lanes or an older generation."""
 WARM_SECONDS, SAMPLE_SECONDS = 2.0, 0.3
-"""Clocks fall to what power and cooling allow within a second or two."""
+"""Warm-up and each sample. Within a second or two clocks fall to what power and cooling allow."""
 SAMPLES = 5
 FEWEST_TOKENS = 16
 PROCESSOR_FLOPS = 2e8
-"""Of one product on a processor: some milliseconds."""
+"""FLOPs of one round on a processor, which takes some milliseconds."""
 COPY_BYTES, COPY_BYTES_ELSEWHERE = 256 << 20, 32 << 20
 DEVICE_SECONDS = 30.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
@@ -38,7 +40,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, 
 
 @dataclass(frozen=True)
 class Products:
-    """The products that are measured: of a layer's feed-forward part."""
+    """Shape of the products to measure, which are those of a layer's feed-forward part."""
 
     tokens: int
     width: int
@@ -47,11 +49,11 @@ class Products:
 
 
 NO_RECIPE = Products(16_384, 4096, 14_336, "bf16")
-"""Of a model of 7 billion parameters (recipes/7b.json)."""
+"""The products of a model of 7 billion parameters (recipes/7b.json)."""
 
 
 def products_of(recipe: Recipe | None, on_gpu: bool) -> Products:
-    """Those of a micro-batch of the recipe; on a processor of fewer tokens, narrower, and in fp32."""
+    """Choose the products of a micro-batch of the recipe; on a processor narrower ones of fewer tokens, in fp32."""
     products = NO_RECIPE
     if recipe is not None:
         tokens, precision = recipe.micro_batch * recipe.sequence_length, precision_of_products(recipe)
@@ -59,6 +61,7 @@ def products_of(recipe: Recipe | None, on_gpu: bool) -> Products:
     if on_gpu:
         return products
     width, inner = products.width, products.inner
+    # 4: two products, each of 2 FLOPs (multiply and add) for every token, input and output
     while 4 * FEWEST_TOKENS * width * inner > PROCESSOR_FLOPS:
         width, inner = width // 2, inner // 2
     tokens = min(products.tokens, int(PROCESSOR_FLOPS / (4 * width * inner)))
@@ -66,7 +69,7 @@ def products_of(recipe: Recipe | None, on_gpu: bool) -> Products:
 
 
 def measure_devices(call: RollCall, recipe: Recipe | None, gpu: Gpu | None, on_gpu: bool) -> list[Finding]:
-    """Rates of products, of copies on GPUs, and of the host's memory; slow ranks by name."""
+    """Measure rates of products, of copies on GPUs, and of the host's memory; name slow ranks."""
     products = products_of(recipe, on_gpu)
     work = Devices(products, on_gpu)
     answers = call.step("products and copies", work.measure, DEVICE_SECONDS)
@@ -85,14 +88,14 @@ def measure_devices(call: RollCall, recipe: Recipe | None, gpu: Gpu | None, on_g
 
 
 class Devices:
-    """One rank's measurements."""
+    """Make one rank's measurements."""
 
     def __init__(self, products: Products, on_gpu: bool):
         self.products, self.on_gpu = products, on_gpu
         self.device = "cuda" if on_gpu else "cpu"
 
     def measure(self) -> dict:
-        """{"flops_per_second", "state" of the GPU under load, and rates of copies}."""
+        """Return {"flops_per_second", "state" of the GPU under load, and rates of copies}."""
         flops, multiply = self._products()
         rate, state = self._rate(flops, multiply)
         copies = self._copies() if self.on_gpu else {}
@@ -104,7 +107,7 @@ class Devices:
         }
 
     def _products(self) -> tuple[float, Callable[[], None]]:
-        """FLOPs of one round, and the round: into the feed-forward part of a layer and back."""
+        """Return the FLOPs of one round, and the round itself: into the feed-forward part of a layer and back."""
         tokens, width, inner = self.products.tokens, self.products.width, self.products.inner
         make = {"dtype": DTYPES[self.products.precision], "device": self.device}
         hidden, up, down = (
@@ -117,20 +120,22 @@ class Devices:
         return 4.0 * tokens * width * inner, multiply
 
     def _rate(self, flops: float, multiply: Callable[[], None]) -> tuple[float, dict]:
-        """The best of some samples, so that what else ran for a moment does not count; the GPU's state meanwhile."""
+        """Return the best rate of some samples, and the GPU's state under this load."""
+        # The best: a process that ran beside it for a moment must not count.
         warm, sample = (WARM_SECONDS, SAMPLE_SECONDS) if self.on_gpu else (0.1, 0.05)
         self._rounds(multiply, warm)
         done, seconds = max(
             (self._rounds(multiply, sample) for _ in range(SAMPLES)), key=lambda each: each[0] / each[1]
         )
-        multiply()
+        multiply()  # so that the GPU is at work when it is asked
         state = gpu_state() if self.on_gpu else {}
         return flops * done / seconds, state
 
     def _rounds(self, multiply: Callable[[], None], seconds: float) -> tuple[int, float]:
-        """(rounds, seconds they took): as many as fit, the device waited for in between, seldom."""
+        """Run as many rounds as fit into `seconds`; return (rounds, seconds that they took)."""
         done, began = 0, time.perf_counter()
         while (passed := time.perf_counter() - began) < seconds:
+            # eight launches for one wait: waiting each time would leave the GPU idle in between
             for _ in range(8 if self.on_gpu else 1):
                 multiply()
                 done += 1
@@ -146,9 +151,10 @@ class Devices:
         }
 
     def _host(self) -> float:
-        """Bytes read and written per second."""
+        """Return the bytes read and written per second."""
         size = COPY_BYTES if self.on_gpu else COPY_BYTES_ELSEWHERE
         source, target = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        # a copy reads every byte and writes it
         return 2 * self._copy_rate(target, source)
 
     def _copy_rate(self, target: torch.Tensor, source: torch.Tensor) -> float:
@@ -156,6 +162,7 @@ class Devices:
         for _ in range(4):
             self._finish()
             began = time.perf_counter()
+            # non_blocking has an effect with pinned memory only
             target.copy_(source, non_blocking=True)
             self._finish()
             best = min(best, time.perf_counter() - began)
@@ -167,7 +174,7 @@ class Devices:
 
 
 def widths_of(recipe: Recipe) -> tuple[int, int]:
-    """(width of the model, inner width of its feed-forward part or of one expert)."""
+    """Return (width of the model, inner width of its feed-forward part or of one expert)."""
     shape = shape_of(recipe.model)
     if shape["model_type"] == "gpt2":
         return shape["n_embd"], shape["n_inner"] or 4 * shape["n_embd"]
@@ -175,12 +182,13 @@ def widths_of(recipe: Recipe) -> tuple[int, int]:
 
 
 def gpu_state() -> dict:
-    """{"clock_hz", "temperature_celsius", "watts", "held_back_by"} of this rank's GPU, as NVML says.
+    """Ask NVML for {"clock_hz", "temperature_celsius", "watts", "held_back_by"} of this rank's GPU.
 
-    What it does not say is left out: all of it if nvidia-ml-py is not installed.
+    A value that it does not give is left out; without nvidia-ml-py all are.
     """
     state: dict = {}
     asked: dict[str, Callable[[], object]] = {
+        # torch gives MHz here and milliwatts below
         "clock_hz": lambda: 1_000_000 * torch.cuda.clock_rate(),
         "temperature_celsius": torch.cuda.temperature,
         "watts": lambda: torch.cuda.power_draw() / 1000,
@@ -195,10 +203,11 @@ def gpu_state() -> dict:
 
 
 def _held_back_by() -> list[str]:
-    """Why the clock is lower than it could be, in NVML's words."""
+    """List why the clock is lower than it could be, as NVML says."""
     import pynvml
 
     pynvml.nvmlInit()
+    # by UUID: NVML's numbers ignore CUDA_VISIBLE_DEVICES
     unique = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(
         pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{unique}")
@@ -214,7 +223,7 @@ def _held_back_by() -> list[str]:
 
 
 def state_in_words(state: dict) -> str:
-    """`1,410 MHz, 83 C, 690 W, held back by heat (driver)`, or an empty string."""
+    """Write `1,410 MHz, 83 C, 690 W, held back by heat (driver)`, or an empty string."""
     words = []
     if "clock_hz" in state:
         words.append(f"{state['clock_hz'] / 1e6:,.0f} MHz")
@@ -228,7 +237,8 @@ def state_in_words(state: dict) -> str:
 
 
 def slow_ranks(rates: list[float], share: float) -> list[int]:
-    """Ranks below this share of the median; of two ranks the faster one is the median."""
+    """List the ranks below this share of the median."""
+    # high: of two ranks the faster one is the median, so that the slower one can be found
     median = statistics.median_high(rates)
     return [rank for rank, rate in enumerate(rates) if rate < share * median]
 
@@ -239,6 +249,7 @@ def _products(
     rates = [each["flops_per_second"] for each in found]
     median, slowest = statistics.median_high(rates), min(rates)
     precision = products.precision
+    # the name under which plans look for the rate (`planning.gpus.RATES`)
     kept = "product_flops" if on_gpu and precision in ("bf16", "fp16") else f"{precision}_product_flops"
     values = {kept: median, f"slowest_{kept}": slowest}
     shape = f"{products.tokens:,} tokens from {products.width:,} to {products.inner:,} and back"
@@ -265,7 +276,7 @@ def _products(
 
 
 def _copies(call: RollCall, gpu: Gpu | None, found: list[dict]) -> list[Finding]:
-    """Both ways, of all ranks at once, since they share the bus."""
+    """Judge the copies both ways, which all ranks made at once, since they share the bus."""
     findings = []
     for way, words in (("to", "from host memory to the GPU"), ("from", "from the GPU to host memory")):
         key = f"{way}_device_bytes_per_second"

@@ -1,4 +1,4 @@
-"""The folders of a run: can they be written and relied on, is there room, how fast is their disk."""
+"""Check the folders of a run: can they be written and relied on, is there room, how fast is their disk?"""
 
 import fcntl
 import math
@@ -17,25 +17,25 @@ from pretraining.runtime.durable_files import sync_to_disk
 from pretraining.runtime.host import disk_room_bytes, existing_folder
 
 NETWORK = ("nfs", "cifs", "smb", "fuse", "9p", "sshfs", "davfs")
-"""Beginnings of the names of filesystems that another machine serves, and that may keep fewer promises."""
+"""How the names of filesystems begin that another machine serves, and that may guarantee less."""
 VANISHING = {
     "tmpfs": "the memory of this machine, and is gone when it restarts",
     "ramfs": "the memory of this machine, and is gone when it restarts",
     "overlay": "the container's own layer, and is gone with the container",
 }
 FEWEST_FILES = 10_000
-"""A checkpoint has some files for each rank, a data set one for each shard."""
+"""Files that must still fit: a checkpoint has some for each rank, a data set has one for each shard."""
 FIRST_WRITE_BYTES = 4 << 20
 MOST_WRITTEN_BYTES = 256 << 20
 LONGEST_WRITE_SECONDS = 1.0
 SLOW_SAVE_SHARE = 0.1
-"""Of the time between two checkpoints; training waits for the one before if it is not on the disk by then."""
+"""Share of the time between two checkpoints that a save may take. The next save waits for the one before."""
 SLOW_SAVE_SECONDS = 600.0
-"""For a run whose speed is not known: a stop, too, waits so long for its checkpoint."""
+"""The most that a save may take if the run's speed is not known: a stop, too, waits for its checkpoint."""
 
 
 def check_disks(launch: Launch) -> list[Finding]:
-    """The run's folder, the data's if it is still to be made, and the one that states are offloaded to."""
+    """Check the run's folder, that of data still to be prepared, and those that states are offloaded to."""
     return [*_run_folder(launch), *_data_folder(launch), *_nvme_folders(launch)]
 
 
@@ -55,7 +55,8 @@ def _run_folder(launch: Launch) -> Iterator[Finding]:
 
 
 def unwritable(folder: Path) -> str:
-    """Why nothing can be written there; empty if it can."""
+    """Say why nothing can be written there; empty if it can."""
+    # by writing: permission bits say nothing of read-only mounts and quotas
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x")
@@ -66,7 +67,7 @@ def unwritable(folder: Path) -> str:
 
 
 def _filesystem(folder: Path) -> Finding:
-    """Its kind, and whether it keeps the promises that a committed checkpoint is built on."""
+    """Report its kind, and whether it has the operations that a committed checkpoint relies on."""
     mount, kind = filesystem_of(folder)
     missing = missing_operations(folder)
     if missing:
@@ -80,14 +81,16 @@ def _filesystem(folder: Path) -> Finding:
 
 
 def filesystem_of(folder: Path) -> tuple[str, str]:
-    """(mount point, kind) of the filesystem that holds a folder, from /proc/self/mountinfo."""
+    """Find (mount point, kind) of the filesystem that holds a folder, from /proc/self/mountinfo."""
     place, best = folder.resolve(), ("/", "unknown filesystem")
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return best
     for line in lines:
+        # fields before the dash: number, parent, device, root, mount point, ...; after it: kind, source, ...
         before, _, after = line.partition(" - ")
+        # the kernel writes a space as \040
         mount = before.split()[4].replace("\\040", " ")
         if place.is_relative_to(mount) and len(mount) >= len(best[0]):  # the last one covers those before
             best = mount, after.split()[0]
@@ -95,10 +98,11 @@ def filesystem_of(folder: Path) -> tuple[str, str]:
 
 
 def missing_operations(folder: Path) -> list[str]:
-    """Of what commits and locks rely on, that which the filesystem refuses."""
+    """List the operations that commits and locks rely on and that the filesystem refuses."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as inside:
         one, other = Path(inside, "one"), Path(inside, "other")
         one.write_bytes(b"1")
+        # in this order: the last one moves the first file away
         attempts = {
             "file locks": lambda: _lock(one),
             "sync of files": lambda: sync_to_disk(one),
@@ -123,7 +127,7 @@ def _lock(path: Path) -> None:
 
 
 def _room(launch: Launch, folder: Path) -> Finding:
-    """Free bytes against the checkpoints that are to stay."""
+    """Compare the free bytes with the checkpoints that are to be kept."""
     free = shutil.disk_usage(folder).free
     if launch.plan is None:
         return Finding("disk", FINE, f"{num_bytes(free)} free at {folder}")
@@ -145,7 +149,7 @@ def _few_files(folder: Path) -> Finding | None:
 
 
 def write_speed(folder: Path) -> float | None:
-    """Bytes per second that one process writes and syncs, measured for a second or two; None without room for it."""
+    """Measure for a second or two how many bytes per second one process writes and syncs; None without room for it."""
     room = shutil.disk_usage(folder).free // 4
     block, written, size = os.urandom(FIRST_WRITE_BYTES), 0, FIRST_WRITE_BYTES  # nothing that compresses
     if room < 4 * FIRST_WRITE_BYTES:
@@ -156,6 +160,7 @@ def write_speed(folder: Path) -> float | None:
             for _ in range(size // FIRST_WRITE_BYTES):
                 file.write(block)
             file.flush()
+            # without it only the copy into memory would be measured
             os.fsync(file.fileno())
             written, size = written + size, 2 * size
             seconds = time.perf_counter() - began
@@ -164,7 +169,7 @@ def write_speed(folder: Path) -> float | None:
 
 
 def _speed(launch: Launch, folder: Path, speed: float) -> Finding:
-    """The disk's rate, and what it makes of a checkpoint."""
+    """Report the disk's rate, and how long a checkpoint takes at it."""
     measured = f"one process writes {num_bytes(speed)}/s to {folder}"
     values = {"disk_bytes_per_second": speed}
     if launch.plan is None or not launch.plan.checkpoint_bytes:
@@ -181,13 +186,14 @@ def _speed(launch: Launch, folder: Path, speed: float) -> Finding:
 
 
 def _fewer_saves(launch: Launch, seconds: float, every: float | None) -> int | str:
-    """Steps between saves, of which one then takes SLOW_SAVE_SHARE of the time; N if that cannot be said."""
+    """Return the steps between saves at which a save takes SLOW_SAVE_SHARE of the time; N if that is not known."""
     steps = launch.recipe.training.save_steps
+    # below 1 `save_steps` is a share of the run
     return math.ceil(steps * seconds / (SLOW_SAVE_SHARE * every)) if every and steps >= 1 else "N"
 
 
 def _data_folder(launch: Launch) -> Iterator[Finding]:
-    """Room for token shards that are still to be made."""
+    """Check the room for token shards that are still to be prepared."""
     if launch.data_folder is None or launch.data_is_prepared:
         return
     folder = existing_folder(launch.data_folder)
@@ -207,7 +213,7 @@ def _data_folder(launch: Launch) -> Iterator[Finding]:
 
 
 def _nvme_folders(launch: Launch) -> Iterator[Finding]:
-    """The folders that DeepSpeed swaps states to."""
+    """Check the folders that DeepSpeed swaps states to."""
     zero = (launch.ds_config or {}).get("zero_optimization", {})
     blocks = [zero.get(name) or {} for name in ("offload_param", "offload_optimizer")]
     for place in sorted({block["nvme_path"] for block in blocks if block.get("device") == "nvme"}):

@@ -1,4 +1,4 @@
-"""What the doctor found: one line each, with a verdict and what to do about it."""
+"""Hold what the doctor found: one line each, with a verdict and what to do about it."""
 
 import re
 import textwrap
@@ -12,7 +12,8 @@ VERDICTS = (FINE, COSTS, BREAKS)
 """From best to worst."""
 LINE_WIDTH = 118
 MOST_NAMED = 4
-"""Ranks or nodes in one line."""
+"""The most ranks or nodes that one line names."""
+# with its unit: 980 MB on one node and 1.2 GB on another are the same line
 _NUMBER = re.compile(r"\d[\d.,]*( [kMGT]?B\b)?")
 
 
@@ -37,45 +38,46 @@ class Finding:
     def of_error(
         cls, check: str, error: UserError | str, verdict: str = BREAKS, where: str = ""
     ) -> "Finding":
-        """The line of an error, which says what is wrong and, after the first semicolon, what to do."""
+        """Make a finding of an error, which says what is wrong and, after the first semicolon, what to do."""
         what, _, remedy = str(error).partition("; ")
         return cls(check, verdict, what, remedy, where)
 
     def on(self, place: str) -> "Finding":
-        """The same with a node, or several, as its place."""
+        """Return the same finding with one or several nodes as its place."""
         return replace(self, where=f"{self.where} on {place}" if self.where else place)
 
     def to_dict(self) -> dict:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self)
 
 
 def worst(findings: list[Finding]) -> str:
-    """The worst verdict of all; FINE if there are none."""
+    """Return the worst verdict of all; FINE if there are none."""
     return max((finding.verdict for finding in findings), key=VERDICTS.index, default=FINE)
 
 
 def of_all_nodes(hosts: list[str], found: list[list[Finding]]) -> list[Finding]:
-    """The lines of all nodes, each once; a line that is not the same on every node names its nodes.
+    """Merge the lines of all nodes, so that each is there once; a line that not every node has names its nodes.
 
-    Lines that differ in numbers, or in the node's own name, count as one, and are shown as the first node has them.
+    Lines that differ only in numbers, or in the node's own name, count as one; the first node's is shown.
 
     Args:
         hosts: the name of each node, rank 0's first.
-        found: what each of them found of itself.
+        found: what each node found about itself.
     """
     lines: dict[tuple, dict[int, Finding]] = {}
     for node, (host, findings) in enumerate(zip(hosts, found, strict=True)):
         repeated: Counter = Counter()
         for finding in findings:
             words = finding.check, finding.verdict, _NUMBER.sub("#", finding.message.replace(host, "HOST"))
+            # counted: two such lines of one node (two disks) stay two
             lines.setdefault((*words, repeated[words]), {})[node] = finding
             repeated[words] += 1
     return [_of_nodes(hosts, each) for each in lines.values()]
 
 
 def _of_nodes(hosts: list[str], by_node: dict[int, Finding]) -> Finding:
-    """One line of some nodes, with their names unless it is the same on every one."""
+    """Make one line of those of some nodes; it names them unless it is the same on every node."""
     names, first = [hosts[node] for node in by_node], next(iter(by_node.values()))
     if len(names) == len(hosts):
         if len({(each.message, each.remedy, each.where) for each in by_node.values()}) == 1:
@@ -86,28 +88,29 @@ def _of_nodes(hosts: list[str], by_node: dict[int, Finding]) -> Finding:
 
 
 def few_of(names: list[str]) -> str:
-    """The first few of them, and how many more there are."""
+    """Write the first few names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more
 
 
 def summary(findings: list[Finding], seconds: float) -> dict:
-    """{"verdict", "will_break", "costs_you", "fine", "seconds"}: the worst verdict, and how many checks had each."""
+    """Count the verdicts: {"verdict" (the worst), "will_break", "costs_you", "fine", "seconds"}."""
     number = Counter(finding.verdict for finding in findings)
     counts = {"will_break": number[BREAKS], "costs_you": number[COSTS], "fine": number[FINE]}
     return {"verdict": worst(findings), **counts, "seconds": round(seconds, 2)}
 
 
 def summary_line(found: dict) -> str:
-    """The last line: whether a run will break here, and how many checks say so."""
+    """Write the last line: whether a run will break here, and how many checks say so."""
     broken, costs, fine = found["will_break"], found["costs_you"], found["fine"]
     what = f"{broken} will break a run here" if broken else "nothing will break"
     return f"{what}; {costs} cost you; {fine} fine ({found['seconds']:.1f} s)"
 
 
 def as_lines(findings: list[Finding]) -> str:
-    """The findings as a table for people, in the order of the checks, the remedy beneath each line that has one."""
+    """Write the findings as a table, in the order of the checks; a remedy follows below its line."""
     width = max((len(finding.check) for finding in findings), default=0)
+    # 10: the longest verdict, "will break"; 2: the space between columns
     margin = 10 + 2 + width + 2
     lines = []
     for finding in findings:

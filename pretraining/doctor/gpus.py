@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as nvidia-smi reports them, and whether the installed torch can use them."""
+"""Read the GPUs of this machine from nvidia-smi, and check whether the installed torch can use them."""
 
 import ctypes
 import os
@@ -31,9 +31,9 @@ FIELDS = (
     "clocks_event_reasons.active",
     "persistence_mode",
 )
-"""What nvidia-smi is asked for; an older one that does not know a field is asked without it."""
+"""Fields to ask nvidia-smi for; an older one that does not know a field is asked again without it."""
 SECONDS = 10
-"""nvidia-smi may wake eight GPUs first."""
+"""Limit of one call of nvidia-smi, which may have to wake eight GPUs first."""
 NOT_EXAMINED = (
     "their driver, memory in use, memory errors, power, clocks and links are not checked here, nor whether the plan "
     "fits them; the lines about plan, cores and packages are those of a machine without GPUs"
@@ -44,12 +44,12 @@ ON_AMD = (
 )
 MEBIBYTE = 1 << 20
 IDLE_SHARE = 0.02
-"""Of a GPU's memory: less is taken by the driver itself."""
+"""Share of a GPU's memory up to which only the driver uses it."""
 SLOWED = {0x2: "its clocks are set lower", 0x8: "hardware slowdown", 0x40: "heat", 0x80: "power brake"}
-"""Bits of `clocks_event_reasons.active` that an idle, healthy GPU does not set (NVML, nvmlClocksEventReasons)."""
+"""Bits of `clocks_event_reasons.active` that are not set on an idle, healthy GPU (NVML, nvmlClocksEventReasons)."""
 XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)")
 FAILING_XIDS = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
-"""Xids of the device and not of a program: memory, links, firmware, a GPU that is gone (NVIDIA, Xid Errors)."""
+"""Errors of the device, not of a program: memory, links, firmware, a lost GPU (NVIDIA, Xid Errors)."""
 
 
 @dataclass(frozen=True)
@@ -60,33 +60,33 @@ class GpuFound:
     name: str
     memory_bytes: int
     used_bytes: int
-    """Of its memory, by other processes and the driver."""
+    """Memory in use by other processes and the driver."""
     fields: dict[str, str] = field(default_factory=dict)
-    """Everything that nvidia-smi answered, in its words."""
+    """Everything that nvidia-smi answered, as text."""
 
     @property
     def capability(self) -> float | None:
-        """Compute capability; None if the driver is too old to say."""
+        """Return the compute capability; None if the driver is too old to say."""
         return _number(self.fields.get("compute_cap"))
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """All that a process of this machine would see."""
+    """All GPUs that a process of this machine would see."""
 
     found: tuple[GpuFound, ...] = ()
     driver: str | None = None
     problem: str = ""
-    """Why they cannot be asked; empty if they were, or there are none."""
+    """Why nvidia-smi cannot be asked; empty if it answered, or if there are no GPUs."""
 
     @property
     def known(self) -> Gpu | None:
-        """Their entry in tables/gpus.json; None without GPUs, or for a kind that it does not have."""
+        """Return their entry in tables/gpus.json; None without GPUs, or for a kind that is not in the table."""
         return known_gpu(self.found[0].name) if self.found else None
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of the smallest; None without GPUs."""
+        """Return the memory of the smallest GPU; None without GPUs."""
         return min((gpu.memory_bytes for gpu in self.found), default=None)
 
 
@@ -97,27 +97,29 @@ class TorchBuild:
     version: str | None
     """None if it is not installed."""
     cuda: str | None
-    """None of a build for processors."""
+    """None for a build for processors."""
 
     @property
     def for_amd(self) -> bool:
-        """Whether it is a build for GPUs of AMD."""
+        """Say if it is a build for GPUs of AMD."""
         return "rocm" in (self.version or "")
 
 
 def torch_build() -> TorchBuild:
-    """The version and the CUDA of the torch that this Python would import."""
+    """Read the version and the CUDA of the torch that this Python would import."""
     spec = find_spec("torch")
+    # find_spec does not import torch, which takes seconds
     path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     if path is None or not path.is_file():
         return TorchBuild(None, None)
     text = path.read_text(encoding="utf-8")
+    # lines such as `__version__ = '2.13.0+cu130'` and `cuda: Optional[str] = '13.0'`
     said = {key: re.search(rf"^{key}\b[^=]*= *'([^']+)'", text, re.M) for key in ("__version__", "cuda")}
     return TorchBuild(*(match and match[1] for match in said.values()))
 
 
 def read_gpus() -> Gpus:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves to a process that starts here."""
+    """Read the GPUs that CUDA_VISIBLE_DEVICES leaves to a process that starts here."""
     if shutil.which("nvidia-smi") is None:
         return _without_nvidia_smi()
     try:
@@ -125,6 +127,7 @@ def read_gpus() -> Gpus:
     except (OSError, subprocess.SubprocessError) as error:
         return Gpus(problem=f"nvidia-smi cannot be used ({' '.join(str(error).split())})")
     found = [_gpu(row) for row in rows]
+    # one driver serves all GPUs of a machine
     return Gpus(tuple(_visible(found)), rows[0]["driver_version"] if rows else None)
 
 
@@ -136,10 +139,11 @@ def _without_nvidia_smi() -> Gpus:
 
 
 def _ask(fields: list[str]) -> list[dict[str, str]]:
-    """One row for each GPU."""
+    """Ask nvidia-smi for these fields; return one row for each GPU."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     unknown = re.search(r'Field "([^"]+)" is not a valid field', answer.stdout + answer.stderr)
+    # it names one unknown field at a time
     if unknown and unknown[1] in fields:
         return _ask([name for name in fields if name != unknown[1]])
     if answer.returncode:
@@ -148,6 +152,7 @@ def _ask(fields: list[str]) -> list[dict[str, str]]:
             return []
         raise subprocess.SubprocessError(said[:200])
     lines = [line for line in answer.stdout.splitlines() if line.strip()]
+    # not strict: a line that is cut short leaves fields out
     return [dict(zip(fields, map(str.strip, line.split(",")), strict=False)) for line in lines]
 
 
@@ -157,28 +162,29 @@ def _gpu(row: dict[str, str]) -> GpuFound:
 
 
 def _visible(found: list[GpuFound]) -> list[GpuFound]:
-    """In CUDA's order: what follows a name that is none does not count."""
+    """Choose the GPUs that CUDA_VISIBLE_DEVICES names, in its order."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return found
     visible = []
     for name in map(str.strip, chosen.split(",")):
         match = [gpu for gpu in found if _has_name(gpu, name)]
-        if not match:
+        if not match:  # CUDA ignores all that follows a name it does not know
             break
         visible += match[:1]
     return visible
 
 
 def _has_name(gpu: GpuFound, name: str) -> bool:
-    """A number, the beginning of a UUID, or a slice (MIG-...), of which nvidia-smi does not say whose it is."""
+    """Say if `name` means this GPU: its number, the beginning of its UUID, or a slice (MIG-...)."""
+    # nvidia-smi's table does not say to which GPU a slice belongs: the first that is cut into slices counts
     if name.startswith("MIG-"):
         return _is_sliced(gpu)
     return name == gpu.index or (name.startswith("GPU-") and gpu.fields["uuid"].startswith(name))
 
 
 def _number(text: str | None) -> float | None:
-    """None for what nvidia-smi writes as [N/A] or [Not Supported]."""
+    """Read a number; None for what nvidia-smi writes as [N/A] or [Not Supported]."""
     try:
         return float(text)
     except (TypeError, ValueError):
@@ -186,7 +192,7 @@ def _number(text: str | None) -> float | None:
 
 
 def check_gpus(gpus: Gpus, torch: TorchBuild) -> list[Finding]:
-    """What of GPUs, driver and torch's build does not fit together, and what slows them."""
+    """Find what does not fit together in GPUs, driver and torch's build, and what slows the GPUs."""
     if gpus.problem:
         remedy = (
             "start the container with the driver's tools (NVIDIA_DRIVER_CAPABILITIES=compute,utility), or "
@@ -218,6 +224,7 @@ def _listed(gpus: Gpus, torch: TorchBuild) -> Finding:
 def _torch(gpus: Gpus, torch: TorchBuild) -> Finding | None:
     if torch.cuda or torch.for_amd:
         return None
+    # without the mark of the build: 2.13.0 of 2.13.0+cpu
     public = (torch.version or "").partition("+")[0]
     what = f"torch {torch.version} is built without CUDA, beside {several(len(gpus.found), 'GPU')}"
     remedy = f"pip install --force-reinstall torch=={public}, without an index of builds for processors"
@@ -240,20 +247,22 @@ def _driver(gpus: Gpus, torch: TorchBuild) -> Finding | None:
 
 
 def driver_cuda() -> float | None:
-    """The CUDA of the driver's library that a process loads, 13.0; None if there is none.
+    """Return the CUDA version of the driver's library that a process loads, such as 13.0; None if there is none.
 
-    An older driver comes with a newer one in containers that bring a compatibility package; torch asks the same.
+    Containers may add a compatibility package, whose library is newer than the driver. torch asks the same library.
     """
     version = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     except (OSError, AttributeError):
         return None
+    # the driver writes 13.0 as 13000
     return None if failed else version.value // 10 / 100
 
 
 def _capability(gpus: Gpus, torch: TorchBuild) -> Finding | None:
     needs = cuda_needs(torch.cuda)
+    # 99: a capability that is not known counts as new enough
     old = [gpu for gpu in gpus.found if needs and (gpu.capability or 99) < needs["least_capability"]]
     if not old:
         return None
@@ -263,7 +272,7 @@ def _capability(gpus: Gpus, torch: TorchBuild) -> Finding | None:
 
 
 def _which(gpus: Iterable[GpuFound]) -> str:
-    """`GPU 3`, `GPUs 0, 2`, `GPUs 0-7`."""
+    """Write `GPU 3`, `GPUs 0, 2` or `GPUs 0-7`."""
     indices = [gpu.index for gpu in gpus]
     if len(indices) == 1:
         return f"GPU {indices[0]}"
@@ -325,6 +334,7 @@ def _memory_errors(found: tuple[GpuFound, ...]) -> Finding | None:
 def _power(found: tuple[GpuFound, ...]) -> Finding | None:
     def limits(gpu: GpuFound) -> tuple[float, float]:
         given, usual = (_number(gpu.fields.get(key)) for key in ("power.limit", "power.default_limit"))
+        # 0 for a limit that is not known: such a GPU is not reported
         return given or 0, usual or 0
 
     low = [gpu for gpu in found if 0 < limits(gpu)[0] < limits(gpu)[1]]
@@ -338,6 +348,7 @@ def _power(found: tuple[GpuFound, ...]) -> Finding | None:
 def _slowed(found: tuple[GpuFound, ...]) -> Finding | None:
     def reasons(gpu: GpuFound) -> list[str]:
         text = gpu.fields.get("clocks_event_reasons.active", "")
+        # hexadecimal, or a text such as [N/A]
         bits = int(text, 16) if text.startswith("0x") else 0
         return [words for bit, words in SLOWED.items() if bits & bit]
 
@@ -362,14 +373,15 @@ def _persistence(found: tuple[GpuFound, ...]) -> Finding | None:
 def _if_any(
     found: tuple[GpuFound, ...], applies: Callable[[GpuFound], bool], check: str, what: str, remedy: str
 ) -> Finding | None:
-    """A finding that costs, about the GPUs to which it applies."""
+    """Make a finding that costs, about the GPUs to which it applies; None if there are none."""
     concerned = [gpu for gpu in found if applies(gpu)]
     return Finding(check, COSTS, f"{_which(concerned)}: {what}", remedy) if concerned else None
 
 
 def kernel_messages() -> str:
-    """The kernel's log, which may be root's alone; empty if it cannot be read."""
+    """Read the kernel's log; empty if it cannot be read, as often only root may."""
     try:
+        # not blocking: at its end the log would wait for the next message
         descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return ""
@@ -377,6 +389,7 @@ def kernel_messages() -> str:
     try:
         while True:
             try:
+                # one record each; a buffer that is too small would be an error
                 records.append(os.read(descriptor, 8192).decode(errors="replace"))
             except BrokenPipeError:  # this record was overwritten meanwhile
                 continue
@@ -387,7 +400,7 @@ def kernel_messages() -> str:
 
 
 def check_xids(messages: str) -> Finding | None:
-    """Errors of the devices themselves that the driver has logged since the machine started."""
+    """Report errors of the devices themselves that the driver has logged since the machine started."""
     failing = sorted({(place, int(number)) for place, number in XID.findall(messages)})
     failing = [f"Xid {number} of {place}" for place, number in failing if number in FAILING_XIDS]
     if not failing:

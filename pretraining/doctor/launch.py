@@ -1,4 +1,4 @@
-"""The run that is to start on this machine: its recipe, its ranks, its folders, and whether its plan fits here."""
+"""Describe the run that is to start on this machine, and check whether its plan fits here."""
 
 from argparse import Namespace
 from dataclasses import dataclass, replace
@@ -27,13 +27,13 @@ from pretraining.schema import REPOSITORY
 
 @dataclass(frozen=True)
 class Launch:
-    """What the checks of a machine must know of a run."""
+    """What the checks of a machine must know about a run."""
 
     gpus: Gpus
     world_size: int
-    """Of the whole run."""
+    """Ranks of the whole run."""
     ranks_here: int
-    """On this machine."""
+    """Ranks on this machine."""
     run_folder: Path
     data_dir: Path | str
     """A folder, or an address that fsspec understands."""
@@ -45,49 +45,50 @@ class Launch:
 
     @property
     def trains_on_gpus(self) -> bool:
-        """Whether there is a GPU."""
+        """Say if there is a GPU."""
         return bool(self.gpus.found)
 
     @property
     def several_machines(self) -> bool:
-        """Whether some of its ranks run elsewhere."""
+        """Say if some of its ranks run on other machines."""
         return self.world_size > self.ranks_here
 
     @property
     def continues(self) -> bool:
-        """Whether the run has begun already."""
+        """Say if the run has begun already."""
         return is_seen(RunFolder(self.run_folder).recipe)
 
     @property
     def workers(self) -> int:
-        """Processes that read data for one rank."""
+        """Return the number of processes that read data for one rank."""
         return int(self.recipe.training.dataloader_num_workers) if self.recipe else 0
 
     @property
     def offloads(self) -> set[str]:
-        """What holds offloaded states: "cpu", "nvme", both or neither."""
+        """Say what holds offloaded states: "cpu", "nvme", both or neither."""
         return {optimizer_device(self.ds_config), parameter_device(self.ds_config)} - {"gpu"}
 
     @property
     def compiles(self) -> bool:
-        """Whether training passes are compiled."""
+        """Say if training passes are compiled."""
         return bool(self.recipe) and compiled_part(self.recipe, self.ds_config, self.trains_on_gpus) != "none"
 
     @property
     def without_compiler(self) -> str:
-        """The verdict if what compiles them is missing: `speed.compile: auto` goes on without."""
+        """Give the verdict if what compiles them is missing."""
+        # `speed.compile: auto` then trains uncompiled.
         return COSTS if self.recipe and self.recipe.speed.compile == "auto" else BREAKS
 
     @property
     def data_folder(self) -> Path | None:
-        """The folder of prepared data, made or to be made; None for an address, or without a recipe."""
+        """Return the folder of prepared data, which may not exist yet; None for an address, or without a recipe."""
         if self.recipe is None or isinstance(self.data_dir, str):
             return None
         return self.data_dir / self.recipe.data.name
 
     @property
     def data_is_prepared(self) -> bool:
-        """Whether the data needs no source any more."""
+        """Say if the data is prepared, so that no source is needed any more."""
         try:
             return isinstance(self.data_dir, str) or bool(
                 self.data_folder and read_manifest(self.data_folder)
@@ -97,7 +98,7 @@ class Launch:
 
     @property
     def save_seconds(self) -> float | None:
-        """Seconds of training between two checkpoints; None if the speed of this machine is not known."""
+        """Forecast the seconds of training between two checkpoints; None if this machine's speed is not known."""
         gpu = self.gpus.known
         if self.recipe is None or gpu is None:
             return None
@@ -108,9 +109,9 @@ class Launch:
 
 
 def plan_launch(options: Namespace, gpus: Gpus) -> tuple[Launch, list[Finding]]:
-    """The run that the options describe, and what its recipe is refused for.
+    """Build the run that the options describe; return it with the finding of a recipe that is refused.
 
-    Its ranks are those of the launcher, of --world_size, or one for each GPU.
+    Its ranks are those of --world_size, else of the launcher, else one for each GPU.
     """
     launched = started_by_launcher()
     world_size = options.world_size or (world_size_here() if launched else len(gpus.found) or 1)
@@ -124,14 +125,16 @@ def plan_launch(options: Namespace, gpus: Gpus) -> tuple[Launch, list[Finding]]:
         plan = build_run_plan(recipe, ds_config, world_size)
         need = memory_need(recipe, ds_config, world_size)
     except UserError as error:
+        # the machine can still be examined without the recipe
         return launch, [Finding.of_error("recipe", error)]
+    # as train.py chooses it
     run_folder = options.output_dir or run_folder / recipe.name
     known = {"recipe": recipe, "ds_config": ds_config, "plan": plan, "need": need}
     return replace(launch, run_folder=run_folder, **known), []
 
 
 def check_earlier_start(launch: Launch) -> list[Finding]:
-    """What the run folder holds of an earlier start, read as `train.py` reads it: damaged, or another recipe's run."""
+    """Check what an earlier start left in the run folder, as `train.py` does: damaged, or another recipe's run?"""
     if launch.recipe is None or not launch.continues:
         return []
     try:
@@ -142,15 +145,16 @@ def check_earlier_start(launch: Launch) -> list[Finding]:
 
 
 def check_fit(launch: Launch) -> list[Finding]:
-    """The plan of the run against the GPUs and the host memory found here.
+    """Compare the plan of the run with the GPUs and the host memory found here.
 
-    The disk is judged with its folder (`disks`).
+    The disk is checked with its folder (`disks`).
     """
     found, recipe = _found(launch), launch.recipe
     if recipe is None:
         return []
     verdict = check_plan(recipe, launch.ds_config, launch.world_size, found)
     findings = [Finding("plan", BREAKS, each.what, each.remedy) for each in verdict.refusals]
+    # one line says that it fits, unless it is refused
     findings = findings or [Finding("plan", FINE, _fits(launch, found))]
     findings += _crowded(launch)
     return findings + [Finding("plan", COSTS, each.what, each.remedy) for each in verdict.warnings]
@@ -162,7 +166,7 @@ def _found(launch: Launch) -> Machine:
     return Machine(
         gpu_memory_bytes=gpus.memory_bytes,
         gpu=gpus.known,
-        has_bf16=capability >= 8 if capability else None,  # from Ampere on
+        has_bf16=capability >= 8 if capability else None,  # from Ampere (8.0) on
         host_memory_bytes=host_memory_bytes(),
         ranks_per_host=launch.ranks_here,
         trains_on_processor=not gpus.found,
@@ -171,7 +175,7 @@ def _found(launch: Launch) -> Machine:
 
 
 def _crowded(launch: Launch) -> list[Finding]:
-    """GPUs that are large enough, if others did not hold a part of them."""
+    """Find GPUs that would be large enough if other processes did not hold a part of them."""
     needed = launch.need.total
     full = [gpu for gpu in launch.gpus.found if needed <= gpu.memory_bytes < needed + gpu.used_bytes]
     if not full:

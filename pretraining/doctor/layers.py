@@ -1,7 +1,7 @@
-"""A minute of the recipe's own layers: real model, loss, optimizer and engine, as fast and as large as the plan says?
+"""Train the recipe's own layers for a minute: are real model, loss, optimizer and engine as fast and large as planned?
 
-As many of the recipe's layers as fit the minute, at their own width, train for a handful of steps on made-up tokens:
-first under the recipe's own ds_config, then at every ZeRO stage it allows, whose losses must be those of stage 0.
+Some of the recipe's layers, at their own width, train for a few steps on made-up tokens: first under the recipe's own
+ds_config, then at every ZeRO stage that it allows. The losses of all stages must be those of stage 0.
 """
 
 import gc
@@ -45,11 +45,11 @@ from pretraining.training.trainer import PretrainingTrainer
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 STEPS, WARM_STEPS = 6, 2
 MOST_PARAMETERS = 500_000_000
-"""Each rank draws them on its cores before every stage: some seconds."""
+"""Each rank draws so many on its cores before every stage, which takes some seconds."""
 MOST_LAYERS = 4
 MOST_ACCUMULATION = 4
 MEMORY_SHARE = 0.9
-"""Of the GPU's memory that the model without any sharding may take by the plan."""
+"""Share of the GPU's memory that the model may take by the plan without any sharding, as stage 0 has it."""
 ON_PROCESSOR = {
     "n_embd": 128,
     "n_head": 4,
@@ -65,18 +65,19 @@ ON_PROCESSOR = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
-"""If the processor trains, no value of the model is larger than this."""
+"""The largest values that the model may have if the processor trains."""
 PROCESSOR_LENGTH, PROCESSOR_LAYERS, PROCESSOR_MICRO_BATCH = 128, 2, 2
 PROCESSOR_PARAMETERS = 20_000_000
-"""Of a model type whose keys are not known here well enough to make it narrower."""
+"""The most on a processor. A model type that is not exact keeps its width, and may have more: then it is not run."""
 TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2}
-"""Nats, by precision. Ten steps on a CPU differ by at most 5e-7 in fp32 and 4e-4 in bf16 (benchmarks/curve.py); the
-kernels of a GPU add in another order, and the rates here do not warm up. A wrong gradient moves the loss by more.
-In fp16 each stage looks for a loss scale of its own, and skips other steps."""
+"""Nats, by precision. Ten steps on a CPU differ by at most 5e-7 in fp32 and 4e-4 in bf16 (benchmarks/curve.py). Kernels
+of a GPU add in another order, and the rates here do not warm up. A wrong gradient moves the loss by more. fp16 is not
+here: each stage looks for its own loss scale, and skips other steps."""
 MEMORY_ABOVE_PLAN = 1.1
-"""The plan is meant to be met within a tenth."""
+"""Times the plan's peak, which should be right within a tenth."""
 HALF_OF_THE_PLAN = 0.5
-"""With few layers the head and the optimizer weigh more than in the whole model; half is beyond that."""
+"""Share of the planned MFU. With few layers head and optimizer cost relatively more, but not so much as half."""
+# They count steps of the whole run, or belong to validation, which is off here.
 DROPPED_TRAINING_KEYS = (
     "warmup_steps",
     "lr_scheduler_kwargs",
@@ -90,7 +91,7 @@ DROPPED_TRAINING_KEYS = (
 
 @dataclass(frozen=True)
 class Trained:
-    """What a handful of steps under one ds_config showed."""
+    """What a few steps under one ds_config showed."""
 
     losses: list[float]
     step_seconds: float
@@ -100,9 +101,9 @@ class Trained:
 def examine_layers(
     recipe: Recipe, ds_config: dict | None, world_size: int, seconds: float, say: Callable[[str], None]
 ) -> list[Finding]:
-    """Speed and memory beside the plan, and the curve of each stage beside stage 0's.
+    """Compare speed and memory with the plan, and the curve of each stage with stage 0's.
 
-    Every rank of the process group calls it. No stage begins that would not end within `seconds`.
+    Every rank of the process group calls it. A stage that would probably not end within `seconds` is left out.
     """
     began = time.monotonic()
     on_gpu = torch.cuda.is_available()
@@ -112,12 +113,14 @@ def examine_layers(
         return [Finding("layers", COSTS, f"not run: {error}", "train a few steps of the recipe itself")]
     own = recipe.deepspeed or "null"
     configs: dict[str, dict | None] = {own: ds_config}
+    # without a tolerance their curves could not be compared
     for stage in STAGES if precision_of_products(recipe) in TOLERANCE else ():
         configs.setdefault(stage, load_ds_config(stage))
     trained: dict[str, Trained] = {}
     left_out: list[str] = []
     longest = 0.0
     for name, config in configs.items():
+        # the slowest rank's clock decides, so that all ranks leave out the same stages
         if trained and largest_of_ranks(time.monotonic() - began)[0] + longest > seconds:
             left_out.append(f"{name} (no time)")
             continue
@@ -137,7 +140,7 @@ def examine_layers(
 
 
 def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
-    """The recipe with as many of its layers as fit, and one short budget; on a processor narrower too.
+    """Reduce the recipe to as many of its layers as fit, and to a short budget; on a processor make it narrower too.
 
     Raises:
         UserError: one layer is already too much.
@@ -168,6 +171,7 @@ def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
         data=replace(recipe.data, sequence_length=length),
         speed=replace(recipe.speed, compile="none"),  # compiling takes longer than the minute
     )
+    # the most layers that fit
     for count in range(min(most_layers, layers), 0, -1):
         reduced = replace(reduced, model=_with_layers(model, count))
         if _fits(reduced, world_size, on_gpu):
@@ -176,11 +180,13 @@ def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
 
 
 def _narrow(model: dict) -> dict:
-    """The section with no value above ON_PROCESSOR's; ids of special tokens are beyond its vocabulary."""
+    """Limit the section's values to those of ON_PROCESSOR."""
+    # without ids of special tokens, which may be beyond the smaller vocabulary
     narrow = {key: value for key, value in model.items() if not key.endswith("_token_id")}
     for key, most in ON_PROCESSOR.items():
         if isinstance(model.get(key), int):
             narrow[key] = min(model[key], most)
+    # the limits may leave heads that do not share keys evenly, such as 3 and 2
     if narrow.get("num_attention_heads", 1) % (narrow.get("num_key_value_heads") or 1):
         narrow["num_key_value_heads"] = 1
     return narrow
@@ -204,7 +210,7 @@ def _fits(reduced: Recipe, world_size: int, on_gpu: bool) -> bool:
 
 
 class MadeUpTokens(Dataset):
-    """Blocks of random tokens, the low ids more often, so that a few steps lower the loss; the same on every rank."""
+    """Make blocks of random tokens, the same on every rank. Low ids are frequent, so a few steps lower the loss."""
 
     def __init__(self, recipe: Recipe):
         self.length, self.vocabulary = recipe.sequence_length, recipe.model.vocab_size
@@ -216,6 +222,7 @@ class MadeUpTokens(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         drawn = np.random.default_rng(index).random(self.length + 1)
+        # the fourth power moves most numbers towards 0
         tokens = (drawn**4 * self.vocabulary).astype(np.int64)
         if self.masks_documents:
             return masked_block(tokens, np.array([self.length // 2, self.length]))
@@ -223,7 +230,7 @@ class MadeUpTokens(Dataset):
 
 
 class _Recorder(TrainerCallback):
-    """Loss of each step, and its seconds with the device waited for."""
+    """Record the loss of each step, and its seconds until the device has finished."""
 
     def __init__(self):
         self.losses: list[float] = []
@@ -241,7 +248,7 @@ class _Recorder(TrainerCallback):
 
 
 def train_some_steps(recipe: Recipe, ds_config: dict | None, world_size: int) -> Trained:
-    """Train the recipe's few steps with the parts that train.py puts together; nothing of it stays."""
+    """Train the recipe's few steps with the same parts as train.py; leave nothing behind."""
     folder = Path(tempfile.mkdtemp(prefix="doctor-"))
     memory, recorder = PeakMemory(), _Recorder()
     arguments = build_arguments(recipe, ds_config, folder, accumulation_steps(recipe, world_size))
@@ -264,6 +271,7 @@ def train_some_steps(recipe: Recipe, ds_config: dict | None, world_size: int) ->
         del trainer, arguments  # transformers builds for ZeRO-3 as long as they live
         gc.collect()
         shutil.rmtree(folder, ignore_errors=True)
+    # without the warm-up steps
     return Trained(recorder.losses, statistics.median(recorder.seconds[WARM_STEPS:]), peak_bytes)
 
 
@@ -274,13 +282,13 @@ def _now() -> float:
 
 
 def _gpu_with_peak(recipe: Recipe) -> Gpu | None:
-    """The GPU of this rank if the table has its peak in the recipe's precision."""
+    """Return the GPU of this rank if the table has its peak in the recipe's precision."""
     gpu = known_gpu(device_name()) if torch.cuda.is_available() else None
     return gpu if gpu and precision_of_products(recipe) in gpu.dense_peak_flops else None
 
 
 def shape_in_words(recipe: Recipe, reduced: Recipe) -> str:
-    """`2 of 32 layers of width 4,096`, or what stands in for them."""
+    """Write `2 of 32 layers of width 4,096`, or the stand-in that was trained."""
     layers, of = (value_of(each.model, "num_hidden_layers") for each in (reduced, recipe))
     width, own_width = (value_of(each.model, "hidden_size") for each in (reduced, recipe))
     narrow = "" if width == own_width else f" for {own_width:,}: a stand-in for the processor"
@@ -317,7 +325,8 @@ def _speed(
 
 
 def _memory(reduced: Recipe, ds_config: dict | None, found: Trained, world_size: int) -> list[Finding]:
-    """The fullest rank's peak beside the plan's of the reduced model; on a processor much of the plan is assumed."""
+    """Compare the fullest rank's peak with the plan of the reduced model."""
+    # No verdict on a processor: much of its plan is assumed.
     if found.peak_memory_bytes is None:
         return []
     on_gpu, peak = torch.cuda.is_available(), found.peak_memory_bytes
@@ -332,7 +341,7 @@ def _memory(reduced: Recipe, ds_config: dict | None, found: Trained, world_size:
 
 
 def _curve(reduced: Recipe, trained: dict[str, Trained], left_out: list[str]) -> list[Finding]:
-    """Largest difference of a step's loss to stage 0's, by ds_config."""
+    """Find each ds_config's largest difference of a step's loss to stage 0's."""
     more = f"; left out: {', '.join(left_out)}" if left_out else ""
     reference = trained.get("zero0")
     if reference is None and precision_of_products(reduced) not in TOLERANCE:
@@ -348,6 +357,7 @@ def _curve(reduced: Recipe, trained: dict[str, Trained], left_out: list[str]) ->
     tolerance = TOLERANCE[precision_of_products(reduced)]
     losses = {name: found.losses for name, found in trained.items()}
     values = {"loss_difference_by_stage": apart, "tolerance": tolerance, "losses_by_stage": losses}
+    # "not <=" and not ">", because a NaN must count as far
     far = [name for name, difference in apart.items() if not difference <= tolerance]
     shown = ", ".join(f"{name} {three_digits(difference)}" for name, difference in apart.items())
     message = f"largest difference of the loss to zero0's in {STEPS} steps: {shown}"

@@ -1,4 +1,4 @@
-"""This machine: what it allows a run (memory, limits, cores, adapters), and what is installed on it."""
+"""Check this machine: what it allows a run (memory, limits, cores, adapters), and what is installed on it."""
 
 import math
 import os
@@ -43,25 +43,25 @@ SHARED_MEMORY_FOR_NCCL = 1_000_000_000
 TOKEN_BYTES = 8
 """A batch reaches the training process as int64."""
 PREFETCHED = 2
-"""Batches that a data worker holds ready at least (`training.arguments.prefetch_factor`)."""
+"""The fewest batches that a data worker keeps ready (`training.arguments.prefetch_factor`)."""
 FILES_OF_A_RANK = 256
-"""Open at once without its messages: libraries, token shards, logs, data workers."""
+"""Open at once, without connections: libraries, token shards, logs, data workers."""
 FILES_FOR_A_RANK_ELSEWHERE = 4
 """Connections that gloo's groups and the store of the ranks open to each other rank."""
 THREADS_OF_A_RANK = 128
-"""Of Python's libraries, NCCL and torch's pools, without data workers."""
+"""Threads of Python's libraries, NCCL and torch's pools, without data workers."""
 SWAPPED_BYTES = 1_000_000_000
 LEAST_PYTHON = (3, 11)
 STORES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 """Protocol of an address -> the package that fsspec needs for it."""
 BITSANDBYTES = re.compile(r"bnb|lion|ademamix|paged|^adamw_8bit$")
-"""Of the names of training.optim, those that bitsandbytes provides."""
+"""Names of training.optim that bitsandbytes provides."""
 FLASH_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 """Name of an attention -> the module that it needs."""
 
 
 def check_machine(launch: Launch) -> list[Finding]:
-    """What the machine allows its processes; its GPUs, disks and names have checks of their own."""
+    """Check what the machine allows its processes; its GPUs, disks and names are checked elsewhere."""
     findings = [
         _memory(launch),
         _swap(),
@@ -77,7 +77,7 @@ def check_machine(launch: Launch) -> list[Finding]:
 
 
 def _memory(launch: Launch) -> Finding:
-    """Memory that is free now against what the ranks of this machine take together; its size is judged by the plan."""
+    """Compare the memory that is free now with what the ranks here need; the plan judges its whole size."""
     total, container = host_memory_bytes() or 0, container_memory_bytes()
     free = free_memory_bytes() or total
     what = f"{num_bytes(total)}, {num_bytes(free)} free"
@@ -103,7 +103,7 @@ def _swap() -> Finding | None:
 
 
 def _shared_memory(launch: Launch) -> Finding:
-    """Data workers hand batches over, and NCCL keeps buffers, in /dev/shm."""
+    """Check /dev/shm, through which data workers pass batches and where NCCL keeps buffers."""
     try:
         status = os.statvfs(SHARED_MEMORY)
     except OSError as error:
@@ -127,7 +127,7 @@ def _shared_memory(launch: Launch) -> Finding:
 
 
 def _batches_ahead(launch: Launch) -> int:
-    """Bytes that the data workers of this machine hold ready."""
+    """Return the bytes that the data workers of this machine keep ready."""
     if launch.recipe is None or not launch.workers:
         return 0
     ahead = int(launch.recipe.training.dataloader_prefetch_factor or PREFETCHED)
@@ -148,7 +148,7 @@ def _open_files(launch: Launch) -> Finding:
 
 
 def _processes(launch: Launch) -> Finding | None:
-    """Threads count; root has no limit."""
+    """Check the limit on processes, in which each thread counts; root has none."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     needed = launch.ranks_here * (1 + launch.workers) * THREADS_OF_A_RANK
     if allowed == resource.RLIM_INFINITY or allowed >= needed or os.geteuid() == 0:
@@ -158,7 +158,7 @@ def _processes(launch: Launch) -> Finding | None:
 
 
 def _locked_memory(launch: Launch) -> Finding:
-    """InfiniBand registers memory, and DeepSpeed locks the buffers through which it swaps to NVMe."""
+    """Check the limit on locked memory: InfiniBand registers memory, and DeepSpeed locks its buffers for NVMe."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if allowed == resource.RLIM_INFINITY:
         return Finding("locked memory", FINE, "no limit")
@@ -176,7 +176,7 @@ def _locked_memory(launch: Launch) -> Finding:
 
 
 def _cores(launch: Launch) -> Finding:
-    """A rank computes and has its data workers beside it."""
+    """Check the number of cores: a rank needs one, and so does each of its data workers."""
     each, workers = cores() / launch.ranks_here, launch.workers
     what = f"{cores():g} for {several(launch.ranks_here, 'rank')} here"
     what += f" of {several(workers, 'data worker')} each" if workers else ""
@@ -190,7 +190,7 @@ def _cores(launch: Launch) -> Finding:
 
 
 def _numa(launch: Launch) -> Finding | None:
-    """Memory nodes of which this process is kept out, though GPUs hang there."""
+    """Find GPUs beside whose cores this process may not run."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     own = os.sched_getaffinity(0)
@@ -208,7 +208,7 @@ def _numa(launch: Launch) -> Finding | None:
 
 
 def _cores_of_node(node: str) -> set[int]:
-    """`0-3,8` as a set; empty for a device that belongs to no node."""
+    """Read `0-3,8` as a set; empty for a device that belongs to no node."""
     ranges = (
         part.partition("-") for part in system_text(NODES / f"node{node}" / "cpulist").split(",") if part
     )
@@ -220,7 +220,7 @@ def _adapters() -> list[str]:
 
 
 def _infiniband() -> Finding | None:
-    """Adapters, and whether their links are up."""
+    """List the adapters, and say whether their links are up."""
     if not _adapters():
         return None
     # .../mlx5_0/ports/1/state reads "4: ACTIVE"
@@ -234,18 +234,18 @@ def _infiniband() -> Finding | None:
 
 @dataclass(frozen=True)
 class Needed:
-    """A package that this recipe cannot do without, or is slower without."""
+    """A package without which this recipe does not run, or is slower."""
 
     module: str
     purpose: str
     distribution: str = ""
-    """What pip calls it, if that is not the module's name."""
+    """Its name for pip, if that is not the module's name."""
     verdict: str = BREAKS
-    """What its absence means."""
+    """The verdict if it is missing."""
 
 
 def check_software(launch: Launch) -> list[Finding]:
-    """What is installed, against the tested set and what the recipe asks for."""
+    """Compare what is installed with the tested set, and with what the recipe asks for."""
     findings = [_python(), *_pinned(), *_optional(launch), *_compilers(launch)]
     return [finding for finding in findings if finding]
 
@@ -258,7 +258,7 @@ def _python() -> Finding | None:
 
 
 def pins(path: Path) -> dict[str, str]:
-    """{package: version} of the exact pins in a requirements file."""
+    """Read {package: version} of the exact pins in a requirements file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     # name[extra]==version, and no line with a marker or a range
     found = (re.match(r"([\w.-]+)(?:\[[^]]*\])?==([\w.!+-]+)\s*$", line) for line in lines)
@@ -267,13 +267,13 @@ def pins(path: Path) -> dict[str, str]:
 
 @cache
 def _all_pins() -> dict[str, str]:
-    """Those of every requirements file, to say what to install."""
+    """Read the pins of every requirements file, to say what to install."""
     files = sorted(REPOSITORY.glob("requirements*.txt"))
     return {name: pin for file in files for name, pin in pins(file).items()}
 
 
 def installed(name: str) -> str | None:
-    """The version of a package, without the mark of its build (2.13.0 of 2.13.0+cu130); None if it is missing."""
+    """Return the version of a package without the mark of its build (2.13.0 for 2.13.0+cu130); None if missing."""
     try:
         return version(name).partition("+")[0]
     except PackageNotFoundError:
@@ -281,12 +281,12 @@ def installed(name: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Of every package in requirements.txt."""
+    """Return the installed version of every package in requirements.txt."""
     return {name: installed(name) for name in pins(REPOSITORY / "requirements.txt")}
 
 
 def _pinned() -> list[Finding]:
-    """The tested set: a missing package breaks, another version is one that no test has seen."""
+    """Compare with the tested set: a missing package breaks a run, another version is untested."""
     tested, found = pins(REPOSITORY / "requirements.txt"), versions()
     missing = [f"{name}=={pin}" for name, pin in tested.items() if found[name] is None]
     other = [
@@ -307,7 +307,7 @@ def _pinned() -> list[Finding]:
 
 
 def _optional(launch: Launch) -> Iterator[Finding]:
-    """What the recipe asks for beyond requirements.txt and is not there."""
+    """Report packages that the recipe needs beyond requirements.txt and that are missing."""
     for needed in needs_of(launch):
         if find_spec(needed.module) is not None:  # found, not imported: some take seconds
             continue
@@ -323,13 +323,14 @@ def _optional(launch: Launch) -> Iterator[Finding]:
 
 
 def _flash_command() -> str:
-    """How requirements-gpu.txt says that FlashAttention is installed, which is compiled for one architecture."""
+    """Read from requirements-gpu.txt the command that installs FlashAttention."""
+    # It is compiled for one architecture, which the command names.
     text = (REPOSITORY / "requirements-gpu.txt").read_text(encoding="utf-8")
     return re.search(r"FLASH_ATTN_CUDA_ARCHS=.*pip install .*", text)[0]
 
 
 def needs_of(launch: Launch) -> list[Needed]:
-    """The packages of a recipe, each with the key that asks for it."""
+    """List the packages of a recipe, each with the key that asks for it."""
     recipe = launch.recipe
     if recipe is None:
         return []
@@ -361,13 +362,14 @@ def needs_of(launch: Launch) -> list[Needed]:
 
 
 def trackers_of(recipe: Recipe) -> list[str]:
-    """Names in training.report_to."""
+    """List the names in training.report_to."""
+    # a name or a list of names
     names = recipe.training.report_to
     return [name for name in ([names] if isinstance(names, str) else names) if name != "none"]
 
 
 def _addresses(launch: Launch) -> Iterator[tuple[str, object]]:
-    """What may name a store, by key."""
+    """Yield (key, value) of all that may name a store."""
     yield "--data_dir", launch.data_dir
     yield "checkpoints.upload", launch.recipe.checkpoints.upload
     if not launch.data_is_prepared:
@@ -388,7 +390,7 @@ def _needs_of_preparation(data: Data) -> list[Needed]:
 
 
 def _compilers(launch: Launch) -> Iterator[Finding]:
-    """What this run compiles on first use, and the tools for that which are missing; nothing if it compiles nothing."""
+    """Report what this run compiles on first use, and the tools that are missing; nothing if it compiles nothing."""
     found = [*_operators(launch), *_kernels(launch)]
     why = " and ".join(dict.fromkeys(why for why, _, _ in found))
     missing = [each for each in found if each[2] is not None]
@@ -399,7 +401,7 @@ def _compilers(launch: Launch) -> Iterator[Finding]:
 
 
 def _operators(launch: Launch) -> Iterator[tuple[str, str, Missing | None]]:
-    """(why, verdict, what is missing or None) of DeepSpeed's operators."""
+    """Yield (why, verdict, what is missing or None) for DeepSpeed's operators."""
     if not launch.offloads:
         return
     why = f"offloading to {' and '.join(sorted(launch.offloads))} builds DeepSpeed's operators"
@@ -418,7 +420,7 @@ def _operators(launch: Launch) -> Iterator[tuple[str, str, Missing | None]]:
 
 
 def _kernels(launch: Launch) -> Iterator[tuple[str, str, Missing | None]]:
-    """The same of inductor's kernels, for the model and else for the loss, which goes on without."""
+    """Yield the same for inductor's kernels: for the model, else for the loss, which can do without."""
     # Other backends of torch.compile bring what they need, or need none of it.
     speed, on_gpu = launch.recipe.speed if launch.recipe else None, launch.trains_on_gpus
     if speed and launch.compiles and speed.compile_backend == "inductor":

@@ -1,7 +1,7 @@
-"""What ranks send each other: does every pair of them meet, and how fast are the messages that training waits for?
+"""Check what ranks send each other: does every pair meet, and how fast are the messages that training waits for?
 
-All pairs of nodes and all pairs of ranks inside each node meet as the run's ranks will: a connection by the address
-that gloo binds to, then a process group of the two of them, an all-reduce over gloo, and on GPUs another over NCCL.
+All pairs of nodes and all pairs of ranks inside each node meet as the run's ranks will. They connect by the address
+that gloo binds to, then form a process group of two and make an all-reduce over gloo, and on GPUs another over NCCL.
 Pairs of one round are disjoint, so that a round takes as long as its slowest pair. All-reduce and all-gather are then
 measured by size, as nccl-tests states them.
 """
@@ -27,16 +27,16 @@ PAIRS = "pairs of ranks"
 CONNECT_SECONDS = 3.0
 """A host in the same data centre answers within milliseconds; a firewall that drops packets never does."""
 GLOO_SECONDS = 3.0
-"""gloo tries five times as long (torch 2.13)."""
+"""Timeout of gloo, which tries for five times as long (torch 2.13)."""
 PAIR_SECONDS = 25.0
-"""For one round: both connections and both groups; NCCL takes about a second for its first group."""
+"""Limit of one round, with both connections and both groups; NCCL needs about a second for its first group."""
 ALL_PAIRS_SECONDS = 50.0
 """No further round begins later than this."""
 SIZES_ON_GPU = tuple(1 << power for power in range(10, 30, 2))
 """1 KiB to 256 MiB: from a grad norm to a bucket of gradients."""
 SIZES_ELSEWHERE = tuple(1 << power for power in range(10, 24, 4))
 SWEEP_SECONDS = 20.0
-"""Of both messages together; a slow network is measured at smaller sizes then."""
+"""Limit of both kinds of messages together; a slow network is then measured at smaller sizes only."""
 SAMPLE_SECONDS = 0.3
 MOST_REPEATS = 200
 HALF_OF_THE_LINK = 0.5
@@ -48,13 +48,13 @@ Pair = tuple[int, int]
 
 
 def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:
-    """One finding for all pairs that met, and one for each pair of hosts that could not.
+    """Let all pairs meet; return one finding for those that met, and one for each two hosts that could not.
 
     Args:
         address: the one on which this rank listens, as `bound_address` says.
 
     Raises:
-        Stuck: a pair hangs inside a library; it is named by the ranks that did not answer.
+        Stuck: a pair hangs inside a library; the error holds the ranks that did not answer.
     """
     began, failed, met, slowest = time.monotonic(), {}, 0, 0.0
     rounds = rounds_of(call.nodes)
@@ -81,7 +81,7 @@ def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:
 
 
 def rounds_of(nodes: list[list[int]]) -> list[list[Pair]]:
-    """Rounds of disjoint pairs: of each two nodes the ranks of the same local number, and each two ranks of a node."""
+    """Plan rounds of disjoint pairs: ranks of the same local number of each two nodes, and each two ranks of a node."""
     by_round = [tournament(len(ranks)) for ranks in nodes]
     inside = [
         [
@@ -100,7 +100,7 @@ def rounds_of(nodes: list[list[int]]) -> list[list[Pair]]:
 
 
 def tournament(players: int) -> list[list[Pair]]:
-    """Rounds in which each player meets every other once: one stays, the others move on by one place."""
+    """Plan rounds in which each player meets every other once: one stays, the others move by one place."""
     # The circle method of round-robin tournaments; who faces None has a pause.
     places: list[int | None] = [*range(players)]
     if players % 2:
@@ -115,7 +115,7 @@ def tournament(players: int) -> list[list[Pair]]:
 
 
 def bound_address() -> dict:
-    """What gloo binds here, and how this host reaches rank 0: {"address", "interface", "loopback"}.
+    """Find what gloo binds here, and how this host reaches rank 0: {"address", "interface", "loopback"}.
 
     gloo takes the interface of GLOO_SOCKET_IFNAME, else the host's own name, else the loopback (see `loopback_name`).
     """
@@ -140,7 +140,8 @@ def _family(address: str) -> int:
 
 
 def _outward_address() -> str:
-    """This host's own address on the way to rank 0; nothing is sent."""
+    """Return this host's own address on the way to rank 0."""
+    # To connect a UDP socket sends nothing; it only chooses the address. 9 is the port "discard".
     try:
         family, kind, _, _, place = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[
             0
@@ -153,16 +154,16 @@ def _outward_address() -> str:
 
 
 class _Meeting:
-    """What one rank does in one round."""
+    """Do one rank's part of one round."""
 
     def __init__(self, store: Store, rank: int, address: str, on_gpu: bool):
         self.store, self.rank, self.address, self.on_gpu = store, rank, address, on_gpu
 
     def of(self, pair: Pair) -> dict:
-        """Meet the other of the pair: {"round_trip_seconds": of one byte there and back}.
+        """Meet the other rank of the pair; return {"round_trip_seconds": of one byte there and back}.
 
         Raises:
-            ConnectionError: which way is closed.
+            ConnectionError: one way is closed; the message says which.
         """
         other = pair[1] if self.rank == pair[0] else pair[0]
         seconds = self._connect(other)
@@ -172,7 +173,8 @@ class _Meeting:
         return {"round_trip_seconds": seconds}
 
     def _connect(self, other: int) -> float:
-        """Listen, and connect to the other's address; a firewall may be open one way alone."""
+        """Listen, and connect to the other's address: both ways, because a firewall may be open in only one."""
+        # port 0: the system chooses a free one
         with closing(socket.create_server((self.address, 0), family=_family(self.address))) as listener:
             listener.settimeout(CONNECT_SECONDS)
             self.store.set(f"listens/{self.rank}", f"{self.address} {listener.getsockname()[1]}")
@@ -197,7 +199,7 @@ class _Meeting:
         return self.store.get(key).decode()
 
     def _reduce(self, pair: Pair, library: str, device: str) -> None:
-        """A process group of the two of them, as the run makes one of all ranks; NCCL must not end the process."""
+        """Make a process group of the two, as the run makes one of all ranks, and sum over it."""
         # NCCL's watchdog would abort the process at its limit; the roll call ends the step long before.
         seconds = GLOO_SECONDS if library == "gloo" else 10 * PAIR_SECONDS
         try:
@@ -221,7 +223,7 @@ class _Meeting:
 
 
 def _echo(outward: socket.socket, inward: socket.socket) -> float:
-    """Seconds of one byte there and back; each side asks on its own connection and answers on the other."""
+    """Measure one byte there and back; each side asks on its own connection and answers on the other."""
     for connection in (outward, inward):
         connection.settimeout(CONNECT_SECONDS)
     began = time.perf_counter()
@@ -252,7 +254,7 @@ def _all_met(call: RollCall, met: int, slowest: float, left_out: int) -> list[Fi
 
 
 def _not_met(call: RollCall, failed: dict[Pair, list[str]]) -> list[Finding]:
-    """One for each two hosts, with the first of their pairs."""
+    """Make one finding for each two hosts, with the first of their pairs."""
     # A firewall is one cause for all pairs of two hosts.
     by_hosts: dict[tuple[str, str], list[Pair]] = {}
     for pair in failed:
@@ -279,7 +281,7 @@ def _pair_remedy(errors: list[str]) -> str:
 
 
 def measure_messages(call: RollCall, gpu: Gpu | None, on_gpu: bool) -> list[Finding]:
-    """A finding for each kind of message; beside the link's peak if the GPU is known. Needs the process group."""
+    """Measure each kind of message, and compare with the link's peak if the GPU is known. Needs the process group."""
     if call.size == 1:  # nobody to send to
         return []
     sweep = Sweep("cuda" if on_gpu else "cpu", SIZES_ON_GPU if on_gpu else SIZES_ELSEWHERE)
@@ -298,7 +300,7 @@ def measure_messages(call: RollCall, gpu: Gpu | None, on_gpu: bool) -> list[Find
 
 
 class Sweep:
-    """One rank's part in it: the same calls on every rank."""
+    """Measure messages by size; every rank makes the same calls."""
 
     def __init__(self, device: str, sizes: tuple[int, ...]):
         self.device, self.sizes = device, sizes
@@ -308,11 +310,12 @@ class Sweep:
         }
 
     def measure(self) -> dict[str, dict[str, float]]:
-        """{message: {bytes: seconds of one}}, up to the size for which there is time."""
+        """Return {message: {bytes: seconds of one}}, up to the size for which there is time."""
         until = time.monotonic() + SWEEP_SECONDS
         found: dict[str, dict[str, float]] = {}
         for number, kind in enumerate(self.kinds, 1):
             kinds_left = len(self.kinds) - number + 1
+            # time that the first kind leaves over goes to the second
             found[kind] = self._by_size(kind, time.monotonic() + (until - time.monotonic()) / kinds_left)
         return found
 
@@ -344,6 +347,7 @@ class Sweep:
             torch.cuda.synchronize()
 
     def _all_reduce(self, size: int) -> Callable[[], object]:
+        # fp32: 4 bytes a number
         message = torch.zeros(size // 4, device=self.device)
         return lambda: dist.all_reduce(message)
 
@@ -355,26 +359,28 @@ class Sweep:
 
 
 def largest_of_ranks(*values: float) -> list[float]:
-    """The largest of the ranks' values, each by itself: what depends on a clock is decided alike on all ranks."""
+    """Return the largest of all ranks for each value, so that ranks decide the same although their clocks differ."""
     shared = torch.tensor(values, dtype=torch.float64, device="cuda" if torch.cuda.is_available() else "cpu")
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return shared.tolist()
 
 
 def bus_bandwidth(kind: str, size: int, seconds: float, ranks: int) -> float:
-    """Bytes per second that each link carries, whatever the number of ranks (nccl-tests, PERFORMANCE.md).
+    """Compute the bytes per second that each link carries, for any number of ranks (nccl-tests, PERFORMANCE.md).
 
     Args:
-        size: bytes of the whole message: of an all-gather, what every rank has in the end.
+        size: bytes of the whole message; for an all-gather, what every rank has at the end.
     """
     share = (ranks - 1) / ranks
+    # an all-reduce passes each part around the ring twice, to sum it and to share it
     return size / seconds * (2 * share if kind == "all-reduce" else share)
 
 
 def link_peak(gpu: Gpu, nodes: list[list[int]]) -> tuple[float, str]:
-    """Bytes per second of the bus bandwidth at most, and the name of the link.
+    """Return the most that the bus bandwidth can be, in bytes per second, and the name of the link.
 
-    Between nodes a ring passes once through each node: all its network cards together carry what one GPU's link does.
+    Between nodes a ring passes once through each node, so all its network cards together carry what one GPU's link
+    carries.
     """
     if len(nodes) == 1:
         return gpu.link_bytes_per_second, gpu.link
@@ -385,7 +391,10 @@ def link_peak(gpu: Gpu, nodes: list[list[int]]) -> tuple[float, str]:
 
 
 def _judge(call: RollCall, kind: str, slowest: dict[int, float], gpu: Gpu | None, on_gpu: bool) -> Finding:
-    """slowest: {bytes: seconds on the slowest rank}."""
+    """Judge one kind of message.
+
+    slowest: {bytes: seconds on the slowest rank}.
+    """
     largest, smallest = max(slowest), min(slowest)
     rates = {size: bus_bandwidth(kind, size, seconds, call.size) for size, seconds in slowest.items()}
     # The largest message shows the link, the smallest the way to it.

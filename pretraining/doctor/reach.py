@@ -1,4 +1,4 @@
-"""Names, networks and hubs: can ranks reach this machine, can it reach what a run must fetch or send, and may we?"""
+"""Check names, networks and hubs: can ranks reach this machine, and can (and may) it reach what a run needs?"""
 
 import calendar
 import ipaddress
@@ -46,25 +46,25 @@ SLOWING = {
     "TORCH_NCCL_BLOCKING_WAIT": ("1", "the processor waits for every message"),
     "NCCL_BLOCKING_WAIT": ("1", "the processor waits for every message"),
 }
-"""Variable -> the value that slows a run down, and how."""
+"""{variable: (the value that slows a run down, how it does)}"""
 SECONDS = 3.0
-"""For all answers together: they are asked for at the same time."""
+"""Limit of all answers together, because all questions are asked at the same time."""
 HUB = "https://huggingface.co"
 SKEWED_SECONDS = 60
-"""A clock that is further off makes times in events.jsonl and in a tracker wrong; at REFUSED_SECONDS S3 says no."""
+"""From here on times in events.jsonl and in a tracker are wrong; from REFUSED_SECONDS on S3 refuses requests."""
 REFUSED_SECONDS = 900
 PREPARE_ELSEWHERE = "prepare the data on another machine and copy it into --data_dir"
 Question = tuple[str, str]
-"""The name of a check, and what is to be reached: the same question is asked once."""
+"""(name of a check, what is to be reached); the same question is asked only once."""
 
 
 def check_names(launch: Launch) -> list[Finding]:
-    """The host's own name, the interfaces and addresses that variables name, and proxies."""
+    """Check the host's own name, the interfaces and addresses that variables name, and proxies."""
     return [*filter(None, [_own_name(launch), *_network_variables(), _proxies()])]
 
 
 def _own_name(launch: Launch) -> Finding:
-    """gloo listens on the address that the machine's own name has."""
+    """Check the address of the machine's own name, on which gloo listens."""
     name, address, chosen = socket.gethostname(), own_address(), os.environ.get(GLOO_INTERFACE)
     what = (
         f"{name} leads to no address of this machine" if address is None else f"{name} resolves to {address}"
@@ -86,18 +86,18 @@ def _own_name(launch: Launch) -> Finding:
 
 
 def _outward_interface() -> str | None:
-    """The one that the default route takes."""
+    """Return the interface that the default route takes."""
     # the kernel's table: interface, destination, ...; a destination of zeros is the default route
     routes = [line.split() for line in system_text(Path("/proc/net/route")).splitlines()[1:]]
     return next((route[0] for route in routes if len(route) > 1 and route[1] == "00000000"), None)
 
 
 def _network_variables() -> Iterator[Finding]:
-    """Variables that name what is not there, or that slow messages down."""
+    """Report variables that name what does not exist, or that slow messages down."""
     present = [name for _, name in socket.if_nameindex()]
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         chosen = os.environ.get(variable, "")
-        # "^docker" names what shall not be taken
+        # "^docker" names what must not be taken
         if chosen and not chosen.startswith("^") and not any(_matches(name, chosen) for name in present):
             choice = _outward_interface() or next((name for name in present if name != "lo"), "lo")
             remedy = f"export {variable}={choice} (there are {', '.join(present)}), or unset {variable}"
@@ -122,13 +122,13 @@ def _network_variables() -> Iterator[Finding]:
 
 
 def _matches(name: str, chosen: str) -> bool:
-    """`eth`, a beginning, or `=eth0`, a whole name; several with commas."""
+    """Match `eth`, how a name begins, or `=eth0`, a whole name; several are separated by commas."""
     parts = [part.partition(":")[0] for part in chosen.split(",") if part]
     return any(name == part[1:] if part.startswith("=") else name.startswith(part) for part in parts)
 
 
 def _proxies() -> Finding | None:
-    """Stores of this machine or network that would be asked through a proxy of the outside."""
+    """Find stores of this machine or network that would be asked through a proxy for outside addresses."""
     proxy = next(
         (os.environ[v] for v in ("https_proxy", "HTTPS_PROXY", "http_proxy") if os.environ.get(v)), None
     )
@@ -155,10 +155,10 @@ def _is_local(host: str) -> bool:
 
 
 class Inquiry:
-    """Questions that are asked at the same time, each in a thread that nobody waits for longer than SECONDS."""
+    """Ask questions at the same time, each in a thread, and wait at most SECONDS for all of them."""
 
     def __init__(self, questions: dict[Question, Callable[[], Finding]]):
-        """Begin to ask; each question has a function that returns its finding."""
+        """Start to ask; each question has a function that returns its finding."""
         self._answers: dict[Question, Finding | Exception] = {}
         self._deadline = time.monotonic() + SECONDS
         self._threads = {
@@ -177,7 +177,7 @@ class Inquiry:
             self._answers[question] = error
 
     def findings(self) -> list[Finding]:
-        """Every answer, in the order of the questions; one that has not come by now counts as none."""
+        """Return every answer, in the order of the questions; one that is late becomes a finding that breaks."""
         found = []
         for (check, subject), thread in self._threads.items():
             thread.join(max(0.0, self._deadline - time.monotonic()))
@@ -192,7 +192,7 @@ class Inquiry:
 
 
 def ask_around(launch: Launch) -> Inquiry:
-    """Begin to ask for everything that the recipe needs from elsewhere."""
+    """Start to ask for everything that the recipe needs from elsewhere."""
     return Inquiry(dict(_questions(launch)) if launch.recipe else {})
 
 
@@ -216,7 +216,8 @@ def _questions(launch: Launch) -> Iterator[tuple[Question, Callable[[], Finding]
 
 
 def _of_source(source: Source) -> tuple[Question, Callable[[], Finding]]:
-    """A repository of the hub is asked about once, however many of its folders are sources."""
+    """Make the question that a source needs."""
+    # The repository is its key: it is asked about once, also if several of its folders are sources.
     name, path = source.dataset, source.path
     if name and not Path(name).exists():
         return ("data", name), partial(_repository, "data", "dataset", name)
@@ -230,7 +231,7 @@ def _of_source(source: Source) -> tuple[Question, Callable[[], Finding]]:
 
 
 def _prepared(launch: Launch) -> Finding:
-    """Data that is there already is opened as a run opens it; then its sources need not be reached."""
+    """Open prepared data as a run opens it; its sources are then not needed."""
     os.environ.setdefault(PATIENCE_VARIABLE, str(SECONDS - 1))  # then the store's own reason comes in time
     try:
         data = open_prepared(launch.recipe, launch.data_dir)
@@ -244,14 +245,14 @@ def _prepared(launch: Launch) -> Finding:
 
 
 def _files(source: Source) -> Finding:
-    """Files of this machine, or of a store that fsspec reaches."""
+    """Count the files of this machine, or of a store that fsspec reaches."""
     if source.path is None:
         return Finding("data", FINE, f"{source.dataset or source.builtin}: on this machine")
     return Finding("data", FINE, f"{source.path}: {len(list_files(source.path, READABLE_SUFFIXES)):,} files")
 
 
 def _tokenizer(name: str) -> Finding:
-    """A folder, a repository of the hub in the cache, or one that is still to be fetched."""
+    """Check a tokenizer: a folder, a repository of the hub in the cache, or one that is still to be fetched."""
     folder = Path(name).expanduser()
     if (folder / "tokenizer.json").is_file():
         return Finding("tokenizer", FINE, f"{name}: a folder of this machine")
@@ -265,7 +266,7 @@ def _tokenizer(name: str) -> Finding:
 
 
 def _repository(check: str, kind: str, name: str) -> Finding:
-    """Whether the hub lets this account read a repository. kind: "model" or "dataset"."""
+    """Check whether the hub lets this account read a repository. kind: "model" or "dataset"."""
     hub = require("huggingface_hub", f"{kind} {name!r}")
     endpoint = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
     page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"
@@ -297,9 +298,10 @@ def _repository(check: str, kind: str, name: str) -> Finding:
 
 
 def _refused(check: str, name: str, page: str, has_token: bool, error: HTTPError) -> Finding:
-    """What the hub's answer means (huggingface_hub 2.4, utils/_http.py: X-Error-Code)."""
+    """Explain the hub's refusal (huggingface_hub 2.4, utils/_http.py: X-Error-Code)."""
     code = error.headers.get("X-Error-Code", "")
     whose = "to the account of your token" if has_token else "without a token"
+    # first, because its status is 401 or 403 too
     if code == "GatedRepo":
         remedy = f"accept its terms at {page}"
         remedy += "" if has_token else ", then export HF_TOKEN=TOKEN, one of that account (or hf auth login)"
@@ -320,7 +322,7 @@ def _refused(check: str, name: str, page: str, has_token: bool, error: HTTPError
 
 
 def _skew(date: str | None) -> float | None:
-    """Seconds by which this machine's clock is ahead of a server's; None if the server does not say."""
+    """Return the seconds by which this clock is ahead of a server's; None if the server does not send its time."""
     parsed = parsedate(date) if date else None
     return time.time() - calendar.timegm(parsed) if parsed else None
 
@@ -336,11 +338,12 @@ def _skewed(skew: float | None) -> Finding | None:
 
 
 def _upload(address: str) -> Finding:
-    """A small file is written and removed, as a run does at its start; a hub would keep a commit of it."""
+    """Write a small file and remove it, as a run does at its start."""
     fsspec = require("fsspec", "checkpoints.upload")
     try:
         system, path = fsspec.core.url_to_fs(address)
         if address.startswith("hf://"):
+            # read only: on the hub each write is a commit, which would stay
             system.ls("/".join(path.split("/")[:3]))
             return Finding(
                 "upload", FINE, f"{address}: can be read; whether it can be written, the run will try"
@@ -358,7 +361,7 @@ def _upload(address: str) -> Finding:
 
 
 def _wandb() -> Finding:
-    """Its server; a run goes on without it, and keeps what it logs."""
+    """Check wandb's server; without it a run goes on and keeps what it logs."""
     server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     try:
         urlopen(Request(server, method="HEAD"), timeout=SECONDS).close()
@@ -373,13 +376,13 @@ def _wandb() -> Finding:
 
 
 def _reason(error: Exception) -> str:
-    """Why a server did not answer, in a few words."""
+    """Say in a few words why a server did not answer."""
     reason = getattr(error, "reason", error)
     return masked(str(getattr(reason, "strerror", None) or reason))
 
 
 def _offline_remedy(check: str) -> str:
-    """What to do if the hub, or a store, does not answer."""
+    """Say what to do if the hub or a store does not answer."""
     ways = "export HF_ENDPOINT=ADDRESS of a mirror, or https_proxy=ADDRESS"
     if check in ("data", "tokenizer"):
         return f"{ways}, or {PREPARE_ELSEWHERE}"

@@ -1,7 +1,7 @@
-"""The ranks' line to each other beside all collectives: who came, who answered, and who is missing, by name.
+"""Let ranks report to each other without collectives: who came, who answered, and who is missing, by name.
 
-A collective that hangs says nothing. So each rank does the work of a step in a thread that may be left behind, while
-its main thread answers through the store of the launcher (torch's TCPStore): "done", "failed" or "waits". A rank whose
+A collective that hangs gives no message. So each rank does the work of a step in a thread that may be left behind. Its
+main thread answers through the store of the launcher (torch's TCPStore): "done", "failed" or "waits". A rank whose
 process stopped or never came gives no answer at all.
 """
 
@@ -24,9 +24,9 @@ from pretraining.training.ranks import shared_with_the_launcher
 
 DONE, FAILED, WAITS, SILENT = "done", "failed", "waits", "silent"
 GRACE_SECONDS = 4.0
-"""An answer may come so much later than the step's own limit: ranks do not begin a step at the same moment."""
+"""How much later than the step's limit an answer may come, since ranks do not start a step at the same moment."""
 MOST_REFUSED = 8
-"""Lines of one step: eight ranks of a node often fail for one reason."""
+"""The most failed ranks of a step to report: eight ranks of a node often fail for one reason."""
 _POLL_SECONDS = 0.01
 
 
@@ -40,23 +40,23 @@ class Stuck(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank says of a step."""
+    """How a step ended on one rank."""
 
     state: str = SILENT
     value: Any = None
-    """What the work returned, as JSON keeps it."""
+    """What the work returned, after a way through JSON."""
     error: str = ""
     """Its exception on one line, if it failed."""
 
     @property
     def came_back(self) -> bool:
-        """Whether the rank can do the next step."""
+        """Say if the rank can do the next step."""
         return self.state in (DONE, FAILED)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank that came: its host and process."""
+    """A rank that came, with its host and process."""
 
     rank: int
     host: str
@@ -68,12 +68,12 @@ class Rank:
 
 
 def named(came: list[Rank], ranks: list[int]) -> str:
-    """`rank 3 on node1, rank 4 on node1`; of many the first."""
+    """Write `rank 3 on node1, rank 4 on node1`; of many ranks only the first few."""
     return few_of([str(came[rank]) for rank in ranks])
 
 
 class RollCall:
-    """The store, the ranks that came, and one thread for work that may hang. Every rank makes the same calls."""
+    """Hold the store, the ranks that came, and one thread for work that may hang. Every rank makes the same calls."""
 
     def __init__(self, rank: int, size: int, arrival_seconds: float) -> None:
         """Meet in the store.
@@ -91,8 +91,9 @@ class RollCall:
         self.ranks: list[Rank | None] = self._arrive(arrival_seconds)
 
     def _arrive(self, seconds: float) -> list[Rank | None]:
-        """Rank 0 waits so long from its own start; the others know no better when that is than to wait longer."""
+        """Send this rank's host and process, and receive those of all ranks."""
         mine = Rank(self.rank, socket.gethostname(), os.getpid(), int(os.environ.get("LOCAL_RANK", "0")))
+        # rank 0 counts from its own start; the others do not know when that was, and wait longer
         patience = seconds if self.rank == 0 else 2 * seconds
         try:
             arrived = self._collect_from_all("arrival", asdict(mine), time.monotonic() + patience)
@@ -103,17 +104,18 @@ class RollCall:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that never came."""
+        """List the ranks that never came."""
         return [rank for rank, came in enumerate(self.ranks) if came is None]
 
     @property
     def hosts(self) -> list[str]:
-        """Host of each rank; all of them must have come."""
+        """List the host of each rank; all of them must have come."""
         return [came.host for came in self.ranks]
 
     @property
     def nodes(self) -> list[list[int]]:
-        """The ranks of each node: a node's ranks follow each other, and its first has the local number 0."""
+        """List the ranks of each node."""
+        # Launchers number the ranks of a node one after the other, from local rank 0 on.
         nodes: list[list[int]] = []
         for came in self.ranks:
             if came.local_rank == 0 or not nodes:
@@ -122,7 +124,7 @@ class RollCall:
         return nodes
 
     def step(self, name: str, work: Callable[[], object], seconds: float) -> list[Answer]:
-        """Do `work` on every rank at once; the answers of all ranks, on every rank.
+        """Do `work` on every rank at once; return the answers of all ranks, on every rank.
 
         Raises:
             Stuck: on every rank, if the work did not come back on one of them.
@@ -136,7 +138,7 @@ class RollCall:
         return answers
 
     def gather(self, name: str, value: Any) -> list:
-        """The value of every rank, on every rank, at once.
+        """Return the value of every rank, on every rank, at once.
 
         Raises:
             Stuck: on every rank, if one sends none.
@@ -148,27 +150,29 @@ class RollCall:
         return [value for (value,) in gathered]
 
     def collect(self, name: str, value: Any) -> list:
-        """The value of every rank, at once, on rank 0 alone (an empty list elsewhere): for what would be much for all.
+        """Return the value of every rank on rank 0 only, an empty list elsewhere: for values that are large.
 
         Raises:
             Stuck: on every rank, if one sends none.
         """
         self._store.set(f"{name}/{self.rank}", json.dumps(value))
+        # returns when every rank has set its value
         self.gather(name, None)
         ranks = range(self.size) if self.rank == 0 else ()
         return [json.loads(self._store.get(f"{name}/{rank}")) for rank in ranks]
 
     def agreed_seconds_left(self, until: float) -> float:
-        """Seconds until then by the clock of rank 0, so that all ranks decide alike."""
+        """Return the seconds until then by the clock of rank 0, so that all ranks decide the same."""
         return self.gather("time that is left", until - time.monotonic())[0]
 
     def _collect_from_all(self, name: str, value, until: float) -> list:
-        """The value of every rank, on every rank; None of those that sent none until then (`time.monotonic()`).
+        """Return the value of every rank, on every rank; None for those that sent none by then (`time.monotonic()`).
 
         Raises:
             Stuck: rank 0, which collects them, does not answer.
         """
         self._calls += 1
+        # numbered: keys stay in the store, and a step may be made twice
         name = f"{self._calls}/{name}"
         try:
             self._store.set(f"{name}/{self.rank}", json.dumps(value))
@@ -184,6 +188,7 @@ class RollCall:
     def _collect(self, name: str, until: float) -> list:
         missing = set(range(self.size))
         while missing and time.monotonic() < until:
+            # asked rank by rank: `wait` would not say which key is missing
             missing -= {rank for rank in missing if self._store.check([f"{name}/{rank}"])}
             time.sleep(_POLL_SECONDS if missing else 0)
         return [
@@ -192,7 +197,7 @@ class RollCall:
         ]
 
     def part(self, gone: list[int]) -> None:
-        """The last call: rank 0, whose process may hold the store, leaves after the others, but for those `gone`."""
+        """Make the last call: rank 0, whose process may hold the store, leaves last; it does not wait for `gone`."""
         try:
             self._store.set(f"left/{self.rank}", "yes")
             others = [f"left/{rank}" for rank in range(self.size) if rank not in gone]
@@ -204,11 +209,12 @@ class RollCall:
 
 
 class _Worker:
-    """A thread for what may hang inside a library, where nothing can end it."""
+    """Run work in a thread, because it may hang inside a library, where nothing can end it."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue = queue.SimpleQueue()
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
+        # a daemon: one that hangs must not keep the process alive
         threading.Thread(target=self._serve, daemon=True, name="doctor").start()
 
     def run(self, work: Callable[[], object], seconds: float) -> Answer:
@@ -228,14 +234,14 @@ class _Worker:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's kind and first words."""
+    """Write an exception's kind and first words on one line."""
     words = " ".join(str(error).split())
     kind = "" if isinstance(error, UserError | ConnectionError) else f"{type(error).__name__}: "
     return f"{kind}{words[:300]}"
 
 
 def _connect(rank: int, seconds: float) -> TCPStore:
-    """The store that the launcher's variables name; rank 0 serves it unless the launcher does."""
+    """Connect to the store that the launcher's variables name; rank 0 serves it unless the launcher does."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = rank == 0 and not shared_with_the_launcher()
     try:
@@ -266,5 +272,6 @@ def _client(server: TCPStore) -> TCPStore:
 
 
 def _of_attempt(store: Store) -> Store:
-    """The store below a name of this attempt: torchrun starts its ranks again in one and the same store."""
+    """Return the store under a name of this attempt."""
+    # torchrun starts its ranks again with the same store, in which the old keys still are.
     return PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

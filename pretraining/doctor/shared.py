@@ -1,4 +1,4 @@
-"""What all ranks must have alike (versions, variables, GPUs, the time of day) and share: run folder, data, a disk."""
+"""Check what must be the same on all ranks (versions, variables, GPUs, clocks) and what they share (folders, disk)."""
 
 import contextlib
 import hashlib
@@ -36,27 +36,27 @@ LIBRARIES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "CUDA_DEVICE_MAX",
 )
-"""Beginnings of the variables that change what a collective does."""
+"""How the names of variables begin that change what a collective does."""
 OF_THE_HOST = ("IFNAME", "_HCA", "_DEBUG", "_TOPO", "_NET_GDR", "_ADDR")
-"""Parts of names of variables that may differ between hosts: they name interfaces and files there, or only speak."""
+"""Parts of names of variables that may differ between hosts: they name interfaces or files there, or only log."""
 CLOCK_ROUNDS = 8
-"""Questions a node; the one with the shortest way gives the bound."""
+"""Questions of each node; the one that took the shortest time counts."""
 CLOCK_SECONDS = 1.0
-"""Events, metrics and checkpoints are written with whole seconds of the clock: beyond that their order is wrong."""
+"""How far clocks may differ. Events, metrics and checkpoints have whole seconds: beyond that their order is wrong."""
 RUN_FOLDER = "shared run folder"
 LOOK_SECONDS = 12.0
-"""A network folder may show a new file late: NFS keeps what it knows of a folder for some seconds."""
+"""How long to look for a new file: NFS caches what it knows about a folder for some seconds."""
 DISK_SECONDS = 15.0
 """No further piece is written after this; what was written until then counts."""
 BYTES_ON_GPU_MACHINES, BYTES_ELSEWHERE = 512 << 20, 16 << 20
-"""That each rank writes: enough to leave a controller's cache behind on a machine that is meant for training."""
+"""Bytes that each rank writes: on a machine for training enough to exceed a controller's cache."""
 PIECE_BYTES = 4 << 20
 SAVE_SECONDS = 600
 """A save that takes longer does not end between the signal of launch/slurm.sh, ten minutes early, and the end."""
 
 
 def describe_rank(on_gpu: bool) -> dict[str, str]:
-    """{what: value} of this rank, all of which must be the same on every rank, or on every rank of a host."""
+    """Describe this rank as {what: value}; all must be the same on every rank, or on every rank of a host."""
     here = describe_environment(device_name(), 0)
     described = {
         "Python": here["python"],
@@ -78,7 +78,7 @@ def describe_rank(on_gpu: bool) -> dict[str, str]:
 
 
 def _modifications() -> str:
-    """A digest of what was changed in the repository since its commit; empty if nothing was."""
+    """Return a digest of what was changed in the repository since its commit; empty if nothing was."""
     try:
         command = ["git", "-C", str(REPOSITORY), "diff", "HEAD"]
         # Nodes may hold copies of the repository: the same commit with other changes is another program.
@@ -97,7 +97,7 @@ def _driver() -> str:
 
 
 def compare_ranks(call: RollCall, described: list[dict[str, str]]) -> list[Finding]:
-    """What differs between the ranks: one finding for each thing and value that is not most ranks' own."""
+    """Find what differs between the ranks: one finding for each thing and value that most ranks do not have."""
     everything = sorted({key for each in described for key in each})
     findings = [finding for key in everything for finding in _differences(call, key, described)]
     findings += _uneven_hosts(call)
@@ -162,7 +162,7 @@ def _uneven_hosts(call: RollCall) -> list[Finding]:
 
 
 class ClockQuestion:
-    """The first rank of each node asks rank 0 for the time; half the way there and back bounds the error.
+    """Let the first rank of each node ask rank 0 for the time; half of the round trip bounds the error.
 
     Cristian's algorithm (1989), through the store.
     """
@@ -174,7 +174,7 @@ class ClockQuestion:
         self.now = now or time.time
 
     def ask_or_answer(self) -> dict | None:
-        """{"ahead_seconds", "bound_seconds"} of the first rank of a node; None on the others."""
+        """Return {"ahead_seconds", "bound_seconds"} on the first rank of a node; None on the others."""
         if self.rank == 0:
             for rank in self.asking:
                 for number in range(CLOCK_ROUNDS):
@@ -187,7 +187,8 @@ class ClockQuestion:
         return min(rounds, key=lambda found: found["bound_seconds"])
 
     def _ask(self, number: int) -> dict:
-        """Before the first answer rank 0 may be busy with other nodes: the way of that round is long."""
+        """Ask once."""
+        # The first round may take long, while rank 0 answers other nodes: the shortest round counts.
         began, sent = time.perf_counter(), self.now()
         self.store.set(f"clock/asked/{self.rank}/{number}", "?")
         there = float(self._wait_for(f"time/{self.rank}/{number}"))
@@ -200,7 +201,7 @@ class ClockQuestion:
 
 
 def judge_clocks(call: RollCall, found: list[dict | None]) -> list[Finding]:
-    """One finding for each clock that is off for certain; one for all if none is."""
+    """Make one finding for each clock that is certainly wrong; one for all clocks if none is."""
     measured = {rank: each for rank, each in enumerate(found) if each is not None}
     if not measured:
         return []
@@ -231,12 +232,12 @@ def judge_clocks(call: RollCall, found: list[dict | None]) -> list[Finding]:
 
 
 class ProbedFolder:
-    """One folder of the run, and what the doctor leaves there for a moment; every rank makes one."""
+    """A folder of the run, with the files that the doctor puts there for a moment; every rank makes one."""
 
     def __init__(self, folder: Path, rank: int, token: str):
         self.folder, self.rank = folder.absolute(), rank
         self.probe = self.folder / f".doctor-{token}"
-        # Folders that only the doctor makes: they go again at the end.
+        # Folders that only the doctor makes: they are removed at the end, the innermost first.
         self._absent = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         self._data = self.probe / f"data-{rank}"
 
@@ -253,7 +254,7 @@ class ProbedFolder:
             raise file_error(error, self.folder) or error from error
 
     def look_for(self, ranks: int) -> list[int]:
-        """Ranks whose token is not here, after some patience."""
+        """Wait for the tokens of all ranks; list the ranks whose token is not here after LOOK_SECONDS."""
         missing, until = list(range(ranks)), time.monotonic() + LOOK_SECONDS
         while missing:
             missing = [rank for rank in missing if not self._token(rank).exists()]
@@ -263,7 +264,7 @@ class ProbedFolder:
         return missing
 
     def write_and_read(self, num_bytes: int) -> dict:
-        """{"bytes", "write_seconds", "read_seconds"}: written and flushed to the disk, then read from it.
+        """Write, flush to the disk and read again: {"bytes", "write_seconds", "read_seconds"}.
 
         Raises:
             UserError: the disk is full, or refuses otherwise.
@@ -297,7 +298,7 @@ class ProbedFolder:
         return time.perf_counter() - began
 
     def clear(self) -> None:
-        """Leave no trace, not of ranks that stopped either; no step needs the probe any more."""
+        """Remove everything, also what stopped ranks have left; no step needs the probe any more."""
         shutil.rmtree(self.probe, ignore_errors=True)
         for path in self._absent:
             with contextlib.suppress(OSError):  # another rank was first, or somebody else has written there
@@ -308,12 +309,13 @@ class ProbedFolder:
 
 
 def token_of_all(call: RollCall) -> str:
-    """A name for the probes, the same on every rank."""
+    """Agree on a name for the probes."""
+    # rank 0's counts
     return call.gather("token", uuid.uuid4().hex[:8])[0]
 
 
 def look_at_run_folder(call: RollCall, probed: ProbedFolder) -> list[Finding]:
-    """Whether all ranks write into one and the same folder."""
+    """Check whether all ranks write into one and the same folder."""
     answers = call.step("run folder: tokens", probed.leave_token, LOOK_SECONDS + 5)
     if refused := _refused_folder(call, RUN_FOLDER, answers):
         return refused
@@ -336,7 +338,7 @@ def look_at_run_folder(call: RollCall, probed: ProbedFolder) -> list[Finding]:
 
 
 def _refused_folder(call: RollCall, check: str, answers: list[Answer]) -> list[Finding]:
-    """One line for each of the first ranks that could not use the folder; none if all could."""
+    """Make one finding for each of the first ranks that could not use the folder; none if all could."""
     refused = [rank for rank, answer in enumerate(answers) if answer.state == FAILED]
     lines = [
         Finding.of_error(check, answers[rank].error, where=str(call.ranks[rank]))
@@ -346,9 +348,9 @@ def _refused_folder(call: RollCall, check: str, answers: list[Answer]) -> list[F
 
 
 def manifest_of(data_dir: Path | str, name: str) -> str | None:
-    """A digest of what prepared data a rank finds; None if there is none. An address is every node's alike."""
+    """Return a digest of the prepared data that a rank finds; None if there is none."""
     if isinstance(data_dir, str) and "://" in data_dir:
-        return data_dir
+        return data_dir  # an address is the same for every node
     folder = Path(data_dir) / name
     files = sorted(folder.glob("*.json"))
     if not files:
@@ -361,7 +363,7 @@ def manifest_of(data_dir: Path | str, name: str) -> str | None:
 
 
 def judge_data(call: RollCall, data_dir: Path | str, name: str, digests: list[str | None]) -> list[Finding]:
-    """Whether every rank finds the same prepared data, in one folder or in copies of it."""
+    """Check whether every rank finds the same prepared data, in one folder or in copies of it."""
     place, check = f"{str(data_dir).rstrip('/')}/{name}", "shared data"
     if not any(digests):
         return []  # what each node finds of the data is a line of its own
@@ -384,7 +386,7 @@ def judge_data(call: RollCall, data_dir: Path | str, name: str, digests: list[st
 def measure_disk(
     call: RollCall, probed: ProbedFolder, size: int, checkpoint_bytes: int | None
 ) -> list[Finding]:
-    """Bytes per second of all ranks at once, and how long a checkpoint takes at that rate."""
+    """Measure the bytes per second of all ranks at once, and how long a checkpoint takes at that rate."""
     answers = call.step("disk of all ranks", lambda: probed.write_and_read(size), 3 * DISK_SECONDS)
     if refused := _refused_folder(call, "disk of all ranks", answers):
         return refused

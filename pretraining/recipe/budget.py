@@ -120,7 +120,9 @@ class StepSizes:
         stairs, steps, tokens = [], 0, 0
         sizes = range(ramp.from_tokens_per_step, full, increment_of(ramp))
         for number, size in enumerate(sizes, start=1):
+            # a Fraction: equal shares need not be whole numbers of tokens
             left = Fraction(number * ramp.over_tokens, len(sizes)) - tokens
+            # rounded up: the stair ends with the step that completes its share
             count = max(0, -(-left // size))
             stairs += [Stair(steps, tokens, size)] * (count > 0)
             steps, tokens = steps + count, tokens + count * size
@@ -152,12 +154,14 @@ class StepSizes:
 
     def steps_within(self, tokens: int) -> int:
         """Whole steps from the beginning that so many tokens pay for."""
+        # the last stair that begins within these tokens
         place = bisect_right(self.stairs, tokens, key=lambda stair: stair.tokens_before) - 1
         stair = self.stairs[max(0, place)]
         return stair.first_step + (tokens - stair.tokens_before) // stair.tokens_per_step
 
     def lr_factor(self, finished_steps: int) -> float:
         """What the schedule's learning rate is multiplied with in the step after `finished_steps` steps."""
+        # 1 for full steps, whatever the power
         return (self.at(finished_steps) / self.full) ** LR_POWERS[self.lr_scaling]
 
     def _stair(self, step: int) -> Stair:
@@ -180,6 +184,7 @@ def _check_ramp(budget: Budget, ramp: Ramp, length: int, where: str) -> None:
         check_multiple(tokens, f"budget.ramp.{name}", length, f"the sequence length {length}", where)
     if (full - first) % increment:
         units = (full - first) // length
+        # increments that divide the way up into whole stairs of whole sequences
         dividing = (unit * length for unit in range(1, min(units, MOST_UNITS) + 1) if units % unit == 0)
         near = min(dividing, key=lambda each: abs(each - increment))
         what = f"{increment} does not lead from {first} to {full} in whole stairs; the nearest that does is {near}"
@@ -202,6 +207,7 @@ def check_division(sizes: StepSizes, length: int, ranks: int, micro_batch: int, 
         f"a step of {size // length} sequences is not a multiple of {at_once} = {ranks} ranks x {micro_batch} "
         "per_device_train_batch_size; "
     )
+    # what divides every size divides their greatest common divisor
     shared, rest = divmod(math.gcd(*sizes.all) // length, ranks)
     if rest:
         what += f"make from_tokens_per_step and increment multiples of {ranks * length}, or take fewer ranks"

@@ -22,6 +22,7 @@ def check_documents(data: Data, model: Model, where: str) -> None:
     if not model.is_exact:
         what = f"is tested for {', '.join(EXACT)} alone, not for {model.model_type}; set it to false"
         raise problem(where, "data.document_masking", what)
+    # a name with a slash is a kernel of the hub, which nothing here has tested
     if name is not None and (name in CROSSES_DOCUMENTS or "/" in name):
         what = f"is {name}, which is not known to keep documents apart, as data.document_masking wants; leave it out"
         raise problem(where, "model.attn_implementation", what)
@@ -73,6 +74,7 @@ def _check_validated_saves(keep_best: int, training: Training, where: str) -> No
     """The best are told by the validation loss after their own step: each save needs one."""
     strategies = {training.save_strategy, training.eval_strategy}
     save, evaluate = training.save_steps, training.steps_between_validations
+    # a save between two validations has no loss of its own step
     if keep_best and (strategies != {"steps"} or save % evaluate):
         what = (
             f"is {keep_best}, but not every save is validated: set eval_strategy and save_strategy to steps, and "
@@ -90,6 +92,7 @@ def _check_patience(patience: int | None, training: Training, where: str) -> Non
 def _check_metric(evaluation: Evaluation, sources: Sequence[str], where: str) -> None:
     """It is measured by every validation; that of a source only if there are several."""
     metric, task_steps = evaluation.metric, evaluation.task_steps
+    # scores are <task>/<metric>; the source of a loss is known by its name, so names must differ
     is_score, several = "/" in metric, len(set(sources)) == len(sources) > 1
     by_source = [f"{name}_{kind}" for name in sources for kind in BY_SOURCE] if several else []
     if not is_score and metric not in (*LOWER_IS_BETTER, *by_source):

@@ -86,6 +86,7 @@ def curve_parts(recipe: dict) -> dict:
     for section in SECTIONS:
         for key, value in recipe[section].items():
             parts[f"{section}.{key}"] = value
+    # older runs have no such keys: the defaults mean what was done then
     parts |= {f"loss.{key}": recipe.get("loss", {}).get(key, 0.0) for key in ("z_loss", "router_z_loss")}
     parts |= {"speed.fp8": recipe.get("speed", {}).get("fp8", "none")}
     for section in ("optimizer", "mup"):
@@ -112,6 +113,7 @@ def changes_of_run(run: RunFolder, recipe: dict, allowed: Iterable[str] = ()) ->
         return []
     try:
         changes = changed_parts(recipe, json.loads(run.recipe.read_text(encoding="utf-8")))
+    # the file may be damaged, or another JSON file of that name
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         reason = error if isinstance(error, OSError | ValueError) else "it is no recipe of a run"
         raise UserError(

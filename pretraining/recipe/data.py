@@ -10,6 +10,7 @@ from pretraining.errors import UserError, nearest
 from pretraining.recipe.section import Section, check_folder_name, key
 from pretraining.schema import problem
 
+# a context of our own: the default one could be changed by any library
 _DECIMALS = Context(prec=50)
 
 
@@ -197,6 +198,7 @@ def source_names(section: Data, where: str) -> list[str]:
     """What the recipe calls its sources: the name, else the last part of the path or data set's name."""
     names = [source.called for source in section.sources]
     for number, name in enumerate(names):
+        # without a mixture nothing refers to a source by its name
         if name in names[:number] and is_mixed(section):
             what = f"is {name!r} like that of source {names.index(name)}; give each a name of its own"
             raise problem(where, f"data.sources.{number}.name", what)
@@ -207,6 +209,7 @@ def check_mixture(data: Data, num_samples: int, sequence_length: int, where: str
     """Raise `UserError` for what is wrong with a mixture before its data, and thus its sources' sizes, are there."""
     names = source_names(data, where)
     if is_mixed(data):
+        # sizes are not known yet; any will do, since only the shares depend on them
         read_stages(data, names, [1] * len(names), num_samples, sequence_length, where)
 
 
@@ -268,6 +271,7 @@ def _named_shares(weights: dict, names: list[str], where: str, key: str) -> list
 
 
 def _check_weight(weight, where: str, key: str) -> None:
+    # a bool is an int in Python
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number or not 0 < weight < float("inf"):
         shown = f"{weight!r}; a weight is a number above zero"
@@ -280,6 +284,7 @@ def _border(
     """The sample before which a stage ends; None for the last, which goes on for as long as the run does."""
     tokens = num_samples * sequence_length
     if is_last:
+        # 1 and the run's tokens mean the end as well
         if until not in (None, 1, tokens):
             what = (
                 f"is {until:g}, but the last stage goes on to the end of the run; leave it out or add a stage"
@@ -288,6 +293,7 @@ def _border(
         return None
     if until is None:
         raise problem(where, f"{key}.until", "is missing: a share of the run below 1, or a number of tokens")
+    # stages begin and end at whole blocks
     stop = block_of(until, num_samples, sequence_length)
     if not start < stop < num_samples:
         what = (
@@ -300,6 +306,7 @@ def _border(
 
 def block_of(until: float, num_samples: int, sequence_length: int) -> int:
     """Blocks before the border that a stage's `until` names: a share of the run below 1, or a number of tokens."""
+    # by its decimal text: 0.1 is one tenth
     exact = Fraction(repr(until))
     return round(exact * num_samples if until < 1 else exact / sequence_length)
 

@@ -37,6 +37,7 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str
     overrides = list(overrides)
     for override in overrides:
         _check_override(override)
+    # the file first: its errors must not name an override
     values = _apply_overrides(check(values, recipe_schema(), where), overrides)
     if deepspeed is not None:
         values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed
@@ -164,6 +165,7 @@ def _apply_overrides(recipe: dict, overrides: Iterable[str]) -> dict:
     Raises:
         UserError: no `=`, an unknown key (with the nearest), a wrong type, an index beyond the list.
     """
+    # a deep copy, which `_set` may change
     changed = json.loads(json.dumps(recipe))
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -176,6 +178,7 @@ def _apply_overrides(recipe: dict, overrides: Iterable[str]) -> dict:
             kind = {"model_type": changed["model"]["model_type"]}
             refuse_names_of_others({**_as_nested(override)["model"], **kind}, where)
         _set(changed, key.split("."), _parse(text, where), where)
+        # after each, so that the error names the text that is wrong
         changed = check(changed, recipe_schema(), where)
     return changed
 
@@ -205,5 +208,6 @@ def _index(items: list, name: str, here: str, where: str) -> int:
     if not name.isdecimal() or int(name) > len(items):
         raise UserError(f"{where}: {here} is a list of {len(items)}: {name!r} is not one of its indices")
     if int(name) == len(items):
+        # one past the end appends; `_set` fills it
         items.append({})
     return int(name)

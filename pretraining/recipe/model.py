@@ -84,6 +84,7 @@ def refuse_names_of_others(model: object, where: str) -> None:
     """
     if not isinstance(model, dict) or model.get("model_type") not in (*EXACT, *other_model_types()["types"]):
         return
+    # GPT-2 alone has names of its own among the exact types
     common = {name: key for key, name in GPT2_NAMES.items()}
     for key in model if is_exact(model) else model.keys() - other_properties(model).keys():
         if (own := own_key(model, common.get(key, key))) != key:
@@ -233,6 +234,7 @@ def _check_rope(model: dict, where: str) -> None:
     """Rotary positions of a known kind, with the keys that it needs, on heads of an even size."""
     if model["model_type"] not in ROTARY:
         return
+    # as transformers derives it
     head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
     if head_dim % 2:
         what = f"makes heads of {head_dim}, and rotary positions turn pairs: choose an even size of a head"
@@ -256,6 +258,7 @@ def _check_rope(model: dict, where: str) -> None:
             raise problem(where, f"{key}.{name}", f"is no key of rope_type {kind}; leave it out")
     if kind == "longrope":
         for name in needed:
+            # one factor for each pair that is turned
             if len(given[name]) != head_dim // 2:
                 what = f"has {len(given[name])} numbers; half of a head needs {head_dim // 2}"
                 raise problem(where, f"{key}.{name}", what)
@@ -291,6 +294,7 @@ def _check_special_ids(model: dict, where: str) -> None:
     """Ids that the recipe names are rows of the embedding; those it leaves out are the tokenizer's."""
     for key in SPECIAL_IDS:
         given = model.get(key)
+        # eos_token_id may be a list
         for number in given if isinstance(given, list) else [given]:
             if number is not None and number >= model["vocab_size"]:
                 what = f"is {number}, beyond model.vocab_size {model['vocab_size']}; leave it out: the tokenizer has it"

@@ -80,6 +80,7 @@ class Growth:
         """Of a model section with its class's defaults."""
         width, layers, head_size = shape_of(model)
         depth = layers / (mup.base_layers or layers)
+        # attention divides by the root of a head's size; this brings it to the size itself
         queries = ((mup.base_head_size or head_size) / head_size) ** 0.5
         return cls(model["model_type"], width / mup.base_width, depth, queries)
 
@@ -103,11 +104,13 @@ class Growth:
 
     def _outside_blocks(self, name: str, is_tied: bool) -> Scales:
         scales = Scales(epsilon=1 / self.width)
+        # a tied head is the embedding, so the norm before it takes the multiplier
         holds_output_multiplier = _FINAL_NORM.search(name) if is_tied else name == HEAD
         return scales.times(1 / self.width) if holds_output_multiplier else scales
 
     @staticmethod
     def _is_matrix(name: str) -> bool:
+        # norms are vectors; biases do not end with .weight
         return name.endswith(".weight") and not re.search(r"(ln_\d|norm)\.weight$", name)
 
 

@@ -107,6 +107,7 @@ class Recipe:
         for name, section in SECTIONS.items():
             value = getattr(self, name)
             if not isinstance(value, section):
+                # the dataclass is frozen
                 object.__setattr__(self, name, section.of(value))
         for name, keywords in KEYWORDS.items():
             if not isinstance(getattr(self, name), keywords):
@@ -115,6 +116,7 @@ class Recipe:
     @property
     def words(self) -> list[str]:
         """What a command takes to read this recipe again: `--recipe`, its name or path, and every `--set`."""
+        # a recipe of ours is named as `load_recipe` takes it: features/muon
         ours = self.path.is_relative_to(RECIPES)
         reference = self.path.relative_to(RECIPES).with_suffix("").as_posix() if ours else str(self.path)
         return ["--recipe", reference, *(word for text in self.overrides for word in ("--set", text))]
@@ -183,6 +185,7 @@ class Recipe:
     @property
     def training_keywords(self) -> Training:
         """`training`, with what the budget says of the schedule in tokens, in full steps."""
+        # a copy: the recipe itself stays as it was written
         found = Training(self.training)
         if (tokens := self.budget.warmup_tokens) is not None:
             found["warmup_steps"] = tokens // self.tokens_per_step
@@ -194,6 +197,7 @@ class Recipe:
     def to_dict(self) -> dict:
         """The resolved recipe: written to a file and loaded again, it is this recipe."""
         values = {name: getattr(self, name) for name in ("name", "description", "deepspeed")}
+        # a deep copy as plain dicts
         values |= {name: json.loads(json.dumps(getattr(self, name))) for name in KEYWORDS}
         return values | {name: getattr(self, name).to_dict() for name in SECTIONS}
 
@@ -246,6 +250,7 @@ def accumulation_steps(recipe: Recipe, world_size: int) -> int:
         if recipe.samples_per_step % ranks:
             what = f"{recipe.tokens_per_step} is not a multiple of {product}; {multiples}"
             raise problem(where, "budget.tokens_per_step", what)
+        # the largest micro-batch that divides, not above the one that was asked for
         fitting = next(size for size in range(min(micro_batch, per_rank), 0, -1) if per_rank % size == 0)
         raise problem(
             where,

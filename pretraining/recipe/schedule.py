@@ -25,6 +25,7 @@ _RATE = {"type": "number", "minimum": 0}
 _POSITIVE = {"type": "number", "exclusiveMinimum": 0}
 _COUNT, _STEPS = {"type": "integer", "minimum": 0}, {"type": "integer", "minimum": 1}
 _SHAPE = {"enum": ["linear", "cosine", "1-sqrt"]}
+# either of the first two: see ONE_OF
 _LEAST_RATE = {"min_lr": _RATE, "min_lr_rate": _SHARE, "num_cycles": _POSITIVE}
 _FACTOR = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
 _JUDGING = {
@@ -136,6 +137,7 @@ def _check_tokens(budget: Budget, training: Training, where: str) -> None:
             f"is for training.lr_scheduler_type {DECAYING}, and that is {kind}; set that, or leave this out"
         )
         raise problem(where, key, what)
+    # either would fix the same border a second time, in steps
     for name in ("num_decay_steps", "num_stable_steps"):
         if name in (training.lr_scheduler_kwargs or {}):
             what = f"and training.lr_scheduler_kwargs.{name} are both there; leave one out"
@@ -144,6 +146,7 @@ def _check_tokens(budget: Budget, training: Training, where: str) -> None:
 
 def _check_warmup(training: Training, where: str) -> None:
     given = training.warmup_steps
+    # 1 and above are steps, below 1 a share
     if given > 1 and given != int(given):
         what = f"is {given:g}; write a whole number of steps, or a share of the run below 1"
         raise problem(where, "training.warmup_steps", what)
@@ -163,6 +166,7 @@ def _check_keywords(kind: str, keywords: dict, where: str) -> None:
 
 def _check_end(training: Training, keywords: dict, where: str) -> None:
     """A polynomial falls to `lr_end`: transformers refuses one that is not below the peak."""
+    # 1e-7 is transformers' default
     end, peak = keywords.get("lr_end", 1e-7), training.learning_rate
     if training.lr_scheduler_type == "polynomial" and end >= peak:
         what = f"is {end:g}, which is not below training.learning_rate {peak:g}: lower it"

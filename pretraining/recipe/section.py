@@ -69,6 +69,7 @@ class Section:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        # it changes the class in place: subclasses need no decorator
         dataclass(frozen=True, kw_only=True)(cls)
 
     @classmethod
@@ -78,6 +79,7 @@ class Section:
         found = {name: _built(inner.get(name), value) for name, value in values.items()}
         section = cls(**found)
         if cls.keeps_what_is_written:
+            # the dataclass is frozen; the name is no field
             object.__setattr__(section, "_written", frozenset(found))
         return section
 
@@ -171,6 +173,7 @@ def _field_schema(each: Field) -> dict:
     schema |= limits
     if each.default is not MISSING and not each.metadata["omitted"]:
         schema["default"] = each.default
+    # a class is an inner section, which has a schema of its own
     elif each.default_factory is not MISSING and not isinstance(each.default_factory, type):
         schema["default"] = each.default_factory()
     return schema

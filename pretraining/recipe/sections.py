@@ -14,6 +14,7 @@ def _check_address(address: str, key: str, where: str) -> None:
 
 def _check_profiled_steps(steps: int | list[int], key: str, where: str) -> None:
     """One step, or the first and the last."""
+    # the schema has checked that a list has two entries at least
     chosen = steps if isinstance(steps, list) else [steps]
     if len(chosen) > 2 or chosen[0] > chosen[-1]:
         raise problem(where, key, f"is {steps}; write the first and the last step: [10, 12]")

@@ -163,6 +163,7 @@ class Training(dict):
         given, key = self.activation_checkpointing_kwargs or {}, "training.activation_checkpointing_kwargs"
         schema = {"type": "object", "properties": RECOMPUTATION, "additionalProperties": False}
         check(given, schema, where, key)
+        # torch.utils.checkpoint refuses or ignores them with use_reentrant=True
         if given.get("use_reentrant"):
             for name in given:
                 if name in NOT_REENTRANT:
@@ -172,6 +173,7 @@ class Training(dict):
     def _check_cadences(self, where: str) -> None:
         """Steps between two logs, validations or saves: whole ones, or a share of the run below 1."""
         for key in ("logging_steps", "eval_steps", "save_steps"):
+            # null and a missing key are left to TrainingArguments' own defaults
             every = self.get(key) or 1
             if every > 1 and every != int(every):
                 what = f"is {every:g}; write a whole number of steps, or a share of the run below 1"
@@ -180,6 +182,7 @@ class Training(dict):
     def _check_optimizer_arguments(self, where: str) -> None:
         """`optim_args` is a list of names and values, as transformers takes it apart."""
         given = self.optim_args
+        # transformers removes blanks, then splits at commas and at one "=" each
         for pair in (given or "").replace(" ", "").split(",") if given else ():
             name, equals, value = pair.partition("=")
             if not (name and equals and value) or "=" in value:

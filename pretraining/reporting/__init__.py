@@ -1,1 +1,1 @@
-"""A run folder as one page: live while it trains, complete without a network; and what its curve says, in words."""
+"""Show a run folder as one page, live while it trains and complete without a network; say what its curve shows."""

@@ -108,6 +108,7 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
     if not len(rows):
         return found
     found.non_finite = int((~np.isfinite(losses)).sum())
+    # because one row alone is noisy
     found.loss_rows = max(1, len(losses) // 20)
     found.loss = _median(losses[-found.loss_rows :])
     found.last_loss, found.last_step = float(losses[-1]), int(record.steps[rows[-1]])
@@ -131,6 +132,7 @@ def _rate(found: Analysis, tokens: np.ndarray, losses: np.ndarray) -> None:
     tokens, losses = tokens[usable], losses[usable]
     if len(tokens) < FEWEST_ROWS:
         return
+    # the last half of the tokens is one doubling
     late = tokens >= tokens[-1] / 2
     if late.sum() >= 4:
         found.gain_per_doubling = float(-np.polyfit(np.log2(tokens[late]), losses[late], 1)[0])
@@ -181,6 +183,7 @@ def after_warm_up(record: RunRecord) -> int:
     """Find the first training row that a fit uses: at the peak of the learning rate, a fiftieth of the rows in."""
     _, rates = record.metrics.column("train/learning_rate")
     peak = int(np.argmax(rates)) if len(rates) else 0
+    # argmax takes the first row at the peak; at most half of the rows are left out
     return min(max(peak, len(rates) // 50), len(rates) // 2)
 
 
@@ -206,6 +209,7 @@ def half_fit_error(record: RunRecord) -> float | None:
     tokens, first = record.tokens[rows], after_warm_up(record)
     half = int(np.searchsorted(tokens, tokens[-1] / 2))
     made = forecast(tokens[first:half], losses[first:half], float(tokens[-1]))
+    # the same twentieth as `Analysis.loss`, but at least three rows
     measured = _median(losses[-max(3, len(losses) // 20) :])
     return (made.loss - measured) / measured if made and measured else None
 
@@ -217,6 +221,7 @@ def spike_rows(values: np.ndarray) -> list[int]:
     """
     high = ~np.isfinite(values)
     for start in range(2 * BLOCK, len(values), BLOCK):
+        # from the two blocks before: the spike must not raise its own level
         level, spread = _level_and_spread(values[start - 2 * BLOCK : start])
         block = values[start : start + BLOCK]
         with np.errstate(invalid="ignore"):
@@ -231,6 +236,7 @@ def _level_and_spread(before: np.ndarray) -> tuple[float, float]:
     rows = np.flatnonzero(np.isfinite(before))
     early, late = rows[rows < BLOCK], rows[rows >= BLOCK]
     if len(early) < BLOCK // 2 or len(late) < BLOCK // 2:
+        # a level of infinity: nothing is above it
         return np.inf, 0.0
     level, slope = np.median(before[late]), (np.median(before[late]) - np.median(before[early])) / BLOCK
     residuals = before[rows] - level - slope * (rows - 1.5 * BLOCK)
@@ -267,6 +273,7 @@ def forecast(tokens: np.ndarray, losses: np.ndarray, at_tokens: float) -> Foreca
     floor, scale, exponent = (float(part[0]) for part in _fit(x / unit, y[:, None], weights))
     law = PowerLaw(floor, scale, exponent, unit)
     fitted = floor + scale * (x / unit) ** -exponent
+    # residuals are scaled to equal noise before they are drawn: buckets have unequal numbers of rows
     noisy = fitted[:, None] + _resampled((y - fitted) * np.sqrt(weights)) / np.sqrt(weights)[:, None]
     floors, scales, exponents = _fit(x / unit, noisy, weights)
     low, high = np.quantile(floors + scales * (at_tokens / unit) ** -exponents, [0.05, 0.95])
@@ -290,6 +297,7 @@ def _buckets(tokens: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.nda
     tokens, losses = tokens[usable], losses[usable]
     if not len(tokens):
         return tokens, losses, tokens
+    # beyond the last row, so that searchsorted puts it into the last bucket
     edges = np.geomspace(tokens[0], tokens[-1] * 1.0001, NUM_BUCKETS + 1)
     spans = [(a, b) for a, b in itertools.pairwise(np.searchsorted(tokens, edges)) if b > a]
     middle = np.array([[np.median(tokens[a:b]), np.median(losses[a:b]), b - a] for a, b in spans])
@@ -302,6 +310,7 @@ def _fit(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray,
     Each exponent is the best of the grid, moved to the minimum of the parabola through its error and its neighbours'.
     """
     errors = np.stack([_solve(x[:, None] ** -exponent, y, weights)[2] for exponent in EXPONENTS])
+    # clip: the parabola needs a neighbour on both sides
     columns, best = np.arange(y.shape[1]), errors.argmin(axis=0).clip(1, len(EXPONENTS) - 2)
     before, here, after = (errors[best + step, columns] for step in (-1, 0, 1))
     bend = before - 2 * here + after
@@ -316,6 +325,7 @@ def _solve(powers: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[np.n
     total, mean_p, mean_y = weights.sum(), weights @ powers / weights.sum(), weights @ y / weights.sum()
     scale = weights @ ((powers - mean_p) * (y - mean_y)) / (weights @ (powers - mean_p) ** 2)
     floor = mean_y - scale * mean_p
+    # a negative floor is set to 0, and the scale solved again for it
     scale = np.where(floor < 0, weights @ (powers * y) / (weights @ powers**2), scale)
     floor = np.maximum(floor, 0.0)
     return floor, scale, weights @ (floor + scale * powers - y) ** 2 / total

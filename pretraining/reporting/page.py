@@ -76,6 +76,7 @@ def page_text(payload: dict, title: str) -> str:
     # Cut at the placeholders and not replaced one by one: a run's text may hold "{{data}}" itself.
     pieces = (PAGE / "index.html").read_text(encoding="utf-8").split("{{")
     filled = [pieces[0]]
+    # each piece begins with a placeholder's name
     for piece in pieces[1:]:
         name, _, rest = piece.partition("}}")
         filled += [parts[name], rest]
@@ -210,6 +211,7 @@ def _series(record: RunRecord, name: str, most_points: int) -> dict:
 
 def _places(record: RunRecord, rows: np.ndarray) -> dict[str, list]:
     return {
+        # 12 digits: steps and tokens are exact counts
         "step": _numbers(record.steps[rows], 12),
         "tokens": _numbers(record.tokens[rows], 12),
         "hours": _numbers(record.hours[rows]),
@@ -236,12 +238,14 @@ def kept_points(values: np.ndarray, num_points: int) -> np.ndarray:
     edges = bucket_edges(len(values), num_points // 2)  # two points a bucket
     finite = np.isfinite(values)
     low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
+    # the ends, so that a curve is drawn over its whole length
     kept = {0, len(values) - 1}
     for begin, end in zip(edges, [*edges[1:], len(values)], strict=True):
         kept.add(begin + int(low[begin:end].argmin()))
         kept.add(begin + int(high[begin:end].argmax()))
     broken = np.flatnonzero(~finite)
     if len(broken):
+        # the first broken row of each bucket: side="right" gives the bucket that holds it
         _, first = np.unique(np.searchsorted(edges, broken, side="right"), return_index=True)
         kept.update(broken[first].tolist())
     return np.array(sorted(kept))
@@ -276,6 +280,7 @@ def marks_of(record: RunRecord, spike_steps: list[int]) -> list[dict]:
             label = f"spike of the loss at step {step:,}"
             marks.append({"kind": "spike", "level": "bad", "label": label, **record.at_step(step)})
     marks += [_checkpoint_mark(record, step) for step in record.checkpoint_steps()]
+    # the newest are kept
     return sorted(marks, key=lambda mark: mark["step"])[-MOST_MARKS:]
 
 
@@ -327,6 +332,7 @@ def plan_beside_measured(record: RunRecord) -> dict:
     for quantity, (unit, label) in QUANTITIES.items():
         pair = {
             "quantity": quantity,
+            # there is no GPU whose memory could be measured
             "label": ON_PROCESSOR if on_processor and quantity == "peak_memory_bytes" else label,
             "unit": unit,
             "predicted": predicted.get(quantity),
@@ -425,6 +431,7 @@ def _numbers(values: np.ndarray, digits: int = 6) -> list:
         if not math.isfinite(value):
             plain.append(None)
         else:
+            # fewer characters: a page stays small
             short = float(f"{value:.{digits}g}")
             plain.append(int(short) if short.is_integer() else short)
     return plain

@@ -142,7 +142,7 @@ class RunRecord:
 
     @property
     def newest_place(self) -> dict[str, float]:
-        """How far the run has come, by rows and events: an event may be newer than the last logged step."""
+        """Give the newest step that rows and events know: an event may be newer than the last logged step."""
         return self.at_step(self.newest_step)
 
     @property
@@ -189,6 +189,7 @@ class RunRecord:
             since = min(self.event_time(last), time.time())  # infinity if the event has no time
             return Standing(ENDINGS[last["event"]], since, int(step), reason, checkpoint)
         step = int(self.newest_step)
+        # certain, and so before the clock, which can only suspect it
         if killed := killed_ranks(self.run.heartbeats, self.event_time(last) if last else 0.0):
             step = max(step, *(place.step for place in killed))
             return Standing("killed", self.last_written, step, checkpoint=checkpoint)
@@ -202,7 +203,7 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """The state at this moment."""
+        """Give the state at this moment."""
         return self.standing().state
 
     @property
@@ -220,6 +221,7 @@ class RunRecord:
         starts = [event for event in self.events if event.get("event") in STARTS]
         opened = self.event_time(starts[-1]) if starts else 0.0
         times = np.array(self.metrics.times)
+        # not across a restart: that pause says nothing about this one
         pauses = np.diff(times[times >= opened])
         return max(FEWEST_SILENT_SECONDS, 3 * float(pauses.max())) if len(pauses) else SILENT_SECONDS
 
@@ -309,6 +311,7 @@ class MetricsFile:
             return
         number = len(self.steps)
         self.steps.append(row["step"])
+        # NaN keeps the column as long as the steps
         self.times.append(row.get("time") or math.nan)
         for name, value in row.items():
             if name not in PLACE and isinstance(value, int | float):

@@ -33,6 +33,7 @@ def standing_text(standing: Standing, now: float) -> str:
         now: UNIX seconds, because the state depends on the clock.
     """
     since = f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(standing.since))} UTC"
+    # never 0 or less, whatever the two clocks say
     since += f" ({duration(max(1.0, now - standing.since))} ago)"
     reason = f": {standing.reason}" if standing.reason else ""
     continues = (
@@ -124,7 +125,9 @@ def _heading(found: Analysis) -> str:
 def _track_record(found: Analysis) -> str:
     if not found.track_record:
         return ""
+    # with its sign: a median that is not near 0 shows a bias
     middle = statistics.median(found.track_record)
+    # the sign is kept: too high and too low differ
     worst = max(found.track_record, key=abs)
     runs = f"{len(found.track_record)} finished run{'s' if len(found.track_record) > 1 else ''} beside it"
     return (
@@ -170,6 +173,7 @@ def end_text(record: RunRecord) -> str:
 def _taken(record: RunRecord, measured: dict) -> str:
     """Say what a run took: steps, tokens, and time since the first start without stops on request."""
     times = [record.event_time(event) for event in record.events]
+    # a stop on request may last for days
     seconds = times[-1] - times[0] - stopped_seconds(record.events)
     text = f"{record.steps[-1]:,.0f} steps, {record.tokens[-1]:,.0f} tokens in {duration(max(1.0, seconds))}"
     if speed := record.speed():
