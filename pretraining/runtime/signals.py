@@ -50,7 +50,7 @@ class SignalListener:
 
 
 def ignore_in_worker() -> None:
-    """Make a data worker ignore the signals that ask a run to stop. It ends with its rank, which torch's workers watch."""
+    """Make a data worker ignore the signals that ask to stop. It ends with its rank, which torch's workers watch."""
     for number in ASKING:
         # launchers and terminals signal workers too, and the rank fails if one of its workers dies
         signal.signal(number, signal.SIG_IGN)
