@@ -1,1 +1,1 @@
-"""What every process of a run needs: its ranks, its machine, its run folder, durable files, signs of life."""
+"""Give every process of a run what it needs: ranks, machine, run folder, durable files, heartbeats."""

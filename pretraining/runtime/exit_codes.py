@@ -1,7 +1,7 @@
-"""The codes a run ends with, and how a supervisor learns them where the launcher keeps them to itself.
+"""The exit codes of a run, and how a supervisor learns them if the launcher does not pass them on.
 
-`torchrun` and `accelerate launch` answer 1 for every failure, and `deepspeed` answers 0 where its inner process
-was killed. `pretraining.supervise` names a folder in the environment: a rank leaves the code there.
+`torchrun` and `accelerate launch` exit with 1 for every failure. `deepspeed` exits with 0 if its inner process
+was killed. `pretraining.supervise` therefore names a folder in the environment, and a rank writes the code there.
 """
 
 import os
@@ -9,34 +9,36 @@ from pathlib import Path
 
 FINISHED = 0
 USER_ERROR = 2
-"""What one line on stderr says; starting again changes nothing."""
+"""The user has to change something: one line on stderr says what. Starting again changes nothing."""
 STOPPED = 75
 """Stopped on request with a committed checkpoint (EX_TEMPFAIL): start again to continue."""
 HANG = 76
 """No step was completed within `monitors.hang_minutes`: start again to continue."""
 INTERRUPTED = 130
-"""Ctrl-C, as a shell has it."""
+"""Ctrl-C: 128 + SIGINT, as in a shell."""
 GAVE_UP = 77
 """The run could not heal itself: look before starting again."""
 
 NOT_RESTARTED = (FINISHED, USER_ERROR, STOPPED, GAVE_UP)
 
 SUPERVISOR = "PRETRAINING_SUPERVISOR"
-"""Variable: a folder of this machine, shared by a supervisor and the ranks it started."""
+"""Variable: names a folder of this machine that a supervisor shares with the ranks it started."""
 
 
 def supervisor_file(name: str) -> Path | None:
-    """`name` in the supervisor's folder; None where there is no supervisor."""
+    """Return the path of `name` in the supervisor's folder; None if there is no supervisor."""
     folder = os.environ.get(SUPERVISOR)
     return Path(folder) / name if folder else None
 
 
 def tell_exit_code(code: int) -> None:
-    """Leave the code for the supervisor of this machine, if there is one; the first one told counts."""
+    """Write the code for the supervisor of this machine, if there is one. The first code counts."""
     path = supervisor_file("exit_code")
     if path is not None:
         try:
+            # "x" fails if the file exists: the codes of later ranks follow from the first one
             with path.open("x") as file:
                 file.write(str(code))
+        # another rank was first, or the folder is gone; the process ends in either case
         except OSError:
             return

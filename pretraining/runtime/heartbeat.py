@@ -1,4 +1,4 @@
-"""Every rank keeps a heartbeat in the run folder: how far it has come, and that its process is alive."""
+"""Keep a heartbeat of every rank in the run folder: how far it has come, and that its process is alive."""
 
 import json
 import os
@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 _FILE_BYTES = 512
-"""One write of this many bytes replaces the one before."""
+"""Every write has this length, so that it covers the whole write before it."""
 ENDED_STATES = "ZX"
-"""Of a process that has ended, whose parent has not asked yet how."""
+"""States in proc(5) of a process that has ended, while its parent has not yet asked for the exit code."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is, as its heartbeat says."""
+    """Where a rank is, as its heartbeat reports it."""
 
     rank: int
     host: str
@@ -26,19 +26,22 @@ class Place:
     phase: str
     step: int
     arrivals: int
-    """How many places it has come to; the ranks come to the same ones in the same order."""
+    """How many places it has reached. All ranks reach the same places in the same order."""
     beats: int
     """Grows as long as the process runs, even while its main thread waits."""
     machine: str = ""
-    """As `this_machine` says there."""
+    """What `this_machine` returns there."""
     began: int = 0
-    """When the process began, in clock ticks since the machine started: an id alone is given out again."""
+    """When the process began, in clock ticks since the machine started. The system reuses process ids."""
     moves: int = 0
-    """Grows as long as a long piece of work moves, which the other ranks may have to wait for (`long_work`)."""
+    """Grows as long as long work moves forward for which the other ranks may have to wait (`long_work`)."""
 
 
 class Heartbeat:
-    """This rank's own: `arrive` from the main thread, `beat` from a thread that only a stopped process stops."""
+    """Write this rank's heartbeat.
+
+    The main thread calls `arrive`. Another thread calls `beat`, and goes on as long as the process runs.
+    """
 
     def __init__(self, folder: Path, rank: int):
         self.path = heartbeat_path(folder, rank)
@@ -48,11 +51,12 @@ class Heartbeat:
         self.arrived_at = time.monotonic()
         self._moves, self._work_seen = 0, 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # kept open and never truncated: a reader finds the old or the new text, not an empty file
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
-        self.beat(0)  # who stands still from here on has said who it is
+        self.beat(0)  # now, so that a rank which hangs from here on can be named
 
     def arrive(self, phase: str, step: int) -> None:
-        """Progress: a step, a part of it, a round of a validation, a save."""
+        """Record progress: a step, a part of it, a round of a validation, a save."""
         self.place = replace(self.place, phase=phase, step=step, arrivals=self.place.arrivals + 1)
         self.arrived_at = time.monotonic()
 
@@ -60,6 +64,7 @@ class Heartbeat:
         """Write the file anew. Long work that has moved since the last beat counts as progress."""
         if (work := _work.so_far()) != self._work_seen:
             self._work_seen = work
+            # work of other threads alone is no progress of training
             if _work.waits:
                 self._moves += 1
                 self.arrived_at = time.monotonic()
@@ -73,13 +78,14 @@ class Heartbeat:
 
 
 class _Work:
-    """What the threads of this process have done, in any unit, and whether its main thread waits for it."""
+    """Count what the threads of this process have done, in any unit, and whether the main thread waits for it."""
 
     def __init__(self):
         self.waits, self.done, self.growing = 0, 0, []
 
     def so_far(self) -> int:
-        """Changes whenever something moves."""
+        """Return a number that changes whenever something moves forward."""
+        # a copy: the main thread may change the list while the watch reads it
         return self.done + sum(_bytes_below(folder) for folder in list(self.growing))
 
 
@@ -87,18 +93,18 @@ _work = _Work()
 
 
 def work_done(amount: int = 1) -> None:
-    """A part of a long piece of work is done: bytes written or sent, a token drawn. Any thread may call this."""
+    """Count a finished part of long work: bytes written or sent, a token drawn. Any thread may call this."""
     _work.done += amount
 
 
 @contextmanager
 def long_work(growing: Path | None = None) -> Iterator[None]:
-    """Inside the block the main thread does, or waits for, work that may take longer than a run may stand still.
+    """Mark a block in which the main thread does, or waits for, work that may take longer than the hang limit.
 
-    As long as `work_done` is called, this rank makes progress, and so do those that wait for it. While the main thread
-    trains, work of other threads is no progress: it may go on although training stands still.
+    As long as `work_done` is called, this rank makes progress, and so do the ranks that wait for it. Outside such a
+    block, work of other threads is no progress: it may go on although training hangs.
 
-    growing: a folder that a library fills; its size counts as work done.
+    growing: a folder that a library fills. Its size counts as work done.
     """
     waits = threading.current_thread() is threading.main_thread()
     _work.waits += waits
@@ -120,32 +126,34 @@ def _bytes_below(folder: Path) -> int:
 
 
 def heartbeat_path(folder: Path, rank: int) -> Path:
-    """The file of one rank."""
+    """Return the path of one rank's heartbeat."""
     return folder / f"rank-{rank:05}.json"
 
 
 def read_place(folder: Path, rank: int) -> Place | None:
-    """The rank's newest heartbeat; None where it has none, or is writing it."""
+    """Read the rank's newest heartbeat; None if it has none, or is writing it."""
     return _place_in(heartbeat_path(folder, rank))
 
 
 def killed_ranks(folder: Path, since: float) -> list[Place]:
-    """The places of all ranks if every one of their processes is gone for certain; empty if not.
+    """Return the places of all ranks if all their processes are certainly gone; else an empty list.
 
-    since: UNIX seconds; a heartbeat written before belongs to an earlier start.
+    since: UNIX seconds. A heartbeat written before that belongs to an earlier start.
     """
     places = [_place_in(path) for path in sorted(folder.glob("rank-*.json")) if _written(path) >= since]
     return places if all(place is not None and is_gone(place) for place in places) else []
 
 
 def is_gone(place: Place) -> bool:
-    """Whether the process of a heartbeat has ended; False if it ran on a machine that this one cannot look into."""
+    """Say if the process of a heartbeat has ended; False if it ran on a machine that this one cannot look into."""
     if not place.machine or place.machine != this_machine():
         return False
     fields = process_fields(place.process)
     if fields:
+        # field 22 of proc(5), the start time; the list begins at field 3. If it differs, the id was reused.
         return fields[0] in ENDED_STATES or int(fields[19]) != place.began
     try:
+        # signal 0 only asks if the process exists
         os.kill(place.process, 0)
     except ProcessLookupError:
         return True
@@ -155,7 +163,10 @@ def is_gone(place: Place) -> bool:
 
 
 def this_machine() -> str:
-    """Where a process id means one process: host, its last start, and the container; empty if the system hides it."""
+    """Name the place within which process ids are unique; empty if the system hides it.
+
+    The name consists of the host, its last boot, and the container.
+    """
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {started} {Path('/proc/self/ns/pid').readlink()}"
@@ -164,8 +175,9 @@ def this_machine() -> str:
 
 
 def process_fields(process: int) -> list[str]:
-    """State, parent and what else the system says of a process, in the order of proc(5); empty if it says nothing."""
+    """Return state, parent and further fields of a process, in the order of proc(5); empty if there are none."""
     try:
+        # after the last ")": the command's name before it may hold spaces and brackets
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []

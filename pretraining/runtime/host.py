@@ -1,5 +1,6 @@
-"""What this machine has for its processes: memory, cores, room on a disk (less, if its container says so), and a name
-under which other machines reach it.
+"""Find what this machine offers: memory, cores, free disk space, and a name under which other machines reach it.
+
+A container's limits count if they are lower than the machine's.
 """
 
 import ipaddress
@@ -14,39 +15,41 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _NO_LIMIT = 1 << 60
-"""A container without a limit reports a number near the largest there is (cgroup v1) or the word max (v2)."""
+"""Limits from here on mean no limit: cgroup v1 then reports a number near the largest there is, v2 the word max."""
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The network interface that gloo listens on; without it, the one to which the host's own name leads."""
+"""Variable: the network interface that gloo uses. Without it, gloo uses the one that the host's own name leads to."""
 
 
 def host_memory_bytes() -> int | None:
-    """Memory of this machine, or what its container allows if that is less; None if neither is said."""
+    """Return the memory of this machine, or the container's limit if that is less; None if neither is known."""
     return min(filter(None, (_physical_bytes(), container_memory_bytes())), default=None)
 
 
 def container_memory_bytes() -> int | None:
-    """What the control groups around this process allow it and its neighbours together; None without a limit."""
+    """Return what the control groups allow this process and its neighbours together; None without a limit."""
+    # groups are nested: the tightest limit holds
     return min((limit for limit, _ in _memory_limits()), default=None)
 
 
 def free_memory_bytes() -> int | None:
-    """Memory that can still be taken: of the machine, and of the container; None if the system does not say.
+    """Return the memory that machine and container still have free; None if the system does not report it.
 
-    What the kernel keeps of files counts as free.
+    The kernel's cache of files counts as free.
     """
     left = [limit - taken for limit, taken in _memory_limits()]
     return min([*filter(None, [kernel_bytes("MemAvailable")]), *left], default=None)
 
 
 def kernel_bytes(name: str) -> int | None:
-    """An entry of /proc/meminfo, as MemAvailable, SwapTotal or SwapFree; None if there is none."""
+    """Read one entry of /proc/meminfo, such as MemAvailable, SwapTotal or SwapFree; None if it is missing."""
     found = re.search(rf"^{name}: +(\d+) kB$", system_text(_MEMINFO), re.M)
+    # meminfo writes kB and means KiB
     return int(found[1]) * 1024 if found else None
 
 
 def is_seen(path: Path) -> bool:
-    """Whether it is there and no folder above it is closed to us (`Path.exists` raises then)."""
+    """Say if the path exists and can be reached."""
     try:
         path.stat()
     except OSError:
@@ -55,15 +58,15 @@ def is_seen(path: Path) -> bool:
 
 
 def existing_folder(path: Path) -> Path:
-    """The folder itself, or the nearest above it that is there already and can be seen."""
+    """Return the folder itself, or the nearest folder above it that exists and can be seen."""
     path = path.expanduser().absolute()
     return next(place for place in (path, *path.parents) if is_seen(place))
 
 
 def disk_room_bytes(run_folder: Path, continues: bool) -> int:
-    """Free bytes on the disk on which the run folder lies or will lie.
+    """Return the free bytes on the disk that has, or will have, the run folder.
 
-    continues: the checkpoints that are there make room for those to come, and count as free.
+    continues: the existing checkpoints will be replaced by new ones, so they count as free.
     """
     own = [path for path in run_folder.glob("checkpoint-*/**/*") if path.is_file()] if continues else []
     free = shutil.disk_usage(existing_folder(run_folder)).free
@@ -71,13 +74,14 @@ def disk_room_bytes(run_folder: Path, continues: bool) -> int:
 
 
 def cores() -> float:
-    """Cores that this process may use: of those it is bound to, what its container's quota leaves."""
+    """Return the number of cores that this process may use: its affinity, or its container's quota if that is less."""
+    # macOS has no sched_getaffinity
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([float(bound), *_quotas()])
 
 
 def system_text(path: Path) -> str:
-    """What a file of /proc or /sys says; nothing if it cannot be read."""
+    """Read a file of /proc or /sys; an empty string if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -85,24 +89,25 @@ def system_text(path: Path) -> str:
 
 
 def _quotas() -> Iterator[float]:
-    """Cores' worth of time a second: `quota period` in one file (v2), or a file each (v1)."""
+    """Yield the CPU quota of each group in cores. v2 has `quota period` in one file, v1 has two files."""
     for folder, name in _groups("cpu", "cpu.max", "cpu.cfs_quota_us"):
         if name == "cpu.max":
             quota, _, period = system_text(folder / name).partition(" ")
         else:
             quota, period = system_text(folder / name), system_text(folder / "cpu.cfs_period_us")
+        # without a quota, v2 has the word max and v1 has -1: neither is a number
         if quota.isdigit() and period.isdigit() and int(period):
             yield int(quota) / int(period)
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """(limit, bytes taken without those of files that can be given back) of each control group that has a limit."""
+    """Yield (limit, bytes taken) of each control group with a limit. Cached files that can be dropped do not count."""
     for folder, name in _groups("memory", "memory.max", "memory.limit_in_bytes"):
         limit = _whole(folder / name)
         if limit is None or limit >= _NO_LIMIT:
             continue
         used = _whole(folder / ("memory.current" if name == "memory.max" else "memory.usage_in_bytes")) or 0
-        # v1 says it twice, for the group alone and, `total_`, with those below it
+        # v1 has two such lines: for the group alone, and as `total_` with the groups below it
         files = re.findall(r"inactive_file (\d+)$", system_text(folder / "memory.stat"), re.M)
         yield limit, max(0, used - max(map(int, files), default=0))
 
@@ -115,18 +120,17 @@ def _physical_bytes() -> int | None:
 
 
 def _groups(controller: str, file: str, file_of_v1: str) -> Iterator[tuple[Path, str]]:
-    """The folders of this process's control groups for `controller`, up to the root, each with the file to read.
-
-    In a container the root is often the process's own group, whatever /proc says of its path.
-    """
+    """Yield the folders of this process's control groups for `controller`, up to the root, with the file to read."""
     for line in system_text(_OWN_GROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
+        # v2 has one line without controllers; "unified" is its folder beside v1
         if not controllers:
             roots, name = (_CGROUPS, _CGROUPS / "unified"), file
         elif controller in controllers.split(","):
             roots, name = (_CGROUPS / controllers, _CGROUPS / controller), file_of_v1
         else:
             continue
+        # In a container the root is often the process's own group, whatever path /proc gives.
         for root in dict.fromkeys(roots):
             own = root / path.lstrip("/")
             yield from ((folder, name) for folder in (own, *own.parents) if folder.is_relative_to(root))
@@ -138,10 +142,10 @@ def _whole(path: Path) -> int | None:
 
 
 def loopback_name() -> str | None:
-    """This host's own name if gloo would listen under it where no other host can reach it; None if all is well.
+    """Return this host's own name if gloo would listen under it at a loopback address; None if all is well.
 
     Gloo takes the first address of the name that this host can listen on, and the loopback address if there is none
-    (torch 2.13, `ProcessGroupGloo::createDefaultDevice`). On Debian and Ubuntu, /etc/hosts gives the name to 127.0.1.1.
+    (torch 2.13, `ProcessGroupGloo::createDefaultDevice`). On Debian and Ubuntu, /etc/hosts maps the name to 127.0.1.1.
     """
     if os.environ.get(GLOO_INTERFACE):
         return None
@@ -151,7 +155,7 @@ def loopback_name() -> str | None:
 
 
 def own_address() -> str | None:
-    """The first address of this host's own name on which it can listen; None if it has none."""
+    """Return the first address of this host's own name on which it can listen; None if there is none."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:

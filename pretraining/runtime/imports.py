@@ -1,4 +1,4 @@
-"""What to do before the libraries are imported: without messages that tell their user nothing, and a fifth sooner."""
+"""Prepare the import of the libraries: hide messages that do not help users, and save a fifth of the time."""
 
 import gc
 import logging
@@ -6,48 +6,49 @@ import os
 import warnings
 
 MOST_ROUNDED_MIB = 64
-"""Pinned buffers above this are neither rounded up to a power of two nor kept once they are released."""
+"""MiB. Larger pinned buffers are not rounded up to a power of two, and not kept after their release."""
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 BENIGN = [
-    # DeepSpeed finds no GPU: the run's first line names the device.
+    # DeepSpeed finds no GPU. The run's first line names the device already.
     ("DeepSpeed", "Setting accelerator to CPU"),
-    # An optimizer of torch or of ours: which ones fit a ZeRO stage is checked, and tested, here.
+    # An optimizer of torch or of ours. This project checks and tests which ones fit a ZeRO stage.
     ("DeepSpeed", "You are using ZeRO with an untested optimizer"),
     # accelerate compares its own, unused accumulation count with DeepSpeed's.
     ("accelerate.accelerator", "Gradient accumulation steps mismatch"),
-    # transformers imports torchao wherever it is installed; its kernels are for some GPUs and one Python.
+    # transformers imports torchao if it is installed. Its kernels are for some GPUs and one Python.
     ("torchao", "Failed to load"),
     ("torch.utils._pytree", "is an Enum subclass"),
-    # A tied lm_head is stored once, as the embedding it is. An untied one is: its checksum is checked.
+    # A tied lm_head is stored once, as the embedding. An untied one is stored, and its checksum is checked.
     ("transformers.trainer", "missing keys in the checkpoint model loaded: ['lm_head.weight']."),
 ]
 
 
 def silence_libraries() -> None:
-    """Keep back messages that tell a command's user nothing; some are logged while the libraries are imported."""
+    """Hide messages that do not help the user of a command. Call it first: some are logged during imports."""
     for logger, message in BENIGN:
+        # m=message binds this turn's message; a lambda reads its other names when it is called
         logging.getLogger(logger).addFilter(lambda record, m=message: m not in record.getMessage())
     # torch 2.13 renamed collectives that DeepSpeed 0.19.8 still calls by their old names.
     warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed")
 
 
 def prepare_imports() -> None:
-    """Let the libraries be imported without collecting garbage, which takes a fifth of the imports' time.
+    """Prepare imports: switch the garbage collector off, set the allocator up, and import the trackers.
 
-    What they bring lives as long as the process. `SettledCollector` (training/monitors.py) switches the collector on
-    again.
+    `SettledCollector` (training/monitors.py) switches the collector on again.
     """
+    # Collecting takes a fifth of the imports' time, and finds little: modules live as long as the process.
     gc.disable()
     _pin_what_is_asked_for()
     _import_trackers()
 
 
 def _pin_what_is_asked_for() -> None:
-    """Let torch take large buffers of pinned memory as they are; it would round 33 GiB up to 64.
+    """Have torch allocate large pinned buffers at their exact size. It would round 33 GiB up to 64.
 
-    It reads this once, when CUDA is first used. What a user has chosen for these buffers stays.
+    torch reads this setting once, when CUDA is first used. A user's own choice for these buffers stays.
     """
     name = next((name for name in _ALLOCATOR_SETTINGS if name in os.environ), _ALLOCATOR_SETTINGS[0])
     chosen = os.environ.get(name, "")
@@ -57,7 +58,8 @@ def _pin_what_is_asked_for() -> None:
 
 
 def _import_trackers() -> None:
-    """Every rank would print that WANDB_MODE is offline, as soon as it imports this."""
+    """Import the trackers' callbacks without WANDB_MODE, then set it again."""
+    # else every rank would print during this import that WANDB_MODE is offline
     mode = os.environ.pop("WANDB_MODE", None)
     import transformers.integrations.integration_utils  # noqa: F401
 

@@ -1,7 +1,7 @@
-"""The journal of a run: what healing changed in the mapping from step to samples and learning rate.
+"""Keep the journal of a run: how rollbacks changed which samples and which learning rate a step has.
 
-One JSON line a rollback in `runs/<name>/journal.jsonl`. Everything below is a pure function of these rows, so a
-run that is killed and started again repeats what the journal says.
+Each rollback is one JSON line in `runs/<name>/journal.jsonl`. Everything below is a pure function of these rows.
+A run that is killed and started again therefore repeats what the journal says.
 """
 
 import json
@@ -17,13 +17,13 @@ class Rollback:
     """One return to an earlier step."""
 
     step: int
-    """Optimizer step whose loss was the reason."""
+    """The optimizer step whose loss caused it."""
     to_step: int
-    """Optimizer steps of the checkpoint that was returned to; 0 for the beginning."""
+    """The optimizer step of the checkpoint that the run returned to; 0 for the beginning."""
     samples: tuple[int, int]
     """Positions [first, last) of the global order that are left out from then on."""
     lr_factor: float = 1.0
-    """Of the learning rate in the steps to_step + 1 ... to_step + lr_steps."""
+    """Multiplies the learning rate in the steps to_step + 1 ... to_step + lr_steps."""
     lr_steps: int = 0
 
 
@@ -35,49 +35,51 @@ class Journal:
 
     @classmethod
     def read(cls, path: Path) -> "Journal":
-        """What the file holds; a line that a dying run left half-written was never in force."""
+        """Read the file. A line that a dying run left half-written never took effect."""
         return cls.of(read_rows(path))
 
     @classmethod
     def of(cls, rows: Sequence[dict]) -> "Journal":
-        """The journal of such rows."""
+        """Build the journal from rows as `write` makes them."""
+        # JSON has no tuples: without this, a row read back would not equal the one written
         return cls(tuple(Rollback(**{**row, "samples": tuple(row["samples"])}) for row in rows))
 
     def with_rollback(self, rollback: Rollback) -> "Journal":
-        """This journal and one more row."""
+        """Return this journal with one more row."""
         return Journal((*self.rollbacks, rollback))
 
     def write(self, path: Path) -> None:
-        """Write the whole file anew, atomically and down to the disk."""
+        """Write the whole file anew, atomically, and wait until the disk holds it."""
         with replacing(path) as file:
             file.writelines(json.dumps(asdict(row)) + "\n" for row in self.rollbacks)
 
     @property
     def left_out(self) -> list[tuple[int, int]]:
-        """Disjoint windows [first, last) of the global order that are not trained on, in order."""
+        """The windows [first, last) of the global order that are not trained on: disjoint and sorted."""
         return merged(row.samples for row in self.rollbacks)
 
     def position(self, sample: int) -> int:
-        """Position in the global order of the run's sample number `sample`, both counted from 0."""
+        """Return the position in the global order of the run's sample number `sample`, both counted from 0."""
         return position(sample, self.left_out)
 
     @property
     def lowers_rates(self) -> bool:
-        """Whether some step has a lower learning rate than the schedule gives it."""
+        """Whether any step has a lower learning rate than the schedule gives it."""
         return any(row.lr_factor != 1.0 and row.lr_steps for row in self.rollbacks)
 
     def lr_factor(self, finished_steps: int) -> float:
-        """What the schedule's learning rate is multiplied with in the step after `finished_steps` steps."""
+        """Return the factor of the schedule's learning rate in the step after `finished_steps` steps."""
         factor = 1.0
         for row in self.rollbacks:
             if row.to_step <= finished_steps < row.to_step + row.lr_steps:
+                # windows of several rollbacks may overlap: each lowers the rate further
                 factor *= row.lr_factor
         return factor
 
     def overtakes(self, step: int, known_rollbacks: int) -> bool:
-        """Whether a checkpoint of `step` steps lies on a course that a later rollback has left.
+        """Say if a later rollback has discarded the checkpoint after `step` steps.
 
-        known_rollbacks: how many rows the journal had when it was committed.
+        known_rollbacks: how many rows the journal had when the checkpoint was committed.
         """
         return any(step > row.to_step for row in self.rollbacks[known_rollbacks:])
 
@@ -86,9 +88,10 @@ NOTHING_HEALED = Journal()
 
 
 def merged(windows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same numbers as disjoint windows [first, last) in order."""
+    """Join the windows: the same numbers as disjoint windows [first, last), sorted."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted(windows):
+        # "<=" also joins windows that only touch
         if joined and first <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(last, joined[-1][1]))
         elif last > first:
@@ -97,9 +100,10 @@ def merged(windows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def position(sample: int, left_out: Sequence[tuple[int, int]]) -> int:
-    """The `sample`-th number (from 0) outside the windows `left_out`, which are disjoint and in order."""
+    """Return the `sample`-th number (from 0) outside the windows `left_out`, which are disjoint and sorted."""
     for first, last in left_out:
         if sample < first:
             break
+        # jump over this window, and compare the new position with the next one
         sample += last - first
     return sample

@@ -1,4 +1,4 @@
-"""One run a folder: rank 0 holds a lock on it from before the first write to the end."""
+"""Allow one run per folder: rank 0 holds a lock on it from before the first write to the end."""
 
 import fcntl
 import os
@@ -15,17 +15,15 @@ from pretraining.runtime.run_folder import RunFolder
 
 LOCK = ".lock"
 PATIENCE_SECONDS = 5.0
-"""A run that was killed a moment ago may need this long to be gone."""
+"""Seconds to wait for the lock: a run that was killed a moment ago may need them to end."""
 
 
 @contextmanager
 def lock_run(run: RunFolder) -> Iterator[None]:
-    """Lock the run folder, on rank 0 for all ranks. At the end a folder in which nothing was written is removed.
-
-    The system releases the lock when the process ends, however it ends.
+    """Lock the run folder, on rank 0 for all ranks. At the end, remove the folder if it is empty.
 
     Raises:
-        UserError: on every rank, with nothing written: which process holds the folder.
+        UserError: another process holds the folder. Every rank raises it, and nothing is written.
     """
     locks: list[TextIO] = []  # one on rank 0, none on the others
     from_rank_0(lambda: locks.append(lock_folder(run.path)))
@@ -38,7 +36,7 @@ def lock_run(run: RunFolder) -> Iterator[None]:
 
 @contextmanager
 def lock_idle_run(folder: Path) -> Iterator[None]:
-    """Lock a run folder that exists, in one process, so that no run begins there; `UserError` if a run holds it."""
+    """Lock an existing run folder, in one process, so that no run begins there; `UserError` if a run holds it."""
     lock = lock_folder(folder, patience_seconds=0)
     try:
         yield
@@ -47,10 +45,11 @@ def lock_idle_run(folder: Path) -> Iterator[None]:
 
 
 def lock_folder(folder: Path, patience_seconds: float = PATIENCE_SECONDS) -> TextIO:
-    """Make the folder and lock it until the file returned is closed; `UserError` says which process holds it."""
+    """Make the folder and lock it until the returned file is closed; `UserError` names the process that holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + patience_seconds
     while (lock := _try_lock(folder / LOCK)) is None:
+        # no holder: it has just left, so the next try gets the lock
         if time.monotonic() > until and (holder := _holder(folder / LOCK)) is not None:
             raise UserError(
                 f"{folder}: another run is writing there ({holder}); wait for its end, stop it, or give this one "
@@ -58,6 +57,7 @@ def lock_folder(folder: Path, patience_seconds: float = PATIENCE_SECONDS) -> Tex
             )
         time.sleep(0.1)
     os.register_at_fork(after_in_child=lock.close)  # else a data worker would keep the lock of a killed run
+    # the file may still hold the line of a process that was killed
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()
@@ -65,8 +65,9 @@ def lock_folder(folder: Path, patience_seconds: float = PATIENCE_SECONDS) -> Tex
 
 
 def move_lock(folder: Path, new_folder: Path) -> None:
-    """Move the lock to `new_folder`: it belongs to the open file, whatever its name."""
+    """Make `new_folder` and move the lock there."""
     new_folder.mkdir()
+    # flock is on the open file, not on its name, so a rename keeps it
     (folder / LOCK).rename(new_folder / LOCK)
 
 
@@ -74,8 +75,9 @@ def _try_lock(path: Path) -> TextIO | None:
     """Return the locked file, or None if another process holds it, or has just removed it."""
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+", encoding="utf-8")
     try:
+        # the system releases it when the process ends, however it ends
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The last holder may have removed the file between the two: a lock on it would keep nobody out.
+        # The last holder may have removed the file between open and flock: a lock on it would keep nobody out.
         if os.path.samestat(path.stat(), os.fstat(file.fileno())):
             return file
     except (BlockingIOError, FileNotFoundError):
@@ -93,6 +95,7 @@ def _holder(path: Path) -> str | None:
 
 
 def _release(lock: TextIO, folder: Path) -> None:
+    # before closing: else this could remove a file that the next holder has just locked
     (folder / LOCK).unlink(missing_ok=True)
     lock.close()
     if folder.is_dir() and not any(folder.iterdir()):

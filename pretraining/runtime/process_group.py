@@ -1,7 +1,4 @@
-"""The ranks of a run: which one this process is, and how they agree on a value.
-
-torch is imported inside the functions: a look at a run folder asks for the rank too, and never waits for torch.
-"""
+"""Find this process's rank, and let the ranks agree on values."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pretraining.errors import UserError, file_error
 
+# At run time each function imports torch itself: a look at a run folder asks for the rank too, and must not wait.
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -32,15 +30,16 @@ def device_name() -> str:
 
 
 def from_rank_0(decide: Callable[[], Answer]) -> Answer:
-    """Return on every rank what `decide` returns on rank 0, which alone looks at the disk.
+    """Return on every rank what `decide` returns on rank 0. Only rank 0 looks at the disk.
 
-    If rank 0 raises a `UserError`, or cannot use a file, every rank raises that. A process without a group
+    If rank 0 raises a `UserError`, or cannot use a file, every rank raises a `UserError`. A process without a group
     decides for itself.
     """
     import torch.distributed as dist
 
     if not dist.is_initialized():
         return decide()
+    # [value, message of an error]: the others wait in the broadcast, so rank 0 must reach it after an error too
     answer: list = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -69,9 +68,9 @@ def gather_from_ranks(value: Answer, group: dist.ProcessGroup | None = None) -> 
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """Return a group that uses the hosts' network and never waits for a GPU; every rank must call this.
+    """Make a group that uses the hosts' network and never waits for a GPU. Every rank must call this.
 
-    None if the default group is such a group, or if there is none.
+    Returns None if the default group is such a group, or if there is no default group.
     """
     import torch.distributed as dist
 
@@ -81,20 +80,17 @@ def host_group() -> dist.ProcessGroup | None:
 
 
 class Agreement:
-    """The largest of the ranks' numbers, on every rank.
-
-    The ranks meet in a gloo group of their own: no kernel is launched, no stream waited for. Every rank must call
-    at the same place.
-    """
+    """Find the largest of the ranks' numbers. Every rank must make and call it at the same place."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
 
+        # gloo also beside NCCL: it launches no kernel and waits for no stream
         several = dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo") if several else None
 
     def largest(self, value: int) -> int:
-        """Run a collective that moves one integer: it costs the latency of the slowest link."""
+        """Return the largest `value` of all ranks. A collective: it costs the latency of the slowest link."""
         if self._group is None:
             return value
         import torch
@@ -106,7 +102,7 @@ class Agreement:
 
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
-    """Add up element by element, in fp64, the same on every rank; a collective that waits for the device."""
+    """Add up the ranks' values, element by element, in fp64. A collective that waits for the device."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""The run folder: every path of a run spelled once, and the only ways to write there."""
+"""Name every path of a run folder in one place, and offer the only ways to write there."""
 
 import calendar
 import json
@@ -20,7 +20,7 @@ PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "datasets", "tok
 
 
 class RunFolder:
-    """`runs/<name>/`; nothing is created before something is written."""
+    """The folder `runs/<name>/`. It is created with the first file that is written."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -46,24 +46,25 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
 
     def checkpoint(self, step: int) -> Path:
-        """Folder of the resumable checkpoint after optimizer step `step`."""
+        """Return the folder of the resumable checkpoint after optimizer step `step`."""
         return self.path / f"checkpoint-{step}"
 
     def weights(self, step: int) -> Path:
-        """Folder of the weights alone that are left of that checkpoint."""
+        """Return the folder of the weights, if only they are left of that checkpoint."""
         return self.path / f"weights-{step}"
 
     def is_finished(self, recipe: dict) -> bool:
         """Say if this folder holds the finished run of this recipe, so that nothing is left to do.
 
-        Settings that change neither the curve nor what is measured may differ. A start after the end, of a longer run
-        say, which was killed since, has left something to do.
+        Settings that change neither the curve nor the measurements may differ.
         """
         try:
             written = json.loads(self.recipe.read_text(encoding="utf-8"))
+            # an older version's file may lack keys or have another shape: then it is not the same recipe
             same = _results_of(written) == _results_of(recipe)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return False
+        # a start after the last end, such as that of a longer run which was killed, has left something to do
         end = self.last_event("start", "resume", "end") or {}
         return same and "eval_loss" in end and self._export_is_whole(end)
 
@@ -72,21 +73,20 @@ class RunFolder:
         return next((row for row in reversed(read_rows(self.events)) if row.get("event") in kinds), None)
 
     def add_end(self, results: dict) -> None:
-        """The event of a finished run: its results, and the export's files by which it is known to be whole.
-
-        A stop file that came too late goes: it would stop the next run of this folder after its first step.
-        """
+        """Add the event of a finished run: its results, and the export's files with their sizes."""
         self.add_event("end", **results, export=self._export_sizes())
+        # one that came too late would stop the next run of this folder after its first step
         self.stop_file.unlink(missing_ok=True)
 
     def _export_is_whole(self, end: dict) -> bool:
-        """Whether the export has every file that its run wrote, at its size; others may have come since."""
+        """Say if the export has every file that its run wrote, in full size. Other files may have come since."""
         sizes = self._export_sizes() if self.export.is_dir() else {}
+        # without "export", the configuration alone is looked for
         written = end.get("export", {"config.json": sizes.get("config.json")})
         return bool(sizes) and all(sizes.get(name) == size for name, size in written.items())
 
     def _export_sizes(self) -> dict[str, int]:
-        """{file: bytes} of the export."""
+        """Return {file: bytes} of the export."""
         return {path.name: path.stat().st_size for path in sorted(self.export.iterdir())}
 
     def add_event(self, kind: str, **details: Any) -> None:
@@ -100,29 +100,31 @@ def _results_of(recipe: dict) -> dict:
 
 
 def utc_now() -> str:
-    """This second as events and markers spell it, `2026-01-31T12:00:00Z`."""
+    """Return the current time in the format of events and markers, `2026-01-31T12:00:00Z`."""
     return time.strftime(_TIME_FORMAT, time.gmtime())
 
 
 def unix_seconds(when: str) -> int:
-    """The second that `utc_now` has spelled."""
+    """Return the UNIX seconds of a time that `utc_now` returned."""
+    # not time.mktime, which takes the fields as local time
     return calendar.timegm(time.strptime(when, _TIME_FORMAT))
 
 
 def stopped_seconds(events: list[dict]) -> float:
-    """Seconds between every stop on request and the next start, in the rows of events.jsonl."""
+    """Add up the seconds between every stop on request and the next start, from the rows of events.jsonl."""
     total, stopped_at = 0.0, None
     for event in events:
         if event.get("event") in ("start", "resume") and stopped_at is not None:
             total += unix_seconds(event["time"]) - stopped_at
             stopped_at = None
+        # "asked" is only written if nobody asked, as when the launcher was gone
         elif event.get("event") == "stopped" and event.get("asked", True):
             stopped_at = unix_seconds(event["time"])
     return total
 
 
 class StepTotals(NamedTuple):
-    """What the steps of a run took together: the only source of its speed, so that all numbers of it agree."""
+    """Time and tokens of all steps of a run. Every report of speed comes from here, so that the numbers agree."""
 
     steps: float
     seconds: float
@@ -130,7 +132,7 @@ class StepTotals(NamedTuple):
 
     @classmethod
     def of(cls, logged: Iterable[tuple[float, float, float]], first_step: float = 0) -> "StepTotals":
-        """Sums over (step, seconds of a step, tokens per second): each row holds the means since the row before.
+        """Add up rows of (step, seconds of a step, tokens per second). Each holds the means since the row before.
 
         first_step: the step after which the run began.
         """
@@ -142,7 +144,7 @@ class StepTotals(NamedTuple):
         return cls(before - first_step, seconds, tokens)
 
     def speed(self) -> dict[str, float]:
-        """{"tokens_per_second", "step_seconds", "training_seconds"}; empty if no step was timed."""
+        """Return {"tokens_per_second", "step_seconds", "training_seconds"}; empty if no step was timed."""
         if self.steps <= 0 or self.seconds <= 0:
             return {}
         return {
@@ -153,7 +155,7 @@ class StepTotals(NamedTuple):
 
 
 def first_step(events: list[dict]) -> int:
-    """The step after which the run in a folder began: that of its checkpoint if it began as a branch of another."""
+    """Return the step after which a run began: 0, or its checkpoint's step if it began as a branch of another run."""
     began = next((event for event in events if event.get("event") in ("start", "resume")), {})
     return began["step"] if isinstance(began.get("step"), int) else 0
 
@@ -161,11 +163,11 @@ def first_step(events: list[dict]) -> int:
 def keep_past_rows(
     path: Path, step: int, log_history: list[dict], of_validation: Callable[[dict], bool]
 ) -> list[dict]:
-    """Forget the rows of steps that are trained again, and of a validation that is measured again; returns the rest.
+    """Remove the rows of steps and validations that a run repeats when it continues after `step`; return the others.
 
-    A run goes on after `step`. log_history: what the checkpoint knows of: not of the closing validation, which comes
-    after it. of_validation: whether a row belongs to the validation after its step.
+    log_history: the checkpoint's. of_validation: whether a row belongs to the validation after its step.
     """
+    # the closing validation comes after the last checkpoint, which therefore does not have it: it is measured again
     validated = any("eval_loss" in row and row["step"] == step for row in log_history)
 
     def stays(row: dict) -> bool:
@@ -176,7 +178,7 @@ def keep_past_rows(
 
 
 def describe_environment(device: str, world_size: int) -> dict:
-    """Versions, device and git state, for environment.json and the model card; no variables, no secrets."""
+    """Return versions, device and git state, for environment.json and the model card; no variables, no secrets."""
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -190,7 +192,7 @@ def describe_environment(device: str, world_size: int) -> dict:
 
 
 def trained_on_processor(environment: dict) -> bool:
-    """Whether a run of this environment.json had no GPU."""
+    """Say if the run of this environment.json had no GPU."""
     return str(environment.get("device", "")).startswith("CPU")
 
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noticed at once, whatever the main thread waits for."""
+"""Notice the signals that ask a run to stop, at once, whatever the main thread waits for."""
 
 import os
 import signal
@@ -13,12 +13,9 @@ SAME_REQUEST_SECONDS = 2.0
 
 
 class SignalListener:
-    """Remembers the first signal that asked to stop; a second one, seconds later, ends the process at once.
+    """Keep the first signal that asked to stop. A second one, seconds later, ends the process at once.
 
-    Python runs handlers between two instructions of the main thread, which may sit in a collective for minutes.
-    A thread reads the signals' numbers from a pipe instead.
-
-    in_vain: asked at a SIGTERM; whether no stop can be agreed on, so that the process ends at once.
+    in_vain: called at each SIGTERM. True if the ranks cannot agree on a stop any more: the process then ends at once.
     """
 
     def __init__(self, in_vain: Callable[[], bool] = lambda: False):
@@ -26,14 +23,18 @@ class SignalListener:
         self.received: int | None = None
         self._first_at = 0.0
         self._read_end, write_end = os.pipe()
+        # set_wakeup_fd refuses a descriptor that blocks
         os.set_blocking(write_end, False)
         for number in ASKING:
             signal.signal(number, _wake_the_listener)
+        # Python runs handlers between two instructions of the main thread, which may wait in a collective for minutes.
+        # The pipe is written to at once, and a thread reads it.
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def _listen(self) -> None:
+        # each byte is one signal's number
         while numbers := os.read(self._read_end, 64):
             for number in numbers:
                 if number in ASKING:
@@ -49,20 +50,18 @@ class SignalListener:
 
 
 def ignore_in_worker() -> None:
-    """For a data worker: launchers and terminals signal it too, and the rank would die of its death.
-
-    It ends with its rank, which torch's workers watch.
-    """
+    """Make a data worker ignore the signals that ask to stop. It ends with its rank, which torch's workers watch."""
     for number in ASKING:
+        # launchers and terminals signal workers too, and the rank fails if one of its workers dies
         signal.signal(number, signal.SIG_IGN)
 
 
 def _wake_the_listener(number, frame) -> None:
-    """Nothing: the pipe has been written to before Python calls this."""
+    """Do nothing. Only a signal with a handler of Python's wakes the listener, through the pipe."""
 
 
 def _hold() -> None:
-    """A signal that meets the new process is delivered once `_forget` is done."""
+    """Block the signals around a fork. The new process gets them once `_forget` is done."""
     signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
 
 
@@ -71,7 +70,8 @@ def _release() -> None:
 
 
 def _forget() -> None:
-    """A forked process must not write into its parent's pipe."""
+    """Restore the default handlers in a forked process, which must not write into its parent's pipe."""
+    # the hooks of `register_at_fork` stay for ever, even if another handler has replaced ours
     if signal.getsignal(signal.SIGTERM) is _wake_the_listener:
         signal.set_wakeup_fd(-1)
         for number in ASKING:

@@ -1,1 +1,1 @@
-"""The loop around the Trainer: ranks, arguments, optimizers, and what watches a run."""
+"""Run the loop around the Trainer: ranks, arguments, optimizers, and what watches a run."""

@@ -1,4 +1,4 @@
-"""The recipe's `training` section, and what budget, command line and promises add, as TrainingArguments."""
+"""Build TrainingArguments from the recipe's `training` section, the budget, the command line and the promises."""
 
 import math
 import shutil
@@ -23,7 +23,7 @@ from pretraining.refusals import gathers_blocks, why_not_compiled
 from pretraining.schema import display_path, problem
 from pretraining.training.operators import check_operators
 
-# What the promises fix: a recipe may not set these.
+# The promises need these values: a recipe may not set them.
 FIXED = {
     "train_sampling_strategy": "sequential",  # the dataset is already in the run's global order
     "dataloader_drop_last": True,
@@ -46,10 +46,10 @@ WORKER_KEYS = (
 
 
 PREFETCHED_BYTES = 64 << 20
-"""Of batches that a rank's workers keep ready: more than any shipped recipe needs for a step."""
+"""Bytes of batches that a rank's workers keep ready: more than any shipped recipe needs for a step."""
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_SHARE = 0.25
-"""Of the free shared memory, through which workers hand their batches on; NCCL needs some too. Docker gives 64 MB."""
+"""Share of the free shared memory that workers may fill with batches. NCCL needs some too. Docker gives 64 MB."""
 
 
 def build_arguments(
@@ -59,12 +59,13 @@ def build_arguments(
     accumulation_steps: int,
     last_step: int | None = None,
 ) -> TrainingArguments:
-    """last_step: where the run ends if not after the recipe's own number of steps.
+    """Build the arguments. Raises `UserError` with the reason if this machine or transformers refuses a value.
 
-    Raises `UserError` where this machine or transformers refuses a value, with its reason.
+    last_step: the step after which the run ends, if it is not the recipe's own number of steps.
     """
     on_gpu = torch.cuda.is_available()
     owned = {
+        # every rank reads its own batches: rank 0 must not read and send them
         "accelerator_config": {"dispatch_batches": False, "split_batches": False, "non_blocking": on_gpu},
         "output_dir": str(output_dir),
         "deepspeed": engine_config(recipe, ds_config),
@@ -73,7 +74,7 @@ def build_arguments(
         "use_cpu": not on_gpu,
     }
     keywords = {k: v for k, v in recipe.training_keywords.items() if k not in FIXED}
-    if not keywords.get("dataloader_num_workers"):  # torch refuses what concerns workers where there are none
+    if not keywords.get("dataloader_num_workers"):  # torch refuses settings of workers if there are none
         keywords = {k: v for k, v in keywords.items() if k not in WORKER_KEYS}
     elif keywords.get("dataloader_prefetch_factor") is None:
         keywords["dataloader_prefetch_factor"] = prefetch_factor(recipe, accumulation_steps)
@@ -83,14 +84,14 @@ def build_arguments(
         what = "needs an Ampere GPU or a later one, and there is none here; leave it out"
         raise problem(display_path(recipe.path), "training.tf32", what)
     if recipe.training.bf16 and is_torch_tf32_available():
-        keywords = {"tf32": True, **keywords}  # of a recipe in fp32, fp32 is meant
+        keywords = {"tf32": True, **keywords}  # not in a fp32 recipe: it asks for fp32
     if keywords.get("tf32"):
-        # transformers sets torch's new switch alone; inductor's autotuning asks the old one, which then refuses.
+        # transformers sets only torch's new switch. Inductor's autotuning reads the old one, which then raises.
         torch.set_float32_matmul_precision("high")
     keywords.setdefault("use_liger_kernel", fuses_with_liger(recipe, ds_config, on_gpu))
     if keywords["use_liger_kernel"]:
         require("liger_kernel", "training.use_liger_kernel")
-        # Of norms, rotary embeddings and gated layers; the loss is the recipe's own, and so is the model's forward.
+        # Use Liger's norms, rotary embeddings and gated layers only. The recipe has its own loss and forward pass.
         given = keywords.get("liger_kernel_config") or {}
         keywords["liger_kernel_config"] = {
             **given,
@@ -98,7 +99,7 @@ def build_arguments(
             "fused_linear_cross_entropy": False,
         }
     if keywords.get("full_determinism"):
-        # The Trainer does it too, when the model is built: cuBLAS reads its setting at the first product.
+        # The Trainer does this too, but after the model is built. cuBLAS reads its setting at the first product.
         enable_full_determinism(keywords.get("seed", TrainingArguments.seed))
     if keywords.get("fp16") and not on_gpu:
         what = "needs a GPU, and there is none here; set training.bf16, or neither"
@@ -109,37 +110,39 @@ def build_arguments(
 
 
 def fuses_with_liger(recipe: Recipe, ds_config: dict | None, on_gpu: bool) -> bool:
-    """Whether Liger's kernels do what no compiler does: if `speed.compile: auto` compiles no blocks on this GPU.
+    """Say if Liger's kernels are used by default: if `speed.compile: auto` compiles no blocks on this GPU.
 
-    They fuse norms, rotary embeddings and gated layers, which GPT-2 has none of. A recipe that sets
-    `training.use_liger_kernel` decides for itself.
+    A recipe that sets `training.use_liger_kernel` decides for itself.
     """
+    # Liger fuses norms, rotary embeddings and gated layers. It has nothing for GPT-2.
     if not on_gpu or recipe.speed.compile != "auto" or recipe.model.model_type == "gpt2":
         return False
     return why_not_compiled(recipe, ds_config, on_gpu) is not None and is_liger_kernel_available()
 
 
 def prefetch_factor(recipe: Recipe, accumulation_steps: int) -> int:
-    """Batches that each worker keeps ready, so that together they hold a whole step: at least torch's own 2.
+    """Return how many batches each worker keeps ready. Together the workers hold a whole step, if memory allows it.
 
     The Trainer takes all micro-batches of a step before the first forward pass (transformers 5.23,
-    `Trainer.get_batch_samples`): what is not ready then, the GPU waits for.
+    `Trainer.get_batch_samples`). The GPU waits for those that are not ready then.
     """
     workers = recipe.training.dataloader_num_workers
+    # the larger of training's and validation's batches, which must both fit
     samples = max(recipe.micro_batch, recipe.training.per_device_eval_batch_size)
     arrays = 3 if recipe.data.document_masking else 2  # inputs, labels, positions, 8 bytes a token each
     batch_bytes = 8 * arrays * samples * recipe.sequence_length
     room = PREFETCHED_BYTES
     if SHARED_MEMORY.is_dir():
         room = min(room, SHARED_MEMORY_SHARE * shutil.disk_usage(SHARED_MEMORY).free / ranks_here())
+    # 2 is torch's own default
     return max(2, min(math.ceil(accumulation_steps / workers), int(room / (workers * batch_bytes))))
 
 
 def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
-    """What DeepSpeed is given: the ds_config, and what follows from it, the precision and compiled blocks."""
+    """Return DeepSpeed's configuration: the ds_config, with what the recipe's precision and compiled blocks need."""
     if not ds_config:
         return None
-    # DeepSpeed's throughput timer waits for the device in every micro-batch; the metrics have a clock of their own.
+    # DeepSpeed's throughput timer waits for the device in every micro-batch. The metrics have their own clock.
     config = {**ds_config, "timers": {"throughput": {"enabled": False}}}
     if gathers_blocks(recipe, ds_config, torch.cuda.is_available()):
         zero = ds_config["zero_optimization"]
@@ -149,17 +152,17 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
         config["compile"] = {"deepcompile": True}
     if recipe.training.bf16 and zero_stage(ds_config) == 1:
         # DeepSpeed 0.19.8 clears all gradients when a backward pass reaches the model's output (BF16_Optimizer,
-        # `backward_prologue`). The head's is found before that, inside the loss: it is to be added up at once.
+        # `backward_prologue`). The loss computes the head's gradient before that, so it must be added up at once.
         config["bf16"] = {**ds_config.get("bf16", {}), "immediate_grad_update": True}
     if recipe.training.bf16 and zero_stage(ds_config) == 0:
-        # DeepSpeed 0.19.8 has no bf16 engine with fp32 accumulation at stage 0: autocast over fp32 weights.
+        # DeepSpeed 0.19.8 has no bf16 engine with fp32 accumulation at stage 0. Use autocast over fp32 weights.
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     return config
 
 
 @contextmanager
 def training_refusals(recipe_path: Path) -> Iterator[None]:
-    """Turn what transformers says of a value of the recipe's `training` into one line that names the file."""
+    """Turn an error of transformers about a value of the recipe's `training` into one line that names the file."""
     try:
         yield
     except (TypeError, ValueError, ImportError) as error:
@@ -167,6 +170,6 @@ def training_refusals(recipe_path: Path) -> Iterator[None]:
 
 
 def collate_blocks(blocks: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor | int]:
-    """`stack_blocks` in tensors: what the model's forward pass takes."""
+    """Stack blocks as `stack_blocks` does, and return tensors, which the model's forward pass takes."""
     batch = stack_blocks(blocks)
     return {key: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for key, x in batch.items()}

@@ -1,6 +1,6 @@
-"""Gradient statistics on chosen steps: norms layer by layer, and the gradient noise scale.
+"""Measure gradients on chosen steps: norms layer by layer, and the gradient noise scale.
 
-Both see the whole step before clipping, at any ZeRO stage; on all other steps they cost nothing.
+Both see the whole step before clipping, at any ZeRO stage. On all other steps they cost nothing.
 """
 
 import math
@@ -23,19 +23,19 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.)")
 
 
 def layer_of(name: str) -> str:
-    """The layer that a parameter belongs to: `transformer.h.0.attn.c_attn.weight` -> `transformer.h.0`.
+    """Return the layer of a parameter: `transformer.h.0.attn.c_attn.weight` -> `transformer.h.0`.
 
-    Outside the blocks each module is its own: `transformer.wte.weight` -> `transformer.wte`.
+    Outside the blocks each module is its own layer: `transformer.wte.weight` -> `transformer.wte`.
     """
     block = _BLOCK.match(name)
     return block[0] if block else name.rpartition(".")[0]
 
 
 class LayerNorms:
-    """Looks at the gradients that the optimizer is handed, between `open` and `close`; outside it costs nothing.
+    """Measure the gradients that the optimizer gets, between `open` and `close`. At other times it costs nothing.
 
-    They are summed over ranks and micro-batches by then and, under ZeRO, lie in flat slices: each rank adds up the
-    squares of its own. What clipping did to them is the same factor everywhere, which the whole norm undoes.
+    The gradients are summed over ranks and micro-batches by then. Under ZeRO they are in flat slices, and each rank
+    adds up the squares of its own.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
@@ -44,7 +44,7 @@ class LayerNorms:
         names = {id(parameter): layer_of(name) for name, parameter in model.named_parameters()}
         self.layers = list(dict.fromkeys(names.values()))
         numbers = {key: self.layers.index(layer) for key, layer in names.items()}
-        # Hashed by identity: (layer, offset, elements) of what lies in each tensor that is stepped.
+        # id(tensor that is stepped) -> (layer, offset, elements) of each part in it
         self.places: dict[int, list[tuple[int, int, int]]] = {}
         if isinstance(inner, torch.optim.Optimizer):
             self.optimizers, self.is_whole = [inner], True
@@ -59,7 +59,7 @@ class LayerNorms:
         self._hooks: list = []
 
     def open(self) -> None:
-        """Look at the step that comes."""
+        """Measure the next step."""
         self.squares.zero_()
         for optimizer in self.optimizers:
             self._hooks.append(hook_first(optimizer, self._see))  # before clipping by value
@@ -72,31 +72,35 @@ class LayerNorms:
                 flat = tensor.grad.reshape(-1)
                 for layer, offset, numel in self.places.get(id(tensor), ()):
                     piece = flat[offset : offset + numel]
+                    # in fp32: squares of bf16 gradients would lose most digits
                     norms.append(torch.linalg.vector_norm(piece, dtype=torch.float32))
                     layers.append(layer)
         if norms:
+            # one copy to the host for all layers, not one each
             self.squares.index_add_(0, torch.tensor(layers), torch.stack(norms).double().square().cpu())
 
     def close(self, whole_norm: float | None) -> dict[str, float]:
-        """{layer: gradient norm before clipping}; empty where the step had no finite gradients. A collective.
+        """Return {layer: gradient norm before clipping}; empty if the step had no finite gradients. A collective.
 
-        whole_norm: of all layers together, before clipping; None: nothing was clipped.
+        whole_norm: the norm of all layers together, before clipping; None if nothing was clipped.
         """
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         squares = self.squares.tolist()
+        # without ZeRO every rank has the whole gradients: a sum would count them once for each rank
         if not self.is_whole:
             squares = sum_over_ranks(squares)
         total = math.sqrt(sum(squares))
         if not 0 < total < math.inf or not math.isfinite(whole_norm or 0):
             return {}
+        # clipping has multiplied all gradients with one factor; the norm before it undoes this
         factor = 1.0 if whole_norm is None else whole_norm / total
         return {layer: factor * math.sqrt(s) for layer, s in zip(self.layers, squares, strict=True)}
 
 
 class LayerNormsCallback(TrainerCallback):
-    """Measures every `every_steps`-th step, for the next row of metrics, and the step after an alert, as an event."""
+    """Measure every `every_steps`-th step for the next row of metrics, and the step after an alert as an event."""
 
     def __init__(
         self, run: RunFolder, every_steps: int | None, alerted_step: Callable[[], int | None]
@@ -116,15 +120,17 @@ class LayerNormsCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         step = state.global_step
+        # global_step still counts finished steps: the one that begins is the next
         self.is_due = self.every_steps is not None and (step + 1) % self.every_steps == 0
         self.follows_alert = step > 0 and self.alerted_step() == step
         self.measures = self.is_due or self.follows_alert
         if self.measures:
+            # only now: without an interval and without an alert it is never needed
             self.norms = self.norms or LayerNorms(model, optimizer)
             self.norms.open()
 
     def on_gradient_norm(self, norm: Any) -> None:
-        """Of the whole step, before clipping; None where there was no clipping to tell of it."""
+        """Keep the norm of the whole step before clipping; None if nothing was clipped."""
         self.gradient_norm = norm
 
     def on_step_end(
@@ -148,33 +154,33 @@ class LayerNormsCallback(TrainerCallback):
 
 
 MEMORY = 0.9
-"""Of the running means: what one measurement leaves of the ones before it."""
+"""The weight of earlier measurements in the running means. A new one has the rest."""
 
 
 class NoiseScale:
-    """tr(Sigma) / |G|^2 from squared gradient norms at two batch sizes, each smoothed before the division.
+    """Estimate tr(Sigma) / |G|^2 from squared gradient norms at two batch sizes.
 
-    Both parts are unbiased, their ratio is not: the smoothing is what makes it useful. The unit is that of the
-    batch sizes.
+    The unit is that of the batch sizes.
     """
 
     def __init__(self, small: float, memory: float = MEMORY) -> None:
-        """small: the smaller batch."""
+        """small: the size of the smaller batch."""
         self.small, self.memory = small, memory
         self.signal = self.noise = 0.0
 
     def add(self, small_square: float, big_square: float, big: float) -> None:
-        """One measurement: mean squared norm of gradients of the smaller batch, squared norm of one of `big`."""
+        """Add a measurement: mean squared norm for the smaller batch, squared norm for a batch of size `big`."""
         if not (math.isfinite(small_square) and math.isfinite(big_square)):
             return
         signal = (big * big_square - self.small * small_square) / (big - self.small)
         noise = (small_square - big_square) / (1 / self.small - 1 / big)
+        # Both estimates are unbiased, but their ratio is not, and it is noisy: so each is smoothed before the division.
         self.signal = self.memory * self.signal + (1 - self.memory) * signal
         self.noise = self.memory * self.noise + (1 - self.memory) * noise
 
     @property
     def value(self) -> float | None:
-        """None while the estimates do not make sense together: too little is known yet."""
+        """The noise scale; None while an estimate is not positive, because too little is known yet."""
         return self.noise / self.signal if self.signal > 0 and self.noise > 0 else None
 
     def state(self) -> dict[str, float]:
@@ -187,10 +193,10 @@ class NoiseScale:
 
 
 class NoiseScaleCallback(TrainerCallback, ExportableState):
-    """Measures on every `every_steps`-th step; logs `stability/gradient_noise_scale` in tokens.
+    """Measure on every `every_steps`-th step, and log `stability/gradient_noise_scale` in tokens.
 
-    The small batch is a micro-batch (the mean over all of them, on all ranks), the big one the whole step, whose norm
-    before clipping the Trainer tells. On all other steps nothing is done.
+    The small batch is a micro-batch: the mean over all of them, on all ranks. The big batch is the whole step. The
+    Trainer reports its norm before clipping. On all other steps nothing is done.
     """
 
     def __init__(self, every_steps: int, sequence_length: int) -> None:
@@ -233,6 +239,7 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
     ) -> None:
         self.measures = self.norms is not None and (state.global_step + 1) % self.every_steps == 0
         if self.measures:
+            # before the step, which may change the scale for the next one
             self.loss_scale = loss_scale(optimizer)
             self.norms.open()
 
@@ -243,7 +250,7 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
             self.norms.fold()
 
     def on_gradient_norm(self, norm: Any) -> None:
-        """Of the whole step, before clipping; None where DeepSpeed does not tell."""
+        """Keep the norm of the whole step before clipping; None if DeepSpeed does not report it."""
         self.gradient_norm = norm
 
     def on_step_end(
@@ -253,9 +260,10 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
             return
         total, own_passes = self.norms.close()
         total, passes = sum_over_ranks([total, own_passes])
+        # one micro-batch is the whole step: there are no two sizes to compare
         if self.gradient_norm is None or passes < 2:
             return
-        # A micro-batch's backward pass carries its share of the step's mean loss.
+        # The backward pass of a micro-batch starts from its share of the step's mean loss, times the loss scale.
         small_square = total / passes * (own_passes / self.loss_scale) ** 2
         self.scale.add(small_square, float(self.gradient_norm) ** 2, passes * self.scale.small)
         self.is_new = True
@@ -268,23 +276,23 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
             self.is_new = False
 
     def state(self) -> dict:
-        """What checkpoints keep of it."""
+        """Return what checkpoints keep."""
         return {"args": {}, "attributes": {} if self.scale is None else self.scale.state()}
 
 
 def loss_scale(optimizer: Any) -> float:
-    """What the loss is multiplied with before the backward pass: fp16's, else 1."""
+    """Return the factor of the loss before the backward pass: the loss scale of fp16, else 1."""
     scaler = getattr(optimizer, "scaler", None)
+    # torch's, without DeepSpeed; DeepSpeed's fp16 optimizers have `loss_scale`
     if scaler is not None:
         return scaler.get_scale()
     return float(getattr(getattr(optimizer, "optimizer", optimizer), "loss_scale", 1.0))
 
 
 class MicroBatchNorms:
-    """Squared norms of this rank's micro-batch gradients, between `open` and `close`; outside them it costs nothing.
+    """Measure squared norms of this rank's micro-batch gradients, between `open` and `close`.
 
-    Hooks on the parameters see the gradient of one backward pass, whole and unreduced, at every ZeRO stage and under
-    DDP: they run before what accumulates, reduces or shards it.
+    At other times it costs nothing.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -295,14 +303,16 @@ class MicroBatchNorms:
         self._passes = 0
 
     def open(self) -> None:
-        """Look at every backward pass from here on."""
+        """Measure every backward pass from here on."""
+        # These hooks run before what accumulates, reduces or shards a gradient. They see that of one backward pass,
+        # whole and unreduced, at every ZeRO stage and under DDP.
         self._hooks = [parameter.register_hook(self._see) for parameter in self.parameters]
 
     def _see(self, gradient: torch.Tensor) -> None:
         self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
 
     def fold(self) -> None:
-        """After each backward pass: one number in place of one a parameter."""
+        """Add up the norms of a backward pass: keep one number instead of one for each parameter."""
         if self._norms:
             square = torch.stack(self._norms).double().square().sum()
             self._sum = square if self._sum is None else self._sum + square
@@ -310,7 +320,7 @@ class MicroBatchNorms:
             self._passes += 1
 
     def close(self) -> tuple[float, int]:
-        """(sum of the squared norms of the micro-batches since `open`, their number); waits for the device."""
+        """Return (sum of squared norms of the micro-batches since `open`, their number). Waits for the device."""
         self.fold()
         for hook in self._hooks:
             hook.remove()

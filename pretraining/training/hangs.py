@@ -1,7 +1,7 @@
-"""A run that stands still: every rank's stacks are dumped, the ranks that did not arrive named, the run left.
+"""End a run that hangs: write every rank's stacks, name the ranks that did not arrive, and exit.
 
-The launcher or `pretraining.supervise` starts it again. What waits is the main thread, in a collective without
-end; the watch is a thread of its own.
+The launcher or `pretraining.supervise` starts the run again. The main thread waits in a collective without end, so
+the watch is another thread.
 """
 
 import faulthandler
@@ -23,12 +23,12 @@ from pretraining.training.ranks import at_leaving
 LOOKS_PER_LIMIT = 20
 LONGEST_LOOK_SECONDS = 30.0
 SILENT_LOOKS = 4
-"""A heartbeat unchanged for so many looks belongs to a process that does not run."""
+"""If a heartbeat has not changed for so many looks, its process does not run."""
 ALARM = "ALARM"
 
 
 class HangCallback(TrainerCallback):
-    """Tells the heartbeat what the Trainer comes to. hang_minutes None: no watch."""
+    """Report to the heartbeat which place the Trainer has reached. hang_minutes None: no watch."""
 
     def __init__(self, run: RunFolder, hang_minutes: float | None) -> None:
         self.run, self.hang_minutes = run, hang_minutes
@@ -41,7 +41,7 @@ class HangCallback(TrainerCallback):
             return  # no watch, or that of the attempt before a rollback
         if state.is_world_process_zero:
             clear(self.run.heartbeats)
-        Agreement().largest(0)  # nobody's file before the folder is clear
+        Agreement().largest(0)  # wait: a rank may write its file only after rank 0 has cleared the folder
         self.watch = Watch(self.run, self.hang_minutes * 60, args.process_index, args.world_size)
         at_leaving(self.watch.close)
 
@@ -86,13 +86,14 @@ class HangCallback(TrainerCallback):
 
 
 class Watch:
-    """The thread that looks: writes this rank's heartbeat, and raises the alarm when it has not moved for long.
+    """Run a thread that writes this rank's heartbeat, and raises the alarm if the rank has not moved for long.
 
-    limit_seconds: from the last arrival to the naming.
+    limit_seconds: from the last arrival to the report.
     """
 
     def __init__(self, run: RunFolder, limit_seconds: float, rank: int, world_size: int) -> None:
         self.run, self.limit_seconds, self.rank, self.world_size = run, limit_seconds, rank, world_size
+        # many looks fit into the limit: SILENT_LOOKS of them tell a process that does not run
         self.look_seconds = min(limit_seconds / LOOKS_PER_LIMIT, LONGEST_LOOK_SECONDS)
         self.heartbeat = Heartbeat(run.heartbeats, rank)
         self._beats_seen: dict[int, tuple[int, int]] = {}
@@ -103,7 +104,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch and remove what only it needed."""
+        """End the watch and remove its files."""
         self._closed.set()
         self._thread.join()
         self.heartbeat.close()
@@ -114,7 +115,9 @@ class Watch:
         number, looked_at = 0, time.monotonic()
         while not self._closed.wait(self.look_seconds):
             slept, looked_at = time.monotonic() - looked_at, time.monotonic()
-            if slept > SILENT_LOOKS * self.look_seconds:  # it was this process that stood still
+            if (
+                slept > SILENT_LOOKS * self.look_seconds
+            ):  # this process itself was stopped, as by SIGSTOP: that time does not count
                 self.heartbeat.arrived_at += slept
             number += 1
             self._look(number)
@@ -122,13 +125,15 @@ class Watch:
     def _look(self, number: int) -> None:
         self.heartbeat.beat(number)
         waited = time.monotonic() - self.heartbeat.arrived_at
+        # before half the limit there is no need to read the files of all ranks
         if waited > self.limit_seconds / 2 and self._others_move(self._observe(number)):
             self.heartbeat.arrived_at, waited = time.monotonic(), 0.0
+        # one look early, or the next look would come after the limit; an alarm of another rank counts too
         if waited >= self.limit_seconds - self.look_seconds or (self.run.heartbeats / ALARM).exists():
             self._raise_alarm(number)
 
     def _observe(self, number: int) -> dict[int, Place | None]:
-        """Every rank's place, and since which look its heartbeat has not changed."""
+        """Read every rank's place, and note since which look its heartbeat has not changed."""
         self._observed_since = min(number, self._observed_since or number)
         places = {rank: read_place(self.run.heartbeats, rank) for rank in range(self.world_size)}
         for rank, place in places.items():
@@ -138,18 +143,19 @@ class Watch:
         return places
 
     def _others_move(self, places: dict[int, Place | None]) -> bool:
-        """Whether a rank that this one may wait for has got on with a long piece of work since the last call."""
+        """Say if a rank has moved forward in long work since the last call: this rank may wait for it."""
         seen = self._moves_seen
         self._moves_seen = {rank: place.moves for rank, place in places.items() if place is not None}
         return any(moves > seen.get(rank, moves) for rank, moves in self._moves_seen.items())
 
     def _raise_alarm(self, number: int) -> None:
-        """All ranks that run come here within a look of each other; the first of them reports."""
+        """Write the stacks, report and exit. All running ranks come here within one look; the first one reports."""
         first = _created(self.run.heartbeats / ALARM)
         dump_stacks(self.run.stacks, self.heartbeat.place)
         places = self._observe(number)
+        # the others wait longer, so that they do not end while the first one still observes
         last = max(number, self._observed_since + SILENT_LOOKS) if first else number + 2 * SILENT_LOOKS
-        while number < last:  # on a busy machine there were fewer looks than the limit has room for
+        while number < last:  # a busy machine may have had too few looks to judge by
             time.sleep(self.look_seconds)
             number += 1
             self.heartbeat.beat(number)
@@ -158,7 +164,10 @@ class Watch:
             seen = self._beats_seen.items()
             self._report(places, {rank for rank, (_, since) in seen if number - since >= SILENT_LOOKS})
         tell_exit_code(HANG)
-        time.sleep(2 * self.look_seconds)  # for the others' stacks: the first to leave ends them all
+        time.sleep(
+            2 * self.look_seconds
+        )  # others still write stacks: the launcher ends all ranks after the first exit
+        # not sys.exit: that would end this thread only, and the main thread waits for ever
         os._exit(HANG)
 
     def _report(self, places: dict[int, Place | None], silent: set[int]) -> None:
@@ -174,8 +183,9 @@ class Watch:
 
 
 def _created(path: Path) -> bool:
-    """Whether it was this rank that made the file."""
+    """Make the file; say if this rank was the first."""
     try:
+        # "x" fails if the file exists, so exactly one rank succeeds
         path.open("x").close()
     except FileExistsError:
         return False
@@ -183,14 +193,14 @@ def _created(path: Path) -> bool:
 
 
 def not_arrived(places: dict[int, Place | None], silent: set[int]) -> list[int]:
-    """Ranks whose process stands still, and those that have come less far than the others."""
+    """Return the ranks whose process does not run, and those that are behind the others."""
     furthest = max((place.arrivals for place in places.values() if place), default=0)
     behind = {rank for rank, place in places.items() if place is None or place.arrivals < furthest}
     return sorted(silent | behind)
 
 
 def described(rank: int, place: Place | None, silent: bool) -> str:
-    """One rank that did not arrive, in words."""
+    """Describe in words one rank that did not arrive."""
     if place is None:
         return f"rank {rank} (no heartbeat)"
     how = "its process does not run" if silent else "its process runs"
@@ -198,10 +208,11 @@ def described(rank: int, place: Place | None, silent: bool) -> str:
 
 
 def dump_stacks(folder: Path, place: Place) -> None:
-    """This rank's Python stacks, of all threads, into a file of its own."""
+    """Write the Python stacks of all threads of this rank into its own file."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"rank-{place.rank:05}.txt").open("w") as file:
         file.write(f"{utc_now()} {described(place.rank, place, silent=False)}\n\n")
+        # faulthandler writes to the descriptor itself, past Python's buffer
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
 

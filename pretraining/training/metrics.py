@@ -1,6 +1,6 @@
-"""Metrics: one row of metrics.jsonl per logged step, complete before any tracker sees it, and the progress bar.
+"""Write one row of metrics.jsonl per logged step, complete before any tracker sees it, and show the progress bar.
 
-With the loss of each source of a mixture and the load of each expert, from the forward passes that are made anyway.
+The loss of each source and the load of each expert come from the forward passes of training itself.
 metric_names.py groups the names (`loss` becomes `train/loss`).
 """
 
@@ -29,9 +29,9 @@ from pretraining.training.throughput import Goodput, SpeedMeter, Stragglers, dev
 
 
 class MetricsCallback(TrainerCallback):
-    """Adds tokens, epoch, throughput and memory to the Trainer's logs, and writes them under grouped names.
+    """Add tokens, epoch, throughput and memory to the Trainer's logs, and write them under grouped names.
 
-    Comes first among the callbacks that log, so that metrics.jsonl and the trackers hold the same numbers.
+    It comes first among the callbacks that log, so that metrics.jsonl and the trackers have the same numbers.
     """
 
     def __init__(self, run: RunFolder, speed: SpeedMeter, tokens_per_epoch: float) -> None:
@@ -45,7 +45,7 @@ class MetricsCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        # On resume the Trainer restores the cadence of the old run: the recipe's is the one that counts.
+        # On resume the Trainer restores the old run's intervals of logs and saves. Use the recipe's.
         state.compute_steps(args, state.max_steps)
         if state.is_world_process_zero:
             past = keep_past_rows(
@@ -60,6 +60,7 @@ class MetricsCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        # by tokens: the steps of a ramp differ in size
         state.epoch = self.speed.tokens_at(state.global_step) / self.tokens_per_epoch
         self.speed.clock.settle()
         if not control.should_log:
@@ -85,18 +86,20 @@ class MetricsCallback(TrainerCallback):
         self.speed.clock.enter("saving" if control.should_save else "other")
 
     def _enter_pause(self, control) -> None:
-        """What the Trainer does next; the wait for the next batch ends it."""
+        """Mark what the Trainer does next. The wait for the next batch ends the pause."""
         if control.should_evaluate or control.should_save:
             self.speed.clock.enter("evaluation" if control.should_evaluate else "saving")
 
     def _measured(self, state) -> dict[str, float]:
-        """Metrics of the steps since the last log. Every rank must call it."""
+        """Return the metrics of the steps since the last log. Every rank must call it."""
         before, self.logged_step = self.logged_step, state.global_step
         steps, seconds = state.global_step - before, self.speed.clock.take()
         rates = self.speed.rates(seconds, before, state.global_step)
         step_seconds = rates["throughput/step_seconds"]
+        # the backward pass is left out: it waits for the other ranks' messages
         own = (seconds.get("data_wait", 0.0) + seconds.get("forward", 0.0)) / max(steps, 1)
         device = device_memory()
+        # Linux reports ru_maxrss in KiB
         host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         ranks = self.stragglers.gather([own, host_peak, *device.values()])
         most = dict(zip(device, [_largest(column) for column in zip(*ranks, strict=True)][2:], strict=True))
@@ -116,12 +119,12 @@ class MetricsCallback(TrainerCallback):
 
 
 def _largest(values: Sequence[float]) -> float:
-    """Of those that are known; NaN if none is."""
+    """Return the largest known value; NaN if none is known."""
     return max((value for value in values if not math.isnan(value)), default=math.nan)
 
 
 class ProgressCallback(TrainerCallback):
-    """Shown by rank 0 on stderr."""
+    """Show the progress on stderr, on rank 0."""
 
     def __init__(self) -> None:
         self.bar: tqdm | None = None
@@ -178,7 +181,7 @@ class ProgressCallback(TrainerCallback):
 
 
 def _by_source(logs: dict) -> str:
-    """The loss of each source, if validation has several."""
+    """Describe the loss of each source, if the validation has several."""
     names = [
         name for name in logs if name.startswith("eval_") and name.endswith("_loss") and name != "eval_loss"
     ]
@@ -193,10 +196,10 @@ def _clock(seconds: float) -> str:
 
 
 class SourceLoss(TrainerCallback):
-    """Adds up nats and targets by source on the device; the ranks' sums meet at logging, as `train/<source>_loss`.
+    """Add up nats and targets by source on the device. At logging the ranks' sums become `train/<source>_loss`.
 
-    As trained: a z-loss is part of it, what a mixture of experts' routers add is not. Sources that the logged steps
-    did not read are left out.
+    A z-loss is part of it. The losses of a mixture of experts' routers are not. Sources that the logged steps did not
+    read are left out.
     """
 
     def __init__(self, names: list[str]) -> None:
@@ -205,15 +208,16 @@ class SourceLoss(TrainerCallback):
         self.sums: torch.Tensor | None = None
 
     def on_sources(self, sources: torch.Tensor) -> None:
-        """[batch] numbers of the sources that the next micro-batch is from."""
+        """Keep the numbers of the next micro-batch's sources, [batch]."""
         self.sources = sources
 
     def around(self, compute_loss: Callable) -> Callable:
-        """A loss that writes every token's nats into `each`, as the Trainer's `compute_loss_func`."""
+        """Wrap the Trainer's `compute_loss_func`, so that the nats of every token are counted."""
 
         def watched(outputs, labels, num_items_in_batch=None):
             if self.sources is None:
                 return compute_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
+            # the loss fills this, so that the nats of each token are not computed twice
             each = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
             loss = compute_loss(outputs, labels, num_items_in_batch=num_items_in_batch, each=each.view(-1))
             self._add(each.sum(1), (labels != IGNORED).sum(1))
@@ -222,9 +226,10 @@ class SourceLoss(TrainerCallback):
         return watched
 
     def _add(self, nats: torch.Tensor, targets: torch.Tensor) -> None:
-        """[batch] each, of the micro-batch whose sources are known."""
+        """Add a micro-batch to the sums: nats and targets of each of its samples, [batch]."""
         if self.sums is None:
             self.sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=nats.device)
+        # fp64 counts up to 2^53 targets exactly
         self.sums.index_add_(0, self.sources.to(nats.device), torch.stack([nats, targets], 1).double())
         self.sources = None
 
@@ -240,7 +245,7 @@ class SourceLoss(TrainerCallback):
 
 
 def source_losses(recipe: Recipe) -> list[SourceLoss]:
-    """One where the recipe mixes sources, unless it is switched off."""
+    """Return one callback if the recipe mixes sources and does not switch it off; else none."""
     if not (recipe.monitors.source_loss and is_mixed(recipe.data)):
         return []
     return [SourceLoss(source_names(recipe.data, str(recipe.path)))]
@@ -248,35 +253,35 @@ def source_losses(recipe: Recipe) -> list[SourceLoss]:
 
 PREFIX = "stability/expert_load/"
 STARVED = 0.1
-"""Of an even share: an expert that gets less starves ..."""
+"""An expert starves if it gets less than this part of an even share ..."""
 WINDOWS = 3
-"""... where it did in so many logged windows in a row ..."""
+"""... in so many logged windows in a row ..."""
 FEWEST = 100
 """... in each of which an even share was at least so many tokens."""
 
 
 def experts_per_token(recipe: Recipe) -> int | None:
-    """To how many experts a token is sent; None where the model's outputs do not tell of any, as is known of them."""
+    """Return how many experts a token is sent to; None if the model is not known to output its routers' scores."""
     model = model_with_defaults(recipe.model)
     tells = is_exact(model) and model.get("output_router_logits")
     return model["num_experts_per_tok"] if tells else None
 
 
 class ExpertLoad(TrainerCallback, ExportableState):
-    """Counts on the device what each expert was chosen for; the ranks' counts are added up at logging.
+    """Count on the device how many tokens each expert gets. At logging the ranks' counts are added up.
 
-    Nothing waits before that, and whatever computes the loss does not matter: the routers' scores come with the
-    model's outputs. A starving expert is reported once; again only after it has recovered.
+    Nothing waits before that. Any loss function works, because the routers' scores come with the model's outputs.
+    A starving expert is reported once, and again only after it has recovered.
     """
 
     def __init__(self, run: RunFolder, chosen: int) -> None:
-        """chosen: experts a token is sent to."""
+        """chosen: how many experts a token is sent to."""
         self.run, self.chosen = run, chosen
         self.counts: torch.Tensor | None = None
         self.starved: dict[tuple[int, int], int] = {}
 
     def around(self, compute_loss: Callable) -> Callable:
-        """The Trainer's `compute_loss_func`, whose outputs are counted first."""
+        """Wrap the Trainer's `compute_loss_func`: count the model's outputs first."""
 
         def counted(outputs, labels, num_items_in_batch=None):
             self.count(outputs.router_logits)
@@ -286,11 +291,12 @@ class ExpertLoad(TrainerCallback, ExportableState):
 
     @torch.no_grad()
     def count(self, router_logits: Sequence[torch.Tensor]) -> None:
-        """router_logits: [tokens, experts] of every mixture layer."""
+        """Count the chosen experts. router_logits: [tokens, experts] of every mixture layer."""
         if self.counts is None:
             shape = len(router_logits), router_logits[0].shape[-1]
             self.counts = torch.zeros(shape, dtype=torch.int64, device=router_logits[0].device)
         for layer, logits in zip(self.counts, router_logits, strict=True):
+            # the order does not matter for a count, and sorting costs
             experts = logits.topk(self.chosen, dim=-1, sorted=False).indices.flatten()
             layer.scatter_add_(0, experts, torch.ones_like(experts))
 
@@ -315,13 +321,13 @@ class ExpertLoad(TrainerCallback, ExportableState):
             self.run.add_event(kind, step=state.global_step, experts=found, **advice(kind))
 
     def _take_counts(self) -> list[list[float]]:
-        """[layers, experts] over all ranks since the last call."""
+        """Return the counts of all ranks since the last call, [layers, experts]."""
         num_experts, flat = self.counts.shape[1], sum_over_ranks(self.counts.flatten().tolist())
         self.counts = None
         return [flat[start : start + num_experts] for start in range(0, len(flat), num_experts)]
 
     def _newly_starved(self, counts: list[list[float]]) -> list[dict]:
-        """Experts that have been starving for exactly `WINDOWS` windows now; the same on every rank."""
+        """Return the experts that have starved for exactly `WINDOWS` windows now. The same on every rank."""
         now = {}
         for layer, row in enumerate(counts):
             even = sum(row) / len(row)
@@ -332,6 +338,7 @@ class ExpertLoad(TrainerCallback, ExportableState):
         return [
             {"layer": layer, "expert": expert, "share": counts[layer][expert] / sum(counts[layer])}
             for (layer, expert), windows in now.items()
+            # not ">=": each expert is reported once
             if windows == WINDOWS
         ]
 
@@ -342,10 +349,10 @@ class ExpertLoad(TrainerCallback, ExportableState):
 
 
 def load_metrics(counts: list[list[float]]) -> dict[str, float]:
-    """{"max_over_mean", "entropy"} of the least even layer, and of every mixture layer, which are numbered from 0.
+    """Return {"max_over_mean", "entropy"} of the least even layer, and of every mixture layer, numbered from 0.
 
-    counts: [layers, experts]. max_over_mean: the busiest expert's load over an even share, 1 at best. entropy: of the
-    shares, as a part of an even spread's, 1 at best.
+    counts: [layers, experts]. max_over_mean: the busiest expert's load divided by an even share, 1 at best. entropy:
+    that of the shares divided by that of even shares, 1 at best.
     """
     uneven = [max(row) * len(row) / sum(row) for row in counts]
     entropies = [_entropy(row) / math.log(len(row)) if len(row) > 1 else 1.0 for row in counts]
@@ -358,6 +365,6 @@ def load_metrics(counts: list[list[float]]) -> dict[str, float]:
 
 
 def _entropy(counts: list[float]) -> float:
-    """In nats."""
+    """Return the entropy of the shares, in nats."""
     total = sum(counts)
     return -sum(count / total * math.log(count / total) for count in counts if count)

@@ -1,4 +1,4 @@
-"""Everything that watches a run while it trains, built from the recipe: stop requests, hangs, spikes, metrics.
+"""Build from the recipe everything that watches a run: stop requests, hangs, spikes, metrics.
 
 Callbacks may have two methods beside the Trainer's own events:
 
@@ -33,7 +33,7 @@ from pretraining.training.trackers import build_trackers
 
 
 class Monitors:
-    """One for a run; `begin` starts an attempt, of which a run has several where it rolls back."""
+    """The monitors of one run. `begin` starts an attempt. A run that rolls back has several attempts."""
 
     def __init__(self, run: RunFolder, recipe: Recipe) -> None:
         self.run, self.recipe = run, recipe
@@ -56,34 +56,36 @@ class Monitors:
         self.trackers = build_trackers(report_to, run, recipe.name, project)
 
     def _gradient_monitors(self) -> list[TrainerCallback]:
-        """What measures gradients on some steps."""
+        """Build what measures gradients on some steps."""
         every = self.recipe.monitors.noise_scale_steps
         noise = [] if every is None else [NoiseScaleCallback(every, self.recipe.sequence_length)]
+        # bound here: the monitor of a later attempt replaces self.stability
         layers_every, alerted = self.recipe.monitors.layer_norms_steps, self.stability
         return [*noise, LayerNormsCallback(self.run, layers_every, lambda: alerted.alerted_step)]
 
     def _expert_monitors(self) -> list[ExpertLoad]:
-        """What counts the load of experts, where there are some."""
+        """Build what counts the load of experts, if there are any."""
         chosen = experts_per_token(self.recipe) if self.recipe.monitors.expert_load else None
         return [] if chosen is None else [ExpertLoad(self.run, chosen)]
 
     def loss(self, loss: Callable) -> Callable:
-        """The loss, looked at before the backward pass."""
+        """Wrap the loss, so that the monitors see it before the backward pass."""
         watching: list[Any] = [*self.sources, *self.experts, self.stability.watch]
         for monitor in watching:
             loss = monitor.around(loss)
         return loss
 
     def callbacks(self, saves: TrainerCallback) -> list[TrainerCallback]:
-        """In the order in which they must hear of things: a row of metrics tells of the save before it."""
+        """Return the callbacks in the order in which the Trainer must call them."""
         judging = [self.stability, *early_stopping(self.run, self.recipe.evaluation)]
         told = [self.metrics, ProgressCallback(), *self.trackers]
         counting = [*self.gradients, *self.sources, *self.experts]
+        # saving comes before metrics: the row of a step then includes the save before it
         return [SettledCollector(), self.hangs, *judging, *counting, saves, *told, *self.profile]
 
     @property
     def finding(self) -> Finding | None:
-        """Why the attempt was broken off, where it was."""
+        """Why the attempt was ended early; None if it was not."""
         return self.stability.finding
 
 
@@ -96,11 +98,12 @@ def notify(callbacks: Iterable[TrainerCallback], method: str, value: Any) -> Non
 
 
 class SettledCollector(TrainerCallback):
-    """From the first step on only what came after it is looked at. `train.py` imports without collecting."""
+    """Switch the garbage collector on when training begins. `train.py` imports the libraries with it off."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         gc.collect()
+        # what exists now lives as long as the run: later collections need not look at it
         gc.freeze()
         gc.enable()

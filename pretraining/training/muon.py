@@ -1,7 +1,8 @@
-"""Muon for hidden matrices and AdamW for the rest, on whole parameters or on the flat partitions of ZeRO.
+"""Update hidden matrices with Muon and the rest with AdamW, on whole parameters or ZeRO's flat partitions.
 
-Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon): the momentum of a matrix, orthogonalised. Momentum and
-weights stay where ZeRO keeps them; a matrix comes together on one rank only for its orthogonalisation.
+Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon): the update is the
+orthogonalised momentum of a matrix. Momentum and weights stay where ZeRO keeps them. A matrix is put together on one
+rank only to orthogonalise it.
 """
 
 from collections import defaultdict
@@ -25,12 +26,12 @@ class Matrices:
     """The matrices that one parameter holds: GPT-2's queries, keys and values, or both halves of every expert."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter, whatever part of it is here."""
+    """Shape of the whole parameter, even if this rank has only a part of it."""
     split_dim: int = 0
     parts: int = 1
-    """So many matrices side by side along `split_dim`."""
+    """The number of matrices side by side along `split_dim`."""
     transposed: bool = False
-    """Whether it is [inputs, outputs], as GPT-2's Conv1D keeps it, rather than [outputs, inputs]."""
+    """True for [inputs, outputs], the layout of GPT-2's Conv1D; False for [outputs, inputs]."""
 
     @property
     def numel(self) -> int:
@@ -39,13 +40,14 @@ class Matrices:
 
     @property
     def cost(self) -> int:
-        """Multiplications of one Newton-Schulz iteration, up to a constant."""
+        """The multiplications of one Newton-Schulz iteration, up to a constant factor."""
         rows, columns = self._one()
+        # X X^T is formed on the shorter side, see `orthogonalize`
         return self.numel * min(rows, columns)
 
     @property
     def fan_out_in(self) -> tuple[int, int]:
-        """Outputs and inputs of one of the matrices."""
+        """(outputs, inputs) of one of the matrices."""
         rows, columns = self._one()
         return (columns, rows) if self.transposed else (rows, columns)
 
@@ -55,23 +57,23 @@ class Matrices:
         return sizes[-2], sizes[-1]
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """[numel] to [matrices, rows, columns], a view where the layout allows one."""
+        """Reshape [numel] to [matrices, rows, columns], as a view if the layout allows it."""
         dim, sizes = self.split_dim, list(self.shape)
         sizes[dim : dim + 1] = [self.parts, sizes[dim] // self.parts]
         apart = flat.view(sizes).movedim(dim, 0)
         return apart.reshape(-1, *apart.shape[-2:])
 
     def put(self, matrices: torch.Tensor) -> torch.Tensor:
-        """The way back: [matrices, rows, columns] to [numel]."""
+        """Reverse `of`: [matrices, rows, columns] to [numel]."""
         dim, sizes = self.split_dim, list(self.shape)
         sizes[dim] //= self.parts
         return matrices.view(self.parts, *sizes).movedim(0, dim).reshape(-1)
 
 
 def hidden_matrices(model: PreTrainedModel) -> dict[str, Matrices]:
-    """{name: its matrices} of every parameter that maps hidden states to hidden states.
+    """Return {name: its matrices} of every parameter that maps hidden states to hidden states.
 
-    Embeddings, the head, routers, norms and biases are none: an embedding's rows are looked up one at a time, and
+    Embeddings, the head, routers, norms and biases are left out: an embedding's rows are looked up one at a time, and
     a router's outputs are no features (Jordan 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025,
     section 2.2).
     """
@@ -81,6 +83,7 @@ def hidden_matrices(model: PreTrainedModel) -> dict[str, Matrices]:
         if module is head or isinstance(module, nn.Embedding) or type(module).__name__.endswith("Router"):
             continue
         for name, parameter in module.named_parameters(recurse=False):
+            # under ZeRO-3 the parameter itself is empty here
             shape = whole_shape(parameter)
             if len(shape) >= 2:
                 full_name = f"{module_name}.{name}" if module_name else name
@@ -90,21 +93,28 @@ def hidden_matrices(model: PreTrainedModel) -> dict[str, Matrices]:
 
 def _matrices(module: nn.Module, name: str, shape: tuple[int, ...]) -> Matrices:
     if isinstance(module, Conv1D):
+        # queries, keys and values side by side: each is a matrix of its own
         fused = name.endswith("c_attn.weight")
         return Matrices(shape, split_dim=1, parts=3 if fused else 1, transposed=True)
-    if name.endswith("gate_up_proj"):  # experts: [experts, 2 x inner, hidden]
+    if name.endswith("gate_up_proj"):  # [experts, 2 x inner, hidden]: gate and up are separate matrices
         return Matrices(shape, split_dim=1, parts=2)
     return Matrices(shape)
 
 
 def spectral_scale(matrices: Matrices) -> float:
-    """sqrt(max(1, outputs / inputs)): the update's effect on the outputs does not depend on the shape (Jordan 2024)."""
+    """Return sqrt(max(1, outputs / inputs)): the update's effect on the outputs is then the same for every shape.
+
+    Jordan 2024.
+    """
     outputs, inputs = matrices.fan_out_in
     return max(1.0, outputs / inputs) ** 0.5
 
 
 def adamw_scale(matrices: Matrices) -> float:
-    """0.2 sqrt(max(outputs, inputs)): entries as large as AdamW's, whose rates then fit (Liu et al. 2025, eq. 4)."""
+    """Return 0.2 sqrt(max(outputs, inputs)): updates are then as large as AdamW's, and its learning rates fit.
+
+    Liu et al. 2025, eq. 4.
+    """
     return 0.2 * max(matrices.fan_out_in) ** 0.5
 
 
@@ -112,19 +122,20 @@ SCALES = {"match_adamw": adamw_scale, "spectral": spectral_scale}
 
 
 class Muon(torch.optim.Optimizer):
-    """One optimizer of two rules: groups with `algorithm` "muon" and "adamw".
+    """An optimizer with two rules: a group's `algorithm` is "muon" or "adamw".
 
     Args:
         groups: parameter groups; one of "muon" has lr, weight_decay, momentum, nesterov, newton_schulz_steps and
             scale, one of "adamw" lr, weight_decay, betas and eps.
         matrices: {parameter: its matrices} of every parameter in a group of "muon".
 
-    DeepSpeed replaces a group's parameters by flat fp32 partitions: `bind` then says what lies in them.
+    DeepSpeed replaces a group's parameters by flat fp32 partitions. `bind` then says which parts are in them.
     """
 
     def __init__(self, groups: list[dict], matrices: dict[torch.Tensor, Matrices]) -> None:
         super().__init__(groups, {"algorithm": "adamw"})
         self.matrices = list(matrices.values())
+        # numbers, because fragments travel between ranks, where a tensor's id means nothing
         self._numbers = {id(parameter): number for number, parameter in enumerate(matrices)}
         self._costs = {number: each.cost for number, each in enumerate(self.matrices)}
         self.bind(list(matrices), self._whole_parameters)
@@ -132,16 +143,17 @@ class Muon(torch.optim.Optimizer):
     def bind(
         self, tensors: Sequence[torch.Tensor], locate: Callable[[Sequence[torch.Tensor]], list[Fragment]]
     ) -> None:
-        """Say which tensors hold the matrices from now on; `locate` finds this rank's fragments in some of them."""
+        """Set the tensors that hold the matrices from now on. `locate` finds this rank's fragments in some of them."""
         self._tensors, self._locate, self._plans = {id(tensor): tensor for tensor in tensors}, locate, {}
 
     def number_of(self, parameter: torch.Tensor) -> int | None:
-        """How fragments name a parameter of the model; None for one that AdamW updates."""
+        """Return the number of a parameter in fragments; None for one that AdamW updates."""
         return self._numbers.get(id(parameter))
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> float | None:
-        """One update of every group that has parameters; all ranks must call it alike."""
+        """Update every group that has parameters. All ranks must call this together."""
+        # a closure runs a backward pass, which `no_grad` around this method would prevent
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             if group["params"]:
@@ -152,30 +164,35 @@ class Muon(torch.optim.Optimizer):
         parameters = group["params"]
         updates = [self._momentum_update(parameter, group) for parameter in parameters]
         if any(id(parameter) not in self._tensors for parameter in parameters):
-            # No tensor of the model's: loading a checkpoint asks, with zeros, which states one would have.
+            # Not a tensor of the model: loading a checkpoint steps zeros, to find out which states there would be.
             assert not any(update.any() for update in updates), (
                 "Muon was not told what lies in its partitions"
             )
             return
         device = _compute_device(updates[0])
+        # the iteration is stable in bf16, and messages are half as large
         dtype = torch.bfloat16 if device.type == "cuda" else updates[0].dtype
         work_on_whole(self._plan(parameters), updates, self._orthogonalized_by(group), dtype, device)
         for parameter, update in zip(parameters, updates, strict=True):
+            # decoupled weight decay, as in AdamW
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(update.view_as(parameter), alpha=-group["lr"])
 
     def _momentum_update(self, parameter: torch.Tensor, group: dict) -> torch.Tensor:
-        """[numel]: the running mean of the gradients, with Nesterov's look ahead."""
+        """Return the running mean of the gradients, [numel], with Nesterov's look-ahead if the group asks for it."""
         gradient, state = parameter.grad, self.state[parameter]
         if gradient is None:
+            # all ranks exchange the same fragments in every step, gradient or not
             gradient = torch.zeros_like(parameter)
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        # clone: the exchange writes the result into the update, and must not change the momentum
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
         return update.flatten()
 
     def _plan(self, parameters: list[torch.Tensor]) -> list:
+        # planning is a collective: once for each set of parameters, not in each step
         key = tuple(map(id, parameters))
         if key not in self._plans:
             self._plans[key] = plan_rounds(self._locate(parameters), self._costs)
@@ -192,7 +209,7 @@ class Muon(torch.optim.Optimizer):
         return orthogonalized
 
     def _whole_parameters(self, parameters: Sequence[torch.Tensor]) -> list[Fragment]:
-        """Without ZeRO every rank holds every parameter."""
+        """Locate fragments without ZeRO: every rank has every whole parameter."""
         numbered = ((self._numbers[id(p)], place, p.numel()) for place, p in enumerate(parameters))
         return [Fragment(number, 0, place, 0, numel) for number, place, numel in numbered]
 
@@ -227,24 +244,29 @@ class Muon(torch.optim.Optimizer):
 
 
 def _compute_device(tensor: torch.Tensor) -> torch.device:
-    """The rank's GPU, also for states that lie in host memory."""
+    """Return the rank's GPU, also if the states are in host memory."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else tensor.device
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic: steepest at zero, so that small singular values come near 1 in five iterations (Jordan 2024)."""
+"""The quintic's coefficients: steepest at zero, so that small singular values are near 1 after five iterations.
+
+Jordan 2024.
+"""
 SMALLEST_NORM = 1e-7
 
 
 def orthogonalize(matrices: torch.Tensor, num_steps: int = 5) -> torch.Tensor:
-    """[n, rows, columns] to as many matrices whose singular values all lie near 1.
+    """Turn [n, rows, columns] into as many matrices whose singular values are all near 1.
 
-    X <- a X + b (X X^T) X + c (X X^T)^2 X after X / |X|_F, on the side where X X^T is smaller; in bf16 on a GPU
-    (the caller's dtype), which the iteration is stable in.
+    Divide X by |X|_F, then repeat X <- a X + b (X X^T) X + c (X X^T)^2 X. The dtype is the caller's: bf16 on a GPU, in
+    which the iteration is stable.
     """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
+    # so that X X^T has the shorter side
     x = matrices.mT if tall else matrices
+    # the Frobenius norm bounds the largest singular value, which must begin at 1 or less
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(SMALLEST_NORM)
     for _ in range(num_steps):
         gram = x @ x.mT
@@ -253,9 +275,10 @@ def orthogonalize(matrices: torch.Tensor, num_steps: int = 5) -> torch.Tensor:
 
 
 def orthogonalize_all(batches: Sequence[torch.Tensor], num_steps: int = 5) -> list[torch.Tensor]:
-    """The same for batches of various shapes; matrices of one shape go through together."""
+    """Orthogonalize batches of various shapes. Matrices of one shape are computed together."""
     alike = defaultdict(list)
     for number, batch in enumerate(batches):
+        # a matrix and a transposed one count as one shape: tall ones are transposed anyway
         alike[tuple(sorted(batch.shape[1:]))].append(number)
     found: list[torch.Tensor | None] = [None] * len(batches)
     for numbers in alike.values():
@@ -268,7 +291,7 @@ def orthogonalize_all(batches: Sequence[torch.Tensor], num_steps: int = 5) -> li
 
 
 class BindPartitions(TrainerCallback):
-    """Tells Muon, once DeepSpeed has cut the parameters up, where each of them lies."""
+    """Tell Muon where each parameter is, after DeepSpeed has cut them up."""
 
     def __init__(self, muon: Muon) -> None:
         self.muon = muon

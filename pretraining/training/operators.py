@@ -1,8 +1,8 @@
-"""DeepSpeed's operators: compiled when first used, and kept for every later run that would compile the same.
+"""Compile DeepSpeed's operators when they are first used, and keep them for later runs that need the same.
 
-torch has one folder for each operator's name. Two environments of one user would compile anew each time they take
-turns, and a killed compile leaves a lock file for which torch waits for ever. Here the name of the folder also says
-what goes into the compile, and the lock is one that the system releases when its process ends.
+torch has one folder for each operator's name. If a user has two environments, each run in the other one compiles
+again. If a compile is killed, it leaves a lock file, and torch waits for it for ever. Here the folder's name also has
+a digest of everything that goes into the compile. The system releases the lock when its process ends.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _HEADERS = Path(find_spec("deepspeed").origin).parent
 """Header files below this folder are DeepSpeed's own; others belong to the compilers."""
 
 _NOT_DEEPSPEEDS = {"build_directory", "is_python_module", "is_standalone"}
-"""Who passes one of these keeps what is compiled elsewhere, or loads it in another way."""
+"""A caller that passes one of these keeps the result elsewhere, or loads it in another way."""
 
 
 def check_operators(ds_config: dict | None) -> None:
@@ -49,7 +49,7 @@ def check_operators(ds_config: dict | None) -> None:
 
 
 def keep_compiled_operators() -> None:
-    """From now on an operator that is compiled already is loaded; rank 0 says when one is compiled."""
+    """From now on load an operator that is compiled already. Rank 0 prints a line when one has to be compiled."""
     replace_loader(_kept)
 
 
@@ -65,6 +65,7 @@ def _kept(load: Callable) -> Callable:
             _say(f"compiling DeepSpeed's operator {name}: about a minute, once on this machine")
             with _only_compile(folder):
                 if not library.exists():
+                    # looked for again under the lock: another process may have compiled it meanwhile
                     return _compile(load, library, sources, verbose=verbose, **keywords)
         return import_library(name, folder)
 
@@ -72,12 +73,15 @@ def _kept(load: Callable) -> Callable:
 
 
 def _compile(load: Callable, library: Path, sources: list[str], **keywords):
-    """Compile in a folder of its own and keep what is finished; returns the loaded module."""
+    """Compile in a new folder, keep the finished library, and return the loaded module."""
     for abandoned in library.parent.glob("part-*"):
-        shutil.rmtree(abandoned, ignore_errors=True)  # a compiler that still works there fails
+        shutil.rmtree(
+            abandoned, ignore_errors=True
+        )  # left by a killed compile; a compiler that still runs there fails
     part = Path(tempfile.mkdtemp(prefix="part-", dir=library.parent))
     try:
         module = load(library.stem, sources, build_directory=str(part), **keywords)
+        # before the rename: a library that has its name must be whole
         sync_to_disk(part / library.name)
         (part / library.name).rename(library)
     finally:
@@ -87,19 +91,17 @@ def _compile(load: Callable, library: Path, sources: list[str], **keywords):
 
 @contextmanager
 def _only_compile(folder: Path) -> Iterator[None]:
-    """Wait until no other process compiles in `folder`, and keep others waiting until the end of the block.
-
-    A filesystem without locks keeps nobody waiting: the work is done twice, and the last result counts.
-    """
+    """Wait until no other process compiles in `folder`, and make others wait until the end of the block."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "compiling").open("w") as file:
+        # a filesystem without locks: nobody waits, the work is done twice, and the last result counts
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _fingerprint(sources: list[str], keywords: dict) -> str:
-    """A digest of all that the compiled operator depends on; where these files lie does not matter."""
+    """Return a digest of everything that the compiled operator depends on; DeepSpeed's own folder does not matter."""
     includes = [Path(path) for path in keywords.get("extra_include_paths") or []]
     own = [path for path in includes if path.is_relative_to(_HEADERS)]
     files = [Path(source) for source in sources]
@@ -108,6 +110,7 @@ def _fingerprint(sources: list[str], keywords: dict) -> str:
         (torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")),
         [str(path) for path in includes if path not in own],
         sorted((key, value) for key, value in keywords.items() if key != "extra_include_paths"),
+        # x
         [hashlib.blake2b(file.read_bytes()).hexdigest() for file in files],
         _identity(cpp_extension.get_cxx_compiler()),
         _processor(),
@@ -118,7 +121,7 @@ def _fingerprint(sources: list[str], keywords: dict) -> str:
 
 
 def _identity(compiler: str) -> tuple | None:
-    """Of a compiler's file; another version has another."""
+    """Return path, size and time of a compiler's file, which differ between versions."""
     found = shutil.which(compiler)
     if found is None:
         return None
@@ -127,7 +130,7 @@ def _identity(compiler: str) -> tuple | None:
 
 
 def _processor() -> list[str]:
-    """What `-march=native` looks at."""
+    """Return what `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The recipe's optimizer as the Trainer takes it: parameter groups, factors of muP, clipping beyond the norm."""
+"""Build the recipe's optimizer for the Trainer: parameter groups, muP's factors, clipping beyond the norm."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,7 +16,7 @@ from pretraining.upstream.zero_slices import whole_numel, whole_shape
 
 
 def choose_optimizer(recipe: Recipe) -> tuple[Callable, dict] | None:
-    """The Trainer's `optimizer_cls_and_kwargs`; None if `training.optim` alone names the optimizer."""
+    """Return the Trainer's `optimizer_cls_and_kwargs`; None if `training.optim` alone names the optimizer."""
     if not own_groups(recipe):
         return None
     training = recipe.training
@@ -28,6 +28,7 @@ def choose_optimizer(recipe: Recipe) -> tuple[Callable, dict] | None:
         "eps": training.adam_epsilon,
         "scales_of": partial(scales_by_name, model=model_with_defaults(recipe.model), mup=recipe.mup),
     }
+    # the Trainer calls the first to get the builder, and the builder with the model
     return (lambda: build_optimizer), keywords
 
 
@@ -40,14 +41,16 @@ def build_optimizer(
     eps: float,
     scales_of: Callable[..., dict[str, Scales]] = lambda names, **_: {},
 ) -> Muon:
-    """Embeddings, head and routers; norms and biases, which are not decayed; hidden matrices.
+    """Build an optimizer with three kinds of groups.
 
-    One group of each, or one for each of the factors that `scales_of` finds for their names.
+    The kinds are: embeddings, head and routers; norms and biases, without weight decay; hidden matrices. Each kind is
+    one group, or one for each set of factors that `scales_of` finds for its names.
     """
     matrices, tables, vectors = split_parameters(model)
 
     def chosen(key: str, otherwise: float) -> float:
         given = getattr(settings, key)
+        # not `or`: 0 is a value
         return otherwise if given is None else given
 
     adamw = {"algorithm": "adamw", "betas": betas, "eps": eps}
@@ -81,6 +84,7 @@ def build_optimizer(
     ]
     layouts = hidden_matrices(model)
     scaled = [each for group in groups for each in by_scales(group, scales)]
+    # Muon also without a group of "muon": it is then AdamW
     return Muon(scaled, {parameter: layouts[name] for name, parameter in matrices.items()})
 
 
@@ -88,7 +92,7 @@ Named = dict[str, nn.Parameter]
 
 
 def split_parameters(model: PreTrainedModel) -> tuple[Named, Named, Named]:
-    """({name: parameter} of hidden matrices, of embeddings, head and routers, of norms and biases)."""
+    """Return {name: parameter} for hidden matrices, for embeddings, head and routers, and for norms and biases."""
     matrices, tables, vectors = {}, {}, {}
     hidden = hidden_matrices(model)
     for name, parameter in model.named_parameters():
@@ -99,7 +103,7 @@ def split_parameters(model: PreTrainedModel) -> tuple[Named, Named, Named]:
 
 
 def by_scales(group: dict, scales: Mapping[str, Scales]) -> list[dict]:
-    """The group, whose `params` have names, cut into one for each of the factors of rate, decay and epsilon."""
+    """Split a group with named `params` into one group for each set of factors of rate, decay and epsilon."""
     found: dict[tuple, list] = {}
     for name, parameter in group["params"].items():
         each = scales.get(name, Scales())
@@ -115,7 +119,7 @@ def _scaled(group: dict, rate: float, decay: float, epsilon: float) -> dict:
 
 
 def describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
-    """A line for each parameter group: what, how many, at which rate. Before DeepSpeed flattens them."""
+    """Describe each parameter group in one line. Call it before DeepSpeed flattens the parameters."""
     lines = []
     for group in optimizer.param_groups:
         parameters = group["params"]
@@ -130,17 +134,18 @@ def describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 SMALLEST_NORM = 1e-3
-"""Of a unit's weights, so that units that start at zero can leave it (Brock et al. 2021, section 4)."""
+"""The least norm of a unit's weights that counts, so that units can leave zero (Brock et al. 2021, section 4)."""
 
 
 def choose_clipping(recipe: Recipe) -> Callable | None:
-    """(model, optimizer) -> None that clips before each step; None if the recipe asks for nothing more."""
+    """Return a function (model, optimizer) that adds clipping before each step; None if the recipe asks for none."""
     value, ratio = recipe.optimizer.clip_value, recipe.optimizer.adaptive_clip
     if not (value or ratio):
         return None
 
     def clip_before_steps(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
         if ratio:
+            # hooks run in the order of registration: units first, then single values
             dimensions = unit_dimensions(model)
             optimizer.register_step_pre_hook(lambda each, *_: clip_adaptively(each, dimensions, ratio))
         if value:
@@ -151,7 +156,7 @@ def choose_clipping(recipe: Recipe) -> Callable | None:
 
 @torch.no_grad()
 def clip_by_value(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Every gradient into [-value, value]; element by element, so whole parameters or slices alike."""
+    """Clip every gradient to [-value, value], element by element. It works on whole parameters and on slices."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -159,10 +164,10 @@ def clip_by_value(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def unit_dimensions(model: PreTrainedModel) -> dict[torch.Tensor, tuple[int, ...]]:
-    """{parameter: the dimensions that make up one unit}, of all but the head, which is not clipped.
+    """Return {parameter: dimensions of one unit} for all but the head, which is not clipped.
 
-    A unit of a matrix is what leads into one output, of an embedding a row, of a vector all of it, as in the
-    reference of Brock et al. 2021.
+    A unit is: in a matrix, the weights of one output; in an embedding, a row; a vector as a whole. The reference of
+    Brock et al. 2021 does the same.
     """
     head, matrices = model.get_output_embeddings(), hidden_matrices(model)
     spared = None if head is None else head.weight
@@ -176,11 +181,12 @@ def unit_dimensions(model: PreTrainedModel) -> dict[torch.Tensor, tuple[int, ...
 
 @torch.no_grad()
 def clip_adaptively(optimizer: torch.optim.Optimizer, dimensions: dict, ratio: float) -> None:
-    """No unit's gradient longer than `ratio` times its weights (AGC: Brock et al. 2021, equation 3)."""
+    """Limit each unit's gradient norm to `ratio` times its weights' norm (AGC: Brock et al. 2021, equation 3)."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None and parameter in dimensions:
                 unit = {"dim": dimensions[parameter], "keepdim": True}
                 longest = ratio * parameter.norm(**unit).clamp_min(SMALLEST_NORM)
                 length = parameter.grad.norm(**unit)
+                # clamp_min: a gradient of zero would give 0 / 0
                 parameter.grad.mul_((longest / length.clamp_min(1e-12)).clamp_max(1.0))

@@ -1,4 +1,4 @@
-"""Whole matrices out of the slices of ZeRO's flat partitions: what lies where, who works on what, the exchange."""
+"""Put whole matrices together from slices of ZeRO's flat partitions: find the slices, share the work, exchange."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ import torch.distributed as dist
 from pretraining.runtime.process_group import rank_and_world_size
 
 ROUND_NUMEL = 2**28
-"""Elements of the matrices that are under way at once: bounds the buffers of a step."""
+"""Elements of the matrices in one round. It limits the memory of the buffers in a step."""
 
 
 class Fragment(NamedTuple):
-    """A stretch of one parameter in one of this rank's flat tensors."""
+    """A contiguous part of one parameter in one of this rank's flat tensors."""
 
     parameter: int
     start: int
@@ -28,10 +28,10 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """What one rank sends, receives and works on at once; the lists have an entry for each rank."""
+    """What one rank sends, receives and works on in one round. The lists have an entry for each rank."""
 
     owned: dict[int, int]
-    """parameter -> its elements, of those that this rank works on."""
+    """parameter -> number of its elements, for those that this rank works on."""
     given: list[list[Fragment]]
     """This rank's fragments that another one works on."""
     taken: list[list[Fragment]]
@@ -44,9 +44,6 @@ class Round:
 
 def plan_rounds(local: list[Fragment], costs: dict[int, int], round_numel: int = ROUND_NUMEL) -> list[Round]:
     """Agree with all ranks on who works on what; every rank must call it, with its own fragments.
-
-    A parameter goes to the least busy rank among those that hold most of it: where ranks hold whole matrices
-    little travels, where each holds a slice of every matrix (ZeRO-3) or all of them (no ZeRO) the work is shared.
 
     Args:
         costs: parameter -> work, equal on every rank.
@@ -68,9 +65,12 @@ def plan_rounds(local: list[Fragment], costs: dict[int, int], round_numel: int =
 
 def _owners(by_parameter: dict[int, list[list[Fragment]]], costs: dict[int, int]) -> dict[int, int]:
     owners, busy = {}, None
+    # the largest first, so that the small ones even out the loads; every rank sorts alike
     for parameter in sorted(by_parameter, key=lambda p: (-costs[p], p)):
         shares = [_held(fragments) for fragments in by_parameter[parameter]]
         busy = busy or [0] * len(shares)
+        # Only ranks with more than half of the largest share: whole matrices hardly travel. If all ranks have equal
+        # slices (ZeRO-3) or everything (no ZeRO), all are candidates and share the work.
         candidates = [rank for rank, share in enumerate(shares) if 2 * share > max(shares)]
         owners[parameter] = min(candidates, key=lambda rank: (busy[rank], rank))
         busy[owners[parameter]] += costs[parameter]
@@ -94,7 +94,9 @@ def _round_of(rank: int, parameters: list[int], by_parameter: dict, owners: dict
     owned = {}
     for parameter in parameters:
         ranks, owner = by_parameter[parameter], owners[parameter]
-        complete = _held(ranks[owner]) == _numel(ranks)  # then nobody sends it what it has
+        complete = _held(ranks[owner]) == _numel(
+            ranks
+        )  # the owner has all of it: nobody needs to send anything
         sources = [owner] if complete else range(world_size)
         if rank in sources:
             given[owner] += ranks[rank]
@@ -113,6 +115,7 @@ def _held(fragments: list[Fragment]) -> int:
 
 
 def _numel(ranks: list[list[Fragment]]) -> int:
+    # ranks may hold the same elements, so a sum would count twice
     return max(fragment.start + fragment.numel for fragments in ranks for fragment in fragments)
 
 
@@ -123,9 +126,9 @@ def work_on_whole(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Replace the parameters' elements in this rank's flat `tensors` by what `work` makes of whole parameters.
+    """Apply `work` to whole parameters, and write the results into this rank's flat `tensors`.
 
-    `work` takes and gives {parameter: [numel]} in `dtype` on `device`, for the parameters that this rank works on.
+    `work` takes and returns {parameter: [numel]} in `dtype` on `device`, for the parameters that this rank works on.
     Every rank must call it.
     """
 
@@ -153,10 +156,11 @@ def _exchange(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Iterator[tuple[Fragment, torch.Tensor]]:
-    """Send `outgoing[r]` to each rank r; yield what came, in the order of `incoming`."""
+    """Send `outgoing[r]` to each rank r. Yield what was received, in the order of `incoming`."""
     if len(outgoing) == 1:
         yield from zip(incoming[0], outgoing[0], strict=True)
         return
+    # the empty tensor: torch.cat refuses an empty list, and a rank may have nothing to send
     sent = torch.cat([torch.empty(0, dtype=dtype, device=device), *(t for ts in outgoing for t in ts)])
     sizes_out = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
     sizes_in = [_held(fragments) for fragments in incoming]

@@ -1,4 +1,4 @@
-"""A trace of chosen steps under `profile/` of the run folder, a table of their costs, and the peak of memory."""
+"""Trace chosen steps into `profile/` of the run folder, tabulate their costs, and measure the peak of memory."""
 
 import contextlib
 import re
@@ -18,13 +18,13 @@ from pretraining.runtime.run_folder import RunFolder
 from pretraining.upstream.memory_history import start_memory_history, write_memory_history
 
 MOST_ALLOCATIONS = 200_000
-"""Events of the memory history: some hundred bytes each."""
+"""The largest number of events in the memory history, at some hundred bytes each."""
 
 
 class ProfileCallback(TrainerCallback):
-    """Traces the steps that `monitors.profile` names; on all others it does nothing.
+    """Trace the steps that `monitors.profile` names. On all others do nothing.
 
-    The traced steps are slower than others, and so are the rows of metrics that hold them.
+    Traced steps are slower than others, and the rows of metrics show this.
     """
 
     def __init__(self, run: RunFolder, settings: Profile) -> None:
@@ -50,7 +50,7 @@ class ProfileCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.profiler is not None:  # asked to stop on the way
+        if self.profiler is not None:  # the run was asked to stop before the last traced step
             self._finish(args, state.global_step)
 
     def _start(self, step: int) -> None:
@@ -66,6 +66,7 @@ class ProfileCallback(TrainerCallback):
 
     def _finish(self, args, step: int) -> None:
         if torch.cuda.is_available():
+            # the time and the trace must include the kernels that are still queued
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self.began
         profiler, self.profiler = self.profiler, None
@@ -85,7 +86,7 @@ class ProfileCallback(TrainerCallback):
             self.run.add_event("profile", step=step, files=[file.name for file in files])
 
     def _memory_snapshot(self, stem: Path) -> list[Path]:
-        """Every allocation of these steps on the GPU, for https://pytorch.org/memory_viz; none without a GPU."""
+        """Write every GPU allocation of these steps, for https://pytorch.org/memory_viz; nothing without a GPU."""
         if not (self.settings.memory and torch.cuda.is_available()):
             return []
         path = stem.with_name(f"{stem.name}-memory.pickle")
@@ -113,11 +114,11 @@ KINDS = {
         r"sum|mean|square|lerp)|elementwise|reduce_kernel"
     ),
 }
-"""Kind of work -> what names of operations and kernels hold; the first that fits counts."""
+"""Kind of work -> pattern in names of operations and kernels. The first that matches counts."""
 
 
 class Operation(NamedTuple):
-    """One kind of operation or kernel over all traced steps; the time of what it calls is not in its own."""
+    """One operation or kernel over all traced steps. Its time excludes what it calls."""
 
     name: str
     calls: int
@@ -126,11 +127,9 @@ class Operation(NamedTuple):
 
 
 def operations_of(averages: Iterable) -> list[Operation]:
-    """From torch's `key_averages()`, whose times are microseconds.
-
-    A kernel's time is in its own row, in that of the operation that launched it, and in those of the annotations
-    around it (torch 2.13, autograd/profiler_util.py): the device's time is taken from the kernels alone.
-    """
+    """Read the rows of torch's `key_averages()`, whose times are in microseconds."""
+    # A kernel's time is in its own row, in that of the operation that launched it, and in those of the annotations
+    # around it (torch 2.13, autograd/profiler_util.py). Count the device's time from kernels alone.
     rows = [each for each in averages if not (_on_device(each) and each.is_user_annotation)]
     counts_device = _on_device if any(map(_on_device, rows)) else lambda each: True
     return [
@@ -145,23 +144,24 @@ def operations_of(averages: Iterable) -> list[Operation]:
 
 
 def _on_device(average) -> bool:
-    """Whether a row is of what ran on the device, not of what the host did."""
+    """Say if a row describes work on the device, not on the host."""
     return average.device_type.name == "CUDA"
 
 
 def kind_of(name: str) -> str:
-    """The kind of work behind an operation's or kernel's name."""
+    """Return the kind of work for the name of an operation or kernel."""
     found = (kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE))
     return next(found, "everything else")
 
 
 def cost_table(operations: list[Operation], title: str, num_steps: int, seconds: float) -> str:
-    """Costs by kind and the costliest operations, a step's mean; of the device where the trace holds any of it.
+    """Make a table of costs by kind and of the costliest operations, as means per step.
 
-    seconds: the traced steps' wall time.
+    The costs are the device's if the trace has any, else the host's. seconds: the traced steps' wall time.
     """
     on_device = any(each.device_seconds for each in operations)
     cost = {each: each.device_seconds if on_device else each.host_seconds for each in operations}
+    # 1.0: an empty trace must not divide by zero
     total = sum(cost.values()) or 1.0
     by_kind: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for each in operations:
@@ -205,24 +205,25 @@ def _line(words: str, spent: float, calls: int, num_steps: int, total: float) ->
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 FORGET_PEAK = "5"
-"""Written to CLEAR: the process's peak is what it holds now (proc(5))."""
+"""Written to CLEAR: resets the process's peak to its present memory (proc(5))."""
 
 
 class PeakMemory:
-    """Counts from its making, which must come before the model's, to `of_fullest_rank`.
+    """Measure the peak of memory until `of_fullest_rank` is called. Make it before the model.
 
-    On a GPU what torch allocated there; else what the process holds in memory beyond what it held before.
+    On a GPU it is what torch allocated there. Else it is the process's memory beyond what it had at the start.
     """
 
     def __init__(self) -> None:
         with contextlib.suppress(OSError):
+            # if the system refuses, the peak may be one from before the model
             CLEAR.write_text(FORGET_PEAK)
         self.held_before = _status_bytes("VmRSS") or 0
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
     def of_fullest_rank(self) -> int | None:
-        """Bytes; every rank takes part. None where the system does not tell."""
+        """Return the largest peak of all ranks, in bytes; None if the system does not report it. A collective."""
         if torch.cuda.is_available():
             here, device = torch.cuda.max_memory_allocated(), "cuda"
         else:
@@ -233,7 +234,7 @@ class PeakMemory:
 
 
 def _status_bytes(key: str) -> int | None:
-    """A line such as `VmHWM:  123 kB` of the process's status; None where there is no such file."""
+    """Read a line of the process's status, such as `VmHWM:  123 kB`, in bytes; None if there is no such file."""
     try:
         lines = STATUS.read_text().splitlines()
     except OSError:

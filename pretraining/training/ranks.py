@@ -1,7 +1,7 @@
-"""The process group: the same start under `deepspeed`, `torchrun`, `accelerate launch` and plain `python`.
+"""Join the process group in the same way under `deepspeed`, `torchrun`, `accelerate launch` and plain `python`.
 
-Below `join_ranks`: a store for the addresses of an attempt's ranks, without those of the attempt before; the launcher
-that started the ranks, so that none outlives it unseen; and this machine, by which the plan is judged.
+The parts below `join_ranks` are: a store for the ranks' addresses, without those of an earlier attempt. Then the
+launcher, so that no rank outlives it unnoticed. Last this machine, by which the plan is judged.
 """
 
 import os
@@ -33,7 +33,7 @@ from pretraining.training.operators import keep_compiled_operators
 from pretraining.upstream.extensions import ask_the_processor_once
 from pretraining.upstream.process_groups import leave_out_shared_memory, wait_in_every_group
 
-# What a launcher sets; a plain `python train.py` is a world of one.
+# A launcher sets these. A plain `python train.py` is a world of one rank.
 _SINGLE_PROCESS = {
     "RANK": "0",
     "WORLD_SIZE": "1",
@@ -43,13 +43,13 @@ _SINGLE_PROCESS = {
 }
 
 
-# torch's own limit for a collective is half an hour: the watch over hangs, which can name the ranks, comes first.
+# torch's own limit for a collective is half an hour. The watch over hangs must come first: it can name the ranks.
 _SHORTEST_TIMEOUT_MINUTES = 30
 _AFTER_A_HANG_MINUTES = 10
-# At the start ranks wait for each other as long as for a hang; a cold network folder takes minutes to import from.
+# At the start ranks wait for each other as long as in a hang. Imports from a cold network folder take minutes.
 _SHORTEST_MEETING_MINUTES = 5
 
-# What ATen hands to MKL's vector functions (ATen/cpu/vml.h) and a model or its loss may call.
+# ATen passes these to MKL's vector functions (ATen/cpu/vml.h), and a model or its loss may call them.
 _VECTOR_FUNCTIONS = (
     torch.cos,
     torch.erf,
@@ -67,10 +67,11 @@ _at_leaving: list[Callable[[], None]] = []
 
 @contextmanager
 def joined_ranks(hang_minutes: float | None) -> Iterator[None]:
-    """The process group from here to the end of the block; a stop that all ranks agreed on leaves it in order."""
+    """Join the process group until the end of the block."""
     join_ranks(hang_minutes)
     try:
         yield
+    # a stop that all ranks agreed on; after any other error the ranks could not meet in `leave_ranks`
     except SystemExit:
         leave_ranks()
         raise
@@ -80,16 +81,18 @@ def joined_ranks(hang_minutes: float | None) -> Iterator[None]:
 def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
     """Join the process group (NCCL on GPUs, gloo on CPU) and return (rank, world size).
 
-    Must come before the model is built: `zero.Init` reads the world size when it shards parameters.
-    hang_minutes: collectives wait longer than that, and the ranks for each other at the start as long.
+    Call it before the model is built: `zero.Init` reads the world size when it shards parameters.
+    hang_minutes: collectives wait longer than this. At the start the ranks wait this long for each other.
     Raises `UserError` if a launcher started more processes on this machine than it has GPUs, or torch cannot use one,
     if ranks of other hosts could not reach this one, or if a rank does not come.
     """
     backend = prepare_rank()
     minutes = max(_SHORTEST_TIMEOUT_MINUTES, (hang_minutes or 0) + _AFTER_A_HANG_MINUTES)
     timeout = timedelta(minutes=minutes)
+    # before the first group is made: DeepSpeed makes groups of its own
     wait_in_every_group(timeout)
     _check_own_name()
+    # a single rank has nobody to wait for: DeepSpeed makes its group
     if int(os.environ["WORLD_SIZE"]) > 1:
         patience = timedelta(minutes=max(_SHORTEST_MEETING_MINUTES, hang_minutes or minutes))
         _meet(backend, timeout, patience)
@@ -101,14 +104,14 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
 
 
 def prepare_rank() -> str:
-    """Do all of `join_ranks` that needs no other rank; returns the backend, "nccl" or "gloo".
+    """Do the part of `join_ranks` that needs no other rank. Return the backend, "nccl" or "gloo".
 
     Raises `UserError` if a launcher started more processes on this machine than it has GPUs, or torch cannot use one.
     """
-    launcher_is_gone()  # remembers who it is, before the variables of a plain process are set
+    launcher_is_gone()  # remembers the launcher; below, a plain process gets a launcher's variables
     if not started_by_launcher():
         os.environ.update(_SINGLE_PROCESS, MASTER_PORT=str(_free_port()))
-    # With these two set accelerate would configure DeepSpeed from its own file, too late for zero.Init.
+    # If these two are set, accelerate configures DeepSpeed from its own file, too late for zero.Init.
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     os.environ.pop("ACCELERATE_DEEPSPEED_CONFIG_FILE", None)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -117,7 +120,7 @@ def prepare_rank() -> str:
     if backend == "nccl":
         _claim_gpu(int(os.environ["LOCAL_RANK"]))
     else:
-        # Only its own launcher tells DeepSpeed; else ZeRO-3 starts `numactl` at every reduction to count devices.
+        # Only DeepSpeed's launcher sets this. Without it ZeRO-3 starts `numactl` at every reduction to count devices.
         os.environ.setdefault("LOCAL_SIZE", str(ranks_here()))
         leave_out_shared_memory()
     ask_the_processor_once()
@@ -126,14 +129,14 @@ def prepare_rank() -> str:
 
 
 class RanksMissing(UserError):
-    """Some ranks never came: another start may find them."""
+    """Some ranks never came. They may come at the next start."""
 
     exit_code = HANG
 
 
 @contextmanager
 def _meeting(patience: timedelta) -> Iterator[None]:
-    """One line if ranks do not meet: another run listens on their port, or one of them does not come."""
+    """Raise a `UserError` of one line if the ranks do not meet: their port is taken, or a rank does not come."""
     try:
         yield
     except (torch.distributed.DistError, TimeoutError) as error:
@@ -144,6 +147,7 @@ def _meeting(patience: timedelta) -> Iterator[None]:
                 "deepspeed --master_port=N, torchrun --master_port=N, accelerate launch --main_process_port=N"
             )
             raise UserError(f"{what}; choose another: {other}") from error
+        # torch raises a time limit as DistError too: only the message tells them apart
         if not isinstance(error, TimeoutError) and not re.search("timed? ?out", said, re.I):
             raise
         no_rank_0 = "client socket" in said
@@ -158,14 +162,14 @@ def _meeting(patience: timedelta) -> Iterator[None]:
         remedy = (
             "see in the logs of the others what ended them or holds them up, then type the same command again"
         )
-        # Rank 0, if there is one, speaks for all.
+        # If rank 0 is there, it alone reports this.
         raise RanksMissing(f"{what} within {minutes:g} minutes; {remedy}", not no_rank_0) from error
 
 
 def _check_own_name() -> None:
-    """Raise `UserError`, on one rank of this host, if ranks of other hosts could not connect to its gloo groups.
+    """Raise `UserError`, reported by one rank of this host, if other hosts could not connect to its gloo groups.
 
-    NCCL chooses an interface in its own way, and would connect.
+    NCCL chooses an interface in another way, and would connect.
     """
     meets_here = os.environ["MASTER_ADDR"].startswith(("127.", "localhost"))
     several_hosts = int(os.environ["WORLD_SIZE"]) > ranks_here() and not meets_here
@@ -180,21 +184,21 @@ def _check_own_name() -> None:
 
 
 def _meet(backend: str, timeout: timedelta, patience: timedelta) -> None:
-    """Make the process group as DeepSpeed would, which takes the one it finds.
-
-    torch's own way would wait at the start as long as collectives may take: a rank that ended during its imports would
-    keep the others for half an hour.
+    """Make the process group before DeepSpeed does. DeepSpeed uses a group that exists.
 
     Raises:
         RanksMissing: a rank did not come within `patience`.
     """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # torch by itself waits here as long as for a collective: if a rank ended during its imports, the others would wait
+    # for half an hour
     with _meeting(patience):
         if shared_with_the_launcher():
             store = fresh_store(rank, ranks, patience)
         else:
             place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = TCPStore(*place, ranks, is_master=rank == 0, timeout=patience, multi_tenant=True)
+    # everybody is here: from now on the time limit of collectives holds
     store.set_timeout(timeout)
     torch.distributed.init_process_group(
         backend,
@@ -207,16 +211,17 @@ def _meet(backend: str, timeout: timedelta, patience: timedelta) -> None:
 
 
 def at_leaving(close: Callable[[], None]) -> None:
-    """Have `close` called when this rank leaves the process group in order."""
+    """Register `close`, which is called when this rank leaves the process group in order."""
     _at_leaving.append(close)
 
 
 def leave_ranks() -> None:
-    """Wait for every rank, then tear the process group down, so that no launcher reports a leak."""
-    # torch warns if it has to guess the device, as for a single rank, whose group is bound to none
+    """Wait for every rank, then destroy the process group, so that torch reports no leak."""
+    # torch warns if it has to guess the device, as for a single rank: its group is not bound to a device
     on_gpu = torch.distributed.get_backend() == "nccl"
     torch.distributed.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
     while _at_leaving:
+        # the last registered first, and while the group still exists
         _at_leaving.pop()()
     torch.distributed.destroy_process_group()
 
@@ -231,7 +236,7 @@ def _claim_gpu(local_rank: int) -> None:
         )
     try:
         torch.cuda.set_device(local_rank)
-    except RuntimeError as error:  # such as a driver that is older than torch's CUDA: no rank can start
+    except RuntimeError as error:  # for example, the driver is older than torch's CUDA
         reason = " ".join(str(error).split())
         what = f"GPU {local_rank} cannot be used by torch {torch.__version__} (CUDA {torch.version.cuda}): {reason}"
         needs = cuda_needs(torch.version.cuda)
@@ -242,20 +247,21 @@ def _claim_gpu(local_rank: int) -> None:
 
 
 def _share_cores(local_world_size: int) -> None:
-    """Give each rank of this machine its share of the cores; OMP_NUM_THREADS, which launchers set to 1, loses."""
+    """Give each rank of this machine its share of the cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_threads = max(1, cores // local_world_size)
+    # overwritten on purpose: launchers set it to 1
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     torch.set_num_threads(num_threads)
 
 
 def choose_vector_kernels() -> None:
-    """Let MKL choose the kernels of torch's vector functions now, in one thread; must come before the first pass.
+    """Let MKL choose the kernels of torch's vector functions now, in one thread. Call it before the first pass.
 
-    MKL (2024.2, in torch 2.13's builds for x86) looks at the processor when one of them is first called, and guards
-    this against no second thread: a tensor large enough for several threads is then computed in part by another kernel
-    than every later one. This was seen in one in twelve runs on two cores: the first `tanh` of the first layer differed
-    in its last bits, thus all gradients of step 1 and, from step 6 on, the printed loss.
+    MKL (2024.2, in torch 2.13's builds for x86) detects the processor when one of them is first called, but this is
+    not safe with several threads. If the tensor is large enough for several threads, another kernel computes a part of
+    it. This happened in one of twelve runs on two cores: the first `tanh` of the first layer differed in its last bits.
+    Then all gradients of step 1 differed and, from step 6 on, the printed loss.
     """
     one = torch.ones(1)  # a single element never goes to a second thread
     for function in _VECTOR_FUNCTIONS:
@@ -265,6 +271,7 @@ def choose_vector_kernels() -> None:
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        # port 0: the system chose a free one
         return listener.getsockname()[1]
 
 
@@ -272,25 +279,25 @@ _POLL_SECONDS = 0.05
 
 
 def shared_with_the_launcher() -> bool:
-    """Whether the launcher's own store, which outlives an attempt, is what the ranks would meet in."""
+    """Say if the ranks would meet in the launcher's own store, which outlives an attempt."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def fresh_store(rank: int, ranks: int, timeout: timedelta) -> Store:
-    """The launcher's store below a name of this attempt; every rank must call it."""
+    """Return the launcher's store with a prefix for this attempt. Every rank must call it."""
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(*place, world_size=ranks, is_master=False, timeout=timeout)
     return PrefixStore(agree_on_name(store, rank, ranks, timeout), store)
 
 
 def agree_on_name(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
-    """A name that no attempt before has had, the same on every rank.
+    """Agree on a name that no earlier attempt has had. It is the same on every rank.
 
-    Each rank asks under a number of its own, so that no answer to an earlier one is taken for its own.
-    Raises `TimeoutError` on rank 0 where a rank does not come.
+    Raises `TimeoutError` on rank 0 if a rank does not come.
     """
     if rank == 0:
         return _give_name(store, ranks, timeout)
+    # new in each attempt: the store still has the answers of earlier attempts
     question = uuid.uuid4().hex
     store.set(f"attempt/asks/{rank}", question)
     name = store.get(f"attempt/answers/{question}").decode()
@@ -299,11 +306,12 @@ def agree_on_name(store: Store, rank: int, ranks: int, timeout: timedelta) -> st
 
 
 def _give_name(store: Store, ranks: int, timeout: timedelta) -> str:
-    """Answer the newest question of each rank, again and again, until all of them have the name."""
+    """Answer the newest question of each rank, again and again, until all ranks have the name."""
     name, missing = uuid.uuid4().hex, set(range(1, ranks))
     until = time.monotonic() + timeout.total_seconds()
     while missing:
         for rank in sorted(missing):
+            # the question may be one of an earlier attempt: the rank's new one will be answered in a later turn
             if store.check([f"attempt/asks/{rank}"]):
                 store.set(f"attempt/answers/{store.get(f'attempt/asks/{rank}').decode()}", name)
             if store.check([f"attempt/has/{name}/{rank}"]):
@@ -314,42 +322,45 @@ def _give_name(store: Store, ranks: int, timeout: timedelta) -> str:
     return name
 
 
-# The inner process of the `deepspeed` command, which has no handler for SIGTERM: killed, it leaves this one behind.
+# The inner process of the `deepspeed` command. That command does not handle SIGTERM: killed, it leaves this one.
 _DEEPSPEED_INNER = b"deepspeed.launcher.launch"
 
 
 def launcher_is_gone() -> bool:
-    """Whether a launcher started this process and has ended since the first call. Always False for plain python."""
+    """Say if a launcher started this process and has ended since the first call. Always False for plain python."""
+    # when a parent ends, the system gives its children another one
     return _ancestors() != _current_ancestors()
 
 
 @cache
 def _ancestors() -> tuple[int, ...]:
-    """Processes that launched this one, nearest first."""
+    """Return the processes that launched this one, nearest first, as they were at the first call."""
     return _current_ancestors()
 
 
 @cache
 def started_by_deepspeed() -> bool:
-    """Whether the `deepspeed` command started this process; to be asked while it lives."""
+    """Say if the `deepspeed` command started this process. Make the first call while that command runs."""
     return _launched() and _DEEPSPEED_INNER in _command(os.getppid())
 
 
 def sibling_is_gone() -> bool:
-    """Whether the launcher has fewer processes left than it started here: then it is ending what is left of a crash."""
+    """Say if the launcher has fewer processes left than it started here. It then ends the others after a crash."""
     if not _launched() or launcher_is_gone():
         return False
     return len(_living_children(os.getppid())) < ranks_here()
 
 
 def _living_children(process: int) -> list[int]:
-    """Of all its threads, without those that have ended: a zombie has no command."""
+    """Return the living children of a process."""
     children = []
+    # each thread lists only the children that it started
     for path in Path(f"/proc/{process}/task").glob("*/children"):
         try:
             children += [int(child) for child in path.read_text().split()]
         except OSError:
             continue
+    # a zombie has ended, and has no command line
     return [child for child in children if _command(child)]
 
 
@@ -363,7 +374,8 @@ def _current_ancestors() -> tuple[int, ...]:
 
 @cache
 def _launched() -> bool:
-    """Asked before `join_ranks` sets a launcher's variables for a plain process."""
+    """Say if a launcher started this process."""
+    # cached from the first call, before `prepare_rank` sets the variables of a plain process
     return "WORLD_SIZE" in os.environ
 
 
@@ -380,10 +392,10 @@ def _parent_of(process: int) -> int:
 
 
 def find_machine(run: RunFolder, start: Any, data_tokens: int) -> Machine:
-    """Return what rank 0 finds, on every rank, so that all judge alike.
+    """Return on every rank what rank 0 finds, so that all ranks decide the same.
 
     start: where the run begins (checkpoints/identity.py). If it starts over, the checkpoints of the earlier run in this
-    folder stay beside those to come; else they make room for them.
+    folder stay beside the new ones. Else new ones replace them.
     """
 
     def look() -> Machine:

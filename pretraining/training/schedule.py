@@ -1,4 +1,4 @@
-"""The learning rate of every step.
+"""Compute the learning rate of every step.
 
     rate of a group = its peak (`training.learning_rate`, or the group's own in `optimizer`)
                     x muP's factor for its parameters               optimizers.py, recipe/mup.py
@@ -6,8 +6,8 @@
                     x what `budget.ramp.lr_scaling` makes of a step's size
                     x what rollbacks lower (`monitors.spikes.lr_factor`)
 
-The last three are `share_of_peak`. recipe/schedule.py checks the names and keywords of schedules, and refuses the
-last two beside a schedule that follows the validation loss.
+The last three are `share_of_peak`. recipe/schedule.py checks the names and keywords of schedules. If a
+schedule follows the validation loss, it refuses the last two.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.upstream.torch_optimizers import rates_now, set_rates
 
 Schedule = Callable[[float], float]
-"""The share of the peak rate after a number of steps, as `training.lr_scheduler_type` draws it."""
+"""Number of finished steps -> share of the peak rate, as `training.lr_scheduler_type` defines it."""
 
 
 def share_of_peak(
@@ -28,9 +28,10 @@ def share_of_peak(
 ) -> float:
     """Return the rate of the step after `finished_steps`, as a share of its group's peak.
 
-    The schedule is read at this step, or at the tokens consumed if it counts these. The result is multiplied with what
-    `budget.ramp.lr_scaling` makes of the step's size, and with what rollbacks lower (`monitors.spikes.lr_factor`).
+    The schedule is read at this step, or at the tokens consumed if it counts these. The result is multiplied with the
+    factor of the step's size (`budget.ramp.lr_scaling`), and with that of rollbacks (`monitors.spikes.lr_factor`).
     """
+    # tokens in units of full steps, so that the schedule's own lengths stay steps
     place = progress.full_steps_at(finished_steps) if counts_tokens else finished_steps
     return schedule(place) * progress.step_sizes.lr_factor(finished_steps) * journal.lr_factor(finished_steps)
 
@@ -62,17 +63,17 @@ def follow_run(
 
 
 def _of_run(schedule: Schedule, progress: Progress, counts_tokens: bool, journal: Journal) -> Schedule:
-    # A plain function: torch writes the attributes of any other callable into checkpoints.
+    # A plain function, because torch writes the attributes of any other callable into checkpoints.
     return lambda step: share_of_peak(schedule, step, progress, counts_tokens, journal)
 
 
 def apply_schedule_now(scheduler: LRScheduler) -> None:
-    """Set the rate of the next step: a checkpoint holds the one that was due before the journal's last row."""
+    """Set the rate of the next step. A checkpoint has the rate from before the journal's last row."""
     if isinstance(scheduler, LambdaLR):
         set_rates(scheduler, rates_now(scheduler))
 
 
 def step_schedule(scheduler: LRScheduler) -> None:
-    """Move on after a step that was not applied, after which the Trainer does not; a schedule by metrics stays."""
+    """Advance the schedule after a step that was not applied: the Trainer does not. A schedule by metrics stays."""
     if isinstance(scheduler, LambdaLR):
         scheduler.step()

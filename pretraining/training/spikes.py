@@ -1,6 +1,6 @@
-"""Loss spikes and plateaus, computed identically on every rank, and the advice that each alert shows.
+"""Detect loss spikes and plateaus, identically on every rank, and give the advice that each alert shows.
 
-A spike is a high robust score over a window. The threshold is `monitors.spikes.score` of the recipe; stability.py
+A spike is a high robust score over a window. The threshold is `monitors.spikes.score` of the recipe. stability.py
 compares and acts. An alert names likely causes in the order in which to look at them.
 """
 
@@ -9,25 +9,24 @@ from collections import deque
 from itertools import islice
 
 RECENT = 16
-"""Steps whose median is the course; short enough to follow a falling loss."""
+"""Steps whose median is the expected value; few enough to follow a falling loss."""
 FEWEST = 32
-"""Steps without which nothing is judged."""
+"""The least number of steps before anything is judged."""
 NORMAL_MAD = 1.4826
-"""Standard deviations in a median absolute deviation of normal noise."""
+"""Standard deviation of normal noise, divided by its median absolute deviation."""
 TAIL_SHARE = 1 / 16
-"""Of the window's values: the upper tail, taken for exponential (peaks over a threshold, Coles 2001, chapter 4) ..."""
+"""Share of the window's values in the upper tail, taken as exponential (peaks over threshold, Coles 2001, ch. 4)."""
 RARE, RARE_SCORE = 1e-7, 6.0
-"""... up to the value that so small a share of healthy ones exceeds, which scores at most `RARE_SCORE`."""
+"""A value that only the share `RARE` of healthy ones exceeds scores at most `RARE_SCORE`."""
 SMALLEST_SCALE = 0.012
-"""In log loss: a rise of less than `score` times this is no spike however calm the curve was."""
+"""In log loss. A rise of less than `score` times this is no spike, even if the curve was very calm."""
 
 
 class SpikeScore:
-    """Scores values against the last `window` of them that were no spikes themselves.
+    """Score values against the last `window` of them that were no spikes themselves.
 
-    Works on logarithms: spikes are factors. The course is the median of the last `RECENT` values, which lags
-    behind a falling loss: that costs sensitivity and never raises a false alarm. Noise is measured by the
-    median absolute deviation and by where the upper tail of the distances to the course leads, whichever is larger.
+    The scores use logarithms, because spikes are factors. The course is the median of the last `RECENT` values. Noise
+    is the larger of two measures: the median absolute deviation, and the upper tail of the distances to the course.
     """
 
     def __init__(self, window: int, smallest_scale: float = SMALLEST_SCALE):
@@ -38,7 +37,7 @@ class SpikeScore:
         self._judged_by: tuple[float, float] | None = None
 
     def score(self, value: float) -> float:
-        """Standard deviations above the course; inf for a value that is not finite, 0 while too little is known."""
+        """Return standard deviations above the course; inf if the value is not finite, 0 while too little is known."""
         if not math.isfinite(value):
             return math.inf
         if len(self.distances) < FEWEST:
@@ -47,10 +46,11 @@ class SpikeScore:
         return (_log(value) - course) / scale
 
     def limit(self, score: float) -> float:
-        """The value at which `score` is reached; inf while too little is known."""
+        """Return the value at which `score` is reached; inf while too little is known."""
         if len(self.distances) < FEWEST:
             return math.inf
         course, scale = self._course_and_scale()
+        # math.exp raises OverflowError above 709
         return math.exp(min(course + score * scale, 700.0))
 
     @property
@@ -59,9 +59,10 @@ class SpikeScore:
         return math.exp(_median(self.values)) if self.values else None
 
     def add(self, value: float, is_spike: bool) -> None:
-        """Remember a value. Spikes leave the course as it is, until a whole new level shows."""
+        """Add a value. Spikes do not change the course, until many in a row show a new level."""
         if not math.isfinite(value):
             return
+        # one healthy value ends the row of spikes
         if not is_spike:
             self.rejected.clear()
             self._accept(_log(value))
@@ -73,6 +74,8 @@ class SpikeScore:
     def _accept(self, value: float) -> None:
         self._judged_by = None
         if len(self.values) == RECENT:
+            # to the course without the value itself; it lags behind a falling loss, which costs sensitivity but raises
+            # no false alarm
             self.distances.append(value - _median(self.values))
         self.values.append(value)
 
@@ -82,7 +85,8 @@ class SpikeScore:
         self.values.extend(level)
 
     def _course_and_scale(self) -> tuple[float, float]:
-        """Of the values so far; the limit of a step and the score after it are read from the same."""
+        """Return course and scale of the values so far."""
+        # kept until a value is added: the limit of a step and the score after it must agree
         self._judged_by = self._judged_by or self._measured()
         return self._judged_by
 
@@ -91,6 +95,7 @@ class SpikeScore:
         centre = _median_of_sorted(ordered)
         spread = NORMAL_MAD * _median([abs(d - centre) for d in ordered])
         tail = _rare_value(ordered) - centre
+        # a rising loss moves the course up; a falling one does not move it down
         return _median(self.values) + max(0.0, centre), max(spread, tail / RARE_SCORE, self.smallest_scale)
 
     def state(self) -> dict:
@@ -106,13 +111,17 @@ class SpikeScore:
 
 
 def _rare_value(ordered: list[float]) -> float:
-    """Where an exponential tail, with the mean excess of the last `TAIL_SHARE` of the values, has `RARE` left."""
+    """Return the value that the share `RARE` exceeds, if the tail is exponential.
+
+    The tail's scale is the mean excess of the largest values, which are the share `TAIL_SHARE`.
+    """
     count = int(TAIL_SHARE * len(ordered))
     threshold = ordered[-1 - count]
     return threshold + (sum(ordered[-count:]) / count - threshold) * math.log(TAIL_SHARE / RARE)
 
 
 def _log(value: float) -> float:
+    # a loss or norm of zero has no logarithm
     return math.log(max(value, 1e-300))
 
 
@@ -126,19 +135,19 @@ def _median_of_sorted(ordered: list[float]) -> float:
 
 
 LEAST_GAIN = 0.001
-"""Of the loss: less than this is no progress."""
+"""Share of the loss. A smaller gain is no progress."""
 
 
 class Plateau:
-    """Shows once when the course has not gained `LEAST_GAIN` for so many steps; again after it fell and stopped."""
+    """Report once if the course has not gained `LEAST_GAIN` for so many steps, and again after a gain."""
 
     def __init__(self, num_steps: int | None):
-        """num_steps: None never shows."""
+        """num_steps: None never reports."""
         self.num_steps = num_steps
         self.best, self.best_step, self.told = None, 0, False
 
     def shows(self, step: int, expected: float | None) -> bool:
-        """Whether to report a plateau now; `expected` is the course's loss after `step`."""
+        """Say if a plateau is to be reported now. `expected` is the course's loss after `step`."""
         if expected is None:
             return False
         if self.best is None or expected < self.best * (1 - LEAST_GAIN):
@@ -216,5 +225,5 @@ ADVICE = {
 
 
 def advice(kind: str) -> dict[str, list[str]]:
-    """{"causes", "try"} of one kind of alert."""
+    """Return {"causes", "try"} for one kind of alert."""
     return ADVICE[kind]

@@ -1,7 +1,7 @@
-"""The stability monitor: judges every step, alike on all ranks, and applies the recipe's policy.
+"""Judge every step in the same way on all ranks, and apply the recipe's policy.
 
-`LossWatch` knows the mean loss of all ranks before its gradients are there; `NonFiniteGuard` keeps a step whose
-gradients are not finite from being applied, at any stage and without DeepSpeed.
+`LossWatch` computes the mean loss of all ranks before the gradients. `NonFiniteGuard` prevents steps with gradients
+that are not finite, at any ZeRO stage and without DeepSpeed.
 """
 
 import math
@@ -24,26 +24,27 @@ from pretraining.upstream.zero_optimizers import drop_refused_sums
 
 @dataclass(frozen=True)
 class Finding:
-    """Why training was left."""
+    """Why training was ended early."""
 
     step: int
     sentence: str
 
 
 class StabilityMonitor(TrainerCallback, ExportableState):
-    """Loss spikes, steps that are not finite, exploding gradients and plateaus: one event each in events.jsonl.
+    """Report loss spikes, steps that are not finite, exploding gradients and plateaus in events.jsonl, once each.
 
-    Its decisions are functions of losses that are means over all ranks and of its own state, which checkpoints
-    keep: every rank decides alike, and a resumed run as the unbroken one. A policy that leaves training (rollback,
-    stop) sets `finding`; the caller acts on it once `train` has returned.
+    Decisions depend only on mean losses of all ranks and on a state that checkpoints keep. So every rank decides the
+    same, and a resumed run decides as an uninterrupted one. A policy that ends training (rollback, stop) sets
+    `finding`. The caller acts on it after `train` has returned.
     """
 
     def __init__(self, run: RunFolder, monitors: Monitors, origins: Callable[[int], dict]) -> None:
-        """origins: from an optimizer step (counted from 1) to what its samples are, for the events."""
+        """origins: maps an optimizer step (counted from 1) to a description of its samples, for the events."""
         self.run, self.settings, self.origins = run, monitors.spikes, origins
         self.policy = self.settings.policy
         self.watch = LossWatch(refuses=self.policy == "skip")
         self.loss_course = SpikeScore(self.settings.window)
+        # 0.1 is in log norm, as SMALLEST_SCALE is in log loss
         self.norm_course = SpikeScore(self.settings.window, smallest_scale=0.1)
         self.plateau = Plateau(monitors.plateau_steps)
         self.in_spike = self.norm_in_spike = False
@@ -63,12 +64,13 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.guard = NonFiniteGuard(optimizer)
         name = type(self).__name__
         self._restore(state.stateful_callbacks.get(name))
-        state.stateful_callbacks[name] = self.state()  # an older checkpoint lacks it
+        # the Trainer expects an entry when it saves, and an older checkpoint lacks it
+        state.stateful_callbacks[name] = self.state()
         apply_schedule_now(lr_scheduler)
         self._set_limit()
 
     def on_gradient_norm(self, norm: Any) -> None:
-        """Of the step, before clipping: before it is made, and by DeepSpeed after it."""
+        """Keep the step's norm before clipping. DeepSpeed reports it after the step, the Trainer before it."""
         self.guard.on_gradient_norm(norm)
 
     def on_step_end(
@@ -81,12 +83,13 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         if getattr(optimizer, "step_was_skipped", False):
-            # By ZeRO or fp16: the Trainer has not moved it on, but the rate belongs to the step.
+            # ZeRO or fp16 skipped it, so the Trainer did not advance the schedule. But the rate belongs to the step.
             step_schedule(lr_scheduler)
         self._judge(self.watch.last_loss(), self.guard.refused_last_step(), state)
         self._set_limit()
         if self.finding is not None:
             control.should_training_stop = True
+            # the caller returns to an earlier checkpoint, or ends the run
             control.should_save = control.should_evaluate = False
 
     def on_log(
@@ -99,7 +102,9 @@ class StabilityMonitor(TrainerCallback, ExportableState):
     def _judge(self, loss: float, refused: bool, state) -> None:
         score, began = self.loss_course.score(loss), not self.in_spike
         expected = self.loss_course.expected
+        # not ">": a NaN counts as a spike
         is_spike = not loss <= self.watch.limit
+        # the policy "skip" refuses a spike by NaN gradients: that refusal is no non-finite step
         finite = math.isfinite(loss) and (not refused or (is_spike and self.policy == "skip"))
         self.refused_steps += refused
         self.non_finite_streak = 0 if finite else self.non_finite_streak + 1
@@ -126,7 +131,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
 
     def _judge_norm(self, norm: float | None, state) -> None:
         if norm is None or not math.isfinite(norm):
-            return  # told as non-finite
+            return  # reported as non-finite already
         score = self.norm_course.score(norm)
         exploded, expected = score > self.settings.score, self.norm_course.expected
         self.norm_course.add(norm, exploded)
@@ -139,6 +144,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             self.finding = Finding(state.global_step, f"step {state.global_step}: {why}")
 
     def _tell(self, kind: str, state, score: float | None = None, **facts) -> None:
+        # on every rank: the layer norms of the next step are a collective
         self.alerted_step = state.global_step
         if state.is_world_process_zero:
             score = {} if score is None else {"score": round(score, 2)}
@@ -149,7 +155,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.watch.set_limit(self.loss_course.limit(self.settings.score))
 
     def state(self) -> dict:
-        """What checkpoints keep of it."""
+        """Return what checkpoints keep."""
         counts = ("in_spike", "norm_in_spike", "non_finite_streak", "refused_steps")
         parts = {name: getattr(self, name).state() for name in ("loss_course", "norm_course", "plateau")}
         finding = None if self.finding is None else [self.finding.step, self.finding.sentence]
@@ -158,7 +164,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
 
     def _restore(self, saved: dict | None) -> None:
         attributes = dict((saved or {}).get("attributes", {}))
-        # Saved at the request to stop, before the caller could act on it: it will after the next step.
+        # It was saved at a request to stop, before the caller could act on it. The caller will after the next step.
         finding = attributes.pop("finding", None)
         self.finding = None if finding is None else Finding(*finding)
         for name, value in attributes.items():
@@ -167,33 +173,33 @@ class StabilityMonitor(TrainerCallback, ExportableState):
 
 
 class NumberOnItsWay:
-    """A number of the device, copied to the host behind the work that is queued there now.
+    """Copy a number from the device to the host, after the work that is queued now.
 
-    Who reads it waits for that work alone, and not for what is queued later.
+    Reading it waits only for that work, not for work that is queued later.
     """
 
     def __init__(self, number: torch.Tensor) -> None:
         """number: a tensor of one element."""
         self._copy, self._arrival = number, None
         if number.is_cuda:
+            # a copy is only asynchronous into pinned memory
             self._copy = torch.empty_like(number, device="cpu", pin_memory=True)
             self._copy.copy_(number, non_blocking=True)
             self._arrival = torch.cuda.Event()
             self._arrival.record()
 
     def read(self) -> float:
-        """The number."""
+        """Wait for the number and return it."""
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._copy.item()
 
 
 class LossWatch:
-    """Stands around the loss function; a step whose loss exceeds `limit` can be kept from being applied.
+    """Wrap the loss function, and refuse steps whose loss exceeds `limit` if asked to.
 
-    Costs one all-reduce of one number a step, on the device; who asks for it waits for the forward pass, not for the
-    end of the step. To refuse a step it multiplies the gradient of the loss with NaN, on the device too: what refuses
-    steps with gradients that are not finite then refuses this one, on all ranks and at every ZeRO stage alike.
+    It costs one all-reduce of one number per step, on the device. Reading the loss waits for the forward pass, not for
+    the end of the step.
     """
 
     def __init__(self, refuses: bool) -> None:
@@ -202,12 +208,13 @@ class LossWatch:
         self._last: NumberOnItsWay | None = None
 
     def around(self, compute_loss: Callable) -> Callable:
-        """The Trainer's `compute_loss_func`, watched; each call is one micro-batch's share of the step's loss."""
+        """Wrap the Trainer's `compute_loss_func`. Each call returns one micro-batch's share of the step's loss."""
 
         def watched(outputs, labels, num_items_in_batch=None):
             loss = compute_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
             share = loss.detach().float()
             self._sum = share.clone() if self._sum is None else self._sum + share
+            # true in the last micro-batch of a step only
             if GradientState().sync_gradients:
                 self._close_step(loss)
             return loss
@@ -221,48 +228,51 @@ class LossWatch:
             total /= dist.get_world_size()
         self._last = NumberOnItsWay(total)
         if self.refuses and loss.requires_grad:
+            # On the device, so that nothing waits. NaN gradients are refused by what refuses any step that is not
+            # finite, on all ranks and at every ZeRO stage alike.
             keep = torch.where(total <= self.limit, 1.0, math.nan)
             loss.register_hook(lambda gradient: gradient * keep)
 
     def set_limit(self, limit: float) -> None:
-        """From now on: the highest loss that is applied, rounded as the device compares it."""
+        """Set the highest loss that is applied from now on, rounded to fp32, in which the device compares it."""
         self.limit = torch.tensor(limit, dtype=torch.float32).item()
 
     def last_loss(self) -> float:
-        """Loss of the step just made, nats per token, mean over the ranks; NaN before the first."""
+        """Return the last step's loss in nats per token, as the mean of the ranks; NaN before the first step."""
         return math.nan if self._last is None else self._last.read()
 
 
 class NonFiniteGuard:
-    """Keeps steps with non-finite gradients from being applied, and tells which step was refused.
+    """Prevent steps with gradients that are not finite, and report which step was refused.
 
-    ZeRO's optimizers and fp16's look for themselves: they clear such gradients and leave the weights alone. A plain
-    torch optimizer, which DeepSpeed's stage 0 uses too, would write them into every weight: before it steps, this
-    guard takes the gradients away, which leaves weights and moments as they are. Gradients are the same on every
-    rank by then, and so is what it does.
+    The optimizers of ZeRO and fp16 check this themselves and skip the step. A plain torch optimizer, which DeepSpeed's
+    stage 0 uses too, would write such gradients into every weight. This guard removes them before it steps.
     """
 
     def __init__(self, optimizer: Any) -> None:
         """optimizer: the Trainer's, as accelerate or DeepSpeed wrapped it."""
         self.optimizer, self._took_away, self._norm = optimizer, False, None
         inner = getattr(optimizer, "optimizer", optimizer)
+        # `overflow`: DeepSpeed's fp16 optimizers check the gradients themselves
         if isinstance(inner, torch.optim.Optimizer) and not hasattr(inner, "overflow"):
             inner.register_step_pre_hook(self._before_step)
 
     def on_gradient_norm(self, norm: Any) -> None:
-        """Of the gradients that are about to be stepped with; nothing is looked through again where it is known."""
+        """Keep the norm of the next step's gradients. If it is known, it is not computed again."""
         self._norm = norm
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = _norm_of(parameters) if self._norm is None else self._norm
+        # gradients are the same on every rank by now, so every rank decides the same
         self._took_away = not math.isfinite(norm)
         if self._took_away:
             for parameter in parameters:
+                # torch's optimizers leave weights and moments of a parameter without a gradient as they are
                 parameter.grad = None
 
     def refused_last_step(self) -> bool:
-        """Whether the step just made was left out; the same answer on every rank."""
+        """Say if the last step was not applied. The answer is the same on every rank."""
         took_away, self._took_away, self._norm = self._took_away, False, None
         refused = took_away or bool(getattr(self.optimizer, "step_was_skipped", False))
         if refused:
@@ -271,6 +281,6 @@ class NonFiniteGuard:
 
 
 def _norm_of(parameters: list[torch.Tensor]) -> float:
-    """Of their gradients together: one pass, and one number to the host."""
+    """Return the norm of all their gradients together. It copies one number to the host."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0

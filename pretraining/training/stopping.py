@@ -1,6 +1,6 @@
-"""Requests to stop: signals, a file, a time limit, a launcher that is gone, validations that do not improve.
+"""Stop a run on request: by a signal, a file, a time limit, a lost launcher, validations that do not improve.
 
-The ranks agree after every step; the step after which they agree is saved, and the run ends with its exit code.
+The ranks agree after every step. The step after which they agree is saved, and the run ends with its exit code.
 """
 
 import os
@@ -23,37 +23,39 @@ from pretraining.runtime.signals import SignalListener
 from pretraining.training.ranks import launcher_is_gone, sibling_is_gone, started_by_deepspeed
 
 NOT_ASKED, LAUNCHER_GONE, STOP_FILE, SUPERVISOR, TIME_LIMIT, A_SIGNAL = 0, 1, 2, 3, 4, 64
-"""What the ranks agree on, by the largest: a signal is its number above the last."""
+"""What the ranks agree on: the largest value counts. A signal's value is its number added to the last one."""
 FILES_LOOKED_AT_EVERY_SECONDS = 1.0
 
 
 class StopRequests:
-    """Whether anybody has asked this run to stop, and all ranks' agreement on it.
+    """Collect requests to stop this run, and let the ranks agree on them.
 
-    run: its `STOP` file asks, and is removed when the run stops for it.
-    time_limit_hours: wall-clock hours after which the run asks itself; None for no limit.
+    run: its `STOP` file is a request. It is removed when the run stops.
+    time_limit_hours: wall-clock hours after which the run stops itself; None for no limit.
     """
 
     def __init__(self, run: RunFolder, time_limit_hours: float | None) -> None:
         self._looked_at, self._seen, self._agreed = 0.0, NOT_ASKED, NOT_ASKED
         self.run, self.agreement = run, Agreement()
-        # A launcher whose rank has crashed ends the others: they would wait for it in vain, and the launcher for them.
+        # If a rank has crashed, its launcher ends the others. An agreement with the crashed rank would never come.
         self.signals = SignalListener(in_vain=lambda: not self._agreed and sibling_is_gone())
+        # all starts under one supervisor share one time limit
         started = float(os.environ.get(STARTED, time.time()))
         self._until = None if time_limit_hours is None else started + time_limit_hours * 3600
         self._files, self._by_deepspeed = self._files_to_look_at(), started_by_deepspeed()
 
     def agreed(self) -> bool:
-        """Whether all ranks stop now: a collective until they have agreed, the same answer on every rank."""
+        """Say if all ranks stop now. The answer is the same on every rank. A collective, until they have agreed."""
         if not self._agreed:
             self._agreed = self.agreement.largest(self._asked())
         return self._agreed != NOT_ASKED
 
     def leave_if_agreed(self, step: int) -> None:
-        """Where the ranks have agreed: rank 0 records it, and all raise `SystemExit(75)`. No collective."""
+        """If the ranks have agreed, record it on rank 0, and raise `SystemExit(75)` on all. Not a collective."""
         if not self._agreed:
             return
-        asked = self._agreed != LAUNCHER_GONE  # else nobody asked: a supervisor starts the run again
+        # if the launcher is gone, nobody asked: a supervisor starts the run again
+        asked = self._agreed != LAUNCHER_GONE
         if os.environ.get("RANK", "0") == "0":
             self.run.stop_file.unlink(missing_ok=True)
             details = launch_details() if asked else {"asked": False}
@@ -69,7 +71,7 @@ class StopRequests:
 
     @property
     def reason(self) -> str:
-        """What the ranks have agreed on, in words."""
+        """The agreed reason, in words."""
         if self._agreed > A_SIGNAL:
             return signal.Signals(self._agreed - A_SIGNAL).name
         return {
@@ -80,7 +82,7 @@ class StopRequests:
         }[self._agreed]
 
     def _asked(self) -> int:
-        """What this rank knows."""
+        """Return the request that this rank knows of."""
         if self.signals.received is not None:
             return A_SIGNAL + self.signals.received
         if self._until is not None and time.time() >= self._until:
@@ -92,14 +94,15 @@ class StopRequests:
         return self._seen
 
     def _files_to_look_at(self) -> dict[Path, int]:
-        """The run's by rank 0, so that not every rank asks a shared disk; the supervisor's by each machine."""
+        """Return the files that this rank looks for: the run's on rank 0, the supervisor's once per machine."""
+        # the run folder may be on a shared disk: not every rank should ask it
         files = {self.run.stop_file: STOP_FILE} if os.environ.get("RANK", "0") == "0" else {}
         supervisors = supervisor_file("STOP") if os.environ.get("LOCAL_RANK", "0") == "0" else None
         return {**files, supervisors: SUPERVISOR} if supervisors else files
 
 
 class StoppingCallback(TrainerCallback):
-    """Asks after every step; the step after which the ranks agree is saved, and is the last of this start."""
+    """Look for requests after every step. The step after which the ranks agree is saved, and is the last one."""
 
     def __init__(self, stop: StopRequests) -> None:
         self.stop = stop
@@ -107,7 +110,7 @@ class StoppingCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """A validation that was due at the resumed step and cut short by a stop is made up for."""
+        """Repeat the validation of the resumed step, if it was due and a stop cut it short."""
         measured = any(row["step"] == state.global_step for row in state.log_history if "eval_loss" in row)
         due = (
             args.eval_strategy == "steps" and state.global_step and state.global_step % state.eval_steps == 0
@@ -122,13 +125,13 @@ class StoppingCallback(TrainerCallback):
 
 
 class EarlyStopping(TrainerCallback):
-    """As transformers' own callback judges, but by the logged validations alone.
+    """Stop early by the rule of transformers' own callback, but from the logged validations alone.
 
-    A run that was killed and started again therefore stops where the undisturbed one does, and does not go on
-    from the checkpoint at which it had stopped. The numbers are the same on every rank, so is the decision.
+    A run that was killed and started again therefore stops at the same step as an uninterrupted one. It does not go on
+    from the checkpoint at which it had stopped. The numbers are the same on every rank, and so is the decision.
 
-    metric: of the validation, as `loss`. patience: validations in a row that are not better than the best before
-    them by more than `min_improvement`.
+    metric: a metric of the validation, such as `loss`. patience: the number of validations in
+    a row that are not better than the best before them by more than `min_improvement`.
     """
 
     def __init__(self, run: RunFolder, metric: str, patience: int, min_improvement: float) -> None:
@@ -144,6 +147,7 @@ class EarlyStopping(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        # after the last step training ends anyway: that is no early stop
         if state.global_step >= state.max_steps or not self._is_over(state):
             return
         control.should_training_stop = control.should_save = True
@@ -154,7 +158,7 @@ class EarlyStopping(TrainerCallback):
             self.run.add_event("early_stop", step=state.global_step, **details, patience=self.patience)
 
     def _values(self, state) -> dict[int, float]:
-        """{step: value} of the validations so far, in order; one that was repeated counts once."""
+        """Return {step: value} of the validations so far, in order. A repeated one counts once."""
         return {row["step"]: row[self.metric] for row in state.log_history if self.metric in row}
 
     def _is_over(self, state) -> bool:
@@ -163,28 +167,27 @@ class EarlyStopping(TrainerCallback):
 
 
 def early_stopping(run: RunFolder, section: Evaluation) -> list[EarlyStopping]:
-    """What the recipe's `evaluation` section asks for: one callback, or none."""
+    """Return the callback that the recipe's `evaluation` section asks for, or none."""
     if section.patience is None:
         return []
     return [EarlyStopping(run, section.metric, section.patience, section.min_improvement)]
 
 
 def validations_without_gain(values: Iterable[float], metric: str, min_improvement: float) -> int:
-    """How many of the last `values` in a row were no gain; a NaN never is, unless it is the first.
-
-    As transformers judges: the best is the best so far, however small its lead over the one before it.
-    """
+    """Count how many of the last `values` in a row were no gain. A NaN never is, unless it is the first."""
     best, without_gain = worst_value(metric), -1
     for value in values:
         better = is_better(metric, value, best)
         gained = better and abs(value - best) > min_improvement
+        # below 0: the first value always counts as a gain
         without_gain = 0 if gained or without_gain < 0 else without_gain + 1
+        # as transformers does: a better value is the best, even if its gain is too small to count
         best = value if better else best
     return max(0, without_gain)
 
 
 def best_step(values: dict[int, float], metric: str) -> int:
-    """The step of the best value, the first of equals."""
+    """Return the step of the best value; the first one of equal values."""
     best, best_value = min(values), worst_value(metric)
     for step, value in values.items():
         if is_better(metric, value, best_value):

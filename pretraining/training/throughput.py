@@ -1,4 +1,4 @@
-"""Throughput: where the time of a step goes, tokens per second against the device's peak, and ranks that are slow.
+"""Measure throughput: how a step's time is spent, tokens per second against the device's peak, and slow ranks.
 
 `StepClock` is always in exactly one phase, so that the phases add up. `TimedTrainer` marks them, `SpeedMeter` turns
 them into metrics, `Stragglers` compares the ranks, `Goodput` counts the share of the wall time that went into steps.
@@ -30,14 +30,14 @@ from pretraining.runtime.run_folder import RunFolder, StepTotals, first_step, st
 from pretraining.upstream.trainer import OpenTrainer
 
 PAUSES = ("evaluation", "saving")
-"""Phases that are no part of a step."""
+"""Phases that do not belong to a step."""
 
 
 class StepClock:
-    """Seconds by phase, on the device's own time line where it is a GPU.
+    """Count seconds by phase; on a GPU by its own time line.
 
-    There a change of phase records an event on the current stream and asks for its time only once the device
-    has passed it: nothing waits, except `take` for the last event, which logging has waited for already.
+    There a change of phase records an event on the current stream. Its time is read only after the device has passed
+    it. So nothing waits, except `take` for the last event, which logging has waited for already.
     """
 
     def __init__(self, on_gpu: bool | None = None) -> None:
@@ -48,13 +48,13 @@ class StepClock:
         self._pending: deque = deque()  # (phase, its first event, the event after it)
 
     def start(self) -> None:
-        """Forget everything; the time from here on is `other`."""
+        """Forget everything. The time from here on counts as `other`."""
         self.seconds.clear()
         self._pending.clear()
         self.phase, self._mark = "other", self._now()
 
     def enter(self, phase: str) -> str:
-        """End the running phase and begin `phase`; returns the one that ended."""
+        """End the current phase and begin `phase`. Return the one that ended."""
         ended, mark = self.phase, self._now()
         if self._mark is not None:
             self._add(ended, self._mark, mark)
@@ -63,7 +63,7 @@ class StepClock:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """`phase` inside the block, afterwards the one before it again."""
+        """Count the block as `phase`, then return to the phase before it."""
         before = self.enter(phase)
         try:
             yield
@@ -71,7 +71,7 @@ class StepClock:
             self.enter(before)
 
     def take(self) -> dict[str, float]:
-        """{phase: seconds} since the last call."""
+        """Return {phase: seconds} since the last call."""
         self.enter(self.phase)
         if self.on_gpu:
             self._mark.synchronize()
@@ -81,7 +81,7 @@ class StepClock:
         return taken
 
     def settle(self) -> None:
-        """Add up what the device has passed, so that a long stretch without a log holds few events."""
+        """Add up what the device has passed, so that few events are kept if logs are rare."""
         if self.on_gpu:
             self._fold(lambda event: event.query())
 
@@ -99,6 +99,7 @@ class StepClock:
             self.seconds[phase] += end - begin
 
     def _fold(self, has_passed: Callable) -> None:
+        # events of one stream pass in order: stop at the first that has not
         while self._pending and has_passed(self._pending[0][2]):
             phase, begin, end = self._pending.popleft()
             self.seconds[phase] += begin.elapsed_time(end) / 1e3  # milliseconds
@@ -106,16 +107,16 @@ class StepClock:
 
 @dataclass
 class SpeedMeter:
-    """What a run's tokens cost, and the clock of its steps."""
+    """Compute a run's speed from its tokens, their FLOPs and the clock of its steps."""
 
     progress: Progress
     world_size: int = 1
     model_flops_per_token: float = 0.0
-    """Forward and backward, attention and active experts counted, the causal mask not credited."""
+    """Of forward and backward, with attention and active experts, as if there were no causal mask."""
     hardware_flops_per_token: float = 0.0
-    """With what activation checkpointing computes again."""
+    """The same, with what activation checkpointing computes again."""
     peak_flops: float | None = None
-    """Dense peak of one device in FLOPs per second; None where it is not known, as for a processor."""
+    """Dense peak of one device in FLOPs per second; None if it is not known, as for a processor."""
     clock: StepClock = field(default_factory=StepClock)
 
     @classmethod
@@ -136,8 +137,9 @@ class SpeedMeter:
         return self.progress.tokens_at(step)
 
     def rates(self, seconds: dict[str, float], before: int, step: int) -> dict[str, float]:
-        """Metrics of the steps after `before`, up to `step`, that took {phase: seconds}: means of a step, sums of the
-        pauses.
+        """Return metrics of the steps after `before`, up to `step`, which took {phase: seconds}.
+
+        They are means per step, and for pauses sums.
         """
         steps = step - before
         in_steps = sum(value for phase, value in seconds.items() if phase not in PAUSES)
@@ -158,8 +160,9 @@ class SpeedMeter:
         }
 
     def remaining(self, step: int, step_seconds: float) -> dict[str, float]:
-        """Share of the budget that is spent, and the time left at this speed, pauses not foreseen."""
+        """Return the share of the budget that is spent, and the time left at this speed, without pauses."""
         done, budget = self.tokens_at(step), self.tokens_at(self.progress.last_step)
+        # by tokens: the steps of a ramp grow
         token_seconds = step_seconds / self.progress.step_sizes.at(max(0, step - 1))
         return {
             "throughput/budget_share": round(done / budget, 6),
@@ -167,7 +170,7 @@ class SpeedMeter:
         }
 
     def utilization(self, tokens_per_second: float) -> dict[str, float]:
-        """MFU and HFU: shares of the dense peak (PaLM, appendix B)."""
+        """Return MFU and HFU as shares of the dense peak (PaLM, appendix B)."""
         if self.peak_flops is None:
             return {}
         share = tokens_per_second / (self.world_size * self.peak_flops)
@@ -178,7 +181,7 @@ class SpeedMeter:
 
 
 def device_peak_flops(recipe: Recipe) -> float | None:
-    """Dense peak of this rank's GPU at the recipe's precision, from the planner's table; None where unknown."""
+    """Dense peak of this rank's GPU at the recipe's precision, from the planner's table; None if unknown."""
     if not torch.cuda.is_available():
         return None
     precision = next((name for name in ("bf16", "fp16", "tf32") if recipe.training.get(name)), "fp32")
@@ -187,7 +190,7 @@ def device_peak_flops(recipe: Recipe) -> float | None:
 
 @cache
 def _known_peak(name: str, precision: str) -> float | None:
-    """The table's peak; if it has none, rank 0 logs once why there will be no MFU."""
+    """Return the table's peak. If it has none, rank 0 logs once why there will be no MFU."""
     try:
         return find_gpu(name).peak_flops(precision)
     except UserError:
@@ -198,9 +201,9 @@ def _known_peak(name: str, precision: str) -> float | None:
 
 
 def device_memory() -> dict[str, float]:
-    """{metric: bytes or share} of this rank's device; empty without a GPU.
+    """Return {metric: bytes or share} of this rank's device; empty without a GPU.
 
-    The same metrics on every rank, which gather them; NaN for a utilization that this one does not know.
+    The metrics are the same on every rank, because the ranks gather them. An unknown utilization is NaN.
     """
     if not torch.cuda.is_available():
         return {}
@@ -219,25 +222,25 @@ def _utilization() -> float:
 
 
 class TimedTrainer(OpenTrainer):
-    """Marks waiting for data, forward and backward; the optimizer is marked by `time_optimizer`."""
+    """Mark waiting for data, forward and backward on the clock. `time_optimizer` marks the optimizer."""
 
     clock: StepClock
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
-        """The step's micro-batches; the wait for them ends every pause."""
+        """Return the step's micro-batches. The wait for them ends every pause."""
         self.clock.enter("data_wait")
         batches = super().get_batch_samples(*args, **kwargs)
         self.clock.enter("other")
         return batches
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Forward and backward of one micro-batch; under DeepSpeed the optimizer too, in the last of a step."""
+        """Run forward and backward of one micro-batch. Under DeepSpeed a step's last one runs the optimizer too."""
         loss = super().training_step(*args, **kwargs)
         self.clock.enter("other")
         return loss
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward pass and loss; what follows in a training step is the backward pass."""
+        """Run forward pass and loss. In a training step the backward pass follows."""
         self.clock.enter("forward")
         loss = super().compute_loss(*args, **kwargs)
         self.clock.enter("backward")
@@ -245,10 +248,10 @@ class TimedTrainer(OpenTrainer):
 
 
 def time_optimizer(optimizer: Any, clock: StepClock) -> None:
-    """Mark every step of the prepared `optimizer` on the clock, whoever calls it.
+    """Mark every step of the prepared `optimizer` on the clock.
 
-    Under ZeRO that is DeepSpeed's own optimizer, which the engine steps inside the backward call: its step holds
-    the gradient norm, the update and the gathering of updated weights.
+    Under ZeRO it is DeepSpeed's own optimizer, which the engine steps inside the backward call. Its step includes the
+    gradient norm, the update and the gathering of updated weights.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     if isinstance(inner, torch.optim.Optimizer):
@@ -262,22 +265,23 @@ def time_optimizer(optimizer: Any, clock: StepClock) -> None:
         with clock.during("optimizer"):
             return step(*args, **kwargs)
 
+    # DeepSpeed's optimizers are no torch optimizers, and have no hooks for steps
     inner.step = timed_step
 
 
 SLOW = 1.25
-"""A rank is slow from this multiple of the median on ..."""
+"""A rank is slow if it takes more than this multiple of the median ..."""
 NOTABLE = 0.05
-"""... where the difference is at least this share of a step ..."""
+"""... if the difference is more than this share of a step ..."""
 STEPS = 20
-"""... over so many steps in a row."""
+"""... for so many steps in a row."""
 
 
 class Stragglers:
-    """Compares the ranks' own seconds of a step: waiting for data and the forward passes.
+    """Compare the ranks' own seconds of a step: waiting for data and the forward passes.
 
-    Every rank of a data-parallel step ends when the slowest does, so whole steps do not tell them apart; the backward
-    pass holds the messages. Under ZeRO-3 the forward passes hold messages too: there only the data wait tells.
+    All ranks end a data-parallel step with the slowest one, so whole steps do not differ. The backward pass includes
+    the messages between ranks. Under ZeRO-3 the forward passes do too, so there only the wait for data differs.
     """
 
     def __init__(self) -> None:
@@ -290,7 +294,7 @@ class Stragglers:
         self.named: set[int] = set()
 
     def gather(self, values: list[float]) -> list[list[float]]:
-        """[ranks, values] of every rank; a collective."""
+        """Return the values of every rank, [ranks, values]. A collective."""
         if self.world_size == 1:
             return [values]
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -300,10 +304,11 @@ class Stragglers:
         return gathered.view(self.world_size, len(values)).tolist()
 
     def judge(self, own_seconds: list[float], step_seconds: float, steps: int) -> list[dict]:
-        """Ranks that have just become slow, as {"rank", "host", "own_seconds", "median_seconds", "steps"}.
+        """Return ranks that have just become slow, as {"rank", "host", "own_seconds", "median_seconds", "steps"}.
 
-        own_seconds: of each rank, a step's mean over the `steps` steps since the last call.
+        own_seconds: for each rank the mean per step over the `steps` steps since the last call.
         """
+        # the lower one: of two ranks the faster is the measure, and the slower can be named
         median = statistics.median_low(own_seconds)
         found = []
         for rank, own in enumerate(own_seconds):
@@ -346,7 +351,7 @@ class Goodput:
         self.good_seconds = StepTotals.of(timed, first_step(events)).seconds
 
     def add(self, steps: int, step_seconds: float) -> float:
-        """Count `steps` steps; the goodput now."""
+        """Count `steps` steps, and return the goodput now."""
         self.good_seconds += steps * step_seconds
         wall_seconds = time.time() - self.began - self.stopped_seconds
         return min(1.0, self.good_seconds / wall_seconds) if wall_seconds > 0 else 1.0

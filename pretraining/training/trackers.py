@@ -1,4 +1,4 @@
-"""Trackers of `training.report_to`: the names of metrics.jsonl, one run across resumes, and never in training's way."""
+"""Attach the trackers of `training.report_to`: metrics.jsonl's names, one run across resumes, no effect on training."""
 
 import os
 import uuid
@@ -16,11 +16,11 @@ from pretraining.upstream.trainer import name_logs_by
 # tracker -> the package that provides it
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio", "mlflow": "mlflow"}
 
-# tracker -> the variable that says where it keeps its files; they belong to the run's folder
+# tracker -> the variable that names its folder, which is set inside the run folder
 FOLDERS = {"tensorboard": "TENSORBOARD_LOGGING_DIR", "trackio": "TRACKIO_DIR"}
 
 PROJECT = "pretraining"
-"""What every tracker files its runs under, unless `training.project` says otherwise."""
+"""The project of every tracker, unless `training.project` names another."""
 
 # tracker -> the variable that names its project; trackio takes `training.project` itself
 PROJECTS = {
@@ -38,7 +38,7 @@ name_logs_by(grouped_names)
 def build_trackers(
     report_to: str | list[str], run: RunFolder, run_name: str, project: str | None = None
 ) -> list[TrainerCallback]:
-    """What follows the run for its trackers; `project` as the recipe's `training` has it, if it does.
+    """Build the callbacks of the trackers. project: the recipe's `training.project`, if it has one.
 
     Raises `UserError` for a tracker whose package is missing; writes nothing.
     """
@@ -63,14 +63,14 @@ def _build_tracker(name: str) -> TrainerCallback:
 
 
 class Tracker:
-    """A tracker's own callback, whose failures stop nothing.
+    """Call a tracker's own callback. Its failures do not stop training.
 
-    What fails is tried once more; then the tracker is left alone until the next log, for twice as many logs each
-    time, and events.jsonl says so once, and once again when it works.
+    A call that fails is tried once more. If it fails again, the tracker is not called until the next log, and after
+    each further failure for twice as many logs. events.jsonl reports the first failure, and the recovery.
     """
 
     LONGEST_PAUSE = 1024
-    """Logs."""
+    """In logs."""
 
     def __init__(self, name: str, callback: TrainerCallback, run: RunFolder) -> None:
         self.name, self.callback, self.run = name, callback, run
@@ -79,7 +79,8 @@ class Tracker:
     def call(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Hand `event` on, unless the tracker is being left alone."""
+        """Pass `event` to the tracker, unless it is paused."""
+        # the end is always passed on: trackers finish their files there
         if self.logs_to_pass and event != "on_train_end":
             self.logs_to_pass -= event == "on_log"
             return
@@ -111,13 +112,14 @@ class Tracker:
 
 
 class Trackers(TrainerCallback):
-    """All trackers of a run as one callback: Transformers warns of a second one of the same class."""
+    """All trackers of a run as one callback, because Transformers warns of a second callback of the same class."""
 
     def __init__(self, trackers: list[Tracker]) -> None:
         self.trackers = trackers
 
 
 def _handed_on(event: str):
+    # made by a function, so that each method keeps its own `event`
     def hand_on(self, args, state, control, **kwargs):
         for tracker in self.trackers:
             tracker.call(event, args, state, control, **kwargs)
@@ -130,12 +132,12 @@ for _event in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
 
 
 class RunIdentity(TrainerCallback):
-    """One run of wandb and trackio across resumes, by its name and, for wandb, an id in the run folder.
+    """Keep one run of wandb and trackio across resumes, by its name and, for wandb, an id in the run folder.
 
-    All trackers have the same project; a variable that is set already, such as WANDB_PROJECT, keeps its value.
-    Without an account wandb's is kept offline.
+    All trackers have the same project. A variable that is set already, such as WANDB_PROJECT, keeps its value.
+    Without an account, wandb's run is kept offline.
 
-    Comes before the trackers' own callbacks, which read these variables when training begins.
+    It comes before the trackers' own callbacks, which read these variables when training begins.
     """
 
     def __init__(self, run: RunFolder, run_name: str, names: list[str], project: str | None = None) -> None:
@@ -168,6 +170,7 @@ class RunIdentity(TrainerCallback):
 
 
 def _has_wandb_account() -> bool:
-    """Whether a key is at hand. Asking wandb itself would fix its settings before ours are made."""
+    """Say if there is a key for wandb."""
+    # not by wandb's own functions: they would fix its settings before ours are made
     netrc = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
     return bool(os.environ.get("WANDB_API_KEY")) or (netrc.exists() and "wandb" in netrc.read_text())

@@ -1,6 +1,6 @@
-"""The Trainer of a run: its micro-batches, its learning rate, its validation, and its checkpoints.
+"""Train a run: its micro-batches, its learning rate, its validation, and its checkpoints.
 
-The loop is transformers'. What is overridden is public; what is private there is opened in upstream/trainer.py.
+The loop is transformers'. Only public methods are overridden here. upstream/trainer.py opens private ones.
 """
 
 import gc
@@ -43,7 +43,7 @@ ABSENT: dict = {}
 
 
 class Checkpoints(Protocol):
-    """What saves and loads the state of a Trainer: a `CheckpointManager`. All ranks call it together."""
+    """Saves and loads the state of a Trainer, as `CheckpointManager` does. All ranks call it together."""
 
     def save(self, trainer: Trainer) -> None: ...
 
@@ -55,7 +55,7 @@ class Checkpoints(Protocol):
 
 
 class Evaluation(Protocol):
-    """What measures a model in training: an `Evaluator`. All ranks call it together."""
+    """Measures a model in training, as `Evaluator` does. All ranks call it together."""
 
     dataset: Dataset
     callbacks: Sequence[TrainerCallback]
@@ -68,18 +68,18 @@ class Evaluation(Protocol):
 
 
 class PretrainingTrainer(TimedTrainer):
-    """Trains a recipe from where its run stands.
+    """Train a recipe from the present step of its run.
 
-    The recipe's optimizer, clipping and learning rate are chosen here. The evaluator takes the place of the Trainer's
-    evaluation loop, whose mean is not exact; the checkpoints take the place of what it writes. The Trainer's own
+    The recipe's optimizer, clipping and learning rate are chosen here. The evaluator replaces the Trainer's evaluation
+    loop, whose mean is not exact. The checkpoints replace what the Trainer writes. The Trainer's own
     cadence (`eval_strategy`, `eval_steps`, `save_steps`) and its best-model bookkeeping stay in force.
 
-    A request to stop is looked for after every step and in every round of a validation, which then has no result. Once
-    the checkpoint is saved, the process ends with its exit code.
+    The Trainer checks for a request to stop after every step and in every round of a validation, which then has no
+    result. After the checkpoint is saved, the process ends with its exit code.
 
     Args:
-        progress: where the run begins or goes on.
-        journal: what healing has changed.
+        progress: the step at which the run begins or continues.
+        journal: what rollbacks have changed.
         loss: the Trainer's `compute_loss_func`.
 
     Raises:
@@ -124,13 +124,13 @@ class PretrainingTrainer(TimedTrainer):
             _try_optimizer_and_schedule(self.args)
         if self.stop is not None:
             self.add_callback(StoppingCallback(self.stop))
-        self.remove_callback(PrinterCallback)  # ProgressCallback shows what it would
+        self.remove_callback(PrinterCallback)  # ProgressCallback shows the same
         logging.disable_progress_bar()  # one bar is enough
         if self.accelerator.ddp_handler is not None:
-            self.accelerator.ddp_handler.gradient_as_bucket_view = True  # spares a copy of every gradient
+            self.accelerator.ddp_handler.gradient_as_bucket_view = True  # saves a copy of every gradient
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does; a run that was asked to stop ends here."""
+        """Train as the Trainer does. A run that was asked to stop ends here."""
         result = super().train(*args, **kwargs)
         self._leave_if_stopped()
         return result
@@ -141,6 +141,7 @@ class PretrainingTrainer(TimedTrainer):
         """Build the recipe's schedule, and let it follow the run."""
         counts_tokens = self.recipe.schedule_counts_tokens
         if counts_tokens:
+            # tokens in units of full steps, as `share_of_peak` reads the schedule
             num_training_steps = self.progress.full_steps_at(num_training_steps)
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         follow_run(scheduler, self.progress, counts_tokens, self.journal)
@@ -151,29 +152,28 @@ class PretrainingTrainer(TimedTrainer):
         notify(self.callback_handler.callbacks, "on_gradient_norm", norm)
 
     def release(self) -> None:
-        """Give back the memory of an engine that is not trained any further; the process group stays."""
+        """Free the memory of an engine that is not trained any more. The process group stays."""
         if self.is_deepspeed_enabled:
             self.model_wrapped.destroy()
         self.accelerator.free_memory()
         self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = None
+        # it too refers to the engine's parts, and would keep their memory
         self.callback_handler.model = self.callback_handler.optimizer = None
-        gc.unfreeze()  # see SettledCollector
+        gc.unfreeze()  # SettledCollector froze them: they would not be collected
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[type, dict]:
-        """Transformers' choice; a rate that warms up does so by the schedule alone."""
+        """Return Transformers' choice, without the optimizer's own warm-up: only the schedule warms up."""
         optimizer_class, keywords = Trainer.get_optimizer_cls_and_kwargs(args, model)
         keywords.pop("warmup_steps", None)
         return counting_by_tensor(optimizer_class), keywords
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """The recipe's optimizer; rank 0 says which parameters are in which group.
-
-        Under DeepSpeed the Trainer asks for it twice, and the second time takes the one it has.
-        """
+        """Create the recipe's optimizer. Rank 0 prints which parameters are in which group."""
+        # under DeepSpeed the Trainer calls this twice
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
@@ -189,6 +189,7 @@ class PretrainingTrainer(TimedTrainer):
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict:
         """Measure validation loss in nats per token, perplexity and bits per byte; every rank takes part."""
+        # the weights are exchanged for their average, and back after the block
         averaged = self.checkpoints.averaged_weights(self) if self.checkpoints else nullcontext()
         with averaged:
             measured = self.evaluator.measure(self.model_wrapped, self.state.global_step, self._interrupted)
@@ -200,16 +201,17 @@ class PretrainingTrainer(TimedTrainer):
             return metrics
 
     def _interrupted(self) -> bool:
-        """Between two rounds of a validation."""
+        """Say if the validation is to end, between two of its rounds."""
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         return self.stop is not None and self.stop.agreed()
 
     def _evaluation_cut_short(self) -> dict:
-        """Save and stop; nothing is logged, and the next start measures again."""
+        """Save and stop. Nothing is logged, and the next start repeats the validation."""
         self.control.should_evaluate = False  # else the Trainer begins another one when it leaves its loop
         if self.state.global_step == self.first_step:
             self._leave_if_stopped()  # the checkpoint it came from holds all there is
         self.control.should_save = self.control.should_training_stop = True
+        # the Trainer looks this metric up in what a validation returns
         judged = (self.args.metric_for_best_model or "loss").removeprefix("eval_")
         return {f"eval_{judged}": math.nan}
 
@@ -218,7 +220,7 @@ class PretrainingTrainer(TimedTrainer):
             self.stop.leave_if_agreed(self.state.global_step)
 
     def get_train_dataloader(self) -> DataLoader:
-        """The Trainer's, whose workers outlive the signals that launchers send to every process."""
+        """Return the Trainer's loader. Its workers ignore the signals that launchers send to every process."""
         loader = super().get_train_dataloader()
         if loader.num_workers:
             batches = loader.base_dataloader
@@ -228,30 +230,28 @@ class PretrainingTrainer(TimedTrainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list, Any]:
-        """The step's micro-batches. A ramp's smaller step has fewer: the others are absent and come first.
-
-        The Trainer's loop counts micro-batches by a fixed accumulation; only the last of a step closes it.
-        """
+        """Return the step's micro-batches. A ramp's smaller step has fewer: the others are absent and come first."""
         sizes = self.progress.step_sizes
         wanted = num_batches * sizes.at(self.state.global_step) // sizes.full
         batches, num_items = super().get_batch_samples(epoch_iterator, wanted, device)
+        # the Trainer counts a fixed number of micro-batches, and the last one closes the step: it must be a real one
         return [ABSENT] * (num_batches - wanted) + batches, num_items
 
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward; nothing for an absent micro-batch."""
+        """Run forward and backward, or nothing for an absent micro-batch."""
         if inputs is ABSENT:
             return self.running_loss.new_zeros(())
         return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(self, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
-        """Forward pass and loss; the samples' sources are for the callbacks that listen, not for the model."""
+        """Run forward pass and loss. The samples' sources go to the callbacks that use them, not to the model."""
         sources = inputs.pop("source", None)
         if sources is not None:
             notify(self.callback_handler.callbacks, "on_sources", sources)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def floating_point_ops(self, inputs: dict) -> int:
-        """The Trainer's estimate of a forward and backward pass."""
+        """Return the Trainer's estimate for a forward and backward pass; 0 for an absent micro-batch."""
         return 0 if inputs is ABSENT else super().floating_point_ops(inputs)
 
     def count_targets(self, batch_samples: list, count: Any) -> torch.Tensor | int | None:
@@ -266,7 +266,7 @@ class PretrainingTrainer(TimedTrainer):
         return count / self.args.world_size
 
     def log(self, logs: dict, start_time: float | None = None) -> None:
-        """Log as the Trainer does; afterwards the running loss is zero, whatever it was."""
+        """Log as the Trainer does, then set the running loss to zero, even if it was NaN."""
         super().log(logs, start_time)
         if "loss" in logs:
             self.running_loss.zero_()  # the Trainer subtracts it from itself, so that one NaN would stay for ever
@@ -304,7 +304,7 @@ class PretrainingTrainer(TimedTrainer):
 
 
 class _InWorker:
-    """A data worker's first call: the Trainer's own, then deaf to the signals that ask a run to stop."""
+    """A data worker's first call: the Trainer's own. Then the worker ignores signals that ask a run to stop."""
 
     def __init__(self, first: Callable[[int], None] | None) -> None:
         self.first = first
