@@ -112,6 +112,7 @@ class MetricsCallback(TrainerCallback):
         if len(ranks) > 1:
             measured["throughput/slowest_rank_own_seconds"] = round(max(row[0] for row in ranks), 6)
         if state.is_world_process_zero:
+            # on rank 0 only: it alone has the events and the rows that count
             measured["throughput/goodput"] = round(self.goodput.add(steps, step_seconds), 6)
             for slow in self.stragglers.judge([row[0] for row in ranks], step_seconds, steps):
                 self.run.add_event("straggler", step=state.global_step, **slow)
@@ -140,6 +141,7 @@ class ProgressCallback(TrainerCallback):
                 desc="step",
                 unit="step",
                 dynamic_ncols=True,
+                # a log file gets one line per logged step instead
                 disable=not self.on_terminal,
             )
 
@@ -334,6 +336,7 @@ class ExpertLoad(TrainerCallback, ExportableState):
             for expert, count in enumerate(row):
                 if even >= FEWEST and count < STARVED * even:
                     now[layer, expert] = self.starved.get((layer, expert), 0) + 1
+        # an expert that has recovered is not in it, and counts from 0 again
         self.starved = now
         return [
             {"layer": layer, "expert": expert, "share": counts[layer][expert] / sum(counts[layer])}

@@ -37,6 +37,7 @@ class Monitors:
 
     def __init__(self, run: RunFolder, recipe: Recipe) -> None:
         self.run, self.recipe = run, recipe
+        # these two outlive an attempt: signals and heartbeats are set up once in a process
         self.stop = StopRequests(run, recipe.checkpoints.time_limit_hours)
         self.hangs = HangCallback(run, recipe.monitors.hang_minutes)
 

@@ -49,6 +49,7 @@ def follow_run(
             _of_run(each, progress, counts_tokens, journal) for each in scheduler.lr_lambdas
         ]
         return
+    # such a scheduler keeps rates of its own, which nothing here may multiply
     changed_by = {
         "budget.warmup_tokens and decay_tokens": (counts_tokens, "leave them out"),
         "budget.ramp.lr_scaling": (progress.step_sizes.lr_scaling != "none", "set it to none"),

@@ -64,6 +64,7 @@ class StepClock:
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Count the block as `phase`, then return to the phase before it."""
+        # phases may be nested, but the clock counts one at a time
         before = self.enter(phase)
         try:
             yield
@@ -112,7 +113,7 @@ class SpeedMeter:
     progress: Progress
     world_size: int = 1
     model_flops_per_token: float = 0.0
-    """Of forward and backward, with attention and active experts, as if there were no causal mask."""
+    """FLOPs of forward and backward, with attention and active experts, as if there were no causal mask."""
     hardware_flops_per_token: float = 0.0
     """The same, with what activation checkpointing computes again."""
     peak_flops: float | None = None
@@ -286,6 +287,7 @@ class Stragglers:
 
     def __init__(self) -> None:
         _, self.world_size = rank_and_world_size()
+        # gathered once: an event names the host of another rank without a collective
         hosts = [socket.gethostname()] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(hosts, socket.gethostname())
@@ -315,6 +317,7 @@ class Stragglers:
             slow = own > SLOW * median and own - median > NOTABLE * step_seconds
             self.slow_steps[rank] = self.slow_steps[rank] + steps if slow else 0
             if not slow:
+                # recovered: it is reported again if it becomes slow again
                 self.named.discard(rank)
             elif self.slow_steps[rank] >= STEPS and rank not in self.named:
                 self.named.add(rank)
