@@ -1,13 +1,11 @@
 """Build an `AutoModelForCausalLM` from the recipe's `model` section; under ZeRO-3 it is sharded from the start."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -46,11 +44,6 @@ def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PreTrainedC
         # Each class checks its keywords in its own way, and all of these come from the recipe.
         reason = " ".join(str(error).split())
         raise UserError(f"model: transformers refuses this {model['model_type']} config: {reason}") from error
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that the data was prepared with."""
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def build_from_recipe(

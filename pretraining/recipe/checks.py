@@ -71,7 +71,7 @@ def check_evaluation(
 
 
 def _check_validated_saves(keep_best: int, training: Training, where: str) -> None:
-    """The best are told by the validation loss after their own step: each save needs one."""
+    """The best checkpoints are ranked by the validation loss of their own step, so each save needs a validation."""
     strategies = {training.save_strategy, training.eval_strategy}
     save, evaluate = training.save_steps, training.steps_between_validations
     # a save between two validations has no loss of its own step

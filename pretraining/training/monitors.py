@@ -79,10 +79,10 @@ class Monitors:
     def callbacks(self, saves: TrainerCallback) -> list[TrainerCallback]:
         """Return the callbacks in the order in which the Trainer must call them."""
         judging = [self.stability, *early_stopping(self.run, self.recipe.evaluation)]
-        told = [self.metrics, ProgressCallback(), *self.trackers]
+        logging = [self.metrics, ProgressCallback(), *self.trackers]
         counting = [*self.gradients, *self.sources, *self.experts]
         # saving comes before metrics: the row of a step then includes the save before it
-        return [SettledCollector(), self.hangs, *judging, *counting, saves, *told, *self.profile]
+        return [SettledCollector(), self.hangs, *judging, *counting, saves, *logging, *self.profile]
 
     @property
     def finding(self) -> Finding | None:
