@@ -44,8 +44,8 @@ def train(
     """Train to the end; after a rollback, make another attempt."""
     # Plan and errors answer at once: the imports below take seconds.
     prepare_imports()
-    from pretraining.checkpoints.disk_errors import one_line_disk_errors
     from pretraining.reporting.live import live_report
+    from pretraining.runtime.durable_files import one_line_disk_errors
     from pretraining.runtime.lock import lock_run
     from pretraining.training.monitors import Monitors
     from pretraining.training.ranks import joined_ranks
@@ -69,8 +69,7 @@ def attempt(
 ) -> bool:
     """Train from where the run is to its end; False after a rollback, for which a monitor found a reason."""
     from pretraining.checkpoints.manager import CheckpointManager
-    from pretraining.checkpoints.resume import find_start, open_run
-    from pretraining.checkpoints.rollback import roll_back
+    from pretraining.checkpoints.resume import find_start, open_run, roll_back
     from pretraining.data.block_guard import open_guard
     from pretraining.data.packed_dataset import build_training_dataset
     from pretraining.evaluation.evaluator import Evaluator

@@ -67,7 +67,7 @@ def initialised_engine(ds_config: dict | None, device: str):
 
     from pretraining.recipe import load_recipe
     from pretraining.training.arguments import engine_config
-    from pretraining.upstream.process_groups import leave_out_shared_memory
+    from pretraining.upstream.deepspeed import leave_out_shared_memory
 
     leave_out_shared_memory()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -87,8 +87,8 @@ def initialised_engine(ds_config: dict | None, device: str):
 
 def count_waits(ds_config: dict | None, world_size: int) -> dict:
     """How often the host waits for the device in DeepSpeed's engine, and what a step sends, on a GPU that is none."""
+    from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
     from pretraining.upstream.fake_gpu import fake_gpu
-    from pretraining.upstream.zero_optimizers import keep_norm_at_stage_0, mend_optimizer
 
     name_ranks(world_size)
     with fake_gpu(world_size) as machine:

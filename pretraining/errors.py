@@ -1,6 +1,7 @@
 """Define one family of errors: what a user can cause is one line on stderr and exit code 2."""
 
 import errno
+import importlib
 import os
 import sys
 import time
@@ -8,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 
 from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, INTERRUPTED, USER_ERROR, tell_exit_code
 from pretraining.runtime.imports import silence_libraries
@@ -155,3 +157,15 @@ def did_you_mean(names: list[str]) -> str:
     if not quoted:
         return ""
     return f"; did you mean {' or '.join(filter(None, [', '.join(quoted[:-1]), quoted[-1]]))}?"
+
+
+def require(package: str, purpose: str) -> ModuleType:
+    """Import `package`; if it is missing, a UserError says which purpose needs it and how to install it."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        # The package may be there, and one that it imports missing.
+        missing = error.name or package
+        raise UserError(
+            f"{purpose} needs the package {missing!r}, which is not installed: pip install {missing}"
+        ) from error

@@ -3,7 +3,7 @@
 from deepspeed.accelerator import get_accelerator
 
 from pretraining.training.operators import keep_compiled_operators
-from pretraining.upstream.extensions import ask_the_processor_once
+from pretraining.upstream.torch import ask_the_processor_once
 
 
 def main() -> None:

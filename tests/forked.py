@@ -38,7 +38,7 @@ from pretraining.evaluation.evaluator import Evaluator
 from pretraining.model.build import build_from_recipe
 from pretraining.model.loss import build_loss
 from pretraining.training import monitors, trainer
-from pretraining.upstream.extensions import ask_the_processor_once
+from pretraining.upstream.torch import ask_the_processor_once
 ask_the_processor_once()
 cpuinfo.get_cpu_info()
 get_checkpoint_conversion_mapping("gpt2")

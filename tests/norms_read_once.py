@@ -11,7 +11,7 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import stage3
 
 from pretraining.training.ranks import joined_ranks
-from pretraining.upstream.zero_optimizers import read_norm_once
+from pretraining.upstream.deepspeed import read_norm_once
 
 THEIRS = (bf16_optimizer.get_global_norm_of_tensors, stage3.combine_grad_norm_groups)
 STAGES = (1, 2, 3)

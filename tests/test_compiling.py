@@ -25,7 +25,7 @@ from pretraining.refusals import compiled_part, load_run, why_not_compiled
 from pretraining.training import arguments as run_arguments
 from pretraining.training.arguments import build_arguments, engine_config
 from pretraining.training.trainer import PretrainingTrainer
-from pretraining.upstream.compiler import missing_compiler
+from pretraining.upstream.torch import missing_compiler
 from tests.compiled_ranks import CASES
 from tests.runs import MODELS, Run, execute, launcher
 from tests.test_attention import TOKENIZER

@@ -11,8 +11,16 @@ import pytest
 
 from pretraining.data.corpus import Batch, Corpus
 from pretraining.data.counting import count_data
-from pretraining.data.encoder import CHECKED_ONE_IN, Encoder, close_documents, is_checked
-from pretraining.data.encoder_backends import BACKENDS, Fastokens, adversarial_texts, uncovered_texts
+from pretraining.data.encoder import (
+    BACKENDS,
+    CHECKED_ONE_IN,
+    Encoder,
+    Fastokens,
+    adversarial_texts,
+    close_documents,
+    is_checked,
+)
+from pretraining.data.encoder_backends import uncovered_texts
 from pretraining.data.preparation.tokenizing import MakeTokenizer, runs_of
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.sources import open_source

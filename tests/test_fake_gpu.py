@@ -34,15 +34,14 @@ from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arguments import build_arguments
 from pretraining.training.monitors import Monitors
 from pretraining.training.trainer import PretrainingTrainer
-from pretraining.upstream.fake_cuda import FakeStream
-from pretraining.upstream.fake_gpu import fake_gpu
+from pretraining.upstream.fake_gpu import FakeStream, fake_gpu
 from tests.runs import EXPERTS, LLAMA
 
 LENGTH, STEPS, ACCUMULATION = 64, 2, 2
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 
 OURS = "pretraining/training"
-NORM = "pretraining/upstream/zero_optimizers.py:read_norm"
+NORM = "pretraining/upstream/deepspeed.py:read_norm"
 
 # The written list: where the host waits for the device, and how often.
 EVERY_STEP = {

@@ -15,7 +15,7 @@ from pretraining.errors import UserError
 from pretraining.runtime import host
 from pretraining.runtime.exit_codes import HANG
 from pretraining.training import ranks
-from pretraining.upstream.process_groups import wait_in_every_group
+from pretraining.upstream.deepspeed import wait_in_every_group
 from tests.runs import REPOSITORY, STEPS, execute, free_port
 
 CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))

@@ -13,14 +13,20 @@ from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Optimizer
 from pretraining.refusals import load_run
-from pretraining.training.muon import hidden_matrices, orthogonalize, orthogonalize_all
+from pretraining.training.muon import (
+    Fragment,
+    hidden_matrices,
+    orthogonalize,
+    orthogonalize_all,
+    plan_rounds,
+    work_on_whole,
+)
 from pretraining.training.optimizers import (
     build_optimizer,
     choose_optimizer,
     describe_groups,
     split_parameters,
 )
-from pretraining.training.partitions import Fragment, plan_rounds, work_on_whole
 from tests.runs import MODELS
 from tests.test_curve import IN_BF16
 from tests.test_reshard import stage_3_goes_on_in_one_process
@@ -177,7 +183,7 @@ def contiguous(rank: int, numels: list[int]) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("cut", CUTS)
 def test_every_matrix_comes_together_on_one_rank_and_goes_back(monkeypatch, cut):
     """Three ranks simulated step by step: what is worked on is the whole parameter, once, and each element returns."""
-    from pretraining.training import partitions
+    from pretraining.training import muon
 
     numels, world_size = [12, 35, 6, 30, 20, 1], 3
     whole = [torch.randn(n, dtype=torch.float64) for n in numels]
@@ -192,9 +198,9 @@ def test_every_matrix_comes_together_on_one_rank_and_goes_back(monkeypatch, cut)
         tensors.append([torch.cat([whole[f.parameter][f.start : f.start + f.numel] for f in fragments])])
 
     place = SimpleNamespace(rank=0)
-    monkeypatch.setattr(partitions, "rank_and_world_size", lambda: (place.rank, world_size))
+    monkeypatch.setattr(muon, "rank_and_world_size", lambda: (place.rank, world_size))
     monkeypatch.setattr(
-        partitions.dist,
+        muon.dist,
         "all_gather_object",
         lambda out, _: out.__setitem__(slice(None), [list(map(tuple, f)) for f in local]),
     )
@@ -258,7 +264,7 @@ def test_slices_in_another_order_do_not_either(workshop):
 
 
 def test_stage_1_in_bf16_too(workshop):
-    """There DeepSpeed has another optimizer of flat partitions; a plain bf16 process within 5e-3."""
+    """There DeepSpeed has another optimizer of flat muon; a plain bf16 process within 5e-3."""
     settings = (*MUON, *IN_BF16)
     ours, plain = workshop.run("zero1", settings=settings).losses, workshop.plain(settings).losses
     assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) <= 5e-3

@@ -13,7 +13,7 @@ from pretraining.checkpoints.live_state import live_state, set_block
 from pretraining.checkpoints.shard_files import CheckpointReader, rank_file, write_rank_file
 from pretraining.checkpoints.trainer_state import rank_tensors, schedule_state, set_schedule
 from pretraining.errors import UserError
-from pretraining.training.schedule_free import counting_by_tensor
+from pretraining.training.optimizers import counting_by_tensor
 
 OPTIMIZERS = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01),

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from pretraining.checkpoints.folders import damage
-from pretraining.checkpoints.reshard import reshard
-from pretraining.checkpoints.shard_files import CheckpointReader, assemble
+from pretraining.checkpoints.shard_files import CheckpointReader, assemble, reshard
 from tests.runs import Run, execute
 
 # (saved by stage, ranks; resumed at stage, ranks): shrinking and growing, sharded and not, offloaded and not.

@@ -109,7 +109,7 @@ def test_a_stop_file_that_comes_too_late_does_not_stop_the_next_run(tmp_path):
 
 def test_a_run_folder_that_is_removed_meanwhile_is_one_line(tmp_path):
     """Whichever file was wanted; a file that is missing in a folder that is there stays a bug of ours."""
-    from pretraining.checkpoints.disk_errors import one_line_disk_errors
+    from pretraining.runtime.durable_files import one_line_disk_errors
 
     for folder, expected in ((tmp_path / "gone", UserError), (tmp_path, FileNotFoundError)):
         with pytest.raises(expected), one_line_disk_errors(folder):

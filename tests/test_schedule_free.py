@@ -5,15 +5,15 @@ import torch
 from schedulefree import AdamWScheduleFree, SGDScheduleFree
 from transformers import AutoModelForCausalLM
 
-from pretraining.averaging import AVERAGING, Z
 from pretraining.checkpoints.export import averaged
 from pretraining.checkpoints.shard_files import CheckpointReader, assemble
 from pretraining.data.prepared import open_prepared
 from pretraining.errors import UserError
 from pretraining.evaluation.validation import Validation
 from pretraining.recipe import load_recipe
+from pretraining.recipe.schedule import AVERAGING, Z
 from pretraining.refusals import load_run
-from pretraining.training.schedule_free import counting_by_tensor
+from pretraining.training.optimizers import counting_by_tensor
 from tests.runs import execute
 from tests.test_curve import IN_BF16
 from tests.test_reshard import stage_3_goes_on_in_one_process

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from pretraining.upstream.extensions import ask_the_processor_once
-from pretraining.upstream.model_classes import is_persistent
+from pretraining.upstream.lm_eval import no_task_bars
 from pretraining.upstream.reliances import VERSIONS, Reliance, reliances
-from pretraining.upstream.task_bars import no_task_bars
+from pretraining.upstream.torch import ask_the_processor_once
+from pretraining.upstream.transformers import is_persistent
 from tests.runs import REPOSITORY, execute
 
 UPSTREAM = REPOSITORY / "pretraining" / "upstream"

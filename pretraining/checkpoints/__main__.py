@@ -405,7 +405,7 @@ class Reshard:
             raise UserError("--files 0: a checkpoint needs one file at least")
         checkpoint = _whole_checkpoint(options.run, options.step, "--step")
         _refuse_existing(options.to, "--to")
-        from pretraining.checkpoints.reshard import reshard
+        from pretraining.checkpoints.shard_files import reshard
 
         reshard(checkpoint, options.to, options.files)
         return {

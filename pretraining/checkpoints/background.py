@@ -23,7 +23,6 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from pretraining.checkpoints.disk_errors import one_line_disk_errors
 from pretraining.checkpoints.folders import remove_checkpoint
 from pretraining.checkpoints.format import MARKER, receipt_name, write_bytes, write_receipt
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
@@ -31,7 +30,7 @@ from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
 from pretraining.planning.memory.need import SNAPSHOT_ALIGNMENT, pinned_bytes, snapshot_bytes
 from pretraining.planning.quantities import num_bytes
-from pretraining.runtime.durable_files import sync_to_disk
+from pretraining.runtime.durable_files import one_line_disk_errors, sync_to_disk
 from pretraining.runtime.heartbeat import long_work
 from pretraining.runtime.host import free_memory_bytes
 from pretraining.runtime.process_group import gather_from_ranks, host_group, rank_and_world_size

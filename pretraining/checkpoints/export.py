@@ -1,7 +1,7 @@
 """Write exports, folders that load with `from_pretrained` anywhere, from a live Trainer or from a checkpoint's files.
 
 The logits are the same from any ZeRO stage. If the optimizer averages the weights that it trains
-(`pretraining/averaging.py`), the averaged ones are exported.
+(`pretraining/recipe/schedule.py`), the averaged ones are exported.
 """
 
 import copy
@@ -23,14 +23,13 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from pretraining.averaging import AVERAGING, Z
-from pretraining.checkpoints.disk_errors import one_line_disk_errors
 from pretraining.checkpoints.folders import damage, files_in
 from pretraining.checkpoints.format import flush_folder, read_marker
 from pretraining.checkpoints.live_state import live_state
 from pretraining.checkpoints.shard_files import BUFFER, CheckpointReader, assemble, read_state
 from pretraining.errors import UserError
-from pretraining.runtime.durable_files import sync_to_disk
+from pretraining.recipe.schedule import AVERAGING, Z
+from pretraining.runtime.durable_files import one_line_disk_errors, sync_to_disk
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.run_folder import RunFolder
 

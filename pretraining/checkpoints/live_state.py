@@ -18,7 +18,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from pretraining.checkpoints.shard_files import MASTER, CheckpointReader
 from pretraining.errors import UserError
-from pretraining.upstream import zero_slices
+from pretraining.upstream import deepspeed
 
 
 class Piece(NamedTuple):
@@ -85,9 +85,9 @@ def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Live
     while type(optimizer).__module__.startswith("accelerate."):
         optimizer = optimizer.optimizer
     # DeepSpeed's ZeRO optimizers are looked for first, by class; the last test is for torch's own.
-    if zero_slices.is_stage_3(optimizer):
+    if deepspeed.is_stage_3(optimizer):
         return PartitionedParameters(model, optimizer)
-    if zero_slices.is_stage_1_or_2(optimizer):
+    if deepspeed.is_stage_1_or_2(optimizer):
         return PartitionedOptimizer(model, optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
@@ -158,7 +158,7 @@ class PartitionedOptimizer(LiveState):
         return self.optimizer.optimizer
 
     def _blocks(self) -> Iterator[Block]:
-        for tensor, group, optimizer, parameters, slices in zero_slices.zero_partitions(self.optimizer):
+        for tensor, group, optimizer, parameters, slices in deepspeed.zero_partitions(self.optimizer):
             pieces = [
                 Piece(self.names[each.parameter], each.start, each.numel, each.offset) for each in slices
             ]
@@ -171,7 +171,7 @@ class PartitionedOptimizer(LiveState):
         return True
 
     def set_weights(self) -> None:
-        zero_slices.set_weights(self.optimizer)
+        deepspeed.set_weights(self.optimizer)
 
     def loss_scaler(self) -> object | None:
         return getattr(self.optimizer, "loss_scaler", None)
@@ -184,7 +184,7 @@ class PartitionedParameters(PartitionedOptimizer):
     """
 
     def is_swapped(self, block: Block) -> bool:
-        return zero_slices.is_on_nvme(self.optimizer, self._index(block))
+        return deepspeed.is_on_nvme(self.optimizer, self._index(block))
 
     def _index(self, block: Block) -> int:
         # By identity: `==` of dataclasses would compare tensors.
@@ -195,14 +195,14 @@ class PartitionedParameters(PartitionedOptimizer):
         if not self.is_swapped(block):
             yield
             return
-        with zero_slices.swapped_in(self.optimizer, self._index(block), changed):
+        with deepspeed.swapped_in(self.optimizer, self._index(block), changed):
             yield
 
     def set_weights(self) -> None:
-        with zero_slices.weights_set_anew(self.optimizer):
+        with deepspeed.weights_set_anew(self.optimizer):
             for index, block in enumerate(self.blocks):
                 with self.held(block):
-                    zero_slices.set_weights_of(self.optimizer, index)
+                    deepspeed.set_weights_of(self.optimizer, index)
 
 
 def set_block(block: Block, reader: CheckpointReader) -> None:

@@ -1,15 +1,16 @@
-"""Find where a run begins or continues (`find_start`), and do the first writes of that start (`open_run`).
+"""Find where a run begins or continues, do the first writes of that start, and go back to a checkpoint that was good.
 
-Rank 0 looks at the folder and decides. All ranks verify the bytes of the checkpoint together, before anything is
-loaded. Between the two calls the caller builds model and Trainer: if one of them refuses the start, nothing has been
-written yet.
+`find_start`: rank 0 looks at the folder and decides. All ranks verify the bytes of the checkpoint together, before
+anything is loaded. `open_run` writes. Between the two calls the caller builds model and Trainer: if one of them refuses
+the start, nothing has been written yet. `roll_back` leaves out the samples that spoilt a run.
 """
 
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Protocol
 
 from transformers import PreTrainedModel
 
@@ -22,6 +23,7 @@ from pretraining.checkpoints.folders import (
     remove_uncommitted,
     set_aside_after,
     share_of,
+    step_in_name,
 )
 from pretraining.checkpoints.format import MARKER, marker_or_nothing, read_marker
 from pretraining.checkpoints.identity import Identity, Start, described_data
@@ -30,7 +32,7 @@ from pretraining.data.mixture import format_table
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.packing import cuts_text
 from pretraining.data.prepared import PreparedData
-from pretraining.errors import UserError
+from pretraining.errors import GaveUp, UserError
 from pretraining.planning.quantities import facts, several
 from pretraining.planning.run_plan import RunPlan
 from pretraining.planning.screen import run_facts
@@ -39,7 +41,7 @@ from pretraining.recipe import Recipe
 from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
 from pretraining.recipe.schedule import CONSTANT, DECAYING
 from pretraining.runtime.durable_files import write_json
-from pretraining.runtime.journal import NOTHING_HEALED, Journal
+from pretraining.runtime.journal import NOTHING_HEALED, Journal, Rollback
 from pretraining.runtime.lock import move_lock
 from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, rank_and_world_size
 from pretraining.runtime.restarts import launch_details
@@ -324,3 +326,76 @@ def _set_aside(run: RunFolder) -> None:
         run.path.rename(aside)
         move_lock(aside, run.path)  # this process goes on holding the new folder
         print(f"the earlier run of {run.path} is kept as {aside}")
+
+
+class Finding(Protocol):
+    """Why the attempt was stopped: the optimizer step whose loss was the reason, and a sentence."""
+
+    step: int
+    sentence: str
+
+
+def roll_back(run: RunFolder, start: Start, finding: Finding, recipe: Recipe) -> None:
+    """Write a rollback into the journal, which the next `find_start` follows; every rank calls it.
+
+    The samples of `monitors.spikes.skip_steps` steps before the step of the finding, and of as many steps from it on,
+    are left out. When the run is opened again, the checkpoints saved since are set aside.
+
+    start: where this attempt began. finding: the `step` whose loss was the reason, and why (`sentence`).
+
+    Raises:
+        GaveUp: on every rank, if the policy is another one or has no rollback left.
+    """
+    last_words = from_rank_0(lambda: _roll_back_on_rank_0(run, start, finding, recipe))
+    if last_words is not None:
+        raise GaveUp(last_words)
+
+
+def _roll_back_on_rank_0(run: RunFolder, start: Start, finding: Finding, recipe: Recipe) -> str | None:
+    """Return the run's last line, or None after a rollback."""
+    spikes, done = recipe.monitors.spikes, len(start.journal.rollbacks)
+    step, why, allowed = finding.step, finding.sentence, spikes.max_rollbacks
+    if spikes.policy != "rollback" or done >= allowed:
+        run.add_event("gave_up", step=step, why=why, policy=spikes.policy, rollbacks=done)
+        return _last_words(run, why, spikes.policy, done)
+    rollback = _planned(run, start, step, recipe)
+    # The journal first: if the process is killed after it, the next start still follows it.
+    start.journal.with_rollback(rollback).write(run.journal)
+    run.add_event("rollback", **asdict(rollback), why=why, rollback=done + 1, of=allowed)
+    print(f"rollback {done + 1} of {allowed}: {why}; back to step {rollback.to_step}", flush=True)
+    return None
+
+
+def _planned(run: RunFolder, start: Start, step: int, recipe: Recipe) -> Rollback:
+    """Plan the rollback from the loss of optimizer step `step`."""
+    spikes = recipe.monitors.spikes
+    # Counted from 0, `step - 1` is the step whose loss was the reason.
+    # At the first steps of a run there are fewer before it.
+    first_step = max(0, step - 1 - spikes.skip_steps)
+    last_step = step - 1 + spikes.skip_steps
+    progress = start.progress(recipe)
+    first, last = progress.samples_at(first_step), progress.samples_at(last_step)
+    # Positions in the global order, from which earlier rollbacks have left out samples already.
+    positions = start.journal.position(first), start.journal.position(last - 1) + 1
+    to_step = _good_step(run, start.journal, first_step)
+    return Rollback(step, to_step, positions, spikes.lr_factor, spikes.lr_steps)
+
+
+def _good_step(run: RunFolder, journal: Journal, most_steps: int) -> int:
+    """Return the steps of the newest checkpoint with at most `most_steps`; 0, the beginning, if there is none."""
+    # Marker and sizes suffice here: the next start compares the bytes, and takes an earlier one if they have changed.
+    for folder in committed_checkpoints(run):
+        step = step_in_name(folder)
+        if step > most_steps or is_left_behind(folder, journal):
+            continue
+        if quick_damage(folder, of_run=True)[0] is None:
+            return step
+    return 0
+
+
+def _last_words(run: RunFolder, why: str, policy: str, rollbacks: int) -> str:
+    done = f" after {rollbacks} rollbacks" if rollbacks else ""
+    return (
+        f"{run.path}: training gave up{done} (monitors.spikes.policy {policy}): {why}; {run.events} says what "
+        "happened and what to try; the committed checkpoints are kept, and the same command continues from the newest"
+    )

@@ -29,10 +29,9 @@ from pretraining.checkpoints.shard_files import (
 )
 from pretraining.errors import UserError
 from pretraining.runtime.heartbeat import long_work
-from pretraining.upstream.model_classes import is_persistent
-from pretraining.upstream.torch_optimizers import rates_now, set_rates
-from pretraining.upstream.trainer import OpenTrainer
-from pretraining.upstream.zero_slices import whole_shape
+from pretraining.upstream.deepspeed import whole_shape
+from pretraining.upstream.torch import rates_now, set_rates
+from pretraining.upstream.transformers import OpenTrainer, is_persistent
 
 
 class RankShare(NamedTuple):

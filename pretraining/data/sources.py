@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from pretraining.data.manifest import digest_of
-from pretraining.data.packages import require
 from pretraining.data.text_files import (
     WHOLE_FILE_SUFFIXES,
     Document,
@@ -21,7 +20,7 @@ from pretraining.data.text_files import (
     local_file,
     read_documents,
 )
-from pretraining.errors import UserError, nearest
+from pretraining.errors import UserError, nearest, require
 from pretraining.recipe.data import Source
 
 # Folders of other packages, tests and bytecode: none is text of the library.

@@ -17,8 +17,7 @@ from typing import BinaryIO, NamedTuple
 import orjson
 
 from pretraining.addresses import is_remote
-from pretraining.data.packages import require
-from pretraining.errors import UserError, nearest
+from pretraining.errors import UserError, nearest, require
 
 WHOLE_FILE_SUFFIXES = (".txt", ".py", ".rst", ".md", ".html")
 """Each file is one document. In a user's folder only .txt of these is searched for, in the standard library all."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretraining.data.packages import require
-from pretraining.errors import UserError
+from pretraining.errors import UserError, require
 
 if TYPE_CHECKING:
     import tokenizers

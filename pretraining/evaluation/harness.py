@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pretraining.data.packages import require
-from pretraining.errors import UserError, nearest
+from pretraining.errors import UserError, nearest, require
 from pretraining.evaluation.sampling import seeded
-from pretraining.upstream.task_bars import no_task_bars
+from pretraining.upstream.lm_eval import no_task_bars
 
 SEED = 1234
 """The seed that lm-eval itself uses for few-shot examples."""

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from pretraining.data.packages import require
-from pretraining.errors import UserError
+from pretraining.errors import UserError, require
 from pretraining.evaluation.sampling import encode, evaluation_mode
 from pretraining.runtime.process_group import rank_and_world_size
 

@@ -27,8 +27,8 @@ from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.mup import Mup, scales_by_name
 from pretraining.recipe.sections import Speed
 from pretraining.refusals import why_not_compiled
-from pretraining.upstream.model_classes import attention_of
-from pretraining.upstream.zero3_build import no_zero3_draw
+from pretraining.upstream.deepspeed import no_zero3_draw
+from pretraining.upstream.transformers import attention_of
 
 PLAIN = Speed(compile="none")
 """A `speed` section that asks for nothing."""

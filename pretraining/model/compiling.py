@@ -13,14 +13,13 @@ from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pretraining.data.packages import require
-from pretraining.errors import UserError
+from pretraining.errors import UserError, require
 from pretraining.recipe.sections import Speed
 from pretraining.runtime.process_group import rank_and_world_size
-from pretraining.upstream.compiler import (
+from pretraining.upstream.deepspeed import gather_as_one
+from pretraining.upstream.torch import (
     compile_in_few_processes,
     compiled_both_ways,
-    gather_as_one,
     let_length_vary,
     missing_compiler,
 )

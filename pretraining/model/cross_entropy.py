@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from pretraining.data.document_masking import IGNORED
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.recipe.model import EXACT
-from pretraining.upstream.compiler import fix_no_length, missing_compiler
+from pretraining.upstream.torch import fix_no_length, missing_compiler
 
 TRIAL_TOKENS = 1024
 """Rows that kernels are compiled with: so many that one program sums each row, as in a real chunk."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from pretraining.upstream.model_classes import draw_module, forget_drawn, is_partitioned, times_written
+from pretraining.upstream.transformers import draw_module, forget_drawn, is_partitioned, times_written
 
 NO_FACTORS: Mapping[str, float] = {}
 

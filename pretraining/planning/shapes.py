@@ -26,7 +26,7 @@ from pretraining.schema import REPOSITORY
 MODULE = "pretraining.model.counting"
 SOURCES = [
     REPOSITORY / "pretraining" / name
-    for name in ("model/counting.py", "model/initial_weights.py", "upstream/model_classes.py")
+    for name in ("model/counting.py", "model/initial_weights.py", "upstream/transformers.py")
 ]
 HOW = "counted by building on the meta device"
 GATED = 2.5

@@ -18,7 +18,12 @@ BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 WITHOUT_WARMUP = ("constant", *BY_METRIC)
 
 SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
-"""Optimizers that average in place of a decay."""
+"""Optimizers that average in place of a decay (Defazio et al. 2024, The Road Less Scheduled)."""
+# Such an optimizer takes gradients at y, but its result is the average x. It keeps a sequence z as a state, and
+# x = y + `AVERAGING` (z - y). It keeps this number too, for every tensor that it has stepped.
+Z = "z"
+AVERAGING = "averaging"
+"""Names of these two states."""
 
 _SHARE = {"type": "number", "minimum": 0, "maximum": 1}
 _RATE = {"type": "number", "minimum": 0}

@@ -13,9 +13,8 @@ from transformers.utils import is_liger_kernel_available, is_torch_tf32_availabl
 
 from pretraining.command_line import ranks_here
 from pretraining.data.document_masking import stack_blocks
-from pretraining.data.packages import require
 from pretraining.ds_config import zero_stage
-from pretraining.errors import UserError
+from pretraining.errors import UserError, require
 from pretraining.planning.memory.buffers import block_gathering
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.recipe import Recipe

@@ -15,8 +15,8 @@ from transformers.trainer_callback import ExportableState
 
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.upstream.torch_optimizers import hook_first
-from pretraining.upstream.zero_slices import stepping_optimizers, zero_slices
+from pretraining.upstream.deepspeed import stepping_optimizers, zero_slices
+from pretraining.upstream.torch import hook_first
 
 PREFIX = "stability/gradient_norm/"
 _BLOCK = re.compile(r".*?\.\d+(?=\.)")

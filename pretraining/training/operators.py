@@ -25,8 +25,8 @@ import torch.utils.cpp_extension as cpp_extension
 from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import sync_to_disk
-from pretraining.upstream.extensions import folder_of_operators, import_library, replace_loader
 from pretraining.upstream.toolchain import missing_for_operators
+from pretraining.upstream.torch import folder_of_operators, import_library, replace_loader
 
 _HEADERS = Path(find_spec("deepspeed").origin).parent
 """Header files below this folder are DeepSpeed's own; others belong to the compilers."""

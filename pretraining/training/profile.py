@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from pretraining.recipe.sections import Profile
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.upstream.memory_history import start_memory_history, write_memory_history
+from pretraining.upstream.torch import start_memory_history, write_memory_history
 
 MOST_ALLOCATIONS = 200_000
 """The largest number of events in the memory history, at some hundred bytes each."""

@@ -30,8 +30,8 @@ from pretraining.runtime.host import GLOO_INTERFACE, disk_room_bytes, host_memor
 from pretraining.runtime.process_group import device_name, from_rank_0
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.operators import keep_compiled_operators
-from pretraining.upstream.extensions import ask_the_processor_once
-from pretraining.upstream.process_groups import leave_out_shared_memory, wait_in_every_group
+from pretraining.upstream.deepspeed import leave_out_shared_memory, wait_in_every_group
+from pretraining.upstream.torch import ask_the_processor_once
 
 # A launcher sets these. A plain `python train.py` is a world of one rank.
 _SINGLE_PROCESS = {

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from pretraining.errors import UserError
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
-from pretraining.upstream.torch_optimizers import rates_now, set_rates
+from pretraining.upstream.torch import rates_now, set_rates
 
 Schedule = Callable[[float], float]
 """Number of finished steps -> share of the peak rate, as `training.lr_scheduler_type` defines it."""

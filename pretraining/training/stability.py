@@ -19,7 +19,7 @@ from pretraining.recipe.sections import Monitors
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.schedule import apply_schedule_now, step_schedule
 from pretraining.training.spikes import Plateau, SpikeScore, advice
-from pretraining.upstream.zero_optimizers import drop_refused_sums
+from pretraining.upstream.deepspeed import drop_refused_sums
 
 
 @dataclass(frozen=True)

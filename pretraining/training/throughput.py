@@ -27,7 +27,7 @@ from pretraining.recipe.progress import Progress
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.process_group import rank_and_world_size
 from pretraining.runtime.run_folder import RunFolder, StepTotals, first_step, stopped_seconds, unix_seconds
-from pretraining.upstream.trainer import OpenTrainer
+from pretraining.upstream.transformers import OpenTrainer
 
 PAUSES = ("evaluation", "saving")
 """Phases that do not belong to a step."""

@@ -11,7 +11,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from pretraining.errors import UserError
 from pretraining.metric_names import grouped_names
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.upstream.trainer import name_logs_by
+from pretraining.upstream.transformers import name_logs_by
 
 # tracker -> the package that provides it
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio", "mlflow": "mlflow"}

@@ -1,6 +1,6 @@
 """Train a run: its micro-batches, its learning rate, its validation, and its checkpoints.
 
-The loop is transformers'. Only public methods are overridden here. upstream/trainer.py opens private ones.
+The loop is transformers'. Only public methods are overridden here. upstream/transformers.py opens private ones.
 """
 
 import gc
@@ -27,16 +27,19 @@ from transformers.utils import logging
 from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
-from pretraining.runtime.signals import ignore_in_worker
 from pretraining.training.arguments import collate_blocks, training_refusals
 from pretraining.training.monitors import Monitors, notify
 from pretraining.training.muon import BindPartitions, Muon
-from pretraining.training.optimizers import choose_clipping, choose_optimizer, describe_groups
+from pretraining.training.optimizers import (
+    choose_clipping,
+    choose_optimizer,
+    counting_by_tensor,
+    describe_groups,
+)
 from pretraining.training.schedule import follow_run
-from pretraining.training.schedule_free import counting_by_tensor
-from pretraining.training.stopping import StoppingCallback
+from pretraining.training.stopping import StoppingCallback, ignore_in_worker
 from pretraining.training.throughput import StepClock, TimedTrainer
-from pretraining.upstream.zero_optimizers import keep_norm_at_stage_0, mend_optimizer
+from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
 
 ABSENT: dict = {}
 """A micro-batch that a smaller step does not have."""

@@ -17,9 +17,8 @@ import numpy as np
 
 from pretraining.data.dedup.ngrams import MAX_NGRAM, Units, batches_of, ngrams_of, units_of
 from pretraining.data.manifest import digest_of
-from pretraining.data.packages import require
 from pretraining.data.text_files import local_file, read_documents
-from pretraining.errors import UserError
+from pretraining.errors import UserError, require
 
 _FILTER_BITS = 24
 """A table of 2**24 bytes shows for most n-grams that they are in no evaluation set."""

@@ -46,7 +46,7 @@ from pretraining.data.dedup.pairs import (
     write_array,
 )
 from pretraining.data.manifest import digest_of
-from pretraining.data.preparation.tasks import Stage
+from pretraining.data.preparation.execution import Stage
 from pretraining.data.progress import Progress, Silence
 from pretraining.data.quality.chain import FilterChain
 from pretraining.data.quality.report import FilterReport

@@ -1,24 +1,29 @@
-"""Run the tasks of a preparation in this process, in processes of this machine, or on a cluster."""
+"""Define a stage's numbered tasks, and run them in this process, in processes of this machine, or on a cluster.
+
+A task's output appears whole or not at all, so that each task can be run again alone. The name of its folder has a
+digest of everything that its output depends on. So a finished task of other input is never mistaken for this one, and a
+task whose input is unchanged is never run again.
+"""
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from pretraining.data.packages import require
-from pretraining.data.progress import Progress
-from pretraining.errors import UserError, nearest
-from pretraining.runtime.durable_files import write_json
+from pretraining.data.progress import Progress, Silence
+from pretraining.errors import UserError, nearest, require
+from pretraining.runtime.durable_files import sync_to_disk, write_json
 from pretraining.schema import REPOSITORY
 
 if TYPE_CHECKING:
     from datatrove.executor.slurm import SlurmPipelineExecutor
 
     from pretraining.data.preparation.stages import Preparation
-    from pretraining.data.preparation.tasks import Stage
 
 EXECUTORS = ("auto", "inline", "local", "slurm", "ray")
 
@@ -40,6 +45,69 @@ SLURM_KEYS = {
 
 FINISH = "finish"
 """Name of the last job on a cluster, which publishes."""
+
+
+@dataclass(frozen=True)
+class Stage(ABC):
+    """One step of a preparation: a task for each of its keys. The fields of a subclass are its inputs."""
+
+    name: ClassVar[str]
+
+    work: Path
+    """The folder in which the tasks of all stages keep what they have finished."""
+
+    @property
+    @abstractmethod
+    def keys(self) -> list[str]:
+        """Make a digest for each task, of everything that its output depends on."""
+
+    @abstractmethod
+    def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
+        """Write the output of task `number` into an empty folder."""
+
+    def folder(self, number: int) -> Path:
+        """Name the folder of the finished task's output, also before it is there."""
+        return self.work / self.name / f"{number:05d}-{self.keys[number][:12]}"
+
+    def pending(self) -> list[int]:
+        """List the numbers of the tasks that are still to run."""
+        return [number for number in range(len(self.keys)) if not self.folder(number).is_dir()]
+
+    def outputs(self) -> list[Path]:
+        """List the folders of all tasks; UserError if one has not finished."""
+        if pending := self.pending():
+            raise UserError(
+                f"{self.work}: {len(pending)} tasks of the stage {self.name!r} have not finished (the first: "
+                f"{pending[0]}); run the same command again: only they are repeated"
+            )
+        return [self.folder(number) for number in range(len(self.keys))]
+
+
+def run_task(stage: Stage, number: int, progress: Progress | Silence | None = None) -> None:
+    """Run one task, unless it has finished. Two processes may run the same one: the first to finish wins."""
+    finished = stage.folder(number)
+    if finished.is_dir():
+        return
+    # Two machines may run the same task in a shared folder: each builds in its own.
+    part = finished.with_name(f".{finished.name}.{os.uname().nodename}.{os.getpid()}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        stage.run(number, part, progress or Silence())
+        # Before the rename: a power cut must not leave a finished name with half-written files.
+        for path in [*part.rglob("*"), part]:
+            sync_to_disk(path)
+        _rename(part, finished)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _rename(part: Path, finished: Path) -> None:
+    try:
+        part.rename(finished)
+    except OSError:
+        if not finished.is_dir():  # another process's result is as good as ours
+            raise
 
 
 @dataclass(frozen=True)
@@ -84,7 +152,7 @@ def read_slurm_options(words: list[str]) -> dict:
 
 def run_stages(preparation: "Preparation", execution: Execution, progress: Progress) -> None:
     """Run the pending tasks of every stage; each stage waits for the one before."""
-    from pretraining.data.preparation.tasks import run_task
+    from pretraining.data.preparation.execution import run_task
 
     for stage in preparation.stages:
         pending = stage.pending()

@@ -16,7 +16,7 @@ from pretraining.data.preparation.cleaning import (
     Match,
     Signatures,
 )
-from pretraining.data.preparation.tasks import Stage
+from pretraining.data.preparation.execution import Stage
 from pretraining.data.preparation.tokenizing import MakeTokenizer, Tokenize
 from pretraining.data.publishing import work_folder
 from pretraining.data.sources import TextSource

@@ -14,8 +14,8 @@ from pretraining.data.corpus import Batch, Corpus, prefetch
 from pretraining.data.encoder import Encoder
 from pretraining.data.manifest import digest_of
 from pretraining.data.preparation.cleaning import CleanedCorpus
+from pretraining.data.preparation.execution import Stage
 from pretraining.data.preparation.split_sizes import SplitSizes
-from pretraining.data.preparation.tasks import Stage
 from pretraining.data.progress import Progress, Silence
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import token_dtype

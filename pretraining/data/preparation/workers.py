@@ -18,10 +18,9 @@ from contextlib import suppress
 from multiprocessing import connection, forkserver
 from pathlib import Path
 
-from pretraining.data.preparation.execution import FINISH
+from pretraining.data.preparation.execution import FINISH, Stage, run_task
 from pretraining.data.preparation.prepare import finish_prepared
 from pretraining.data.preparation.stages import Preparation
-from pretraining.data.preparation.tasks import Stage, run_task
 from pretraining.errors import UserError, one_line_errors
 
 MOST_DEATHS = 3

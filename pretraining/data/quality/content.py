@@ -14,10 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from pretraining.data.packages import require
 from pretraining.data.quality.rule import Changed, Rejection, Rule, parameter
 from pretraining.data.quality.text import TextView
-from pretraining.errors import UserError, nearest
+from pretraining.errors import UserError, nearest, require
 
 _CODES = (
     "af als am an ar arz as ast av az azb ba bar bcl be bg bh bn bo bpy br bs bxr ca cbk ce ceb ckb co cs "

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pretraining.addresses import masked
-from pretraining.data.packages import require
-from pretraining.errors import UserError
+from pretraining.errors import UserError, require
 
 PATIENCE_VARIABLE = "PRETRAINING_DATA_PATIENCE_SECONDS"
 PATIENCE_SECONDS = 600.0

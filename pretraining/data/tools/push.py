@@ -3,10 +3,9 @@
 from pathlib import Path
 
 from pretraining.data.manifest import MANIFEST_NAME
-from pretraining.data.packages import require
 from pretraining.data.tools.finished import FinishedData, open_finished, source_names
 from pretraining.data.tools.verify import damaged, verify_data
-from pretraining.errors import UserError
+from pretraining.errors import UserError, require
 
 CARD_NAME = "README.md"
 LOGIN = "run `hf auth login` or set HF_TOKEN to a token that may write there"

@@ -1,0 +1,388 @@
+"""Mend DeepSpeed's engine, read where its optimizers keep parameters, and change its defaults; deepspeed 0.19.8.
+
+Mended (each may go once its test passes without it):
+
+- The gradient norm (`read_norm_once`): the device is asked up to four times a step if a gradient overflows, if
+  the norm is finite, how much to clip by, and how long it is; and numbers are copied to the device in between. The norm
+  alone answers all of it. Held by tests/test_fake_gpu.py and tests/norms_read_once.py.
+- Stage 3 (`order_on_the_device`): the host waits for the reductions of every micro-batch, and after every step for the
+  gather of the parameters that stay whole. Streams can wait for each other. Held by tests/test_fake_gpu.py.
+- Stage 0 (`keep_norm_at_stage_0`): the norm is computed for clipping and dropped (deepspeedai/DeepSpeed#7255).
+- `round_robin_gradients` (`link_slices`): the map from parameters to slices is wrong. Held by the checkpoint tests.
+- Offload at stages 1 and 2 (`drop_refused_sums`): the sums of a refused step stay. Held by tests/test_stability.py.
+
+Read (held by tests/test_optimizer_states.py, tests/test_muon.py, tests/test_nvme.py and tests/test_reshard.py): an
+optimizer steps flat fp32 tensors, this rank's partitions. Checkpoints, Muon and the norms of layers need to know which
+elements of which parameter are in them, and no function of DeepSpeed says so.
+
+- Stages 1 and 2 lay the parameters of a group end to end and cut the whole into one partition a rank: `_hp_mapping` of
+  a parameter is its slice of this rank's (mended by `link_slices`).
+- Stage 3 cuts each parameter into equal shares, the last with padding (`ds_tensor`), and lays this rank's shares end to
+  end, in sub-groups (`fp16_groups`). With NVMe a sub-group is in memory only while it is swapped in.
+
+Changed:
+
+- Drawing under ZeRO-3 (`no_zero3_draw`; transformers 5.23): inside `no_init_weights` no weight is drawn at the other
+  stages, but under ZeRO-3 `PreTrainedModel._from_config` gathers every module once more and draws all the same. We draw
+  them ourselves, or load them: at 30b that pass is seconds of communication for nothing. Held by tests/test_model.py;
+  it may go once `no_init_weights` counts there too.
+- Leaves of ZeRO-3 (`gather_as_one`): public, but explained nowhere. Held by tests/test_compiling.py.
+- The limit of a group that is made without one (`wait_in_every_group`; torch 2.13): DeepSpeed reduces in a group of its
+  own making. torch's `default_pg_timeout` and `default_pg_nccl_timeout` are read when a group is made. Held by
+  tests/test_launchers.py; may go once DeepSpeed hands its own limit on to every group.
+- Reductions through shared memory (`leave_out_shared_memory`): DeepSpeed's table of operators that this machine can
+  build. Held by tests/test_shared_memory.py; may go once they are built at their first use.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import bf16_optimizer, utils
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import link_hp_params
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.overrides import TorchFunctionMode
+from transformers.integrations import deepspeed as hf_deepspeed
+
+
+def mend_optimizer(optimizer: Any) -> None:
+    """Apply the functions below to the engine's optimizer; each changes only the optimizers that it is for."""
+    link_slices(optimizer)
+    read_norm_once(optimizer)
+    order_on_the_device(optimizer)
+
+
+def read_norm_once(optimizer: Any) -> None:
+    """Bring the norm to the host as soon as it is known; what follows from it is worked out there.
+
+    optimizer: the engine's. Stages 2 and 3, and stage 1 in bf16; any other is left as it is. A step with gradients that
+    are not finite is refused as before: their norm is not finite either.
+    """
+    bf16_optimizer.get_global_norm_of_tensors = _norm_of_tensors
+    stage3.combine_grad_norm_groups = _norm_of_groups
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        optimizer._get_norm_groups = without_copies(optimizer._get_norm_groups)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer) and not optimizer.cpu_offload:
+        optimizer.scaled_global_norm = on_the_host(optimizer.scaled_global_norm)
+        if optimizer.dtype != torch.float16:  # fp16 needs the check: it lowers the loss scale
+            optimizer.check_overflow = lambda *args, **kwargs: None
+
+
+def on_the_host(norm_on_the_device: Callable) -> Callable:
+    """Wrap a function that returns a norm, so that the result is on the host: the only wait of a step."""
+    norm_on_the_device = without_copies(norm_on_the_device)
+
+    def read_norm(*args, **kwargs) -> torch.Tensor:
+        return norm_on_the_device(*args, **kwargs).cpu()
+
+    return read_norm
+
+
+def without_copies(function: Callable) -> Callable:
+    """Wrap a function, so that its `torch.tensor(number, device=...)` fills memory of the device."""
+
+    def filling(*args, **kwargs):
+        with _FilledOnTheDevice():
+            return function(*args, **kwargs)
+
+    return filling
+
+
+class _FilledOnTheDevice(TorchFunctionMode):
+    """Fills memory on the device instead of copying a number to it: the host would wait for the copy."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.tensor and "device" in kwargs:
+            shape, number = (
+                ((1,), args[0][0]) if isinstance(args[0], list) and len(args[0]) == 1 else ((), args[0])
+            )
+            if isinstance(number, int | float):
+                return torch.full(shape, number, **kwargs)
+        return function(*args, **kwargs)
+
+
+# Wrapped once: each optimizer of the process replaces DeepSpeed's functions by these same ones.
+_norm_of_tensors = on_the_host(utils.get_global_norm_of_tensors)
+_norm_of_groups = on_the_host(utils.combine_grad_norm_groups)
+_clip = on_the_host(clip_grad_norm_)
+
+
+def order_on_the_device(optimizer: Any) -> None:
+    """Let streams wait for each other instead of the host, at stage 3; any other optimizer is left as it is.
+
+    The waits of the host protect no memory: buffers that two streams use are recorded on both, because reductions run
+    beside the backward pass anyway.
+    """
+    # With offload the processor itself reads the gradients, so the host has to wait.
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) or optimizer.offload_optimizer:
+        return
+    accelerator = get_accelerator()
+    if accelerator.resolves_data_dependency():  # a processor: there are no streams
+        return
+    reductions = optimizer.reduce_and_partition_stream
+    # Called at the end of a backward pass (`independent_gradient_partition_epilogue`): what the current stream does
+    # next, another pass or the step, comes after the reductions.
+    reductions.synchronize = lambda: accelerator.current_stream().wait_stream(reductions)
+    optimizer._post_step = _without_waiting(optimizer._post_step, accelerator)
+
+
+def _without_waiting(gather: Callable, accelerator) -> Callable:
+    """Wrap `gather` so that it does not call `accelerator.synchronize`."""
+    # The current stream waits for the collective already.
+
+    def gather_in_order(*args, **kwargs):
+        accelerator.synchronize = lambda *_: None  # on the instance, over the method of its class
+        try:
+            return gather(*args, **kwargs)
+        finally:
+            del accelerator.synchronize
+
+    return gather_in_order
+
+
+def keep_norm_at_stage_0(engine: DeepSpeedEngine, report: Callable[[float], None]) -> None:
+    """Make `engine.get_global_grad_norm` answer as at the other stages.
+
+    report: called with the norm before the step, so that no other code reads it from the device.
+    """
+    # In these the optimizer is DeepSpeed's own, which keeps the norm.
+    if engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled():
+        return
+
+    def clip() -> None:
+        limit, parameters = engine.gradient_clipping(), engine.module.parameters()
+        norm = _clip(parameters=parameters, max_norm=limit, mpu=engine.mpu)
+        engine._global_grad_norm = float(norm)
+        report(engine._global_grad_norm)
+
+    engine.clip_fp32_gradients = clip
+
+
+def link_slices(optimizer: Any) -> None:
+    """Mend `_hp_mapping` of every parameter, by which checkpoints, Muon and monitors find its slice.
+
+    To spread the work of a backward pass over the ranks, DeepSpeed lays a group's parameters end to end in another
+    order, but links them as if they lay in their own. Any optimizer without `round_robin_gradients` is left as it is.
+    """
+    if not getattr(optimizer, "round_robin_gradients", False):
+        return
+    for group, flat in enumerate(optimizer.bit16_groups_flat):
+        ranks = optimizer.real_dp_process_group[group]
+        size = flat.numel() // dist.get_world_size(group=ranks)
+        laid = optimizer.round_robin_bit16_groups[group], optimizer.round_robin_bit16_offsets[group]
+        offsets = dict(zip(*laid, strict=True))
+        link_hp_params(
+            lp_param_list=optimizer.bit16_groups[group],
+            flat_hp_partition=optimizer.single_partition_of_fp32_groups[group],
+            gradient_dict=optimizer.averaged_gradients,
+            offload_gradient_dict=optimizer.offload_gradient_dict,
+            use_offload=optimizer.cpu_offload,
+            param_group_index=group,
+            partition_start=dist.get_rank(group=ranks) * size,
+            partition_size=size,
+            dp_group=ranks,
+            param_offsets=[offsets[parameter] for parameter in optimizer.bit16_groups[group]],
+        )
+
+
+def drop_refused_sums(optimizer: Any) -> None:
+    """Forget the sums of gradients of a step that was refused, or every later step would be refused too.
+
+    Stages 1 and 2 drop them only without offload (`DeepSpeedZeroOptimizer.step`); it matters if they are fp32 and the
+    weights are not.
+    """
+    if getattr(optimizer, "cpu_offload", False) and hasattr(optimizer, "averaged_gradients"):
+        optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
+
+
+class Slice(NamedTuple):
+    """Elements [start, start + numel) of a flattened parameter, at `offset` in a flat tensor."""
+
+    parameter: torch.nn.Parameter
+    start: int
+    tensor: torch.Tensor
+    offset: int
+    numel: int
+
+
+class Partition(NamedTuple):
+    """A flat tensor that this rank steps."""
+
+    tensor: torch.Tensor
+    group: int
+    """Index of the optimizer's parameter group."""
+    optimizer: torch.optim.Optimizer
+    """The one that steps it."""
+    parameters: list[torch.nn.Parameter]
+    """All parameters that step with it, even if this rank's part holds no element of them."""
+    slices: list[Slice]
+
+
+def is_stage_3(optimizer: Any) -> bool:
+    """Say if the optimizer is DeepSpeed's of stage 3."""
+    return isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
+
+
+def is_stage_1_or_2(optimizer: Any) -> bool:
+    """Say if the optimizer is DeepSpeed's of stage 1 or 2, that of bf16 weights included."""
+    return isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer)
+
+
+def zero_partitions(zero: Any) -> Iterator[Partition]:
+    """Yield the flat tensors that a DeepSpeed optimizer steps on this rank, and what is in them; none at stage 0."""
+    if is_stage_3(zero):
+        yield from _of_sub_groups(zero)
+    elif is_stage_1_or_2(zero):
+        yield from _of_groups(zero)
+
+
+def zero_slices(zero: Any) -> Iterator[Slice]:
+    """Yield every slice of a parameter that a DeepSpeed optimizer of stage 1, 2 or 3 steps on this rank."""
+    for partition in zero_partitions(zero):
+        yield from partition.slices
+
+
+def _of_groups(zero: Any) -> Iterator[Partition]:
+    if isinstance(zero, BF16_Optimizer):
+        groups = zip(zero.fp32_groups_flat_partition, zero.bf16_groups, strict=True)
+    else:
+        groups = zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
+    for group, (tensor, parameters) in enumerate(groups):
+        slices = []
+        for parameter in parameters:
+            if (mapping := parameter._hp_mapping) is not None:  # None: no element is in this rank's partition
+                here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+                slices.append(Slice(parameter, here.start, tensor, there.start, here.numel))
+        yield Partition(tensor, group, zero.optimizer, list(parameters), slices)
+
+
+def _of_sub_groups(zero: Any) -> Iterator[Partition]:
+    for index, parameters in enumerate(zero.fp16_groups):
+        tensor, slices, offset = zero.fp32_partitioned_groups_flat[index], [], 0
+        for parameter in parameters:
+            size = parameter.ds_tensor.ds_numel
+            start = size * dist.get_rank(group=parameter.ds_process_group)
+            numel = min(size, parameter.ds_numel - start)  # the last rank's share ends in padding
+            if numel > 0:
+                slices.append(Slice(parameter, start, tensor, offset, numel))
+            offset += size  # with the padding
+        group = zero.sub_group_to_group_id[index]
+        # Stage 3 may cut one parameter group into several sub-groups.
+        yield Partition(tensor, group, _stepping(zero, index), list(parameters), slices)
+
+
+def _stepping(zero: Any, index: int) -> torch.optim.Optimizer:
+    """Return the optimizer of a sub-group: with a part of them offloaded, a second one steps those on the GPU."""
+    if zero.offload_optimizer and zero.subgroup_to_device[index] != "cpu":
+        return zero.backup_optimizer
+    return zero.optimizer
+
+
+def stepping_optimizers(zero: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers which DeepSpeed's steps: one, or two with a part of stage 3's offloaded."""
+    steppers = (zero.optimizer, getattr(zero, "backup_optimizer", None))
+    return [each for each in steppers if each is not None]
+
+
+def is_on_nvme(zero: Any, index: int) -> bool:
+    """Say if stage 3 keeps this sub-group on NVMe, in memory only while it is swapped in."""
+    return zero._swappable_optimizer_subgroup(index)
+
+
+@contextmanager
+def swapped_in(zero: Any, index: int, changed: bool) -> Iterator[None]:
+    """Bring a sub-group on NVMe into memory for the `with` block; if `changed`, write it back afterwards."""
+    zero._optimizer_states_and_gradient_swap_in(index)
+    yield
+    # Only changed states are written to the disk again: the others are there already.
+    if changed:
+        zero._optimizer_states_and_gradient_swap_out(index)
+    else:
+        zero._release_swap_buffers(index)
+
+
+@contextmanager
+def weights_set_anew(zero: Any) -> Iterator[None]:
+    """Make `set_weights_of` possible in the `with` block."""
+    # Small parameters are whole on every rank: they are partitioned before and gathered again afterwards.
+    zero.checkpoint_event_prologue()
+    yield
+    zero.checkpoint_event_epilogue()
+
+
+def set_weights_of(zero: Any, index: int) -> None:
+    """Set stage 3's weights of one sub-group from its masters, which must be in memory."""
+    zero._reassign_or_swap_out_partitioned_parameters(index)
+
+
+def set_weights(zero: Any) -> None:
+    """Set the weights that stage 1 or 2 computes with from its masters."""
+    zero.update_lp_params()
+
+
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a whole parameter, even if ZeRO-3 has partitioned it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def whole_numel(parameter: torch.Tensor) -> int:
+    """Count the elements of a whole parameter, even if ZeRO-3 has partitioned it."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+@contextmanager
+def no_zero3_draw() -> Iterator[None]:
+    """Leave weights as `zero.Init` has cut them up."""
+    # transformers imports it from this module at each call.
+    draw = hf_deepspeed.initialize_weights_zero3
+    hf_deepspeed.initialize_weights_zero3 = lambda model: None
+    try:
+        yield
+    finally:
+        hf_deepspeed.initialize_weights_zero3 = draw
+
+
+def gather_as_one(modules: Iterable[nn.Module]) -> None:
+    """Let ZeRO-3 gather all weights of each module before its forward and backward pass, and none within.
+
+    DeepSpeed 0.19.8 calls such a module a leaf (utils/z3_leaf_module.py): only the module itself gets hooks, and the
+    modules inside it get none. Call this before the engine is made.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for module in modules:
+        set_z3_leaf_module(module, True)
+
+
+def wait_in_every_group(timeout: timedelta) -> None:
+    """Give groups that are made without a limit this one.
+
+    torch's own limit for NCCL is 10 minutes, and then it aborts the process. The watch for hangs, which can name the
+    ranks, would have no time to do so.
+    """
+    # Two names: NCCL has a default of its own, every other backend takes the first.
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+
+
+def leave_out_shared_memory() -> None:
+    """Keep DeepSpeed from building its reductions through shared memory, which only `inference_all_reduce` uses.
+
+    comm/torch.py would build them for every process group, also without a ds_config. That takes a minute of compiling,
+    a line on the screen, and 66 MiB a rank in /dev/shm that no process gives back. They also reduce over all ranks,
+    whichever group is asked for; torch's own reductions keep to the group.
+    """
+    # Before `TorchBackend` is made, which looks here and builds them.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

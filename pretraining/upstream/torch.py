@@ -1,0 +1,159 @@
+"""What torch keeps private, as far as a run needs it; torch 2.13.0.
+
+Schedulers and optimizers:
+
+- Rates (`set_rates`): no function sets the rates of a scheduler's current step. Only `step` writes `_last_lr` and the
+  groups' `lr`, and it goes on to the next step. Held by tests/test_stability.py and tests/test_optimizer_states.py;
+  may go once a scheduler has a function for it.
+- Order of hooks (`hook_first`): `register_step_pre_hook` appends, and the norm of gradients must be measured before
+  another hook clips them. Held by tests/test_gradient_monitors.py; may go once it can put a hook first, as
+  `nn.Module.register_forward_pre_hook(prepend=True)` can.
+
+The compiler:
+
+- What inductor lacks (`missing_compiler`): `torch.utils._triton.has_triton` and `torch._inductor.config`, because torch
+  finds a missing compiler only in the first pass. Held by tests/test_compiling.py.
+- Its processes (`compile_in_few_processes`): `torch._inductor.config.compile_threads`, up to 32 on every rank.
+- The backward pass (`compiled_both_ways`): `force_non_lazy_backward_lowering` of `torch._functorch.config`, so that it
+  fails in the first call, if it fails. Held by tests/test_compiling.py.
+- Lengths that vary (`let_length_vary`, `fix_no_length`): `torch._dynamo.maybe_mark_dynamic` and `mark_dynamic`, which
+  torch documents in its private module alone. Otherwise each number of documents or tokens would be a graph. Held by
+  tests/test_compiling.py and tests/test_loss.py; may go once torch.compiler has them.
+
+Operators that DeepSpeed compiles:
+
+- `torch.utils.cpp_extension.load` (`replace_loader`), by which DeepSpeed compiles every operator, is looked up in its
+  module at each call. It is replaced by a function that keeps what is compiled.
+- Loading what is compiled already (`import_library`) and the folder of all operators (`folder_of_operators`) have
+  private functions.
+- `cpuinfo.get_cpu_info` (`ask_the_processor_once`), which DeepSpeed calls for every operator, takes a second each.
+  All of these are held by tests/test_operators.py. They may go once torch keeps builds of several environments apart.
+
+The history of a GPU's memory (`start_memory_history`, for https://pytorch.org/memory_viz): torch documents these
+functions under private names. Their names and parameters are held by tests/test_upstream.py; no test opens a snapshot.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import cpuinfo
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils import cpp_extension
+from torch.utils.hooks import RemovableHandle
+
+from pretraining.upstream.toolchain import missing_for_kernels
+
+
+def rates_now(scheduler: LambdaLR) -> list[float]:
+    """Compute the rate of every parameter group at the step that the scheduler is at."""
+    rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    return [base * rate(scheduler.last_epoch) for base, rate in rates]
+
+
+def set_rates(scheduler: LRScheduler, rates: Sequence[float]) -> None:
+    """Give every parameter group its rate, as if the scheduler had just computed it."""
+    # What the scheduler reports, and what the optimizer steps with: two copies of the same rates.
+    scheduler._last_lr = list(rates)
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def hook_first(optimizer: torch.optim.Optimizer, hook: Callable) -> RemovableHandle:
+    """Register a hook that is called before each step, before all that are registered already."""
+    # The hooks are in an ordered dict: its first entry is called first.
+    handle = optimizer.register_step_pre_hook(hook)
+    optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
+WORKERS = 4
+"""Processes of each rank that compile kernels: a block has some twenty."""
+
+
+def missing_compiler() -> str | None:
+    """Return what inductor lacks on this machine to generate code for its device; None if nothing."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            return "the package triton, which this torch was built without"
+    missing = next(missing_for_kernels(on_gpu), None)
+    return missing and missing.what
+
+
+def compile_in_few_processes() -> None:
+    """Keep inductor from starting as many processes as there are cores, up to 32, on every rank of the machine."""
+    # A number that the user has set in the environment counts.
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        from torch._inductor import config
+
+        config.compile_threads = min(WORKERS, config.compile_threads or WORKERS)
+
+
+def let_length_vary(tensor: torch.Tensor) -> None:
+    """Ask for a graph that takes any length of the first dimension; torch may still fix it."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def fix_no_length(tensor: torch.Tensor) -> None:
+    """Demand a graph that takes any length of the first dimension; torch raises if it would fix it."""
+    torch._dynamo.mark_dynamic(tensor, 0)
+
+
+def compiled_both_ways(compiled: Callable) -> Callable:
+    """Call compiled code so that its backward pass is compiled in the first call too, or that call fails.
+
+    Otherwise torch 2.13 reports a failure only in the backward pass, when nothing can be done about it any more.
+    """
+    from torch._functorch import config
+
+    def call(*args, **kwargs):
+        # At each call, because a later one may compile for a new shape.
+        with config.patch(force_non_lazy_backward_lowering=True):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def ask_the_processor_once() -> None:
+    """Have py-cpuinfo find the processor's features once in this process, and not for every operator."""
+    # A cached function has `cache_info`: a second call must not wrap it again.
+    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
+
+
+def replace_loader(wrap: Callable[[Callable], Callable]) -> None:
+    """Compile operators by `wrap(cpp_extension.load)` from now on; done once in a process.
+
+    wrap: sets `__wrapped__`, as `functools.wraps` does.
+    """
+    if not hasattr(cpp_extension.load, "__wrapped__"):
+        cpp_extension.load = wrap(cpp_extension.load)
+
+
+def import_library(name: str, folder: Path) -> ModuleType:
+    """Load an operator that is compiled already."""
+    # True: it is a module of Python, and no plain library.
+    return cpp_extension._import_module_from_library(name, str(folder), True)
+
+
+def folder_of_operators() -> Path:
+    """Return the folder in which torch compiles, with one folder for each operator."""
+    # Without the name of an operator, torch returns the folder that holds all of them.
+    return Path(cpp_extension._get_build_directory("", False))
+
+
+def start_memory_history(most_allocations: int) -> None:
+    """Record every allocation from now on, the last `most_allocations` of them."""
+    torch.cuda.memory._record_memory_history(max_entries=most_allocations)
+
+
+def write_memory_history(path: Path) -> None:
+    """Write what was recorded, and stop recording."""
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
