@@ -315,6 +315,22 @@ def test_changed_tokens_per_step_keep_the_budget_and_the_position(run):
     assert read_marker(again)["tokens"] == 12 * 2048 + 8 * 4096
 
 
+def test_a_recipe_from_before_a_key_is_the_same_recipe():
+    """Every key of ours that has a default may come after a run: taken out of its recipe, nothing has changed."""
+    from pretraining.recipe import recipe_schema
+    from pretraining.recipe.curve import BEFORE_THE_KEY, OURS, changed_parts
+
+    now, properties = load_recipe("tiny").to_dict(), recipe_schema()["properties"]
+    for section in OURS:
+        for key in [
+            key for key in now.get(section, {}) if "default" in properties[section]["properties"][key]
+        ]:
+            earlier = {**now, section: {name: value for name, value in now[section].items() if name != key}}
+            differs = BEFORE_THE_KEY.get(f"{section}.{key}", now[section][key]) != now[section][key]
+            is_default = now[section][key] == properties[section]["properties"][key]["default"]
+            assert bool(changed_parts(now, earlier)) == (differs or not is_default), f"{section}.{key}"
+
+
 def test_a_part_that_is_none_is_refused():
     """Misspelt, or free to change anyway."""
     from pretraining.recipe.curve import check_allowed

@@ -266,6 +266,8 @@ class ProbedFolder:
     def write_and_read(self, num_bytes: int) -> dict:
         """Write, flush to the disk and read again: {"bytes", "write_seconds", "read_seconds"}.
 
+        The file stays until `remove_data`, so that the disk must hold those of all ranks at once.
+
         Raises:
             UserError: the disk is full, or refuses otherwise.
         """
@@ -274,8 +276,10 @@ class ProbedFolder:
             return {"bytes": written, "write_seconds": write_seconds, "read_seconds": self._read()}
         except OSError as error:
             raise file_error(error, self.folder) or error from error
-        finally:
-            self._data.unlink(missing_ok=True)
+
+    def remove_data(self) -> None:
+        """Remove what `write_and_read` has written."""
+        self._data.unlink(missing_ok=True)
 
     def _write(self, num_bytes: int) -> tuple[int, float]:
         # nothing that a filesystem could compress
@@ -388,6 +392,7 @@ def measure_disk(
 ) -> list[Finding]:
     """Measure the bytes per second of all ranks at once, and how long a checkpoint takes at that rate."""
     answers = call.step("disk of all ranks", lambda: probed.write_and_read(size), 3 * DISK_SECONDS)
+    probed.remove_data()
     if refused := _refused_folder(call, "disk of all ranks", answers):
         return refused
     total = sum(answer.value["bytes"] for answer in answers)

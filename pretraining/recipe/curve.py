@@ -48,15 +48,18 @@ NEUTRAL_TRAINING_KEYS = frozenset(
 
 # `data` keys that say where the tokens are and how fast they were made: which ones they are, their fingerprint says.
 NEUTRAL_DATA_KEYS = frozenset({"name", "encoder"})
+# `loss` keys that say how the same loss is computed.
+NEUTRAL_LOSS_KEYS = frozenset({"kind", "chunk_tokens", "compile"})
 NEUTRAL_KEYS = frozenset(
-    {f"training.{key}" for key in NEUTRAL_TRAINING_KEYS} | {f"data.{key}" for key in NEUTRAL_DATA_KEYS}
+    {f"training.{key}" for key in NEUTRAL_TRAINING_KEYS}
+    | {f"data.{key}" for key in NEUTRAL_DATA_KEYS}
+    | {f"loss.{key}" for key in NEUTRAL_LOSS_KEYS}
 )
 
-# Keys that came later, with the value that means what was done before there were any.
-LATER_KEYS = {"data.document_masking": False, "data.packing": "in_sequence", "budget.ramp": None}
-LATER_KEYS |= {"speed.fp8": "none"} | dict.fromkeys(
-    ("mup.base_width", "mup.base_layers", "mup.base_head_size")
-)
+# The sections of ours whose keys the curve depends on. A run from before a key has none: the key's default is taken.
+OURS = ("data", "budget", "loss", "optimizer", "mup")
+# Keys whose default is not what was done before there were any.
+BEFORE_THE_KEY = {"data.document_masking": False, "data.packing": "in_sequence"}
 
 SECTIONS = ("model", "data", "budget", "training")
 DATA_FINGERPRINT = "data.fingerprint"
@@ -82,16 +85,18 @@ class Change(NamedTuple):
 
 def curve_parts(recipe: dict) -> dict:
     """Flat {dotted key: value} of everything in a resolved recipe that the loss at step k is a function of."""
-    parts = {}
-    for section in SECTIONS:
-        for key, value in recipe[section].items():
-            parts[f"{section}.{key}"] = value
-    # older runs have no such keys: the defaults mean what was done then
-    parts |= {f"loss.{key}": recipe.get("loss", {}).get(key, 0.0) for key in ("z_loss", "router_z_loss")}
-    parts |= {"speed.fp8": recipe.get("speed", {}).get("fp8", "none")}
-    for section in ("optimizer", "mup"):
+    properties = recipe_schema()["properties"]
+    parts = {
+        f"{section}.{key}": each.get("default")
+        for section in OURS
+        for key, each in properties[section]["properties"].items()
+    }
+    parts |= BEFORE_THE_KEY
+    for section in (*SECTIONS, *OURS):
         parts |= {f"{section}.{key}": value for key, value in recipe.get(section, {}).items()}
-    return LATER_KEYS | {key: value for key, value in parts.items() if key not in NEUTRAL_KEYS}
+    # of `speed` only fp8 changes what is computed
+    parts["speed.fp8"] = recipe.get("speed", {}).get("fp8", "none")
+    return {key: value for key, value in parts.items() if key not in NEUTRAL_KEYS}
 
 
 def changed_parts(recipe: dict, earlier: dict) -> list[Change]:
