@@ -15,6 +15,7 @@ from pretraining.data.manifest import entropy_bits
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
 from pretraining.evaluation.sampling import evaluation_mode
+from pretraining.metric_names import perplexity
 from pretraining.recipe import Recipe
 from pretraining.runtime.process_group import rank_and_world_size
 
@@ -79,13 +80,8 @@ class Validation:
     def names(self) -> list[str]:
         """Names of the metrics that `measure` returns."""
         sources = [part.name for part in self.parts] if len(self.parts) > 1 else []
-        ours = ("loss", "bits_per_byte")
-        return [
-            "loss",
-            "perplexity",
-            "bits_per_byte",
-            *(f"{each}_{name}" for each in sources for name in ours),
-        ]
+        ours = ("loss", "perplexity", "bits_per_byte")
+        return [*ours, *(f"{each}_{name}" for each in sources for name in ours)]
 
     @torch.no_grad()
     def measure(
@@ -93,8 +89,8 @@ class Validation:
     ) -> dict[str, float] | None:
         """Measure {"loss": nats per token, "perplexity", "bits_per_byte"} of all blocks; every rank must call it.
 
-        With several sources also {"<source>_loss", "<source>_bits_per_byte"}, as the Trainer names the metrics of
-        several evaluation sets. Rank r takes every world_size-th batch.
+        With several sources also {"<source>_loss", ...} for each, as the Trainer names the metrics of several
+        evaluation sets. Rank r takes every world_size-th batch.
 
         Args:
             interrupted: is called before every round (one batch for each rank), and must return the same on all
@@ -153,13 +149,14 @@ class Validation:
         num_bytes = sum(part.num_bytes for part in self.parts)
         metrics = {
             "loss": nats / tokens,
-            "perplexity": math.exp(min(nats / tokens, 700.0)),  # exp(710) overflows a float
+            "perplexity": perplexity(nats / tokens),
             "bits_per_byte": nats / math.log(2) / num_bytes,
         }
         # With one source these would repeat the totals.
         if len(self.parts) > 1:
             for part, (nats, tokens) in zip(self.parts, totals, strict=True):
                 metrics[f"{part.name}_loss"] = nats / tokens
+                metrics[f"{part.name}_perplexity"] = perplexity(nats / tokens)
                 metrics[f"{part.name}_bits_per_byte"] = nats / math.log(2) / part.num_bytes
         return metrics
 
