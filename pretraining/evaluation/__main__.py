@@ -11,7 +11,7 @@ from pretraining.command_line import (
     not_negative_number,
     positive_integer,
 )
-from pretraining.data.mixture import validation_by_source
+from pretraining.data.mixture import validation_sets
 from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError, one_line_errors
@@ -89,7 +89,7 @@ def evaluate(export: Path, data: PreparedData, recipe: Recipe, options: argparse
     from pretraining.evaluation.validation import Validation
 
     model, tokenizer = _load_model(export, recipe), _load(export, "AutoTokenizer")
-    validation = Validation.of(validation_by_source(data, recipe), recipe)
+    validation = Validation.of(validation_sets(data, recipe), recipe)
     results = {**validation.measure(model), "unigram_bits_per_byte": validation.unigram_bits_per_byte()}
     if options.sample:
         # The recipe may list no prompt: then the sample starts from the end-of-text token.

@@ -174,6 +174,12 @@ class Clean(Stage):
         return [json.loads((output / REPORT_NAME).read_text(encoding="utf-8")) for output in self.outputs()]
 
 
+class CleanValidation(Clean):
+    """The same for texts of `data.validation`: filters alone."""
+
+    name = "clean-validation"
+
+
 class _Cleaner:
     """Apply the recipe's filters and evaluation sets to a piece, and keep count of what they take out."""
 
