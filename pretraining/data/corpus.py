@@ -128,7 +128,7 @@ class Corpus:
         specs: None for its training sources.
         """
         specs = data.sources if specs is None else specs
-        places = [spec.path or spec.dataset or spec.builtin for spec in specs]
+        places = [spec.path or spec.dataset or spec.called for spec in specs]
         pieces = [
             Piece(number, extents)
             for number, source in enumerate(sources)

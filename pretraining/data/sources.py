@@ -21,7 +21,7 @@ from pretraining.data.text_files import (
     read_documents,
 )
 from pretraining.errors import UserError, nearest, require
-from pretraining.recipe.data import Data, TextOrigin
+from pretraining.recipe.data import Data, Source, TextOrigin
 
 # Folders of other packages, tests and bytecode: none is text of the library.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -180,7 +180,7 @@ def open_source(spec: TextOrigin, number: int = 0, entries: str = "data.sources"
     """Open the source that number `number` of `entries` describes; UserError if there is nothing to read."""
     key = f"{entries}.{number}"
     column = TextColumn(spec.text_column, f"{key}.text_column")
-    if spec.builtin is not None:
+    if isinstance(spec, Source) and spec.builtin is not None:
         return _builtin_source(spec.builtin, f"{key}.builtin")
     if spec.dataset is not None:
         return HubSource(spec.dataset, spec.config, spec.split, spec.revision, column, key)

@@ -154,6 +154,11 @@ def _readable(results: dict) -> str:
         f"bits per byte     {results['bits_per_byte']:.4f}  "
         f"(unigram entropy of the same tokens {results['unigram_bits_per_byte']:.4f})",
     ]
+    sets = [name.removesuffix("_loss") for name in results if name.endswith("_loss")]
+    width = max([16, *map(len, sets)])
+    for name in sets:
+        loss, bits = results[f"{name}_loss"], results[f"{name}_bits_per_byte"]
+        lines.append(f"{name:{width}}  {loss:.4f} nats per token, {bits:.4f} bits per byte")
     return "\n".join([*lines, "", results["sample"]] if "sample" in results else lines)
 
 

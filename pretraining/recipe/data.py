@@ -15,15 +15,10 @@ _DECIMALS = Context(prec=50)
 
 
 class TextOrigin(Section):
-    """Where text comes from: one of builtin, path and dataset."""
+    """Where text is read from: a path or a dataset."""
 
-    one_of = ("builtin", "path", "dataset")
+    one_of = ("path", "dataset")
 
-    builtin: Literal["python_stdlib"] | None = key(
-        "The text of the installed Python standard library: no network, no account.",
-        default=None,
-        omitted=True,
-    )
     path: str | None = key(
         "A file, a folder or a glob: .txt, .jsonl(.gz, .zst), .parquet, .warc(.gz); here or "
         "at an fsspec address (s3://, gs://, hf://, https://).",
@@ -49,6 +44,13 @@ class TextOrigin(Section):
 class Source(TextOrigin):
     """Where text comes from: one of builtin, path and dataset."""
 
+    one_of = ("builtin", "path", "dataset")
+
+    builtin: Literal["python_stdlib"] | None = key(
+        "The text of the installed Python standard library: no network, no account.",
+        default=None,
+        omitted=True,
+    )
     weight: float | None = key(
         "Share of the training tokens relative to the other sources' weights; null for all sources: by size.",
         default=None,
@@ -62,7 +64,7 @@ class Source(TextOrigin):
 
 
 class ValidationSource(TextOrigin):
-    """Text to validate on: one of builtin, path and dataset."""
+    """Text to validate on: a path or a dataset."""
 
     split: str = key("Split of the dataset.", default="validation", minLength=1)
 
@@ -114,6 +116,7 @@ class Decontaminate(Section):
     share: float = key(
         "Share of a document's n-grams that must be found; 0: any one.", default=0, minimum=0, maximum=1
     )
+    validation: bool = key("The texts of data.validation are evaluation sets too.", default=False)
 
 
 class MixtureStage(Section):
@@ -200,6 +203,9 @@ class Data(Section):
     def check_together(self, where: str, at: str) -> None:
         """There is something to validate on, and validation sources have names of their own."""
         if self.validation is None:
+            if self.decontaminate and self.decontaminate.validation:
+                what = "is true, and there is no data.validation; name its sources, or leave this out"
+                raise problem(where, f"{at}.decontaminate.validation", what)
             if not self.validation_share:
                 what = "is 0, and there is no data.validation; name its sources, or give a share above 0"
                 raise problem(where, f"{at}.validation_share", what)

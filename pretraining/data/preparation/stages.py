@@ -91,7 +91,7 @@ class Preparation:
         cleaned_by = [key for key in CLEANING_KEYS if getattr(data, key)]
         if not (dedup or data.filters or data.decontaminate):
             return None
-        sets = EvaluationSets.from_recipe(self.work, data.decontaminate)
+        sets = EvaluationSets.from_recipe(self.work, data, self.validation)
         clean = Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup)
         fates = None
         if dedup:
