@@ -265,7 +265,7 @@ def test_overlaid_runs_show_what_differs_and_the_console_of_each(opened, record)
     assert page.locator("td b").all_inner_texts() == ["4.0000"]
     page.locator("#console summary").click()
     assert page.locator("#console pre").inner_text() == SCRIPT
-    page.get_by_role("button", name="other", exact=True).click()
+    page.get_by_role("group", name="run").get_by_text("other").click()
     assert page.locator("#console pre").inner_text() == "of the other" and errors == []
 
 
