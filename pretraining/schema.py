@@ -284,7 +284,8 @@ def suggestion(key: str, schema: dict) -> str | None:
     known, above = list(_all_keys(schema, schema)), ""
     for name in key.split("."):
         dotted = f"{above}.{name}" if above else name
-        if _of_first_entry(dotted) not in known:
+        # the number of an entry is no key itself
+        if _of_first_entry(dotted) not in known and not name.isdecimal():
             below = f"{_of_first_entry(above)}." if above else ""
             inner = [each.removeprefix(below) for each in known if each.startswith(below)]
             return _valid_keys(name, {each: {} for each in inner if "." not in each}, above, schema)
@@ -302,15 +303,12 @@ def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:
         return did_you_mean([f"{above}{whole}.{index.rstrip(']')}"])
     if "." in name and not key:
         section, _, inner = name.partition(".")
-        return (
-            suggestion(name, root)
-            if suggestion(name, root) is not None
-            else f'; write it as an object: "{section}": {{"{inner}": ...}}'
-        )
-    near, places = get_close_matches(name, names, 1), _other_places(key, root)
+        near = suggestion(name, root)
+        return f'; write it as an object: "{section}": {{"{inner}": ...}}' if near is None else near
+    close, places = get_close_matches(name, names, 1), _other_places(key, root)
     if name in places:
-        return did_you_mean([*places[name][: 3 - len(near)], *(above + each for each in near)])
-    if here := near or abbreviated(name, names):
+        return did_you_mean([*places[name][: 3 - len(close)], *(above + each for each in close)])
+    if here := close or abbreviated(name, names):
         return did_you_mean([above + each for each in here[:3]])
     # 0.92: among so many names a loose match would be a wrong guess
     if misspelt := get_close_matches(name, places, 1, cutoff=0.92):
