@@ -345,7 +345,7 @@ def test_a_part_that_is_none_is_refused():
     ):
         assert check_allowed(key) == key, "what a refusal of the start names must be taken"
     for wrong in ("seed", "training.lr", "data.sources.0.weight", "muon.momentum"):
-        with pytest.raises(UserError, match="did you mean|is part of|unknown key"):
+        with pytest.raises(UserError, match=r"did you mean|is part of|unknown key"):
             check_allowed(wrong)
     with pytest.raises(UserError, match=r"did you mean 'training\.seed'"):
         check_allowed("training.sed")
