@@ -22,14 +22,14 @@ const GROUPS = [
   ["Memory and hardware", [
     ["Peak memory of the fullest rank", ["memory/peak_bytes", "memory/reserved_bytes", "memory/host_peak_bytes"]],
     ["Host memory for the copy that is saved", ["train/save_snapshot_bytes"]],
-    ["GPU utilization: share of the time with a kernel running", ["throughput/gpu_utilization"]],
+    ["GPU utilization: share of the time with a kernel running", ["hardware/gpu_utilization"]],
   ]],
   ["Stability", [
     ["Steps refused so far", ["stability/refused_steps"]],
     ["Gradient noise scale", ["stability/gradient_noise_scale"], { logY: true }],
   ]],
 ];
-const NOT_DRAWN = ["train/loss", "eval/loss", "eval/perplexity", "train/perplexity", "train/tokens", "train/epoch", "throughput/budget_share", "throughput/seconds_left",
+const NOT_DRAWN = ["train/loss", "eval/loss", "eval/perplexity", "train/perplexity", "throughput/samples_per_second", "train/tokens", "train/epoch", "throughput/budget_share", "throughput/seconds_left",
   "throughput/tokens_per_second_per_device", "throughput/slowest_rank_own_seconds", "throughput/data_wait_share"];
 
 // `group/metric/part`: the parts of one metric, such as the layers of the gradient norm, are lines of one chart. So are
