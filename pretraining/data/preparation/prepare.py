@@ -13,6 +13,7 @@ from pretraining.data.manifest import (
     read_manifest,
     reading_options,
     report_text,
+    source_entries,
 )
 from pretraining.data.preparation.execution import Execution
 from pretraining.data.preparation.split_sizes import check_blocks
@@ -68,6 +69,10 @@ class Outcome:
             "folder": str(self.folder),
             **counts,
             "sources": self._sources(num_tokens),
+            "validation_sources": [
+                {key: entry[key] for key in ("name", "documents", "tokens")}
+                for entry in self.manifest.get("validation_sources", ())
+            ],
             "vocab_size": self.manifest["tokenizer"]["vocab_size"],
             "bytes_per_token": sum(count["bytes"] for count in counts.values()) / num_tokens,
             "skipped": self.manifest["skipped"],
@@ -108,6 +113,10 @@ class Outcome:
         lines.append(f"  unigram entropy of validation {summary['unigram_bits_per_byte']:.3f} bits per byte")
         if len(summary["sources"]) > 1:
             lines += _source_lines(summary["sources"])
+        lines += [
+            f"  validates on {own['name'][:23]:<24}{own['documents']:>13,} documents {own['tokens']:>15,} tokens"
+            for own in summary["validation_sources"]
+        ]
         if report := report_text(self.manifest):
             lines.append(report)
         if self.kept_aside is not None:
@@ -148,7 +157,7 @@ def prepare_data(
     """
     data, named = recipe.data.to_dict(), Path(data_root) / recipe.data.name
     folder = _place(named)
-    sources = open_sources(recipe.data.sources)
+    sources = open_sources(recipe.data)
     fingerprints = [source.fingerprint() for source in sources]
     kept, jobs = None, ()
     try:
@@ -208,8 +217,8 @@ def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool)
     if manifest is None:
         return None
     # Converted data has no sources to compare with.
-    if "converted_from" not in manifest and len(manifest["sources"]) == len(fingerprints):
-        for now, before in zip(fingerprints, manifest["sources"], strict=True):
+    if "converted_from" not in manifest and len(source_entries(manifest)) == len(fingerprints):
+        for now, before in zip(fingerprints, source_entries(manifest), strict=True):
             # The hub does not answer: assume that it still holds what was prepared from it before.
             if now.get("commit", "") is None and now["dataset"] == before.get("dataset"):
                 now["commit"] = before.get("commit")
