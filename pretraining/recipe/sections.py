@@ -318,6 +318,22 @@ class Checkpoints(Section):
     )
 
 
+class Sampling(Section):
+    """How the samples after each validation are drawn; evaluation.sample_tokens is their length."""
+
+    temperature: float = key("0: the likeliest token each time.", default=0.8, minimum=0)
+    top_k: int | None = key(
+        "Draw among so many of the likeliest tokens; null: among all.", default=50, minimum=1
+    )
+    top_p: float = key(
+        "Draw among the likeliest tokens that together have this probability.",
+        default=1.0,
+        exclusiveMinimum=0,
+        maximum=1,
+    )
+    seed: int = key("The same draws after each validation.", default=0, minimum=0)
+
+
 class Evaluation(Section):
     """training.eval_steps says how often, this section on what."""
 
@@ -330,6 +346,7 @@ class Evaluation(Section):
         schema={"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]},
     )
     sample_tokens: int = key("Length of a sample; 0: no samples.", default=128, minimum=0)
+    sampling: Sampling = key(default_factory=Sampling)
     hellaswag: str | None = key(
         "HellaSwag's validation set: a .jsonl file, or a dataset on the hub as "
         "Rowan/hellaswag; scored with the validations as hellaswag/acc and "
