@@ -47,12 +47,14 @@ def train(
     from pretraining.reporting.live import live_report
     from pretraining.runtime.durable_files import one_line_disk_errors
     from pretraining.runtime.lock import lock_run
+    from pretraining.runtime.notices import notices
     from pretraining.training.monitors import Monitors
     from pretraining.training.ranks import joined_ranks
 
     ranks = joined_ranks(recipe.monitors.hang_minutes)
     report = live_report(run, recipe.report.every_seconds)
-    with ranks, lock_run(run), one_line_disk_errors(run.path), report:
+    sent = notices(run, recipe.name, recipe.monitors.notify)
+    with ranks, lock_run(run), sent, one_line_disk_errors(run.path), report:
         monitors = Monitors(run, recipe)
         while not attempt(recipe, plan, data, run, monitors, options):
             # Rolled back: the run's journal names the step to go on from and the samples to leave out.

@@ -236,6 +236,7 @@ def _files(*names: str) -> Callable[[Run], None]:
 
 
 SHOWN = {
+    "alerts": _files("notice.json"),
     "batch-ramp": _columns("train/tokens", "train/learning_rate"),
     "checkpoints": _files("checkpoint-3/committed.json"),
     "early-stopping": _events("early_stop"),
@@ -259,6 +260,6 @@ def test_each_trains_and_shows_what_it_says(feature_run, name):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     run = feature_run(name)
-    assert run.events[-1]["event"] == "end" and run.dir.export.exists()
+    assert run.dir.last_event("start", "end")["event"] == "end" and run.dir.export.exists()
     assert "base" not in json.loads(run.dir.recipe.read_text())
     SHOWN.get(name, _columns("train/loss", "eval/loss"))(run)

@@ -367,17 +367,19 @@ def test_the_end_of_a_run_says_what_it_took(tmp_path, monkeypatch, capsys):
     write_json(run.mixture, {"validation_note": "Said at the start, by `analyze` and by the report."})
     results = {"eval_loss": 3.5, "eval_bits_per_byte": 2.0, "unigram_bits_per_byte": 4.0}
     measured = {"peak_memory_bytes": 300_000_000}
+    predicted = {"peak_memory_bytes": 290_000_000, "tokens_per_second": 12_500.0}
+    write_json(run.plan, {"predicted": predicted})
     append_row(run.events, {"time": "2001-01-01T05:20:00Z", "event": "end", **results, "measured": measured})
     report_end(run)
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("validation loss 3.5000 nats per token, 2.0000 bits per byte (0.500 of")
-    assert (
-        told[1].startswith(
-            "40 steps, 40,000 tokens in 20.0 minutes, 4.00 s of them in its steps (10,000 tokens/s)"
-        )
-        and "300 MB" in told[1]
-    )
-    assert told[2:] == [f"export: {run.export}", f"report: {run.report}"]
+    told = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert told[0][0] == "result"
+    assert told[0][1].startswith("validation loss 3.5000 nats per token, 2.0000 bits per byte (0.500 of")
+    assert told[1:] == [
+        ["took", "40 steps, 40,000 tokens in 20.0 minutes, 4.00 s of them in its steps: 10,000 tokens/s"],
+        ["measured", "peak memory 300 MB (planned 290 MB), tokens/s, all steps 10,000 (planned 12,500)"],
+        ["export", str(run.export)],
+        ["report", str(run.report)],
+    ]
     monkeypatch.setenv("RANK", "1")
     report_end(run)
     assert not capsys.readouterr().out

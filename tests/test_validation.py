@@ -94,6 +94,9 @@ def test_every_source_is_measured_and_they_add_up(entry):
         assert measured[f"{name}_loss"] == pytest.approx(found / num_blocks / LENGTH, abs=1e-5)
         bits = found / math.log(2) / split.bytes_before(num_blocks * LENGTH + 1)
         assert measured[f"{name}_bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+        assert measured[f"{name}_perplexity"] == pytest.approx(
+            math.exp(found / num_blocks / LENGTH), rel=1e-5
+        )
         nats, tokens = nats + found, tokens + num_blocks * LENGTH
     assert measured["loss"] == pytest.approx(nats / tokens, abs=1e-5)
     assert len({round(measured[f"{name}_loss"], 3) for name in splits}) == 3

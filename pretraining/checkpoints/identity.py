@@ -1,6 +1,7 @@
 """Describe a run for the markers of its checkpoints: what it is (`Identity`) and from where it continued (`Start`)."""
 
 import json
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +74,7 @@ class Identity:
             "samples": progress.samples_at(step),
             "ranks": self.layout["world_size"],
             "zero_stage": self.layout["zero_stage"],
+            "host": socket.gethostname(),  # of rank 0
             "saved": utc_now(),
             "metrics": metrics,
             "recipe_fingerprint": fingerprint_of(curve_parts(recipe)),

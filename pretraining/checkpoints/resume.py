@@ -33,9 +33,9 @@ from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.packing import cuts_text
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import GaveUp, UserError
-from pretraining.planning.quantities import facts, several
+from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import RunPlan
-from pretraining.planning.screen import run_facts
+from pretraining.planning.screen import plan_line, run_line
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
@@ -269,18 +269,31 @@ def open_run(
 
 
 def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
-    """Return what a run is and where it begins, in a few lines."""
+    """Return what a run is, where it begins and what is planned, a line each."""
     recipe, start = identity.recipe, identity.start
-    rows = [("run", f"{recipe.name} in {display_path(run.path)}, on {identity.environment['device']}")]
-    rows += run_facts(recipe, plan, "rank")
-    if start.checkpoint is not None:
-        marker, place = read_marker(start.checkpoint), start.checkpoint
-        # Only the name of a checkpoint of this run: its folder is in the line above.
-        name = place.name if place.parent.absolute() == run.path.absolute() else display_path(place)
-        stage = "no DeepSpeed" if marker["zero_stage"] is None else f"zero{marker['zero_stage']}"
-        done = f"step {start.step:,} of {start.progress(recipe).last_step:,}, {start.tokens:,} tokens seen"
-        rows.append(("continues", f"from {name} ({several(marker['ranks'], 'rank')}, {stage}): {done}"))
-    return facts(rows)
+    progress = start.progress(recipe)
+    left = 1 - start.tokens / max(1, progress.tokens_at(progress.last_step))
+    rows = [
+        ("run", run_line(recipe, plan, display_path(run.path), identity.environment["device"])),
+        ("start", _start_line(run, start, progress.last_step)),
+        ("plan", plan_line(recipe, plan, left)),
+    ]
+    return "\n".join(f"{label:<7}{line}" for label, line in rows)
+
+
+def _start_line(run: RunFolder, start: Start, last_step: int) -> str:
+    """Write `fresh`, or from which checkpoint a run continues, and when, where and by what that was saved."""
+    if start.checkpoint is None:
+        return "fresh"
+    marker, place = read_marker(start.checkpoint), start.checkpoint
+    # Only the name of a checkpoint of this run: its folder is in the line above.
+    name = place.name if place.parent.absolute() == run.path.absolute() else display_path(place)
+    stage = "without DeepSpeed" if marker["zero_stage"] is None else f"zero{marker['zero_stage']}"
+    host = f" on {marker['host']}" if "host" in marker else ""  # older markers do not name it
+    saved = f"saved {marker['saved']} by {several(marker['ranks'], 'rank')}, {stage}{host}"
+    return (
+        f"continued from {name} ({saved}): step {start.step:,} of {last_step:,}, {start.tokens:,} tokens seen"
+    )
 
 
 def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:

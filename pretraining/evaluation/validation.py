@@ -17,6 +17,7 @@ from pretraining.data.mixture import ValidationSet
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
 from pretraining.evaluation.sampling import evaluation_mode
+from pretraining.metric_names import perplexity
 from pretraining.recipe import Recipe
 from pretraining.runtime.process_group import rank_and_world_size
 
@@ -74,13 +75,8 @@ class Validation:
         # With one set these would repeat the totals.
         sets = [part.name for part in self.parts if part.name is not None] if len(self.parts) > 1 else []
         mixture = ["mixture"] if self._follows_mixture else []
-        ours = ("loss", "bits_per_byte")
-        return [
-            "loss",
-            "perplexity",
-            "bits_per_byte",
-            *(f"{each}_{name}" for each in [*mixture, *sets] for name in ours),
-        ]
+        ours = ("loss", "perplexity", "bits_per_byte")
+        return [*ours, *(f"{each}_{name}" for each in [*mixture, *sets] for name in ours)]
 
     @property
     def _follows_mixture(self) -> bool:
@@ -93,9 +89,9 @@ class Validation:
     ) -> dict[str, float] | None:
         """Measure {"loss": nats per token, "perplexity", "bits_per_byte"} of all blocks; every rank must call it.
 
-        With several sources also {"<source>_loss", "<source>_bits_per_byte"}, as the Trainer names the metrics of
-        several evaluation sets, and {"mixture_loss", "mixture_bits_per_byte"}: their means by the shares that the run's
-        mixture gives the sources. Rank r takes every world_size-th batch.
+        With several sources also {"<source>_loss", ...} for each, as the Trainer names the metrics of several
+        evaluation sets, and {"mixture_loss", ...}: their means by the shares that the run's mixture gives the sources.
+        Rank r takes every world_size-th batch.
 
         Args:
             interrupted: is called before every round (one batch for each rank), and must return the same on all
@@ -157,17 +153,19 @@ class Validation:
         num_bytes = sum(part.num_bytes for part in self.parts if not part.beside)
         metrics = {
             "loss": nats / tokens,
-            "perplexity": math.exp(min(nats / tokens, 700.0)),  # exp(710) overflows a float
+            "perplexity": perplexity(nats / tokens),
             "bits_per_byte": nats / math.log(2) / num_bytes,
         }
         if self._follows_mixture:
             rows = [(float(part.share), sums, part.num_bytes) for part, sums in measured if part.share]
             loss = sum(share * nats / tokens for share, (nats, tokens), _ in rows)
             bytes_per_token = sum(share * num_bytes / tokens for share, (_, tokens), num_bytes in rows)
-            metrics |= {"mixture_loss": loss, "mixture_bits_per_byte": loss / math.log(2) / bytes_per_token}
+            metrics |= {"mixture_loss": loss, "mixture_perplexity": perplexity(loss)}
+            metrics["mixture_bits_per_byte"] = loss / math.log(2) / bytes_per_token
         for part, (nats, tokens) in measured:
             if f"{part.name}_loss" in self.names:
                 metrics[f"{part.name}_loss"] = nats / tokens
+                metrics[f"{part.name}_perplexity"] = perplexity(nats / tokens)
                 metrics[f"{part.name}_bits_per_byte"] = nats / math.log(2) / part.num_bytes
         return metrics
 

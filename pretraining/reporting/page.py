@@ -48,7 +48,7 @@ LEVELS = {
     "end": "note",
 }
 """How an event is shown; a kind that is not here is a note, or as its own `level` says."""
-ROUTINE = ("save", "upload")
+ROUTINE = ("save", "upload", "notified")
 """Kinds that are many and go well. They are no marks; the checkpoints on disk are."""
 NEAR = 0.002
 """A spike of the curve this close to an event's step, as a share of the run, is the one that the event reports."""

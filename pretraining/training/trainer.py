@@ -41,6 +41,8 @@ from pretraining.training.stopping import StoppingCallback, ignore_in_worker
 from pretraining.training.throughput import StepClock, TimedTrainer
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
 
+PLAIN_GROUPS = 2
+"""Parameters that are decayed, and those that are not: with Muon, rates by kind and muP there are more groups."""
 ABSENT: dict = {}
 """A micro-batch that a smaller step does not have."""
 
@@ -175,7 +177,7 @@ class PretrainingTrainer(TimedTrainer):
         return counting_by_tensor(optimizer_class), keywords
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the recipe's optimizer. Rank 0 prints which parameters are in which group."""
+        """Create the recipe's optimizer. Rank 0 prints its groups if they differ in more than the weight decay."""
         # under DeepSpeed the Trainer calls this twice
         if self.optimizer is not None:
             return self.optimizer
@@ -184,7 +186,7 @@ class PretrainingTrainer(TimedTrainer):
             self.add_callback(BindPartitions(optimizer))
         if self.clipping is not None:
             self.clipping(self.model, optimizer)
-        if self.is_world_process_zero():
+        if self.is_world_process_zero() and len(optimizer.param_groups) > PLAIN_GROUPS:
             print("\n".join(describe_groups(optimizer)), flush=True)
         return optimizer
 

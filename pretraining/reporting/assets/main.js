@@ -69,11 +69,11 @@ const CHARTS = [
   ["Where a step's time goes", ["throughput/step_seconds", "throughput/forward_backward_seconds", "throughput/optimizer_seconds", "throughput/data_wait_seconds"]],
   ["Pauses", ["throughput/evaluation_seconds", "throughput/saving_seconds"]],
   ["Goodput", ["throughput/goodput"]],
-  ["GPU utilization", ["throughput/gpu_utilization"]],
+  ["GPU utilization", ["hardware/gpu_utilization"]],
   ["Memory", ["memory/peak_bytes", "memory/reserved_bytes", "memory/host_peak_bytes"]],
   ["Bits per byte", ["eval/bits_per_byte"], { unit: "loss" }],
 ];
-const NOT_DRAWN = ["train/loss", "eval/loss", "eval/perplexity", "train/tokens", "train/epoch", "throughput/budget_share", "throughput/seconds_left",
+const NOT_DRAWN = ["train/loss", "eval/loss", "train/perplexity", "eval/perplexity", "throughput/samples_per_second", "train/tokens", "train/epoch", "throughput/budget_share", "throughput/seconds_left",
   "throughput/tokens_per_second_per_device", "throughput/slowest_rank_own_seconds", "throughput/data_wait_share"];
 
 const chartLines = (names) => names.flatMap((name, k) => data.runs.map((run, i) => ({
