@@ -240,6 +240,7 @@ SHOWN = {
     "batch-ramp": _columns("train/tokens", "train/learning_rate"),
     "checkpoints": _files("checkpoint-3/committed.json"),
     "early-stopping": _events("early_stop"),
+    "flagged-blocks": _files("flagged_blocks.jsonl"),
     "gradient-statistics": _columns("stability/gradient_noise_scale", "stability/gradient_norm"),
     "mixture": _columns("train/code_loss", "train/stories_loss", "eval/code_loss", "eval/mixture_loss"),
     "mixture-of-experts": _columns("stability/expert_load"),
