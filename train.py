@@ -12,6 +12,7 @@ from pretraining.planning.screen import print_plan
 from pretraining.recipe import Recipe
 from pretraining.refusals import load_run
 from pretraining.reporting.words import report_end
+from pretraining.runtime.console_log import kept_console
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.restarts import leave_again_if_stopped
 from pretraining.runtime.run_folder import RunFolder
@@ -35,7 +36,8 @@ def main() -> None:
     leave_again_if_stopped(run)
     if options.resume == "auto" and run.is_finished(recipe.to_dict()):
         return report_end(run)
-    train(recipe, plan, data, run, options)
+    with kept_console(run):
+        train(recipe, plan, data, run, options)
 
 
 def train(

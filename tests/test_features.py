@@ -65,6 +65,19 @@ def test_every_key_of_ours_occurs_in_a_recipe():
     assert not missing and len(list(_keys(ours))) > 100
 
 
+def test_the_page_of_keys_links_a_recipe_for_every_key_of_ours():
+    """docs/recipe_keys.md: each key by its dotted path; the linked recipe holds its last part."""
+    page = (RECIPES.parent / "docs" / "recipe_keys.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([\w.]+)` \|.*?\| ([^|]*) \|$", page, re.M))
+    sections = recipe_schema()["properties"]
+    names = [f"{name}.{key}" for name, each in sections.items() for key in each.get("properties", ())]
+    ours = [name for name in names if name.partition(".")[0] not in OF_LIBRARIES]
+    assert set(names) <= set(rows) and len(ours) > 60 and all(rows[name] for name in ours)
+    for name, links in rows.items():
+        for link in re.findall(r"\.\./(recipes/[^)]+)", links):
+            assert f'"{name.rpartition(".")[2]}"' in (RECIPES.parent / link).read_text(encoding="utf-8")
+
+
 def test_every_filter_occurs_in_a_recipe():
     rules = recipe_schema()["properties"]["data"]["properties"]["filters"]["items"]["properties"]["rule"][
         "enum"
@@ -240,7 +253,6 @@ SHOWN = {
     "batch-ramp": _columns("train/tokens", "train/learning_rate"),
     "checkpoints": _files("checkpoint-3/committed.json"),
     "early-stopping": _events("early_stop"),
-    "flagged-blocks": _files("flagged_blocks.jsonl"),
     "gradient-statistics": _columns("stability/gradient_noise_scale", "stability/gradient_norm"),
     "mixture": _columns("train/code_loss", "train/stories_loss", "eval/code_loss", "eval/mixture_loss"),
     "mixture-of-experts": _columns("stability/expert_load"),

@@ -43,7 +43,7 @@ class Start:
 
     def progress(self, recipe: Recipe) -> Progress:
         """Return how far the run is in this recipe's budget."""
-        return Progress.of(recipe, self.step, self.tokens)
+        return Progress.of(recipe, self.step, self.tokens, self.changes)
 
 
 @dataclass(frozen=True)

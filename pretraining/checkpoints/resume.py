@@ -39,6 +39,7 @@ from pretraining.planning.screen import plan_line, run_line
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
+from pretraining.recipe.progress import RAMP, STEP_SIZE
 from pretraining.recipe.schedule import CONSTANT, DECAYING
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.journal import NOTHING_HEALED, Journal, Rollback
@@ -48,7 +49,7 @@ from pretraining.runtime.restarts import launch_details
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import differences, display_path, listed
 
-STEP_SIZES = ("budget.tokens_per_step", "budget.ramp")
+STEP_SIZES = (STEP_SIZE, RAMP)
 """Keys that say how many tokens a step has."""
 
 
@@ -314,17 +315,23 @@ def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
 
 
 def _effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
-    """Return what a recorded change of the steps' sizes does to the learning rate, and the remedy; "" if nothing.
-
-    A schedule that counts steps continues at the same step, which is now another share of the run than before.
-    """
-    kind, last = recipe.training.lr_scheduler_type, start.progress(recipe).last_step
+    """Return what a recorded change of the steps' sizes means for the learning rate; "" if nothing."""
+    kind, progress = recipe.training.lr_scheduler_type, start.progress(recipe)
+    place, last = progress.schedule_steps_at(start.step), progress.last_step
     # After its warm-up, a constant rate is the same at any step.
-    is_flat = kind == CONSTANT[0] or (kind in CONSTANT and start.step >= recipe.warmup_steps(last))
+    is_flat = kind == CONSTANT[0] or (
+        kind in CONSTANT and place >= recipe.warmup_steps(progress.schedule_steps_at(last))
+    )
     if change["key"] not in STEP_SIZES or recipe.schedule_counts_tokens or is_flat:
         return ""
     keys = "budget.warmup_tokens (in place of training.warmup_steps)"
     keys += " or budget.decay_tokens" if kind == DECAYING else ""
+    if any(resize.step == start.step for resize in progress.resizes):
+        size = progress.resizes[0].earlier
+        return (
+            f"the learning rate stays where it was: the schedule {kind} goes on in steps of {size:,} tokens, and so do "
+            f"training.warmup_steps and its other lengths; {keys} says the same in tokens"
+        )
     return (
         f"the learning rate moves by it: the schedule {kind} counts steps, and has {last - start.step:,} left after "
         f"{start.step:,}, whatever their tokens; {keys} lets it count tokens, so that the rate stays where it is"

@@ -30,6 +30,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.samples = self.path / "samples.jsonl"
+        self.console_log = self.path / "console.log"
         self.report = self.path / "report.html"
         self.mixture = self.path / "mixture.json"
         self.journal = self.path / "journal.jsonl"

@@ -145,10 +145,9 @@ class PretrainingTrainer(TimedTrainer):
     ) -> LRScheduler:
         """Build the recipe's schedule, and let it follow the run."""
         counts_tokens = self.recipe.schedule_counts_tokens
-        if counts_tokens:
-            # tokens in units of full steps, as `share_of_peak` reads the schedule
-            num_training_steps = self.progress.full_steps_at(num_training_steps)
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        # in the units in which `share_of_peak` reads the schedule: full steps, or steps of the first size
+        count = self.progress.full_steps_at if counts_tokens else self.progress.schedule_steps_at
+        scheduler = super().create_scheduler(count(num_training_steps), optimizer)
         follow_run(scheduler, self.progress, counts_tokens, self.journal)
         return scheduler
 

@@ -20,7 +20,7 @@ from pretraining.data.preparation.split_sizes import check_blocks
 from pretraining.data.publishing import is_half_published, preparation_lock
 from pretraining.data.sources import TextSource, open_sources
 from pretraining.data.tokenizer import check_vocabulary
-from pretraining.errors import UserError
+from pretraining.errors import UserError, require
 from pretraining.recipe.data import Source
 from pretraining.recipe.recipe import Recipe
 from pretraining.schema import listed
@@ -37,6 +37,9 @@ DISK_FAULTS = {
 
 LONGEST_NAME = 200
 """Bytes of a folder's name: file systems take 255, and the names beside it (`.replaced-N`, `.building`) are longer."""
+
+
+HUB_PAGES = {"dataset": "https://huggingface.co/datasets/", "model": "https://huggingface.co/"}
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,7 @@ def prepare_data(
         if manifest is None or is_half_published(folder):
             # Now, not after hours of work.
             _refuse_no_place(folder)
+            _refuse_unaccepted_terms(recipe)
             with preparation_lock(folder) as kept:
                 manifest = _finished(named, data, fingerprints, replace)  # another process may have made it
                 if manifest is None:
@@ -206,6 +210,39 @@ def _refuse_no_place(folder: Path) -> None:
             f"{folder}: a disk is mounted there, and a data set is renamed into its place; give a folder of that disk "
             "to --data_dir, or choose another data.name"
         )
+
+
+def _refuse_unaccepted_terms(recipe: Recipe) -> None:
+    """Raise UserError for a source or tokenizer of the hub whose terms this account has not accepted.
+
+    A hub that does not answer is passed over, since a copy may be here: reading reports a real fault.
+    """
+    asked = [
+        (f"data.sources.{number}.dataset", "dataset", spec.dataset)
+        for number, spec in enumerate(recipe.data.sources)
+    ]
+    asked.append(("data.tokenizer", "model", recipe.data.tokenizer))
+    # a folder is no name, nor is a tokenizer that is trained
+    named = [each for each in asked if isinstance(each[2], str) and not Path(each[2]).expanduser().exists()]
+    if not named:
+        return
+    hub = require("huggingface_hub", "text or a tokenizer of the hub")
+    for key, kind, name in named:
+        # a copy of earlier days is read without asking the hub
+        if kind == "model" and isinstance(hub.try_to_load_from_cache(name, "tokenizer.json"), str):
+            continue
+        try:
+            hub.auth_check(name, repo_type=kind)
+        except hub.errors.GatedRepoError as error:
+            token = (
+                "" if hub.get_token() else ", then export HF_TOKEN=TOKEN of that account (or hf auth login)"
+            )
+            raise UserError(
+                f"{key}: {name} is gated, and its terms are not accepted: accept them at {HUB_PAGES[kind]}{name}"
+                f"{token}, or name another that is open; nothing was read"
+            ) from error
+        except Exception:  # every way of being offline has a class of its own
+            continue
 
 
 def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool) -> dict | None:
