@@ -246,6 +246,11 @@ class Monitors(Section):
         minimum=0.25,
         maximum=43200,
     )
+    flagged_blocks: Literal["log", "skip"] = key(
+        "Blocks from which nothing can be learned (one token fills them, they repeat themselves, they do not decode): "
+        "log: listed in flagged_blocks.jsonl and trained on. skip: listed, and none of their tokens is a target.",
+        default="log",
+    )
     plateau_steps: int | None = key(
         "An alert when the loss has not gained 0.1 % for so many steps; null: none.", default=None, minimum=1
     )
