@@ -24,6 +24,7 @@ from schema_generator.model_types import bounded, largest, other_model_types  # 
 from pretraining.data.quality.chain import filters_schema  # noqa: E402
 from pretraining.recipe.loading import sections_schema  # noqa: E402
 from pretraining.recipe.recipe import TOP_LEVEL  # noqa: E402
+from pretraining.recipe.sections import Weights  # noqa: E402
 from pretraining.recipe.training import TRAINING_KEYS  # noqa: E402
 
 BEGIN, END = "<!-- keys: python recipes/generate_schema.py -->", "<!-- end of keys -->"
@@ -153,6 +154,7 @@ def model_schema(model_type: str) -> dict:
     for name in SHAPE_KEYS[model_type]:
         properties[name] |= {"minimum": 1, "maximum": largest(name)}
     properties.update(implementation_keys(properties))
+    properties.update(Weights.schema()["properties"])
     required = ["model_type", *SHAPE_KEYS[model_type]]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
@@ -188,9 +190,13 @@ def recipe_schema() -> dict:
     model_types, others = list(SHAPE_KEYS), other_model_types(list(SHAPE_KEYS))["types"]
     model = {
         "type": "object",
-        "description": "model_type, then that configuration class's keyword arguments, verbatim.",
+        "description": "model_type, then that configuration class's keyword arguments, verbatim; initial_weights and "
+        "frozen are ours.",
         # Any other string is told by model_types.py what is wrong with it.
-        "properties": {"model_type": {"anyOf": [{"enum": [*model_types, *others]}, {"type": "string"}]}},
+        "properties": {
+            "model_type": {"anyOf": [{"enum": [*model_types, *others]}, {"type": "string"}]},
+            **Weights.schema()["properties"],
+        },
         "required": ["model_type"],
         "allOf": [
             {
@@ -236,6 +242,7 @@ def variant_schema(recipe: dict) -> dict:
 def keys_table(schema: dict) -> str:
     """Every key of our own sections as Markdown: what it takes, what it is if left out, what it means."""
     lines = ["| key | takes | left out | meaning |", "|---|---|---|---|"]
+    lines += _rows("model", Weights.schema(), is_required=False)
     for name in sections_schema():
         lines += _rows(name, schema["properties"][name], is_required=True)
     return "\n".join(lines)

@@ -26,7 +26,7 @@ from pretraining.checkpoints.folders import (
     step_in_name,
 )
 from pretraining.checkpoints.format import MARKER, marker_or_nothing, read_marker
-from pretraining.checkpoints.identity import Identity, Start, described_data
+from pretraining.checkpoints.identity import GIVEN, Identity, Start, described_data
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.data.mixture import format_table
 from pretraining.data.packed_dataset import PackedDataset
@@ -40,6 +40,7 @@ from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
 from pretraining.recipe.schedule import CONSTANT, DECAYING
+from pretraining.recipe.sections import Weights
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.journal import NOTHING_HEALED, Journal, Rollback
 from pretraining.runtime.lock import move_lock
@@ -204,6 +205,7 @@ def _data_change(earlier: dict, now: dict, changes: list[Change]) -> list[Change
 
 
 def _refuse_other_shape(checkpoint: Path, earlier: dict, now: dict) -> None:
+    earlier, _ = Weights.split(earlier)
     if earlier["model_type"] != now["model_type"] or model_size(earlier).parts != model_size(now).parts:
         raise UserError(
             f"{checkpoint} holds weights of other shapes: {listed(differences(earlier, now, 'model'))}; give this "
@@ -263,6 +265,8 @@ def open_run(
             # None: the blocks are not packed.
             **({} if cuts is None else {"cuts": cuts}),
         )
+        if start.initial_weights and start.checkpoint is None:
+            run.add_event(GIVEN, **start.initial_weights)
         plan.verdict.keep(run, start.step)
 
     from_rank_0(write)
@@ -273,6 +277,8 @@ def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
     recipe, start = identity.recipe, identity.start
     rows = [("run", f"{recipe.name} in {display_path(run.path)}, on {identity.environment['device']}")]
     rows += run_facts(recipe, plan, "rank")
+    if (given := start.initial_weights) is not None:
+        rows.append(("began from" if start.checkpoint else "begins from", _given_words(given)))
     if start.checkpoint is not None:
         marker, place = read_marker(start.checkpoint), start.checkpoint
         # Only the name of a checkpoint of this run: its folder is in the line above.
@@ -281,6 +287,20 @@ def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
         done = f"step {start.step:,} of {start.progress(recipe).last_step:,}, {start.tokens:,} tokens seen"
         rows.append(("continues", f"from {name} ({several(marker['ranks'], 'rank')}, {stage}): {done}"))
     return facts(rows)
+
+
+def _given_words(given: dict) -> str:
+    """Describe the weights that a run begins with."""
+    words = f"{given['source']}, {given['digest']}"
+    if given["tokenizer"] != "the same":
+        words += "; no tokenizer there to compare"
+    words += "".join(
+        f"; {name}: {rows:,} new rows, each the mean of the others"
+        if rows > 0
+        else f"; {name}: without {-rows:,} rows"
+        for name, rows in given["added_rows"].items()
+    )
+    return words + (f"; not in use: {listed(given['unused'])}" if given["unused"] else "")
 
 
 def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:

@@ -185,7 +185,7 @@ class PretrainingTrainer(TimedTrainer):
         if self.clipping is not None:
             self.clipping(self.model, optimizer)
         if self.is_world_process_zero():
-            print("\n".join(describe_groups(optimizer)), flush=True)
+            print("\n".join(describe_groups(optimizer, self.model)), flush=True)
         return optimizer
 
     def evaluate(
