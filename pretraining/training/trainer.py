@@ -41,6 +41,8 @@ from pretraining.training.stopping import StoppingCallback, ignore_in_worker
 from pretraining.training.throughput import StepClock, TimedTrainer
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
 
+PLAIN_GROUPS = 2
+"""Parameters that are decayed, and those that are not: with Muon, rates by kind and muP there are more groups."""
 ABSENT: dict = {}
 """A micro-batch that a smaller step does not have."""
 
@@ -143,10 +145,9 @@ class PretrainingTrainer(TimedTrainer):
     ) -> LRScheduler:
         """Build the recipe's schedule, and let it follow the run."""
         counts_tokens = self.recipe.schedule_counts_tokens
-        if counts_tokens:
-            # tokens in units of full steps, as `share_of_peak` reads the schedule
-            num_training_steps = self.progress.full_steps_at(num_training_steps)
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        # in the units in which `share_of_peak` reads the schedule: full steps, or steps of the first size
+        count = self.progress.full_steps_at if counts_tokens else self.progress.schedule_steps_at
+        scheduler = super().create_scheduler(count(num_training_steps), optimizer)
         follow_run(scheduler, self.progress, counts_tokens, self.journal)
         return scheduler
 
@@ -175,7 +176,7 @@ class PretrainingTrainer(TimedTrainer):
         return counting_by_tensor(optimizer_class), keywords
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the recipe's optimizer. Rank 0 prints which parameters are in which group."""
+        """Create the recipe's optimizer. Rank 0 prints groups that differ in more than weight decay."""
         # under DeepSpeed the Trainer calls this twice
         if self.optimizer is not None:
             return self.optimizer
@@ -184,7 +185,8 @@ class PretrainingTrainer(TimedTrainer):
             self.add_callback(BindPartitions(optimizer))
         if self.clipping is not None:
             self.clipping(self.model, optimizer)
-        if self.is_world_process_zero():
+        is_plain = len(optimizer.param_groups) <= PLAIN_GROUPS and not self.recipe.weights.frozen
+        if self.is_world_process_zero() and not is_plain:
             print("\n".join(describe_groups(optimizer, self.model)), flush=True)
         return optimizer
 
