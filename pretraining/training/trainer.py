@@ -176,15 +176,16 @@ class PretrainingTrainer(TimedTrainer):
         return counting_by_tensor(optimizer_class), keywords
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the recipe's optimizer. Rank 0 prints its groups if they differ in more than the weight decay."""
+        """Create the recipe's optimizer. Rank 0 prints groups that differ in more than weight decay."""
         # under DeepSpeed the Trainer calls this twice
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
         if isinstance(optimizer, Muon):
             self.add_callback(BindPartitions(optimizer))
-        if self.is_world_process_zero() and len(optimizer.param_groups) > PLAIN_GROUPS:
-            print("\n".join(describe_groups(optimizer)), flush=True)
+        is_plain = len(optimizer.param_groups) <= PLAIN_GROUPS and not self.recipe.weights.frozen
+        if self.is_world_process_zero() and not is_plain:
+            print("\n".join(describe_groups(optimizer, self.model)), flush=True)
         return optimizer
 
     def evaluate(
