@@ -18,6 +18,7 @@ FOUNDATION = {
     "command_line",
     "ds_config",
     "errors",
+    "extend",
     "metric_names",
     "recipe",
     "refusals",

@@ -15,6 +15,7 @@ from pretraining.data.mixture import validation_by_source
 from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError, one_line_errors
+from pretraining.extend import load_extensions
 from pretraining.recipe import Recipe, load_recipe
 from pretraining.runtime.run_folder import RunFolder
 
@@ -30,6 +31,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parse_arguments(arguments)
     export = find_export(options.run)
     recipe = find_recipe(options.run, export)
+    if recipe is not None:
+        load_extensions(recipe.extensions)
     if options.tasks or options.hellaswag:
         scores = score_export(export, recipe, options)
         return print(json.dumps(scores) if options.json else _table(scores))

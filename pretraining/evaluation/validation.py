@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,9 @@ from pretraining.data.document_masking import IGNORED, stack_blocks
 from pretraining.data.manifest import entropy_bits
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
+from pretraining.errors import UserError
 from pretraining.evaluation.sampling import evaluation_mode
+from pretraining.extend import all_of
 from pretraining.recipe import Recipe
 from pretraining.runtime.process_group import rank_and_world_size
 
@@ -44,8 +47,11 @@ class Part(NamedTuple):
 class Validation:
     """The validation blocks of a run and the size of their text, by source if there are several."""
 
-    def __init__(self, parts: Sequence[Part], batch_size: int) -> None:
-        self.parts, self.batch_size = tuple(parts), batch_size
+    def __init__(
+        self, parts: Sequence[Part], batch_size: int, own: Mapping[str, Callable] = MappingProxyType({})
+    ) -> None:
+        # own: metrics of the recipe's extensions, by name
+        self.parts, self.batch_size, self.own = tuple(parts), batch_size, own
         # The Trainer wants one dataset; `measure` reads the parts.
         datasets = [part.dataset for part in self.parts]
         self.dataset = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
@@ -73,6 +79,7 @@ class Validation:
                 for name, split in named.items()
             ],
             batch_size_of(recipe),
+            all_of(recipe.extensions, "metric"),
         )
 
     @property
@@ -85,6 +92,7 @@ class Validation:
             "perplexity",
             "bits_per_byte",
             *(f"{each}_{name}" for each in sources for name in ours),
+            *self.own,
         ]
 
     @torch.no_grad()
@@ -124,11 +132,14 @@ class Validation:
         return entropy_bits(counts) / sum(part.num_bytes for part in self.parts)
 
     def _totals(self, model: torch.nn.Module, interrupted: Callable[[], bool]) -> torch.Tensor | None:
-        """Sum nats and tokens of each part over this rank's batches: [parts, 2]; None if interrupted."""
+        """Sum nats, tokens and own metrics of each part over this rank's batches; None if interrupted.
+
+        [parts, 2 + own metrics]
+        """
         rank, world_size = rank_and_world_size()
         device = next(model.parameters()).device
         # fp64: sums over a million tokens would lose digits in fp32, and differ with the number of ranks.
-        totals = torch.zeros(len(self.parts), 2, dtype=torch.float64, device=device)
+        totals = torch.zeros(len(self.parts), 2 + len(self.own), dtype=torch.float64, device=device)
         batches = self._batches()
         for round_start in range(0, len(batches), world_size):
             if interrupted():
@@ -148,8 +159,8 @@ class Validation:
         ]
 
     def _metrics(self, totals: list[list[float]]) -> dict[str, float]:
-        """Compute the metrics from [parts, 2]: nats and tokens of each part."""
-        nats, tokens = (sum(column) for column in zip(*totals, strict=True))
+        """Compute the metrics from the sums of each part: nats, tokens, own metrics."""
+        nats, tokens, *own = (sum(column) for column in zip(*totals, strict=True))
         num_bytes = sum(part.num_bytes for part in self.parts)
         metrics = {
             "loss": nats / tokens,
@@ -158,10 +169,10 @@ class Validation:
         }
         # With one source these would repeat the totals.
         if len(self.parts) > 1:
-            for part, (nats, tokens) in zip(self.parts, totals, strict=True):
-                metrics[f"{part.name}_loss"] = nats / tokens
-                metrics[f"{part.name}_bits_per_byte"] = nats / math.log(2) / part.num_bytes
-        return metrics
+            for part, (part_nats, part_tokens, *_) in zip(self.parts, totals, strict=True):
+                metrics[f"{part.name}_loss"] = part_nats / part_tokens
+                metrics[f"{part.name}_bits_per_byte"] = part_nats / math.log(2) / part.num_bytes
+        return metrics | {name: value / tokens for name, value in zip(self.own, own, strict=True)}
 
     def _nats_and_tokens(
         self, model: torch.nn.Module, part: int, indices: range, device: torch.device
@@ -173,8 +184,9 @@ class Validation:
             # Past the end: the pass runs, and counts for nothing.
             labels.fill_(IGNORED)
         # The model gets no labels: its own loss would shift them, and would keep all logits in fp32.
-        nats = _summed_nats(model(**inputs).logits.flatten(0, 1), labels.flatten())
-        return torch.stack([nats, (labels != IGNORED).sum().double()])
+        rows, targets = model(**inputs).logits.flatten(0, 1), labels.flatten()
+        sums = [_summed_nats(rows, targets), (targets != IGNORED).sum().double()]
+        return torch.stack([*sums, *_summed_own(self.own, rows, targets)])
 
 
 def _batch(blocks: list[dict[str, np.ndarray]], device: torch.device) -> dict[str, torch.Tensor | int]:
@@ -193,6 +205,28 @@ def _summed_nats(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         F.cross_entropy(rows.float(), targets, ignore_index=IGNORED, reduction="sum").double()
         for rows, targets in parts
     )
+
+
+def _summed_own(
+    own: Mapping[str, Callable], logits: torch.Tensor, labels: torch.Tensor
+) -> list[torch.Tensor]:
+    """Sum metrics of extensions over the tokens of [tokens, vocabulary] that have a target, in fp64.
+
+    Raises:
+        UserError: one returns something else than a number for each token.
+    """
+    sums = {name: torch.zeros((), dtype=torch.float64, device=logits.device) for name in own}
+    parts = zip(logits.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True) if own else ()
+    for rows, targets in parts:
+        kept = targets != IGNORED
+        for name, function in own.items():
+            values = function(rows[kept].float(), targets[kept])
+            if not isinstance(values, torch.Tensor) or values.shape != targets[kept].shape:
+                shape = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+                what = f"it must return a tensor of one number a token, [{int(kept.sum())}], and returned {shape}"
+                raise UserError(f"metric {name}: {what}")
+            sums[name] += values.double().sum()
+    return list(sums.values())
 
 
 def _first_blocks(

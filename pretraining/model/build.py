@@ -14,6 +14,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from pretraining.errors import UserError
+from pretraining.extend import load_extensions
 from pretraining.model.attention import choose_attention, describe_attention, missing_kernel
 from pretraining.model.compiling import (
     check_compiler,
@@ -50,6 +51,7 @@ def build_from_recipe(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, arguments: TrainingArguments, draw_weights: bool
 ) -> PreTrainedModel:
     """Build the model (`build_model`) with all settings of the recipe."""
+    load_extensions(recipe.extensions)
     masks_documents, speed, why_none = recipe.data.document_masking, recipe.speed, None
     # Here and not in the recipe: what can be compiled depends on the ds_config and on this machine.
     if speed.compile == "auto":

@@ -61,6 +61,8 @@ OURS = ("data", "budget", "loss", "optimizer", "mup")
 # Keys whose default is not what was done before there were any.
 BEFORE_THE_KEY = {"data.document_masking": False, "data.packing": "in_sequence"}
 
+EXTENSIONS = "extensions"
+"""The user's own modules, by name and digest of their source."""
 SECTIONS = ("model", "data", "budget", "training")
 DATA_FINGERPRINT = "data.fingerprint"
 """Not a key of the recipe: the identity of the prepared tokens, which `--allow_change` may name like one."""
@@ -94,6 +96,8 @@ def curve_parts(recipe: dict) -> dict:
     parts |= BEFORE_THE_KEY
     for section in (*SECTIONS, *OURS):
         parts |= {f"{section}.{key}": value for key, value in recipe.get(section, {}).items()}
+    # by file name: a module that was moved is the same
+    parts[EXTENSIONS] = {Path(e["module"]).name: e.get("digest") for e in recipe.get("extensions", ())}
     # of `speed` only fp8 changes what is computed
     parts["speed.fp8"] = recipe.get("speed", {}).get("fp8", "none")
     return {key: value for key, value in parts.items() if key not in NEUTRAL_KEYS}
@@ -146,7 +150,7 @@ def check_allowed(key: str) -> str:
     names = {f"{section}.{name}" for section in SECTIONS for name in properties[section]["properties"]}
     models = [*recipe_schema()["$defs"].values(), *other_model_types()["types"].values()]
     names |= {f"model.{name}" for model in models for name in model["properties"]}
-    names |= {*SECTIONS, DATA_FINGERPRINT}
+    names |= {*SECTIONS, DATA_FINGERPRINT, EXTENSIONS}
     names -= NEUTRAL_KEYS
     if key not in names:
         why = "may change without it" if key in NEUTRAL_KEYS else f"no part of the curve{nearest(key, names)}"

@@ -20,6 +20,7 @@ from pretraining.data.preparation.execution import Stage
 from pretraining.data.preparation.tokenizing import MakeTokenizer, Tokenize
 from pretraining.data.publishing import work_folder
 from pretraining.data.sources import TextSource
+from pretraining.extend import read_extensions
 from pretraining.recipe.data import Data
 from pretraining.recipe.recipe import Recipe
 from pretraining.runtime.durable_files import replacing
@@ -40,6 +41,8 @@ class Preparation:
     corpus: Corpus
     fingerprints: list[dict]
     """What each source is, for the manifest."""
+    extensions: tuple[str, ...] = ()
+    """Absolute paths or names of the user's modules that define filters."""
 
     @classmethod
     def of(
@@ -47,7 +50,11 @@ class Preparation:
     ) -> "Preparation":
         """Plan the preparation of a recipe's data; to cut the sources, it may read the footers of their files."""
         corpus = Corpus.of(recipe.data, sources)
-        return cls(folder, recipe.data, recipe.model.vocab_size, recipe.sequence_length, corpus, fingerprints)
+        # the others may import torch, for which no worker should wait
+        filtering = [each for each in recipe.extensions if each.defines.get("filter")]
+        named = tuple(str(each.path.absolute()) if each.is_file else each.module for each in filtering)
+        shape = recipe.model.vocab_size, recipe.sequence_length
+        return cls(folder, recipe.data, *shape, corpus, fingerprints, named)
 
     @property
     def work(self) -> Path:
@@ -108,6 +115,7 @@ class Preparation:
             "sequence_length": self.sequence_length,
             "corpus": self.corpus.to_json(),
             "fingerprints": self.fingerprints,
+            "extensions": list(self.extensions),
         }
         with replacing(self.work / STATE_NAME) as file:
             json.dump(values, file)
@@ -116,6 +124,9 @@ class Preparation:
     def load(cls, work: Path) -> "Preparation":
         """Read what `save` wrote."""
         values = json.loads((work / STATE_NAME).read_text(encoding="utf-8"))
+        # before the filters that they define are built
+        values["extensions"] = tuple(values.get("extensions", ()))
+        read_extensions(values["extensions"], work, str(work / STATE_NAME))
         # The fingerprints come from the file too: all tasks use those that were found at the start.
         opened = {"folder": Path(values["folder"]), "data": Data.of(values["data"])}
         return cls(**{**values, **opened, "corpus": Corpus.from_json(values["corpus"])})
