@@ -337,6 +337,12 @@ def _executed(extension: Extension) -> ModuleType:
         extension.import_name, file, submodule_search_locations=places
     )
     module = importlib.util.module_from_spec(spec)
+    # relative imports look up the package above
+    above = sys.modules.setdefault(PACKAGE, ModuleType(PACKAGE))
+    above.__path__ = []
+    # of an earlier version: its files must run again
+    for name in [name for name in sys.modules if name.startswith(f"{extension.import_name}.")]:
+        del sys.modules[name]
     # before it runs: dataclasses look up their module by name
     sys.modules[extension.import_name] = module
     spec.loader.exec_module(module)
