@@ -12,6 +12,7 @@ from pretraining.planning.screen import print_plan
 from pretraining.recipe import Recipe
 from pretraining.refusals import load_run
 from pretraining.reporting.words import report_end
+from pretraining.runtime.console_log import kept_console
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.restarts import leave_again_if_stopped
 from pretraining.runtime.run_folder import RunFolder
@@ -35,7 +36,8 @@ def main() -> None:
     leave_again_if_stopped(run)
     if options.resume == "auto" and run.is_finished(recipe.to_dict()):
         return report_end(run)
-    train(recipe, plan, data, run, options)
+    with kept_console(run):
+        train(recipe, plan, data, run, options)
 
 
 def train(
@@ -48,13 +50,15 @@ def train(
     from pretraining.reporting.live import live_report
     from pretraining.runtime.durable_files import one_line_disk_errors
     from pretraining.runtime.lock import lock_run
+    from pretraining.runtime.notices import notices
     from pretraining.training.monitors import Monitors
     from pretraining.training.ranks import joined_ranks
 
     load_extensions(recipe.extensions)  # the user's own modules, on every rank
     ranks = joined_ranks(recipe.monitors.hang_minutes)
     report = live_report(run, recipe.report.every_seconds)
-    with ranks, lock_run(run), one_line_disk_errors(run.path), report:
+    sent = notices(run, recipe.name, recipe.monitors.notify)
+    with ranks, lock_run(run), sent, one_line_disk_errors(run.path), report:
         monitors = Monitors(run, recipe)
         while not attempt(recipe, plan, data, run, monitors, options):
             # Rolled back: the run's journal names the step to go on from and the samples to leave out.

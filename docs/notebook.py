@@ -44,10 +44,5 @@ print(pd.DataFrame(rows).set_index("rate")[["ended", "eval/loss", "train/loss"]]
 
 # %%
 curves = {rate: pd.read_json(each.metrics_file, lines=True) for rate, each in results.items()}
-losses = pd.DataFrame(
-    {
-        rate: curve.dropna(subset="train/loss").set_index("step")["train/loss"]
-        for rate, curve in curves.items()
-    }
-)
-print(losses.tail())
+by_step = {rate: curve.set_index("step")["train/loss"].dropna() for rate, curve in curves.items()}
+print(pd.DataFrame(by_step).tail())

@@ -356,16 +356,16 @@ def _register_models(extension: Extension, module: ModuleType) -> None:
         return
     # not imported here: a module that defines a model has done so
     transformers: Any = sys.modules["transformers"]
-    classes = [each for each in vars(module).values() if inspect.isclass(each)]
-    # the base classes of transformers have no configuration class of their own
-    models = {
-        each.config_class.model_type: each
-        for each in classes
-        if issubclass(each, transformers.PreTrainedModel) and hasattr(each.config_class, "model_type")
-    }
+    classes: list[Any] = [
+        each
+        for each in vars(module).values()
+        if inspect.isclass(each) and issubclass(each, transformers.PreTrainedModel)
+    ]
     for model_type in wanted:
-        # the last one: a file defines the head after the layers, and the layers are no causal model
-        causal = [each for each in models.values() if each.config_class.model_type == model_type]
+        # the base classes of transformers have no configuration class of their own
+        of_type = [each for each in classes if getattr(each.config_class, "model_type", None) == model_type]
+        # a file defines the layers first; they have this configuration too, and no head
+        causal: list[Any] = sorted(of_type, key=lambda each: each.__name__.endswith("ForCausalLM"))
         if not causal:
             what = f"defines no model for model_type {model_type!r}: a PreTrainedModel with this config_class"
             raise UserError(f"{display_path(extension.path)}: {what}")

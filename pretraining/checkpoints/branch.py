@@ -130,7 +130,7 @@ def _staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage,
     changed: `earlier` with the stage's settings.
     """
     _refuse_settings(earlier, changed, stage, checkpoint)
-    start = Start(checkpoint, marker["step"], marker["tokens"])
+    start = Start(checkpoint, marker["step"], marker["tokens"], tuple(marker["changes"]))
     sizes, values = changed.step_sizes, changed.to_dict()
     if start.step < sizes.ramp_steps:
         raise UserError(
@@ -140,7 +140,8 @@ def _staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage,
     # Checked with the earlier recipe: the checkpoint was trained by its schedule.
     warmup = _stable_since(earlier, start, checkpoint)
     if changed.budget.warmup_tokens is None:
-        values["training"]["warmup_steps"] = warmup
+        # the new schedule counts the steps as they are now; the warm-up is over in any size
+        values["training"]["warmup_steps"] = min(warmup, start.step)
     schedule, values["budget"]["decay_tokens"] = _schedule(stage, changed)
     values["training"] |= schedule
     tokens = start.tokens + stage.steps * sizes.full
@@ -191,9 +192,8 @@ def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
     """Return the full steps of warm-up before the stable rate; `UserError` if the rate at `start` is not stable."""
     training = recipe.training_keywords
     progress, unit = start.progress(recipe), recipe.tokens_per_step
-    now, total = progress.step, progress.last_step
-    if recipe.schedule_counts_tokens:
-        now, total = progress.full_steps_at(now), progress.full_steps_at(total)
+    count = progress.full_steps_at if recipe.schedule_counts_tokens else progress.schedule_steps_at
+    now, total = count(progress.step), count(progress.last_step)
     kind, kwargs = training.lr_scheduler_type, training.lr_scheduler_kwargs or {}
     if kind not in STABLE:
         raise UserError(

@@ -1,6 +1,7 @@
 """Describe a run for the markers of its checkpoints: what it is (`Identity`) and from where it continued (`Start`)."""
 
 import json
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +43,7 @@ class Start:
 
     def progress(self, recipe: Recipe) -> Progress:
         """Return how far the run is in this recipe's budget."""
-        return Progress.of(recipe, self.step, self.tokens)
+        return Progress.of(recipe, self.step, self.tokens, self.changes)
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Identity:
             "samples": progress.samples_at(step),
             "ranks": self.layout["world_size"],
             "zero_stage": self.layout["zero_stage"],
+            "host": socket.gethostname(),  # of rank 0
             "saved": utc_now(),
             "metrics": metrics,
             "recipe_fingerprint": fingerprint_of(curve_parts(recipe)),

@@ -352,7 +352,7 @@ def needs_of(launch: Launch) -> list[Needed]:
     if attention in FLASH_ATTENTION:
         needs.append(Needed(FLASH_ATTENTION[attention], f"model.attn_implementation {attention}"))
     if launch.trains_on_gpus:
-        purpose = "the share of time that a GPU works (throughput/gpu_utilization)"
+        purpose = "use, temperature, power and clocks of the GPUs (hardware/gpu_...)"
         needs.append(Needed("pynvml", purpose, "nvidia-ml-py", COSTS))
     for key, address in _addresses(launch):
         protocol = str(address).partition("://")[0]

@@ -11,7 +11,7 @@ from pretraining.command_line import (
     not_negative_number,
     positive_integer,
 )
-from pretraining.data.mixture import validation_by_source
+from pretraining.data.mixture import validation_sets
 from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError, one_line_errors
@@ -92,7 +92,7 @@ def evaluate(export: Path, data: PreparedData, recipe: Recipe, options: argparse
     from pretraining.evaluation.validation import Validation
 
     model, tokenizer = _load_model(export, recipe), _load(export, "AutoTokenizer")
-    validation = Validation.of(validation_by_source(data, recipe), recipe)
+    validation = Validation.of(validation_sets(data, recipe), recipe)
     results = {**validation.measure(model), "unigram_bits_per_byte": validation.unigram_bits_per_byte()}
     if options.sample:
         # The recipe may list no prompt: then the sample starts from the end-of-text token.
@@ -157,6 +157,11 @@ def _readable(results: dict) -> str:
         f"bits per byte     {results['bits_per_byte']:.4f}  "
         f"(unigram entropy of the same tokens {results['unigram_bits_per_byte']:.4f})",
     ]
+    sets = [name.removesuffix("_loss") for name in results if name.endswith("_loss")]
+    width = max([16, *map(len, sets)])
+    for name in sets:
+        loss, bits = results[f"{name}_loss"], results[f"{name}_bits_per_byte"]
+        lines.append(f"{name:{width}}  {loss:.4f} nats per token, {bits:.4f} bits per byte")
     return "\n".join([*lines, "", results["sample"]] if "sample" in results else lines)
 
 

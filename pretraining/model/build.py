@@ -53,11 +53,13 @@ def build_from_recipe(
     """Build the model (`build_model`) with all settings of the recipe."""
     load_extensions(recipe.extensions)
     masks_documents, speed, why_none = recipe.data.document_masking, recipe.speed, None
+    on_gpu = torch.cuda.is_available()
     # Here and not in the recipe: what can be compiled depends on the ds_config and on this machine.
     if speed.compile == "auto":
-        why_none = why_not_compiled(recipe, arguments.deepspeed, on_gpu=torch.cuda.is_available())
+        why_none = why_not_compiled(recipe, arguments.deepspeed, on_gpu=on_gpu)
         speed = replace(speed, compile="none") if why_none else speed
-    if arguments.process_index == 0:
+    # A processor compiles nothing unless it is asked to: that is no news.
+    if arguments.process_index == 0 and (on_gpu or speed.compile != "none"):
         print(describe_compilation(speed, why_none), flush=True)
     sections = {"speed": speed, "mup": recipe.mup}
     return build_model(recipe.model, tokenizer, arguments, draw_weights, masks_documents, **sections)
@@ -97,7 +99,9 @@ def build_model(
             raise UserError(f"model: {' '.join(str(error).split())}") from error
         # What remains is the attention: a package that is missing, or a name that transformers does not know.
         raise missing_kernel(attention, error) from error
-    if arguments.process_index == 0:
+    # On a processor there is one kernel, unless the recipe asks for more.
+    chosen = torch.cuda.is_available() or masks_documents or "attn_implementation" in model
+    if arguments.process_index == 0 and chosen:
         print(describe_attention(attention_of(built), masks_documents), flush=True)
     built.tie_weights()
     if draw_weights:

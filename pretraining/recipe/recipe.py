@@ -199,7 +199,7 @@ class Recipe:
         """Whether the learning rate's schedule counts tokens, in units of a full step, and not steps."""
         return self.budget.warmup_tokens is not None or self.budget.decay_tokens is not None
 
-    def warmup_steps(self, num_steps: int) -> int:
+    def warmup_steps(self, num_steps: float) -> int:
         """Full steps of rising rate in a run of `num_steps`; `training.warmup_steps` may be a share of it."""
         given = self.training_keywords.warmup_steps
         return int(given) if given >= 1 else math.ceil(num_steps * given)

@@ -1,8 +1,9 @@
 """What our own sections of a recipe hold, beside data, budget and mup, which have modules of their own."""
 
+import re
 from typing import Literal
 
-from pretraining.addresses import refuse_credentials
+from pretraining.addresses import masked, refuse_credentials
 from pretraining.recipe.section import Section, key
 from pretraining.schema import problem
 
@@ -196,6 +197,61 @@ class Profile(Section):
             raise problem(where, f"{at}.steps", what)
 
 
+def _check_variable(name: str, key: str, where: str) -> None:
+    """The name of a variable, not what it holds."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        what = "is no name of a variable; put the address into one, as in export MY_WEBHOOK=..., and write MY_WEBHOOK"
+        raise problem(where, key, what)
+
+
+def _check_command(command: str, key: str, where: str) -> None:
+    """No secrets: the recipe is kept in files, and goes where checkpoints go."""
+    if masked(command) != command or re.search(r"hooks\.slack\.com/|/api/webhooks/", command):
+        what = "holds a secret, which would reach files and logs; put it into a variable and write $NAME in its place"
+        raise problem(where, key, what)
+
+
+class Notify(Section):
+    """Notices of a run's events to a command or a webhook of yours, sent behind training; null: none."""
+
+    on: list[
+        Literal[
+            "started",
+            "continued",
+            "stopped",
+            "hang",
+            "rollback",
+            "gave_up",
+            "failed",
+            "finished",
+            "alert",
+        ]
+    ] = key(
+        "Of which events; alert: spikes, steps that are not finite, plateaus, starving experts, slow ranks, saves and "
+        "uploads that failed.",
+        default=["stopped", "hang", "rollback", "gave_up", "failed", "finished"],
+        minItems=1,
+    )
+    command: str | None = key(
+        "Shell command that gets the notice as JSON on its standard input, and as PRETRAINING_EVENT, _RUN, _FOLDER and "
+        "_MESSAGE. No secrets in it: the shell replaces $NAME.",
+        default=None,
+        minLength=1,
+        check=_check_command,
+    )
+    webhook_env: str | None = key(
+        "Name of the environment variable with the address to which the notice is posted as JSON (Slack, Teams, "
+        "Discord, your own).",
+        default=None,
+        check=_check_variable,
+    )
+
+    def check_together(self, where: str, at: str) -> None:
+        """Somebody receives the notices."""
+        if self.command is None and self.webhook_env is None:
+            raise problem(where, at, "has no receiver; give command or webhook_env")
+
+
 class Monitors(Section):
     """What watches the run, and what it does about what it sees."""
 
@@ -232,6 +288,7 @@ class Monitors(Section):
         "Of a mixture of sources: the training loss of each, logged as train/<source>_loss.", default=True
     )
     profile: Profile | None = key(default=None)
+    notify: Notify | None = key(default=None)
 
 
 class Checkpoints(Section):

@@ -42,6 +42,8 @@ from pretraining.training.stopping import StoppingCallback, ignore_in_worker
 from pretraining.training.throughput import StepClock, TimedTrainer
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
 
+PLAIN_GROUPS = 2
+"""Parameters that are decayed, and those that are not: with Muon, rates by kind and muP there are more groups."""
 ABSENT: dict = {}
 """A micro-batch that a smaller step does not have."""
 
@@ -144,13 +146,12 @@ class PretrainingTrainer(TimedTrainer):
     ) -> LRScheduler:
         """Build the recipe's schedule, and let it follow the run."""
         counts_tokens = self.recipe.schedule_counts_tokens
-        if counts_tokens:
-            # tokens in units of full steps, as `share_of_peak` reads the schedule
-            num_training_steps = self.progress.full_steps_at(num_training_steps)
+        # in the units in which `share_of_peak` reads the schedule: full steps, or steps of the first size
+        count = self.progress.full_steps_at if counts_tokens else self.progress.schedule_steps_at
         if self.recipe.training.lr_scheduler_type in defined(self.recipe.extensions, "schedule"):
-            steps = own_schedule(self.recipe, num_training_steps)
+            steps = own_schedule(self.recipe, count(num_training_steps))
             self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, steps)
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        scheduler = super().create_scheduler(count(num_training_steps), optimizer)
         follow_run(scheduler, self.progress, counts_tokens, self.journal)
         return scheduler
 
@@ -179,7 +180,7 @@ class PretrainingTrainer(TimedTrainer):
         return counting_by_tensor(optimizer_class), keywords
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the recipe's optimizer. Rank 0 prints which parameters are in which group."""
+        """Create the recipe's optimizer. Rank 0 prints its groups if they differ in more than the weight decay."""
         # under DeepSpeed the Trainer calls this twice
         if self.optimizer is not None:
             return self.optimizer
@@ -188,7 +189,7 @@ class PretrainingTrainer(TimedTrainer):
             self.add_callback(BindPartitions(optimizer))
         if self.clipping is not None:
             self.clipping(self.model, optimizer)
-        if self.is_world_process_zero():
+        if self.is_world_process_zero() and len(optimizer.param_groups) > PLAIN_GROUPS:
             print("\n".join(describe_groups(optimizer)), flush=True)
         return optimizer
 

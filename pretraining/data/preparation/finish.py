@@ -16,6 +16,7 @@ from pretraining.data.manifest import (
     entropy_bits,
     report_text,
 )
+from pretraining.data.preparation.cleaning import CleanedCorpus
 from pretraining.data.preparation.split_sizes import SplitSizes, check_blocks
 from pretraining.data.preparation.stages import Preparation
 from pretraining.data.preparation.tokenizing import COUNTS_NAME, SPLITS
@@ -23,7 +24,7 @@ from pretraining.data.publishing import discard, publish, start_building
 from pretraining.data.shard_writer import SplitWriter, split_entry
 from pretraining.data.shards import open_shard
 from pretraining.errors import UserError
-from pretraining.recipe.data import Source
+from pretraining.recipe.data import TextOrigin
 from pretraining.runtime.durable_files import replacing
 
 
@@ -34,22 +35,25 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
     changed, a task has not finished, the corpus is empty, or a split is too small for one block.
     """
     # A source that changed meanwhile would give a data set of two versions.
-    preparation.corpus.check_unchanged()
+    for corpus in filter(None, [preparation.corpus, preparation.validation]):
+        corpus.check_unchanged()
     outputs, results = preparation.tokenize.outputs(), preparation.tokenize.results()
     if not any(entry["documents"] for result in results for entry in result["splits"].values()):
         raise preparation.texts.is_empty(_summed([result["skipped"] for result in results]))
+    own_outputs, own_results = _validation_tasks(preparation)
+    held_out, held_out_results = [*outputs, *own_outputs], [*results, *own_results]
     building = start_building(preparation.folder)
     try:
         splits = {
             "train": _link_shards(outputs, results, building / "train"),
-            "validation": _join_validation(outputs, results, building / "validation"),
+            "validation": _join_validation(held_out, held_out_results, building / "validation"),
         }
         reports = preparation.cleaned.reports() if preparation.cleaned else {}
         _check_blocks(preparation, splits, outputs, reports if show_progress else {})
         shutil.copytree(preparation.tokenize.tokenizer.output, building / "tokenizer")
         with replacing(building / "dataset_dict.json") as file:
             json.dump({"splits": list(SPLITS)}, file)
-        manifest = _manifest(preparation, splits, outputs, results, reports)
+        manifest = _manifest(preparation, splits, held_out, held_out_results, reports)
         # Last: where a manifest is, the data set is complete.
         with replacing(building / MANIFEST_NAME) as file:
             file.write(json.dumps(manifest, indent=2) + "\n")
@@ -58,6 +62,14 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
         discard(preparation.folder)
         raise
     return publish(preparation.folder)
+
+
+def _validation_tasks(preparation: Preparation) -> tuple[list[Path], list[dict]]:
+    """Return outputs and results of the texts of `data.validation`, whose sources are numbered behind the others."""
+    stage, first = preparation.tokenize_validation, len(preparation.data.sources)
+    if stage is None:
+        return [], []
+    return stage.outputs(), [{**result, "source": first + result["source"]} for result in stage.results()]
 
 
 def _check_blocks(preparation: Preparation, splits: dict, outputs: list[Path], reports: dict) -> None:
@@ -122,9 +134,11 @@ def _manifest(
     splits["validation"]["unigram_bits_per_byte"] = round(bits_per_byte, 6)
     data, tokenizer = preparation.data, preparation.tokenize.tokenizer
     # Each text is read from its source once: by `Clean` if there is one, else by `Tokenize`.
-    skips = (
-        preparation.cleaned.skipped() if preparation.cleaned else [result["skipped"] for result in results]
-    )
+    skips = [result["skipped"] for result in results]
+    for texts in [preparation.cleaned, stage.texts if (stage := preparation.tokenize_validation) else None]:
+        skips += texts.skipped() if isinstance(texts, CleanedCorpus) else []
+    own = data.validation.sources if data.validation else []
+    entries = _sources([*data.sources, *own], preparation.fingerprints, results)
     return {
         "format": FORMAT,
         "name": data.name,
@@ -133,7 +147,8 @@ def _manifest(
         "consulted": preparation.consulted,
         "tokenizer": vars(tokenizer.describe(tokenizer.output)),
         "encoding": _encoding(results),
-        "sources": _sources(data.sources, preparation.fingerprints, results),
+        "sources": entries[: len(data.sources)],
+        **({"validation_sources": entries[len(data.sources) :]} if own else {}),
         "skipped": _summed(skips),
         **reports,
         "splits": splits,
@@ -141,7 +156,7 @@ def _manifest(
     }
 
 
-def _sources(specs: list[Source], fingerprints: list[dict], results: list[dict]) -> list[dict]:
+def _sources(specs: list[TextOrigin], fingerprints: list[dict], results: list[dict]) -> list[dict]:
     """List name, fingerprint and counts of each source."""
     entries = []
     for number, (spec, fingerprint) in enumerate(zip(specs, fingerprints, strict=True)):

@@ -10,6 +10,7 @@ from pretraining.data.manifest import consulted
 from pretraining.data.preparation.cleaning import (
     Clean,
     CleanedCorpus,
+    CleanValidation,
     Deduplication,
     EvaluationSets,
     Fates,
@@ -17,7 +18,7 @@ from pretraining.data.preparation.cleaning import (
     Signatures,
 )
 from pretraining.data.preparation.execution import Stage
-from pretraining.data.preparation.tokenizing import MakeTokenizer, Tokenize
+from pretraining.data.preparation.tokenizing import ALL, MakeTokenizer, Tokenize, TokenizeValidation
 from pretraining.data.publishing import work_folder
 from pretraining.data.sources import TextSource
 from pretraining.extend import read_extensions
@@ -39,8 +40,10 @@ class Preparation:
     """The model's vocabulary size; None if there is no model to fit."""
     sequence_length: int
     corpus: Corpus
+    validation: Corpus | None
+    """The texts of `data.validation`."""
     fingerprints: list[dict]
-    """What each source is, for the manifest."""
+    """What each source is, those of validation last, for the manifest."""
     extensions: tuple[str, ...] = ()
     """Absolute paths or names of the user's modules that define filters."""
 
@@ -48,13 +51,18 @@ class Preparation:
     def of(
         cls, recipe: Recipe, sources: list[TextSource], folder: Path, fingerprints: list[dict]
     ) -> "Preparation":
-        """Plan the preparation of a recipe's data; to cut the sources, it may read the footers of their files."""
-        corpus = Corpus.of(recipe.data, sources)
-        # the others may import torch, for which no worker should wait
+        """Plan the preparation of a recipe's data; to cut the sources, it may read the footers of their files.
+
+        sources: as `open_sources` lists them.
+        """
+        data, of_training = recipe.data, len(recipe.data.sources)
+        corpus = Corpus.of(data, sources[:of_training])
+        own = Corpus.of(data, sources[of_training:], data.validation.sources) if data.validation else None
+        # other modules may import torch, for which no worker should wait
         filtering = [each for each in recipe.extensions if each.defines.get("filter")]
         named = tuple(str(each.path.absolute()) if each.is_file else each.module for each in filtering)
-        shape = recipe.model.vocab_size, recipe.sequence_length
-        return cls(folder, recipe.data, *shape, corpus, fingerprints, named)
+        vocab_size, length = recipe.model.vocab_size, recipe.sequence_length
+        return cls(folder, data, vocab_size, length, corpus, own, fingerprints, named)
 
     @property
     def work(self) -> Path:
@@ -65,7 +73,11 @@ class Preparation:
     def stages(self) -> list[Stage]:
         """List the stages in order; each may use the outputs of those before."""
         cleaning = self.cleaned.stages if self.cleaned else []
-        return [*cleaning, self.tokenize.tokenizer, self.tokenize]
+        if self.tokenize_validation is None:
+            return [*cleaning, self.tokenize.tokenizer, self.tokenize]
+        own = self.tokenize_validation.texts
+        cleaning += own.stages if isinstance(own, CleanedCorpus) else []
+        return [*cleaning, self.tokenize.tokenizer, self.tokenize, self.tokenize_validation]
 
     @cached_property
     def consulted(self) -> dict:
@@ -85,7 +97,7 @@ class Preparation:
         cleaned_by = [key for key in CLEANING_KEYS if getattr(data, key)]
         if not (dedup or data.filters or data.decontaminate):
             return None
-        sets = EvaluationSets.from_recipe(self.work, data.decontaminate)
+        sets = EvaluationSets.from_recipe(self.work, data, self.validation)
         clean = Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup)
         fates = None
         if dedup:
@@ -102,6 +114,18 @@ class Preparation:
         tokenizer = MakeTokenizer(self.work, self.texts, data.tokenizer, self.vocab_size, share)
         return Tokenize(self.work, self.texts, tokenizer, data.encoder, share)
 
+    @cached_property
+    def tokenize_validation(self) -> TokenizeValidation | None:
+        """Plan the stage for the texts of `data.validation`, if there are any."""
+        if self.validation is None:
+            return None
+        texts: Corpus | CleanedCorpus = self.validation
+        if self.data.validation.filters and self.data.filters:
+            rules = {key: rule for key, rule in self.consulted.items() if key.startswith("data.filters")}
+            clean = CleanValidation(self.work, self.validation, self.data.filters, rules, None, None)
+            texts = CleanedCorpus(self.validation, ["filters"], clean, None, ALL)
+        return TokenizeValidation(self.work, texts, self.tokenize.tokenizer, self.data.encoder, ALL)
+
     def stage(self, name: str) -> Stage:
         """Find a stage by its name."""
         return next(stage for stage in self.stages if stage.name == name)
@@ -114,6 +138,7 @@ class Preparation:
             "vocab_size": self.vocab_size,
             "sequence_length": self.sequence_length,
             "corpus": self.corpus.to_json(),
+            "validation": self.validation and self.validation.to_json(),
             "fingerprints": self.fingerprints,
             "extensions": list(self.extensions),
         }
@@ -129,4 +154,6 @@ class Preparation:
         read_extensions(values["extensions"], work, str(work / STATE_NAME))
         # The fingerprints come from the file too: all tasks use those that were found at the start.
         opened = {"folder": Path(values["folder"]), "data": Data.of(values["data"])}
-        return cls(**{**values, **opened, "corpus": Corpus.from_json(values["corpus"])})
+        opened["corpus"] = Corpus.from_json(values["corpus"])
+        opened["validation"] = values["validation"] and Corpus.from_json(values["validation"])
+        return cls(**{**values, **opened})

@@ -34,6 +34,8 @@ TRAINING_BYTES = 256 << 20
 weights of a run do not count here, so that other weights need no other tokens."""
 
 SPLITS = ("train", "validation")
+ALL = 1.0
+"""The validation_share of texts that are for validation only: every draw is below it."""
 RESULT_NAME, COUNTS_NAME = "result.json", "validation_counts.npy"
 
 
@@ -169,6 +171,12 @@ class Tokenize(Stage):
     def results(self) -> list[dict]:
         """Read what each task reports about its output: {"source", "splits", "skipped", "encoding"}."""
         return [json.loads((output / RESULT_NAME).read_text(encoding="utf-8")) for output in self.outputs()]
+
+
+class TokenizeValidation(Tokenize):
+    """The same for texts of `data.validation`, whose share is `ALL`."""
+
+    name = "tokenize-validation"
 
 
 def _encoded(encoder: Encoder, batches: Iterator[Batch]) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
