@@ -130,7 +130,7 @@ MISTAKES = {
     "no rule": ({"min_words": 5}, "data.filters.0.rule: is missing"),
     "parameter": (
         {"rule": "length", "min_wrods": 5},
-        "data.filters.0.min_wrods: unknown key; did you mean 'min_words'?",
+        "data.filters.0.min_wrods: unknown key; did you mean 'data.filters.0.min_words'?",
     ),
     "type": ({"rule": "length", "min_words": "5"}, "write 5 without quotes"),
     "share": ({"rule": "gopher_quality", "max_bullet_lines": 90}, "must be at most 1"),

@@ -31,7 +31,7 @@ _CLASSES = (
 )
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in _CLASSES}
-"""Every rule that a recipe may name; a new one is added here."""
+"""Every rule that a recipe may name; a new one is added to `_CLASSES`."""
 
 
 class FilterChain:
