@@ -185,6 +185,8 @@ class PretrainingTrainer(TimedTrainer):
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
+        # All of a group's parameters may be frozen, and DeepSpeed cannot flatten an empty group.
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         if isinstance(optimizer, Muon):
             self.add_callback(BindPartitions(optimizer))
         is_plain = len(optimizer.param_groups) <= PLAIN_GROUPS and not self.recipe.weights.frozen
