@@ -88,8 +88,7 @@ class Optimizer(Section):
         exclusiveMinimum=0,
     )
     adaptive_clip: float | None = key(
-        "No unit's gradient longer than this times its weights (AGC; 0.01 in its paper); "
-        "without ZeRO-1, 2 or 3.",
+        "No unit's gradient longer than this times its weights (AGC; 0.01 in its paper).",
         default=None,
         exclusiveMinimum=0,
     )

@@ -28,10 +28,10 @@ from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.training.arguments import collate_blocks, training_refusals
+from pretraining.training.clipping import choose_clipping
 from pretraining.training.monitors import Monitors, notify
 from pretraining.training.muon import BindPartitions, Muon
 from pretraining.training.optimizers import (
-    choose_clipping,
     choose_optimizer,
     counting_by_tensor,
     describe_groups,
@@ -110,7 +110,6 @@ class PretrainingTrainer(TimedTrainer):
         self.evaluator, self.checkpoints, self.monitors = evaluator, checkpoints, monitors
         self.clock = monitors.speed.clock if monitors else StepClock()
         self.stop = monitors.stop if monitors else None
-        self.clipping = choose_clipping(recipe)
         with training_refusals(recipe.path):  # before anything of the run is written
             super().__init__(
                 model=model,
@@ -124,6 +123,7 @@ class PretrainingTrainer(TimedTrainer):
                     *(evaluator.callbacks if evaluator else ()),
                     *(monitors.callbacks(checkpoints) if monitors else ()),
                     *callbacks,
+                    *filter(None, [choose_clipping(recipe)]),
                 ],
             )
             _try_optimizer_and_schedule(self.args)
@@ -183,8 +183,6 @@ class PretrainingTrainer(TimedTrainer):
         optimizer = super().create_optimizer(model)
         if isinstance(optimizer, Muon):
             self.add_callback(BindPartitions(optimizer))
-        if self.clipping is not None:
-            self.clipping(self.model, optimizer)
         if self.is_world_process_zero() and len(optimizer.param_groups) > PLAIN_GROUPS:
             print("\n".join(describe_groups(optimizer)), flush=True)
         return optimizer

@@ -13,7 +13,7 @@ from pretraining.schema import check, problem
 _CLASSES = (Length, Language, GopherQuality, GopherRepetition, C4, FineWeb, Blocklist, PersonalData, Custom)
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in _CLASSES}
-"""Every rule that a recipe may name; a new one is added here."""
+"""Every rule that a recipe may name; a new one is added to `_CLASSES`."""
 
 
 class FilterChain:
