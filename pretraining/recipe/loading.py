@@ -30,8 +30,8 @@ OTHER_NAMES = {
     "data.sequence_length": "block_size context_length context_size max_length max_seq_len max_seq_length n_ctx "
     "seq_len seqlen",
     "data.validation_share": "val_fraction val_size val_split validation_split",
-    "budget.tokens": "epochs max_iters max_tokens num_epochs num_iterations num_steps num_tokens total_steps total_tokens "
-    "train_iters train_tokens",
+    "budget.tokens": "epochs max_iters max_tokens num_epochs num_iterations num_steps num_tokens total_steps "
+    "total_tokens train_iters train_tokens",
     "budget.tokens_per_step": "accumulate_grad_batches global_batch_size grad_accum gradient_accumulation "
     "total_batch_size train_batch_size",
     "budget.ramp": "batch_size_rampup batch_size_warmup rampup_batch_size",
