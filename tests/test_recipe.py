@@ -189,6 +189,14 @@ WRONG_VALUES = {
     "context too long": ("data.sequence_length=512", "is 512, but the model has 128 positions"),
     "tokens": ("budget.tokens=10000", "the nearest are 8192 and 10240"),
     "tokens per step": ("budget.tokens_per_step=1000", "the nearest are 896 and 1024"),
+    "a special token twice": (
+        'data.tokenizer={"train_vocab_size": 300, "special_tokens": ["<a>", "<a>"]}',
+        "data.tokenizer.special_tokens.1: is '<a>', which is there already",
+    ),
+    "no room for special tokens": (
+        'data.tokenizer={"train_vocab_size": 257, "special_tokens": ["<a>"]}',
+        "256 bytes and 2 special tokens need 258",
+    ),
     "tokenizer larger than the model": ("data.tokenizer.train_vocab_size=4096", "more than model.vocab_size"),
 }
 

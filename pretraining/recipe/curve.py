@@ -61,6 +61,9 @@ OURS = ("data", "budget", "loss", "optimizer", "mup")
 # Keys whose default is not what was done before there were any.
 BEFORE_THE_KEY = {"data.document_masking": False, "data.packing": "in_sequence"}
 
+# Keys of other sections that it depends on, and their defaults.
+BESIDE = {("speed", "fp8"): "none", ("monitors", "flagged_blocks"): "log"}
+
 SECTIONS = ("model", "data", "budget", "training")
 DATA_FINGERPRINT = "data.fingerprint"
 """Not a key of the recipe: the identity of the prepared tokens, which `--allow_change` may name like one."""
@@ -94,8 +97,9 @@ def curve_parts(recipe: dict) -> dict:
     parts |= BEFORE_THE_KEY
     for section in (*SECTIONS, *OURS):
         parts |= {f"{section}.{key}": value for key, value in recipe.get(section, {}).items()}
-    # of `speed` only fp8 changes what is computed
-    parts["speed.fp8"] = recipe.get("speed", {}).get("fp8", "none")
+    # of these sections nothing else changes what is computed
+    for (section, key), default in BESIDE.items():
+        parts[f"{section}.{key}"] = recipe.get(section, {}).get(key, default)
     return {key: value for key, value in parts.items() if key not in NEUTRAL_KEYS}
 
 
@@ -147,7 +151,7 @@ def check_allowed(key: str) -> str:
     names = {f"{section}.{name}" for section in sections for name in properties[section]["properties"]}
     models = [*schema["$defs"].values(), *other_model_types()["types"].values()]
     names |= {f"model.{name}" for model in models for name in model["properties"]}
-    names |= {*sections, DATA_FINGERPRINT, "speed.fp8"}
+    names |= {f"{section}.{name}" for section, name in BESIDE} | {*sections, DATA_FINGERPRINT}
     whole = ".".join(key.split(".")[:2])
     if whole in NEUTRAL_KEYS:
         raise UserError(f"{key}: may change without it")
