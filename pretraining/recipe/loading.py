@@ -26,6 +26,7 @@ OTHER_NAMES = {
     "model.n_layer": "depth n_layers num_layers",
     "model.num_attention_heads": "n_heads num_heads",
     "model.n_head": "n_heads num_heads",
+    "model.initial_weights": "base_model from_pretrained init_from model_name_or_path pretrained_model_name_or_path",
     "data.sources.0.dataset": "dataset_name dataset_path train_data_path",
     "data.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path",
     "data.sequence_length": "block_size context_length context_size max_length max_seq_len max_seq_length n_ctx "
