@@ -309,8 +309,12 @@ def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:
         near = suggestion(name, root)
         return f'; write it as an object: "{section}": {{"{inner}": ...}}' if near is None else near
     close, places = get_close_matches(name, names, 1), _other_places(key, root)
+    # names of other frameworks, which a recipe's schema lists
+    meant = root.get("other_names", {}).get(name.lower(), [])
     if name in places:
-        return did_you_mean([*places[name][: 3 - len(close)], *(above + each for each in close)])
+        return did_you_mean([*[*meant, *places[name]][: 3 - len(close)], *(above + each for each in close)])
+    if meant:
+        return did_you_mean(meant)
     if here := close or abbreviated(name, names):
         return did_you_mean([above + each for each in here[:3]])
     # 0.92: among so many names a loose match would be a wrong guess
