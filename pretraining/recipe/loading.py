@@ -9,7 +9,8 @@ from typing import Any
 from pretraining.addresses import masked
 from pretraining.ds_config import short_name
 from pretraining.errors import UserError, nearest
-from pretraining.recipe.model import checked_model, refuse_names_of_others
+from pretraining.extend import MODEL, Extension, is_path, read_extensions
+from pretraining.recipe.model import EXACT, checked_model, other_model_types, refuse_names_of_others
 from pretraining.recipe.recipe import RECIPES, SECTIONS, Recipe
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Weights
@@ -94,6 +95,9 @@ def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> 
     """The recipe of a checked JSON object."""
     sharding = values.get("deepspeed")
     model, weights = Weights.split(values["model"])
+    # before the model, whose type they may define
+    extensions = read_extensions(values.get("extensions", ()), path.parent, where)
+    _refuse_known_types(extensions, where)
     return Recipe(
         name=values.get("name", path.stem),
         path=path,
@@ -102,9 +106,19 @@ def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> 
         overrides=overrides,
         model=checked_model(model, where),
         weights=Weights.of(weights),
+        extensions=extensions,
         training=values["training"],
         **{name: section.of(values.get(name, {})) for name, section in SECTIONS.items()},
     )
+
+
+def _refuse_known_types(extensions: tuple[Extension, ...], where: str) -> None:
+    """A model of the user's own has a type of its own: what is known of the other one would not hold."""
+    for number, extension in enumerate(extensions):
+        for name in extension.defines.get(MODEL, ()):
+            if name in EXACT or name in other_model_types()["types"]:
+                what = f"{extension.path.name} defines the model_type {name!r}, which transformers has; rename it"
+                raise problem(where, f"extensions.{number}", what)
 
 
 @cache
@@ -151,8 +165,17 @@ def _read(path: Path) -> dict:
     if "base" in base:
         what = f"{display_path(base_path)} has a base itself; name that one, or a recipe without"
         raise problem(where, "base", what)
+    if "extensions" in base:
+        base["extensions"] = [_beside(base_path, each) for each in base["extensions"]]
     load_recipe(str(base_path))  # so that a mistake in the base is reported with the base's name
     return _merged(base, own)
+
+
+def _beside(recipe_path: Path, extension: str | dict) -> str | dict:
+    """An entry of a base's extensions as another file may write it: its path counts from the base."""
+    if isinstance(extension, dict):
+        return {**extension, "module": _beside(recipe_path, extension["module"])}
+    return str(recipe_path.parent.absolute() / extension) if is_path(extension) else extension
 
 
 def _merged(base: dict, own: dict) -> dict:
