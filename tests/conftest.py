@@ -83,6 +83,7 @@ LAUNCHING += [
     "test_doctor_cluster",
     "test_features",
     "test_console_log",
+    "test_given_weights",
 ]
 
 # Plans know nothing of what the doctor measured on this machine, and no folder below this one can be made.
