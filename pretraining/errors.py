@@ -3,8 +3,10 @@
 import errno
 import importlib
 import os
+import re
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -39,6 +41,10 @@ FILE_ERRORS = {
 SILENT_SECONDS = 3
 """How long ranks that print nothing wait before they leave. A launcher ends all ranks when one leaves, so the one that
 prints must be the first."""
+
+
+USER_CODE: set[str] = set()
+"""Files and folders of extensions (`pretraining/extend.py`): what fails in them is the user's to mend."""
 
 
 class UserError(Exception):
@@ -94,12 +100,28 @@ def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # 128 + SIGPIPE, as the shell reports a command that a closed pipe ends
         sys.exit(141)
-    except OSError as error:
+    except Exception as error:
         # after BrokenPipeError, which is an OSError too
-        told = file_error(error)
+        told = fault_in_user_code(error)
+        if told is None and isinstance(error, OSError):
+            told = file_error(error)
         if told is None:
             raise
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(SILENT_SECONDS)  # if rank 0 meets the same error, its line is the only one
         _leave(told)
+
+
+def fault_in_user_code(error: BaseException) -> UserError | None:
+    """Return the `UserError` that names file and line of an exception in an extension; None if it is not from one."""
+    if not USER_CODE:
+        return None
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if USER_CODE & {str(file), *map(str, file.parents)}:
+            what = f"{type(error).__name__}: {error}"
+            return UserError(f"{frame.filename}: line {frame.lineno}: {what}; mend the extension", False)
+    return None
 
 
 def _refuse_unspeakable_paths() -> None:
@@ -148,7 +170,29 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 
 def nearest_names(word: str, candidates: Iterable[str], most: int = 3) -> str:
     """Suggest the candidates closest to `word`: `; did you mean 'x', 'y' or 'z'?`, or an empty string."""
-    return did_you_mean(get_close_matches(word, list(candidates), n=most, cutoff=0.6))
+    names = list(candidates)
+    return did_you_mean(get_close_matches(word, names, n=most, cutoff=0.6) or abbreviated(word, names)[:most])
+
+
+def abbreviated(word: str, names: Iterable[str]) -> list[str]:
+    """Find the names that `word` is short for.
+
+    `lr` and `learn_rate` are short for learning_rate, `batch_size` for per_device_train_batch_size.
+    """
+    parts, names = re.findall(r"[a-z0-9]+", word.lower()), list(names)
+    by_initials = [
+        name for name in names if "_" in name and "".join(re.findall(r"(?:^|_)(\w)", name)) == word.lower()
+    ]
+    # two letters begin too many names
+    if by_initials or max(map(len, parts), default=0) < 3:
+        return by_initials
+    return [name for name in names if _begin(parts, name.lower().split("_"))]
+
+
+def _begin(parts: list[str], words: list[str]) -> bool:
+    """Say if the parts are the beginnings of words that follow each other."""
+    starts = range(len(words) - len(parts) + 1)
+    return any(all(map(str.startswith, words[start:], parts)) for start in starts)
 
 
 def did_you_mean(names: list[str]) -> str:

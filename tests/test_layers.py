@@ -14,10 +14,10 @@ from tests.runs import REPOSITORY, execute
 PACKAGE = REPOSITORY / "pretraining"
 FOUNDATION = {
     "addresses",
-    "averaging",
     "command_line",
     "ds_config",
     "errors",
+    "extend",
     "metric_names",
     "recipe",
     "refusals",
@@ -28,7 +28,7 @@ FOUNDATION = {
 NUMBERS_AND_DATA = {"planning", "data"}
 UPSTREAM = {"upstream"}
 WORK = {"model", "training", "checkpoints", "evaluation", "reporting"}
-DRIVERS = {"doctor": {"model", "training"}}
+DRIVERS = {"doctor": {"model", "training"}, "api": set(), "sweep": {"api", "reporting"}}
 """Rooms that drive what other rooms of their layer hold, as train.py does."""
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate"}
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import MARKER, flush_folder, read_marker
 from pretraining.checkpoints.identity import Start
-from pretraining.errors import UserError, nearest
+from pretraining.errors import UserError
+from pretraining.extend import FOLDER
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, load_recipe, recipe_schema
@@ -23,7 +24,7 @@ from pretraining.recipe.schedule import DECAYING, SCHEDULE_FREE, STABLE
 from pretraining.refusals import load_run
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import display_path, problem, read_json
+from pretraining.schema import display_path, problem, read_json, suggestion
 
 DECIDED = {"training": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")}
 DECIDED |= {"budget": ("tokens", "warmup_tokens", "decay_tokens")}
@@ -59,6 +60,8 @@ def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
         run = RunFolder(Path(unfinished) / output.name)
         # Both recipes are read from this file, so that the message for a wrong setting names it as in a recipe.
         write_json(run.recipe, {**marker["recipe"], "name": output.name})
+        if (own := checkpoint.parent / FOLDER).is_dir():
+            shutil.copytree(own, run.path / FOLDER)
         earlier, changed = load_recipe(str(run.recipe)), load_recipe(str(run.recipe), stage.settings)
         recipe = _staged_recipe(earlier, changed, marker, stage, checkpoint)
         write_json(run.recipe, recipe)
@@ -110,7 +113,7 @@ def settings_of(path: Path) -> tuple[str, ...]:
         if section == "description":
             continue
         if section not in sections or not isinstance(values, dict):
-            near = nearest(section, sections)
+            near = suggestion(section, recipe_schema()) or ""
             raise UserError(
                 f"{where}: {section} is no section of a recipe{near}; write {{section: {{key: value}}}}"
             )

@@ -86,12 +86,29 @@ class Loss(Section):
         default=0.0,
         minimum=0,
     )
+    function: str | None = key(
+        "A loss of an extension, in the place of the cross-entropy while training; null: the cross-entropy. "
+        "Validation measures the cross-entropy in any case.",
+        default=None,
+        minLength=1,
+    )
+    arguments: dict = key("Keyword arguments of function.", default={})
     router_z_loss: float = key(
         "The same for a mixture's routers (1e-3 in ST-MoE), a mean over tokens and layers; "
         "needs model.output_router_logits.",
         default=0.0,
         minimum=0,
     )
+
+    def check_together(self, where: str, at: str) -> None:
+        """A function of the user's own gets all logits, and is the whole loss of a token."""
+        if self.function is None and self.arguments:
+            raise problem(where, f"{at}.arguments", "is set without function; name one, or leave it out")
+        if self.function is not None and self.kind not in ("auto", "plain"):
+            what = f"is {self.kind}, but {at}.function needs all logits; write plain, or leave it out"
+            raise problem(where, f"{at}.kind", what)
+        if self.function is not None and self.z_loss:
+            raise problem(where, f"{at}.z_loss", f"goes with the cross-entropy; add it in {self.function}")
 
 
 class Optimizer(Section):
@@ -128,8 +145,7 @@ class Optimizer(Section):
         exclusiveMinimum=0,
     )
     adaptive_clip: float | None = key(
-        "No unit's gradient longer than this times its weights (AGC; 0.01 in its paper); "
-        "without ZeRO-1, 2 or 3.",
+        "No unit's gradient longer than this times its weights (AGC; 0.01 in its paper).",
         default=None,
         exclusiveMinimum=0,
     )
@@ -287,6 +303,11 @@ class Monitors(Section):
         minimum=0.25,
         maximum=43200,
     )
+    flagged_blocks: Literal["log", "skip"] = key(
+        "Blocks from which nothing can be learned (one token fills them, they repeat themselves, they do not decode): "
+        "log: listed in flagged_blocks.jsonl and trained on. skip: listed, and none of their tokens is a target.",
+        default="log",
+    )
     plateau_steps: int | None = key(
         "An alert when the loss has not gained 0.1 % for so many steps; null: none.", default=None, minimum=1
     )
@@ -359,6 +380,22 @@ class Checkpoints(Section):
     )
 
 
+class Sampling(Section):
+    """How the samples after each validation are drawn; evaluation.sample_tokens is their length."""
+
+    temperature: float = key("0: the likeliest token each time.", default=0.8, minimum=0)
+    top_k: int | None = key(
+        "Draw among so many of the likeliest tokens; null: among all.", default=50, minimum=1
+    )
+    top_p: float = key(
+        "Draw among the likeliest tokens that together have this probability.",
+        default=1.0,
+        exclusiveMinimum=0,
+        maximum=1,
+    )
+    seed: int = key("The same draws after each validation.", default=0, minimum=0)
+
+
 class Evaluation(Section):
     """training.eval_steps says how often, this section on what."""
 
@@ -371,6 +408,7 @@ class Evaluation(Section):
         schema={"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]},
     )
     sample_tokens: int = key("Length of a sample; 0: no samples.", default=128, minimum=0)
+    sampling: Sampling = key(default_factory=Sampling)
     hellaswag: str | None = key(
         "HellaSwag's validation set: a .jsonl file, or a dataset on the hub as "
         "Rowan/hellaswag; scored with the validations as hellaswag/acc and "

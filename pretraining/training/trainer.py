@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
     PreTrainedModel,
@@ -24,19 +24,20 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from pretraining.extend import defined
 from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.training.arguments import collate_blocks, training_refusals
+from pretraining.training.clipping import choose_clipping
 from pretraining.training.monitors import Monitors, notify
 from pretraining.training.muon import BindPartitions, Muon
 from pretraining.training.optimizers import (
-    choose_clipping,
     choose_optimizer,
     counting_by_tensor,
     describe_groups,
 )
-from pretraining.training.schedule import follow_run
+from pretraining.training.schedule import follow_run, own_schedule
 from pretraining.training.stopping import StoppingCallback, ignore_in_worker
 from pretraining.training.throughput import StepClock, TimedTrainer
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
@@ -110,7 +111,6 @@ class PretrainingTrainer(TimedTrainer):
         self.evaluator, self.checkpoints, self.monitors = evaluator, checkpoints, monitors
         self.clock = monitors.speed.clock if monitors else StepClock()
         self.stop = monitors.stop if monitors else None
-        self.clipping = choose_clipping(recipe)
         with training_refusals(recipe.path):  # before anything of the run is written
             super().__init__(
                 model=model,
@@ -124,6 +124,7 @@ class PretrainingTrainer(TimedTrainer):
                     *(evaluator.callbacks if evaluator else ()),
                     *(monitors.callbacks(checkpoints) if monitors else ()),
                     *callbacks,
+                    *filter(None, [choose_clipping(recipe)]),
                 ],
             )
             _try_optimizer_and_schedule(self.args)
@@ -147,6 +148,9 @@ class PretrainingTrainer(TimedTrainer):
         counts_tokens = self.recipe.schedule_counts_tokens
         # in the units in which `share_of_peak` reads the schedule: full steps, or steps of the first size
         count = self.progress.full_steps_at if counts_tokens else self.progress.schedule_steps_at
+        if self.recipe.training.lr_scheduler_type in defined(self.recipe.extensions, "schedule"):
+            steps = own_schedule(self.recipe, count(num_training_steps))
+            self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, steps)
         scheduler = super().create_scheduler(count(num_training_steps), optimizer)
         follow_run(scheduler, self.progress, counts_tokens, self.journal)
         return scheduler
@@ -185,8 +189,6 @@ class PretrainingTrainer(TimedTrainer):
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         if isinstance(optimizer, Muon):
             self.add_callback(BindPartitions(optimizer))
-        if self.clipping is not None:
-            self.clipping(self.model, optimizer)
         is_plain = len(optimizer.param_groups) <= PLAIN_GROUPS and not self.recipe.weights.frozen
         if self.is_world_process_zero() and not is_plain:
             print("\n".join(describe_groups(optimizer, self.model)), flush=True)
@@ -262,14 +264,19 @@ class PretrainingTrainer(TimedTrainer):
         return 0 if inputs is ABSENT else super().floating_point_ops(inputs)
 
     def count_targets(self, batch_samples: list, count: Any) -> torch.Tensor | int | None:
-        """Return this rank's targets of the step; if documents are masked, the mean of all ranks' numbers.
+        """Return this rank's targets of the step; if ranks may have different numbers, the mean of all ranks' numbers.
 
         Each rank's loss is a sum over this count, and the step's loss the mean over the ranks.
         """
-        if not batch_samples or "position_ids" not in batch_samples[0] or self.args.world_size == 1:
+        skips = self.recipe.monitors.flagged_blocks == "skip"
+        if not batch_samples or not (skips or self.recipe.data.document_masking):
             return count
         count = count.to(self.args.device)
-        dist.all_reduce(count)
+        if self.args.world_size > 1:
+            dist.all_reduce(count)
+        if skips:
+            # every block of the step may be skipped: its loss is then 0, and not 0 / 0
+            count = count.clamp(min=1)
         return count / self.args.world_size
 
     def log(self, logs: dict, start_time: float | None = None) -> None:

@@ -217,6 +217,8 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
 def loss_of(recipe: Recipe) -> Loss:
     """Return the recipe's section `loss`, with `kind: auto` resolved as `model/loss.py` does."""
     kind = recipe.loss.kind
+    if recipe.loss.function is not None:
+        return replace(recipe.loss, kind="plain")
     if kind != "auto":
         return recipe.loss
     # the fused loss needs to know the model's head
