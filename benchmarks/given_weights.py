@@ -5,7 +5,7 @@
 
 `logits` and `memory`: a Llama of fp32 weights is saved by transformers and built from its folder by two ranks at every
 stage. Printed are the largest difference of the logits to transformers' own, and the peak of the memory of both ranks
-(PSS, sampled), above what they had before, over the bytes of the model. Pages of a file that both have mapped count once.
+(PSS, sampled) above what they had before, over the bytes of the model. Pages that both have mapped count once.
 
 `steps`: train.py on two ranks at every stage, from the export of a finished run, compared with a loop of torch and
 transformers alone: their model, AdamW, schedule and clipping, on the same samples. The largest difference of the loss.
@@ -83,7 +83,9 @@ def on_two_ranks(folder: Path, section: dict, stage: str) -> dict:
     (folder / "asked.json").write_text(json.dumps({"section": section, "stage": stage}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
     environment = {**os.environ, RANK_FOLDER: str(folder), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, env=environment, check=True, capture_output=True, cwd=REPOSITORY)
+    finished = subprocess.run(command, env=environment, capture_output=True, cwd=REPOSITORY, text=True)
+    if finished.returncode:
+        raise SystemExit(finished.stderr[-3000:])
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
     return {
         "difference": max(each["difference"] for each in found),
