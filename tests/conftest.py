@@ -84,6 +84,7 @@ LAUNCHING += [
     "test_features",
     "test_extensions",
     "test_console_log",
+    "test_given_weights",
 ]
 
 # Plans know nothing of what the doctor measured on this machine, and no folder below this one can be made.
