@@ -82,6 +82,8 @@ LAUNCHING += [
     "test_throughput",
     "test_doctor_cluster",
     "test_features",
+    "test_one_loss",
+    "test_notices",
     "test_console_log",
 ]
 
