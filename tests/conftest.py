@@ -83,6 +83,8 @@ LAUNCHING += [
     "test_doctor_cluster",
     "test_features",
     "test_extensions",
+    "test_one_loss",
+    "test_notices",
     "test_console_log",
     "test_given_weights",
 ]

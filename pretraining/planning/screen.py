@@ -192,7 +192,7 @@ def plan_line(recipe: Recipe, plan: RunPlan, left: float = 1.0) -> str:
     there = f" of {num_bytes(machine.gpu_memory_bytes)}" if machine.gpu_memory_bytes else ""
     parts = [f"{num_bytes(foreseen['peak_memory_bytes'])}{there} of memory on each rank"]
     if foreseen["training_seconds"] is None:
-        parts.append("no time (it is planned for GPUs of the table)")
+        parts.append("no time (this device is not in the table of GPUs)")
     else:
         speed = forecast(workload_of_recipe(recipe, plan.ds_config), machine.gpu, plan.world_size)
         rest = "" if left == 1 else " for what is left"
