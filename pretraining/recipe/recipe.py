@@ -27,6 +27,7 @@ from pretraining.recipe.sections import (
     Optimizer,
     Report,
     Speed,
+    Weights,
 )
 from pretraining.recipe.training import Training
 from pretraining.schema import REPOSITORY, display_path, problem
@@ -98,6 +99,8 @@ class Recipe:
     monitors: Monitors
     evaluation: Evaluation
     report: Report
+    weights: Weights = field(default_factory=Weights)
+    """The keys of `model` that are ours: what it begins with, what of it is trained."""
     overrides: tuple[str, ...] = field(default=(), compare=False)
     """The `--set` texts it was read with."""
 
@@ -198,6 +201,7 @@ class Recipe:
         values = {name: getattr(self, name) for name in ("name", "description", "deepspeed")}
         # a deep copy as plain dicts
         values |= {name: json.loads(json.dumps(getattr(self, name))) for name in KEYWORDS}
+        values["model"] |= self.weights.to_dict()
         return values | {name: getattr(self, name).to_dict() for name in SECTIONS}
 
     def check(self, where: str) -> None:

@@ -88,6 +88,7 @@ def build_optimizer(
         },
     ]
     layouts = hidden_matrices(model)
+    # a group all of whose parameters are frozen has no entry
     scaled = [each for group in groups for each in by_scales(group, scales)]
     # Muon also without a group of "muon": it is then AdamW
     return Muon(scaled, {parameter: layouts[name] for name, parameter in matrices.items()})
@@ -97,10 +98,15 @@ Named = dict[str, nn.Parameter]
 
 
 def split_parameters(model: PreTrainedModel) -> tuple[Named, Named, Named]:
-    """Return {name: parameter} for hidden matrices, for embeddings, head and routers, and for norms and biases."""
+    """Return {name: parameter} for hidden matrices, for embeddings, head and routers, and for norms and biases.
+
+    Frozen parameters are left out.
+    """
     matrices, tables, vectors = {}, {}, {}
     hidden = hidden_matrices(model)
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         dimensions = len(whole_shape(parameter))
         home = matrices if name in hidden else tables if dimensions >= 2 else vectors
         home[name] = parameter
@@ -123,9 +129,13 @@ def _scaled(group: dict, rate: float, decay: float, epsilon: float) -> dict:
     return {**values, "eps": group["eps"] * epsilon} if "eps" in group else values
 
 
-def describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Describe each parameter group in one line. Call it before DeepSpeed flattens the parameters."""
-    lines = []
+def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> list[str]:
+    """Describe each parameter group in one line, and what is frozen in another.
+
+    Call it before DeepSpeed flattens the parameters.
+    """
+    frozen = [] if model is None else [each for each in model.parameters() if not each.requires_grad]
+    lines = [f"frozen: {len(frozen)} tensors, {sum(map(whole_numel, frozen)):,} parameters"] if frozen else []
     for group in optimizer.param_groups:
         parameters = group["params"]
         numel = sum(map(whole_numel, parameters))

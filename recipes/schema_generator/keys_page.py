@@ -45,7 +45,7 @@ def keys_page(schema: dict, recipes: Path) -> str:
         parts += [f"\n## {name}\n", f"{section['description']}\n" if "description" in section else ""]
         parts.append(_table(_rows_of(section["properties"], f"{name}.", section.get("required", []), shown)))
         if name == "model":
-            parts += _model_tables(schema["$defs"], shown)
+            parts += _model_tables(schema["$defs"], section["properties"], shown)
         if name == "data":
             parts += _filter_tables(section["properties"]["filters"], shown)
         if name == "training":
@@ -53,10 +53,11 @@ def keys_page(schema: dict, recipes: Path) -> str:
     return "\n".join(part for part in parts if part).rstrip()
 
 
-def _model_tables(definitions: dict, shown: dict) -> Iterator[str]:
+def _model_tables(definitions: dict, above: dict, shown: dict) -> Iterator[str]:
+    """The tables of each type, without the keys of the table above them."""
     yield "\nThe tables are those of the five types with exact plans. Another type takes the keywords of its own class."
     for kind, definition in definitions.items():
-        inner = {name: each for name, each in definition["properties"].items() if name != "model_type"}
+        inner = {name: each for name, each in definition["properties"].items() if name not in above}
         yield f"\n### model of type {kind}\n"
         yield _table(_rows_of(inner, "model.", definition["required"], _of_kind(shown, "model.", kind)))
 
