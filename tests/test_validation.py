@@ -74,6 +74,7 @@ def recipe_of(max_tokens: int | None = None, batch_size: int = 4, masks: bool = 
         data=Data(name="d", sources=[], tokenizer="gpt2", document_masking=masks),
         evaluation=Evaluation(max_validation_tokens=max_tokens),
         training=Training(per_device_eval_batch_size=batch_size),
+        extensions=(),
     )
 
 
