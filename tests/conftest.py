@@ -66,6 +66,7 @@ LAUNCHING += [
     "test_reshard",
     "test_branch",
     "test_clipping",
+    "test_loss_scale",
     "test_batch_ramp",
     "test_gradient_monitors",
     "test_expert_load",

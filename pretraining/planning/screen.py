@@ -85,7 +85,7 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
         "model": _model_words(recipe, plan),
         "precision": precision_of_products(recipe),
         "compiles": compiled_part(recipe, ds_config),
-        "recomputation": recomputation_text(recomputed_one_in(recipe)),
+        "recomputation": recomputation_text(recomputed_one_in(recipe), recipe.speed.recompute),
         "gpu": gpu.name if gpu else None,
         "gpu_memory_bytes": there,
         "fitting_gpus": _fitting_gpus(recipe, ds_config, world_size),
