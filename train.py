@@ -12,6 +12,7 @@ from pretraining.planning.screen import print_plan
 from pretraining.recipe import Recipe
 from pretraining.refusals import load_run
 from pretraining.reporting.words import report_end
+from pretraining.runtime.console_log import kept_console
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.restarts import leave_again_if_stopped
 from pretraining.runtime.run_folder import RunFolder
@@ -37,7 +38,8 @@ def main() -> None:
     leave_again_if_stopped(run)
     if options.resume == "auto" and run.is_finished(recipe.to_dict()):
         return report_end(run)
-    train(recipe, plan, data, run, options)
+    with kept_console(run):
+        train(recipe, plan, data, run, options)
 
 
 def train(
@@ -49,12 +51,14 @@ def train(
     from pretraining.reporting.live import live_report
     from pretraining.runtime.durable_files import one_line_disk_errors
     from pretraining.runtime.lock import lock_run
+    from pretraining.runtime.notices import notices
     from pretraining.training.monitors import Monitors
     from pretraining.training.ranks import joined_ranks
 
     ranks = joined_ranks(recipe.monitors.hang_minutes)
     report = live_report(run, recipe.report.every_seconds)
-    with ranks, lock_run(run), one_line_disk_errors(run.path), report:
+    sent = notices(run, recipe.name, recipe.monitors.notify)
+    with ranks, lock_run(run), sent, one_line_disk_errors(run.path), report:
         monitors = Monitors(run, recipe)
         while not attempt(recipe, plan, data, run, monitors, options):
             # Rolled back: the run's journal names the step to go on from and the samples to leave out.
@@ -76,6 +80,7 @@ def attempt(
     from pretraining.data.packed_dataset import build_training_dataset
     from pretraining.evaluation.evaluator import Evaluator
     from pretraining.model.build import build_from_recipe
+    from pretraining.model.given_weights import open_given
     from pretraining.model.loss import build_loss
     from pretraining.planning.gate import judge_plan
     from pretraining.training.arguments import build_arguments
@@ -84,6 +89,8 @@ def attempt(
 
     start = find_start(run, recipe, data, options.resume, options.allow_change)
     progress = start.progress(recipe)
+    given = None if start.checkpoint else open_given(recipe, data.tokenizer)
+    start = start.with_given(run, given.facts if given else None)
     plan = judge_plan(plan, recipe, find_machine(run, start, data.train.num_tokens), options.force)
     arguments = build_arguments(recipe, plan.ds_config, run.path, plan.accumulation_steps, progress.last_step)
     # The guard looks for damaged or degenerate blocks; rollbacks leave samples out.
@@ -93,7 +100,9 @@ def attempt(
     )
     evaluator = Evaluator(recipe, data, data.tokenizer, progress.last_step, run)
     monitors.begin(plan, start, dataset)  # measures memory from here on, so that the model is counted
-    model = build_from_recipe(recipe, data.tokenizer, arguments, draw_weights=start.checkpoint is None)
+    model = build_from_recipe(
+        recipe, data.tokenizer, arguments, draw_weights=start.checkpoint is None, given=given
+    )
     checkpoints = CheckpointManager(run, recipe, plan, data, start)
     trainer = PretrainingTrainer(
         recipe,

@@ -32,7 +32,7 @@ from pretraining.data.preparation.stages import Preparation
 from pretraining.data.sources import open_sources
 from pretraining.recipe import load_recipe
 recipe = load_recipe(sys.argv[1], [])
-sources = open_sources(recipe.data.sources)
+sources = open_sources(recipe.data)
 fingerprints = [source.fingerprint() for source in sources]
 plan = Preparation.of(recipe, sources, Path(sys.argv[2]), fingerprints)
 pending = {stage.name: len(stage.pending()) for stage in plan.stages}

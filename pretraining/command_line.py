@@ -67,7 +67,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, remote_data: bool = Fa
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="change one value of the recipe (repeatable); recipes/README.md has a table of all keys",
+        help="change one value of the recipe (repeatable); docs/recipe_keys.md lists all keys",
     )
     parser.add_argument(
         "--limit_tokens",

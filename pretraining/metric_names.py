@@ -2,13 +2,16 @@
 
 import math
 
-GROUPS = ("train", "eval", "throughput", "memory", "stability")
+GROUPS = ("train", "eval", "throughput", "memory", "hardware", "stability")
 
 PLACE = ("step", "time")
 """Where and when a row of metrics.jsonl was written. These are no metrics and have no group; `time` is UNIX seconds."""
 
 _UNGROUPED_ONCE = ("tokens_per_second", "step_seconds", "data_wait_share")
 """Metrics of throughput in rows of older runs, which had no groups."""
+
+_RENAMED = {"throughput/gpu_utilization": "hardware/gpu_utilization"}
+"""Names in rows of older runs, and what they are called now."""
 
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 """How the names of losses of a validation end; every other metric is a score, which is better if it is higher."""
@@ -17,7 +20,7 @@ LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 def grouped(name: str) -> str:
     """Add the group: `loss` -> `train/loss`, `eval_loss` -> `eval/loss`; a name that has its group keeps it."""
     if name in PLACE or name.partition("/")[0] in GROUPS:
-        return name
+        return _RENAMED.get(name, name)
     if name in _UNGROUPED_ONCE:
         return f"throughput/{name}"
     # the Trainer's own spelling
@@ -29,6 +32,12 @@ def grouped(name: str) -> str:
 def grouped_names(values: dict) -> dict:
     """Rename the keys of `values` to the names that files and trackers use, in the same order."""
     return {grouped(name): value for name, value in values.items()}
+
+
+def perplexity(nats: float) -> float:
+    """Return e to the loss in nats per token; an infinite loss or a NaN stays one."""
+    # exp(710) overflows a float
+    return nats if nats == math.inf else math.exp(min(nats, 700.0))
 
 
 def lower_is_better(metric: str) -> bool:

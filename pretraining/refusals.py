@@ -127,16 +127,11 @@ def _check_own_groups(recipe: Recipe, ds_config: dict | None, where: str) -> Non
 
 
 def _check_clipping(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """Refuse clipping by value and adaptive clipping if DeepSpeed hides the gradients."""
-    # Both change the gradients before DeepSpeed's optimizer steps, on our side of it.
-    given = [key for key in ("clip_value", "adaptive_clip") if getattr(recipe.optimizer, key)]
-    if given and optimizer_device(ds_config) != "gpu":
-        what = "is set, but an offloaded optimizer steps inside DeepSpeed; use a ds_config without offload_optimizer: "
-        what += f"--deepspeed zero{zero_stage(ds_config)}"
-        raise problem(where, f"optimizer.{given[0]}", what)
-    if "adaptive_clip" in given and zero_stage(ds_config):
-        what = f"compares whole units of the weights, and ZeRO-{zero_stage(ds_config)} gives the optimizer slices"
-        what += "; use --deepspeed null or zero0, or clip_value"
+    """Refuse adaptive clipping if DeepSpeed hides which weights a gradient belongs to."""
+    if recipe.optimizer.adaptive_clip and recipe.training.fp16 and ds_config and not zero_stage(ds_config):
+        what = (
+            "does not run in fp16 at stage 0, where DeepSpeed keeps copies of its own; use --deepspeed zero1"
+        )
         raise problem(where, "optimizer.adaptive_clip", what)
 
 

@@ -1,7 +1,7 @@
-"""Write the schemas of recipes/ and ds_configs/ and their table of model types from the installed libraries.
+"""Write the schemas of recipes/ and ds_configs/, the table of model types, and docs/recipe_keys.md.
 
 Editors complete and check a recipe by them ("$schema": "schema.json" is its first line); load_recipe and
-load_ds_config check by the same files, without importing either library.
+load_ds_config check by the same files, without importing either library. The page shows the same keys to readers.
 
     python recipes/generate_schema.py            write the files
     python recipes/generate_schema.py --check    exit 1 if a file on disk is stale
@@ -19,20 +19,15 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "recipes")]
 
 from schema_generator.ds_config import ds_config_schema  # noqa: E402
 from schema_generator.from_types import described, first_sentence, type_schema  # noqa: E402
+from schema_generator.keys_page import keys_page  # noqa: E402
 from schema_generator.model_types import bounded, largest, other_model_types  # noqa: E402
 
 from pretraining.data.quality.chain import filters_schema  # noqa: E402
 from pretraining.recipe.loading import sections_schema  # noqa: E402
 from pretraining.recipe.recipe import TOP_LEVEL  # noqa: E402
+from pretraining.recipe.sections import Weights  # noqa: E402
 from pretraining.recipe.training import TRAINING_KEYS  # noqa: E402
 
-BEGIN, END = "<!-- keys: python recipes/generate_schema.py -->", "<!-- end of keys -->"
-LIMITS = {
-    "minimum": "at least",
-    "exclusiveMinimum": "above",
-    "maximum": "at most",
-    "exclusiveMaximum": "below",
-}
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 # Configuration keys without which a shape is not stated, per model type.
@@ -153,6 +148,7 @@ def model_schema(model_type: str) -> dict:
     for name in SHAPE_KEYS[model_type]:
         properties[name] |= {"minimum": 1, "maximum": largest(name)}
     properties.update(implementation_keys(properties))
+    properties.update(Weights.schema()["properties"])
     required = ["model_type", *SHAPE_KEYS[model_type]]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
@@ -188,9 +184,13 @@ def recipe_schema() -> dict:
     model_types, others = list(SHAPE_KEYS), other_model_types(list(SHAPE_KEYS))["types"]
     model = {
         "type": "object",
-        "description": "model_type, then that configuration class's keyword arguments, verbatim.",
+        "description": "model_type, then that configuration class's keyword arguments, verbatim; initial_weights and "
+        "frozen are ours.",
         # Any other string is told by model_types.py what is wrong with it.
-        "properties": {"model_type": {"anyOf": [{"enum": [*model_types, *others]}, {"type": "string"}]}},
+        "properties": {
+            "model_type": {"anyOf": [{"enum": [*model_types, *others]}, {"type": "string"}]},
+            **Weights.schema()["properties"],
+        },
         "required": ["model_type"],
         "allOf": [
             {
@@ -233,58 +233,6 @@ def variant_schema(recipe: dict) -> dict:
     }
 
 
-def keys_table(schema: dict) -> str:
-    """Every key of our own sections as Markdown: what it takes, what it is if left out, what it means."""
-    lines = ["| key | takes | left out | meaning |", "|---|---|---|---|"]
-    for name in sections_schema():
-        lines += _rows(name, schema["properties"][name], is_required=True)
-    return "\n".join(lines)
-
-
-def _rows(key: str, schema: dict, is_required: bool) -> list[str]:
-    default = (
-        f"`{json.dumps(schema['default'])}`"
-        if "default" in schema
-        else "must be given"
-        if is_required
-        else ""
-    )
-    cells = (f"`{key}`", _takes(schema), default, schema.get("description", ""))
-    own = "" if "." not in key else "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-    inner = schema if "properties" in schema else schema.get("items", {})
-    if "allOf" in inner or key == "data.tokenizer":  # rules of filters: docs/data.md
-        return [own]
-    dotted = f"{key}.0" if inner is not schema else key
-    rows = [
-        row
-        for name, each in inner.get("properties", {}).items()
-        for row in _rows(f"{dotted}.{name}", each, name in inner.get("required", []))
-    ]
-    return [own, *rows] if own else rows
-
-
-def _takes(schema: dict) -> str:
-    """`{"type": ["integer", "null"], "minimum": 1}` -> "integer, at least 1; null"."""
-    if "anyOf" in schema:
-        return "; or ".join(_takes(branch) for branch in schema["anyOf"])
-    if "enum" in schema:
-        return ", ".join(f"`{'null' if choice is None else choice}`" for choice in schema["enum"])
-    names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
-    words = {"array": "list", "boolean": "true or false"}
-    limits = [f"{phrase} {schema[name]:,}" for name, phrase in LIMITS.items() if name in schema]
-    kinds = " or ".join(words.get(name, name) for name in names if name != "null")
-    return ", ".join([kinds, *limits]) + ("; null" if "null" in names else "")
-
-
-def between_marks(text: str, table: str) -> str:
-    """`text` of recipes/README.md with the table of keys in its place."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"recipes/README.md has lost its marks {BEGIN} and {END}")
-    return f"{before}{begin}\n{table}\n{end}{after}"
-
-
 def one_line_each(sections: dict[str, dict]) -> str:
     """JSON of two levels, an entry a line: what changes with an upgrade of transformers shows type by type."""
     blocks = []
@@ -302,9 +250,7 @@ def main() -> int:
     schemas["recipes/features/schema.json"] = variant_schema(schemas["recipes/schema.json"])
     texts = {name: json.dumps({"$schema": DRAFT, **schema}, indent=1) for name, schema in schemas.items()}
     texts["pretraining/recipe/model_types.json"] = one_line_each(other_model_types(list(SHAPE_KEYS)))
-    texts["recipes/README.md"] = between_marks(
-        (REPOSITORY / "recipes/README.md").read_text(), keys_table(schemas["recipes/schema.json"])
-    ).removesuffix("\n")
+    texts["docs/recipe_keys.md"] = keys_page(schemas["recipes/schema.json"], REPOSITORY / "recipes")
     stale = []
     for name, text in texts.items():
         path, text = REPOSITORY / name, text + "\n"

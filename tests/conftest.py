@@ -82,6 +82,7 @@ LAUNCHING += [
     "test_throughput",
     "test_doctor_cluster",
     "test_features",
+    "test_console_log",
 ]
 
 # Plans know nothing of what the doctor measured on this machine, and no folder below this one can be made.

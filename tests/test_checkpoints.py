@@ -22,6 +22,7 @@ from pretraining.checkpoints.resume import changes_since, choose_checkpoint, rec
 from pretraining.checkpoints.retention import Committed, Retention
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
+from pretraining.recipe.progress import Progress
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
 from tests.checkpoint_damage import damaged, judged_rightly
@@ -230,7 +231,11 @@ def test_the_same_tokens_under_another_name_are_the_same_data(run):
 ACCEPTED = {
     "steps counted": (
         ("budget.tokens_per_step=4096",),
-        "budget.warmup_tokens (in place of training.warmup_steps) lets",
+        "the learning rate stays where it was: the schedule cosine_with_min_lr goes on in steps of 2,048 tokens",
+    ),
+    "a ramp": (
+        ('budget.ramp={"from_tokens_per_step": 512, "over_tokens": 20480}',),
+        "the learning rate moves by it: the schedule cosine_with_min_lr counts steps",
     ),
     "a decay counted in steps": (
         (
@@ -238,7 +243,7 @@ ACCEPTED = {
             "training.lr_scheduler_type=warmup_stable_decay",
             'training.lr_scheduler_kwargs={"num_decay_steps": 100}',
         ),
-        "or budget.decay_tokens lets",
+        "budget.warmup_tokens (in place of training.warmup_steps) or budget.decay_tokens says the same",
     ),
     "tokens counted": (
         ("budget.tokens_per_step=4096", "budget.warmup_tokens=102400", "training.warmup_steps=0"),
@@ -258,24 +263,40 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_an_accepted_change_of_the_step_says_that_the_rate_moves(run, name, capsys):
-    """In the line printed and in the event, with the keys that prevent it; only where the schedule counts steps."""
+def test_an_accepted_change_of_the_step_says_what_becomes_of_the_rate(run, name, capsys):
+    """In the line printed and in the event, with the keys that count tokens; only where the schedule counts steps."""
     settings, words = ACCEPTED[name]
     recipe, (key, _, value) = load_recipe("tiny", settings), settings[0].partition("=")
-    change = {"step": 12, "key": key, "from": 2048, "to": json.loads(value)}
+    earlier = None if key == "budget.ramp" else 2048
+    change = {"step": 12, "key": key, "from": earlier, "to": json.loads(value)}
     start = Start(run.checkpoint(12), 12, 12 * 2048, (change,))
     for _ in range(2):  # what an earlier start accepted is not said again
         record_changes(run, start, recipe)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"accepted: {key} is {value} from step 12 on, and was 2048")
+    assert line.startswith(f"accepted: {key} is {json.loads(value)} from step 12 on, and was {earlier}")
     (event,) = [row for row in read_rows(run.events) if row["event"] == "change_accepted"]
-    assert ("learning rate moves" in line) == bool(words) == ("effect" in event)
+    assert ("learning rate" in line) == bool(words) == ("effect" in event)
     assert words in line and event.get("effect", "") in line
     assert json.loads(run.changes.read_text()) == [change]
 
 
+def test_a_schedule_of_steps_goes_on_where_it_was_when_their_size_changes():
+    """Twice, and in both directions: at the tokens of an unchanged run it is where that run is, at the end too."""
+    whole, recipe = Progress.of(load_recipe("tiny")), load_recipe("tiny", ["budget.tokens_per_step=1024"])
+    changes = [
+        {"step": step, "key": "budget.tokens_per_step", "from": earlier, "to": now}
+        for step, earlier, now in ((400, 2048, 4096), (500, 4096, 1024))
+    ]
+    progress = Start(None, 500, 400 * 2048 + 100 * 4096, tuple(changes)).progress(recipe)
+    places = {399: 399, 400: 400, 401: 402, 500: 600, 501: 600.5, progress.last_step: whole.last_step}
+    assert {step: progress.schedule_steps_at(step) for step in places} == places
+    # a schedule that was set anew at the same step counts the new steps
+    renewed = (*changes, {"step": 500, "key": "training.warmup_steps", "from": 100, "to": 50})
+    assert Start(None, 500, 0, renewed).progress(recipe).schedule_steps_at(700) == 700
+
+
 def test_with_tokens_counted_the_rate_stays_where_it_was():
-    """The way out that the line names: as large a share of the schedule is done as before the steps grew."""
+    """As large a share of the schedule is done as before the steps grew."""
     before, now = (
         load_recipe("tiny", [f"budget.tokens_per_step={size}", *settings])
         for size, settings in (
@@ -335,8 +356,21 @@ def test_a_part_that_is_none_is_refused():
     """Misspelt, or free to change anyway."""
     from pretraining.recipe.curve import check_allowed
 
-    assert check_allowed("training.seed") == "training.seed"
+    for key in (
+        "training.seed",
+        "optimizer.momentum",
+        "loss",
+        "speed.fp8",
+        "data.fingerprint",
+        "model.n_layer",
+    ):
+        assert check_allowed(key) == key, "what a refusal of the start names must be taken"
+    for wrong in ("seed", "training.lr", "data.sources.0.weight", "muon.momentum"):
+        with pytest.raises(UserError, match=r"did you mean|is part of|unknown key"):
+            check_allowed(wrong)
     with pytest.raises(UserError, match=r"did you mean 'training\.seed'"):
         check_allowed("training.sed")
     with pytest.raises(UserError, match="may change without it"):
         check_allowed("training.logging_steps")
+    with pytest.raises(UserError, match="may change without it"):
+        check_allowed("monitors.hang_minutes")

@@ -1,13 +1,15 @@
 """What a user can get wrong around a preparation is one line, and nothing of theirs is lost."""
 
 import json
+import sys
 
 import pytest
 
 from pretraining.data.counting import count_data
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
-from tests.runs import REPOSITORY
+from tests.local_hub import local_hub
+from tests.runs import REPOSITORY, execute
 from tests.test_data_prep import make_texts, prepare, recipe_for, refusal, write_jsonl
 
 
@@ -30,6 +32,24 @@ def test_a_folder_of_somebody_s_files_is_not_replaced(root, corpus):
     assert (root / "corpus" / "thesis.tex").read_text() == "precious"
     (root / "corpus" / "thesis.tex").unlink()
     assert (prepare(root, recipe_for(corpus)) / "manifest.json").exists()
+
+
+def test_terms_that_nobody_accepted_are_named_before_text_is_read(tmp_path, corpus):
+    """What to accept and set, in one line; no folder is made."""
+    sources = json.dumps([{"path": str(corpus)}])
+    command = [sys.executable, "data_prep.py", "--recipe", "tiny", "--data_dir", tmp_path / "data"]
+    command += ["--set", "data.tokenizer=someone/gated", "--set", f"data.sources={sources}"]
+    with local_hub() as hub:
+        hub.gated.add("someone/gated")
+        refused = execute(command, **{**hub.environment, "HF_TOKEN": "", "HF_HOME": tmp_path / "hub"})
+    assert refused.code == 2 and refused.stderr.count("\n") == 1
+    for word in (
+        "data.tokenizer: someone/gated",
+        "accept them at https://huggingface.co/someone/gated",
+        "HF_TOKEN",
+    ):
+        assert word in refused.stderr
+    assert not (tmp_path / "data").exists()
 
 
 def test_a_link_is_followed_to_another_disk(root, corpus, tmp_path):

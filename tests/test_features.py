@@ -65,6 +65,19 @@ def test_every_key_of_ours_occurs_in_a_recipe():
     assert not missing and len(list(_keys(ours))) > 100
 
 
+def test_the_page_of_keys_links_a_recipe_for_every_key_of_ours():
+    """docs/recipe_keys.md: each key by its dotted path; the linked recipe holds its last part."""
+    page = (RECIPES.parent / "docs" / "recipe_keys.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([\w.]+)` \|.*?\| ([^|]*) \|$", page, re.M))
+    sections = recipe_schema()["properties"]
+    names = [f"{name}.{key}" for name, each in sections.items() for key in each.get("properties", ())]
+    ours = [name for name in names if name.partition(".")[0] not in OF_LIBRARIES]
+    assert set(names) <= set(rows) and len(ours) > 60 and all(rows[name] for name in ours)
+    for name, links in rows.items():
+        for link in re.findall(r"\.\./(recipes/[^)]+)", links):
+            assert f'"{name.rpartition(".")[2]}"' in (RECIPES.parent / link).read_text(encoding="utf-8")
+
+
 def test_every_filter_occurs_in_a_recipe():
     rules = recipe_schema()["properties"]["data"]["properties"]["filters"]["items"]["properties"]["rule"][
         "enum"
@@ -142,6 +155,12 @@ def _shortened(recipe: Recipe, texts: dict[str, Path], uploads: Path) -> list[st
         elif source.dataset:
             folder = {"dataset": str(texts["dataset"]), "config": None, "revision": None}
             settings += [f"data.sources.{number}.{key}={json.dumps(value)}" for key, value in folder.items()]
+    for number, source in enumerate(recipe.data.validation.sources if recipe.data.validation else []):
+        if source.dataset:
+            folder = {"dataset": str(texts["dataset"]), "config": None, "revision": None}
+            settings += [
+                f"data.validation.sources.{number}.{key}={json.dumps(value)}" for key, value in folder.items()
+            ]
     settings += [f"budget.tokens={STEPS * recipe.tokens_per_step}", "data.tokenizer.train_vocab_size=320"]
     every = {"logging_steps": 1, "eval_steps": STEPS, "save_steps": STEPS}
     if recipe.budget.warmup_tokens is None:
@@ -230,17 +249,20 @@ def _files(*names: str) -> Callable[[Run], None]:
 
 
 SHOWN = {
+    "alerts": _files("notice.json"),
     "batch-ramp": _columns("train/tokens", "train/learning_rate"),
     "checkpoints": _files("checkpoint-3/committed.json"),
     "early-stopping": _events("early_stop"),
     "gradient-statistics": _columns("stability/gradient_noise_scale", "stability/gradient_norm"),
-    "mixture": _columns("train/code_loss", "train/stories_loss", "eval/code_loss", "eval/stories_loss"),
+    "mixture": _columns("train/code_loss", "train/stories_loss", "eval/code_loss", "eval/mixture_loss"),
     "mixture-of-experts": _columns("stability/expert_load"),
     "mixture-stages": _columns("train/stories_loss"),
+    "own-validation": _columns("eval/stories_loss", "eval/advice_loss"),
     "profile": _files("profile/*"),
     "report": _files("report.html"),
     "samples": _files("samples.jsonl"),
     "tasks": _columns("eval/hellaswag/acc_norm", "eval/next_line/acc"),
+    "trackers": _files("tensorboard/*"),
     "upload": _files("../../features.uploads/upload/checkpoint-3/committed.json"),
 }
 """What descriptions send a reader to."""
@@ -252,6 +274,6 @@ def test_each_trains_and_shows_what_it_says(feature_run, name):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     run = feature_run(name)
-    assert run.events[-1]["event"] == "end" and run.dir.export.exists()
+    assert run.dir.last_event("start", "end")["event"] == "end" and run.dir.export.exists()
     assert "base" not in json.loads(run.dir.recipe.read_text())
     SHOWN.get(name, _columns("train/loss", "eval/loss"))(run)

@@ -35,8 +35,11 @@ def root(tmp_path_factory):
         for seed, name in enumerate(("web", "code"))
     ]
     write_items(root / "items.jsonl")
-    for name, used in (("one", sources[:1]), ("two", sources)):
+    weighted = [{**source, "weight": weight} for source, weight in zip(sources, (3, 1), strict=True)]
+    letters = {"path": str(write_jsonl(root / "letters.jsonl", make_texts(40, 2, 12))), "name": "letters"}
+    for name, used in (("one", sources[:1]), ("two", sources), ("own", weighted)):
         data = {**SMALL_RECIPE["data"], "name": name, "sources": used, "validation_share": 0.2}
+        data |= {"validation": {"sources": [letters]}} if name == "own" else {}
         (root / f"{name}.json").write_text(json.dumps({**SMALL_RECIPE, "data": data}))
         words = [
             sys.executable,
@@ -85,6 +88,8 @@ class SmallRun:
         """Nats per token: `from_pretrained`, and a forward pass a block with nothing but its tokens and positions."""
         model, nats, tokens = AutoModelForCausalLM.from_pretrained(self.folder / "export", **settings), 0.0, 0
         for part in self.evaluator.validation.parts:
+            if part.beside:
+                continue
             for block in part.dataset.__getitems__(list(range(len(part.dataset)))):
                 labels = torch.tensor(block["labels"])
                 given = {
@@ -114,16 +119,18 @@ GPT2 = [("gpt2", *choice) for choice in product(*CHOICES.values())]
 OTHERS = [
     (name, masks, "best_fit", "part", "two") for name in ("llama", "qwen3_moe") for masks in CHOICES["masks"]
 ]
+OWN = [("gpt2", "masked", "best_fit", "part", "own"), ("llama", "unmasked", "in_sequence", "whole", "own")]
 
 
-@pytest.mark.parametrize("choice", [*GPT2, *OTHERS], ids="-".join)
+@pytest.mark.parametrize("choice", [*GPT2, *OTHERS, *OWN], ids="-".join)
 def test_loop_command_and_plain_transformers_find_one_loss(root, tmp_path, capsys, choice):
     """Every metric of the loop, by the command; and the loss by the export alone, whatever kernel it loads with."""
     model, *names, data = choice
     settings = [CHOICES[key][name] for key, name in zip(CHOICES, names, strict=False)]
     run = SmallRun(root, tmp_path / "run", data, settings_of(model, *chain.from_iterable(settings)))
     loop = run.in_the_loop()
-    assert (data == "two") == ("web_loss" in loop) and "hellaswag/acc" in loop
+    assert (data != "one") == ("web_loss" in loop) and "hellaswag/acc" in loop
+    assert (data == "own") == ({"letters_loss", "mixture_loss"} <= loop.keys())
     found = run.by_the_command(capsys)
     assert {key: found[key] for key in loop} == pytest.approx(loop, rel=1e-5, abs=1e-5)
     for kernel in ("sdpa", "eager"):

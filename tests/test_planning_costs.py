@@ -51,6 +51,10 @@ def test_every_constant_has_a_source():
     for name, gpu in all_gpus().items():
         assert len(gpu.source) > 20 and day.fullmatch(table("gpus")["gpus"][name]["looked_up"])
         assert set(gpu.assumed) <= {"network_bits_per_second", "pcie_bytes_per_second"}  # never the GPU's own
+    offers = [(entry["gpu"], entry["provider"]) for entry in table("prices")["prices"]]
+    # the newest alone: two prices of one provider would leave open which one holds
+    assert len(set(offers)) == len(offers)
+    assert {("H100-SXM", provider) for provider in ("AWS", "Azure", "GCP", "Lambda")} <= set(offers)
     for entry in table("prices")["prices"]:
         assert find_gpu(entry["gpu"]).name == entry["gpu"]
         assert entry["dollars_per_gpu_hour"] > 0 and entry["source"] and entry["place"]
@@ -86,6 +90,7 @@ def test_every_constant_has_a_source():
         ("NVIDIA H200 NVL", "H200-NVL"),
         ("NVIDIA GH200 480GB", "GH200"),
         ("NVIDIA GB200", "GB200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
         ("NVIDIA A100-PCIE-40GB", "A100-40GB-PCIe"),
         ("NVIDIA L4", "L4"),
         ("NVIDIA A10", "A10"),

@@ -150,13 +150,15 @@ def run_doctor_together(workshop: Workshop, words: list[str]) -> None:
 
 def run_reporting(workshop: Workshop, words: list[str]) -> None:
     """`python -m pretraining.reporting`: of small runs, into the workshop."""
-    small, page = workshop.run("zero2", by="deepspeed").folder, workshop.folder / "both.html"
-    places = {"runs/tiny": small, "runs/tiny-zero1": workshop.plain().folder, "both.html": page}
+    small = workshop.run("zero2", by="deepspeed").folder
+    places = {"runs/tiny": small, "runs/tiny-zero1": workshop.plain().folder}
+    places |= {name: workshop.folder / name for name in ("both.html", "both.csv")}
     finished = execute([places.get(word, word) for word in words])
     if "analyze" in words:
         return succeeded(finished, "Training loss")
-    succeeded(finished, str(page if "both.html" in words else small / "report.html"))
-    assert page.exists() or "both.html" not in words
+    page = places[words[-1]] if "--output" in words else small / "report.html"
+    succeeded(finished, str(page))
+    assert page.exists()
 
 
 def run_make(workshop: Workshop, words: list[str]) -> None:

@@ -3,6 +3,7 @@
 Needs playwright (requirements-dev.txt) and a Chromium on the PATH (apt-get install chromium); skips itself without.
 """
 
+import csv
 import shutil
 
 import pytest
@@ -35,6 +36,7 @@ def record(tmp_path) -> RunRecord:
     losses[2000] = 20.0
     run = made_run(tmp_path / "run", losses, events=[{"event": SCRIPT, "step": 9}], description=SCRIPT)
     append_row(run.samples, {"step": 1500, "prompt": SCRIPT, "text": SCRIPT})
+    run.console_log.write_text(SCRIPT, encoding="utf-8")
     scores = {"eval/loss": 5.0, "eval/bits_per_byte": 1.5, "eval/hellaswag/acc_norm": 0.3125}
     append_row(run.metrics, {"step": 3000, "time": 0, **scores})
     write_json(run.plan, {"world_size": 8, "predicted": {"peak_memory_bytes": 50e9, "mfu": 0.4}})
@@ -100,7 +102,7 @@ def test_the_plan_and_the_scores_stand_beside_what_was_measured(opened, record):
     def text_of(heading: str) -> str:
         return page.locator(".card", has=page.get_by_role("heading", name=heading, exact=True)).inner_text()
 
-    assert "planned peak" in text_of("Memory: GPU, allocated") and errors == []
+    assert "planned peak" in text_of("Peak memory of the fullest rank: GPU, allocated") and errors == []
     plan, scores = text_of("Plan beside measured"), text_of("Evaluation scores")
     assert all(told in plan for told in ("50 GB", "40 GB", "0.8 ", "40 %", "world size 8"))
     assert all(told in scores for told in ("hellaswag/acc norm", "0.3125", "5.0000"))
@@ -143,7 +145,7 @@ def test_charts_have_plain_titles_and_say_something(opened, tmp_path):
     page, errors = opened(page_payload([run_payload(RunRecord(run.path))], None))
     titles = page.locator("h3").all_inner_texts()
     assert {"Time for which a save held up training", "Host memory for the copy that is saved"} <= set(titles)
-    assert "Steps refused so far" in titles and not any(title.startswith("Pauses") for title in titles)
+    assert "Steps refused so far" in titles and not any("validations and saves" in title for title in titles)
     assert errors == []
 
 
@@ -183,11 +185,15 @@ def test_every_chart_of_two_runs_says_what_its_lines_are(opened, tmp_path):
         assert box.evaluate("box => box.scrollHeight <= box.clientHeight"), "nothing of it is cut off"
         return box.locator("button").all_inner_texts()
 
-    assert legend_of("Loss") == legend_of("Loss of my_text") == ["one", "two", "training", "validation"]
-    assert legend_of("Where a step's time goes") == [
+    assert (
+        legend_of("Loss, training and validation")
+        == legend_of("Loss of my_text")
+        == ["one", "two", "training", "validation"]
+    )
+    assert legend_of("Time of a step and its parts, mean") == [
         "one",
         "two",
-        "step",
+        "whole step",
         *map(str, ("forward backward", "optimizer", "data wait")),
     ]
     assert legend_of("HellaSwag") == ["one", "two", "acc", "acc norm"]
@@ -198,6 +204,87 @@ def test_every_chart_of_two_runs_says_what_its_lines_are(opened, tmp_path):
     page.locator("#loss .legend button", has_text="validation").click()
     page.locator("#loss .u-over").hover(position={"x": 700, "y": 150})
     assert "validation" not in page.locator("#loss .tip").inner_text() and errors == []
+
+
+def test_charts_are_grouped_and_named_with_their_unit(opened, record):
+    """A closed group stays closed; no title is there twice; sources, scores and memory are where one looks for them."""
+    page, errors = opened(page_payload([run_payload(record)], None))
+    groups = page.locator(".group")
+    names = [name.split()[0] for name in groups.locator("summary").all_inner_texts()]
+    assert names == ["Training", "Validation", "Scores", "Speed", "Memory", "Stability"]
+    titles = page.locator("h3").all_inner_texts()
+    assert len(titles) == len(set(titles))
+    assert "Tokens per second, all ranks together\ntokens/s" in groups.nth(3).inner_text()
+    assert "HellaSwag" in groups.nth(2).inner_text()
+    groups.nth(3).locator("summary").click()
+    page.get_by_role("button", name="steps", exact=True).click()  # draws the page anew
+    assert not page.locator("#speed canvas").count() and errors == []
+    page.locator("#speed summary").click()
+    page.wait_for_selector("#speed canvas")
+    assert all(page.evaluate(INK))
+
+
+def test_what_each_gpu_reads_is_a_chart_of_its_own(opened, tmp_path):
+    """Of all ranks together and of each rank, with the unit beside the title."""
+    run = made_run(tmp_path / "run", noisy_law(50))
+    for step in (51, 52):
+        row = {"hardware/gpu_power_watts": 900.0 + step, "throughput/samples_per_second": 3.0}
+        row |= {f"hardware/gpu_power_watts/{rank}": 450.0 + step + rank for rank in range(2)}
+        append_row(run.metrics, {"step": step, "time": 0, **row, "hardware/gpu_temperature_celsius": 71.0})
+    page, errors = opened(page_payload([run_payload(RunRecord(run.path))], None))
+    shown = page.locator("#memory-and-hardware").inner_text()
+    assert (
+        "GPU power, all ranks together\nW" in shown
+        and "GPU temperature, the hottest of all ranks\n°C" in shown
+    )
+    assert "GPU power of each rank\nW" in shown and "rank 0" in shown and "rank 1" in shown
+    assert "Samples per second, all ranks together\nsamples/s" in page.locator("#speed").inner_text()
+    assert errors == [] and all(page.evaluate(INK))
+
+
+def test_curves_are_downloaded_as_csv(opened, record):
+    """Of one chart and of all, the points that are drawn, also those that are not finite."""
+    page, errors = opened(page_payload([run_payload(record, name='a "b"')], None))
+    with page.expect_download() as chart:
+        page.locator("#loss").get_by_role("button", name="CSV", exact=True).click()
+    with chart.value.path().open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert chart.value.suggested_filename == "loss.csv" and {row["run"] for row in rows} == {'a "b"'}
+    assert {row["metric"] for row in rows} == {"train/loss", "eval/loss"}
+    assert [float(row["value"]) for row in rows if row["step"] == "2001"] == [20.0]
+    with page.expect_download() as whole:
+        page.get_by_role("button", name="All curves as CSV").click()
+    assert "stability/gradient_norm/h.2,3001," in whole.value.path().read_text() and errors == []
+
+
+def test_samples_are_chosen_by_step_and_by_prompt(opened, record):
+    """The newest first; what was chosen stays when the page is drawn anew."""
+    for step in (2000, 2500):
+        for prompt in ("one", "two"):
+            append_row(record.run.samples, {"step": step, "prompt": prompt, "text": f"{prompt} at {step}"})
+    page, errors = opened(page_payload([run_payload(record.refresh())], None))
+    card, text = page.locator("#samples"), page.locator("#samples pre")
+    assert text.inner_text() == "No sample of this prompt at this step." and "step 2,500" in card.inner_text()
+    page.get_by_label("which prompt").fill("2")
+    assert text.inner_text() == "two at 2500" and "prompt 3 of 3" in card.inner_text()
+    page.get_by_label("which step").fill("1")
+    page.get_by_role("button", name="steps", exact=True).click()
+    assert text.inner_text() == "two at 2000" and errors == []
+
+
+def test_overlaid_runs_show_what_differs_and_the_console_of_each(opened, record):
+    """In a table of dotted keys and in the legends; the best validation loss is bold."""
+    payload = run_payload(record)
+    other = {**payload, "name": "other", "best_validation": 4.0, "console": "of the other"}
+    other["recipe"] = {**record.recipe, "training": {"learning_rate": 0.002}}
+    page, errors = opened(page_payload([payload, other], None))
+    assert "training.learning_rate\tleft out\t0.002" in page.locator("#settings tbody").inner_text()
+    assert "other: training.learning_rate 0.002" in page.locator("#loss .legend").inner_text()
+    assert page.locator("td b").all_inner_texts() == ["4.0000"]
+    page.locator("#console summary").click()
+    assert page.locator("#console pre").inner_text() == SCRIPT
+    page.get_by_role("group", name="run").get_by_text("other").click()
+    assert page.locator("#console pre").inner_text() == "of the other" and errors == []
 
 
 def test_events_are_told_in_words(opened, tmp_path):

@@ -1,5 +1,6 @@
 """The report: every spike kept, every text escaped, bad files told, words that hold on curves whose answer is known."""
 
+import csv
 import json
 import math
 import os
@@ -16,8 +17,9 @@ from pretraining.planning.comparison import compare_run
 from pretraining.reporting import live
 from pretraining.reporting.__main__ import main
 from pretraining.reporting.analysis import analyze, forecast, half_fit_error, spike_rows, track_record_of
+from pretraining.reporting.curves import bucket_means, kept_points
 from pretraining.reporting.live import LAST, hurry, live_report
-from pretraining.reporting.page import bucket_means, kept_points, page_payload, page_text, run_payload
+from pretraining.reporting.page import names_of, page_payload, page_text, run_payload
 from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.words import report_end, sentences
 from pretraining.runtime.durable_files import append_row, write_json
@@ -96,6 +98,7 @@ def test_a_page_shows_text_as_text(tmp_path):
         events=[{"event": SCRIPT, "step": 3, "x": SCRIPT}],
     )
     append_row(run.samples, {"step": 40, "prompt": SCRIPT, "text": SCRIPT})
+    run.console_log.write_text(SCRIPT, encoding="utf-8")
     page = page_text(page_payload([run_payload(RunRecord(run.path))], None), SCRIPT)
     plain = page_text(page_payload([], None), "x")
     assert page.count("<script") == plain.count("<script") and page.count("</script") == plain.count(
@@ -103,7 +106,9 @@ def test_a_page_shows_text_as_text(tmp_path):
     )
     (shown,) = embedded(page)["runs"]
     assert (
-        shown["samples"][0]["text"] == SCRIPT == shown["description"]
+        shown["samples"] == {"prompts": [SCRIPT], "steps": [[40, SCRIPT]]}
+        and shown["description"] == SCRIPT
+        and shown["console"] == SCRIPT
         and shown["events"][1]["event"] == SCRIPT
     )
     assert "innerHTML" not in page and "http-equiv" in page and "default-src 'none'" in page
@@ -179,7 +184,10 @@ def test_half_written_and_broken_lines_are_passed_over(tmp_path):
     assert run_payload(record)["num_rows"] == 1
 
 
-@pytest.mark.parametrize("words", [["{}/nowhere"], ["{}/empty"], ["analyze", "{}/empty"], ["{}/a", "{}/b"]])
+BAD_WORDS = [["{}/nowhere"], ["{}/empty"], ["analyze", "{}/empty"], ["{}/a", "{}/b"], ["csv", "{}/a", "{}/b"]]
+
+
+@pytest.mark.parametrize("words", BAD_WORDS)
 def test_bad_folders_cost_one_line(tmp_path, words):
     """No such folder, no metrics, nowhere to write two runs to."""
     for name in ("empty", "a", "b"):
@@ -367,17 +375,19 @@ def test_the_end_of_a_run_says_what_it_took(tmp_path, monkeypatch, capsys):
     write_json(run.mixture, {"validation_note": "Said at the start, by `analyze` and by the report."})
     results = {"eval_loss": 3.5, "eval_bits_per_byte": 2.0, "unigram_bits_per_byte": 4.0}
     measured = {"peak_memory_bytes": 300_000_000}
+    predicted = {"peak_memory_bytes": 290_000_000, "tokens_per_second": 12_500.0}
+    write_json(run.plan, {"predicted": predicted})
     append_row(run.events, {"time": "2001-01-01T05:20:00Z", "event": "end", **results, "measured": measured})
     report_end(run)
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("validation loss 3.5000 nats per token, 2.0000 bits per byte (0.500 of")
-    assert (
-        told[1].startswith(
-            "40 steps, 40,000 tokens in 20.0 minutes, 4.00 s of them in its steps (10,000 tokens/s)"
-        )
-        and "300 MB" in told[1]
-    )
-    assert told[2:] == [f"export: {run.export}", f"report: {run.report}"]
+    told = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert told[0][0] == "result"
+    assert told[0][1].startswith("validation loss 3.5000 nats per token, 2.0000 bits per byte (0.500 of")
+    assert told[1:] == [
+        ["took", "40 steps, 40,000 tokens in 20.0 minutes, 4.00 s of them in its steps: 10,000 tokens/s"],
+        ["measured", "peak memory 300 MB (planned 290 MB), tokens/s, all steps 10,000 (planned 12,500)"],
+        ["export", str(run.export)],
+        ["report", str(run.report)],
+    ]
     monkeypatch.setenv("RANK", "1")
     report_end(run)
     assert not capsys.readouterr().out
@@ -483,6 +493,78 @@ def test_the_writer_is_the_last_in_line_for_the_processor(tmp_path, monkeypatch)
         assert not group.exists() or group.read_text().split()[-1] == str(LAST)
         hurry(process)
         assert not group.exists() or group.read_text().split()[-1] == "0"
+
+
+def test_overlaid_runs_show_the_settings_that_differ(tmp_path):
+    """By dotted key, with defaults for what a recipe leaves out, ranks and versions; in the legend, the first ones."""
+    recipes = {
+        "one": {
+            "training": {"learning_rate": 1e-3},
+            "deepspeed": "zero1",
+            "data": {"sources": [{"path": "a"}]},
+        },
+        "two": {
+            "training": {"learning_rate": 2e-3, "weight_decay": 0.0},
+            "data": {"sources": [{"path": "b"}]},
+        },
+    }
+    for name, recipe in recipes.items():
+        run = made_run(tmp_path / name, noisy_law(20), **{"deepspeed": None} | recipe)
+        write_json(run.plan, {"world_size": len(name)})
+        write_json(run.environment, {"versions": {"torch": name}, "git_commit": "same"})
+    payload = page_payload([run_payload(RunRecord(tmp_path / name)) for name in recipes], None)
+    assert payload["settings"] == [
+        ["deepspeed", '"zero1"', "null"],
+        ["training.learning_rate", "0.001", "0.002"],
+        ["data.sources.0.path", '"a"', '"b"'],
+        ["environment.versions.torch", '"one"', '"two"'],
+    ]
+    assert payload["runs"][1]["label"] == (
+        'two: deepspeed null, training.learning_rate 0.002, data.sources.0.path "b"'
+    )
+    alone = page_payload([run_payload(RunRecord(tmp_path / "one"))], None)
+    assert (alone["settings"], alone["runs"][0]["label"]) == ([], "one")
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    """By their folders; by a number if these have one name too."""
+    records = [
+        RunRecord(made_run(tmp_path / folder, [3.0], name="tiny").path) for folder in ("a/x", "b/y", "c/y")
+    ]
+    assert names_of(records[:1]) == ["tiny"] and names_of(records[:2]) == ["x", "y"]
+    assert names_of(records) == ["x", "y (1)", "y (2)"]
+
+
+def test_every_row_is_written_as_csv(tmp_path, capsys):
+    """One column a metric, of several runs; a missing value is empty, and a NaN is a NaN."""
+    made_run(tmp_path / "one", [3.0, math.nan])
+    run = made_run(tmp_path / "two", [5.0])
+    append_row(run.metrics, {"step": 2, "time": time.time(), "eval/loss": 4.5})
+    main(["csv", str(run.path)])
+    assert capsys.readouterr().out.strip() == str(run.path / "metrics.csv")
+    both = tmp_path / "both.csv"
+    main(["csv", str(tmp_path / "one"), str(run.path), "--output", str(both)])
+    with both.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    shown = [(row["run"], row["step"], row["train/loss"], row["eval/loss"]) for row in rows]
+    assert shown == [
+        ("one", "1", "3.0", ""),
+        ("one", "2", "NaN", ""),
+        ("two", "1", "5.0", ""),
+        ("two", "2", "", "4.5"),
+    ]
+
+
+def test_samples_are_tabled_by_step_and_prompt(tmp_path):
+    """Few steps of many, each with all its prompts; of a step that was repeated, the newer text."""
+    run = made_run(tmp_path / "run", [3.0])
+    for step in range(1, 201):
+        for prompt in ("a", "b"):
+            append_row(run.samples, {"step": step, "prompt": prompt, "text": f"{prompt}{step}"})
+    append_row(run.samples, {"step": 200, "prompt": "b", "text": "again"})
+    samples = run_payload(RunRecord(run.path))["samples"]
+    assert samples["prompts"] == ["a", "b"] and len(samples["steps"]) == 60
+    assert samples["steps"][0] == [1, "a1", "b1"] and samples["steps"][-1] == [200, "a200", "again"]
 
 
 @pytest.mark.parametrize("every_seconds", [None, 0.1])

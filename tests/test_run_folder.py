@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from pretraining.checkpoints.format import read_marker
 from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.resume import start_text
 from pretraining.errors import UserError
+from pretraining.planning.gate import Machine, judge_plan
+from pretraining.planning.gpus import find_gpu
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import append_row
@@ -31,21 +36,33 @@ def last_line(finished) -> str:
     return finished.stderr.splitlines()[-1]
 
 
-def test_a_start_says_what_it_is_and_the_layout_it_continues_from(tmp_path):
-    """Recipe, folder, device, model, tokens, layout; of a checkpoint in another folder also its place."""
+def test_a_start_says_in_three_lines_what_it_is_where_it_begins_and_what_is_planned(tmp_path):
+    """Of a checkpoint also when, by how many ranks, at which stage and on which host it was saved."""
     run = RunFolder(tmp_path / "run")
     first = replace(identity_of(), environment={"device": "CPU (x86_64)"})
-    lines = start_text(run, first, build_run_plan(first.recipe, None, 2)).splitlines()
-    assert lines[0] == f"run     tiny in {run.path}, on CPU (x86_64)" and len(lines) == 5
-    assert lines[1].startswith("model   940,800 parameters: gpt2") and "2 ranks x 8 sequences" in lines[3]
+    recipe, processor = first.recipe, Machine(trains_on_processor=True)
+    lines = start_text(
+        run, first, judge_plan(build_run_plan(recipe, None, 2), recipe, processor)
+    ).splitlines()
+    model = "gpt2 of 940,800 parameters, 2 ranks on CPU (x86_64), zero2, fp32, 1,000 steps, 2,048,000 tokens"
+    assert lines[:2] == [f"run    tiny in {run.path}: {model}", "start  fresh"]
+    assert re.fullmatch(r"plan   \d+ MB of memory on each rank, no time \(.*\), [\d.]+ MB of disk", lines[2])
+    assert len(lines) == 3
     layout = {"world_size": 1, "zero_stage": 3}
     checkpoint = save(run, 141, identity=replace(first, layout=layout))
     again = replace(first, start=Start.at(checkpoint))
-    *_, line = start_text(run, again, build_run_plan(first.recipe, None, 1)).splitlines()
+    h100 = Machine(80e9, find_gpu("H100"), True)
+    plan = judge_plan(build_run_plan(recipe, None, 1), recipe, h100)
+    _, start, planned = start_text(run, again, plan).splitlines()
+    when = read_marker(checkpoint)["saved"]
+    saved = f"saved {when} by 1 rank, zero3 on {socket.gethostname()}"
     done = "step 141 of 1,000, 288,768 tokens seen"
-    assert line == f"continues  from checkpoint-141 (1 rank, zero3): {done}"
-    elsewhere = start_text(RunFolder(tmp_path / "other"), again, build_run_plan(first.recipe, None, 1))
-    assert f"from {checkpoint} (1 rank" in " ".join(elsewhere.split())
+    assert start == f"start  continued from checkpoint-141 ({saved}): {done}"
+    assert re.search(
+        r" MB of 80.0 GB .* at least .* for what is left at [\d,]+ tokens/s, MFU \d+%, \$", planned
+    )
+    elsewhere = start_text(RunFolder(tmp_path / "other"), again, plan)
+    assert f"start  continued from {checkpoint} (saved " in elsewhere
 
 
 def test_a_renamed_checkpoint_continues_where_it_was_saved(workshop, tmp_path):
@@ -218,6 +235,10 @@ def test_a_run_is_finished_for_all_settings_that_change_no_result(tmp_path):
         assert not run.is_finished(recipe)
         run.add_end({"eval_loss": 1.0})
         assert run.is_finished(recipe)
+    earlier = load_recipe("tiny").to_dict()
+    del earlier["evaluation"]["sampling"]  # as a version from before the key wrote it
+    run.recipe.write_text(json.dumps(earlier))
+    assert run.is_finished(recipe)
     for setting in (
         "monitors.hang_minutes=7",
         "checkpoints.keep_last=9",
@@ -229,7 +250,14 @@ def test_a_run_is_finished_for_all_settings_that_change_no_result(tmp_path):
         assert not run.is_finished(load_recipe("tiny", [setting]).to_dict())
 
 
-ARGUMENTS = ("--temperature=-1", "--temperature=nan", "--top-k=-5", "--tokens=-5", "--tokens=many")
+ARGUMENTS = (
+    "--temperature=-1",
+    "--temperature=nan",
+    "--top-k=-5",
+    "--top-p=1.5",
+    "--tokens=-5",
+    "--tokens=many",
+)
 
 
 @pytest.mark.parametrize("argument", ARGUMENTS)

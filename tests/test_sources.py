@@ -74,7 +74,7 @@ def test_tasks_are_neighbours_of_one_source(tmp_path, monkeypatch):
     monkeypatch.setattr("pretraining.data.corpus.TASK_PIECES", 3)
     specs = [{"path": str(write_lines(tmp_path / name))} for name in ("a.jsonl", "b.jsonl")]
     section = Data.of({"name": "two", "sources": specs, "tokenizer": "x"})
-    corpus = Corpus.of(section, open_sources(section.sources))
+    corpus = Corpus.of(section, open_sources(section))
     pieces, tasks = corpus.pieces, corpus.tasks
     assert [number for task in tasks for number in task] == list(range(len(pieces)))
     assert all(len({pieces[number].source for number in task}) == 1 and len(task) <= 3 for task in tasks)

@@ -267,6 +267,7 @@ def test_a_spike_is_told_once_and_skipped_only_where_the_recipe_says_so(tmp_path
     rows = read_rows(watched.run.metrics)
     assert [row["train/loss"] for row in rows] == pytest.approx(losses)
     assert rows[-1]["stability/refused_steps"] == len(left)
+    assert (rows[59]["stability/spikes"], rows[-1]["stability/spikes"]) == (0, 1)
 
 
 @pytest.mark.usefixtures("one_thread")

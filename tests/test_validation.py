@@ -3,6 +3,9 @@
 import json
 import math
 import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pretraining.data.mixture import open_by_source
+from pretraining.data.mixture import ValidationSet, open_by_source
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
@@ -59,6 +62,12 @@ def by_source(entry: dict) -> dict[str, TokenSplit]:
     return {name: parts[number] for number, name in enumerate(("web", "code", "books"))}
 
 
+def sets_of(splits: dict[str, TokenSplit], shares: Sequence[str] = ()) -> list[ValidationSet]:
+    """Each of them as a set, with its share of a mixture."""
+    wished = zip_longest(splits.items(), map(Fraction, shares), fillvalue=Fraction(0))
+    return [ValidationSet(name, split, False, share) for (name, split), share in wished]
+
+
 def recipe_of(max_tokens: int | None = None, batch_size: int = 4, masks: bool = False) -> SimpleNamespace:
     return SimpleNamespace(
         sequence_length=LENGTH,
@@ -77,7 +86,7 @@ def independent_nats(model: Bigrams, split: TokenSplit, num_blocks: int) -> floa
 def test_every_source_is_measured_and_they_add_up(entry):
     """Each source against an independent computation; the total is that of all blocks together."""
     model, splits = Bigrams(), by_source(entry)
-    measured = Validation.of(splits, recipe_of()).measure(model)
+    measured = Validation.of(sets_of(splits), recipe_of()).measure(model)
     nats, tokens = 0.0, 0
     for name, split in splits.items():
         num_blocks = split.num_blocks(LENGTH)
@@ -85,6 +94,9 @@ def test_every_source_is_measured_and_they_add_up(entry):
         assert measured[f"{name}_loss"] == pytest.approx(found / num_blocks / LENGTH, abs=1e-5)
         bits = found / math.log(2) / split.bytes_before(num_blocks * LENGTH + 1)
         assert measured[f"{name}_bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+        assert measured[f"{name}_perplexity"] == pytest.approx(
+            math.exp(found / num_blocks / LENGTH), rel=1e-5
+        )
         nats, tokens = nats + found, tokens + num_blocks * LENGTH
     assert measured["loss"] == pytest.approx(nats / tokens, abs=1e-5)
     assert len({round(measured[f"{name}_loss"], 3) for name in splits}) == 3
@@ -93,7 +105,9 @@ def test_every_source_is_measured_and_they_add_up(entry):
 def test_one_source_is_measured_as_one_split(entry):
     """Without sources to tell apart the metrics are the three of the whole split, whatever its form."""
     split = by_source(entry)["web"]
-    one, other = (Validation.of(given, recipe_of()).measure(Bigrams()) for given in (split, {"web": split}))
+    one, other = (
+        Validation.of(given, recipe_of()).measure(Bigrams()) for given in (split, sets_of({"web": split}))
+    )
     assert one == other and set(one) == {"loss", "perplexity", "bits_per_byte"}
     assert isinstance(Validation.of(split, recipe_of()).dataset, PackedDataset)
 
@@ -112,9 +126,13 @@ def test_masked_documents_count_without_their_first_tokens(entry):
 
 def test_a_limit_is_shared_out_by_size(entry):
     """240 of 424 tokens: in proportion, whole blocks, no source left out."""
-    validation = Validation.of(by_source(entry), recipe_of(max_tokens=240))
+    validation = Validation.of(sets_of(by_source(entry)), recipe_of(max_tokens=240))
     assert [len(part.dataset) for part in validation.parts] == [21, 6, 2]
-    assert [len(part.dataset) for part in Validation.of(by_source(entry), recipe_of(8)).parts] == [1, 1, 1]
+    assert [len(part.dataset) for part in Validation.of(sets_of(by_source(entry)), recipe_of(8)).parts] == [
+        1,
+        1,
+        1,
+    ]
     assert len(validation.dataset) == 29
 
 
@@ -126,8 +144,37 @@ def test_a_source_without_a_block_is_left_out(entry):
         **dict(zip(("web", "code"), open_by_source(TokenSplit(entry["folder"], entry)).values(), strict=True))
     }
     splits["tiny"] = TokenSplit(entry["folder"], {**entry, "tokens": LENGTH - 1, "shards": [tiny]})
-    measured = Validation.of(splits, recipe_of()).measure(Bigrams())
+    measured = Validation.of(sets_of(splits), recipe_of()).measure(Bigrams())
     assert "tiny_loss" not in measured and "code_loss" in measured
+
+
+def test_the_mixture_is_measured_in_its_own_proportions(entry):
+    """Each source's loss by the share that training gives it; a source that is missing leaves no such number."""
+    splits, model = by_source(entry), Bigrams()
+    validation = Validation.of(sets_of(splits, ("1/2", "3/10", "1/5")), recipe_of())
+    measured = validation.measure(model)
+    assert list(measured) == validation.names
+    expected = sum(
+        share * measured[f"{name}_loss"] for name, share in zip(splits, (0.5, 0.3, 0.2), strict=True)
+    )
+    assert measured["mixture_loss"] == pytest.approx(expected) != measured["loss"]
+    # every token of these documents stands for three bytes
+    assert measured["mixture_bits_per_byte"] == pytest.approx(expected / math.log(2) / 3, rel=0.02)
+    del splits["books"]
+    assert "mixture_loss" not in Validation.of(sets_of(splits, ("1/2", "3/10")), recipe_of()).names
+
+
+def test_a_set_beside_the_others_is_no_part_of_the_loss(entry):
+    """It is measured by its name; loss, text and limit of the others stay as they are without it."""
+    splits, model = by_source(entry), Bigrams()
+    beside = ValidationSet("books", splits.pop("books"), beside=True)
+    for limit in (None, 160):
+        alone = Validation.of(sets_of(splits), recipe_of(limit))
+        both = Validation.of([*sets_of(splits), beside], recipe_of(limit))
+        measured = both.measure(model)
+        assert {name: measured[name] for name in alone.names} == alone.measure(model)
+        assert measured.keys() - set(alone.names) == {"books_loss", "books_bits_per_byte"}
+        assert both.unigram_bits_per_byte() == alone.unigram_bits_per_byte()
 
 
 def measure_on_rank(folder: str) -> None:
@@ -136,7 +183,7 @@ def measure_on_rank(folder: str) -> None:
     entry = json.loads(Path(folder, "entry.json").read_text())
     model, passes = Bigrams(), []
     model.register_forward_hook(lambda *_: passes.append(1))
-    measured = Validation.of(by_source(entry), recipe_of(batch_size=3)).measure(model)
+    measured = Validation.of(sets_of(by_source(entry)), recipe_of(batch_size=3)).measure(model)
     Path(folder, f"{rank}.json").write_text(json.dumps({**measured, "passes": len(passes)}))
     leave_ranks()
 
@@ -147,7 +194,7 @@ def test_two_ranks_measure_the_same(entry, tmp_path):
     finished = execute(["forked", "2", "-m", "tests.test_validation", tmp_path])
     assert finished.code == 0, finished.output
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    alone = Validation.of(by_source(entry), recipe_of()).measure(Bigrams())
+    alone = Validation.of(sets_of(by_source(entry)), recipe_of()).measure(Bigrams())
     assert first == second and first.pop("passes") > 0
     assert first == pytest.approx(alone, rel=1e-6)
 

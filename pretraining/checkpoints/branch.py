@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import MARKER, flush_folder, read_marker
 from pretraining.checkpoints.identity import Start
-from pretraining.errors import UserError, nearest
+from pretraining.errors import UserError
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, load_recipe, recipe_schema
@@ -23,7 +23,7 @@ from pretraining.recipe.schedule import DECAYING, SCHEDULE_FREE, STABLE
 from pretraining.refusals import load_run
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import display_path, problem, read_json
+from pretraining.schema import display_path, problem, read_json, suggestion
 
 DECIDED = {"training": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")}
 DECIDED |= {"budget": ("tokens", "warmup_tokens", "decay_tokens")}
@@ -110,7 +110,7 @@ def settings_of(path: Path) -> tuple[str, ...]:
         if section == "description":
             continue
         if section not in sections or not isinstance(values, dict):
-            near = nearest(section, sections)
+            near = suggestion(section, recipe_schema()) or ""
             raise UserError(
                 f"{where}: {section} is no section of a recipe{near}; write {{section: {{key: value}}}}"
             )
@@ -127,7 +127,7 @@ def _staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage,
     changed: `earlier` with the stage's settings.
     """
     _refuse_settings(earlier, changed, stage, checkpoint)
-    start = Start(checkpoint, marker["step"], marker["tokens"])
+    start = Start(checkpoint, marker["step"], marker["tokens"], tuple(marker["changes"]))
     sizes, values = changed.step_sizes, changed.to_dict()
     if start.step < sizes.ramp_steps:
         raise UserError(
@@ -137,7 +137,8 @@ def _staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage,
     # Checked with the earlier recipe: the checkpoint was trained by its schedule.
     warmup = _stable_since(earlier, start, checkpoint)
     if changed.budget.warmup_tokens is None:
-        values["training"]["warmup_steps"] = warmup
+        # the new schedule counts the steps as they are now; the warm-up is over in any size
+        values["training"]["warmup_steps"] = min(warmup, start.step)
     schedule, values["budget"]["decay_tokens"] = _schedule(stage, changed)
     values["training"] |= schedule
     tokens = start.tokens + stage.steps * sizes.full
@@ -188,9 +189,8 @@ def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
     """Return the full steps of warm-up before the stable rate; `UserError` if the rate at `start` is not stable."""
     training = recipe.training_keywords
     progress, unit = start.progress(recipe), recipe.tokens_per_step
-    now, total = progress.step, progress.last_step
-    if recipe.schedule_counts_tokens:
-        now, total = progress.full_steps_at(now), progress.full_steps_at(total)
+    count = progress.full_steps_at if recipe.schedule_counts_tokens else progress.schedule_steps_at
+    now, total = count(progress.step), count(progress.last_step)
     kind, kwargs = training.lr_scheduler_type, training.lr_scheduler_kwargs or {}
     if kind not in STABLE:
         raise UserError(

@@ -26,20 +26,22 @@ from pretraining.checkpoints.folders import (
     step_in_name,
 )
 from pretraining.checkpoints.format import MARKER, marker_or_nothing, read_marker
-from pretraining.checkpoints.identity import Identity, Start, described_data
+from pretraining.checkpoints.identity import GIVEN, Identity, Start, described_data
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.data.mixture import format_table
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.packing import cuts_text
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import GaveUp, UserError
-from pretraining.planning.quantities import facts, several
+from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import RunPlan
-from pretraining.planning.screen import run_facts
+from pretraining.planning.screen import plan_line, run_line
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
+from pretraining.recipe.progress import RAMP, STEP_SIZE
 from pretraining.recipe.schedule import CONSTANT, DECAYING
+from pretraining.recipe.sections import Weights
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.journal import NOTHING_HEALED, Journal, Rollback
 from pretraining.runtime.lock import move_lock
@@ -48,7 +50,7 @@ from pretraining.runtime.restarts import launch_details
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import differences, display_path, listed
 
-STEP_SIZES = ("budget.tokens_per_step", "budget.ramp")
+STEP_SIZES = (STEP_SIZE, RAMP)
 """Keys that say how many tokens a step has."""
 
 
@@ -204,6 +206,7 @@ def _data_change(earlier: dict, now: dict, changes: list[Change]) -> list[Change
 
 
 def _refuse_other_shape(checkpoint: Path, earlier: dict, now: dict) -> None:
+    earlier, _ = Weights.split(earlier)
     if earlier["model_type"] != now["model_type"] or model_size(earlier).parts != model_size(now).parts:
         raise UserError(
             f"{checkpoint} holds weights of other shapes: {listed(differences(earlier, now, 'model'))}; give this "
@@ -263,24 +266,50 @@ def open_run(
             # None: the blocks are not packed.
             **({} if cuts is None else {"cuts": cuts}),
         )
+        if start.initial_weights and start.checkpoint is None:
+            run.add_event(GIVEN, **start.initial_weights)
         plan.verdict.keep(run, start.step)
 
     from_rank_0(write)
 
 
 def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
-    """Return what a run is and where it begins, in a few lines."""
+    """Return what a run is, where it begins and what is planned, a line each."""
     recipe, start = identity.recipe, identity.start
-    rows = [("run", f"{recipe.name} in {display_path(run.path)}, on {identity.environment['device']}")]
-    rows += run_facts(recipe, plan, "rank")
-    if start.checkpoint is not None:
-        marker, place = read_marker(start.checkpoint), start.checkpoint
-        # Only the name of a checkpoint of this run: its folder is in the line above.
-        name = place.name if place.parent.absolute() == run.path.absolute() else display_path(place)
-        stage = "no DeepSpeed" if marker["zero_stage"] is None else f"zero{marker['zero_stage']}"
-        done = f"step {start.step:,} of {start.progress(recipe).last_step:,}, {start.tokens:,} tokens seen"
-        rows.append(("continues", f"from {name} ({several(marker['ranks'], 'rank')}, {stage}): {done}"))
-    return facts(rows)
+    progress = start.progress(recipe)
+    left = 1 - start.tokens / max(1, progress.tokens_at(progress.last_step))
+    rows = [
+        ("run", run_line(recipe, plan, display_path(run.path), identity.environment["device"])),
+        ("start", _start_line(run, start, progress.last_step)),
+        ("plan", plan_line(recipe, plan, left)),
+    ]
+    return "\n".join(f"{label:<7}{line}" for label, line in rows)
+
+
+def _start_line(run: RunFolder, start: Start, last_step: int) -> str:
+    """Write `fresh`, or from which checkpoint a run continues, and when, where and by what that was saved."""
+    if start.checkpoint is None:
+        return _given_words(start.initial_weights) if start.initial_weights else "fresh"
+    marker, place = read_marker(start.checkpoint), start.checkpoint
+    # Only the name of a checkpoint of this run: its folder is in the line above.
+    name = place.name if place.parent.absolute() == run.path.absolute() else display_path(place)
+    stage = "without DeepSpeed" if marker["zero_stage"] is None else f"zero{marker['zero_stage']}"
+    host = f" on {marker['host']}" if "host" in marker else ""  # older markers do not name it
+    saved = f"saved {marker['saved']} by {several(marker['ranks'], 'rank')}, {stage}{host}"
+    return (
+        f"continued from {name} ({saved}): step {start.step:,} of {last_step:,}, {start.tokens:,} tokens seen"
+    )
+
+
+def _given_words(given: dict) -> str:
+    """Describe the weights from which a run begins."""
+    words = f"from the weights of {given['source']} ({given['digest']})"
+    if given["tokenizer"] != "the same":
+        words += "; no tokenizer there to compare"
+    for name, rows in given["added_rows"].items():
+        words += f"; {name}: {rows:,} new rows, each the mean of the others" if rows > 0 else ""
+        words += f"; {name}: without the last {-rows:,} rows" if rows < 0 else ""
+    return words + (f"; not in use: {listed(given['unused'])}" if given["unused"] else "")
 
 
 def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
@@ -301,17 +330,23 @@ def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
 
 
 def _effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
-    """Return what a recorded change of the steps' sizes does to the learning rate, and the remedy; "" if nothing.
-
-    A schedule that counts steps continues at the same step, which is now another share of the run than before.
-    """
-    kind, last = recipe.training.lr_scheduler_type, start.progress(recipe).last_step
+    """Return what a recorded change of the steps' sizes means for the learning rate; "" if nothing."""
+    kind, progress = recipe.training.lr_scheduler_type, start.progress(recipe)
+    place, last = progress.schedule_steps_at(start.step), progress.last_step
     # After its warm-up, a constant rate is the same at any step.
-    is_flat = kind == CONSTANT[0] or (kind in CONSTANT and start.step >= recipe.warmup_steps(last))
+    is_flat = kind == CONSTANT[0] or (
+        kind in CONSTANT and place >= recipe.warmup_steps(progress.schedule_steps_at(last))
+    )
     if change["key"] not in STEP_SIZES or recipe.schedule_counts_tokens or is_flat:
         return ""
     keys = "budget.warmup_tokens (in place of training.warmup_steps)"
     keys += " or budget.decay_tokens" if kind == DECAYING else ""
+    if any(resize.step == start.step for resize in progress.resizes):
+        size = progress.resizes[0].earlier
+        return (
+            f"the learning rate stays where it was: the schedule {kind} goes on in steps of {size:,} tokens, and so do "
+            f"training.warmup_steps and its other lengths; {keys} says the same in tokens"
+        )
     return (
         f"the learning rate moves by it: the schedule {kind} counts steps, and has {last - start.step:,} left after "
         f"{start.step:,}, whatever their tokens; {keys} lets it count tokens, so that the rate stays where it is"

@@ -13,7 +13,7 @@ from pretraining.data.manifest import FORMAT, digest_of
 from pretraining.data.sources import TextSource, source_from_json
 from pretraining.data.text_files import Document, Extent
 from pretraining.errors import UserError
-from pretraining.recipe.data import Data
+from pretraining.recipe.data import Data, TextOrigin
 
 SPLIT_SEED = 0x73706C6974
 BATCH_BYTES = 1 << 20
@@ -122,9 +122,13 @@ class Corpus:
     """The pieces that are tokenized together: neighbours of one source."""
 
     @classmethod
-    def of(cls, data: Data, sources: list[TextSource]) -> "Corpus":
-        """Cut the opened sources of a data section, which may read their files' footers."""
-        places = [spec.path or spec.dataset or spec.builtin for spec in data.sources]
+    def of(cls, data: Data, sources: list[TextSource], specs: Sequence[TextOrigin] | None = None) -> "Corpus":
+        """Cut the opened sources `specs` of a data section, which may read their files' footers.
+
+        specs: None for its training sources.
+        """
+        specs = data.sources if specs is None else specs
+        places = [spec.path or spec.dataset or spec.called for spec in specs]
         pieces = [
             Piece(number, extents)
             for number, source in enumerate(sources)

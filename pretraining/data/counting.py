@@ -59,7 +59,8 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
 
     `num_documents` limits the count to the first documents of each source. Raises UserError as a preparation does.
     """
-    data, sources = recipe.data, open_sources(recipe.data.sources)
+    data = recipe.data
+    sources = open_sources(data)[: len(data.sources)]  # of training
     with Progress("counting", show_progress) as progress, tempfile.TemporaryDirectory() as folder:
         # A tokenizer that is to be trained is trained in the temporary folder, and is gone after the count.
         encoder = _open_encoder(recipe, Corpus.of(data, sources), Path(folder), progress)

@@ -25,6 +25,7 @@ DECIDING_KEYS = (
     "sources",  # the texts, in this order: of each source what follows
     "tokenizer",  # the ids
     "validation_share",  # on which side of the split a document is
+    "validation",  # other texts on that side
     "skip_undecodable",
     "filters",
     "dedup",
@@ -66,18 +67,26 @@ SHAPE = {
 def deciding_section(data: dict) -> dict:
     """Take the part of a data section that decides the prepared bytes; a key that is not given has its default."""
     whole = filled(data, recipe_schema()["properties"]["data"])
-    sources = [
-        {key: spec[key] for key in DECIDING_SOURCE_KEYS if spec.get(key) is not None}
-        for spec in whole["sources"]
-    ]
-    return {key: sources if key == "sources" else whole.get(key) for key in DECIDING_KEYS}
+    found = {key: whole.get(key) for key in DECIDING_KEYS} | {"sources": _deciding_sources(whole["sources"])}
+    if found["validation"]:
+        found["validation"] |= {"sources": _deciding_sources(found["validation"]["sources"])}
+    return found
+
+
+def _deciding_sources(specs: list[dict]) -> list[dict]:
+    return [{key: spec[key] for key in DECIDING_SOURCE_KEYS if spec.get(key) is not None} for spec in specs]
+
+
+def source_entries(manifest: dict) -> list[dict]:
+    """List the entries of all sources as shards number them: those of training, then data.validation's own."""
+    return [*manifest["sources"], *manifest.get("validation_sources", ())]
 
 
 def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None = None) -> list[str]:
     """List how a prepared data set differs from what a data section asks for, one short text for each difference.
 
-    Keys that only say how data is read do not count. `fingerprints` are those of the sources now; None if the sources
-    need not be there.
+    Keys that only say how data is read do not count. `fingerprints` are those of the sources now, of training and then
+    of validation; None if the sources need not be there.
     """
     if "converted_from" in manifest:
         return [f"it was converted from {manifest['converted_from']['format']} files, not prepared from text"]
@@ -85,9 +94,11 @@ def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None
     found = differences(deciding_section(manifest["data"]), deciding_section(data), "data")
     if found:
         return list(map(str, found))
+    places = [f"data.sources.{number}" for number in range(len(manifest["sources"]))]
+    places += [f"data.validation.sources.{n}" for n in range(len(manifest.get("validation_sources", ())))]
     texts = [
-        _source_difference(f"data.sources.{number}", manifest["sources"][number], here)
-        for number, here in enumerate(fingerprints or [])
+        _source_difference(place, there, here)
+        for place, there, here in zip(places, source_entries(manifest), fingerprints or [], strict=False)
     ]
     texts.append(tokenizer_difference(manifest, data))
     if fingerprints is not None:

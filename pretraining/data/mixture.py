@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pretraining.data.interleaving import InterleavedStage, Interleaving
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
-from pretraining.recipe.data import WishedStage, is_mixed, read_stages, source_names
+from pretraining.recipe.data import WishedStage, is_mixed, read_stages, run_shares, source_names
 from pretraining.schema import display_path, problem
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Mixture(NamedTuple):
             "tokens": num_samples * self.sequence_length,
             "stages": stages,
             "run": run,
-            "validation_note": _validation_note(run["sources"], self.validation_tokens),
+            "validation_note": _validation_note(run["sources"], self.validation_tokens, self.sequence_length),
         }
 
     def _table_part(self, start: int, stop: int, stage: InterleavedStage | None = None) -> dict:
@@ -108,8 +108,11 @@ def build_mixture(data: "PreparedData", recipe: "Recipe", num_samples: int) -> M
     sizes = [split.num_blocks(length) for split in splits]
     wished = read_stages(recipe.data, names, sizes, num_samples, length, where)
     interleaving = Interleaving([InterleavedStage.of(*stage) for stage in wished])
-    # A source may have no document in validation.
+    # A source may have no document in validation, and one that has the name of a validation source is judged by that.
     held_out = [validation[n].num_tokens if n in validation else 0 for n in range(len(names))]
+    for number, own in enumerate(recipe.data.validation.sources if recipe.data.validation else []):
+        if own.called in names:
+            held_out[names.index(own.called)] = validation[len(names) + number].num_tokens
     mixture = Mixture(names, splits, interleaving, length, held_out)
     _check_epochs(mixture, wished, recipe, num_samples, where)
     return mixture
@@ -122,20 +125,69 @@ def open_by_source(split: TokenSplit) -> dict[int, TokenSplit]:
     return {source: split.part(sources.index(source), ends[source]) for source in sorted(ends)}
 
 
-def validation_by_source(data: "PreparedData", recipe: "Recipe") -> TokenSplit | dict[str, TokenSplit]:
-    """Open the validation split: {source: its part} if several sources with names of their own hold text."""
-    names, parts = source_names(recipe.data, display_path(recipe.path)), open_by_source(data.validation)
+class ValidationSet(NamedTuple):
+    """A part of the validation split that is measured by itself."""
+
+    name: str | None
+    """None: the part has no number of its own."""
+    split: TokenSplit
+    beside: bool = False
+    """Whether it is measured beside the loss of the run, and is no part of it."""
+    share: Fraction = Fraction(0)
+    """Of the run's mixture, what this set stands for; 0 for all sets if the run has no mixture."""
+
+
+def validation_sets(data: "PreparedData", recipe: "Recipe") -> list[ValidationSet]:
+    """Open the validation split: the held-out share, by source if several have names of their own, and other sources.
+
+    The sources of `data.validation` are measured beside the held-out share; without a share, they are the validation.
+    """
+    where = display_path(recipe.path)
+    names, parts = source_names(recipe.data, where), open_by_source(data.validation)
+    own = recipe.data.validation.sources if recipe.data.validation else []
+    shares = dict(zip(names, _shares_of_run(data, recipe, names, where), strict=False))
+    held_out = {number: part for number, part in parts.items() if number < len(names)}
+    sets = [
+        ValidationSet(names[number], part, False, shares[names[number]]) for number, part in held_out.items()
+    ]
     # Losses by source need names that tell the sources apart.
-    if len(parts) < 2 or len(set(names)) < len(names):
-        return data.validation
-    return {names[number]: part for number, part in parts.items()}
+    if len(sets) < 2 or len(set(names)) < len(names):
+        own_shards = sum(len(part.shard_entries) for number, part in parts.items() if number >= len(names))
+        of_share = (
+            data.validation.part(0, len(data.validation.shard_entries) - own_shards)
+            if own
+            else data.validation
+        )
+        sets = [ValidationSet(None, of_share)] if of_share.num_tokens else []
+    beside = bool(sets)
+    for number, source in enumerate(own):
+        # Without a share, a set of a training source's name stands for that source.
+        share = Fraction(0) if beside else shares.get(source.called, Fraction(0))
+        part = _large_enough(
+            parts.get(len(names) + number), source.called, recipe.sequence_length, where, own=True
+        )
+        sets.append(ValidationSet(source.called, part, beside, share))
+    return sets
 
 
-def _large_enough(split: TokenSplit | None, name: str, sequence_length: int, where: str) -> TokenSplit:
+def _shares_of_run(data: "PreparedData", recipe: "Recipe", names: list[str], where: str) -> list[Fraction]:
+    """Return what the recipe's mixture promises each source over the whole run: [sources]; zeros without a mixture."""
+    if not is_mixed(recipe.data):
+        return [Fraction(0)] * len(names)
+    length, train = recipe.sequence_length, open_by_source(data.train)
+    sizes = [train[number].num_blocks(length) if number in train else 0 for number in range(len(names))]
+    wished = read_stages(recipe.data, names, sizes, recipe.num_samples, length, where)
+    return run_shares(wished, recipe.num_samples)
+
+
+def _large_enough(
+    split: TokenSplit | None, name: str, sequence_length: int, where: str, own: bool = False
+) -> TokenSplit:
     num_tokens, wanted = split.num_tokens if split else 0, sequence_length + 1
     if num_tokens < wanted:
+        key, kind = ("data.validation.sources", "validation") if own else ("data.sources", "training")
         raise UserError(
-            f"{where}: data.sources: {name!r} has {num_tokens:,} training tokens, too few "
+            f"{where}: {key}: {name!r} has {num_tokens:,} {kind} tokens, too few "
             f"for one block of {wanted:,}; add text or leave the source out"
         )
     return split
@@ -146,13 +198,14 @@ def _check_epochs(
 ) -> None:
     """Refuse a run which reads a source more often than its `max_epochs`, and list the remedies."""
     draws, length = mixture.interleaving.realised(num_samples), mixture.sequence_length
+    shares = run_shares(wished, num_samples)
     for source, (name, num_blocks) in enumerate(zip(mixture.names, mixture.num_blocks, strict=True)):
         limit = recipe.data.sources[source].max_epochs
         limit = DEFAULT_MAX_EPOCHS if limit is None else limit
         # By its decimal text: a limit of 1.1 means 11/10, not the nearest double.
         allowed = Fraction(repr(limit)) * num_blocks
         # The shares as written decide; those rounded to a grid may pass the limit by a hair.
-        wish = _wished_draws(wished, source, num_samples)
+        wish = num_samples * shares[source]
         if wish <= allowed and draws[source] <= allowed * (1 + _ROUNDING_SLACK) + 1:
             continue
         most: Any = max(wish, int(draws[source]))
@@ -171,12 +224,6 @@ def _check_epochs(
             f"{'is' if limit == 1 else 'are'} allowed; {', or '.join(remedies)}"
         )
         raise problem(where, f"data.sources.{source}", what)
-
-
-def _wished_draws(wished: Sequence[WishedStage], source: int, num_samples: int) -> Fraction:
-    """Count the blocks of a source that the shares as written take for a run of `num_samples`."""
-    stops = [num_samples if stage.stop is None else stage.stop for stage in wished]
-    return sum((stop - stage.start) * stage.shares[source] for stage, stop in zip(wished, stops, strict=True))
 
 
 def _smaller_share_or_run(
@@ -215,12 +262,13 @@ def _check_epochs_of_stream(recipe: "Recipe", num_blocks: int, num_samples: int,
     raise problem(where, "data.sources max_epochs", what)
 
 
-def _validation_note(rows: Sequence[dict], validation_tokens: Sequence[int]) -> str | None:
+def _validation_note(rows: Sequence[dict], validation_tokens: Sequence[int], length: int) -> str | None:
     """Write one sentence for a reader who compares training and validation loss; None if both have the same mixture.
 
     rows: those of the run, as `Mixture.table` makes them. validation_tokens: [sources] tokens of the validation split.
+    length: tokens of a block.
     """
-    # Validation is never mixed: it keeps the natural proportions of the sources.
+    # The validation loss is never mixed: it keeps the natural proportions of the sources.
     total = sum(validation_tokens)
     if not total:
         return None
@@ -232,7 +280,10 @@ def _validation_note(rows: Sequence[dict], validation_tokens: Sequence[int]) -> 
         return None
     furthest = sorted(shares, key=lambda share: -abs(share[1] - share[2]))[:_MOST_NAMED]
     named = ", ".join(f"{name} {trained:.0%} and {validated:.0%}" for name, trained, validated in furthest)
-    return f"Training and validation hold different shares of the sources ({named}): compare their losses by source."
+    differing = f"Training and validation hold different shares of the sources ({named})"
+    if min(validation_tokens) > length:
+        return f"{differing}: compare the training loss with eval/mixture_loss."
+    return f"{differing}: compare their losses by source."
 
 
 def format_table(table: dict) -> str:

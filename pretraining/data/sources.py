@@ -21,7 +21,7 @@ from pretraining.data.text_files import (
     read_documents,
 )
 from pretraining.errors import UserError, nearest, require
-from pretraining.recipe.data import Source
+from pretraining.recipe.data import Data, Source, TextOrigin
 
 # Folders of other packages, tests and bytecode: none is text of the library.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -176,11 +176,10 @@ TextSource = FileSource | HubSource
 """Both stream documents, can be cut into extents, and know what their text depends on."""
 
 
-def open_source(spec: Source, number: int = 0) -> TextSource:
-    """Open the source that entry `number` of `data.sources` describes; UserError if there is nothing to read."""
-    key = f"data.sources.{number}"
+def open_source(spec: TextOrigin, key: str = "data.sources.0") -> TextSource:
+    """Open the source that the entry at `key` of the recipe describes; UserError if there is nothing to read."""
     column = TextColumn(spec.text_column, f"{key}.text_column")
-    if spec.builtin is not None:
+    if isinstance(spec, Source) and spec.builtin is not None:
         return _builtin_source(spec.builtin, f"{key}.builtin")
     if spec.dataset is not None:
         return HubSource(spec.dataset, spec.config, spec.split, spec.revision, column, key)
@@ -189,9 +188,9 @@ def open_source(spec: Source, number: int = 0) -> TextSource:
     raise UserError(f"{key}: names no source; give one of builtin, path, dataset")
 
 
-def open_sources(specs: list[Source]) -> list[TextSource]:
-    """Open every entry of `data.sources`."""
-    return [open_source(spec, number) for number, spec in enumerate(specs)]
+def open_sources(data: Data) -> list[TextSource]:
+    """Open every entry of `data.sources`, then every entry of `data.validation.sources`."""
+    return [open_source(spec, key) for key, spec in data.text_origins]
 
 
 def source_from_json(values: dict) -> TextSource:

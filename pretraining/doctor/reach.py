@@ -27,7 +27,7 @@ from pretraining.doctor.launch import Launch
 from pretraining.doctor.machine import trackers_of
 from pretraining.errors import UserError, require
 from pretraining.planning.quantities import several
-from pretraining.recipe.data import Source
+from pretraining.recipe.data import TextOrigin
 from pretraining.runtime.host import (
     GLOO_INTERFACE,
     existing_folder,
@@ -199,7 +199,7 @@ def _questions(launch: Launch) -> Iterator[tuple[Question, Callable[[], Finding]
     recipe = launch.recipe
     yield ("data", "prepared data"), partial(_prepared, launch)
     if not launch.data_is_prepared:
-        yield from map(_of_source, recipe.data.sources)
+        yield from (_of_source(source) for _, source in recipe.data.text_origins)
         tokenizer = recipe.data.tokenizer
         if isinstance(tokenizer, str):
             yield ("tokenizer", tokenizer), partial(_tokenizer, tokenizer)
@@ -214,7 +214,7 @@ def _questions(launch: Launch) -> Iterator[tuple[Question, Callable[[], Finding]
         yield ("tracker", "wandb"), _wandb
 
 
-def _of_source(source: Source) -> tuple[Question, Callable[[], Finding]]:
+def _of_source(source: TextOrigin) -> tuple[Question, Callable[[], Finding]]:
     """Make the question that a source needs."""
     # The repository is its key: it is asked about once, also if several of its folders are sources.
     name, path = source.dataset, source.path
@@ -225,7 +225,7 @@ def _of_source(source: Source) -> tuple[Question, Callable[[], Finding]]:
         kind = parts.pop(0).removesuffix("s") if parts[0] in ("datasets", "spaces") else "model"
         repository = "/".join(parts[:2]).partition("@")[0]
         return ("data", repository), partial(_repository, "data", kind, repository)
-    place = name or path or source.builtin
+    place = name or path or source.called
     return ("data", place), partial(_files, source)
 
 
@@ -243,10 +243,10 @@ def _prepared(launch: Launch) -> Finding:
     return Finding("data", FINE, what)
 
 
-def _files(source: Source) -> Finding:
+def _files(source: TextOrigin) -> Finding:
     """Count the files of this machine, or of a store that fsspec reaches."""
     if source.path is None:
-        return Finding("data", FINE, f"{source.dataset or source.builtin}: on this machine")
+        return Finding("data", FINE, f"{source.dataset or source.called}: on this machine")
     return Finding("data", FINE, f"{source.path}: {len(list_files(source.path, READABLE_SUFFIXES)):,} files")
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from pretraining.command_line import (
     not_negative_number,
     positive_integer,
 )
-from pretraining.data.mixture import validation_by_source
+from pretraining.data.mixture import validation_sets
 from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError, one_line_errors
+from pretraining.planning.quantities import share
 from pretraining.recipe import Recipe, load_recipe
+from pretraining.recipe.sections import Sampling
 from pretraining.runtime.run_folder import RunFolder
 
 EXAMPLES = """examples:
@@ -89,16 +92,22 @@ def evaluate(export: Path, data: PreparedData, recipe: Recipe, options: argparse
     from pretraining.evaluation.validation import Validation
 
     model, tokenizer = _load_model(export, recipe), _load(export, "AutoTokenizer")
-    validation = Validation.of(validation_by_source(data, recipe), recipe)
+    validation = Validation.of(validation_sets(data, recipe), recipe)
     results = {**validation.measure(model), "unigram_bits_per_byte": validation.unigram_bits_per_byte()}
     if options.sample:
         # The recipe may list no prompt: then the sample starts from the end-of-text token.
         prompt = [*prompts_of(recipe), ""][0] if options.prompt is None else options.prompt
         num_tokens = recipe.evaluation.sample_tokens if options.tokens is None else options.tokens
-        results["sample"] = sample_text(
-            model, tokenizer, prompt, num_tokens, options.temperature, options.top_k, options.seed
-        )
+        results["sample"] = sample_text(model, tokenizer, prompt, num_tokens, _sampling(recipe, options))
     return results
+
+
+def _sampling(recipe: Recipe, options: argparse.Namespace) -> Sampling:
+    """Take the recipe's settings, with what the command line says instead."""
+    names = [each.name for each in fields(Sampling)]
+    return replace(
+        recipe.evaluation.sampling, **{n: v for n in names if (v := getattr(options, n)) is not None}
+    )
 
 
 def _load_model(export: Path, recipe: Recipe | None) -> Any:
@@ -154,6 +163,11 @@ def _readable(results: dict) -> str:
         f"bits per byte     {results['bits_per_byte']:.4f}  "
         f"(unigram entropy of the same tokens {results['unigram_bits_per_byte']:.4f})",
     ]
+    sets = [name.removesuffix("_loss") for name in results if name.endswith("_loss")]
+    width = max([16, *map(len, sets)])
+    for name in sets:
+        loss, bits = results[f"{name}_loss"], results[f"{name}_bits_per_byte"]
+        lines.append(f"{name:{width}}  {loss:.4f} nats per token, {bits:.4f} bits per byte")
     return "\n".join([*lines, "", results["sample"]] if "sample" in results else lines)
 
 
@@ -183,10 +197,13 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--tokens", type=not_negative_integer, help="length of the sample (default: evaluation.sample_tokens)"
     )
     parser.add_argument(
-        "--temperature", type=not_negative_number, default=0.8, help="0 is greedy (default 0.8)"
+        "--temperature",
+        type=not_negative_number,
+        help="0 is greedy (default: evaluation.sampling of the recipe)",
     )
-    parser.add_argument("--top-k", type=positive_integer, default=50, help="default 50")
-    parser.add_argument("--seed", type=not_negative_integer, default=0, help="default 0")
+    parser.add_argument("--top-k", type=positive_integer, help="draw among so many of the likeliest tokens")
+    parser.add_argument("--top-p", type=share, help="draw among the likeliest with this probability together")
+    parser.add_argument("--seed", type=not_negative_integer, help="of the draws")
     parser.add_argument("--no-sample", dest="sample", action="store_false", help="measure only")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(arguments)

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from pretraining.data.mixture import validation_by_source
+from pretraining.data.mixture import validation_sets
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import UserError, nearest
 from pretraining.evaluation.harness import Harness
@@ -41,7 +41,7 @@ class Evaluator:
     ) -> None:
         section = recipe.evaluation
         self.callbacks = () if run is None else (SamplingCallback(run, recipe, tokenizer),)
-        self.validation = Validation.of(validation_by_source(data, recipe), recipe)
+        self.validation = Validation.of(validation_sets(data, recipe), recipe)
         self.scorers = build_scorers(
             section.tasks,
             section.hellaswag,

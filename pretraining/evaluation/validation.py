@@ -1,7 +1,8 @@
 """Validation loss, perplexity and bits per byte: exact over the set, the same at any world size."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +13,11 @@ from torch.utils.data import ConcatDataset
 
 from pretraining.data.document_masking import IGNORED, stack_blocks
 from pretraining.data.manifest import entropy_bits
+from pretraining.data.mixture import ValidationSet
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
 from pretraining.evaluation.sampling import evaluation_mode
+from pretraining.metric_names import perplexity
 from pretraining.recipe import Recipe
 from pretraining.runtime.process_group import rank_and_world_size
 
@@ -31,7 +34,7 @@ def batch_size_of(recipe: Recipe) -> int:
 
 
 class Part(NamedTuple):
-    """The validation blocks of one source."""
+    """The validation blocks of one set."""
 
     name: str | None
     """None if the split is not measured by source."""
@@ -39,6 +42,10 @@ class Part(NamedTuple):
     """Map-style, {"input_ids": int64 [length], "labels": int64 [length]}, labels already the next tokens."""
     num_bytes: float
     """UTF-8 bytes of text behind those labels."""
+    beside: bool = False
+    """Whether the set is no part of the loss of the run."""
+    share: Fraction = Fraction(0)
+    """Of the run's mixture."""
 
 
 class Validation:
@@ -51,41 +58,30 @@ class Validation:
         self.dataset = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
 
     @classmethod
-    def of(cls, splits: TokenSplit | Mapping[str, TokenSplit], recipe: Recipe) -> "Validation":
+    def of(cls, sets: TokenSplit | Sequence[ValidationSet], recipe: Recipe) -> "Validation":
         """Take the whole validation split, or its first `evaluation.max_validation_tokens`.
 
-        If `splits` is {source: its part of the split}, each source is also measured by itself. The tokens are then
-        divided in proportion to the sizes of the sources, and each source that has a block gets at least one.
+        Of several sets each is also measured by itself. The tokens are then divided in proportion to the sizes of the
+        sets, and each that has a block gets at least one. The sets beside the others get as many tokens again.
         """
-        length, max_tokens = recipe.sequence_length, recipe.evaluation.max_validation_tokens
-        masks_documents = recipe.data.document_masking
-        named = {None: splits} if isinstance(splits, TokenSplit) else splits
-        # A source with less than one block is not measured, unless there is no other.
-        named = {name: split for name, split in named.items() if split.num_blocks(length)} or named
-        counts = {name: split.num_blocks(length) for name, split in named.items()}
-        total = sum(counts.values())
-        wanted = total if max_tokens is None else min(total, max(1, max_tokens // length))
-        return cls(
-            [
-                _first_blocks(
-                    name, split, length, max(1, counts[name] * wanted // max(1, total)), masks_documents
-                )
-                for name, split in named.items()
-            ],
-            batch_size_of(recipe),
-        )
+        sets = [ValidationSet(None, sets)] if isinstance(sets, TokenSplit) else sets
+        groups = [[each for each in sets if each.beside is beside] for beside in (False, True)]
+        parts = [part for group in groups for part in _parts(group, recipe)]
+        return cls(parts, batch_size_of(recipe))
 
     @property
     def names(self) -> list[str]:
         """Names of the metrics that `measure` returns."""
-        sources = [part.name for part in self.parts] if len(self.parts) > 1 else []
-        ours = ("loss", "bits_per_byte")
-        return [
-            "loss",
-            "perplexity",
-            "bits_per_byte",
-            *(f"{each}_{name}" for each in sources for name in ours),
-        ]
+        # With one set these would repeat the totals.
+        sets = [part.name for part in self.parts if part.name is not None] if len(self.parts) > 1 else []
+        mixture = ["mixture"] if self._follows_mixture else []
+        ours = ("loss", "perplexity", "bits_per_byte")
+        return [*ours, *(f"{each}_{name}" for each in [*mixture, *sets] for name in ours)]
+
+    @property
+    def _follows_mixture(self) -> bool:
+        """Whether every source of the run's mixture is among the sets."""
+        return len(self.parts) > 1 and sum(part.share for part in self.parts) == 1
 
     @torch.no_grad()
     def measure(
@@ -93,8 +89,9 @@ class Validation:
     ) -> dict[str, float] | None:
         """Measure {"loss": nats per token, "perplexity", "bits_per_byte"} of all blocks; every rank must call it.
 
-        With several sources also {"<source>_loss", "<source>_bits_per_byte"}, as the Trainer names the metrics of
-        several evaluation sets. Rank r takes every world_size-th batch.
+        With several sources also {"<source>_loss", ...} for each, as the Trainer names the metrics of several
+        evaluation sets, and {"mixture_loss", ...}: their means by the shares that the run's mixture gives the sources.
+        Rank r takes every world_size-th batch.
 
         Args:
             interrupted: is called before every round (one batch for each rank), and must return the same on all
@@ -112,7 +109,8 @@ class Validation:
     def unigram_bits_per_byte(self) -> float:
         """Compute the bits per byte of the measured tokens by frequency alone: what a model without context reaches."""
         counts = np.zeros(0, np.int64)
-        for part in self.parts:
+        parts = [part for part in self.parts if not part.beside]
+        for part in parts:
             for start in range(0, len(part.dataset), COUNTED_BLOCKS):
                 stop = min(start + COUNTED_BLOCKS, len(part.dataset))
                 blocks = part.dataset.__getitems__(list(range(start, stop)))
@@ -121,7 +119,7 @@ class Validation:
                 found = np.bincount(labels[labels != IGNORED], minlength=len(counts))
                 found[: len(counts)] += counts
                 counts = found
-        return entropy_bits(counts) / sum(part.num_bytes for part in self.parts)
+        return entropy_bits(counts) / sum(part.num_bytes for part in parts)
 
     def _totals(self, model: torch.nn.Module, interrupted: Callable[[], bool]) -> torch.Tensor | None:
         """Sum nats and tokens of each part over this rank's batches: [parts, 2]; None if interrupted."""
@@ -149,17 +147,25 @@ class Validation:
 
     def _metrics(self, totals: list[list[float]]) -> dict[str, float]:
         """Compute the metrics from [parts, 2]: nats and tokens of each part."""
-        nats, tokens = (sum(column) for column in zip(*totals, strict=True))
-        num_bytes = sum(part.num_bytes for part in self.parts)
+        measured = list(zip(self.parts, totals, strict=True))
+        counted = [sums for part, sums in measured if not part.beside]
+        nats, tokens = (sum(column) for column in zip(*counted, strict=True))
+        num_bytes = sum(part.num_bytes for part in self.parts if not part.beside)
         metrics = {
             "loss": nats / tokens,
-            "perplexity": math.exp(min(nats / tokens, 700.0)),  # exp(710) overflows a float
+            "perplexity": perplexity(nats / tokens),
             "bits_per_byte": nats / math.log(2) / num_bytes,
         }
-        # With one source these would repeat the totals.
-        if len(self.parts) > 1:
-            for part, (nats, tokens) in zip(self.parts, totals, strict=True):
+        if self._follows_mixture:
+            rows = [(float(part.share), sums, part.num_bytes) for part, sums in measured if part.share]
+            loss = sum(share * nats / tokens for share, (nats, tokens), _ in rows)
+            bytes_per_token = sum(share * num_bytes / tokens for share, (_, tokens), num_bytes in rows)
+            metrics |= {"mixture_loss": loss, "mixture_perplexity": perplexity(loss)}
+            metrics["mixture_bits_per_byte"] = loss / math.log(2) / bytes_per_token
+        for part, (nats, tokens) in measured:
+            if f"{part.name}_loss" in self.names:
                 metrics[f"{part.name}_loss"] = nats / tokens
+                metrics[f"{part.name}_perplexity"] = perplexity(nats / tokens)
                 metrics[f"{part.name}_bits_per_byte"] = nats / math.log(2) / part.num_bytes
         return metrics
 
@@ -195,13 +201,25 @@ def _summed_nats(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _first_blocks(
-    name: str | None, split: TokenSplit, length: int, num_blocks: int, masks_documents: bool
-) -> Part:
+def _parts(sets: Sequence[ValidationSet], recipe: Recipe) -> list[Part]:
+    """Choose the blocks of each set, `evaluation.max_validation_tokens` together."""
+    length, max_tokens = recipe.sequence_length, recipe.evaluation.max_validation_tokens
+    # A set with less than one block is not measured, unless there is no other.
+    sets = [each for each in sets if each.split.num_blocks(length)] or sets
+    total = sum(each.split.num_blocks(length) for each in sets)
+    wanted = total if max_tokens is None else min(total, max(1, max_tokens // length))
+    return [
+        _first_blocks(each, max(1, each.split.num_blocks(length) * wanted // max(1, total)), recipe)
+        for each in sets
+    ]
+
+
+def _first_blocks(chosen: ValidationSet, num_blocks: int, recipe: Recipe) -> Part:
+    length, masks_documents, split = recipe.sequence_length, recipe.data.document_masking, chosen.split
     num_blocks = min(num_blocks, split.num_blocks(length))
     dataset = PackedDataset(split, length, num_samples=num_blocks, masks_documents=masks_documents)
     num_bytes = split.bytes_before(num_blocks * length + 1)  # the last label is one token beyond the blocks
     # If documents are masked, their first tokens are no targets: their text, taken as a mean share, does not count.
     if masks_documents:
         num_bytes *= 1 - len(split.document_ends(0, num_blocks * length)) / (num_blocks * length)
-    return Part(name, dataset, num_bytes)
+    return Part(chosen.name, dataset, num_bytes, chosen.beside, chosen.share)

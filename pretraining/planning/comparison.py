@@ -143,6 +143,20 @@ def compare_run(folder: Path) -> dict:
     return {"run": str(folder), "finished": bool(end), "on_processor": on_processor, **rows}
 
 
+def measured_beside_planned(folder: Path) -> str:
+    """Write in one line what a run measured of what its plan foresaw; empty if there is nothing to compare."""
+    try:
+        found = compare_run(folder)
+    except UserError:  # a folder of a version without plans
+        return ""
+    pairs = [(name, found[name]) for name in QUANTITIES]
+    return ", ".join(
+        f"{TITLES[name]} {_words(name, pair['measured'])} (planned {_words(name, pair['predicted'])})"
+        for name, pair in pairs
+        if None not in (pair["predicted"], pair["measured"])
+    )
+
+
 def _read_object(path: Path) -> dict:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -155,17 +155,46 @@ def _at_least(speed: dict) -> str:
     return "at least " if speed["utilization"]["assumed"] else ""
 
 
-def run_facts(recipe: Recipe, plan: RunPlan, process: str) -> list[tuple[str, str]]:
-    """Describe a run as `--plan` does, in pairs (label, value). process: what shares a step, "GPU" or "rank"."""
-    words = {
-        "model": _model_words(recipe.model, plan),
-        "precision": precision_of_products(recipe),
-        "recomputation": recomputation_text(recomputed_one_in(recipe)),
-    }
-    return _what({**plan.to_dict(), **words}, process)
+def run_line(recipe: Recipe, plan: RunPlan, folder: str, device: str) -> str:
+    """Describe a run in one line. folder, device: as they are shown."""
+    active = (
+        f", {short(plan.size.active)} of them for each token" if plan.size.active < plan.size.total else ""
+    )
+    sharding = plan.deepspeed or "without DeepSpeed"
+    # a file of the user's own need not be called after its stage
+    if plan.zero_stage is not None and f"zero{plan.zero_stage}" not in sharding:
+        sharding += f" (zero{plan.zero_stage})"
+    parts = [
+        f"{recipe.name} in {folder}: {recipe.model.model_type} of {plan.parameters:,} parameters{active}",
+        f"{several(plan.world_size, 'rank')} on {device}",
+        sharding,
+        precision_of_products(recipe),
+        f"{plan.steps:,} steps, {plan.tokens:,} tokens",
+    ]
+    return ", ".join(parts)
 
 
-def _what(answer: dict, process: str = "GPU") -> list[tuple[str, str]]:
+def plan_line(recipe: Recipe, plan: RunPlan, left: float = 1.0) -> str:
+    """Describe in one line what a judged plan (`gate.judge_plan`) foresees on its machine.
+
+    left: the share of the run's tokens that is still to be trained.
+    """
+    machine, foreseen = plan.machine or Machine(), plan.predicted
+    there = f" of {num_bytes(machine.gpu_memory_bytes)}" if machine.gpu_memory_bytes else ""
+    parts = [f"{num_bytes(foreseen['peak_memory_bytes'])}{there} of memory on each rank"]
+    if foreseen["training_seconds"] is None:
+        parts.append("no time (it is planned for GPUs of the table)")
+    else:
+        speed = forecast(workload_of_recipe(recipe, plan.ds_config), machine.gpu, plan.world_size)
+        rest = "" if left == 1 else " for what is left"
+        rate = f"{foreseen['tokens_per_second']:,.0f} tokens/s, MFU {foreseen['mfu']:.0%}"
+        words = f"{_at_least(speed.to_dict())}{duration(left * foreseen['training_seconds'])}{rest} at {rate}"
+        prices = [price.dollars for price in speed.cost.prices]
+        parts += [words, *([f"{dollars(left * min(prices))} or more"] if prices else [])]
+    return ", ".join([*parts, f"{num_bytes(plan.disk_bytes)} of disk"])
+
+
+def _what(answer: dict) -> list[tuple[str, str]]:
     sharding = answer["deepspeed"] or "plain data parallel"
     compiled = {
         "blocks": ", blocks compiled",
@@ -175,7 +204,7 @@ def _what(answer: dict, process: str = "GPU") -> list[tuple[str, str]]:
     }.get(answer.get("compiles"), "")
     way = f"{sharding}, {answer['precision']}, {answer['recomputation']}{compiled}"
     step = (
-        f"{several(answer['world_size'], process)} x {several(answer['micro_batch'], 'sequence')} x "
+        f"{several(answer['world_size'], 'GPU')} x {several(answer['micro_batch'], 'sequence')} x "
         f"{answer['sequence_length']:,} tokens "
         f"x {answer['accumulation_steps']} accumulation"
     )

@@ -1,7 +1,7 @@
 """What to train: one JSON file, read strictly into typed sections.
 
 `load_recipe("tiny")` gives a `Recipe`; its sections are classes whose fields hold type, default, limits and
-description. recipes/schema.json and the tables of recipes/README.md are generated from them.
+description. recipes/schema.json and docs/recipe_keys.md are generated from them.
 """
 
 from pretraining.recipe.loading import load_recipe, recipe_names, recipe_schema

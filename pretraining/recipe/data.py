@@ -10,20 +10,18 @@ from pretraining.errors import UserError, nearest
 from pretraining.recipe.section import Section, check_folder_name, key
 from pretraining.schema import problem
 
+END_OF_TEXT = "<|endoftext|>"
+"""What closes a document, in a tokenizer that is trained here."""
+
 # a context of our own: the default one could be changed by any library
 _DECIMALS = Context(prec=50)
 
 
-class Source(Section):
-    """Where text comes from: one of builtin, path and dataset."""
+class TextOrigin(Section):
+    """Where text is read from: a path or a dataset."""
 
-    one_of = ("builtin", "path", "dataset")
+    one_of = ("path", "dataset")
 
-    builtin: Literal["python_stdlib"] | None = key(
-        "The text of the installed Python standard library: no network, no account.",
-        default=None,
-        omitted=True,
-    )
     path: str | None = key(
         "A file, a folder or a glob: .txt, .jsonl(.gz, .zst), .parquet, .warc(.gz); here or "
         "at an fsspec address (s3://, gs://, hf://, https://).",
@@ -39,6 +37,23 @@ class Source(Section):
     revision: str | None = key("Commit or tag of the dataset.", default=None, minLength=1)
     text_column: str = key("Column or JSON key that holds the text.", default="text", minLength=1)
     name: str | None = key("What reports and data.mixture call this source.", default=None, minLength=1)
+
+    @property
+    def called(self) -> str:
+        """Its own name, else the last part of what it is read from."""
+        return source_name(self.to_dict())
+
+
+class Source(TextOrigin):
+    """Where text comes from: one of builtin, path and dataset."""
+
+    one_of = ("builtin", "path", "dataset")
+
+    builtin: Literal["python_stdlib"] | None = key(
+        "The text of the installed Python standard library: no network, no account.",
+        default=None,
+        omitted=True,
+    )
     weight: float | None = key(
         "Share of the training tokens relative to the other sources' weights; null for all sources: by size.",
         default=None,
@@ -62,10 +77,18 @@ class Source(Section):
         omitted=True,
     )
 
-    @property
-    def called(self) -> str:
-        """Its own name, else the last part of what it is read from."""
-        return source_name(self.to_dict())
+
+class ValidationSource(TextOrigin):
+    """Text to validate on: a path or a dataset."""
+
+    split: str = key("Split of the dataset.", default="validation", minLength=1)
+
+
+class OwnValidation(Section):
+    """Validation on sources of its own, prepared with the rest, each measured by its name; null: on the share alone."""
+
+    sources: list[ValidationSource] = key("The texts, whole and in this order.", minItems=1)
+    filters: bool = key("Apply data.filters to them too; false: they are taken as they are.", default=False)
 
 
 class MinHash(Section):
@@ -108,6 +131,7 @@ class Decontaminate(Section):
     share: float = key(
         "Share of a document's n-grams that must be found; 0: any one.", default=0, minimum=0, maximum=1
     )
+    validation: bool = key("The texts of data.validation are evaluation sets too.", default=False)
 
 
 class MixtureStage(Section):
@@ -149,16 +173,33 @@ class Data(Section):
     tokenizer: str | dict = key(
         'A name or path, or {"train_vocab_size": N} to train byte-level BPE on the corpus.',
         minLength=1,
-        properties={"train_vocab_size": {"type": "integer", "minimum": 257}},
+        properties={
+            "train_vocab_size": {
+                "type": "integer",
+                "minimum": 257,
+                "description": "Ids of the tokenizer, special tokens included.",
+            },
+            "min_frequency": {
+                "type": "integer",
+                "minimum": 1,
+                "description": "How often a pair must occur to be merged; left out: once.",
+            },
+            "special_tokens": {
+                "type": "array",
+                "items": {"type": "string", "minLength": 1},
+                "description": "Special tokens of your own, with the ids 1, 2, ... behind <|endoftext|>.",
+            },
+        },
         required=["train_vocab_size"],
         additionalProperties=False,
     )
     validation_share: float = key(
-        "Share of the documents kept for validation, whole, by a hash of their text.",
+        "Share of the documents kept for validation, whole, by a hash of their text; 0: data.validation alone.",
         default=0.005,
-        exclusiveMinimum=0,
+        minimum=0,
         exclusiveMaximum=1,
     )
+    validation: OwnValidation | None = key(default=None)
     encoder: Literal["auto", "fastokens", "gigatoken", "tokenizers"] = key(
         "What turns text into tokens; auto: the fast exact one where it fits the tokenizer, "
         "else tokenizers. The tokens are the same.",
@@ -195,6 +236,51 @@ class Data(Section):
         default="in_sequence",
     )
 
+    @property
+    def text_origins(self) -> list[tuple[str, TextOrigin]]:
+        """(dotted key, entry) of all that is read: the sources, and behind them those of validation."""
+        own = self.validation.sources if self.validation else []
+        return [
+            *((f"data.sources.{number}", source) for number, source in enumerate(self.sources)),
+            *((f"data.validation.sources.{number}", source) for number, source in enumerate(own)),
+        ]
+
+    def check_together(self, where: str, at: str) -> None:
+        """Special tokens differ; there is something to validate on, and its sources have names of their own."""
+        _check_special_tokens(self.tokenizer, where, f"{at}.tokenizer")
+        if self.validation is None:
+            if self.decontaminate and self.decontaminate.validation:
+                what = "is true, and there is no data.validation; name its sources, or leave this out"
+                raise problem(where, f"{at}.decontaminate.validation", what)
+            if not self.validation_share:
+                what = "is 0, and there is no data.validation; name its sources, or give a share above 0"
+                raise problem(where, f"{at}.validation_share", what)
+            return
+        # Without a share, a validation source may have the name of the training source that it stands for.
+        taken = {"mixture": "the run's mixture"} if is_mixed(self) else {}
+        if self.validation_share:
+            taken |= {
+                source.called: "a training source, whose own share is measured too" for source in self.sources
+            }
+        for number, source in enumerate(self.validation.sources):
+            if source.called in taken:
+                what = f"is {source.called!r} like that of {taken[source.called]}; give it another name"
+                raise problem(where, f"{at}.validation.sources.{number}.name", what)
+            taken[source.called] = f"validation source {number}"
+
+
+def _check_special_tokens(tokenizer: str | dict, where: str, at: str) -> None:
+    """Each occurs once, and they leave the 256 bytes their ids."""
+    tokens = [END_OF_TEXT, *(tokenizer.get("special_tokens", ()) if isinstance(tokenizer, dict) else ())]
+    for number, token in enumerate(tokens):
+        if token in tokens[:number]:
+            what = f"is {token!r}, which is there already; leave it out ({END_OF_TEXT} always has id 0)"
+            raise problem(where, f"{at}.special_tokens.{number - 1}", what)
+    fewest = 256 + len(tokens)
+    if isinstance(tokenizer, dict) and tokenizer["train_vocab_size"] < fewest:
+        what = f"is {tokenizer['train_vocab_size']}; 256 bytes and {len(tokens)} special tokens need {fewest}"
+        raise problem(where, f"{at}.train_vocab_size", what)
+
 
 class WishedStage(NamedTuple):
     """Shares as the recipe means them, before any rounding, from sample `start` up to `stop` (None: to the end)."""
@@ -220,6 +306,16 @@ def source_names(section: Data, where: str) -> list[str]:
             what = f"is {name!r} like that of source {names.index(name)}; give each a name of its own"
             raise problem(where, f"data.sources.{number}.name", what)
     return names
+
+
+def run_shares(wished: Sequence[WishedStage], num_samples: int) -> list[Fraction]:
+    """The share of each source in a run of `num_samples` blocks, over all its stages: [sources], summing to one."""
+    stops = [num_samples if stage.stop is None else stage.stop for stage in wished]
+    drawn = [
+        [(stop - stage.start) * share for share in stage.shares]
+        for stage, stop in zip(wished, stops, strict=True)
+    ]
+    return [sum(column) / num_samples for column in zip(*drawn, strict=True)]
 
 
 def check_mixture(data: Data, num_samples: int, sequence_length: int, where: str) -> None:

@@ -1,7 +1,7 @@
 """Shrink a recipe to a number of tokens, to try all of a run in minutes: `--limit_tokens`.
 
-The model stays what it is. Steps become smaller, so that there are still enough of them for a schedule, some validations
-and checkpoints. What is counted in steps or tokens shrinks in proportion. Data and run get names of their own, so that
+The model stays what it is. Steps become smaller, so that there are still enough of them for a schedule, validations and
+checkpoints. What is counted in steps or tokens shrinks in proportion. Data and run get names of their own, so that
 neither takes the place of the real ones.
 """
 
@@ -83,8 +83,10 @@ def _limit_data(data: dict, recipe: "Recipe", tokens: int) -> None:
     else:
         for source in data["sources"]:
             source["max_tokens"] = min(tokens, source.get("max_tokens") or tokens)
-    wanted = min(MOST_VALIDATION, VALIDATION_BLOCKS * recipe.sequence_length / tokens)
-    data["validation_share"] = max(recipe.data.validation_share, float(f"{wanted:.2g}"))
+    # 0: data.validation alone, which is read whole.
+    if recipe.data.validation_share:
+        wanted = min(MOST_VALIDATION, VALIDATION_BLOCKS * recipe.sequence_length / tokens)
+        data["validation_share"] = max(recipe.data.validation_share, float(f"{wanted:.2g}"))
     for stage in (data.get("mixture") or {}).get("stages") or []:
         if (stage.get("until") or 0) > 1:
             stage["until"] = stage["until"] / recipe.budget.tokens

@@ -14,6 +14,7 @@ from pretraining.recipe.limit import limited
 from pretraining.recipe.model import checked_model, refuse_names_of_others
 from pretraining.recipe.recipe import RECIPES, SECTIONS, Recipe
 from pretraining.recipe.section import schema_file
+from pretraining.recipe.sections import Weights
 from pretraining.recipe.training import TRAINING_KEYS
 from pretraining.schema import check, display_path, load_json, problem, read_json
 
@@ -66,13 +67,15 @@ def load_recipe(
 def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> Recipe:
     """The recipe of a checked JSON object."""
     sharding = values.get("deepspeed")
+    model, weights = Weights.split(values["model"])
     return Recipe(
         name=values.get("name", path.stem),
         path=path,
         description=values["description"],
         deepspeed=None if sharding is None else short_name(sharding),
         overrides=overrides,
-        model=checked_model(values["model"], where),
+        model=checked_model(model, where),
+        weights=Weights.of(weights),
         training=values["training"],
         **{name: section.of(values.get(name, {})) for name, section in SECTIONS.items()},
     )

@@ -1,9 +1,36 @@
 """Where a run is in its budget: the one answer to how many steps, tokens and samples there are at a step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pretraining.recipe.budget import StepSizes
 from pretraining.recipe.recipe import Recipe
+
+SCHEDULE_KEYS = ("training.lr_scheduler_type", "training.lr_scheduler_kwargs", "training.warmup_steps")
+STEP_SIZE, RAMP = "budget.tokens_per_step", "budget.ramp"
+
+
+class Resize(NamedTuple):
+    """A change of `budget.tokens_per_step` on the way, after `step` steps."""
+
+    step: int
+    earlier: int
+    now: int
+
+
+def resizes_in(changes: Sequence[dict], recipe: Recipe) -> tuple[Resize, ...]:
+    """Return the changes of the step's size through which a schedule that counts steps keeps its place.
+
+    changes: what the run has accepted, in order: {"step", "key", "from", "to"} each. A schedule that was itself changed
+    counts the steps as they are from there on. So does one that met a change while the steps' size rose by a ramp.
+    """
+    if any(change["key"] == RAMP for change in changes):
+        return ()
+    renewed = max((change["step"] for change in changes if change["key"] in SCHEDULE_KEYS), default=-1)
+    first = max(renewed + 1, recipe.step_sizes.ramp_steps)
+    sizes = [change for change in changes if change["key"] == STEP_SIZE and change["step"] >= first]
+    return tuple(Resize(change["step"], change["from"], change["to"]) for change in sizes)
 
 
 @dataclass(frozen=True)
@@ -19,11 +46,13 @@ class Progress:
     budget_tokens: int
     step: int = 0
     tokens: int = 0
+    resizes: tuple[Resize, ...] = ()
 
     @classmethod
-    def of(cls, recipe: Recipe, step: int = 0, tokens: int = 0) -> "Progress":
-        """Take sizes, length and budget from the recipe."""
-        return cls(recipe.step_sizes, recipe.sequence_length, recipe.budget.tokens, step, tokens)
+    def of(cls, recipe: Recipe, step: int = 0, tokens: int = 0, changes: Sequence[dict] = ()) -> "Progress":
+        """Take sizes, length and budget from the recipe. changes: what the run has accepted on the way."""
+        sizes, resizes = recipe.step_sizes, resizes_in(changes, recipe)
+        return cls(sizes, recipe.sequence_length, recipe.budget.tokens, step, tokens, resizes)
 
     @property
     def extra_tokens(self) -> int:
@@ -51,3 +80,15 @@ class Progress:
     def full_steps_at(self, step: int) -> float:
         """Return the tokens consumed after `step` in steps of full size, by which a schedule in tokens counts."""
         return self.tokens_at(step) / self.step_sizes.full
+
+    def schedule_steps_at(self, step: int) -> float:
+        """Return where a schedule that counts steps is after `step`.
+
+        It counts steps of the size with which it began. A later step of twice that size moves it on by two, so that the
+        rate stays where it was when the size changed.
+        """
+        place: float = step
+        for at, earlier, now in reversed(self.resizes):
+            # from here backwards: steps after the change, in steps of the size before it
+            place = at + (place - at) * now / earlier if step > at else place
+        return place

@@ -27,6 +27,7 @@ from pretraining.recipe.sections import (
     Optimizer,
     Report,
     Speed,
+    Weights,
 )
 from pretraining.recipe.training import Training
 from pretraining.schema import REPOSITORY, display_path, problem
@@ -98,6 +99,8 @@ class Recipe:
     monitors: Monitors
     evaluation: Evaluation
     report: Report
+    weights: Weights = field(default_factory=Weights)
+    """The keys of `model` that are ours: what it begins with, what of it is trained."""
     overrides: tuple[str, ...] = field(default=(), compare=False)
     """The `--set` texts it was read with."""
     limit_tokens: int | None = field(default=None, compare=False)
@@ -179,7 +182,7 @@ class Recipe:
         """Whether the learning rate's schedule counts tokens, in units of a full step, and not steps."""
         return self.budget.warmup_tokens is not None or self.budget.decay_tokens is not None
 
-    def warmup_steps(self, num_steps: int) -> int:
+    def warmup_steps(self, num_steps: float) -> int:
         """Full steps of rising rate in a run of `num_steps`; `training.warmup_steps` may be a share of it."""
         given = self.training_keywords.warmup_steps
         return int(given) if given >= 1 else math.ceil(num_steps * given)
@@ -201,6 +204,7 @@ class Recipe:
         values = {name: getattr(self, name) for name in ("name", "description", "deepspeed")}
         # a deep copy as plain dicts
         values |= {name: json.loads(json.dumps(getattr(self, name))) for name in KEYWORDS}
+        values["model"] |= self.weights.to_dict()
         return values | {name: getattr(self, name).to_dict() for name in SECTIONS}
 
     def check(self, where: str) -> None:

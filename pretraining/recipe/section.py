@@ -43,7 +43,7 @@ def key(
     """A field of a section.
 
     Args:
-        description: for editors and recipes/README.md; a section's is its docstring.
+        description: for editors and docs/recipe_keys.md; a section's is its docstring.
         default: what the recipe means if it leaves the key out; without one the key is required.
         default_factory: the class of a section that is there, with its own defaults, if the recipe leaves it out.
         omitted: whether the key stays out of recipe.json, and of the schema's defaults, while it is None.

@@ -1,8 +1,14 @@
-"""What our own sections of a recipe hold, beside data, budget and mup, which have modules of their own."""
+"""What our own sections of a recipe hold, beside data, budget and mup, which have modules of their own.
 
+`Weights` is no section in the file: its keys are in `model`, beside the config's.
+"""
+
+import re
+from dataclasses import fields
+from fnmatch import fnmatchcase
 from typing import Literal
 
-from pretraining.addresses import refuse_credentials
+from pretraining.addresses import masked, refuse_credentials
 from pretraining.recipe.section import Section, key
 from pretraining.schema import problem
 
@@ -18,6 +24,41 @@ def _check_profiled_steps(steps: int | list[int], key: str, where: str) -> None:
     chosen = steps if isinstance(steps, list) else [steps]
     if len(chosen) > 2 or chosen[0] > chosen[-1]:
         raise problem(where, key, f"is {steps}; write the first and the last step: [10, 12]")
+
+
+class Weights(Section):
+    """What a model begins with, and what of it is trained: the keys of `model` that are ours and never reach its
+    config."""
+
+    initial_weights: str | None = key(
+        "What training begins with in place of drawn weights: a name on the hub (org/model, or org/model@revision), or "
+        "a folder of safetensors, of torch files or of torch.distributed.checkpoint; a run's export too.",
+        default=None,
+        omitted=True,
+        minLength=1,
+    )
+    frozen: list[str] | None = key(
+        "Names of parameters that stay as they are, * for any characters: transformer.wte.*; each must match one.",
+        default=None,
+        omitted=True,
+        minItems=1,
+        items={"minLength": 1},
+    )
+
+    @classmethod
+    def split(cls, model: dict) -> tuple[dict, dict]:
+        """Split a `model` section into the config's keywords and the keys of ours."""
+        ours = {name: value for name, value in model.items() if name in cls.names()}
+        return {name: value for name, value in model.items() if name not in ours}, ours
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The keys."""
+        return tuple(each.name for each in fields(cls))
+
+    def freezes(self, name: str) -> bool:
+        """Whether a pattern matches the parameter called `name`."""
+        return any(fnmatchcase(name, pattern) for pattern in self.frozen or ())
 
 
 class Loss(Section):
@@ -87,8 +128,7 @@ class Optimizer(Section):
         exclusiveMinimum=0,
     )
     adaptive_clip: float | None = key(
-        "No unit's gradient longer than this times its weights (AGC; 0.01 in its paper); "
-        "without ZeRO-1, 2 or 3.",
+        "No unit's gradient longer than this times its weights (AGC; 0.01 in its paper).",
         default=None,
         exclusiveMinimum=0,
     )
@@ -179,6 +219,61 @@ class Profile(Section):
             raise problem(where, f"{at}.steps", what)
 
 
+def _check_variable(name: str, key: str, where: str) -> None:
+    """The name of a variable, not what it holds."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        what = "is no name of a variable; put the address into one, as in export MY_WEBHOOK=..., and write MY_WEBHOOK"
+        raise problem(where, key, what)
+
+
+def _check_command(command: str, key: str, where: str) -> None:
+    """No secrets: the recipe is kept in files, and goes where checkpoints go."""
+    if masked(command) != command or re.search(r"hooks\.slack\.com/|/api/webhooks/", command):
+        what = "holds a secret, which would reach files and logs; put it into a variable and write $NAME in its place"
+        raise problem(where, key, what)
+
+
+class Notify(Section):
+    """Notices of a run's events to a command or a webhook of yours, sent behind training; null: none."""
+
+    on: list[
+        Literal[
+            "started",
+            "continued",
+            "stopped",
+            "hang",
+            "rollback",
+            "gave_up",
+            "failed",
+            "finished",
+            "alert",
+        ]
+    ] = key(
+        "Of which events; alert: spikes, steps that are not finite, plateaus, starving experts, slow ranks, saves and "
+        "uploads that failed.",
+        default=["stopped", "hang", "rollback", "gave_up", "failed", "finished"],
+        minItems=1,
+    )
+    command: str | None = key(
+        "Shell command that gets the notice as JSON on its standard input, and as PRETRAINING_EVENT, _RUN, _FOLDER and "
+        "_MESSAGE. No secrets in it: the shell replaces $NAME.",
+        default=None,
+        minLength=1,
+        check=_check_command,
+    )
+    webhook_env: str | None = key(
+        "Name of the environment variable with the address to which the notice is posted as JSON (Slack, Teams, "
+        "Discord, your own).",
+        default=None,
+        check=_check_variable,
+    )
+
+    def check_together(self, where: str, at: str) -> None:
+        """Somebody receives the notices."""
+        if self.command is None and self.webhook_env is None:
+            raise problem(where, at, "has no receiver; give command or webhook_env")
+
+
 class Monitors(Section):
     """What watches the run, and what it does about what it sees."""
 
@@ -190,6 +285,11 @@ class Monitors(Section):
         default=20,
         minimum=0.25,
         maximum=43200,
+    )
+    flagged_blocks: Literal["log", "skip"] = key(
+        "Blocks from which nothing can be learned (one token fills them, they repeat themselves, they do not decode): "
+        "log: listed in flagged_blocks.jsonl and trained on. skip: listed, and none of their tokens is a target.",
+        default="log",
     )
     plateau_steps: int | None = key(
         "An alert when the loss has not gained 0.1 % for so many steps; null: none.", default=None, minimum=1
@@ -215,6 +315,7 @@ class Monitors(Section):
         "Of a mixture of sources: the training loss of each, logged as train/<source>_loss.", default=True
     )
     profile: Profile | None = key(default=None)
+    notify: Notify | None = key(default=None)
 
 
 class Checkpoints(Section):
@@ -262,6 +363,22 @@ class Checkpoints(Section):
     )
 
 
+class Sampling(Section):
+    """How the samples after each validation are drawn; evaluation.sample_tokens is their length."""
+
+    temperature: float = key("0: the likeliest token each time.", default=0.8, minimum=0)
+    top_k: int | None = key(
+        "Draw among so many of the likeliest tokens; null: among all.", default=50, minimum=1
+    )
+    top_p: float = key(
+        "Draw among the likeliest tokens that together have this probability.",
+        default=1.0,
+        exclusiveMinimum=0,
+        maximum=1,
+    )
+    seed: int = key("The same draws after each validation.", default=0, minimum=0)
+
+
 class Evaluation(Section):
     """training.eval_steps says how often, this section on what."""
 
@@ -274,6 +391,7 @@ class Evaluation(Section):
         schema={"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]},
     )
     sample_tokens: int = key("Length of a sample; 0: no samples.", default=128, minimum=0)
+    sampling: Sampling = key(default_factory=Sampling)
     hellaswag: str | None = key(
         "HellaSwag's validation set: a .jsonl file, or a dataset on the hub as "
         "Rowan/hellaswag; scored with the validations as hellaswag/acc and "

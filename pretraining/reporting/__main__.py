@@ -4,6 +4,7 @@ examples:
   python -m pretraining.reporting runs/tiny                                     writes runs/tiny/report.html
   python -m pretraining.reporting runs/tiny runs/tiny-zero3 --output both.html  overlays them in one page
   python -m pretraining.reporting analyze runs/tiny                             says in words what the curve shows
+  python -m pretraining.reporting csv runs/tiny                                 writes every row, to metrics.csv there
 """
 
 import argparse
@@ -16,19 +17,22 @@ from pathlib import Path
 from pretraining.command_line import positive_number
 from pretraining.errors import UserError, one_line_errors
 from pretraining.reporting.analysis import analyze, track_record_of
+from pretraining.reporting.curves import write_csv
 from pretraining.reporting.live import watch
-from pretraining.reporting.page import page_payload, page_text, run_payload, write_page
+from pretraining.reporting.page import names_of, page_payload, page_text, run_payload, write_page
 from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.words import sentences, standing_text
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write the page of these runs, or analyze one."""
+    """Write the page of these runs or their rows as CSV, or analyze one."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["analyze"]:
         return print_analysis(arguments[1:])
+    if arguments[:1] == ["csv"]:
+        return write_rows(arguments[1:])
     options = parse_report_arguments(arguments)
-    output = options.output or _default_output(options.runs)
+    output = options.output or _default_output(options.runs, "report.html")
     if options.watch:
         return watch(options.runs[0], output, options.watch, options.since)
     print(write_report(options.runs, output))
@@ -37,14 +41,26 @@ def main(arguments: list[str] | None = None) -> None:
 def write_report(folders: list[Path], output: Path) -> Path:
     """Write the page of these runs, once."""
     records = [RunRecord(folder) for folder in folders]
+    names = names_of(records)
     payloads = [
         run_payload(
-            record, track_record=track_record_of(record.run.path.resolve().parent, but=record.run.path)
+            record,
+            track_record=track_record_of(record.run.path.resolve().parent, but=record.run.path),
+            name=name,
         )
-        for record in records
+        for record, name in zip(records, names, strict=True)
     ]
-    write_page(output, page_text(page_payload(payloads, None), " · ".join(record.name for record in records)))
+    write_page(output, page_text(page_payload(payloads, None), " · ".join(names)))
     return output
+
+
+def write_rows(arguments: list[str]) -> None:
+    """Write every logged row of these runs as CSV."""
+    options = parse_csv_arguments(arguments)
+    output = options.output or _default_output(options.runs, "metrics.csv")
+    records = [RunRecord(folder) for folder in options.runs]
+    write_csv(output, records, names_of(records))
+    print(output)
 
 
 def print_analysis(arguments: list[str]) -> None:
@@ -58,10 +74,10 @@ def print_analysis(arguments: list[str]) -> None:
     print(json.dumps(asdict(found), indent=2) if options.json else "\n".join(filter(None, text)))
 
 
-def _default_output(folders: list[Path]) -> Path:
+def _default_output(folders: list[Path], name: str) -> Path:
     if len(folders) > 1:
-        raise UserError("several runs in one page: say where it goes with --output FILE")
-    return folders[0] / "report.html"
+        raise UserError("several runs in one file: say where it goes with --output FILE")
+    return folders[0] / name
 
 
 def parse_report_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -72,6 +88,14 @@ def parse_report_arguments(arguments: list[str]) -> argparse.Namespace:
     # `live_report` starts this command with the two hidden options.
     parser.add_argument("--watch", type=positive_number, metavar="SECONDS", help=argparse.SUPPRESS)
     parser.add_argument("--since", type=float, default=0.0, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def parse_csv_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Parse the words after `csv`."""
+    parser = _parser("python -m pretraining.reporting csv")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: metrics.csv in the run folder")
     return parser.parse_args(arguments)
 
 

@@ -7,28 +7,31 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pretraining.recipe import recipe_schema
 from pretraining.reporting.analysis import Analysis, analyze
+from pretraining.reporting.curves import curves_of
 from pretraining.reporting.run_record import RunRecord
 from pretraining.reporting.words import sentences
+from pretraining.runtime.console_log import console_tail
 from pretraining.runtime.durable_files import replacing
 from pretraining.runtime.run_folder import trained_on_processor
+from pretraining.schema import filled
 
 PAGE = Path(__file__).resolve().parent / "assets"
 """What every page holds: structure, style, scripts and the chart library."""
-SCRIPTS = ("vendor/uplot-1.6.32.min.js", "format.js", "charts.js", "sections.js", "main.js")
+SCRIPTS = ("vendor/uplot-1.6.32.min.js", "format.js", "charts.js", "panels.js", "sections.js", "main.js")
 STYLES = ("vendor/uplot-1.6.32.min.css", "style.css")
-# A page stays small whatever the run's length: a phone opens it.
-POINTS_OF_LOSS, POINTS = 3000, 1000
-POINTS_OF_PARTS, FEWEST_POINTS = 10_000, 20
-"""Points of all parts of a metric together, such as the layers of the gradient norm; points of each part."""
-MOST_EVENTS, MOST_SAMPLES, MOST_SCORES = 400, 60, 60
+MOST_EVENTS, MOST_SAMPLED_STEPS, MOST_SCORES = 400, 60, 60
 LONGEST_TEXT = 6000
 """Characters of a sample or of an event's detail."""
+LAST_CONSOLE_BYTES = 60_000
+"""How much of the end of console.log is in the page."""
 LEVELS = {
     "alert": "bad",
     "spike": "bad",
@@ -48,11 +51,13 @@ LEVELS = {
     "end": "note",
 }
 """How an event is shown; a kind that is not here is a note, or as its own `level` says."""
-ROUTINE = ("save", "upload")
+ROUTINE = ("save", "upload", "notified")
 """Kinds that are many and go well. They are no marks; the checkpoints on disk are."""
 NEAR = 0.002
 """A spike of the curve this close to an event's step, as a share of the run, is the one that the event reports."""
 MOST_MARKS = 600
+MOST_IN_LABEL, LONGEST_VALUE = 3, 24
+"""Settings beside a run's name in a legend, and characters of each."""
 QUANTITIES = {
     "tokens_per_second": ("tokens", "Tokens per second, all steps"),
     "step_seconds": ("seconds", "Time of a step, mean"),
@@ -99,22 +104,91 @@ def write_page(path: Path, text: str) -> None:
 
 
 def page_payload(runs: list[dict], every_seconds: float | None) -> dict:
-    """Give the page's data: its runs, when it was written, and how often it is written again (None: never)."""
-    return {"runs": runs, "written": round(time.time(), 3), "every_seconds": every_seconds}
+    """Give the page's data: its runs, what differs between them, when it was written, and how often it is written
+    again (None: never).
+    """
+    differing = settings_that_differ(runs)
+    for number, run in enumerate(runs):
+        run["label"] = _label(run["name"], {key: values[number] for key, values in differing.items()})
+    return {
+        "runs": runs,
+        "settings": [[key, *values] for key, values in differing.items()],
+        "written": round(time.time(), 3),
+        "every_seconds": every_seconds,
+    }
 
 
-def run_payload(record: RunRecord, live: bool | None = None, track_record: Sequence[float] = ()) -> dict:
+def settings_that_differ(runs: Sequence[dict]) -> dict[str, list[str | None]]:
+    """Give {dotted key: its value in every run, as JSON, or None} of what is not the same in all of these payloads.
+
+    None: the run's recipe does not have the key. What a recipe leaves out counts with its default. After the recipe's
+    keys come the number of ranks, the device and the versions.
+    """
+    flats = [_flat(filled(run["recipe"], recipe_schema())) | _surroundings(run) for run in runs]
+    # a dict, because it keeps the order of the keys
+    keys = {
+        key: None for flat in flats for key in flat if key.partition(".")[0] not in ("name", "description")
+    }
+    return {
+        key: [json.dumps(flat[key], ensure_ascii=False) if key in flat else None for flat in flats]
+        for key in keys
+        if any(key not in flat or flat[key] != flats[0].get(key) for flat in flats)
+    }
+
+
+def _surroundings(run: dict) -> dict[str, Any]:
+    environment, ranks = run["environment"], run["plan"]["facts"].get("world_size")
+    names = ("device", "versions", "git_commit")
+    found = {name: environment[name] for name in names if environment.get(name) is not None}
+    return _flat({"environment": found} if ranks is None else {"ranks": ranks, "environment": found})
+
+
+def _flat(value: Any, key: str = "") -> dict[str, Any]:
+    """Take a JSON value apart: {dotted key: single value}. A list of single values stays whole."""
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict) or not value:
+        return {key: value}
+    parts = [_flat(item, f"{key}.{name}" if key else str(name)) for name, item in value.items()]
+    return {name: item for part in parts for name, item in part.items()}
+
+
+def _label(name: str, settings: dict[str, str | None]) -> str:
+    """Name a run with the first settings in which it differs, which a legend has room for."""
+    ours = {key: value or "left out" for key, value in settings.items() if not key.startswith("environment.")}
+    shown = [f"{key} {_cut(value, LONGEST_VALUE)}" for key, value in list(ours.items())[:MOST_IN_LABEL]]
+    more = [f"{len(ours) - len(shown)} more"] if len(ours) > len(shown) else []
+    return f"{name}: {', '.join([*shown, *more])}" if shown else name
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def names_of(records: Sequence[RunRecord]) -> list[str]:
+    """Name every run so that no two are the same: by its recipe, else by its folder, else with a number too."""
+    names = [record.name for record in records]
+    if len(set(names)) < len(names):
+        names = [record.run.path.resolve().name for record in records]
+    counted = Counter(names)
+    numbers = count(1)
+    return [f"{name} ({next(numbers)})" if counted[name] > 1 else name for name in names]
+
+
+def run_payload(
+    record: RunRecord, live: bool | None = None, track_record: Sequence[float] = (), name: str | None = None
+) -> dict:
     """Collect everything that the page shows of one run.
 
     Args:
         live: True if a process of the run writes the page again and again, False if it writes the last one, None if
             the page is written from outside.
         track_record: relative errors of forecasts of finished runs, for the sentences.
+        name: what the page calls the run; None for its recipe's name.
     """
-    found = analyze(record, track_record)
-    metrics, num_points = record.metrics, points_of(record.metrics.names())
+    found, metrics = analyze(record, track_record), record.metrics
     return {
-        "name": record.name,
+        "name": name or record.name,
         "folder": str(record.run.path),
         "description": str(record.recipe.get("description") or ""),
         **_standing(record, found, live),
@@ -128,7 +202,7 @@ def run_payload(record: RunRecord, live: bool | None = None, track_record: Seque
         "budget": record.recipe.get("budget") or {},
         "phase": found.phase,
         "sentences": sentences(found),
-        "series": {name: _series(record, name, most) for name, most in num_points.items()},
+        "series": curves_of(record),
         "marks": marks_of(record, found.spikes),
         "heading": _heading(found),
         "target": found.target,
@@ -137,7 +211,8 @@ def run_payload(record: RunRecord, live: bool | None = None, track_record: Seque
         "scores": _scores(record),
         "sources": [row.get("source") for row in record.mixture.get("run", {}).get("sources", [])],
         "events": _events(record),
-        "samples": [_short(sample) for sample in _spread(record.samples, MOST_SAMPLES)],
+        "samples": _samples(record),
+        "console": console_tail(record.run.console_log, LAST_CONSOLE_BYTES),
         "recipe": record.recipe,
         "environment": record.environment,
     }
@@ -184,85 +259,6 @@ def _heading(found: Analysis) -> dict | None:
         "exponent": law.exponent,
         "unit": law.unit,
     }
-
-
-def points_of(names: list[str]) -> dict[str, int]:
-    """Share out points: {metric: most points it is drawn with}. Parts of one metric share a chart and its points."""
-    parts = Counter(name.rpartition("/")[0] for name in names if name.count("/") > 1)
-    shares = {name: POINTS_OF_PARTS // parts.get(name.rpartition("/")[0], 1) for name in names}
-    points = {name: max(FEWEST_POINTS, min(POINTS, share)) for name, share in shares.items()}
-    return points | ({"train/loss": POINTS_OF_LOSS} if "train/loss" in points else {})
-
-
-def _series(record: RunRecord, name: str, most_points: int) -> dict:
-    """Give a metric's points, as x columns and values; if not every row is a point, also bucket means to smooth."""
-    rows, values = record.metrics.column(name)
-    kept = kept_points(values, most_points)
-    points = {**_places(record, rows[kept]), "value": _numbers(values[kept])}
-    if len(values) > most_points:
-        middle, means, counts = bucket_means(values, most_points // (2 if name == "train/loss" else 3))
-        points["mean"] = {
-            **_places(record, rows[middle]),
-            "value": _numbers(means),
-            "count": counts.tolist(),
-        }
-    return points
-
-
-def _places(record: RunRecord, rows: np.ndarray) -> dict[str, list]:
-    return {
-        # 12 digits: steps and tokens are exact counts
-        "step": _numbers(record.steps[rows], 12),
-        "tokens": _numbers(record.tokens[rows], 12),
-        "hours": _numbers(record.hours[rows]),
-    }
-
-
-def bucket_edges(num_rows: int, num_buckets: int) -> np.ndarray:
-    """Find the first row of each bucket: two thirds are evenly spaced, one third by the logarithm, for log axes."""
-    if num_rows <= num_buckets:
-        return np.arange(num_rows)
-    even = np.linspace(0, num_rows, 2 * num_buckets // 3, endpoint=False)
-    early = np.geomspace(1, num_rows, num_buckets // 3, endpoint=False)
-    return np.unique(np.concatenate([even, early]).astype(np.int64))
-
-
-def kept_points(values: np.ndarray, num_points: int) -> np.ndarray:
-    """Choose at most about `num_points` rows to draw, so that no spike is lost.
-
-    If there are few values, all rows; else the first, the last, and of every bucket the lowest, the highest and the
-    first that is not finite.
-    """
-    if len(values) <= num_points:
-        return np.arange(len(values))
-    edges = bucket_edges(len(values), num_points // 2)  # two points a bucket
-    finite = np.isfinite(values)
-    low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
-    # the ends, so that a curve is drawn over its whole length
-    kept = {0, len(values) - 1}
-    for begin, end in zip(edges, [*edges[1:], len(values)], strict=True):
-        kept.add(begin + int(low[begin:end].argmin()))
-        kept.add(begin + int(high[begin:end].argmax()))
-    broken = np.flatnonzero(~finite)
-    if len(broken):
-        # the first broken row of each bucket: side="right" gives the bucket that holds it
-        _, first = np.unique(np.searchsorted(edges, broken, side="right"), return_index=True)
-        kept.update(broken[first].tolist())
-    return np.array(sorted(kept))
-
-
-def bucket_means(values: np.ndarray, num_buckets: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Average each bucket that has a finite value: (middle row, mean of the finite values, how many)."""
-    edges = bucket_edges(len(values), num_buckets)
-    if not len(edges):
-        return np.array([], dtype=np.int64), np.array([]), np.array([], dtype=np.int64)
-    finite = np.isfinite(values)
-    # reduceat sums from each edge to the next
-    counts = np.add.reduceat(finite.astype(np.int64), edges)
-    sums = np.add.reduceat(np.where(finite, values, 0.0), edges)
-    ends = np.append(edges[1:], len(values))
-    some = counts > 0
-    return ((edges + ends - 1) // 2)[some], sums[some] / counts[some], counts[some]
 
 
 def marks_of(record: RunRecord, spike_steps: list[int]) -> list[dict]:
@@ -384,6 +380,23 @@ def _events(record: RunRecord) -> list[dict]:
     ]
 
 
+def _samples(record: RunRecord) -> dict:
+    """Tabulate the samples: {"prompts", "steps": [[step, text of each prompt or None], ...]}, spread over the run."""
+    by_step: dict[int, dict[str, str]] = {}
+    for sample in record.samples:
+        text = (
+            sample["text"] if isinstance(sample.get("text"), str) else json.dumps(sample, ensure_ascii=False)
+        )
+        # a step that was repeated is there twice: the newer text counts
+        by_step.setdefault(sample["step"], {})[str(sample.get("prompt") or "")] = _plain(text)
+    steps = {step: by_step[step] for step in _spread(sorted(by_step), MOST_SAMPLED_STEPS)}
+    prompts = list(dict.fromkeys(prompt for texts in steps.values() for prompt in texts))
+    return {
+        "prompts": prompts,
+        "steps": [[step, *(texts.get(prompt) for prompt in prompts)] for step, texts in steps.items()],
+    }
+
+
 def _scores(record: RunRecord) -> dict:
     """Tabulate the evaluations, spread over the run: {"names", "rows": [[step, value, ...], ...]}."""
     columns = {
@@ -422,16 +435,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value[:1000]]
     return value
-
-
-def _numbers(values: np.ndarray, digits: int = 6) -> list:
-    """Shorten numbers to few digits: whole ones become integers, those that are not finite null."""
-    plain = []
-    for value in values.tolist():
-        if not math.isfinite(value):
-            plain.append(None)
-        else:
-            # fewer characters: a page stays small
-            short = float(f"{value:.{digits}g}")
-            plain.append(int(short) if short.is_integer() else short)
-    return plain

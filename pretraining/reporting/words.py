@@ -4,7 +4,8 @@ import os
 import statistics
 import time
 
-from pretraining.planning.quantities import duration, num_bytes
+from pretraining.planning.comparison import measured_beside_planned
+from pretraining.planning.quantities import duration
 from pretraining.reporting.analysis import Analysis
 from pretraining.reporting.run_record import RunRecord, Standing
 from pretraining.runtime.run_folder import RunFolder, stopped_seconds
@@ -152,25 +153,29 @@ def report_end(run: RunFolder) -> None:
 
 
 def end_text(record: RunRecord) -> str:
-    """Write the results of a finished run, from its files."""
+    """Write the results of a finished run, what it took, and where its files are, from its files."""
     run, end = record.run, record.run.last_event("end")
     bits, unigram, trained = (
         end["eval_bits_per_byte"],
         end["unigram_bits_per_byte"],
         record.metrics.last("train/loss"),
     )
-    lines = [
+    result = (
         f"validation loss {end['eval_loss']:.4f} nats per token, {bits:.4f} bits per byte "
         f"({bits / unigram:.3f} of the unigram entropy {unigram:.4f})"
-        + ("" if trained is None else f"; training loss of the last row {trained:.4f}"),
-        _taken(record, end.get("measured", {})),
-        f"export: {run.export}",
-        f"report: {run.report}" if record.recipe.get("report", {}).get("every_seconds") else None,
-    ]
-    return "\n".join(filter(None, lines))
+        + ("" if trained is None else f"; training loss of the last row {trained:.4f}")
+    )
+    rows = {
+        "result": result,
+        "took": _taken(record),
+        "measured": measured_beside_planned(run.path),
+        "export": run.export,
+        "report": run.report if record.recipe.get("report", {}).get("every_seconds") else "",
+    }
+    return "\n".join(f"{label:<10}{value}" for label, value in rows.items() if value)
 
 
-def _taken(record: RunRecord, measured: dict) -> str:
+def _taken(record: RunRecord) -> str:
     """Say what a run took: steps, tokens, and time since the first start without stops on request."""
     times = [record.event_time(event) for event in record.events]
     # a stop on request may last for days
@@ -178,8 +183,5 @@ def _taken(record: RunRecord, measured: dict) -> str:
     text = f"{record.steps[-1]:,.0f} steps, {record.tokens[-1]:,.0f} tokens in {duration(max(1.0, seconds))}"
     if speed := record.speed():
         rate = f"{speed['tokens_per_second']:,.0f} tokens/s"
-        text += f", {duration(speed['training_seconds'])} of them in its steps ({rate})"
-    if "peak_memory_bytes" in measured:
-        whose = "GPU memory" if record.metrics.last("memory/peak_bytes") else "memory beyond its libraries"
-        text += f"; a rank's peak {whose} {num_bytes(measured['peak_memory_bytes'])}"
+        text += f", {duration(speed['training_seconds'])} of them in its steps: {rate}"
     return text

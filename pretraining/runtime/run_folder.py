@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.recipe.curve import curve_parts
+from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.durable_files import append_row, keep_rows, read_rows
 from pretraining.schema import REPOSITORY
 
@@ -30,6 +31,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.samples = self.path / "samples.jsonl"
+        self.console_log = self.path / "console.log"
         self.report = self.path / "report.html"
         self.mixture = self.path / "mixture.json"
         self.journal = self.path / "journal.jsonl"
@@ -44,6 +46,8 @@ class RunFolder:
         self.aside = self.path / "aside"
         self.wandb_id = self.path / "wandb_id"
         self.tensorboard = self.path / "tensorboard"
+        self.listeners: list[Callable[[dict], None]] = []
+        """Called with each row of events.jsonl that this process writes."""
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the resumable checkpoint after optimizer step `step`."""
@@ -91,12 +95,21 @@ class RunFolder:
 
     def add_event(self, kind: str, **details: Any) -> None:
         """Append one row to events.jsonl: what happened, when (UTC), and its details."""
-        append_row(self.events, {"time": utc_now(), "event": kind, **details})
+        row = {"time": utc_now(), "event": kind, **details}
+        append_row(self.events, row)
+        for listener in self.listeners:
+            listener(row)
 
 
 def _results_of(recipe: dict) -> dict:
     """Return the parts of a resolved recipe on which the results of its run depend."""
-    return {**curve_parts(recipe), **{key: recipe.get(key) for key in ("name", "data", "evaluation")}}
+    # a recipe from before a key means its default
+    evaluation = Evaluation.of(recipe.get("evaluation", {}))
+    return {
+        **curve_parts(recipe),
+        "evaluation": evaluation,
+        **{key: recipe.get(key) for key in ("name", "data")},
+    }
 
 
 def utc_now() -> str:

@@ -17,13 +17,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from pretraining.data.document_masking import IGNORED
-from pretraining.metric_names import grouped_names
+from pretraining.metric_names import grouped_names, perplexity
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.data import is_mixed, source_names
 from pretraining.recipe.model import is_exact
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder, keep_past_rows
+from pretraining.training.gpu_readings import GpuReadings, of_all_ranks
 from pretraining.training.spikes import advice
 from pretraining.training.throughput import Goodput, SpeedMeter, Stragglers, device_memory, time_optimizer
 
@@ -52,7 +53,7 @@ class MetricsCallback(TrainerCallback):
                 self.run.metrics, state.global_step, state.log_history, lambda row: "eval/loss" in row
             )
             self.goodput = Goodput(self.run, past)
-        self.stragglers = Stragglers()
+        self.stragglers, self.gpu = Stragglers(), GpuReadings()
         self.logged_step = state.global_step
         time_optimizer(optimizer, self.speed.clock)
         self.speed.clock.start()
@@ -73,6 +74,7 @@ class MetricsCallback(TrainerCallback):
             return
         logs["tokens"] = self.speed.tokens_at(state.global_step)
         if "loss" in logs:
+            logs["perplexity"] = perplexity(logs["loss"])
             logs.update(self._measured(state))
         if state.is_world_process_zero:
             place = {"step": state.global_step, "time": round(time.time(), 3)}
@@ -98,30 +100,26 @@ class MetricsCallback(TrainerCallback):
         step_seconds = rates["throughput/step_seconds"]
         # the backward pass is left out: it waits for the other ranks' messages
         own = (seconds.get("data_wait", 0.0) + seconds.get("forward", 0.0)) / max(steps, 1)
-        device = device_memory()
+        device, gpu = device_memory(), self.gpu.read()
         # Linux reports ru_maxrss in KiB
         host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        ranks = self.stragglers.gather([own, host_peak, *device.values()])
-        most = dict(zip(device, [_largest(column) for column in zip(*ranks, strict=True)][2:], strict=True))
+        ranks = self.stragglers.gather([own, host_peak, *device.values(), *gpu.values()])
+        most = [max(column) for column in zip(*ranks, strict=True)]
         measured = {
             **rates,
             **self.speed.remaining(state.global_step, step_seconds),
-            "memory/host_peak_bytes": max(row[1] for row in ranks),
-            **{name: value for name, value in most.items() if not math.isnan(value)},
+            "memory/host_peak_bytes": most[1],
+            **dict(zip(device, most[2:], strict=False)),
+            **of_all_ranks([row[2 + len(device) :] for row in ranks]),
         }
         if len(ranks) > 1:
-            measured["throughput/slowest_rank_own_seconds"] = round(max(row[0] for row in ranks), 6)
+            measured["throughput/slowest_rank_own_seconds"] = round(most[0], 6)
         if state.is_world_process_zero:
             # on rank 0 only: it alone has the events and the rows that count
             measured["throughput/goodput"] = round(self.goodput.add(steps, step_seconds), 6)
             for slow in self.stragglers.judge([row[0] for row in ranks], step_seconds, steps):
                 self.run.add_event("straggler", step=state.global_step, **slow)
         return measured
-
-
-def _largest(values: Sequence[float]) -> float:
-    """Return the largest known value; NaN if none is known."""
-    return max((value for value in values if not math.isnan(value)), default=math.nan)
 
 
 class ProgressCallback(TrainerCallback):

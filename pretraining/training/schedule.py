@@ -28,12 +28,14 @@ def share_of_peak(
 ) -> float:
     """Return the rate of the step after `finished_steps`, as a share of its group's peak.
 
-    The schedule is read at this step, or at the tokens consumed if it counts these. The result is multiplied with the
-    factor of the step's size (`budget.ramp.lr_scaling`), and with that of rollbacks (`monitors.spikes.lr_factor`).
+    The schedule is read at this step, in steps of the size with which the schedule began; or at the tokens consumed if
+    it counts these. The result is multiplied with the factor of the step's size (`budget.ramp.lr_scaling`), and with
+    that of rollbacks (`monitors.spikes.lr_factor`).
     """
     # tokens in units of full steps, so that the schedule's own lengths stay steps
-    place = progress.full_steps_at(finished_steps) if counts_tokens else finished_steps
-    return schedule(place) * progress.step_sizes.lr_factor(finished_steps) * journal.lr_factor(finished_steps)
+    count = progress.full_steps_at if counts_tokens else progress.schedule_steps_at
+    share = schedule(count(finished_steps))
+    return share * progress.step_sizes.lr_factor(finished_steps) * journal.lr_factor(finished_steps)
 
 
 def follow_run(

@@ -21,6 +21,9 @@ from pretraining.training.schedule import apply_schedule_now, step_schedule
 from pretraining.training.spikes import Plateau, SpikeScore, advice
 from pretraining.upstream.deepspeed import drop_refused_sums
 
+COUNTED = ("spikes", "non_finite_steps", "refused_steps")
+"""Counted since the beginning of the run; every row has them."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -48,7 +51,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.norm_course = SpikeScore(self.settings.window, smallest_scale=0.1)
         self.plateau = Plateau(monitors.plateau_steps)
         self.in_spike = self.norm_in_spike = False
-        self.non_finite_streak = self.refused_steps = 0
+        self.non_finite_streak = self.refused_steps = self.spikes = self.non_finite_steps = 0
         self.finding: Finding | None = None
         self.alerted_step: int | None = None
 
@@ -96,7 +99,8 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
     ) -> None:
         if "loss" in logs:
-            logs["stability/refused_steps"] = self.refused_steps
+            for name in COUNTED:
+                logs[f"stability/{name}"] = getattr(self, name)
             self._judge_norm(logs.get("grad_norm"), state)
 
     def _judge(self, loss: float, refused: bool, state) -> None:
@@ -108,12 +112,14 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         finite = math.isfinite(loss) and (not refused or (is_spike and self.policy == "skip"))
         self.refused_steps += refused
         self.non_finite_streak = 0 if finite else self.non_finite_streak + 1
+        self.non_finite_steps += not finite
         self.in_spike = is_spike
         self.loss_course.add(loss, is_spike or not finite)
         facts = {"loss": loss, "expected": expected, "applied": not refused}
         if not finite:
             self._judge_non_finite(facts, state)
         elif is_spike and began:
+            self.spikes += 1
             self._tell("spike", state, score=score, **facts)
             self._leave(state, f"the loss is {loss:.4g}, {score:.1f} deviations above {expected:.4g}")
         if self.plateau.shows(state.global_step, self.loss_course.expected):
@@ -156,7 +162,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
 
     def state(self) -> dict:
         """Return what checkpoints keep."""
-        counts = ("in_spike", "norm_in_spike", "non_finite_streak", "refused_steps")
+        counts = ("in_spike", "norm_in_spike", "non_finite_streak", *COUNTED)
         parts = {name: getattr(self, name).state() for name in ("loss_course", "norm_course", "plateau")}
         finding = None if self.finding is None else [self.finding.step, self.finding.sentence]
         counted = {name: getattr(self, name) for name in counts}

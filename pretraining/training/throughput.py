@@ -4,7 +4,6 @@
 them into metrics, `Stragglers` compares the ranks, `Goodput` counts the share of the wall time that went into steps.
 """
 
-import math
 import socket
 import statistics
 import time
@@ -146,6 +145,7 @@ class SpeedMeter:
         in_steps = sum(value for phase, value in seconds.items() if phase not in PAUSES)
         step_seconds = in_steps / max(steps, 1)
         tokens_per_second = (self.tokens_at(step) - self.tokens_at(before)) / max(in_steps, 1e-9)
+        samples_per_second = tokens_per_second / self.progress.sequence_length
         split = {
             "data_wait": seconds.get("data_wait", 0.0),
             "forward_backward": seconds.get("forward", 0.0) + seconds.get("backward", 0.0),
@@ -154,6 +154,7 @@ class SpeedMeter:
         return {
             "throughput/tokens_per_second": round(tokens_per_second, 1),
             "throughput/tokens_per_second_per_device": round(tokens_per_second / self.world_size, 1),
+            "throughput/samples_per_second": round(samples_per_second, 3),
             "throughput/step_seconds": round(step_seconds, 6),
             **{f"throughput/{name}_seconds": round(s / max(steps, 1), 6) for name, s in split.items()},
             **{f"throughput/{name}_seconds": round(seconds.get(name, 0.0), 6) for name in PAUSES},
@@ -202,24 +203,13 @@ def _known_peak(name: str, precision: str) -> float | None:
 
 
 def device_memory() -> dict[str, float]:
-    """Return {metric: bytes or share} of this rank's device; empty without a GPU.
-
-    The metrics are the same on every rank, because the ranks gather them. An unknown utilization is NaN.
-    """
+    """Return {metric: bytes} of this rank's device; empty without a GPU."""
     if not torch.cuda.is_available():
         return {}
     return {
         "memory/peak_bytes": torch.cuda.max_memory_allocated(),
         "memory/reserved_bytes": torch.cuda.max_memory_reserved(),
-        "throughput/gpu_utilization": _utilization(),
     }
-
-
-def _utilization() -> float:
-    try:
-        return torch.cuda.utilization() / 100
-    except Exception:  # nvidia-ml-py is not installed, or NVML refuses in its own way (MIG, virtual GPUs)
-        return math.nan
 
 
 class TimedTrainer(OpenTrainer):

@@ -28,10 +28,10 @@ from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.training.arguments import collate_blocks, training_refusals
+from pretraining.training.clipping import choose_clipping
 from pretraining.training.monitors import Monitors, notify
 from pretraining.training.muon import BindPartitions, Muon
 from pretraining.training.optimizers import (
-    choose_clipping,
     choose_optimizer,
     counting_by_tensor,
     describe_groups,
@@ -41,6 +41,8 @@ from pretraining.training.stopping import StoppingCallback, ignore_in_worker
 from pretraining.training.throughput import StepClock, TimedTrainer
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
 
+PLAIN_GROUPS = 2
+"""Parameters that are decayed, and those that are not: with Muon, rates by kind and muP there are more groups."""
 ABSENT: dict = {}
 """A micro-batch that a smaller step does not have."""
 
@@ -108,7 +110,6 @@ class PretrainingTrainer(TimedTrainer):
         self.evaluator, self.checkpoints, self.monitors = evaluator, checkpoints, monitors
         self.clock = monitors.speed.clock if monitors else StepClock()
         self.stop = monitors.stop if monitors else None
-        self.clipping = choose_clipping(recipe)
         with training_refusals(recipe.path):  # before anything of the run is written
             super().__init__(
                 model=model,
@@ -122,6 +123,7 @@ class PretrainingTrainer(TimedTrainer):
                     *(evaluator.callbacks if evaluator else ()),
                     *(monitors.callbacks(checkpoints) if monitors else ()),
                     *callbacks,
+                    *filter(None, [choose_clipping(recipe)]),
                 ],
             )
             _try_optimizer_and_schedule(self.args)
@@ -143,10 +145,9 @@ class PretrainingTrainer(TimedTrainer):
     ) -> LRScheduler:
         """Build the recipe's schedule, and let it follow the run."""
         counts_tokens = self.recipe.schedule_counts_tokens
-        if counts_tokens:
-            # tokens in units of full steps, as `share_of_peak` reads the schedule
-            num_training_steps = self.progress.full_steps_at(num_training_steps)
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        # in the units in which `share_of_peak` reads the schedule: full steps, or steps of the first size
+        count = self.progress.full_steps_at if counts_tokens else self.progress.schedule_steps_at
+        scheduler = super().create_scheduler(count(num_training_steps), optimizer)
         follow_run(scheduler, self.progress, counts_tokens, self.journal)
         return scheduler
 
@@ -175,17 +176,16 @@ class PretrainingTrainer(TimedTrainer):
         return counting_by_tensor(optimizer_class), keywords
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the recipe's optimizer. Rank 0 prints which parameters are in which group."""
+        """Create the recipe's optimizer. Rank 0 prints groups that differ in more than weight decay."""
         # under DeepSpeed the Trainer calls this twice
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
         if isinstance(optimizer, Muon):
             self.add_callback(BindPartitions(optimizer))
-        if self.clipping is not None:
-            self.clipping(self.model, optimizer)
-        if self.is_world_process_zero():
-            print("\n".join(describe_groups(optimizer)), flush=True)
+        is_plain = len(optimizer.param_groups) <= PLAIN_GROUPS and not self.recipe.weights.frozen
+        if self.is_world_process_zero() and not is_plain:
+            print("\n".join(describe_groups(optimizer, self.model)), flush=True)
         return optimizer
 
     def evaluate(
@@ -258,14 +258,19 @@ class PretrainingTrainer(TimedTrainer):
         return 0 if inputs is ABSENT else super().floating_point_ops(inputs)
 
     def count_targets(self, batch_samples: list, count: Any) -> torch.Tensor | int | None:
-        """Return this rank's targets of the step; if documents are masked, the mean of all ranks' numbers.
+        """Return this rank's targets of the step; if ranks may have different numbers, the mean of all ranks' numbers.
 
         Each rank's loss is a sum over this count, and the step's loss the mean over the ranks.
         """
-        if not batch_samples or "position_ids" not in batch_samples[0] or self.args.world_size == 1:
+        skips = self.recipe.monitors.flagged_blocks == "skip"
+        if not batch_samples or not (skips or self.recipe.data.document_masking):
             return count
         count = count.to(self.args.device)
-        dist.all_reduce(count)
+        if self.args.world_size > 1:
+            dist.all_reduce(count)
+        if skips:
+            # every block of the step may be skipped: its loss is then 0, and not 0 / 0
+            count = count.clamp(min=1)
         return count / self.args.world_size
 
     def log(self, logs: dict, start_time: float | None = None) -> None:

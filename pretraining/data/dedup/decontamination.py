@@ -203,7 +203,9 @@ def read_evaluation_sets(folder: str | None = None, tasks: list[str] = ()) -> It
 def fingerprint_of_sets(folder: str | None, tasks: list[str]) -> str:
     """Return a digest of the files of `folder`, the names of the tasks, and lm-eval's version."""
     if folder is None and not tasks:
-        raise UserError("data.decontaminate names no evaluation sets: give it a folder, or tasks")
+        raise UserError(
+            "data.decontaminate names no evaluation sets: give it a folder or tasks, or validation true"
+        )
     # Another version of lm-eval may build other prompts from the same data.
     version = require("lm_eval", "data.decontaminate.tasks").__version__ if tasks else None
     files = [local_file(path, Path(folder)) for path in _files_of(Path(folder))] if folder else []

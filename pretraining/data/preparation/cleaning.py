@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,7 +53,7 @@ from pretraining.data.quality.chain import FilterChain
 from pretraining.data.quality.report import FilterReport
 from pretraining.data.text_files import Document
 from pretraining.errors import UserError
-from pretraining.recipe.data import Decontaminate, Dedup
+from pretraining.recipe.data import Data, Dedup
 from pretraining.runtime.durable_files import write_json
 
 TEXTS_NAME, REPORT_NAME, INDEX_NAME = "texts.arrow", "report.json", "index.json"
@@ -88,29 +89,48 @@ class EvaluationSets(Stage):
     sets_folder: str | None
     lm_eval_tasks: list[str]
     spec: DecontaminationSpec
+    own: Corpus | None = None
+    """The texts of `data.validation`, if no training text may hold a stretch of them."""
+    own_names: tuple[str, ...] = ()
+    """What the recipe calls their sources."""
 
     @classmethod
-    def from_recipe(cls, work: Path, section: Decontaminate | None) -> "EvaluationSets | None":
-        """Read `data.decontaminate`; None if there is none."""
+    def from_recipe(cls, work: Path, data: Data, validation: Corpus | None) -> "EvaluationSets | None":
+        """Read `data.decontaminate`; None if there is none. `validation`: the texts of `data.validation`."""
+        section = data.decontaminate
         if section is None:
             return None
         spec = DecontaminationSpec(section.ngram, section.shortest, section.share)
-        return cls(work, section.folder, section.tasks, spec)
+        if not section.validation or validation is None or data.validation is None:
+            return cls(work, section.folder, section.tasks, spec)
+        names = tuple(source.called for source in data.validation.sources)
+        return cls(work, section.folder, section.tasks, spec, validation, names)
 
     @cached_property
     def keys(self) -> list[str]:
         """Make one key, of the files of the folder and the names of the tasks."""
-        files = fingerprint_of_sets(self.sets_folder, self.lm_eval_tasks)
-        return [digest_of(asdict(self.spec), files)]
+        spec = asdict(self.spec)
+        if self.own is None:
+            return [digest_of(spec, fingerprint_of_sets(self.sets_folder, self.lm_eval_tasks))]
+        named = self.sets_folder is not None or self.lm_eval_tasks
+        files = fingerprint_of_sets(self.sets_folder, self.lm_eval_tasks) if named else None
+        return [digest_of(spec, files, self.own.keys, self.own_names)]
 
     def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
         """Write the index: its arrays as .npy, all else as JSON."""
-        index = build_index(read_evaluation_sets(self.sets_folder, self.lm_eval_tasks), self.spec)
+        sets = read_evaluation_sets(self.sets_folder, self.lm_eval_tasks)
+        index = build_index(chain(sets, self._own_texts()), self.spec)
         for length, hashes in index.hashes.items():
             write_array(folder / f"{length}.hashes.npy", hashes)
             write_array(folder / f"{length}.owners.npy", index.owners[length])
         values = {"names": index.names, "texts": index.texts, "too_short": index.too_short}
         write_json(folder / INDEX_NAME, {**values, "lengths": list(index.hashes)})
+
+    def _own_texts(self) -> Iterator[tuple[str, str]]:
+        """Read (source's name, text) of `data.validation`."""
+        for number in range(len(self.own.pieces) if self.own else 0):
+            for batch in self.own.batches(range(number, number + 1), {}):
+                yield from ((self.own_names[batch.source], text) for text in batch.texts)
 
     def index(self) -> ContaminationIndex:
         """Read the finished index."""
@@ -172,6 +192,12 @@ class Clean(Stage):
     def reports(self) -> list[dict]:
         """Read what each piece lost: {"skipped", "filters", "decontamination"}."""
         return [json.loads((output / REPORT_NAME).read_text(encoding="utf-8")) for output in self.outputs()]
+
+
+class CleanValidation(Clean):
+    """The same for texts of `data.validation`: filters alone."""
+
+    name = "clean-validation"
 
 
 class Cleaner:

@@ -26,7 +26,7 @@ from pretraining.data.manifest import (
 from pretraining.data.preparation.cleaning import CleanedAsRead, CleanedCorpus, merged_reports, shown_reports
 from pretraining.data.preparation.split_sizes import SplitSizes, check_blocks
 from pretraining.data.preparation.stages import Preparation
-from pretraining.data.preparation.survey import Begun, SourceSurvey
+from pretraining.data.preparation.survey import Begun
 from pretraining.data.preparation.tokenizing import COUNTS_NAME, POSITIONS_NAME, SPLITS
 from pretraining.data.publishing import discard, publish, start_building
 from pretraining.data.shard_writer import SplitWriter, split_entry
@@ -40,7 +40,6 @@ class _Part:
     """What the data set gets of one source: what was there before, then the outputs of tasks."""
 
     source: int
-    survey: SourceSurvey
     outputs: list[Path]
     results: list[dict]
     begun: Begun | None
@@ -144,19 +143,21 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
     changed, a task has not finished, the corpus is empty, or a split is too small for one block.
     """
     # A source that changed meanwhile would give a data set of two versions.
-    preparation.corpus.check_unchanged()
+    for corpus in filter(None, [preparation.corpus, preparation.validation]):
+        corpus.check_unchanged()
     parts = _parts(preparation)
-    results = [result for part in parts for result in part.results]
+    trained = parts[: len(preparation.data.sources)]
+    results = [result for part in trained for result in part.results]
     found = any(entry["documents"] for result in results for entry in result["splits"].values())
     if not found and not preparation.goes_on:
         raise preparation.texts.is_empty(_summed([result["skipped"] for result in results]))
     building = start_building(preparation.folder)
     try:
         validation, counts = _join_validation(parts, results, building / "validation")
-        splits = {"train": _link_shards(parts, results, building / "train"), "validation": validation}
+        splits = {"train": _link_shards(trained, results, building / "train"), "validation": validation}
         np.save(building / POSITIONS_FILE, np.concatenate([part.positions() for part in parts]))
-        reports = _reports(preparation, parts)
-        _check_blocks(preparation, splits, parts, reports if show_progress else {})
+        reports = _reports(preparation, trained)
+        _check_blocks(preparation, splits, trained, reports if show_progress else {})
         shutil.copytree(preparation.tokenize.tokenizer.output, building / "tokenizer")
         with replacing(building / "dataset_dict.json") as file:
             json.dump({"splits": list(SPLITS)}, file)
@@ -183,10 +184,9 @@ def _parts(preparation: Preparation) -> list[_Part]:
     stage = preparation.bounded(survey.bounds).tokenize
     manifest = read_manifest(preparation.folder) if preparation.goes_on else None
     earlier = _Earlier(preparation.folder, manifest) if manifest else None
-    return [
+    parts = [
         _Part(
             number,
-            source,
             [stage.folder(task) for task in source.used],
             [stage.result(task) for task in source.used],
             preparation.begun[number],
@@ -194,6 +194,20 @@ def _parts(preparation: Preparation) -> list[_Part]:
         )
         for number, source in enumerate(survey.sources)
     ]
+    return [*parts, *_validation_parts(preparation)]
+
+
+def _validation_parts(preparation: Preparation) -> list[_Part]:
+    """List the texts of `data.validation`, whose sources are numbered behind the others."""
+    stage, first = preparation.tokenize_validation, len(preparation.data.sources)
+    if stage is None:
+        return []
+    finished = list(zip(stage.outputs(), stage.results(), strict=True))
+    found = []
+    for number in range(first, len(preparation.data.text_origins)):
+        mine = [(output, result) for output, result in finished if result["source"] == number - first]
+        found.append(_Part(number, [each for each, _ in mine], [each for _, each in mine], None, None))
+    return found
 
 
 def _reports(preparation: Preparation, parts: list[_Part]) -> dict:
@@ -268,11 +282,11 @@ def _manifest(
     data, tokenizer = preparation.data, preparation.tokenize.tokenizer
     accounts = [account for part in parts for account in part.accounts()]
     # Each text is read from its source once: by `Clean` if there is one, else by `Tokenize`.
-    skips = (
-        preparation.cleaned.skipped()
-        if isinstance(preparation.cleaned, CleanedCorpus)
-        else [account["skipped"] for account in accounts]
-    )
+    skips = [account["skipped"] for account in accounts]
+    for texts in [preparation.cleaned, stage.texts if (stage := preparation.tokenize_validation) else None]:
+        skips += texts.skipped() if isinstance(texts, CleanedCorpus) else []
+    entries = [_source(preparation, part, splits) for part in parts]
+    own = entries[len(data.sources) :]
     return {
         "format": FORMAT,
         "name": data.name,
@@ -281,7 +295,8 @@ def _manifest(
         "consulted": preparation.consulted,
         "tokenizer": vars(tokenizer.describe(tokenizer.output)),
         "encoding": _encoding(accounts),
-        "sources": [_source(preparation, part, splits) for part in parts],
+        "sources": entries[: len(data.sources)],
+        **({"validation_sources": own} if own else {}),
         "skipped": _summed(skips),
         **reports,
         "splits": splits,
@@ -298,9 +313,9 @@ def _source(preparation: Preparation, part: _Part, splits: dict) -> dict:
     every = [shard for own in shards.values() for shard in own]
     counts = {name: sum(shard[name] for shard in every) for name in ("documents", "tokens")}
     counts["text_bytes"] = sum(shard["bytes"] for shard in every)
-    spec = preparation.data.sources[part.source]
+    _, spec = preparation.data.text_origins[part.source]
     entry = {"name": spec.called, **preparation.fingerprints[part.source], **counts}
-    if not any(preparation.targets):
+    if not any(preparation.targets) or part.source >= len(preparation.targets):
         return entry
     if part.is_cut:
         cut = {name: sum(shard[name] for shard in shards["train"]) for name in ("documents", "tokens")}

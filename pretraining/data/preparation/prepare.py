@@ -13,6 +13,7 @@ from pretraining.data.manifest import (
     read_manifest,
     reading_options,
     report_text,
+    source_entries,
 )
 from pretraining.data.portions import Portion, lacking, portions_of, targets_beside
 from pretraining.data.preparation.execution import Execution
@@ -20,7 +21,7 @@ from pretraining.data.preparation.split_sizes import check_blocks
 from pretraining.data.publishing import is_half_published, preparation_lock
 from pretraining.data.sources import TextSource, open_sources
 from pretraining.data.tokenizer import check_vocabulary
-from pretraining.errors import UserError
+from pretraining.errors import UserError, require
 from pretraining.recipe.data import Source
 from pretraining.recipe.recipe import Recipe
 from pretraining.schema import listed
@@ -37,6 +38,9 @@ DISK_FAULTS = {
 
 LONGEST_NAME = 200
 """Bytes of a folder's name: file systems take 255, and the names beside it (`.replaced-N`, `.building`) are longer."""
+
+
+HUB_PAGES = {"dataset": "https://huggingface.co/datasets/", "model": "https://huggingface.co/"}
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,10 @@ class Outcome:
             "folder": str(self.folder),
             **counts,
             "sources": self._sources(num_tokens),
+            "validation_sources": [
+                {key: entry[key] for key in ("name", "documents", "tokens")}
+                for entry in self.manifest.get("validation_sources", ())
+            ],
             "vocab_size": self.manifest["tokenizer"]["vocab_size"],
             "bytes_per_token": sum(count["bytes"] for count in counts.values()) / num_tokens,
             "skipped": self.manifest["skipped"],
@@ -109,6 +117,10 @@ class Outcome:
         lines.append(f"  unigram entropy of validation {summary['unigram_bits_per_byte']:.3f} bits per byte")
         if len(summary["sources"]) > 1:
             lines += _source_lines(summary["sources"])
+        lines += [
+            f"  validates on {own['name'][:23]:<24}{own['documents']:>13,} documents {own['tokens']:>15,} tokens"
+            for own in summary["validation_sources"]
+        ]
         if report := report_text(self.manifest):
             lines.append(report)
         if self.kept_aside is not None:
@@ -150,7 +162,7 @@ def prepare_data(
     """
     data, named = recipe.data.to_dict(), Path(data_root) / recipe.data.name
     folder = _place(named)
-    sources = open_sources(recipe.data.sources)
+    sources = open_sources(recipe.data)
     fingerprints, portions = [source.fingerprint() for source in sources], portions_of(recipe)
     kept, jobs = None, ()
     try:
@@ -159,6 +171,7 @@ def prepare_data(
         if manifest is None or lacking(manifest, portions) or is_half_published(folder):
             # Now, not after hours of work.
             _refuse_no_place(folder)
+            _refuse_unaccepted_terms(recipe)
             with preparation_lock(folder) as kept:
                 manifest = _finished(named, data, fingerprints, replace)  # another process may have made it
                 if manifest is None or lacking(manifest, portions):
@@ -205,6 +218,39 @@ def _refuse_no_place(folder: Path) -> None:
         )
 
 
+def _refuse_unaccepted_terms(recipe: Recipe) -> None:
+    """Raise UserError for a source or tokenizer of the hub whose terms this account has not accepted.
+
+    A hub that does not answer is passed over, since a copy may be here: reading reports a real fault.
+    """
+    asked = [
+        (f"data.sources.{number}.dataset", "dataset", spec.dataset)
+        for number, spec in enumerate(recipe.data.sources)
+    ]
+    asked.append(("data.tokenizer", "model", recipe.data.tokenizer))
+    # a folder is no name, nor is a tokenizer that is trained
+    named = [each for each in asked if isinstance(each[2], str) and not Path(each[2]).expanduser().exists()]
+    if not named:
+        return
+    hub = require("huggingface_hub", "text or a tokenizer of the hub")
+    for key, kind, name in named:
+        # a copy of earlier days is read without asking the hub
+        if kind == "model" and isinstance(hub.try_to_load_from_cache(name, "tokenizer.json"), str):
+            continue
+        try:
+            hub.auth_check(name, repo_type=kind)
+        except hub.errors.GatedRepoError as error:
+            token = (
+                "" if hub.get_token() else ", then export HF_TOKEN=TOKEN of that account (or hf auth login)"
+            )
+            raise UserError(
+                f"{key}: {name} is gated, and its terms are not accepted: accept them at {HUB_PAGES[kind]}{name}"
+                f"{token}, or name another that is open; nothing was read"
+            ) from error
+        except Exception:  # every way of being offline has a class of its own
+            continue
+
+
 def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool) -> dict | None:
     """Read the manifest of what is prepared already; None if it must be made, or made again.
 
@@ -214,8 +260,8 @@ def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool)
     if manifest is None:
         return None
     # Converted data has no sources to compare with.
-    if "converted_from" not in manifest and len(manifest["sources"]) == len(fingerprints):
-        for now, before in zip(fingerprints, manifest["sources"], strict=True):
+    if "converted_from" not in manifest and len(source_entries(manifest)) == len(fingerprints):
+        for now, before in zip(fingerprints, source_entries(manifest), strict=True):
             # The hub does not answer: assume that it still holds what was prepared from it before.
             if now.get("commit", "") is None and now["dataset"] == before.get("dataset"):
                 now["commit"] = before.get("commit")

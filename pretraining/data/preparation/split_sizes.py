@@ -75,21 +75,44 @@ def _round_up(value: float, digits: int) -> float:
 
 
 def check_blocks(splits: dict, data: Data, sequence_length: int, sizes: SplitSizes | None = None) -> None:
-    """Raise UserError unless train and validation each hold one block of `sequence_length` inputs and targets."""
+    """Raise UserError unless train, the held-out share and each validation source hold one block of inputs and targets.
+
+    A block has `sequence_length` inputs.
+    """
     # One more than the inputs: the target of the last one.
     wanted = sequence_length + 1
-    counts = {name: entry["tokens"] for name, entry in splits.items()}
+    held_out = _tokens_by_source(splits["validation"])
+    own = data.validation.sources if data.validation else []
+    for number, source in enumerate(own):
+        found = held_out.pop(len(data.sources) + number, 0)
+        if found < wanted:
+            raise UserError(
+                f"data {data.name!r}: data.validation.sources.{number} ({source.called}) has {found:,} tokens, too "
+                f"few for one block of {wanted:,}; add text to it, leave it out, or shorten the sequence length"
+            )
+    counts = {"train": splits["train"]["tokens"]}
+    if data.validation_share:
+        counts["validation"] = sum(held_out.values())
     total, short = sum(counts.values()), [name for name in counts if counts[name] < wanted]
     if not short:
         return
-    share = sizes.workable_share(total, wanted) if sizes else None
+    share = sizes.workable_share(total, wanted) if sizes and data.validation_share else None
     if share is not None:
         advice = f"set data.validation_share to {share:g} (it is {data.validation_share:g})"
-    elif total < 2 * wanted:
-        advice = f"add text: two blocks need {2 * wanted:,} tokens"
+    elif total < len(counts) * wanted:
+        blocks = "two blocks need" if len(counts) == 2 else "one block needs"
+        advice = f"add text: {blocks} {len(counts) * wanted:,} tokens"
     else:
         advice = "add text or documents, change data.validation_share, or shorten the sequence length"
     raise UserError(
         f"data {data.name!r}: {short[0]} has {counts[short[0]]:,} of the corpus's {total:,} tokens, too "
         f"few for one block of {wanted:,} (sequence length {sequence_length:,} and one target); {advice}"
     )
+
+
+def _tokens_by_source(split: dict) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for shard in split["shards"]:
+        source = shard.get("source") or 0  # of a single source in older data sets
+        found[source] = found.get(source, 0) + shard["tokens"]
+    return found

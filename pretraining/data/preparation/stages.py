@@ -13,6 +13,7 @@ from pretraining.data.preparation.cleaning import (
     Clean,
     CleanedAsRead,
     CleanedCorpus,
+    CleanValidation,
     Deduplication,
     EvaluationSets,
     Fates,
@@ -21,7 +22,13 @@ from pretraining.data.preparation.cleaning import (
 )
 from pretraining.data.preparation.execution import Stage
 from pretraining.data.preparation.survey import Begun, Survey, survey_source
-from pretraining.data.preparation.tokenizing import MakeTokenizer, Texts, Tokenize
+from pretraining.data.preparation.tokenizing import (
+    ALL,
+    MakeTokenizer,
+    Texts,
+    Tokenize,
+    TokenizeValidation,
+)
 from pretraining.data.publishing import work_folder
 from pretraining.data.sources import TextSource
 from pretraining.recipe.data import Data
@@ -45,12 +52,16 @@ class Preparation:
     """The model's vocabulary size; None if there is no model to fit."""
     sequence_length: int
     corpus: Corpus
+    validation: Corpus | None
+    """The texts of `data.validation`."""
     fingerprints: list[dict]
-    """What each source is, for the manifest."""
+    """What each source is, those of validation last, for the manifest."""
     targets: list[Portion | None]
     """How much to prepare of each source; None: all of it."""
     begun: list[Begun | None]
     """What `folder` holds of each source already, to go on from; None: nothing."""
+    extensions: tuple[str, ...] = ()
+    """Absolute paths or names of the user's modules that define filters."""
     bounds: dict[int, Portion] = field(default_factory=dict)
     """The tasks of `tokenize` of which only a part is wanted."""
 
@@ -66,18 +77,18 @@ class Preparation:
     ) -> "Preparation":
         """Plan the preparation of a recipe's data; to cut the sources, it may read the footers of their files.
 
+        sources: as `open_sources` lists them.
         earlier: the manifest in `folder` of the same data, of which there is less; the preparation goes on from there.
         """
-        corpus, none = Corpus.of(recipe.data, sources), [None] * len(sources)
+        data, of_training = recipe.data, len(recipe.data.sources)
+        corpus, none = Corpus.of(data, sources[:of_training]), [None] * of_training
+        own = Corpus.of(data, sources[of_training:], data.validation.sources) if data.validation else None
+        # other modules may import torch, for which no worker should wait
+        filtering = [each for each in recipe.extensions if each.defines.get("filter")]
+        named = tuple(str(each.path.absolute()) if each.is_file else each.module for each in filtering)
+        vocab_size, length = recipe.model.vocab_size, recipe.sequence_length
         planned = cls(
-            folder,
-            recipe.data,
-            recipe.model.vocab_size,
-            recipe.sequence_length,
-            corpus,
-            fingerprints,
-            targets or none,
-            none,
+            folder, data, vocab_size, length, corpus, own, fingerprints, targets or none, none, named
         )
         if earlier is None:
             return planned
@@ -109,7 +120,11 @@ class Preparation:
     def stages(self) -> list[Stage]:
         """List the stages in order; each may use the outputs of those before."""
         cleaning = self.cleaned.stages if self.cleaned else []
-        return [*cleaning, self.tokenize.tokenizer, self.tokenize]
+        if self.tokenize_validation is None:
+            return [*cleaning, self.tokenize.tokenizer, self.tokenize]
+        own = self.tokenize_validation.texts
+        cleaning += own.stages if isinstance(own, CleanedCorpus) else []
+        return [*cleaning, self.tokenize.tokenizer, self.tokenize, self.tokenize_validation]
 
     @cached_property
     def consulted(self) -> dict:
@@ -129,7 +144,7 @@ class Preparation:
         cleaned_by = [key for key in CLEANING_KEYS if getattr(data, key)]
         if not (dedup or data.filters or data.decontaminate):
             return None
-        sets = EvaluationSets.from_recipe(self.work, data.decontaminate)
+        sets = EvaluationSets.from_recipe(self.work, data, self.validation)
         clean = Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup)
         # Documents are compared across the whole corpus; else no more is cleaned than is wanted.
         if not dedup and any(self.targets):
@@ -178,6 +193,18 @@ class Preparation:
             shutil.copytree(there, part)
             part.rename(stage.folder(0))
 
+    @cached_property
+    def tokenize_validation(self) -> TokenizeValidation | None:
+        """Plan the stage for the texts of `data.validation`, if there are any."""
+        if self.validation is None:
+            return None
+        texts: Corpus | CleanedCorpus = self.validation
+        if self.data.validation.filters and self.data.filters:
+            rules = {key: rule for key, rule in self.consulted.items() if key.startswith("data.filters")}
+            clean = CleanValidation(self.work, self.validation, self.data.filters, rules, None, None)
+            texts = CleanedCorpus(self.validation, ["filters"], clean, None, ALL)
+        return TokenizeValidation(self.work, texts, self.tokenize.tokenizer, self.data.encoder, ALL)
+
     def stage(self, name: str) -> Stage:
         """Find a stage by its name."""
         return next(stage for stage in self.stages if stage.name == name)
@@ -190,6 +217,7 @@ class Preparation:
             "vocab_size": self.vocab_size,
             "sequence_length": self.sequence_length,
             "corpus": self.corpus.to_json(),
+            "validation": self.validation and self.validation.to_json(),
             "fingerprints": self.fingerprints,
             "targets": self.targets,
             "begun": [begun and asdict(begun) for begun in self.begun],
@@ -203,11 +231,10 @@ class Preparation:
         """Read what `save` wrote."""
         values = json.loads((work / STATE_NAME).read_text(encoding="utf-8"))
         # The fingerprints come from the file too: all tasks use those that were found at the start.
-        opened = {
-            "folder": Path(values["folder"]),
-            "data": Data.of(values["data"]),
-            "targets": [target and Portion(*target) for target in values["targets"]],
-            "begun": [begun and Begun(**begun) for begun in values["begun"]],
-            "bounds": {number: Portion(*bound) for number, bound in values["bounds"]},
-        }
-        return cls(**{**values, **opened, "corpus": Corpus.from_json(values["corpus"])})
+        opened: dict = {"folder": Path(values["folder"]), "data": Data.of(values["data"])}
+        opened["corpus"] = Corpus.from_json(values["corpus"])
+        opened["validation"] = values["validation"] and Corpus.from_json(values["validation"])
+        opened["targets"] = [target and Portion(*target) for target in values["targets"]]
+        opened["begun"] = [begun and Begun(**begun) for begun in values["begun"]]
+        opened["bounds"] = {number: Portion(*bound) for number, bound in values["bounds"]}
+        return cls(**{**values, **opened})

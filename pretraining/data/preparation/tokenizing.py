@@ -35,6 +35,8 @@ TRAINING_BYTES = 256 << 20
 weights of a run do not count here, so that other weights need no other tokens."""
 
 SPLITS = ("train", "validation")
+ALL = 1.0
+"""The validation_share of texts that are for validation only: every draw is below it."""
 RESULT_NAME, COUNTS_NAME, POSITIONS_NAME = "result.json", "validation_counts.npy", "positions.npy"
 
 Texts = Corpus | CleanedCorpus | CleanedAsRead
@@ -47,7 +49,7 @@ class MakeTokenizer(Stage):
     name = "tokenizer"
     texts: Texts
     tokenizer: str | dict
-    """`data.tokenizer` of the recipe: a name, a folder, or {"train_vocab_size": ids}."""
+    """`data.tokenizer` of the recipe: a name, a folder, or {"train_vocab_size": ids, ...}."""
     vocab_size: int | None
     """The model's vocabulary size; None if there is no model to fit."""
     validation_share: float
@@ -68,7 +70,8 @@ class MakeTokenizer(Stage):
             # Before the training, which takes long.
             check_vocabulary(vocab_size, self.vocab_size)
             progress.label("training the tokenizer")
-            train_tokenizer(self._training_texts(progress), vocab_size, folder)
+            further = {key: value for key, value in self.tokenizer.items() if key != "train_vocab_size"}
+            train_tokenizer(self._training_texts(progress), vocab_size, folder, **further)
         check_vocabulary(self.describe(folder).vocab_size, self.vocab_size)
 
     def describe(self, folder: Path) -> TokenizerInfo:
@@ -164,6 +167,10 @@ class Tokenize(Stage):
         """Return the same stage with other bounds."""
         return replace(self, bounds=bounds)
 
+    def results(self) -> list[dict]:
+        """Read what each task reports about its output."""
+        return [self.result(number) for number in range(len(self.keys))]
+
     def result(self, number: int) -> dict:
         """Read what a finished task reports: {"source", "splits", "skipped", "encoding", "cut", "cleaned"}."""
         return json.loads((self.folder(number) / RESULT_NAME).read_text(encoding="utf-8"))
@@ -221,6 +228,12 @@ class _Output:
         np.save(self._folder / POSITIONS_NAME, np.concatenate([np.empty(0, np.int64), *self._positions]))
         self._sizes.save(self._folder)
         write_json(self._folder / RESULT_NAME, {**result, "splits": splits, "cut": self._cut})
+
+
+class TokenizeValidation(Tokenize):
+    """The same for texts of `data.validation`, whose share is `ALL`."""
+
+    name = "tokenize-validation"
 
 
 def _encoded(

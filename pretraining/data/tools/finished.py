@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pretraining.data.manifest import MANIFEST_NAME, read_manifest
+from pretraining.data.manifest import MANIFEST_NAME, read_manifest, source_entries
 from pretraining.data.shards import Shard, TokenSplit
 from pretraining.errors import UserError, nearest
 from pretraining.recipe.data import source_name
@@ -74,10 +74,15 @@ class FinishedData:
 
 
 def source_names(manifest: dict) -> list[str]:
-    """Name each source by its own name, else the last part of its path or data set name; all names differ."""
-    specs = manifest["data"].get("sources") or [{}] * len(manifest["sources"])
+    """Name each source by its own name, else the last part of its path or data set name; all names differ.
+
+    Validation sources follow those of training.
+    """
+    entries = source_entries(manifest)
+    section = manifest["data"]
+    specs = [*section.get("sources", ()), *(section.get("validation") or {}).get("sources", ())]
     names: list[str] = []
-    for number, (entry, spec) in enumerate(zip(manifest["sources"], specs, strict=True)):
+    for number, (entry, spec) in enumerate(zip(entries, specs or [{}] * len(entries), strict=True)):
         name = entry.get("name") or (source_name(spec) if spec else f"source {number}")
         # Two sources may end in the same part of a path.
         names.append(f"{name} ({number})" if name in names else name)

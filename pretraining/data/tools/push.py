@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pretraining.data.manifest import MANIFEST_NAME
+from pretraining.data.manifest import MANIFEST_NAME, source_entries
 from pretraining.data.tools.finished import FinishedData, open_finished, source_names
 from pretraining.data.tools.verify import damaged, verify_data
 from pretraining.errors import UserError, require
@@ -160,7 +160,7 @@ def _body(manifest: dict) -> list[str]:
         *_table("split", {name: _counts(entry, "bytes") for name, entry in manifest["splits"].items()}),
         "",
     ]
-    sources = zip(source_names(manifest), manifest["sources"], strict=True)
+    sources = zip(source_names(manifest), source_entries(manifest), strict=True)
     lines += _table("source", {name: _counts(entry, "text_bytes") for name, entry in sources})
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in manifest["skipped"].items())
     return [

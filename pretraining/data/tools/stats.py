@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pretraining.data.manifest import entropy_bits, num_shard_bytes
+from pretraining.data.manifest import entropy_bits, num_shard_bytes, source_entries
 from pretraining.data.packing import cuts_of_split
 from pretraining.data.progress import Progress
 from pretraining.data.tools.finished import (
@@ -62,7 +62,7 @@ def measure_data(
                 "name": name,
                 **{key: entry[key] for key in ("documents", "tokens", "text_bytes") if key in entry},
             }
-            for name, entry in zip(source_names(data.manifest), data.manifest["sources"], strict=True)
+            for name, entry in zip(source_names(data.manifest), source_entries(data.manifest), strict=True)
         ],
     }
 

@@ -1,5 +1,5 @@
 "use strict";
-// Draws charts: uPlot with marks, tooltips, log axes and one x axis for all of them. Which charts there are: CHARTS in main.js.
+// Draws charts: uPlot with marks, tooltips, log axes and one x axis for all of them. Which charts there are: panels.js.
 
 const RUN_COLORS = {
   light: ["#2563d9", "#d9730d", "#1a8f4d", "#9b3fc4", "#c2255c", "#0b8793", "#7a6a00", "#5c677d"],
@@ -156,7 +156,7 @@ const withSmooth = (line, strength) => !line.series || strength <= 0 || line.ser
   { ...line, series: smoothed(line.series, strength) },
 ];
 
-// lines: [{label, run, part, color, series, width, dash, quiet, dots}]
+// lines: [{label, run, runLabel, part, color, series, width, dash, quiet, dots}]
 const drawChart = (box, lines, { unit = "number", height = 200, logY = false, runs = [], toggles = true, settled = false } = {}) => {
   const usable = lines.filter((line) => line.series && line.series.value.some((y) => y !== null));
   if (!usable.length) return null;
@@ -193,9 +193,9 @@ const legendEntries = (lines) => {
   const firsts = (key) => loud.filter((line, i) => line[key] && loud.findIndex((other) => other[key] === line[key]) === i);
   const runs = firsts("run"), parts = firsts("part");
   if (runs.length > 1 && parts.length > 1) return [
-    ...runs.map((line) => ({ label: line.run, color: line.color, covers: (other) => other.run === line.run })),
+    ...runs.map((line) => ({ label: line.runLabel, color: line.color, covers: (other) => other.run === line.run })),
     ...parts.map((line) => ({ label: line.part, color: color("soft"), dash: line.dash, covers: (other) => other.part === line.part }))];
-  return loud.map((line) => ({ label: line.label, color: line.color, dash: line.dash, covers: (other) => other === line || other.belongsTo === line.label }));
+  return loud.map((line) => ({ label: line.run && line.label === line.run ? line.runLabel : line.label, color: line.color, dash: line.dash, covers: (other) => other === line || other.belongsTo === line.label }));
 };
 
 const legendOf = (chart, lines) => {

@@ -67,7 +67,9 @@ const table = (heads, rows, numeric = []) => el("div", { class: "scroll" }, el("
 
 const comparison = (data) => {
   const last = (name) => (run) => UNITS[unitOf(name)](run.last[name]), overall = (name) => (run) => UNITS[unitOf(name)](run.speed[name]);
-  const columns = [["training loss, last row", last("train/loss")], ["validation loss, last", last("eval/loss")], ["bits per byte, last", last("eval/bits_per_byte")],
+  const best = Math.min(...data.runs.map((run) => run.best_validation).filter((loss) => typeof loss === "number"));
+  const bestOf = (run) => run.best_validation === best ? el("b", {}, fixed(4)(best)) : fixed(4)(run.best_validation);
+  const columns = [["training loss, last row", last("train/loss")], ["validation loss, last", last("eval/loss")], ["validation loss, best", bestOf], ["bits per byte, last", last("eval/bits_per_byte")],
     ["tokens/s, all steps", overall("tokens_per_second")], ["MFU, all steps", overall("mfu")], ["goodput", last("throughput/goodput")]];
   const shown = columns.filter(([, value]) => data.runs.some((run) => value(run) !== "–"));
   const rows = data.runs.map((run, i) => [
@@ -77,6 +79,11 @@ const comparison = (data) => {
   return el("section", { class: "card" }, el("h2", {}, `${data.runs.length} runs`),
     table(["run", "state", "step", "tokens", ...shown.map(([label]) => label)], rows, [2, 3, ...shown.map((_, i) => i + 4)]));
 };
+
+// What is not the same in all runs, by the recipe's dotted keys.
+const differing = (data) => el("section", { class: "card", id: "settings" }, el("h2", {}, "Settings that differ"),
+  data.settings.length ? table(["setting", ...data.runs.map((run) => run.name)], data.settings.map(([key, ...values]) => [el("code", {}, key), ...values.map((value) => value === null ? "left out" : value)])) :
+    el("p", { class: "soft" }, "None: these runs have the same recipe, ranks and versions."));
 
 const FACTS = { parameters: compact, tokens: compact, steps: whole, tokens_per_step: whole, sequence_length: whole, world_size: whole,
   micro_batch: whole, accumulation_steps: whole, training_flops: (n) => n.toExponential(2), tokens_per_parameter: (n) => trimmed(n, 3) };
@@ -104,17 +111,33 @@ const scores = (run) => {
   return box;
 };
 
+// One slider over the steps, and one over the prompts if there are several.
 const samples = (run) => {
-  if (!run.samples.length) return null;
-  const show = (i) => {
-    const sample = run.samples[i];
-    label.textContent = `step ${whole(sample.step)}` + (sample.prompt ? ` · prompt “${sample.prompt}”` : "");
-    text.textContent = typeof sample.text === "string" ? sample.text : JSON.stringify(sample, null, 2);
+  const { prompts, steps } = run.samples;
+  if (!steps.length) return null;
+  const label = el("span", { class: "soft small" }), text = el("pre"), last = steps.length - 1;
+  const slider = (name, most, first) => el("input", { type: "range", min: 0, max: most, value: Math.min(most, memory.get(name, first) ?? most), "aria-label": `which ${name}`,
+    // at the newest step it stays there when the page loads again
+    oninput: (event) => { const at = Number(event.target.value); memory.set(name, name === "step" && at === most ? null : at); show(); } });
+  const ofStep = slider("step", last, last), ofPrompt = slider("prompt", prompts.length - 1, 0);
+  const show = () => {
+    const [step, ...texts] = steps[Number(ofStep.value)], k = Number(ofPrompt.value);
+    label.textContent = [`step ${whole(step)}`, prompts.length > 1 ? `prompt ${k + 1} of ${prompts.length}` : "", prompts[k] ? `“${prompts[k]}”` : "no prompt"].filter(Boolean).join(" · ");
+    text.textContent = texts[k] === null ? "No sample of this prompt at this step." : texts[k];
   };
-  const label = el("span", { class: "soft small" }), text = el("pre");
-  const slider = el("input", { type: "range", min: 0, max: run.samples.length - 1, value: run.samples.length - 1, "aria-label": "which sample", oninput: () => show(Number(slider.value)) });
-  show(run.samples.length - 1);
-  return el("section", { class: "card", id: "samples" }, el("div", { class: "head" }, el("h2", {}, "Samples"), el("span", { class: "grow" }), slider), label, text);
+  show();
+  return el("section", { class: "card", id: "samples" }, el("div", { class: "head" }, el("h2", {}, "Samples"), el("span", { class: "grow" }),
+    el("div", { class: "tools" }, el("label", {}, "step", ofStep), prompts.length > 1 ? el("label", {}, "prompt", ofPrompt) : null)), label, text);
+};
+
+// The end of what rank 0 printed.
+const consoleLog = (run) => {
+  if (!run.console) return null;
+  const text = el("pre", { class: "log" }, run.console);
+  const box = el("details", { class: "card", id: "console", ontoggle: () => { memory.set("open-console", box.open); text.scrollTop = text.scrollHeight; } },
+    el("summary", {}, "Console"), text);
+  box.open = memory.get("open-console", false);
+  return box;
 };
 
 // Saves and uploads are many and go well: the reader asks for them.

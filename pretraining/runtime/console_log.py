@@ -1,0 +1,152 @@
+"""Keep what a run prints as console.log in its folder: without secrets, and with a limit on its size.
+
+Copies what Python writes to stdout and stderr. A pipe below them would catch the libraries' C code as well, but a
+process that is killed would lose the last lines, which matter most.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from pretraining.addresses import masked
+from pretraining.errors import UserError
+from pretraining.runtime.run_folder import RunFolder, utc_now
+
+MOST_BYTES = 1_000_000
+"""Of console.log. A full one becomes console.1.log, in place of the one before it."""
+LONGEST_LINE = 2000
+"""Characters of a line."""
+MOST_WAITING = 1000
+"""Lines that wait in memory for the run folder; the newest are kept."""
+
+
+@contextmanager
+def kept_console(run: RunFolder) -> Iterator[None]:
+    """Copy what the block prints to the run's console.log, and the error that ends it; on rank 0 only.
+
+    Nothing is written before the block adds an event to the run: a refused run leaves its folder as it was.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    log, screen = ConsoleLog(run), (sys.stdout, sys.stderr)
+    copies = [Copied(stream, log) for stream in screen]
+    sys.stdout, sys.stderr = copies
+    try:
+        yield
+    except BaseException as error:
+        # the error is printed only after the block
+        log.add(f"error: {error}" if isinstance(error, UserError) else traceback.format_exc())
+        raise
+    finally:
+        sys.stdout, sys.stderr = screen
+        for copied in copies:
+            copied.finish()
+        log.close()
+
+
+class ConsoleLog:
+    """The lines of one start, appended to the run's console.log. A line that the disk refuses is left out."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run, self.process, self.lock = run, os.getpid(), threading.RLock()
+        self.waiting: deque[str] | None = deque([f"--- {utc_now()} {' '.join(sys.argv)}"], MOST_WAITING)
+        self.before = _signature(run.events)
+        self.descriptor: int | None = None
+
+    def add(self, text: str) -> None:
+        """Append lines."""
+        # a worker of the data loader has a copy of this object, and is not the one to write
+        if os.getpid() != self.process:
+            return
+        with self.lock:
+            lines = [masked(line)[:LONGEST_LINE] for line in text.splitlines()]
+            if self.waiting is None:
+                return self._write(lines)
+            self.waiting.extend(lines)
+            if _signature(self.run.events) not in (None, self.before):
+                lines, self.waiting = list(self.waiting), None
+                self._write(lines)
+
+    def _write(self, lines: list[str]) -> None:
+        data = "".join(f"{line}\n" for line in lines).encode("utf-8", errors="backslashreplace")
+        # a full disk is reported by what the run itself writes
+        with contextlib.suppress(OSError):
+            if self.descriptor is None:
+                self._open()
+            size = os.fstat(self.descriptor).st_size
+            if size and size + len(data) > MOST_BYTES:
+                self.close()
+                self.run.console_log.replace(_older(self.run.console_log))
+                self._open()
+            os.write(self.descriptor, data)
+
+    def _open(self) -> None:
+        self.descriptor = os.open(self.run.console_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+class Copied:
+    """A text stream whose lines go to the log too. Everything else is asked of the stream itself."""
+
+    def __init__(self, stream: TextIO, log: ConsoleLog) -> None:
+        self.stream, self.log, self.begun = stream, log, ""
+
+    def write(self, text: str) -> int:
+        """Write to the stream, and every line that is now complete to the log."""
+        written = self.stream.write(text)
+        *lines, self.begun = (self.begun + text).split("\n")
+        # a progress bar draws itself again and again: what is left of it at last is the line
+        self.begun = self.begun.rpartition("\r")[2][-LONGEST_LINE:]
+        for line in lines:
+            if shown := line.rstrip("\r").rpartition("\r")[2]:
+                self.log.add(shown)
+        return written
+
+    def finish(self) -> None:
+        """Copy the line that has no end yet."""
+        if self.begun.strip():
+            self.log.add(self.begun)
+        self.begun = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def console_tail(path: Path, most_bytes: int) -> str:
+    """Read the last lines of a console.log, with those of the full one before it if there is room."""
+    found = b""
+    for each in (path, _older(path)):
+        missing = most_bytes - len(found)
+        if missing > 0 and each.is_file():
+            with each.open("rb") as file:
+                file.seek(max(0, each.stat().st_size - missing))
+                part = file.read(missing)
+                # not the rest of a line
+                found = (part if file.tell() <= missing else part.partition(b"\n")[2]) + found
+    return found.decode("utf-8", errors="replace")
+
+
+def _older(path: Path) -> Path:
+    return path.with_suffix(f".1{path.suffix}")
+
+
+def _signature(path: Path) -> tuple[int, int] | None:
+    """Tell one state of a file from another; None if there is no file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size

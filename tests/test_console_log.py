@@ -1,0 +1,105 @@
+"""The console of a run is kept in its folder: whole lines, no secrets, bounded, and nothing of a refused run."""
+
+import os
+import sys
+
+import pytest
+
+from pretraining.errors import UserError
+from pretraining.runtime import console_log
+from pretraining.runtime.console_log import console_tail, kept_console
+from pretraining.runtime.run_folder import RunFolder
+
+
+@pytest.fixture
+def run(tmp_path) -> RunFolder:
+    (tmp_path / "run").mkdir()
+    return RunFolder(tmp_path / "run")
+
+
+def test_a_run_keeps_what_it_printed(workshop):
+    """The lines on the terminal, those before the folder was opened too, under the command that was typed."""
+    run = workshop.plain()
+    kept = run.dir.console_log.read_text(encoding="utf-8").splitlines()
+    assert kept[0].startswith("--- ") and "train.py" in kept[0]
+    printed = [line for line in run.finished.stdout.splitlines() if line]
+    assert len(printed) > 5 and set(printed) <= set(kept)
+
+
+def test_a_start_that_is_refused_writes_nothing(tmp_path, run):
+    """Neither into a new folder nor into that of an earlier run, whose events stay as they were."""
+    for folder in (RunFolder(tmp_path / "new"), run):
+        with pytest.raises(UserError), kept_console(folder):
+            print("reading the recipe")
+            raise UserError("no such key")
+        assert not folder.console_log.exists()
+    run.add_event("start")
+    with kept_console(run):
+        print("an earlier start's event is none of this one")
+    assert not run.console_log.exists() and not (tmp_path / "new").exists()
+
+
+def test_lines_are_whole_and_hold_no_secret(run, monkeypatch, capsys):
+    """Parts of lines are joined, a bar leaves its last state, secrets are masked; the terminal gets all as it is."""
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    with kept_console(run):
+        print("before the first event")
+        run.add_event("start")
+        print("a ", end="")
+        print("line of hf_very_secret")
+        print("\r10%\r20%\r100%", file=sys.stderr)
+        print("cut" * 700)
+        print("no end", end="")
+    lines = run.console_log.read_text(encoding="utf-8").splitlines()[1:]
+    assert lines[:3] == ["before the first event", "a line of ***", "100%"]
+    assert len(lines[3]) == 2000 and lines[4] == "no end"
+    assert "a line of hf_very_secret\n" in capsys.readouterr().out
+    with kept_console(run):
+        run.add_event("resume")
+        print("a second start")
+    assert run.console_log.read_text(encoding="utf-8").count("--- ") == 2
+
+
+@pytest.mark.parametrize(
+    "error", [UserError("a line for the user"), ValueError("a bug"), KeyboardInterrupt()]
+)
+def test_the_error_that_ends_a_run_is_its_last_line(run, error):
+    """One line of what a user can mend, else the traceback."""
+    with pytest.raises(type(error)), kept_console(run):
+        run.add_event("start")
+        raise error
+    kept = run.console_log.read_text(encoding="utf-8")
+    assert kept.splitlines()[-1].startswith(("error: a line", "ValueError: a bug", "KeyboardInterrupt"))
+    assert ("Traceback" in kept) == (not isinstance(error, UserError))
+
+
+def test_the_log_is_bounded(run, monkeypatch):
+    """A full file becomes the older one; the page reads the newest lines of both."""
+    monkeypatch.setattr(console_log, "MOST_BYTES", 10_000)
+    with kept_console(run):
+        run.add_event("start")
+        for number in range(3000):
+            print(f"line {number:04}")
+    files = sorted(run.path.glob("console*.log"))
+    assert [file.name for file in files] == ["console.1.log", "console.log"]
+    assert all(file.stat().st_size <= 10_000 for file in files)
+    tail = console_tail(run.console_log, 12_000).splitlines()
+    assert tail == [f"line {number:04}" for number in range(3000 - len(tail), 3000)] and len(tail) > 1000
+    assert console_tail(run.path / "none.log", 100) == ""
+
+
+def test_only_rank_0_writes_and_no_process_that_it_forks(run, monkeypatch):
+    """A worker of the data loader prints to the terminal alone."""
+    with kept_console(run):
+        run.add_event("start")
+        print("ours")
+        worker = os.fork()
+        if worker == 0:
+            print("of a worker")
+            os._exit(0)
+        os.waitpid(worker, 0)
+    assert run.console_log.read_text(encoding="utf-8").splitlines()[1:] == ["ours"]
+    monkeypatch.setenv("RANK", "1")
+    with kept_console(run):
+        print("of rank 1")
+    assert "rank 1" not in run.console_log.read_text(encoding="utf-8")
