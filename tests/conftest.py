@@ -82,6 +82,7 @@ LAUNCHING += [
     "test_throughput",
     "test_doctor_cluster",
     "test_features",
+    "test_extensions",
     "test_console_log",
 ]
 

@@ -31,6 +31,7 @@ from pretraining.data.preparation.tokenizing import (
 )
 from pretraining.data.publishing import work_folder
 from pretraining.data.sources import TextSource
+from pretraining.extend import read_extensions
 from pretraining.recipe.data import Data
 from pretraining.recipe.recipe import Recipe
 from pretraining.runtime.durable_files import replacing
@@ -222,6 +223,7 @@ class Preparation:
             "targets": self.targets,
             "begun": [begun and asdict(begun) for begun in self.begun],
             "bounds": list(self.bounds.items()),
+            "extensions": list(self.extensions),
         }
         with replacing(self.work / STATE_NAME) as file:
             json.dump(values, file)
@@ -230,6 +232,9 @@ class Preparation:
     def load(cls, work: Path) -> "Preparation":
         """Read what `save` wrote."""
         values = json.loads((work / STATE_NAME).read_text(encoding="utf-8"))
+        # before the filters that they define are built
+        values["extensions"] = tuple(values.get("extensions", ()))
+        read_extensions(values["extensions"], work, str(work / STATE_NAME))
         # The fingerprints come from the file too: all tasks use those that were found at the start.
         opened: dict = {"folder": Path(values["folder"]), "data": Data.of(values["data"])}
         opened["corpus"] = Corpus.from_json(values["corpus"])
