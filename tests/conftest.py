@@ -83,6 +83,7 @@ LAUNCHING += [
     "test_doctor_cluster",
     "test_features",
     "test_extensions",
+    "test_sweep",
     "test_console_log",
 ]
 

@@ -174,7 +174,7 @@ def test_a_set_beside_the_others_is_no_part_of_the_loss(entry):
         both = Validation.of([*sets_of(splits), beside], recipe_of(limit))
         measured = both.measure(model)
         assert {name: measured[name] for name in alone.names} == alone.measure(model)
-        assert measured.keys() - set(alone.names) == {"books_loss", "books_bits_per_byte"}
+        assert measured.keys() - set(alone.names) == {"books_loss", "books_perplexity", "books_bits_per_byte"}
         assert both.unigram_bits_per_byte() == alone.unigram_bits_per_byte()
 
 
