@@ -80,6 +80,7 @@ def attempt(
     from pretraining.data.packed_dataset import build_training_dataset
     from pretraining.evaluation.evaluator import Evaluator
     from pretraining.model.build import build_from_recipe
+    from pretraining.model.given_weights import open_given
     from pretraining.model.loss import build_loss
     from pretraining.planning.gate import judge_plan
     from pretraining.training.arguments import build_arguments
@@ -88,6 +89,8 @@ def attempt(
 
     start = find_start(run, recipe, data, options.resume, options.allow_change)
     progress = start.progress(recipe)
+    given = None if start.checkpoint else open_given(recipe, data.tokenizer)
+    start = start.with_given(run, given.facts if given else None)
     plan = judge_plan(plan, recipe, find_machine(run, start, data.train.num_tokens), options.force)
     arguments = build_arguments(recipe, plan.ds_config, run.path, plan.accumulation_steps, progress.last_step)
     # The guard looks for damaged or degenerate blocks; rollbacks leave samples out.
@@ -97,7 +100,9 @@ def attempt(
     )
     evaluator = Evaluator(recipe, data, data.tokenizer, progress.last_step, run)
     monitors.begin(plan, start, dataset)  # measures memory from here on, so that the model is counted
-    model = build_from_recipe(recipe, data.tokenizer, arguments, draw_weights=start.checkpoint is None)
+    model = build_from_recipe(
+        recipe, data.tokenizer, arguments, draw_weights=start.checkpoint is None, given=given
+    )
     checkpoints = CheckpointManager(run, recipe, plan, data, start)
     trainer = PretrainingTrainer(
         recipe,

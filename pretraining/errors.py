@@ -3,6 +3,7 @@
 import errno
 import importlib
 import os
+import re
 import sys
 import time
 import traceback
@@ -169,7 +170,29 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 
 def nearest_names(word: str, candidates: Iterable[str], most: int = 3) -> str:
     """Suggest the candidates closest to `word`: `; did you mean 'x', 'y' or 'z'?`, or an empty string."""
-    return did_you_mean(get_close_matches(word, list(candidates), n=most, cutoff=0.6))
+    names = list(candidates)
+    return did_you_mean(get_close_matches(word, names, n=most, cutoff=0.6) or abbreviated(word, names)[:most])
+
+
+def abbreviated(word: str, names: Iterable[str]) -> list[str]:
+    """Find the names that `word` is short for.
+
+    `lr` and `learn_rate` are short for learning_rate, `batch_size` for per_device_train_batch_size.
+    """
+    parts, names = re.findall(r"[a-z0-9]+", word.lower()), list(names)
+    by_initials = [
+        name for name in names if "_" in name and "".join(re.findall(r"(?:^|_)(\w)", name)) == word.lower()
+    ]
+    # two letters begin too many names
+    if by_initials or max(map(len, parts), default=0) < 3:
+        return by_initials
+    return [name for name in names if _begin(parts, name.lower().split("_"))]
+
+
+def _begin(parts: list[str], words: list[str]) -> bool:
+    """Say if the parts are the beginnings of words that follow each other."""
+    starts = range(len(words) - len(parts) + 1)
+    return any(all(map(str.startswith, words[start:], parts)) for start in starts)
 
 
 def did_you_mean(names: list[str]) -> str:

@@ -124,17 +124,22 @@ def _check_own_groups(recipe: Recipe, ds_config: dict | None, where: str) -> Non
         raise problem(where, key, f"{name} {what}; {remedy}")
 
 
+def _check_frozen(recipe: Recipe, ds_config: dict | None, where: str) -> None:
+    """Refuse frozen parameters where their part of a checkpoint is not in memory."""
+    nodes = ((ds_config or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size", 1) > 1
+    if recipe.weights.frozen and (parameter_device(ds_config) == "nvme" or nodes):
+        kept = "every node keeps a copy of them" if nodes else "they are on NVMe"
+        raise problem(
+            where, "model.frozen", f"saves parameters from memory, and {kept}; use --deepspeed zero3"
+        )
+
+
 def _check_clipping(recipe: Recipe, ds_config: dict | None, where: str) -> None:
-    """Refuse clipping by value and adaptive clipping if DeepSpeed hides the gradients."""
-    # Both change the gradients before DeepSpeed's optimizer steps, on our side of it.
-    given = [key for key in ("clip_value", "adaptive_clip") if getattr(recipe.optimizer, key)]
-    if given and optimizer_device(ds_config) != "gpu":
-        what = "is set, but an offloaded optimizer steps inside DeepSpeed; use a ds_config without offload_optimizer: "
-        what += f"--deepspeed zero{zero_stage(ds_config)}"
-        raise problem(where, f"optimizer.{given[0]}", what)
-    if "adaptive_clip" in given and zero_stage(ds_config):
-        what = f"compares whole units of the weights, and ZeRO-{zero_stage(ds_config)} gives the optimizer slices"
-        what += "; use --deepspeed null or zero0, or clip_value"
+    """Refuse adaptive clipping if DeepSpeed hides which weights a gradient belongs to."""
+    if recipe.optimizer.adaptive_clip and recipe.training.fp16 and ds_config and not zero_stage(ds_config):
+        what = (
+            "does not run in fp16 at stage 0, where DeepSpeed keeps copies of its own; use --deepspeed zero1"
+        )
         raise problem(where, "optimizer.adaptive_clip", what)
 
 
@@ -284,6 +289,7 @@ CHECKS = (
     _check_launcher_settings,
     _check_optim,
     _check_own_groups,
+    _check_frozen,
     _check_clipping,
     _check_compile,
     _check_fp8,

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretraining.errors import UserError, did_you_mean, nearest
+from pretraining.errors import UserError, abbreviated, did_you_mean, nearest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TYPE_NAMES = {
@@ -279,6 +279,23 @@ def filled(value: Any, schema: dict) -> Any:
     return {key: filled(item, properties.get(key, {})) for key, item in whole.items()}
 
 
+def suggestion(key: str, schema: dict) -> str | None:
+    """Guess which key of the schema a dotted one was meant to be: `; did you mean 'x'?`, empty without a guess.
+
+    None: the key is valid.
+    """
+    known, above = list(_all_keys(schema, schema)), ""
+    for name in key.split("."):
+        dotted = f"{above}.{name}" if above else name
+        # the number of an entry is no key itself
+        if _of_first_entry(dotted) not in known and not name.isdecimal():
+            below = f"{_of_first_entry(above)}." if above else ""
+            inner = [each.removeprefix(below) for each in known if each.startswith(below)]
+            return _valid_keys(name, {each: {} for each in inner if "." not in each}, above, schema)
+        above = dotted
+    return None
+
+
 def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:
     """Guess what was meant: an entry of a list, a key of another place, or the nearest key here; else list all keys."""
     names = [valid for valid in properties if valid != "$schema"]
@@ -287,16 +304,31 @@ def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:
     whole, bracket, index = name.partition("[")
     if bracket and whole in names:
         return did_you_mean([f"{above}{whole}.{index.rstrip(']')}"])
-    near, places = get_close_matches(name, names, 1), _other_places(key, root)
+    if "." in name and not key:
+        section, _, inner = name.partition(".")
+        near = suggestion(name, root)
+        return f'; write it as an object: "{section}": {{"{inner}": ...}}' if near is None else near
+    close, places = get_close_matches(name, names, 1), _other_places(key, root)
+    # names of other frameworks, which a recipe's schema lists
+    meant = root.get("other_names", {}).get(name.lower(), [])
     if name in places:
-        return did_you_mean([*places[name][: 3 - len(near)], *(above + each for each in near)])
-    if near:
-        return did_you_mean(near)
+        return did_you_mean([*[*meant, *places[name]][: 3 - len(close)], *(above + each for each in close)])
+    if meant:
+        return did_you_mean(meant)
+    if here := close or abbreviated(name, names):
+        return did_you_mean([above + each for each in here[:3]])
     # 0.92: among so many names a loose match would be a wrong guess
     if misspelt := get_close_matches(name, places, 1, cutoff=0.92):
         return did_you_mean(places[misspelt[0]][:3])
+    if there := abbreviated(name, places):
+        return did_you_mean([places[each][0] for each in there[:3]])
     # more would not be read in one line
     return f"; valid keys: {', '.join(names)}" if len(names) <= 12 else ""
+
+
+def _of_first_entry(key: str) -> str:
+    """Write a dotted key as the schema knows it, with the first entry of every list: sources.3 is sources.0 there."""
+    return re.sub(r"\.\d+(?=\.|$)", ".0", key)
 
 
 def _other_places(key: str, root: dict) -> dict[str, list[str]]:
@@ -304,8 +336,7 @@ def _other_places(key: str, root: dict) -> dict[str, list[str]]:
     places: dict[str, dict[str, None]] = {}
     for place in sorted(_all_keys(root, root), key=lambda place: place.count(".")):
         above, _, name = place.rpartition(".")
-        # the schema knows a list's first entry alone: sources.3 is sources.0 there
-        if above != re.sub(r"\.\d+(?=\.|$)", ".0", key):
+        if above != _of_first_entry(key):
             places.setdefault(name, {})[place] = None
     return {name: list(found) for name, found in places.items()}
 

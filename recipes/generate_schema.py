@@ -25,6 +25,7 @@ from schema_generator.model_types import bounded, largest, other_model_types  # 
 from pretraining.data.quality.chain import filters_schema  # noqa: E402
 from pretraining.recipe.loading import sections_schema  # noqa: E402
 from pretraining.recipe.recipe import TOP_LEVEL  # noqa: E402
+from pretraining.recipe.sections import Weights  # noqa: E402
 from pretraining.recipe.training import TRAINING_KEYS  # noqa: E402
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -150,6 +151,7 @@ def model_schema(model_type: str) -> dict:
     for name in SHAPE_KEYS[model_type]:
         properties[name] |= {"minimum": 1, "maximum": largest(name)}
     properties.update(implementation_keys(properties))
+    properties.update(Weights.schema()["properties"])
     required = ["model_type", *SHAPE_KEYS[model_type]]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
@@ -185,9 +187,13 @@ def recipe_schema() -> dict:
     model_types, others = list(SHAPE_KEYS), other_model_types(list(SHAPE_KEYS))["types"]
     model = {
         "type": "object",
-        "description": "model_type, then that configuration class's keyword arguments, verbatim.",
+        "description": "model_type, then that configuration class's keyword arguments, verbatim; initial_weights and "
+        "frozen are ours.",
         # Any other string is told by model_types.py what is wrong with it.
-        "properties": {"model_type": {"anyOf": [{"enum": [*model_types, *others]}, {"type": "string"}]}},
+        "properties": {
+            "model_type": {"anyOf": [{"enum": [*model_types, *others]}, {"type": "string"}]},
+            **Weights.schema()["properties"],
+        },
         "required": ["model_type"],
         "allOf": [
             {

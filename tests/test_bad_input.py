@@ -69,11 +69,11 @@ def changed(workshop, tmp_path):
 MISTAKES = {
     "unknown key": (
         ("training", "learnin_rate", 1),
-        "training.learnin_rate: unknown key; did you mean 'learning_rate'",
+        "training.learnin_rate: unknown key; did you mean 'training.learning_rate'",
     ),
     "unknown nested key": (
         ("data", "tokenizer", {"train_vocab": 512}),
-        "data.tokenizer.train_vocab: unknown key; did you mean 'train_vocab_size'",
+        "data.tokenizer.train_vocab: unknown key; did you mean 'data.tokenizer.train_vocab_size'",
     ),
     "wrong type": (("training", "bf16", 1), "training.bf16: is 1 where true or false is wanted"),
     "number as string": (("model", "n_embd", "64"), 'model.n_embd: is the string "64" where an integer'),

@@ -356,8 +356,21 @@ def test_a_part_that_is_none_is_refused():
     """Misspelt, or free to change anyway."""
     from pretraining.recipe.curve import check_allowed
 
-    assert check_allowed("training.seed") == "training.seed"
+    for key in (
+        "training.seed",
+        "optimizer.momentum",
+        "loss",
+        "speed.fp8",
+        "data.fingerprint",
+        "model.n_layer",
+    ):
+        assert check_allowed(key) == key, "what a refusal of the start names must be taken"
+    for wrong in ("seed", "training.lr", "data.sources.0.weight", "muon.momentum"):
+        with pytest.raises(UserError, match=r"did you mean|is part of|unknown key"):
+            check_allowed(wrong)
     with pytest.raises(UserError, match=r"did you mean 'training\.seed'"):
         check_allowed("training.sed")
     with pytest.raises(UserError, match="may change without it"):
         check_allowed("training.logging_steps")
+    with pytest.raises(UserError, match="may change without it"):
+        check_allowed("monitors.hang_minutes")

@@ -93,7 +93,7 @@ WRONG = {
     ),
     "misspelt zero key": (
         lambda c: c["zero_optimization"].update(overlap_com=True),
-        "zero_optimization.overlap_com: unknown key; did you mean 'overlap_comm'?",
+        "zero_optimization.overlap_com: unknown key; did you mean 'zero_optimization.overlap_comm'?",
     ),
     "a block's key at the top": (
         lambda c: c.update(stage=3),
@@ -101,11 +101,11 @@ WRONG = {
     ),
     "misspelt nested key": (
         lambda c: c["zero_optimization"].update(offload_optimizer={"devise": "cpu"}),
-        "zero_optimization.offload_optimizer.devise: unknown key; did you mean 'device'?",
+        "devise: unknown key; did you mean 'zero_optimization.offload_optimizer.device'?",
     ),
     "misspelt block key": (
         lambda c: c["bf16"].update(enable=True),
-        "bf16.enable: unknown key; did you mean 'enabled'?",
+        "bf16.enable: unknown key; did you mean 'bf16.enabled'?",
     ),
     "removed key": (
         lambda c: c.update(elasticity={"enabled": False}),

@@ -233,6 +233,26 @@ def test_flat_runs_write_the_shards_of_single_documents(
     assert [single.finish()] * 3 == entries and len(entries[0]["shards"]) > 10
 
 
+def test_a_trained_tokenizer_has_special_tokens_and_a_least_frequency(tmp_path: Path) -> None:
+    """Ids in their order, known to transformers; text that spells one stays text; rare pairs are not merged."""
+    from transformers import AutoTokenizer
+
+    texts = ["the cat sat <|user|> on the mat"] * 5 + ["zyxwv zyxwv"] * 2
+    special = ["<|user|>", "<|assistant|>"]
+    train_tokenizer(texts, 270, tmp_path / "few", min_frequency=5, special_tokens=special)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "few")
+    assert tokenizer.convert_tokens_to_ids([END_OF_TEXT, *special]) == [0, 1, 2] and len(tokenizer) == 270
+    assert set(special) <= set(tokenizer.all_special_tokens)
+    assert tokenizer.decode(tokenizer("<|user|>cat").input_ids, skip_special_tokens=True) == "cat"
+    info = describe_tokenizer(tmp_path / "few", "few")
+    encoder = Encoder.open(tmp_path / "few", info, UINT16, "auto", sample=texts)
+    tokens, _ = encoder.encode(["<|user|> on"], ["here"])
+    assert not set(tokens[:-1].tolist()) & {0, 1, 2}
+    assert "zy" not in tokenizer.get_vocab() and "at" in tokenizer.get_vocab()
+    with pytest.raises(UserError, match="or lower min_frequency"):
+        train_tokenizer(texts, 400, tmp_path / "more", min_frequency=6)
+
+
 def test_runs_cover_the_batch() -> None:
     """Neighbours of one split form a run; the runs join to the whole."""
     values = np.array([False, False, True, False, True, True])

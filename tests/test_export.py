@@ -187,6 +187,7 @@ def test_a_sample_leaves_no_trace(workshop, name):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from pretraining.evaluation.sampling import sample_text
+    from pretraining.recipe.sections import Sampling
 
     settings = {key: value for key, value in MODELS[name].items() if key != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings)).train()
@@ -194,5 +195,11 @@ def test_a_sample_leaves_no_trace(workshop, name):
     config, state = model.config.to_dict(), torch.random.get_rng_state()
     texts = [sample_text(model, tokenizer, "def ", 8) for _ in range(2)]
     assert texts[0] == texts[1] != "def "
+    drawn = [
+        sample_text(model, tokenizer, "def ", 8, Sampling(**settings))
+        for settings in ({"seed": 1}, {"temperature": 0}, {"top_k": 1}, {"top_p": 1e-6}, {"top_k": None})
+    ]
+    # one token to draw from is the likeliest one
+    assert texts[0] != drawn[0] and drawn[1] == drawn[2] == drawn[3] != drawn[4]
     assert model.training and all(module.training for module in model.modules())
     assert model.config.to_dict() == config and torch.equal(torch.random.get_rng_state(), state)

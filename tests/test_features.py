@@ -268,6 +268,7 @@ SHOWN = {
     "report": _files("report.html"),
     "samples": _files("samples.jsonl"),
     "tasks": _columns("eval/hellaswag/acc_norm", "eval/next_line/acc"),
+    "trackers": _files("tensorboard/*"),
     "upload": _files("../../features.uploads/upload/checkpoint-3/committed.json"),
 }
 """What descriptions send a reader to."""

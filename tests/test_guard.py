@@ -10,10 +10,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pretraining.data.block_guard import BlockGuard, short_period, tokens_of_file
+from pretraining.data.document_masking import IGNORED
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
+from pretraining.recipe import load_recipe
+from pretraining.recipe.curve import changed_parts, check_allowed
 
 LENGTH = 512
 
@@ -145,6 +148,44 @@ def test_a_flag_says_where_the_block_lies(tmp_path):
         assert blocks[row["sample"] - 30] == row["block"] and row["source"] == "web"
         assert row["document"] == 1 and row["shard"] == split.shard_entries[1]["file"]
         assert row["reasons"]["dominant"] > 0.9
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_what_is_skipped_is_no_target_wherever_a_run_begins(tmp_path, masks):
+    """Flagged blocks keep their place and inputs and lose all labels; every other sample is as it was."""
+    writer = SplitWriter(tmp_path / "train", np.dtype(np.uint16), 3000)
+    for number in range(10):
+        sound = RANDOM.integers(0, 2000, 1000)
+        writer.append((np.full(1000, 7) if number == 4 else sound).astype(np.uint16), 1000)
+    split = TokenSplit(writer.folder, writer.finish())
+    order = GlobalOrder(split.num_blocks(100), 1, "data")
+    plain = PackedDataset(split, 100, order, masks_documents=masks).__getitems__(range(90))
+    for first in (0, 17):
+        guard = BlockGuard(tmp_path / f"{first}.jsonl", skips=True)
+        dataset = PackedDataset(split, 100, order, first, guard=guard, masks_documents=masks)
+        read = dataset.__getitems__(range(90 - first))
+        rows = [json.loads(line) for line in guard.path.read_text().splitlines()]
+        skipped = {row["sample"] for row in rows}
+        assert len(skipped) > 5 and all(row["skipped"] for row in rows)
+        for sample, (one, other) in enumerate(zip(read, plain[first:], strict=True), first):
+            assert (one["input_ids"] == other["input_ids"]).all()
+            assert (one["labels"] == (IGNORED if sample in skipped else other["labels"])).all()
+        kept = PackedDataset(split, 100, order, first).__getitems__(range(90 - first))
+        assert skipped == {first + place for place, each in enumerate(kept) if len(set(each["labels"])) < 3}
+
+
+def test_what_becomes_of_flagged_blocks_is_part_of_the_curve():
+    """A run goes on with it as it began; a run from before the key trained on them."""
+    now, skips = (
+        load_recipe("tiny", [f"monitors.flagged_blocks={each}"]).to_dict() for each in ("log", "skip")
+    )
+    before = {
+        **now,
+        "monitors": {key: value for key, value in now["monitors"].items() if key != "flagged_blocks"},
+    }
+    assert not changed_parts(now, before)
+    assert [each.key for each in changed_parts(skips, before)] == ["monitors.flagged_blocks"]
+    assert check_allowed("monitors.flagged_blocks") and check_allowed("optimizer.momentum")
 
 
 def test_the_guard_needs_no_torch():

@@ -1,11 +1,15 @@
 """Healing: a spike is judged alike on all ranks and at all stages, and what was done about it is repeated exactly."""
 
+import json
+import math
 import shutil
+import sys
 
 import pytest
 
 from pretraining.checkpoints.resume import _refuse_lost_rollbacks
 from pretraining.errors import UserError
+from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.journal import Journal
 from tests.poisoned import (
     CLEAN_AGAIN,
@@ -16,7 +20,8 @@ from tests.poisoned import (
     events,
     losses,
 )
-from tests.runs import Run, committed, contents, execute, start_and_kill
+from tests.runs import Run, committed, contents, execute, made_once, start_and_kill
+from tests.test_curve import largest_difference
 
 WINDOW = (FIRST_NOISY - 4) * SAMPLES_PER_STEP, (FIRST_NOISY + 2) * SAMPLES_PER_STEP
 """Positions of the steps 50 to 55: three before the first noisy step and three from it on."""
@@ -102,3 +107,42 @@ def test_no_rollback_left_ends_with_its_own_code_and_one_line(poisoned, tmp_path
     assert finished.stderr.splitlines()[-1].startswith("error: ") and "gave up" in finished.stderr
     assert contents(output / "checkpoint-40") == before
     assert events(Run(output), "gave_up")[0]["step"] == FIRST_NOISY
+
+
+@pytest.fixture(scope="session")
+def ruled(workshop) -> tuple[str, ...]:
+    """Settings for the workshop's text with runs of one character, enough to fill whole steps."""
+    path = workshop.folder / "ruled.jsonl"
+    sources = [{"path": str(workshop.folder / "corpus")}, {"path": str(path)}]
+    mixture = {
+        "stages": [
+            {"until": 2048, "weights": {"corpus": 1}},
+            {"until": 3072, "weights": {"ruled.jsonl": 1}},
+            {},
+        ]
+    }
+    settings = (
+        "data.name=ruled",
+        f"data.sources={json.dumps(sources)}",
+        f"data.mixture={json.dumps(mixture)}",
+        "monitors.flagged_blocks=skip",
+    )
+    words = [word for setting in settings for word in ("--set", setting)]
+
+    def prepare() -> int:
+        path.write_text("".join(json.dumps({"text": "=========\n" * 100 + str(n)}) + "\n" for n in range(40)))
+        return execute([sys.executable, "data_prep.py", *workshop.options(*words)]).code
+
+    assert made_once(workshop.folder / "ruled.prepared", prepare) == 0
+    return settings
+
+
+def test_ranks_skip_the_same_blocks_and_share_one_curve(workshop, ruled):
+    """One plain process and two under ZeRO-2: the same blocks and losses, 0 for steps of nothing else."""
+    alone, together = workshop.plain(ruled), workshop.run("zero2", settings=ruled)
+    rows = [{row["sample"]: row for row in read_rows(run.dir.flagged_blocks)} for run in (alone, together)]
+    # loaders read ahead of the last step, more of them with more ranks
+    assert all(row["skipped"] for row in rows[0].values()) and rows[0].keys() & set(range(80))
+    assert {k for k in rows[0] if k < 80} == {k for k in rows[1] if k < 80}
+    assert largest_difference(alone.losses, together.losses) <= 1e-6
+    assert 0.0 in alone.losses and all(math.isfinite(loss) for loss in alone.losses)

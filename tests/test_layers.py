@@ -14,7 +14,6 @@ from tests.runs import REPOSITORY, execute
 PACKAGE = REPOSITORY / "pretraining"
 FOUNDATION = {
     "addresses",
-    "averaging",
     "command_line",
     "ds_config",
     "errors",

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from importlib.util import find_spec
 from itertools import chain, product
 
 import numpy as np
@@ -18,7 +19,7 @@ from pretraining.evaluation.harness import Harness, scores_of
 from pretraining.evaluation.validation import IGNORED
 from pretraining.model.build import build_from_recipe
 from pretraining.recipe import load_recipe
-from tests.runs import MODELS, SMALL_RECIPE, execute
+from tests.runs import MODELS, SMALL_RECIPE, Run, execute
 from tests.scored_tasks import write_items, write_tasks
 from tests.test_data_prep import make_texts, write_jsonl
 from tests.test_scores import found_by_lm_eval
@@ -103,6 +104,59 @@ class SmallRun:
                 tokens += kept.sum().item()
         return nats / tokens
 
+    def by_lm_eval(self) -> dict[str, float]:
+        """Every loss, in nats per token: lm-eval's own class of models reads the export, text by text."""
+        from lm_eval.models.huggingface import HFLM
+
+        exported = AutoModelForCausalLM.from_pretrained(self.folder / "export")
+        tokenizer = AutoTokenizer.from_pretrained(self.folder / "export")
+        reader, sums = HFLM(pretrained=exported, tokenizer=tokenizer, batch_size=8, max_length=64), {}
+        parts = self.evaluator.validation.parts
+        for part in parts:
+            blocks = part.dataset.__getitems__(list(range(len(part.dataset))))
+            texts = [(("", ""), *text) for block in blocks for text in texts_of(block)]
+            nats = -sum(found[0] for found in reader._loglikelihood_tokens(texts, disable_tqdm=True))
+            sums[part.name] = nats, sum(len(targets) for *_, targets in texts)
+        losses = (
+            {f"{name}_loss": nats / tokens for name, (nats, tokens) in sums.items()} if len(parts) > 1 else {}
+        )
+        counted = [sums[part.name] for part in parts if not part.beside]
+        return {**losses, "loss": sum(nats for nats, _ in counted) / sum(tokens for _, tokens in counted)}
+
+
+def texts_of(block: dict) -> list[tuple[list[int], list[int]]]:
+    """The texts of a block, (first token, all others), as a reader who knows nothing of blocks gets them.
+
+    If documents are kept apart, a text begins where positions begin anew, and its last token predicts nothing.
+    """
+    ids, labels = block["input_ids"].tolist(), block["labels"].tolist()
+    positions = block.get("position_ids", np.arange(len(ids))).tolist()
+    starts = [place for place, position in enumerate(positions) if position == 0]
+    pieces = [range(*ends) for ends in zip(starts, [*starts[1:], len(ids)], strict=True)]
+    texts = [
+        ([ids[piece[0]]], [labels[place] for place in piece if labels[place] != IGNORED]) for piece in pieces
+    ]
+    return [text for text in texts if text[1]]
+
+
+class TrainedRun(SmallRun):
+    """Two ranks of train.py under ZeRO-2: what the run wrote into its own rows."""
+
+    def __init__(self, root, folder, data: str, settings: tuple[str, ...]):
+        self.root, self.folder, recipe = root, folder, root / f"{data}.json"
+        settings = (f"evaluation.hellaswag={root / 'items.jsonl'}", *settings)
+        words = ["--recipe", recipe, "--data_dir", root / "data", "--output_dir", folder]
+        words += [word for setting in settings for word in ("--set", setting)]
+        finished = execute(["forked", "2", "train.py", *words])
+        assert finished.code == 0, finished.output
+        self.recipe = load_recipe(str(folder / "recipe.json"))
+        self.data = open_prepared(self.recipe, root / "data")
+        self.evaluator = Evaluator(self.recipe, self.data, self.data.tokenizer, 10)
+
+    def in_the_loop(self) -> dict:
+        row = Run(self.folder).validation_rows[-1]
+        return {key.removeprefix("eval/"): row[key] for key in row if key.startswith("eval/")}
+
 
 def settings_of(model: str, *settings: str) -> tuple[str, ...]:
     """A run's settings, with the model section of that name."""
@@ -135,6 +189,23 @@ def test_loop_command_and_plain_transformers_find_one_loss(root, tmp_path, capsy
     assert {key: found[key] for key in loop} == pytest.approx(loop, rel=1e-5, abs=1e-5)
     for kernel in ("sdpa", "eager"):
         assert run.by_plain_transformers(attn_implementation=kernel) == pytest.approx(loop["loss"], abs=1e-5)
+    if find_spec("lm_eval"):
+        losses = {key: loop[key] for key in loop if key.endswith("loss") and key != "mixture_loss"}
+        assert run.by_lm_eval() == pytest.approx(losses, abs=1e-5)
+
+
+def test_a_trained_run_has_one_loss_too(root, tmp_path, capsys):
+    """All at once: documents kept apart, best-fit packing, a part of weighted sources and one beside them."""
+    settings = ["data.document_masking=true", "data.packing=best_fit", PART, "budget.tokens=2048"]
+    settings += ["training.eval_steps=4", "checkpoints.background=false", "monitors.noise_scale_steps=null"]
+    run = TrainedRun(root, tmp_path / "run", "own", tuple(settings))
+    loop, found = run.in_the_loop(), run.by_the_command(capsys)
+    assert {"loss", "web_loss", "code_loss", "letters_loss", "hellaswag/acc"} <= loop.keys()
+    assert {key: found[key] for key in loop} == pytest.approx(loop, rel=1e-5, abs=1e-5)
+    assert run.by_plain_transformers() == pytest.approx(loop["loss"], abs=1e-5)
+    if find_spec("lm_eval"):
+        losses = {key: loop[key] for key in loop if key.endswith("loss") and key != "mixture_loss"}
+        assert run.by_lm_eval() == pytest.approx(losses, abs=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -230,4 +301,5 @@ def test_the_command_says_its_answer_and_nothing_else(masked):
     assert (finished.code, finished.stderr) == (0, ""), finished.output
     lines = finished.stdout.splitlines()
     assert lines[0].startswith("validation loss") and "of the same tokens" in lines[2]
-    assert lines[4].startswith("web")
+    # after the losses of the sources
+    assert finished.stdout.partition("\n\n")[2].startswith("web")

@@ -133,7 +133,7 @@ REFUSED = {
     "reads both ways": ({"model_type": "bert"}, "'bert', which does not train here: "),
     "unknown key": (
         {**QWEN2, "hiden_act": "silu"},
-        "model.hiden_act: unknown key; did you mean 'hidden_act'?",
+        "model.hiden_act: unknown key; did you mean 'model.hidden_act'?",
     ),
     "wrong type": ({**QWEN2, "hidden_size": "64"}, "model.hidden_size: is the string"),
     "heads": ({**QWEN2, "num_attention_heads": 5}, "model.num_attention_heads: is 5, which does not divide"),

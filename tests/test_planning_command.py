@@ -198,7 +198,7 @@ MISTAKES = {
     "cost --recipe 7b --world_size 8 --gpu T4": "has no bf16 peak",
     "cost --recipe 7b --world_size 7 --gpu H100": "not a multiple",
     "flops --recipe sevenb": "no such recipe",
-    "flops --recipe 7b --set model.hidden_sise=3": "did you mean 'hidden_size'",
+    "flops --recipe 7b --set model.hidden_sise=3": "did you mean 'model.hidden_size'",
     "chinchilla": "give one of",
     "memory --recipe 7b --world_size 8 --gpu=": "no such GPU",
     "chinchilla --flops 1e23 --tokens 5b": "stands alone",

@@ -118,7 +118,7 @@ def test_operations_have_a_kind_in_plain_words(name, kind):
         ("steps=5000", "is 5000, but the run has 1000 steps"),
         ("steps=0", "at least 1"),
         ("memory=true", r"monitors\.profile\.steps: is missing"),
-        ("step=3", "did you mean 'steps'"),
+        ("step=3", "did you mean 'monitors.profile.steps'"),
     ],
 )
 def test_bad_steps_are_refused_by_name(setting, words):

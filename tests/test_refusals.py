@@ -21,15 +21,10 @@ REFUSED = {
         "zero3",
         "speed.compile: is whole, and ZeRO-3 gathers",
     ),
-    "clipped by value, offloaded": (
-        ["optimizer.clip_value=1.0"],
-        "zero2_offload",
-        "without offload_optimizer",
-    ),
-    "adaptive clipping, sharded": (
-        ["optimizer.adaptive_clip=0.01"],
-        "zero2",
-        "ZeRO-2 gives the optimizer slices",
+    "adaptive clipping in fp16 at stage 0": (
+        ["optimizer.adaptive_clip=0.01", "training.fp16=true"],
+        "zero0",
+        "where DeepSpeed keeps copies of its own",
     ),
     "fp8 of gpt2": (["speed.fp8=rowwise"], "zero2", "gpt2 has convolutions in their place"),
     "no such attention": (
@@ -205,8 +200,7 @@ def test_what_recipe_and_ds_config_rule_out_is_refused(name):
 
 TYPED = {
     "compiled whole under ZeRO-3": ["--set speed.compile=blocks", "--deepspeed zero1"],
-    "clipped by value, offloaded": ["--deepspeed zero2"],
-    "adaptive clipping, sharded": ["--deepspeed null"],
+    "adaptive clipping in fp16 at stage 0": ["--deepspeed zero1"],
     "fp8 of gpt2": ["--set speed.fp8=none"],
     "keywords of a constant rate": ["--set training.lr_scheduler_kwargs={}"],
     "Muon offloaded": ["--deepspeed zero1"],

@@ -224,6 +224,24 @@ def test_charts_are_grouped_and_named_with_their_unit(opened, record):
     assert all(page.evaluate(INK))
 
 
+def test_what_each_gpu_reads_is_a_chart_of_its_own(opened, tmp_path):
+    """Of all ranks together and of each rank, with the unit beside the title."""
+    run = made_run(tmp_path / "run", noisy_law(50))
+    for step in (51, 52):
+        row = {"hardware/gpu_power_watts": 900.0 + step, "throughput/samples_per_second": 3.0}
+        row |= {f"hardware/gpu_power_watts/{rank}": 450.0 + step + rank for rank in range(2)}
+        append_row(run.metrics, {"step": step, "time": 0, **row, "hardware/gpu_temperature_celsius": 71.0})
+    page, errors = opened(page_payload([run_payload(RunRecord(run.path))], None))
+    shown = page.locator("#memory-and-hardware").inner_text()
+    assert (
+        "GPU power, all ranks together\nW" in shown
+        and "GPU temperature, the hottest of all ranks\n°C" in shown
+    )
+    assert "GPU power of each rank\nW" in shown and "rank 0" in shown and "rank 1" in shown
+    assert "Samples per second, all ranks together\nsamples/s" in page.locator("#speed").inner_text()
+    assert errors == [] and all(page.evaluate(INK))
+
+
 def test_curves_are_downloaded_as_csv(opened, record):
     """Of one chart and of all, the points that are drawn, also those that are not finite."""
     page, errors = opened(page_payload([run_payload(record, name='a "b"')], None))

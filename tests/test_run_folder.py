@@ -235,6 +235,10 @@ def test_a_run_is_finished_for_all_settings_that_change_no_result(tmp_path):
         assert not run.is_finished(recipe)
         run.add_end({"eval_loss": 1.0})
         assert run.is_finished(recipe)
+    earlier = load_recipe("tiny").to_dict()
+    del earlier["evaluation"]["sampling"]  # as a version from before the key wrote it
+    run.recipe.write_text(json.dumps(earlier))
+    assert run.is_finished(recipe)
     for setting in (
         "monitors.hang_minutes=7",
         "checkpoints.keep_last=9",
@@ -246,7 +250,14 @@ def test_a_run_is_finished_for_all_settings_that_change_no_result(tmp_path):
         assert not run.is_finished(load_recipe("tiny", [setting]).to_dict())
 
 
-ARGUMENTS = ("--temperature=-1", "--temperature=nan", "--top-k=-5", "--tokens=-5", "--tokens=many")
+ARGUMENTS = (
+    "--temperature=-1",
+    "--temperature=nan",
+    "--top-k=-5",
+    "--top-p=1.5",
+    "--tokens=-5",
+    "--tokens=many",
+)
 
 
 @pytest.mark.parametrize("argument", ARGUMENTS)

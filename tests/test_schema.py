@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pretraining.errors import UserError
-from pretraining.schema import REPOSITORY, check, read_json
+from pretraining.schema import REPOSITORY, check, read_json, suggestion
 from tests.runs import execute
 
 SCHEMA = {
@@ -107,12 +107,19 @@ ELSEWHERE = {
     "of several places": ({"seed": 1}, "did you mean 'rate.seed' or 'texts.0.noise.seed'?"),
     "and near here": (
         {"texts": [{"weigth": 1}]},
-        "f.json: texts.0.weigth: unknown key; did you mean 'weight'?",
+        "f.json: texts.0.weigth: unknown key; did you mean 'texts.0.weight'?",
     ),
     "of the next entry": (
         {"texts": [{}, {"weigths": 1}]},
-        "texts.1.weigths: unknown key; did you mean 'weight'?",
+        "texts.1.weigths: unknown key; did you mean 'texts.1.weight'?",
     ),
+    "initials": ({"texts": [{"mnw": 1}]}, "texts.0.mnw: unknown key; valid keys: weight, noise"),
+    "beginnings of words": ({"rate": {"min_wor": 1}}, "did you mean 'rules.min_words'?"),
+    "a dotted key": (
+        {"rate.seed": 1},
+        'f.json: rate.seed: unknown key; write it as an object: "rate": {"seed": ...}',
+    ),
+    "a dotted key of another place": ({"rate.weight": 1}, "did you mean 'texts.0.weight'?"),
     "an index in brackets": ({"texts[1]": {}}, "f.json: texts[1]: unknown key; did you mean 'texts.1'?"),
 }
 
@@ -123,6 +130,14 @@ def test_a_key_of_another_place_is_named_whole(value, message):
     with pytest.raises(UserError) as error:
         check(value, NESTED, "f.json")
     assert message in str(error.value)
+
+
+def test_a_dotted_key_is_looked_up_whole():
+    """As `--allow_change` needs it: None for a valid key, which may be one of any entry of a list."""
+    assert suggestion("texts.7.noise.seed", NESTED) is None and suggestion("rate", NESTED) is None
+    assert suggestion("rate.paek", NESTED) == "; did you mean 'rate.peak'?"
+    assert suggestion("texts.3.nois.seed", NESTED) == "; did you mean 'texts.3.noise'?"
+    assert suggestion("peak", NESTED) == "; did you mean 'rate.peak'?"
 
 
 def test_right_values_pass_and_come_back_in_the_type_the_libraries_want():

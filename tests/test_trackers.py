@@ -13,6 +13,9 @@ from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
 from tests.runs import REPOSITORY, Run, execute, without_packages
 
+TEXT = "samples/1/text_summary"
+"""What TensorBoard calls the first prompt's samples."""
+
 
 @pytest.fixture(scope="module")
 def run(resumed) -> Run:
@@ -47,6 +50,10 @@ def test_without_an_account_wandb_is_kept_offline(tmp_path, monkeypatch):
         netrc.write_text("machine api.wandb.ai\n" if account else "")
     assert [variables.get("WANDB_MODE") for variables in seen] == ["offline", None, None]
     assert len({(variables["WANDB_RUN_ID"], variables["WANDB_NAME"]) for variables in seen}) == 1
+    monkeypatch.setattr(os, "environ", {})
+    arguments.run_name = "mine"  # as `training.run_name` says
+    RunIdentity(run, "small", ["wandb"]).on_train_begin(arguments, state, None)
+    assert os.environ["WANDB_NAME"] == arguments.run_name == "mine"
 
 
 @pytest.mark.parametrize("project", [None, "mine"])
@@ -82,6 +89,24 @@ def test_tensorboard_holds_the_numbers_of_metrics_jsonl(run):
     assert events.Scalars("throughput/step_seconds")
     last = events.Scalars("eval/bits_per_byte")[-1]
     assert last.value == pytest.approx(run.validation_rows[-1]["eval/bits_per_byte"])
+
+
+def test_samples_are_texts_in_the_trackers(run):
+    """Those of samples.jsonl, at their steps."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.dir.tensorboard))
+    events.Reload()
+    shown = {event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors(TEXT)}
+    last, *_ = tables = [
+        json.loads(path.read_text())
+        for path in sorted(run.folder.glob("wandb/offline-run-*/files/media/table/samples_*"), reverse=True)
+    ]
+    for sample in run.samples[-1:]:
+        assert shown[sample["step"]] == "".join(f"    {line}\n" for line in sample["text"].split("\n"))
+        row = [sample["step"], sample["prompt"], sample["text"]]
+        assert row in [row for table in tables for row in table["data"]]
+    assert last["columns"] == ["step", "prompt", "text"]
 
 
 def test_nothing_is_tracked_unless_the_recipe_says_so(workshop):

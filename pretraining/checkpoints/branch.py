@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import MARKER, flush_folder, read_marker
 from pretraining.checkpoints.identity import Start
-from pretraining.errors import UserError, nearest
+from pretraining.errors import UserError
 from pretraining.extend import FOLDER
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.sizes import model_size
@@ -24,7 +24,7 @@ from pretraining.recipe.schedule import DECAYING, SCHEDULE_FREE, STABLE
 from pretraining.refusals import load_run
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import display_path, problem, read_json
+from pretraining.schema import display_path, problem, read_json, suggestion
 
 DECIDED = {"training": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")}
 DECIDED |= {"budget": ("tokens", "warmup_tokens", "decay_tokens")}
@@ -113,7 +113,7 @@ def settings_of(path: Path) -> tuple[str, ...]:
         if section == "description":
             continue
         if section not in sections or not isinstance(values, dict):
-            near = nearest(section, sections)
+            near = suggestion(section, recipe_schema()) or ""
             raise UserError(
                 f"{where}: {section} is no section of a recipe{near}; write {{section: {{key: value}}}}"
             )

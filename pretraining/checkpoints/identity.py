@@ -2,18 +2,23 @@
 
 import json
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
 
 from pretraining.checkpoints.format import read_marker
+from pretraining.errors import UserError
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import curve_parts
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
-from pretraining.runtime.run_folder import utc_now
+from pretraining.runtime.process_group import from_rank_0
+from pretraining.runtime.run_folder import RunFolder, utc_now
+
+GIVEN = "initial_weights"
+"""The event of a run that begins from weights that exist."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Start:
     """The rollbacks in force."""
     starts_over: bool = False
     """`--resume never`: what an earlier run left in the folder is set aside."""
+    initial_weights: dict | None = None
+    """Source and digest of the weights that the run began with; None: it drew them."""
 
     @classmethod
     def at(cls, checkpoint: Path | None) -> "Start":
@@ -39,7 +46,24 @@ class Start:
             return cls()
         marker = read_marker(checkpoint)
         changes = tuple(marker["changes"])
-        return cls(checkpoint, marker["step"], marker["tokens"], changes)
+        given = marker.get("initial_weights")
+        return cls(checkpoint, marker["step"], marker["tokens"], changes, initial_weights=given)
+
+    def with_given(self, run: RunFolder, facts: dict | None) -> "Start":
+        """Return this start with the weights that it begins with.
+
+        Raises:
+            UserError: the steps that this run has logged began with other weights.
+        """
+        if facts is None:
+            return self
+        earlier = None if self.starts_over else from_rank_0(lambda: run.last_event(GIVEN))
+        if earlier is not None and earlier["digest"] != facts["digest"]:
+            raise UserError(
+                f"{run.path}: the run began with other weights of {earlier['source']} ({earlier['digest']}) than are "
+                f"there now ({facts['digest']}); bring them back, or start over with --resume never"
+            )
+        return replace(self, initial_weights=facts)
 
     def progress(self, recipe: Recipe) -> Progress:
         """Return how far the run is in this recipe's budget."""
@@ -82,6 +106,7 @@ class Identity:
             "changes": list(self.start.changes),
             "rollbacks": len(self.start.journal.rollbacks),  # a later rollback leaves this checkpoint behind
             "environment": self.environment,
+            **({"initial_weights": given} if (given := self.start.initial_weights) else {}),
             "recipe": recipe,
         }
 

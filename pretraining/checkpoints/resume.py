@@ -26,7 +26,7 @@ from pretraining.checkpoints.folders import (
     step_in_name,
 )
 from pretraining.checkpoints.format import MARKER, marker_or_nothing, read_marker
-from pretraining.checkpoints.identity import Identity, Start, described_data
+from pretraining.checkpoints.identity import GIVEN, Identity, Start, described_data
 from pretraining.checkpoints.shard_files import read_state
 from pretraining.data.mixture import format_table
 from pretraining.data.packed_dataset import PackedDataset
@@ -42,6 +42,7 @@ from pretraining.recipe import Recipe
 from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
 from pretraining.recipe.progress import RAMP, STEP_SIZE
 from pretraining.recipe.schedule import CONSTANT, DECAYING
+from pretraining.recipe.sections import Weights
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.journal import NOTHING_HEALED, Journal, Rollback
 from pretraining.runtime.lock import move_lock
@@ -206,6 +207,7 @@ def _data_change(earlier: dict, now: dict, changes: list[Change]) -> list[Change
 
 
 def _refuse_other_shape(checkpoint: Path, earlier: dict, now: dict) -> None:
+    earlier, _ = Weights.split(earlier)
     if earlier["model_type"] != now["model_type"] or model_size(earlier).parts != model_size(now).parts:
         raise UserError(
             f"{checkpoint} holds weights of other shapes: {listed(differences(earlier, now, 'model'))}; give this "
@@ -266,6 +268,8 @@ def open_run(
             # None: the blocks are not packed.
             **({} if cuts is None else {"cuts": cuts}),
         )
+        if start.initial_weights and start.checkpoint is None:
+            run.add_event(GIVEN, **start.initial_weights)
         plan.verdict.keep(run, start.step)
 
     from_rank_0(write)
@@ -287,7 +291,7 @@ def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
 def _start_line(run: RunFolder, start: Start, last_step: int) -> str:
     """Write `fresh`, or from which checkpoint a run continues, and when, where and by what that was saved."""
     if start.checkpoint is None:
-        return "fresh"
+        return _given_words(start.initial_weights) if start.initial_weights else "fresh"
     marker, place = read_marker(start.checkpoint), start.checkpoint
     # Only the name of a checkpoint of this run: its folder is in the line above.
     name = place.name if place.parent.absolute() == run.path.absolute() else display_path(place)
@@ -297,6 +301,17 @@ def _start_line(run: RunFolder, start: Start, last_step: int) -> str:
     return (
         f"continued from {name} ({saved}): step {start.step:,} of {last_step:,}, {start.tokens:,} tokens seen"
     )
+
+
+def _given_words(given: dict) -> str:
+    """Describe the weights from which a run begins."""
+    words = f"from the weights of {given['source']} ({given['digest']})"
+    if given["tokenizer"] != "the same":
+        words += "; no tokenizer there to compare"
+    for name, rows in given["added_rows"].items():
+        words += f"; {name}: {rows:,} new rows, each the mean of the others" if rows > 0 else ""
+        words += f"; {name}: without the last {-rows:,} rows" if rows < 0 else ""
+    return words + (f"; not in use: {listed(given['unused'])}" if given["unused"] else "")
 
 
 def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:

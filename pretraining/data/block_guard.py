@@ -1,4 +1,4 @@
-"""Look at the blocks that training reads: flag those from which a model learns nothing, and never change them.
+"""Look at the blocks that training reads: flag those from which a model learns nothing.
 
 It looks for four things:
 
@@ -51,14 +51,16 @@ class Thresholds(NamedTuple):
 def open_guard(path: Path, data: "PreparedData", recipe: "Recipe") -> "BlockGuard":
     """Make the guard that lists degenerate blocks of the run in the file `path`."""
     token_bytes = tokens_of_file(data.tokenizer_path / "tokenizer.json")
-    return BlockGuard(path, token_bytes, source_names(recipe.data, display_path(recipe.path)))
+    names = source_names(recipe.data, display_path(recipe.path))
+    return BlockGuard(path, token_bytes, names, skips=recipe.monitors.flagged_blocks == "skip")
 
 
 class BlockGuard:
     """Look at blocks of token ids, and write each flagged one as a JSON line to `path`.
 
     A resumed run may flag a sample again. token_bytes: the bytes that each token id stands for (`tokens_of_file`), or
-    None to leave out the test for undecodable text.
+    None to leave out the test for undecodable text. skips: whether flagged blocks are to be left out of the loss, which
+    is what the reader of the blocks does, and the row says.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class BlockGuard:
         token_bytes: Sequence[bytes] | None = None,
         source_names: Sequence[str] = (),
         thresholds: Thresholds | None = None,
+        skips: bool = False,
     ):
-        self.path, self.token_bytes = Path(path), token_bytes
+        self.path, self.token_bytes, self.skips = Path(path), token_bytes, skips
         self.source_names = tuple(source_names)
         self.thresholds = thresholds or Thresholds()
         self._at_worst = None if token_bytes is None else _replacements_at_worst(token_bytes)
@@ -91,7 +94,7 @@ class BlockGuard:
             name = self.source_names[source] if source < len(self.source_names) else source
             place = {"sample": sample, "block": block, "source": name, "shard": shard, "document": document}
             # One write a line, so that ranks and workers can share the file.
-            append_row(self.path, {**place, "reasons": reasons})
+            append_row(self.path, {**place, "reasons": reasons, **({"skipped": True} if self.skips else {})})
         return reasons
 
     def reasons(self, tokens: np.ndarray) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pretraining.data.block_guard import BlockGuard
-from pretraining.data.document_masking import masked_block
+from pretraining.data.document_masking import IGNORED, masked_block
 from pretraining.data.mixture import Mixture
 from pretraining.data.order import (
     GlobalOrder,
@@ -127,18 +127,24 @@ class PackedDataset:
     def read_block(self, block: int, sample: int | None = None) -> dict[str, np.ndarray]:
         """Read inputs and labels of one block, int64 [L] each: unmasked, two views of one array of L + 1 tokens.
 
-        The guard looks at it if `sample`, its position in the run, is given.
+        The guard looks at it if `sample`, its position in the run, is given. If the guard skips what it flags, no token
+        of such a block is a target.
         """
         source, stretches = self.place(block)
         split = self.splits[source]
         stored = _read(split, stretches)  # uint16 or uint32, as on the disk: cheaper for the guard
+        skipped = False
         if self.guard is not None and sample is not None:
-            self.guard.look(stored, sample, block, source, stretches, split)
+            reasons = self.guard.look(stored, sample, block, source, stretches, split)
+            skipped = bool(reasons) and self.guard.skips
         tokens = stored.astype(np.int64)  # torch embeds and compares int64 alone
         if self.masks_documents:
             read = masked_block(tokens, _document_ends(split, stretches))
         else:
             read = {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        if skipped:
+            # The sample keeps its place, so every other sample keeps its step, on any number of ranks.
+            read["labels"] = np.full_like(read["labels"], IGNORED)
         # The loss by source is added up on the device: it needs the number beside the tokens.
         return read if len(self.splits) == 1 else {**read, "source": np.array(source)}
 

@@ -176,9 +176,8 @@ TextSource = FileSource | HubSource
 """Both stream documents, can be cut into extents, and know what their text depends on."""
 
 
-def open_source(spec: TextOrigin, number: int = 0, entries: str = "data.sources") -> TextSource:
-    """Open the source that number `number` of `entries` describes; UserError if there is nothing to read."""
-    key = f"{entries}.{number}"
+def open_source(spec: TextOrigin, key: str = "data.sources.0") -> TextSource:
+    """Open the source that the entry at `key` of the recipe describes; UserError if there is nothing to read."""
     column = TextColumn(spec.text_column, f"{key}.text_column")
     if isinstance(spec, Source) and spec.builtin is not None:
         return _builtin_source(spec.builtin, f"{key}.builtin")
@@ -191,11 +190,7 @@ def open_source(spec: TextOrigin, number: int = 0, entries: str = "data.sources"
 
 def open_sources(data: Data) -> list[TextSource]:
     """Open every entry of `data.sources`, then every entry of `data.validation.sources`."""
-    own = data.validation.sources if data.validation else []
-    return [
-        *(open_source(spec, number) for number, spec in enumerate(data.sources)),
-        *(open_source(spec, number, "data.validation.sources") for number, spec in enumerate(own)),
-    ]
+    return [open_source(spec, key) for key, spec in data.text_origins]
 
 
 def source_from_json(values: dict) -> TextSource:

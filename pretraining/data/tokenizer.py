@@ -3,17 +3,17 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretraining.errors import UserError, require
+from pretraining.recipe.data import END_OF_TEXT
 
 if TYPE_CHECKING:
     import tokenizers
 
-END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 """Looked for in this order if a folder does not name its end-of-text token."""
 
@@ -73,10 +73,17 @@ def _save_through_transformers(name: str, folder: Path) -> None:
         raise UserError(f"data.tokenizer: {name!r} has no tokenizer.json (it is not a fast tokenizer)")
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
+def train_tokenizer(
+    texts: Iterable[str],
+    vocab_size: int,
+    folder: Path,
+    min_frequency: int = 1,
+    special_tokens: Sequence[str] = (),
+) -> None:
     """Train a byte-level BPE of exactly `vocab_size` ids, `<|endoftext|>` (id 0) among them, into `folder`.
 
-    The same texts give the same file. Raises UserError if the corpus has too few merges for that many ids.
+    `special_tokens` have the ids after it. Pairs that occur less than `min_frequency` times are not merged. The same
+    texts give the same file. Raises UserError if the corpus has too few merges for that many ids.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -85,7 +92,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        min_frequency=min_frequency,
+        special_tokens=[END_OF_TEXT, *special_tokens],
         # All 256 bytes, so that any text can be encoded, also one with bytes that the corpus does not have.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -97,15 +105,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
         raise UserError(
             f"data.tokenizer.train_vocab_size: the corpus gives {found:,} tokens, not {vocab_size:,}; "
             + (
-                f"set it to {found:,} or less, or add text"
+                f"set it to {found:,} or less, or add text{' or lower min_frequency' if min_frequency > 1 else ''}"
                 if found < vocab_size
                 else f"set it to {found:,} or more"
             )
         )
-    _write_folder(tokenizer, folder)
+    _write_folder(tokenizer, folder, special_tokens)
 
 
-def _write_folder(tokenizer: "tokenizers.Tokenizer", folder: Path) -> None:
+def _write_folder(tokenizer: "tokenizers.Tokenizer", folder: Path, special_tokens: Sequence[str]) -> None:
     """Write tokenizer.json, and the tokenizer_config.json with which `AutoTokenizer` opens the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -116,6 +124,8 @@ def _write_folder(tokenizer: "tokenizers.Tokenizer", folder: Path) -> None:
         "unk_token": END_OF_TEXT,
         # Else decoding would remove spaces before punctuation, and the text would not come back as it was.
         "clean_up_tokenization_spaces": False,
+        # Else transformers would not list them among its special tokens.
+        **({"extra_special_tokens": list(special_tokens)} if special_tokens else {}),
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 

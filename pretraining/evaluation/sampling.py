@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import (
@@ -14,13 +15,16 @@ from transformers import (
 )
 
 from pretraining.recipe import Recipe
+from pretraining.recipe.sections import Sampling
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 
+DEFAULT = Sampling()
+
 
 class SamplingCallback(TrainerCallback):
-    """Continue the recipe's prompts after every validation, with the same seed each time.
+    """Continue the recipe's prompts after every validation, as `evaluation.sampling` says.
 
     Writes rows of samples.jsonl: {"step", "prompt", "text"}, the text with its prompt. Every rank draws all samples,
     the same tokens, because under ZeRO-3 a forward pass is a collective. The curve is not affected: random generators
@@ -30,6 +34,7 @@ class SamplingCallback(TrainerCallback):
     def __init__(self, run: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.run, self.tokenizer = run, tokenizer
         self.prompts, self.num_tokens = prompts_of(recipe), recipe.evaluation.sample_tokens
+        self.sampling = recipe.evaluation.sampling
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -49,7 +54,7 @@ class SamplingCallback(TrainerCallback):
     ) -> None:
         """Draw one sample for each prompt."""
         for prompt in self.prompts if self.num_tokens else ():
-            text = sample_text(model, self.tokenizer, prompt, self.num_tokens)
+            text = sample_text(model, self.tokenizer, prompt, self.num_tokens, self.sampling)
             if state.is_world_process_zero:
                 append_row(self.run.samples, {"step": state.global_step, "prompt": prompt, "text": text})
 
@@ -66,31 +71,25 @@ def sample_text(
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
     num_tokens: int,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
+    sampling: Sampling = DEFAULT,
 ) -> str:
     """Continue `prompt` by at most `num_tokens` tokens, fewer if the model's positions end.
 
     An empty prompt starts from the end-of-text token, as every document does. Random generators and the model's mode
     are the same afterwards. Under ZeRO-3 every rank must call it with the same arguments.
-
-    Args:
-        temperature: 0 is greedy.
     """
     ids = encode(tokenizer, prompt) or [tokenizer.eos_token_id]
     # Positions beyond those of training would be noise, or an error of learned ones.
     room = model.config.max_position_embeddings - len(ids)
     if min(num_tokens, room) <= 0:
         return tokenizer.decode(ids, skip_special_tokens=True)
-    sampling = (
-        # `generate` does not take temperature 0: greedy is a setting of its own.
-        {"do_sample": True, "temperature": temperature, "top_k": top_k}
-        if temperature
-        else {"do_sample": False}
-    )
+    settings: dict[str, Any] = {"do_sample": False}  # `generate` does not take temperature 0
+    if sampling.temperature:
+        # for `generate`, top_k 0 means all tokens
+        among = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p}
+        settings = {"do_sample": True, "temperature": sampling.temperature, **among}
     prompt_ids = torch.tensor([ids], device=model.device)
-    with seeded(seed, model.device), evaluation_mode(model), long_work():
+    with seeded(sampling.seed, model.device), evaluation_mode(model), long_work():
         output = model.generate(
             prompt_ids,
             attention_mask=torch.ones_like(prompt_ids),
@@ -98,7 +97,7 @@ def sample_text(
             pad_token_id=tokenizer.eos_token_id,  # else transformers warns at each sample
             use_cache=True,  # the config says False, which is right for training
             streamer=TokensCounted(),
-            **sampling,
+            **settings,
         )
     return tokenizer.decode(output[0], skip_special_tokens=True)
 

@@ -23,16 +23,19 @@ from pretraining.model.compiling import (
     convert_products,
     describe_compilation,
 )
+from pretraining.model.given_weights import GivenWeights
 from pretraining.model.initial_weights import initialise_weights
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.mup import Mup, scales_by_name
-from pretraining.recipe.sections import Speed
+from pretraining.recipe.sections import Speed, Weights
 from pretraining.refusals import why_not_compiled
 from pretraining.upstream.deepspeed import no_zero3_draw
 from pretraining.upstream.transformers import attention_of
 
 PLAIN = Speed(compile="none")
 """A `speed` section that asks for nothing."""
+ALL_TRAINED = Weights()
+"""Drawn weights, all of which are trained."""
 
 
 def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -48,7 +51,11 @@ def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PreTrainedC
 
 
 def build_from_recipe(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, arguments: TrainingArguments, draw_weights: bool
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: TrainingArguments,
+    draw_weights: bool,
+    given: GivenWeights | None = None,
 ) -> PreTrainedModel:
     """Build the model (`build_model`) with all settings of the recipe."""
     load_extensions(recipe.extensions)
@@ -61,8 +68,10 @@ def build_from_recipe(
     # A processor compiles nothing unless it is asked to: that is no news.
     if arguments.process_index == 0 and (on_gpu or speed.compile != "none"):
         print(describe_compilation(speed, why_none), flush=True)
-    sections = {"speed": speed, "mup": recipe.mup}
-    return build_model(recipe.model, tokenizer, arguments, draw_weights, masks_documents, **sections)
+    sections = {"speed": speed, "mup": recipe.mup, "weights": recipe.weights}
+    return build_model(
+        recipe.model, tokenizer, arguments, draw_weights, masks_documents, given=given, **sections
+    )
 
 
 def build_model(
@@ -73,6 +82,8 @@ def build_model(
     masks_documents: bool = False,
     speed: Speed = PLAIN,
     mup: Mup = Mup(),
+    weights: Weights = ALL_TRAINED,
+    given: GivenWeights | None = None,
 ) -> PreTrainedModel:
     """Build the model with its initial weights; the same weights at every ZeRO stage and world size.
 
@@ -80,7 +91,8 @@ def build_model(
         arguments: name the ds_config; transformers finds ZeRO-3 through them while they are alive.
         draw_weights: False leaves the weights to a checkpoint.
         masks_documents: choose an attention that keeps documents apart.
-        speed, mup: the recipe's sections.
+        speed, mup, weights: the recipe's sections.
+        given: take these weights in place of drawn ones.
 
     Raises:
         UserError: transformers refuses the `model` section, or this machine has no such kernel or no compiler.
@@ -104,11 +116,15 @@ def build_model(
     if arguments.process_index == 0 and chosen:
         print(describe_attention(attention_of(built), masks_documents), flush=True)
     built.tie_weights()
-    if draw_weights:
+    if given is not None:
+        given.fill(built, arguments.device)
+    elif draw_weights:
         names = [name for name, _ in built.named_parameters()]
         scales = scales_by_name(names, model_with_defaults(model), mup)
         factors = {name: each.initial for name, each in scales.items()}
         initialise_weights(built, arguments.seed, factors)
+    for name, parameter in built.named_parameters():
+        parameter.requires_grad_(not weights.freezes(name))
     # The dataset's labels are already the next tokens: the Trainer must not count them as unshifted ones.
     built.loss_type = None
     if speed.fp8 != "none":

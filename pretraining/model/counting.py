@@ -71,10 +71,12 @@ def build_on_meta(model: dict) -> tuple[PreTrainedModel, PreTrainedConfig]:
     return built, built.config.get_text_config()
 
 
-def parameters_by_part(built: PreTrainedModel) -> Iterator[tuple[str, int, int | None, int | None]]:
-    """Yield (part, elements, layer or None, rows and columns) of every parameter once, in the order of the modules.
+def parameters_by_part(
+    built: PreTrainedModel,
+) -> Iterator[tuple[str, int, int | None, int | None, str]]:
+    """Yield (part, elements, layer or None, rows and columns, name) of every parameter once.
 
-    Rows and columns are added up over all its matrices; None if it is no matrix.
+    They come in the order of the modules. Rows and columns are added up over all its matrices; None if it is no matrix.
     """
     head, seen = _head(built), set()
     has_experts = any(".experts." in f"{name}." for name, _ in built.named_parameters())
@@ -86,7 +88,8 @@ def parameters_by_part(built: PreTrainedModel) -> Iterator[tuple[str, int, int |
                 part = "head" if is_head else _part(module_name, name, module, has_experts)
                 layer = re.search(r"\.(\d+)(\.|$)", module_name)
                 place = int(layer[1]) if layer else None
-                yield part, parameter.numel(), place, _rows_and_columns(parameter)
+                full_name = f"{module_name}.{name}" if module_name else name
+                yield part, parameter.numel(), place, _rows_and_columns(parameter), full_name
 
 
 def _rows_and_columns(parameter: torch.Tensor) -> int | None:

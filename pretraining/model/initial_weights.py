@@ -26,14 +26,14 @@ def initialise_weights(model: PreTrainedModel, seed: int, factors: Mapping[str, 
     # GPT-2's attention and MLP draw their children's output projections again, scaled by 1/sqrt(2 n_layer).
     for name, module, owner in children_first(model):
         parameters = parameters_near(module)
-        with _whole(parameters) as is_to_write:
+        with whole(parameters) as is_to_write:
             if is_to_write:
                 # The same random numbers at every stage: a GPU, or 16 bits, would draw others.
                 with _generator_of(seed, name), _as_fp32_on_cpu(parameters):
                     draw_module(owner, module)
     for name, parameter in model.named_parameters():
         if factors.get(name, 1.0) != 1.0:  # most have none, and need no gathering
-            with _whole([parameter]) as is_to_write:
+            with whole([parameter]) as is_to_write:
                 if is_to_write:
                     parameter.mul_(factors[name])
 
@@ -58,7 +58,7 @@ def parameters_near(module: nn.Module) -> list[nn.Parameter]:
 
 
 @contextmanager
-def _whole(parameters: list[nn.Parameter]) -> Iterator[bool]:
+def whole(parameters: list[nn.Parameter]) -> Iterator[bool]:
     """Gather the parameters if ZeRO-3 has them in shards; yield whether this rank is the one that writes them."""
     if not any(map(is_partitioned, parameters)):
         yield True

@@ -38,9 +38,9 @@ GATED = 2.5
 class CountedModel:
     """Facts about a model that was built on the meta device."""
 
-    tensors: tuple[tuple[str, int, int | None, int | None], ...]
+    tensors: tuple[tuple[str, int, int | None, int | None, str], ...]
     """For each parameter: its part (of `sizes.PartSizes`, or `attention bias`, `mlp bias`), its elements, its layer,
-    and the rows and columns together if it is a matrix."""
+    the rows and columns together if it is a matrix, and its name."""
     layers: int
     attention_width: int
     tied: bool
@@ -56,7 +56,7 @@ class CountedModel:
 
     def of_part(self, *parts: str) -> int:
         """Return the number of parameters in these parts."""
-        return sum(numel for part, numel, _, _ in self.tensors if part in parts)
+        return sum(numel for part, numel, *_ in self.tensors if part in parts)
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _mixture(facts: CountedModel) -> dict:
 
 
 def _sparse_layers(facts: CountedModel) -> int:
-    return len({layer for part, _, layer, _ in facts.tensors if part == "experts"}) or 1
+    return len({layer for part, _, layer, *_ in facts.tensors if part == "experts"}) or 1
 
 
 def _whole(value: Any) -> int | None:

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pretraining.errors import UserError, nearest
+from pretraining.errors import UserError
 from pretraining.recipe import recipe_schema
 from pretraining.recipe.model import other_model_types
-from pretraining.schema import differences
+from pretraining.schema import differences, suggestion
 
 if TYPE_CHECKING:
     from pretraining.runtime.run_folder import RunFolder  # which asks for the parts of the curve
@@ -61,6 +61,9 @@ OURS = ("data", "budget", "loss", "optimizer", "mup")
 # Keys whose default is not what was done before there were any.
 BEFORE_THE_KEY = {"data.document_masking": False, "data.packing": "in_sequence"}
 
+# Keys of other sections that it depends on, and their defaults.
+BESIDE = {("speed", "fp8"): "none", ("monitors", "flagged_blocks"): "log"}
+
 EXTENSIONS = "extensions"
 """The user's own modules, by name and digest of their source."""
 SECTIONS = ("model", "data", "budget", "training")
@@ -96,10 +99,11 @@ def curve_parts(recipe: dict) -> dict:
     parts |= BEFORE_THE_KEY
     for section in (*SECTIONS, *OURS):
         parts |= {f"{section}.{key}": value for key, value in recipe.get(section, {}).items()}
+    # of these sections nothing else changes what is computed
+    for (section, key), default in BESIDE.items():
+        parts[f"{section}.{key}"] = recipe.get(section, {}).get(key, default)
     # by file name: a module that was moved is the same
     parts[EXTENSIONS] = {Path(e["module"]).name: e.get("digest") for e in recipe.get("extensions", ())}
-    # of `speed` only fp8 changes what is computed
-    parts["speed.fp8"] = recipe.get("speed", {}).get("fp8", "none")
     return {key: value for key, value in parts.items() if key not in NEUTRAL_KEYS}
 
 
@@ -146,13 +150,19 @@ def refuse_changes(changes: list[Change], allowed: Iterable[str], place: Path, w
 
 def check_allowed(key: str) -> str:
     """`key` if `--allow_change` can mean it: a key of the curve, or a section; else `UserError` with the nearest."""
-    properties = recipe_schema()["properties"]
-    names = {f"{section}.{name}" for section in SECTIONS for name in properties[section]["properties"]}
-    models = [*recipe_schema()["$defs"].values(), *other_model_types()["types"].values()]
+    schema = recipe_schema()
+    properties, sections = schema["properties"], {*SECTIONS, *OURS}
+    names = {f"{section}.{name}" for section in sections for name in properties[section]["properties"]}
+    models = [*schema["$defs"].values(), *other_model_types()["types"].values()]
     names |= {f"model.{name}" for model in models for name in model["properties"]}
-    names |= {*SECTIONS, DATA_FINGERPRINT, EXTENSIONS}
-    names -= NEUTRAL_KEYS
-    if key not in names:
-        why = "may change without it" if key in NEUTRAL_KEYS else f"no part of the curve{nearest(key, names)}"
-        raise UserError(f"{key}: {why}")
+    names |= {f"{section}.{name}" for section, name in BESIDE} | {*sections, DATA_FINGERPRINT, EXTENSIONS}
+    whole = ".".join(key.split(".")[:2])
+    if whole in NEUTRAL_KEYS:
+        raise UserError(f"{key}: may change without it")
+    if whole not in names:
+        near = suggestion(key, schema)
+        # None: a valid key of another section
+        raise UserError(f"{key}: " + ("may change without it" if near is None else f"unknown key{near}"))
+    if whole != key:
+        raise UserError(f"{key}: is part of {whole}, which is allowed to change as a whole; name that")
     return key

@@ -10,6 +10,9 @@ from pretraining.errors import UserError, nearest
 from pretraining.recipe.section import Section, check_folder_name, key
 from pretraining.schema import problem
 
+END_OF_TEXT = "<|endoftext|>"
+"""What closes a document, in a tokenizer that is trained here."""
+
 # a context of our own: the default one could be changed by any library
 _DECIMALS = Context(prec=50)
 
@@ -158,7 +161,23 @@ class Data(Section):
     tokenizer: str | dict = key(
         'A name or path, or {"train_vocab_size": N} to train byte-level BPE on the corpus.',
         minLength=1,
-        properties={"train_vocab_size": {"type": "integer", "minimum": 257}},
+        properties={
+            "train_vocab_size": {
+                "type": "integer",
+                "minimum": 257,
+                "description": "Ids of the tokenizer, special tokens included.",
+            },
+            "min_frequency": {
+                "type": "integer",
+                "minimum": 1,
+                "description": "How often a pair must occur to be merged; left out: once.",
+            },
+            "special_tokens": {
+                "type": "array",
+                "items": {"type": "string", "minLength": 1},
+                "description": "Special tokens of your own, with the ids 1, 2, ... behind <|endoftext|>.",
+            },
+        },
         required=["train_vocab_size"],
         additionalProperties=False,
     )
@@ -200,8 +219,18 @@ class Data(Section):
         default="in_sequence",
     )
 
+    @property
+    def text_origins(self) -> list[tuple[str, TextOrigin]]:
+        """(dotted key, entry) of all that is read: the sources, and behind them those of validation."""
+        own = self.validation.sources if self.validation else []
+        return [
+            *((f"data.sources.{number}", source) for number, source in enumerate(self.sources)),
+            *((f"data.validation.sources.{number}", source) for number, source in enumerate(own)),
+        ]
+
     def check_together(self, where: str, at: str) -> None:
-        """There is something to validate on, and validation sources have names of their own."""
+        """Special tokens differ; there is something to validate on, and its sources have names of their own."""
+        _check_special_tokens(self.tokenizer, where, f"{at}.tokenizer")
         if self.validation is None:
             if self.decontaminate and self.decontaminate.validation:
                 what = "is true, and there is no data.validation; name its sources, or leave this out"
@@ -221,6 +250,19 @@ class Data(Section):
                 what = f"is {source.called!r} like that of {taken[source.called]}; give it another name"
                 raise problem(where, f"{at}.validation.sources.{number}.name", what)
             taken[source.called] = f"validation source {number}"
+
+
+def _check_special_tokens(tokenizer: str | dict, where: str, at: str) -> None:
+    """Each occurs once, and they leave the 256 bytes their ids."""
+    tokens = [END_OF_TEXT, *(tokenizer.get("special_tokens", ()) if isinstance(tokenizer, dict) else ())]
+    for number, token in enumerate(tokens):
+        if token in tokens[:number]:
+            what = f"is {token!r}, which is there already; leave it out ({END_OF_TEXT} always has id 0)"
+            raise problem(where, f"{at}.special_tokens.{number - 1}", what)
+    fewest = 256 + len(tokens)
+    if isinstance(tokenizer, dict) and tokenizer["train_vocab_size"] < fewest:
+        what = f"is {tokenizer['train_vocab_size']}; 256 bytes and {len(tokens)} special tokens need {fewest}"
+        raise problem(where, f"{at}.train_vocab_size", what)
 
 
 class WishedStage(NamedTuple):

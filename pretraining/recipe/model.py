@@ -100,7 +100,7 @@ def refuse_names_of_others(model: object, where: str) -> None:
     common = {name: key for key, name in GPT2_NAMES.items()}
     for key in model if is_exact(model) else model.keys() - other_properties(model).keys():
         if (own := own_key(model, common.get(key, key))) != key:
-            raise problem(where, f"model.{key}", f"unknown key{did_you_mean([own])}")
+            raise problem(where, f"model.{key}", f"unknown key{did_you_mean([f'model.{own}'])}")
 
 
 def other_properties(model: dict) -> dict:

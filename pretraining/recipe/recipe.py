@@ -28,6 +28,7 @@ from pretraining.recipe.sections import (
     Optimizer,
     Report,
     Speed,
+    Weights,
 )
 from pretraining.recipe.training import Training
 from pretraining.schema import REPOSITORY, display_path, problem
@@ -119,6 +120,8 @@ class Recipe:
     monitors: Monitors
     evaluation: Evaluation
     report: Report
+    weights: Weights = field(default_factory=Weights)
+    """The keys of `model` that are ours: what it begins with, what of it is trained."""
     extensions: tuple[Extension, ...] = ()
     """Modules of the user's own, read and not run."""
     overrides: tuple[str, ...] = field(default=(), compare=False)
@@ -221,6 +224,7 @@ class Recipe:
         values = {name: getattr(self, name) for name in ("name", "description", "deepspeed")}
         # a deep copy as plain dicts
         values |= {name: json.loads(json.dumps(getattr(self, name))) for name in KEYWORDS}
+        values["model"] |= self.weights.to_dict()
         if self.extensions:
             values["extensions"] = [each.to_dict() for each in self.extensions]
         return values | {name: getattr(self, name).to_dict() for name in SECTIONS}

@@ -1,6 +1,11 @@
-"""What our own sections of a recipe hold, beside data, budget and mup, which have modules of their own."""
+"""What our own sections of a recipe hold, beside data, budget and mup, which have modules of their own.
+
+`Weights` is no section in the file: its keys are in `model`, beside the config's.
+"""
 
 import re
+from dataclasses import fields
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from pretraining.addresses import masked, refuse_credentials
@@ -19,6 +24,41 @@ def _check_profiled_steps(steps: int | list[int], key: str, where: str) -> None:
     chosen = steps if isinstance(steps, list) else [steps]
     if len(chosen) > 2 or chosen[0] > chosen[-1]:
         raise problem(where, key, f"is {steps}; write the first and the last step: [10, 12]")
+
+
+class Weights(Section):
+    """What a model begins with, and what of it is trained: the keys of `model` that are ours and never reach its
+    config."""
+
+    initial_weights: str | None = key(
+        "What training begins with in place of drawn weights: a name on the hub (org/model, or org/model@revision), or "
+        "a folder of safetensors, of torch files or of torch.distributed.checkpoint; a run's export too.",
+        default=None,
+        omitted=True,
+        minLength=1,
+    )
+    frozen: list[str] | None = key(
+        "Names of parameters that stay as they are, * for any characters: transformer.wte.*; each must match one.",
+        default=None,
+        omitted=True,
+        minItems=1,
+        items={"minLength": 1},
+    )
+
+    @classmethod
+    def split(cls, model: dict) -> tuple[dict, dict]:
+        """Split a `model` section into the config's keywords and the keys of ours."""
+        ours = {name: value for name, value in model.items() if name in cls.names()}
+        return {name: value for name, value in model.items() if name not in ours}, ours
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The keys."""
+        return tuple(each.name for each in fields(cls))
+
+    def freezes(self, name: str) -> bool:
+        """Whether a pattern matches the parameter called `name`."""
+        return any(fnmatchcase(name, pattern) for pattern in self.frozen or ())
 
 
 class Loss(Section):
@@ -105,8 +145,7 @@ class Optimizer(Section):
         exclusiveMinimum=0,
     )
     adaptive_clip: float | None = key(
-        "No unit's gradient longer than this times its weights (AGC; 0.01 in its paper); "
-        "without ZeRO-1, 2 or 3.",
+        "No unit's gradient longer than this times its weights (AGC; 0.01 in its paper).",
         default=None,
         exclusiveMinimum=0,
     )
@@ -264,6 +303,11 @@ class Monitors(Section):
         minimum=0.25,
         maximum=43200,
     )
+    flagged_blocks: Literal["log", "skip"] = key(
+        "Blocks from which nothing can be learned (one token fills them, they repeat themselves, they do not decode): "
+        "log: listed in flagged_blocks.jsonl and trained on. skip: listed, and none of their tokens is a target.",
+        default="log",
+    )
     plateau_steps: int | None = key(
         "An alert when the loss has not gained 0.1 % for so many steps; null: none.", default=None, minimum=1
     )
@@ -336,6 +380,22 @@ class Checkpoints(Section):
     )
 
 
+class Sampling(Section):
+    """How the samples after each validation are drawn; evaluation.sample_tokens is their length."""
+
+    temperature: float = key("0: the likeliest token each time.", default=0.8, minimum=0)
+    top_k: int | None = key(
+        "Draw among so many of the likeliest tokens; null: among all.", default=50, minimum=1
+    )
+    top_p: float = key(
+        "Draw among the likeliest tokens that together have this probability.",
+        default=1.0,
+        exclusiveMinimum=0,
+        maximum=1,
+    )
+    seed: int = key("The same draws after each validation.", default=0, minimum=0)
+
+
 class Evaluation(Section):
     """training.eval_steps says how often, this section on what."""
 
@@ -348,6 +408,7 @@ class Evaluation(Section):
         schema={"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]},
     )
     sample_tokens: int = key("Length of a sample; 0: no samples.", default=128, minimum=0)
+    sampling: Sampling = key(default_factory=Sampling)
     hellaswag: str | None = key(
         "HellaSwag's validation set: a .jsonl file, or a dataset on the hub as "
         "Rowan/hellaswag; scored with the validations as hellaswag/acc and "

@@ -67,6 +67,23 @@ def gather_from_ranks(value: Answer, group: dist.ProcessGroup | None = None) -> 
     return answers
 
 
+def together(act: Callable[[], Answer]) -> Answer:
+    """Return what `act` returns on this rank; a `UserError` on any rank is raised on every one."""
+    value, failure = None, None
+    try:
+        value = act()
+    except UserError as error:
+        failure = str(error)
+    except OSError as error:
+        if (refusal := file_error(error)) is None:
+            raise
+        failure = str(refusal)
+    for message in gather_from_ranks(failure):
+        if message is not None:
+            raise UserError(message)
+    return value
+
+
 def host_group() -> dist.ProcessGroup | None:
     """Make a group that uses the hosts' network and never waits for a GPU. Every rank must call this.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.recipe.curve import curve_parts
+from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.durable_files import append_row, keep_rows, read_rows
 from pretraining.schema import REPOSITORY
 
@@ -102,7 +103,13 @@ class RunFolder:
 
 def _results_of(recipe: dict) -> dict:
     """Return the parts of a resolved recipe on which the results of its run depend."""
-    return {**curve_parts(recipe), **{key: recipe.get(key) for key in ("name", "data", "evaluation")}}
+    # a recipe from before a key means its default
+    evaluation = Evaluation.of(recipe.get("evaluation", {}))
+    return {
+        **curve_parts(recipe),
+        "evaluation": evaluation,
+        **{key: recipe.get(key) for key in ("name", "data")},
+    }
 
 
 def utc_now() -> str:

@@ -330,7 +330,7 @@ class Muon(torch.optim.Optimizer):
                 "Muon was not told what lies in its partitions"
             )
             return
-        device = _compute_device(updates[0])
+        device = compute_device(updates[0])
         # the iteration is stable in bf16, and messages are half as large
         dtype = torch.bfloat16 if device.type == "cuda" else updates[0].dtype
         work_on_whole(self._plan(parameters), updates, self._orthogonalized_by(group), dtype, device)
@@ -404,7 +404,7 @@ class Muon(torch.optim.Optimizer):
         return state
 
 
-def _compute_device(tensor: torch.Tensor) -> torch.device:
+def compute_device(tensor: torch.Tensor) -> torch.device:
     """Return the rank's GPU, also if the states are in host memory."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else tensor.device
 

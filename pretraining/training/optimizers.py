@@ -1,4 +1,4 @@
-"""Build the recipe's optimizer for the Trainer: parameter groups, muP's factors, clipping beyond the norm.
+"""Build the recipe's optimizer for the Trainer: parameter groups, and muP's factors.
 
 Optimizers of the `schedulefree` package are adapted here too: their counts are kept where ZeRO and checkpoints find
 them.
@@ -88,6 +88,7 @@ def build_optimizer(
         },
     ]
     layouts = hidden_matrices(model)
+    # a group all of whose parameters are frozen has no entry
     scaled = [each for group in groups for each in by_scales(group, scales)]
     # Muon also without a group of "muon": it is then AdamW
     return Muon(scaled, {parameter: layouts[name] for name, parameter in matrices.items()})
@@ -97,10 +98,15 @@ Named = dict[str, nn.Parameter]
 
 
 def split_parameters(model: PreTrainedModel) -> tuple[Named, Named, Named]:
-    """Return {name: parameter} for hidden matrices, for embeddings, head and routers, and for norms and biases."""
+    """Return {name: parameter} for hidden matrices, for embeddings, head and routers, and for norms and biases.
+
+    Frozen parameters are left out.
+    """
     matrices, tables, vectors = {}, {}, {}
     hidden = hidden_matrices(model)
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         dimensions = len(whole_shape(parameter))
         home = matrices if name in hidden else tables if dimensions >= 2 else vectors
         home[name] = parameter
@@ -123,9 +129,13 @@ def _scaled(group: dict, rate: float, decay: float, epsilon: float) -> dict:
     return {**values, "eps": group["eps"] * epsilon} if "eps" in group else values
 
 
-def describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Describe each parameter group in one line. Call it before DeepSpeed flattens the parameters."""
-    lines = []
+def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> list[str]:
+    """Describe each parameter group in one line, and what is frozen in another.
+
+    Call it before DeepSpeed flattens the parameters.
+    """
+    frozen = [] if model is None else [each for each in model.parameters() if not each.requires_grad]
+    lines = [f"frozen: {len(frozen)} tensors, {sum(map(whole_numel, frozen)):,} parameters"] if frozen else []
     for group in optimizer.param_groups:
         parameters = group["params"]
         numel = sum(map(whole_numel, parameters))
@@ -136,65 +146,6 @@ def describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
             f"learning rate {group['lr']:g}, weight decay {group['weight_decay']:g}"
         )
     return lines
-
-
-SMALLEST_NORM = 1e-3
-"""The least norm of a unit's weights that counts, so that units can leave zero (Brock et al. 2021, section 4)."""
-
-
-def choose_clipping(recipe: Recipe) -> Callable | None:
-    """Return a function (model, optimizer) that adds clipping before each step; None if the recipe asks for none."""
-    value, ratio = recipe.optimizer.clip_value, recipe.optimizer.adaptive_clip
-    if not (value or ratio):
-        return None
-
-    def clip_before_steps(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-        if ratio:
-            # hooks run in the order of registration: units first, then single values
-            dimensions = unit_dimensions(model)
-            optimizer.register_step_pre_hook(lambda each, *_: clip_adaptively(each, dimensions, ratio))
-        if value:
-            optimizer.register_step_pre_hook(lambda each, *_: clip_by_value(each, value))
-
-    return clip_before_steps
-
-
-@torch.no_grad()
-def clip_by_value(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Clip every gradient to [-value, value], element by element. It works on whole parameters and on slices."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.grad.clamp_(-value, value)
-
-
-def unit_dimensions(model: PreTrainedModel) -> dict[torch.Tensor, tuple[int, ...]]:
-    """Return {parameter: dimensions of one unit} for all but the head, which is not clipped.
-
-    A unit is: in a matrix, the weights of one output; in an embedding, a row; a vector as a whole. The reference of
-    Brock et al. 2021 does the same.
-    """
-    head, matrices = model.get_output_embeddings(), hidden_matrices(model)
-    spared = None if head is None else head.weight
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter is not spared:
-            transposed = name in matrices and matrices[name].transposed
-            found[parameter] = (0,) if parameter.ndim < 2 else (-2,) if transposed else (-1,)
-    return found
-
-
-@torch.no_grad()
-def clip_adaptively(optimizer: torch.optim.Optimizer, dimensions: dict, ratio: float) -> None:
-    """Limit each unit's gradient norm to `ratio` times its weights' norm (AGC: Brock et al. 2021, equation 3)."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None and parameter in dimensions:
-                unit = {"dim": dimensions[parameter], "keepdim": True}
-                longest = ratio * parameter.norm(**unit).clamp_min(SMALLEST_NORM)
-                length = parameter.grad.norm(**unit)
-                # clamp_min: a gradient of zero would give 0 / 0
-                parameter.grad.mul_((longest / length.clamp_min(1e-12)).clamp_max(1.0))
 
 
 COUNTS = ("k", "lr_max", "weight_sum")

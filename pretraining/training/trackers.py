@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from pretraining.errors import UserError
 from pretraining.metric_names import grouped_names
+from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.upstream.transformers import name_logs_by
 
@@ -45,7 +47,12 @@ def build_trackers(
     names = [report_to] if isinstance(report_to, str) else report_to
     for name in FOLDERS.keys() & set(names):
         os.environ.setdefault(FOLDERS[name], str(run.path / name))
-    trackers = [Tracker(name, _build_tracker(name), run) for name in names if name != "none"]
+    trackers = []
+    for name in (name for name in names if name != "none"):
+        callback = _build_tracker(name)
+        trackers.append(Tracker(name, callback, run))
+        if name in SHOW_TEXT:
+            trackers.append(Tracker(name, SampleTexts(run, callback, SHOW_TEXT[name]), run))
     return [RunIdentity(run, run_name, names, project), Trackers(trackers)] if trackers else []
 
 
@@ -131,6 +138,48 @@ for _event in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
     setattr(Trackers, _event, _handed_on(_event))
 
 
+def _in_wandb(callback: Any, rows: list[dict]) -> None:
+    import wandb
+
+    table = wandb.Table(
+        ["step", "prompt", "text"], [[row["step"], row["prompt"], row["text"]] for row in rows]
+    )
+    # steps as the callback of transformers counts them
+    wandb.log({"samples": table, "train/global_step": rows[0]["step"]})
+
+
+def _in_tensorboard(callback: Any, rows: list[dict]) -> None:
+    for number, row in enumerate(rows, start=1):
+        # TensorBoard shows Markdown: four blanks before each line leave a text as it is
+        text = "".join(f"    {line}\n" for line in row["text"].split("\n"))
+        callback.tb_writer.add_text(f"samples/{number}", text, row["step"])
+
+
+# tracker -> a function that shows rows of samples.jsonl there
+SHOW_TEXT: dict[str, Callable[[Any, list[dict]], None]] = {
+    "wandb": _in_wandb,
+    "tensorboard": _in_tensorboard,
+}
+
+
+class SampleTexts(TrainerCallback):
+    """Show the samples of each validation as text in a tracker.
+
+    They are read from samples.jsonl, to which evaluation/sampling.py has just written them.
+    """
+
+    def __init__(self, run: RunFolder, callback: Any, show: Callable[[Any, list[dict]], None]) -> None:
+        """callback: the tracker's own."""
+        self.run, self.callback, self.show = run, callback, show
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        rows = read_rows(self.run.samples) if state.is_world_process_zero else []
+        if now := [row for row in rows if row.get("step") == state.global_step]:
+            self.show(self.callback, now)
+
+
 class RunIdentity(TrainerCallback):
     """Keep one run of wandb and trackio across resumes, by its name and, for wandb, an id in the run folder.
 
@@ -146,7 +195,9 @@ class RunIdentity(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        # `training.run_name`, else the recipe's name
         args.run_name, args.project = args.run_name or self.run_name, self.project
+        self.run_name = args.run_name
         if state.is_world_process_zero:
             for key, value in self._variables().items():
                 os.environ.setdefault(key, value)

@@ -29,10 +29,10 @@ from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.training.arguments import collate_blocks, training_refusals
+from pretraining.training.clipping import choose_clipping
 from pretraining.training.monitors import Monitors, notify
 from pretraining.training.muon import BindPartitions, Muon
 from pretraining.training.optimizers import (
-    choose_clipping,
     choose_optimizer,
     counting_by_tensor,
     describe_groups,
@@ -111,7 +111,6 @@ class PretrainingTrainer(TimedTrainer):
         self.evaluator, self.checkpoints, self.monitors = evaluator, checkpoints, monitors
         self.clock = monitors.speed.clock if monitors else StepClock()
         self.stop = monitors.stop if monitors else None
-        self.clipping = choose_clipping(recipe)
         with training_refusals(recipe.path):  # before anything of the run is written
             super().__init__(
                 model=model,
@@ -125,6 +124,7 @@ class PretrainingTrainer(TimedTrainer):
                     *(evaluator.callbacks if evaluator else ()),
                     *(monitors.callbacks(checkpoints) if monitors else ()),
                     *callbacks,
+                    *filter(None, [choose_clipping(recipe)]),
                 ],
             )
             _try_optimizer_and_schedule(self.args)
@@ -180,17 +180,18 @@ class PretrainingTrainer(TimedTrainer):
         return counting_by_tensor(optimizer_class), keywords
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the recipe's optimizer. Rank 0 prints its groups if they differ in more than the weight decay."""
+        """Create the recipe's optimizer. Rank 0 prints groups that differ in more than weight decay."""
         # under DeepSpeed the Trainer calls this twice
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
+        # All of a group's parameters may be frozen, and DeepSpeed cannot flatten an empty group.
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         if isinstance(optimizer, Muon):
             self.add_callback(BindPartitions(optimizer))
-        if self.clipping is not None:
-            self.clipping(self.model, optimizer)
-        if self.is_world_process_zero() and len(optimizer.param_groups) > PLAIN_GROUPS:
-            print("\n".join(describe_groups(optimizer)), flush=True)
+        is_plain = len(optimizer.param_groups) <= PLAIN_GROUPS and not self.recipe.weights.frozen
+        if self.is_world_process_zero() and not is_plain:
+            print("\n".join(describe_groups(optimizer, self.model)), flush=True)
         return optimizer
 
     def evaluate(
@@ -263,14 +264,19 @@ class PretrainingTrainer(TimedTrainer):
         return 0 if inputs is ABSENT else super().floating_point_ops(inputs)
 
     def count_targets(self, batch_samples: list, count: Any) -> torch.Tensor | int | None:
-        """Return this rank's targets of the step; if documents are masked, the mean of all ranks' numbers.
+        """Return this rank's targets of the step; if ranks may have different numbers, the mean of all ranks' numbers.
 
         Each rank's loss is a sum over this count, and the step's loss the mean over the ranks.
         """
-        if not batch_samples or "position_ids" not in batch_samples[0] or self.args.world_size == 1:
+        skips = self.recipe.monitors.flagged_blocks == "skip"
+        if not batch_samples or not (skips or self.recipe.data.document_masking):
             return count
         count = count.to(self.args.device)
-        dist.all_reduce(count)
+        if self.args.world_size > 1:
+            dist.all_reduce(count)
+        if skips:
+            # every block of the step may be skipped: its loss is then 0, and not 0 / 0
+            count = count.clamp(min=1)
         return count / self.args.world_size
 
     def log(self, logs: dict, start_time: float | None = None) -> None:

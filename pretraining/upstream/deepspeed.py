@@ -26,6 +26,8 @@ Changed:
   stages, but under ZeRO-3 `PreTrainedModel._from_config` gathers every module once more and draws all the same. We draw
   them ourselves, or load them: at 30b that pass is seconds of communication for nothing. Held by tests/test_model.py;
   it may go once `no_init_weights` counts there too.
+- Weights that exist, under ZeRO-3 (`fill_partition`): a parameter's own part (`ds_tensor`) is set where it is; to
+  gather every parameter for that would take memory for the largest on every rank. Held by tests/test_given_weights.py.
 - Leaves of ZeRO-3 (`gather_as_one`): public, but explained nowhere. Held by tests/test_compiling.py.
 - The limit of a group that is made without one (`wait_in_every_group`; torch 2.13): DeepSpeed reduces in a group of its
   own making. torch's `default_pg_timeout` and `default_pg_nccl_timeout` are read when a group is made. Held by
@@ -48,6 +50,7 @@ from deepspeed.runtime import bf16_optimizer, utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import link_hp_params
@@ -353,6 +356,41 @@ def no_zero3_draw() -> Iterator[None]:
         yield
     finally:
         hf_deepspeed.initialize_weights_zero3 = draw
+
+
+Chunks = Iterable[tuple[int, torch.Tensor]]
+"""(first element, elements) of a flat tensor, a few at a time."""
+
+
+def copy_chunks(chunks: Chunks, target: torch.Tensor, start: int = 0) -> None:
+    """Copy chunks into a flat tensor whose first element is number `start`."""
+    for first, part in chunks:
+        target[first - start : first - start + part.numel()].copy_(part)
+
+
+def own_partition(parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Return (first element, elements) of this rank's part of a parameter under ZeRO-3, as a view without padding."""
+    part = parameter.ds_tensor
+    start = part.ds_numel * dist.get_rank(group=parameter.ds_process_group)
+    # the last rank's share ends in padding, and of a small parameter a rank may have nothing
+    return start, part.data[: max(0, min(part.ds_numel, parameter.ds_numel - start))]
+
+
+def fill_partition(parameter: torch.Tensor, read: Callable[[int, int], Chunks]) -> bool:
+    """Set this rank's part of a parameter under ZeRO-3; False if it must be gathered for that.
+
+    read: returns the elements [start, stop) of the flattened parameter.
+    """
+    part = parameter.ds_tensor
+    # A part on NVMe is not in memory; a node's own copy (hpZ) and 8-bit weights are made when a parameter is cut up.
+    if part.final_location == OffloadDeviceEnum.nvme or parameter.ds_secondary_tensor is not None:
+        return False
+    if hasattr(part, "ds_quant_scale"):
+        return False
+    start, own = own_partition(parameter)
+    if own.numel():
+        copy_chunks(read(start, start + own.numel()), own, start)
+    return True
 
 
 def gather_as_one(modules: Iterable[nn.Module]) -> None:

@@ -33,16 +33,31 @@ A model's classes (transformers 5.23.0, torch 2.13.0, deepspeed 0.19.8):
   parameters too. Held by tests/test_upstream.py.
 - Whether ZeRO-3 has a parameter in shards (`is_partitioned`): DeepSpeed sets `ds_id`, and has no function that says it.
   Held by tests/test_model.py.
+- How saved names and layouts are translated when weights are loaded (`Conversion`): `core_model_loading` and
+  `conversion_mapping`, which `from_pretrained` alone uses; it would read every file whole on every rank. Held by
+  tests/test_given_weights.py. May go once a model can be loaded slice by slice.
+- Which saved tensors a class does not load (`is_not_loaded`): `_keys_to_ignore_on_load_unexpected`. Held by
+  tests/test_upstream.py. Goes with the translation.
 - Which attention a model has (`attention_of`): `config._attn_implementation`, which transformers fills in if the recipe
   leaves the choice to it. Held by tests/test_attention.py. May go once the config says it in public.
 """
 
-from collections.abc import Callable
+import copy
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.integrations import integration_utils
 
 
@@ -156,3 +171,51 @@ def is_partitioned(parameter: nn.Parameter) -> bool:
 def attention_of(model: PreTrainedModel) -> str:
     """Name the attention that the model's layers call."""
     return model.config._attn_implementation
+
+
+class LoadedUnder(NamedTuple):
+    """The name under which a saved tensor is loaded."""
+
+    name: str
+    pattern: str | None
+    """The pattern of the converter that makes the parameter of several tensors, or several of one; None: a plain
+    tensor."""
+
+
+class Conversion:
+    """Names and layouts in which a model's weights are saved, as transformers translates them.
+
+    model: on any device, the meta device too.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        transforms = get_model_conversion_mapping(model)
+        self.model = model
+        self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        self._state = model.state_dict()
+
+    def loaded_under(self, saved_name: str) -> LoadedUnder:
+        """Translate the name of a saved tensor."""
+        prefix, state = self.model.base_model_prefix, self._state
+        found = LoadedUnder(*rename_source_key(saved_name, self._renamings, self._converters, prefix, state))
+        # As transformers does: a name that fits already is no older one.
+        is_own = found.name not in state and saved_name in state
+        return LoadedUnder(*rename_source_key(saved_name, [], [], prefix, state)) if is_own else found
+
+    def convert(self, name: str, saved: Iterable[tuple[str, str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Make {parameter: tensor} of the tensors (saved name, pattern, tensor) that are loaded under `name`."""
+        saved = list(saved)
+        pattern = saved[0][1]
+        own = next(each for each in self._converters if pattern in each.source_patterns)
+        converter = copy.deepcopy(own)
+        for saved_name, its_pattern, tensor in sorted(saved, key=lambda each: dot_natural_key(each[0])):
+            converter.add_tensor(name, saved_name, its_pattern, lambda tensor=tensor: tensor)
+        converted = converter.convert(name, model=self.model, config=self.model.config)
+        return {key: value[0] if isinstance(value, list) else value for key, value in converted.items()}
+
+
+def is_not_loaded(model: PreTrainedModel, saved_name: str) -> bool:
+    """Say if the class ignores a saved tensor of this name: a mask or a table that older versions saved."""
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    return any(re.search(pattern, saved_name) for pattern in patterns)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from pretraining.recipe.loading import OTHER_NAMES
 from pretraining.recipe.training import TRAINING_KEYS
 
 INTRODUCTION = """# Every key of a recipe
@@ -45,7 +46,7 @@ def keys_page(schema: dict, recipes: Path) -> str:
         parts += [f"\n## {name}\n", f"{section['description']}\n" if "description" in section else ""]
         parts.append(_table(_rows_of(section["properties"], f"{name}.", section.get("required", []), shown)))
         if name == "model":
-            parts += _model_tables(schema["$defs"], shown)
+            parts += _model_tables(schema["$defs"], section["properties"], shown)
         if name == "data":
             parts += _filter_tables(section["properties"]["filters"], shown)
         if name == "training":
@@ -53,10 +54,11 @@ def keys_page(schema: dict, recipes: Path) -> str:
     return "\n".join(part for part in parts if part).rstrip()
 
 
-def _model_tables(definitions: dict, shown: dict) -> Iterator[str]:
+def _model_tables(definitions: dict, above: dict, shown: dict) -> Iterator[str]:
+    """The tables of each type, without the keys of the table above them."""
     yield "\nThe tables are those of the five types with exact plans. Another type takes the keywords of its own class."
     for kind, definition in definitions.items():
-        inner = {name: each for name, each in definition["properties"].items() if name != "model_type"}
+        inner = {name: each for name, each in definition["properties"].items() if name not in above}
         yield f"\n### model of type {kind}\n"
         yield _table(_rows_of(inner, "model.", definition["required"], _of_kind(shown, "model.", kind)))
 
@@ -106,8 +108,14 @@ def _row(key: str, schema: dict, is_required: bool, shown: dict) -> str:
         f"`{json.dumps(schema['default'])}`" if "default" in schema else "required" if is_required else ""
     )
     links = ", ".join(f"[`{name}`](../recipes/{name}.json)" for name in shown.get(key, ())[:MOST_SHOWN])
-    cells = (f"`{key}`", _type(schema), default, _limits(schema), schema.get("description", ""), links)
+    cells = (f"`{key}`", _type(schema), default, _limits(schema), _described(key, schema), links)
     return f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _described(key: str, schema: dict) -> str:
+    """The description, and what other frameworks call the key, for who searches the page for that."""
+    names = ", ".join(f"`{name}`" for name in OTHER_NAMES.get(key, "").split())
+    return " ".join(filter(None, [schema.get("description"), f"Elsewhere: {names}." if names else ""]))
 
 
 def _cell(text: str) -> str:

@@ -137,8 +137,8 @@ def _manifest(
     skips = [result["skipped"] for result in results]
     for texts in [preparation.cleaned, stage.texts if (stage := preparation.tokenize_validation) else None]:
         skips += texts.skipped() if isinstance(texts, CleanedCorpus) else []
-    own = data.validation.sources if data.validation else []
-    entries = _sources([*data.sources, *own], preparation.fingerprints, results)
+    entries = _sources([spec for _, spec in data.text_origins], preparation.fingerprints, results)
+    own = entries[len(data.sources) :]
     return {
         "format": FORMAT,
         "name": data.name,
@@ -148,7 +148,7 @@ def _manifest(
         "tokenizer": vars(tokenizer.describe(tokenizer.output)),
         "encoding": _encoding(results),
         "sources": entries[: len(data.sources)],
-        **({"validation_sources": entries[len(data.sources) :]} if own else {}),
+        **({"validation_sources": own} if own else {}),
         "skipped": _summed(skips),
         **reports,
         "splits": splits,

@@ -46,7 +46,7 @@ class MakeTokenizer(Stage):
     name = "tokenizer"
     texts: Corpus | CleanedCorpus
     tokenizer: str | dict
-    """`data.tokenizer` of the recipe: a name, a folder, or {"train_vocab_size": ids}."""
+    """`data.tokenizer` of the recipe: a name, a folder, or {"train_vocab_size": ids, ...}."""
     vocab_size: int | None
     """The model's vocabulary size; None if there is no model to fit."""
     validation_share: float
@@ -67,7 +67,8 @@ class MakeTokenizer(Stage):
             # Before the training, which takes long.
             check_vocabulary(vocab_size, self.vocab_size)
             progress.label("training the tokenizer")
-            train_tokenizer(self._training_texts(progress), vocab_size, folder)
+            further = {key: value for key, value in self.tokenizer.items() if key != "train_vocab_size"}
+            train_tokenizer(self._training_texts(progress), vocab_size, folder, **further)
         check_vocabulary(self.describe(folder).vocab_size, self.vocab_size)
 
     def describe(self, folder: Path) -> TokenizerInfo:

@@ -3,17 +3,35 @@
 from collections.abc import Sequence
 
 from pretraining.data.quality.content import Blocklist, Custom, Language, PersonalData
-from pretraining.data.quality.heuristics import C4, FineWeb, GopherQuality, GopherRepetition, Length
+from pretraining.data.quality.heuristics import (
+    C4,
+    Alphabetic,
+    FineWeb,
+    GopherQuality,
+    GopherRepetition,
+    Length,
+)
 from pretraining.data.quality.report import FilterReport
 from pretraining.data.quality.rule import Changed, Rejection, Rule
 from pretraining.data.quality.text import TextView
 from pretraining.errors import UserError
 from pretraining.schema import check, problem
 
-_CLASSES = (Length, Language, GopherQuality, GopherRepetition, C4, FineWeb, Blocklist, PersonalData, Custom)
+_CLASSES = (
+    Length,
+    Alphabetic,
+    Language,
+    GopherQuality,
+    GopherRepetition,
+    C4,
+    FineWeb,
+    Blocklist,
+    PersonalData,
+    Custom,
+)
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in _CLASSES}
-"""Every rule that a recipe may name; a new one is added here."""
+"""Every rule that a recipe may name; a new one is added to `_CLASSES`."""
 
 
 class FilterChain:

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from ipaddress import ip_address
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -106,6 +108,36 @@ class Language(Rule):
 
 
 _WORD = re.compile(r"\w+")
+_LISTED = {
+    "ar": "arabic",
+    "cs": "czech",
+    "da": "danish",
+    "de": "german",
+    "en": "english",
+    "eo": "esperanto",
+    "es": "spanish",
+    "fa": "persian",
+    "fi": "finnish",
+    "fr": "french",
+    "hi": "hindi",
+    "hu": "hungarian",
+    "it": "italian",
+    "ja": "japanese",
+    "ko": "korean",
+    "nl": "dutch",
+    "no": "norwegian",
+    "pl": "polish",
+    "pt": "portuguese",
+    "ru": "russian",
+    "sv": "swedish",
+    "th": "thai",
+    "tr": "turkish",
+    "zh": "chinese",
+}
+"""Languages by ISO 639-1 that glin-profanity 4.1.0 has lists for, and what it calls them."""
+
+_UNSPACED = ("ja", "th", "zh")
+"""Languages that put no spaces between words: their words are looked for anywhere in a text."""
 _BEFORE_EXAMPLE = 60
 
 
@@ -116,16 +148,25 @@ class Blocklist(Rule):
     name: ClassVar[str] = "blocklist"
     words: list[str] = parameter([], "Words or phrases.")
     path: str | None = parameter(None, "Text file with one word or phrase a line; empty lines do not count.")
+    languages: list[str] = parameter(
+        [],
+        "Codes of languages (en, de, ...) whose lists of bad words apply; needs the package glin-profanity.",
+    )
     whole_words: bool = parameter(True, "false: also inside of words, for scripts without spaces.")
     max_occurrences: int = parameter(0, "Texts with more occurrences than this are rejected.", minimum=0)
 
     def __post_init__(self):
+        for code in self.languages:
+            if code not in _LISTED:
+                known = nearest(code, _LISTED) or f"; there are: {', '.join(_LISTED)}"
+                raise UserError(f"languages: there is no list of bad words for {code!r}{known}")
         if not self._entries:
-            raise UserError("has no word; give words, or path of a file with one a line")
+            raise UserError("has no word; give words, path of a file with one a line, or languages")
 
     @cached_property
     def _entries(self) -> frozenset[str]:
         entries = [*self.words, *(self._lines() if self.path else [])]
+        entries += [entry for code in self.languages for entry in _bad_words(code)]
         return frozenset(" ".join(entry.lower().split()) for entry in entries if entry.strip())
 
     def _lines(self) -> list[str]:
@@ -138,23 +179,31 @@ class Blocklist(Rule):
             raise UserError(f"path: {self.path}: is not UTF-8 text") from None
 
     def identity(self) -> dict:
-        """Return the parameters, with the checksum of all entries in place of list and path."""
+        """Return the parameters, with the checksum of all entries in place of lists and path."""
         # Moving the file, or a word from the recipe into it, changes no verdict.
         digest = hashlib.sha256("\n".join(sorted(self._entries)).encode()).hexdigest()
-        return {**super().identity(), "words": digest, "path": None}
+        return {**super().identity(), "words": digest, "path": None, "languages": []}
+
+    @cached_property
+    def _inside(self) -> frozenset[str]:
+        """Entries that also count inside of words."""
+        unspaced = [_bad_words(code) for code in self.languages if code in _UNSPACED]
+        return frozenset(chain.from_iterable(unspaced)) if self.whole_words else self._entries
 
     @cached_property
     def _single_words(self) -> frozenset[str]:
         """Entries of one whole word, which a set finds far faster than one pattern for each."""
-        return frozenset(entry for entry in self._entries if self.whole_words and _WORD.fullmatch(entry))
+        return frozenset(entry for entry in self._entries - self._inside if _WORD.fullmatch(entry))
 
     @cached_property
     def _phrases(self) -> dict[str, re.Pattern]:
-        edges = (r"(?<!\w)", r"(?!\w)") if self.whole_words else ("", "")
         # Sorted, because the order of a set of strings differs between processes.
         others = sorted(self._entries - self._single_words)
         spaced = {entry: r"\s+".join(map(re.escape, entry.split())) for entry in others}
-        return {entry: re.compile(edges[0] + pattern + edges[1]) for entry, pattern in spaced.items()}
+        return {
+            entry: re.compile(pattern if entry in self._inside else rf"(?<!\w){pattern}(?!\w)")
+            for entry, pattern in spaced.items()
+        }
 
     def judge(self, view: TextView) -> Rejection | None:
         """Reject with an example that begins shortly before the first occurrence."""
@@ -176,6 +225,21 @@ class Blocklist(Rule):
         # A phrase can only occur if its first word does: one search spares most patterns.
         likely = [entry for entry in self._phrases if entry.split()[0] in lowered]
         return [(hit.start(), entry) for entry in likely for hit in self._phrases[entry].finditer(lowered)]
+
+
+def _bad_words(code: str) -> list[str]:
+    """Read the package's list for one language."""
+    # Found and not imported: a check of a recipe needs none of its code.
+    package = find_spec("glin_profanity")
+    if package is None:
+        raise UserError("languages: need the package glin-profanity: pip install -r requirements-data.txt")
+    path = Path(package.submodule_search_locations[0]) / "data" / "dictionaries" / f"{_LISTED[code]}.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["words"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"languages: {path}: cannot be read ({error}); install glin-profanity again"
+        ) from error
 
 
 _DOMAIN_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"

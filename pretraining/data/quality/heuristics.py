@@ -46,6 +46,34 @@ class Length(Rule):
         return below("too_few_words", words, self.min_words) or above("too_many_words", words, self.max_words)
 
 
+@dataclass(frozen=True)
+class Alphabetic(Rule):
+    """Share of alphabetic characters, of any script: few are in tables of numbers, dumps and binary files.
+
+    The least share is that of StarCoder's alpha filter (Li et al. 2023, arXiv:2305.06161, section 3.1). Its authors
+    warn of languages of code that need few letters. All characters count below, white space too.
+    """
+
+    name: ClassVar[str] = "alphabetic"
+    min_share: float | None = from_one_to(0.25, "Least share of the characters")
+    max_share: float | None = from_one_to(None, "Greatest share of the characters")
+
+    def __post_init__(self):
+        if self.min_share is None and self.max_share is None:
+            raise UserError("has no limit; give at least one of min_share, max_share")
+        if self.min_share and self.max_share is not None and self.min_share > self.max_share:
+            raise UserError(
+                f"min_share is {self.min_share}, more than max_share {self.max_share}: no text could stay"
+            )
+
+    def judge(self, view: TextView) -> Rejection | None:
+        """Reject by the limit that the text breaks."""
+        share = view.words.num_letters / max(1, len(view.text))
+        return below("too_few_letters", share, self.min_share) or above(
+            "too_many_letters", share, self.max_share
+        )
+
+
 _ELLIPSES = ("...", "…")
 _BULLETS = ("•", "-")
 

@@ -71,7 +71,7 @@ def parameter(default: Any, description: str, **schema: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def from_one_to(default: float, description: str) -> Any:
+def from_one_to(default: float | None, description: str) -> Any:
     """Make a parameter that is a share of a whole, or null for no limit."""
     return parameter(default, f"{description}; null: no limit.", minimum=0, maximum=1)
 

@@ -53,6 +53,11 @@ class Words:
         return len(self.starts)
 
     @property
+    def num_letters(self) -> int:
+        """Alphabetic characters of the text, of any script."""
+        return int(np.count_nonzero(self._flags & ALPHABETIC))
+
+    @property
     def texts(self) -> list[str]:
         """The words themselves."""
         return [self.text[start:end] for start, end in zip(self.starts, self.ends, strict=True)]

@@ -8,11 +8,12 @@ const GROUPS = [
     ["Gradient norm before clipping", ["train/grad_norm"], { logY: true }],
   ]],
   ["Validation", [
-    ["Validation, bits per byte of text", ["eval/bits_per_byte"]],
+    ["Bits per byte, validation", ["eval/bits_per_byte"]],
   ]],
   ["Scores", []],
   ["Speed", [
     ["Tokens per second, all ranks together", ["throughput/tokens_per_second"]],
+    ["Samples per second, all ranks together", ["throughput/samples_per_second"]],
     ["Share of the GPU's dense peak: MFU and HFU", ["throughput/mfu", "throughput/hfu"]],
     ["Time of a step and its parts, mean", ["throughput/step_seconds", "throughput/forward_backward_seconds", "throughput/optimizer_seconds", "throughput/data_wait_seconds"]],
     ["Time of validations and saves since the row before", ["throughput/evaluation_seconds", "throughput/saving_seconds"]],
@@ -22,9 +23,16 @@ const GROUPS = [
   ["Memory and hardware", [
     ["Peak memory of the fullest rank", ["memory/peak_bytes", "memory/reserved_bytes", "memory/host_peak_bytes"]],
     ["Host memory for the copy that is saved", ["train/save_snapshot_bytes"]],
-    ["GPU utilization: share of the time with a kernel running", ["hardware/gpu_utilization"]],
+    ["GPU use: share of the time with a kernel running, mean of all ranks", ["hardware/gpu_utilization"]],
+    ["GPU temperature, the hottest of all ranks", ["hardware/gpu_temperature_celsius"]],
+    ["GPU power, all ranks together", ["hardware/gpu_power_watts"]],
+    ["GPU clock, the slowest of all ranks", ["hardware/gpu_clock_mhz"]],
+    ["GPU memory clock, the slowest of all ranks", ["hardware/gpu_memory_clock_mhz"]],
+    ["A GPU is slowed down by heat: 1 is yes", ["hardware/gpu_thermal_slowdown"]],
   ]],
   ["Stability", [
+    ["Spikes of the loss so far", ["stability/spikes"]],
+    ["Steps whose loss or gradients were not finite, so far", ["stability/non_finite_steps"]],
     ["Steps refused so far", ["stability/refused_steps"]],
     ["Gradient noise scale", ["stability/gradient_noise_scale"], { logY: true }],
   ]],
@@ -42,7 +50,7 @@ const phaseOf = (name) => isPart(name) ? undefined : PHASES[name.split("/")[0]];
 const ofSource = (name) => data.runs.some((run) => run.sources.includes(name) || `eval/${name}_bits_per_byte` in run.series);
 const chartOf = (name) => isPart(name) ? name.slice(0, name.lastIndexOf("/") + 1) : phaseOf(name) ? name.slice(name.indexOf("/") + 1) : name;
 const PARTS = { "memory/host_peak_bytes": "host, whole process", "memory/peak_bytes": "GPU, allocated", "memory/reserved_bytes": "GPU, reserved", "throughput/step_seconds": "whole step" };
-const partOf = (name) => PARTS[name] || (isPart(name) ? spoken(name.slice(name.lastIndexOf("/") + 1)) : phaseOf(name) && phasesOf(name).length > 1 ? phaseOf(name) : proper(spoken(name).replace(/ seconds$| bytes$/, "")));
+const partOf = (name) => PARTS[name] || (/^hardware.*\/\d+$/.test(name) ? `rank ${name.split("/")[2]}` : isPart(name) ? spoken(name.slice(name.lastIndexOf("/") + 1)) : phaseOf(name) && phasesOf(name).length > 1 ? phaseOf(name) : proper(spoken(name).replace(/ seconds$| bytes$/, "")));
 const phasesOf = (name) => Object.keys(PHASES).filter((group) => data.runs.some((run) => `${group}/${chartOf(name)}` in run.series));
 
 const groupOf = (name) => {
@@ -53,6 +61,7 @@ const groupOf = (name) => {
 };
 const titleOf = (name) => {
   if (name.startsWith("stability/gradient_norm/")) return "Gradient norm by layer";
+  if (name.startsWith("hardware/gpu_")) return `GPU ${spoken(chartOf(name)).slice(4, -1).replace(/ (celsius|watts|mhz)$/, "")} of each rank`;
   if (isPart(name)) return name.startsWith("eval/") ? proper(chartOf(name).slice(5, -1)) : titled(spoken(chartOf(name)).slice(0, -1));
   const source = /^(.+)_(loss|perplexity|bits_per_byte)$/.exec(chartOf(name));
   const title = source && ofSource(source[1]) ? `${titled(spoken(source[2]))} of ${source[1]}` : titled(proper(spoken(name)));
@@ -86,7 +95,7 @@ const same = (a, b) => a && b && a.value.length === b.value.length && a.value.ev
 const chartLines = (names) => names.flatMap((name, k) => data.runs.map((run, i) => ({
   label: [several ? run.name : "", names.length > 1 || !several ? partOf(name) : ""].filter(Boolean).join(" "),
   run: several ? run.name : null, runLabel: run.name, part: names.length > 1 ? partOf(name) : null, metric: name, noisy: NOISY.test(name),
-  color: several ? runColor(i) : names.length > MANY ? depthColor(k, names.length) : runColor(k), dash: several && k ? [1 + (5 * k) % 6, 3 + (k % 6)] : null, dots: name.startsWith("eval/"), series: run.series[name],
+  color: several ? colorOfRun(i) : names.length > MANY ? depthColor(k, names.length) : runColor(k), dash: several && k ? [1 + (5 * k) % 6, 3 + (k % 6)] : null, dots: name.startsWith("eval/"), series: run.series[name],
 }))).flatMap((line, _, all) => all.some((other) => other !== line && other.run === line.run && same(other.series, line.series) && all.indexOf(other) < all.indexOf(line)) ? [] :
   line.noisy && names.length <= MANY ? withSmooth(line, memory.get("smooth", 0.01)) : [line]);
 

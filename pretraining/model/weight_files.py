@@ -1,0 +1,209 @@
+"""Read tensors by name, slice by slice, from a folder that some program wrote: safetensors, torch files, or DCP.
+
+- safetensors: what transformers, torchtune and our own exports write, in one file or several with an index.
+- torch files (`pytorch_model.bin`, `*.pt`, `*.pth`): read as data alone (`weights_only`), mapped and not copied.
+- torch.distributed.checkpoint (`.metadata` and `*.distcp`): what torchtitan and others write; one tensor at a time.
+"""
+
+import json
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pretraining.errors import UserError
+from pretraining.runtime.heartbeat import work_done
+
+CHUNK = 1 << 22
+"""Elements that are read at once."""
+_MAPPED_BYTES = 1 << 26  # resident pages of mapped files stay below this, while tensors are read in chunks
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+_NO_WEIGHTS = ("adapter_", "training_args", "optimizer", "scheduler", "rng_state", "recipe_state")
+"""How files begin that lie beside weights and hold none: adapters, and the states of a trainer."""
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors' names of types; weights of another one (fp8) have scales beside them, and cannot be read here."""
+
+
+class Entry(NamedTuple):
+    """What is known of a tensor before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    """None: a type that cannot be trained."""
+
+
+class WeightFiles:
+    """The tensors of a folder.
+
+    entries: {name: Entry}. is_mapped: whether `tensor` returns the pages of a file, which all ranks of a node share.
+
+    Raises:
+        UserError: the folder has no weights, or a file that cannot be read.
+    """
+
+    is_mapped = True
+
+    def __init__(self, folder: Path, paths: Iterable[Path]) -> None:
+        self.folder = folder
+        self.entries: dict[str, Entry] = {}
+        self._served_bytes = 0
+        self._opened: dict[Path, Any] = {}
+        self._places: dict[str, Path] = {}
+        for path in paths:
+            try:
+                for name, entry in self._list(path):
+                    self.entries[name], self._places[name] = entry, path
+            except FileNotFoundError:
+                raise UserError(
+                    f"{path}: is missing, and the index beside it names it; fetch it again"
+                ) from None
+            except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+                reason = str(error).strip().partition("\n")[0][:200]
+                raise UserError(f"{path}: cannot be read as weights ({reason}); fetch it again") from error
+
+    def _list(self, path: Path) -> Iterator[tuple[str, Entry]]:
+        opened = self._open(path)
+        for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
+            part = opened.get_slice(name)
+            yield name, Entry(tuple(part.get_shape()), _DTYPES.get(part.get_dtype()))
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._opened:
+            self._opened[path] = self._opener(path)
+        return self._opened[path]
+
+    def _opener(self, path: Path) -> Any:
+        return safe_open(path, framework="pt")
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the whole tensor. Pages of a mapped file are private: writing to them does not change the file."""
+        return self._open(self._places[name]).get_tensor(name)
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return the elements [start, stop) of the flattened tensor; the caller copies them before the next read."""
+        if self._served_bytes > _MAPPED_BYTES:
+            self.release()  # pages that were read stay in memory until the file is unmapped
+        part = self.tensor(name).reshape(-1)[start:stop]
+        self._served_bytes += part.numel() * part.element_size()
+        work_done(part.numel() * part.element_size())
+        return part
+
+    def chunks(
+        self, name: str, start: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, elements) of a slice of the flattened tensor, a few at a time."""
+        stop = prod(self.entries[name].shape) if stop is None else stop
+        for at in range(start, stop, CHUNK):
+            yield at, self.read(name, at, min(at + CHUNK, stop))
+
+    def release(self) -> None:
+        """Unmap what is open; tensors that are still in use stay mapped."""
+        self._opened.clear()
+        self._served_bytes = 0
+
+
+class TorchFiles(WeightFiles):
+    """Dicts of tensors that `torch.save` wrote."""
+
+    def _opener(self, path: Path) -> dict[str, torch.Tensor]:
+        return _only_tensors(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+
+    def _list(self, path: Path) -> Iterator[tuple[str, Entry]]:
+        for name, tensor in self._open(path).items():
+            yield name, Entry(tuple(tensor.shape), tensor.dtype)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._open(self._places[name])[name]
+
+
+def _only_tensors(content: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a saved dict, or of the one it keeps as its model."""
+    for key in ("model", "state_dict", "model_state_dict", "module"):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping):
+        raise ValueError("it holds no dict of tensors")
+    return {name: value for name, value in content.items() if torch.is_tensor(value)}
+
+
+class DistributedFiles(WeightFiles):
+    """A folder of torch.distributed.checkpoint, whichever number of ranks wrote it."""
+
+    is_mapped = False
+
+    def _list(self, path: Path) -> Iterator[tuple[str, Entry]]:
+        from torch.distributed.checkpoint import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        self._kept: tuple[str, torch.Tensor | None] = ("", None)
+        for name, stored in FileSystemReader(path).read_metadata().state_dict_metadata.items():
+            if isinstance(stored, TensorStorageMetadata):
+                yield name, Entry(tuple(stored.size), stored.properties.dtype)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        import torch.distributed.checkpoint as dcp
+
+        # Slices of a tensor are read one after another: the tensor stays until another one is asked for.
+        if self._kept[0] != name:
+            self._kept = ("", None)
+            whole = torch.empty(self.entries[name].shape, dtype=self.entries[name].dtype)
+            dcp.load({name: whole}, storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
+            self._kept = (name, whole)
+        return self._kept[1]
+
+    def release(self) -> None:
+        super().release()
+        self._kept = ("", None)
+
+
+def open_weights(folder: Path) -> WeightFiles:
+    """Open the weights of a folder, of whichever kind it holds.
+
+    Raises:
+        UserError: it holds none, with what it is instead.
+    """
+    for index in _INDEXES:
+        if (folder / index).is_file():
+            content = json.loads((folder / index).read_text(encoding="utf-8"))
+            paths = sorted({folder / name for name in content["weight_map"].values()})
+            return (WeightFiles if "safetensors" in index else TorchFiles)(folder, paths)
+    files = sorted(path for path in folder.iterdir() if not path.name.startswith(_NO_WEIGHTS))
+    if found := [
+        path for path in files if path.suffix == ".safetensors" and not path.name.startswith("rank-")
+    ]:
+        return WeightFiles(folder, [path for path in found if path.name == "model.safetensors"] or found)
+    if (folder / ".metadata").is_file():
+        return DistributedFiles(folder, [folder])
+    if found := [path for path in files if path.suffix in _TORCH_SUFFIXES]:
+        return TorchFiles(folder, found)
+    raise UserError(f"{folder}: holds no weights{_what_it_is(folder)}")
+
+
+def _what_it_is(folder: Path) -> str:
+    """Say what a folder without weights is, and what to name in its place."""
+    if (folder / "committed.json").is_file():
+        run = folder.parent
+        return f"; it is a checkpoint: python -m pretraining.checkpoints export {run} and name the folder it writes"
+    if (folder / "export" / "config.json").is_file():
+        return f"; it is a run: name its export, {folder / 'export'}"
+    if list(folder.glob("adapter_*")):
+        return "; it holds an adapter: merge it into its model, and name the folder of the merged one"
+    if found := sorted(path.parent for path in folder.glob("*/config.json")):
+        return f"; name {found[-1]}"
+    return " (safetensors, pytorch_model.bin, *.pt, or torch.distributed.checkpoint)"
