@@ -83,9 +83,11 @@ LAUNCHING += [
     "test_throughput",
     "test_doctor_cluster",
     "test_features",
+    "test_first_day",
     "test_extensions",
     "test_one_loss",
     "test_notices",
+    "test_sweep",
     "test_console_log",
     "test_given_weights",
 ]
