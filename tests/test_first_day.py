@@ -9,7 +9,7 @@ import pytest
 
 from tests.runs import REPOSITORY, execute, launcher
 from tests.scored_tasks import write_items, write_tasks
-from tests.test_readme import commands_of, option
+from tests.test_readme import commands_of
 
 PAGE = REPOSITORY / "docs" / "first_day.md"
 TASKS = 12
@@ -67,7 +67,11 @@ class Day:
         words = [self.moved(word) for word in shlex.split(line)]
         if words[0] != "lm_eval":
             return [str(tasks) if word == "arc_easy,piqa" else word for word in words]
-        return [*("read_line" if word == "arc_easy,piqa" else word for word in words), "--include_path", str(tasks)]
+        return [
+            *("read_line" if word == "arc_easy,piqa" else word for word in words),
+            "--include_path",
+            str(tasks),
+        ]
 
     def end_of(self, name: str) -> dict:
         """The newest value of every metric of a run that has ended."""
