@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from pretraining.recipe.recipe import Recipe
 
 STEPS = 100
-"""A limited run has at least so many steps, as long as a step still has a sequence."""
+"""A limited run has at least so many steps, as long as a step still has `STEP_SEQUENCES`."""
+STEP_SEQUENCES = 8
+"""A step keeps about so many sequences, so that the ranks of one machine can share it."""
 VALIDATIONS = 4
 """Validations and checkpoints of a limited run, at least."""
 LOGS = 20
@@ -61,9 +63,11 @@ def _step_tokens(recipe: "Recipe", tokens: int, written: set[str]) -> int:
     """Compute the tokens of a step: a divisor of the full one, of which the limit holds `STEPS`."""
     if "budget.tokens_per_step" in written:
         return recipe.tokens_per_step
-    most, samples = tokens // (STEPS * recipe.sequence_length), recipe.samples_per_step
-    fitting = (size for size in range(min(most, samples), 0, -1) if samples % size == 0)
-    return next(fitting, 1) * recipe.sequence_length
+    samples, sequences = recipe.samples_per_step, tokens // recipe.sequence_length
+    # a limit of a few sequences is one step at least
+    most = max(sequences // STEPS, min(STEP_SEQUENCES, sequences), 1)
+    fitting = next(size for size in range(min(most, samples), 0, -1) if samples % size == 0)
+    return fitting * recipe.sequence_length
 
 
 def _limit_budget(budget: dict, recipe: "Recipe", steps: int, step: int) -> None:
