@@ -127,7 +127,7 @@ def test_keywords_are_the_options_of_the_commands():
 
 def test_what_is_wrong_is_raised_with_the_line_of_the_command(workshop, tmp_path):
     """In this process where it can be; else the command's own line, and nothing else."""
-    with pytest.raises(UserError, match="did you mean 'budget.tokens'"):
+    with pytest.raises(UserError, match=r"did you mean 'budget\.tokens'"):
         run("tiny", set={"budget.tokns": 1})
     with pytest.raises(UserError, match="unrecognized arguments: --outputdir"):
         run("tiny", outputdir=tmp_path)
