@@ -46,6 +46,7 @@ def train(
     """Train to the end; after a rollback, make another attempt."""
     # Plan and errors answer at once: the imports below take seconds.
     prepare_imports()
+    from pretraining.extend import load_extensions
     from pretraining.reporting.live import live_report
     from pretraining.runtime.durable_files import one_line_disk_errors
     from pretraining.runtime.lock import lock_run
@@ -53,6 +54,7 @@ def train(
     from pretraining.training.monitors import Monitors
     from pretraining.training.ranks import joined_ranks
 
+    load_extensions(recipe.extensions)  # the user's own modules, on every rank
     ranks = joined_ranks(recipe.monitors.hang_minutes)
     report = live_report(run, recipe.report.every_seconds)
     sent = notices(run, recipe.name, recipe.monitors.notify)

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -40,6 +41,10 @@ FILE_ERRORS = {
 SILENT_SECONDS = 3
 """How long ranks that print nothing wait before they leave. A launcher ends all ranks when one leaves, so the one that
 prints must be the first."""
+
+
+USER_CODE: set[str] = set()
+"""Files and folders of extensions (`pretraining/extend.py`): what fails in them is the user's to mend."""
 
 
 class UserError(Exception):
@@ -95,12 +100,28 @@ def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # 128 + SIGPIPE, as the shell reports a command that a closed pipe ends
         sys.exit(141)
-    except OSError as error:
+    except Exception as error:
         # after BrokenPipeError, which is an OSError too
-        told = file_error(error)
+        told = fault_in_user_code(error)
+        if told is None and isinstance(error, OSError):
+            told = file_error(error)
         if told is None:
             raise
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(SILENT_SECONDS)  # if rank 0 meets the same error, its line is the only one
         _leave(told)
+
+
+def fault_in_user_code(error: BaseException) -> UserError | None:
+    """Return the `UserError` that names file and line of an exception in an extension; None if it is not from one."""
+    if not USER_CODE:
+        return None
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if USER_CODE & {str(file), *map(str, file.parents)}:
+            what = f"{type(error).__name__}: {error}"
+            return UserError(f"{frame.filename}: line {frame.lineno}: {what}; mend the extension", False)
+    return None
 
 
 def _refuse_unspeakable_paths() -> None:

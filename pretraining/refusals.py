@@ -124,6 +124,16 @@ def _check_own_groups(recipe: Recipe, ds_config: dict | None, where: str) -> Non
         raise problem(where, key, f"{name} {what}; {remedy}")
 
 
+def _check_frozen(recipe: Recipe, ds_config: dict | None, where: str) -> None:
+    """Refuse frozen parameters where their part of a checkpoint is not in memory."""
+    nodes = ((ds_config or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size", 1) > 1
+    if recipe.weights.frozen and (parameter_device(ds_config) == "nvme" or nodes):
+        kept = "every node keeps a copy of them" if nodes else "they are on NVMe"
+        raise problem(
+            where, "model.frozen", f"saves parameters from memory, and {kept}; use --deepspeed zero3"
+        )
+
+
 def _check_clipping(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """Refuse adaptive clipping if DeepSpeed hides which weights a gradient belongs to."""
     if recipe.optimizer.adaptive_clip and recipe.training.fp16 and ds_config and not zero_stage(ds_config):
@@ -279,6 +289,7 @@ CHECKS = (
     _check_launcher_settings,
     _check_optim,
     _check_own_groups,
+    _check_frozen,
     _check_clipping,
     _check_compile,
     _check_fp8,

@@ -129,7 +129,7 @@ def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None
 def _check_any(value: Any, branches: list[dict], where: str, key: str, root: dict) -> Any:
     """Return the value as the first branch that fits reads it.
 
-    If none fits, the error is that of the last branch, or of the branch for lists if a list is given or meant.
+    If none fits, the error is that of the last branch, or of the one for lists or objects if such a value is given.
     """
     for branch in branches:
         try:
@@ -139,7 +139,10 @@ def _check_any(value: Any, branches: list[dict], where: str, key: str, root: dic
     lists = [branch for branch in branches if branch.get("type") == "array"]
     if hint := "".join(_list_hint(value, branch, root) for branch in lists):
         raise problem(where, key, f"is {_shown(value)}{hint}")
-    return check(value, (lists if lists and isinstance(value, list) else branches)[-1], where, key, root)
+    # the branch of its own type says what is wrong inside
+    kind = {list: "array", dict: "object"}.get(type(value))
+    same = [branch for branch in branches if kind and branch.get("type") == kind]
+    return check(value, (same or branches)[-1], where, key, root)
 
 
 def _check_type(value: Any, schema: dict, where: str, key: str, root: dict) -> Any:
@@ -306,8 +309,12 @@ def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:
         near = suggestion(name, root)
         return f'; write it as an object: "{section}": {{"{inner}": ...}}' if near is None else near
     close, places = get_close_matches(name, names, 1), _other_places(key, root)
+    # names of other frameworks, which a recipe's schema lists
+    meant = root.get("other_names", {}).get(name.lower(), [])
     if name in places:
-        return did_you_mean([*places[name][: 3 - len(close)], *(above + each for each in close)])
+        return did_you_mean([*[*meant, *places[name]][: 3 - len(close)], *(above + each for each in close)])
+    if meant:
+        return did_you_mean(meant)
     if here := close or abbreviated(name, names):
         return did_you_mean([above + each for each in here[:3]])
     # 0.92: among so many names a loose match would be a wrong guess

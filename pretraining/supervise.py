@@ -12,10 +12,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from pretraining.command_line import not_negative_integer, positive_number
 from pretraining.errors import UserError, one_line_errors
@@ -66,17 +68,32 @@ def main(arguments: list[str] | None = None) -> int:
                 return code
 
 
+READ: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+"""How a command is started whose lines are read."""
+
+
 class Supervisor:
     """One run, which is started as often as needed.
 
     folder: a folder of this machine. A rank writes its exit code there, and a file `STOP` asks the ranks to stop.
+    read: gets each line that the command prints, on stdout or stderr; without it both are the supervisor's own.
+    variables: of the environment, beside this process's.
     """
 
-    def __init__(self, command: list[str], folder: Path):
+    def __init__(
+        self,
+        command: list[str],
+        folder: Path,
+        read: Callable[[str], None] | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ):
         self.command, self.folder, self.asked = command, folder, False
+        self._read, self._variables = read, variables
         self._asked_at, self._started = 0.0, time.time()
-        for number in REQUESTS:
-            signal.signal(number, self._ask)
+        # only the main thread may set handlers: elsewhere, nobody can ask
+        if threading.current_thread() is threading.main_thread():
+            for number in REQUESTS:
+                signal.signal(number, self._ask)
 
     def run(self, restarts: int) -> int:
         """Start the command, wait until it and all it started have ended, and return the exit code."""
@@ -85,9 +102,16 @@ class Supervisor:
         names = {SUPERVISOR: str(self.folder), RESTART: str(restarts), STARTED: str(self._started)}
         try:
             # a session of its own: Ctrl-C reaches the supervisor alone, which asks the ranks
-            launcher = subprocess.Popen(self.command, env={**os.environ, **names}, start_new_session=True)
+            launcher = subprocess.Popen(
+                self.command,
+                env={**os.environ, **names, **self._variables},
+                start_new_session=True,
+                **({} if self._read is None else READ),
+            )
         except OSError as error:
             raise UserError(f"{self.command[0]}: cannot be started: {error.strerror}") from error
+        for line in launcher.stdout or ():
+            self._read(line)
         code = launcher.wait()
         outlived = self._end_what_is_left()
         told = self.folder / "exit_code"

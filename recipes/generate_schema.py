@@ -101,6 +101,9 @@ def training_schema() -> dict:
         properties[name] |= bounds
     for name, choice in REFUSED_CHOICES.items():
         properties[name]["enum"].remove(choice)
+    # an extension may define another one; `check_schedule` says what is wrong with any other name
+    schedules = properties["lr_scheduler_type"].pop("enum")
+    properties["lr_scheduler_type"]["anyOf"] = [{"enum": schedules}, {"type": "string"}]
     properties["debug"] = debug_schema(properties["debug"])
     properties["report_to"] |= tracker_schema()
     properties["project"] |= PROJECT

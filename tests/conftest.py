@@ -84,6 +84,7 @@ LAUNCHING += [
     "test_features",
     "test_one_loss",
     "test_notices",
+    "test_extensions",
     "test_console_log",
 ]
 

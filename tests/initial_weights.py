@@ -2,16 +2,20 @@
 
 import os
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from transformers import integrations
+from transformers import AutoModelForCausalLM, integrations
 
 from pretraining.ds_config import load_ds_config
 from pretraining.model.build import build_model
+from pretraining.model.counting import build_on_meta
+from pretraining.model.given_weights import GivenWeights
+from pretraining.model.weight_files import open_weights
 from pretraining.recipe.sections import Speed
 from pretraining.recipe.training import Training
 from pretraining.training.arguments import build_arguments
@@ -22,14 +26,16 @@ STAGES = ("null", "zero2", "zero3")
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 
 
-def initial_weights(model: dict, stage: str, bf16: bool) -> dict[str, torch.Tensor]:
-    """{parameter name: full tensor} of a freshly built model."""
+def initial_weights(
+    model: dict, stage: str, bf16: bool, given: GivenWeights | None = None
+) -> dict[str, torch.Tensor]:
+    """{parameter name: full tensor} of a freshly built model, whose weights are drawn or given."""
     training = Training({**SMALL_RECIPE["training"], "bf16": bf16})
     recipe = SimpleNamespace(training=training, training_keywords=training, num_steps=10, path="small.json")
     recipe.speed = Speed(compile="none")
     ds_config = None if stage == "null" else load_ds_config(stage)
     arguments = build_arguments(recipe, ds_config, Path("unused"), 1)
-    built = build_model(model, TOKENIZER, arguments)
+    built = build_model(model, TOKENIZER, arguments, given=given)
     assert any(hasattr(p, "ds_id") for p in built.parameters()) == (stage == "zero3")
     with deepspeed.zero.GatheredParameters(list(built.parameters()), enabled=stage == "zero3"):
         return {name: parameter.detach().clone() for name, parameter in built.named_parameters()}
@@ -40,8 +46,18 @@ def refuse_to_draw(model) -> None:
     raise AssertionError("transformers drew the weights too")
 
 
+def given_weights(model: dict, folder: Path) -> GivenWeights:
+    """The weights of a folder that rank 0 writes, as transformers saves a model of this section that it has drawn."""
+    source, _ = build_on_meta(model)
+    if dist.get_rank() == 0:
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(source.config).save_pretrained(folder)
+    dist.barrier()
+    return GivenWeights(str(folder), open_weights(folder), source)
+
+
 def main() -> None:
-    """Save {(model, stage, bf16): weights} at the path in the first argument."""
+    """Save {(model, stage, bf16): weights} at the path in the first argument, and beside it those of given ones."""
     integrations.deepspeed.initialize_weights_zero3 = refuse_to_draw
     join_ranks()
     found = {
@@ -50,8 +66,15 @@ def main() -> None:
         for stage in STAGES
         for bf16 in (False, True)
     }
+    path, digests = Path(sys.argv[1]), {}
+    for name, model in (MODELS | OTHER_MODELS).items():
+        given = given_weights(model, path.with_suffix("") / name)
+        digests[name] = given.digest()
+        for stage, bf16 in product(STAGES, (False, True)):
+            found["given", name, stage, bf16] = initial_weights(model, stage, bf16, given)
+    found["digests"] = digests
     if dist.get_rank() == 0:
-        torch.save(found, sys.argv[1])
+        torch.save(found, path)
     leave_ranks()
     # Once in some thirty times a C++ thread aborted the interpreter's exit here; the weights are saved by now.
     sys.stdout.flush()

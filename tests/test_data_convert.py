@@ -1,5 +1,7 @@
 """`python -m pretraining.data convert`: what it writes others can read, and it reads what others wrote."""
 
+import gzip
+import json
 import os
 import signal
 import struct
@@ -139,6 +141,151 @@ def test_datatrove_itself_reads_and_writes_them(made, tmp_path):
     theirs.close()
     for path in (tmp_path / "theirs").iterdir():
         assert path.read_bytes() == (files[0].parent / path.name).read_bytes()
+
+
+def write_bin(path: Path, documents: list[np.ndarray], kind: str, magic: int = 0) -> None:
+    """nanoGPT's way: documents with their ends; with a magic number llm.c's: a header, ends before documents."""
+    path.parent.mkdir(exist_ok=True)
+    if magic:
+        documents = [np.concatenate([document[-1:], document[:-1]]) for document in documents]
+    tokens = np.concatenate(documents)
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, 1, len(tokens)
+    path.write_bytes((header.tobytes() if magic else b"") + tokens.astype(kind).tobytes())
+
+
+def same_data(made, folder: Path, added: int = 0) -> None:
+    """The splits, document by document; `added` of them had no end of text."""
+    verify_data(folder)
+    for split in ("train", "validation"):
+        found, expected = documents_of(folder, split), documents_of(made.folder, split)
+        assert len(found) == len(expected)
+        assert all((one == other).all() for one, other in zip(found, expected, strict=True))
+    assert read_manifest(folder)["converted_from"]["eos_added"] == added
+    assert read_manifest(folder)["fingerprint"] == read_manifest(made.folder)["fingerprint"]
+
+
+BINS = {
+    "nanoGPT": (("train", "val"), "<u2", 0, None, 0),
+    "uint32": (("train", "val"), "<u4", 0, "uint32", 0),
+    "llm.c": (("fineweb_train_000001", "fineweb_val_000000"), "<u2", 20240520, None, 2),
+    "llm.c, llama 3": (("fineweb_train_000001", "fineweb_val_000000"), "<u4", 20240801, None, 2),
+}
+
+
+@pytest.mark.parametrize("names, kind, magic, dtype, added", BINS.values(), ids=BINS)
+def test_raw_bins_are_read(made, tmp_path, monkeypatch, names, kind, magic, dtype, added):
+    """With a header or without, the end of text behind documents or before: the same documents and splits."""
+    monkeypatch.setattr("pretraining.data.tools.streams.CHUNK_TOKENS", 100)  # documents go over the borders
+    for name, split in zip(names, ("train", "validation"), strict=True):
+        write_bin(tmp_path / "theirs" / f"{name}.bin", documents_of(made.folder, split), kind, magic)
+    tokenizer = str(made.folder / "tokenizer")
+    words = [
+        "convert",
+        str(tmp_path / "ours"),
+        "--from",
+        "bin",
+        str(tmp_path / "theirs"),
+        "--tokenizer",
+        tokenizer,
+    ]
+    main([*words, *(["--dtype", dtype] if dtype else [])])
+    same_data(made, tmp_path / "ours", added)
+
+
+def write_mds(folder: Path, samples: list[np.ndarray], encoding: str, compression: str | None = None) -> None:
+    """An independent writer of the published layout: a shard of two columns, `id` of a fixed size before `tokens`."""
+    folder.mkdir(parents=True)
+    rows = []
+    for number, tokens in enumerate(samples):
+        shape = bytes([1 << 2 | 2]) + struct.pack("<I", len(tokens))
+        value = {
+            "bytes": tokens.astype("<i8").tobytes(),
+            "ndarray": bytes([16]) + shape + tokens.astype("<u2").tobytes(),
+            "ndarray:int32": shape + tokens.astype("<i4").tobytes(),
+        }[encoding]
+        rows.append(struct.pack("<Iq", len(value), number) + value)
+    config = json.dumps({"column_names": ["id", "tokens"]}).encode()
+    start = 4 + 4 * (len(rows) + 1) + len(config)
+    offsets = np.cumsum([start, *map(len, rows)]).astype("<u4")
+    content = struct.pack("<I", len(rows)) + offsets.tobytes() + config + b"".join(rows)
+    packed = gzip.compress(content) if compression else content
+    (folder / ("shard.00000.mds.gz" if compression else "shard.00000.mds")).write_bytes(packed)
+    shard = {
+        "column_encodings": ["int", encoding],
+        "column_names": ["id", "tokens"],
+        "column_sizes": [8, None],
+        "compression": compression,
+        "format": "mds",
+        "raw_data": {"basename": "shard.00000.mds", "bytes": len(content), "hashes": {}},
+        "samples": len(rows),
+        "version": 2,
+        "zip_data": {"basename": "shard.00000.mds.gz", "bytes": len(packed), "hashes": {}}
+        if compression
+        else None,
+    }
+    (folder / "index.json").write_text(json.dumps({"shards": [shard], "version": 2}))
+
+
+@pytest.mark.parametrize("compression", [None, "gz:6"])
+@pytest.mark.parametrize("encoding", ["bytes", "ndarray", "ndarray:int32"])
+def test_mds_is_read(made, tmp_path, encoding, compression):
+    """A sample a document, as they are."""
+    for split in ("train", "val"):
+        documents = documents_of(made.folder, "validation" if split == "val" else split)
+        write_mds(tmp_path / "theirs" / split, documents, encoding, compression)
+    import_data(tmp_path / "ours", "mds", tmp_path / "theirs", str(made.folder / "tokenizer"), 0.5)
+    same_data(made, tmp_path / "ours")
+
+
+def test_packed_samples_of_mds_are_cut_into_documents(made, tmp_path):
+    """Samples of one length hold a stream: documents go over their borders; the last tokens that fill none are gone."""
+    stream = np.concatenate(documents_of(made.folder))
+    packed = stream[: len(stream) // 64 * 64].reshape(-1, 64)
+    write_mds(tmp_path / "train", list(packed), "bytes")
+    write_mds(tmp_path / "val", documents_of(made.folder, "validation"), "bytes")
+    import_data(tmp_path / "ours", "mds", tmp_path, str(made.folder / "tokenizer"), 0.5)
+    found = np.concatenate(documents_of(tmp_path / "ours"))
+    assert (found[: packed.size] == packed.reshape(-1)).all() and len(found) - packed.size in (0, 1)
+    assert abs(len(documents_of(tmp_path / "ours")) - len(documents_of(made.folder))) <= 2
+
+
+def test_mosaicml_streaming_itself_writes_them(made, tmp_path):
+    """Its own MDSWriter, where it is installed, several shards, compressed."""
+    streaming = pytest.importorskip("streaming")
+    for split in ("train", "val"):
+        columns = {"tokens": "ndarray:uint16", "source": "str"}
+        place = {"out": str(tmp_path / "theirs" / split), "columns": columns}
+        with streaming.MDSWriter(**place, compression="zstd", size_limit=1 << 12) as out:
+            for document in documents_of(made.folder, "validation" if split == "val" else split):
+                out.write({"tokens": document.astype(np.uint16), "source": "here"})
+    assert len(list((tmp_path / "theirs" / "train").glob("*.zstd"))) > 1
+    import_data(tmp_path / "ours", "mds", tmp_path / "theirs", str(made.folder / "tokenizer"), 0.5)
+    same_data(made, tmp_path / "ours")
+
+
+def test_streams_that_cannot_be_read_are_named(made, tmp_path):
+    """A cut header file, the wrong type or tokenizer, a missing shard, a column of text: one line, nothing left."""
+    tokenizer, documents = str(made.folder / "tokenizer"), documents_of(made.folder)
+    path = tmp_path / "theirs" / "a.bin"
+    write_bin(path, documents, "<u2", 20240520)
+    path.write_bytes(path.read_bytes()[:-2])
+
+    def refused(form: str, origin: Path, **more: str) -> str:
+        return refusal(lambda: import_data(tmp_path / "ours", form, origin, tokenizer, 0.5, **more))
+
+    assert "a.bin: truncated or damaged" in refused("bin", path)
+    path.write_bytes(np.full(99, 5, "<u2").tobytes())
+    assert "the end-of-text token 0 does not occur" in refused("bin", path)
+    assert "no whole number of uint32 tokens" in refused("bin", path, dtype="uint32")
+    write_mds(tmp_path / "mds", documents, "bytes")
+    assert "column 'token', did you mean 'tokens'" in refused(
+        "mds", tmp_path / "mds", column="token"
+    ).replace("; ", ", ")
+    assert "column id: is int; tokens are bytes or ndarray" in refused("mds", tmp_path / "mds", column="id")
+    (tmp_path / "mds" / "shard.00000.mds").unlink()
+    assert "shard.00000.mds: no such file, and" in refused("mds", tmp_path / "mds")
+    assert not (tmp_path / "ours").exists()
 
 
 def test_converted_data_trains_under_its_own_origin_only(made, tmp_path):

@@ -4,10 +4,12 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pretraining.extend import copy_extensions
 from pretraining.recipe import RECIPES, Recipe, accumulation_steps, load_recipe, recipe_schema
 from tests.quality_texts import PROSE
 from tests.runs import Run, execute, made_once
@@ -103,7 +105,9 @@ def test_each_is_a_whole_recipe(path, tmp_path):
     assert all(accumulation_steps(recipe, ranks) for ranks in (1, 2))
     written = tmp_path / "recipe.json"
     written.write_text(json.dumps(recipe.to_dict()))
-    assert load_recipe(str(written)) == recipe
+    copy_extensions(recipe.extensions, tmp_path)
+    again = load_recipe(str(written))
+    assert again.to_dict() == recipe.to_dict() and replace(again, extensions=recipe.extensions) == recipe
 
 
 def test_the_table_of_the_readme_lists_them():
@@ -253,10 +257,12 @@ SHOWN = {
     "batch-ramp": _columns("train/tokens", "train/learning_rate"),
     "checkpoints": _files("checkpoint-3/committed.json"),
     "early-stopping": _events("early_stop"),
+    "extensions": _columns("eval/accuracy", "train/loss_average"),
     "gradient-statistics": _columns("stability/gradient_noise_scale", "stability/gradient_norm"),
     "mixture": _columns("train/code_loss", "train/stories_loss", "eval/code_loss", "eval/mixture_loss"),
     "mixture-of-experts": _columns("stability/expert_load"),
     "mixture-stages": _columns("train/stories_loss"),
+    "own-model": _files("export/own_model.py", "extensions/own_model.py"),
     "own-validation": _columns("eval/stories_loss", "eval/advice_loss"),
     "profile": _files("profile/*"),
     "report": _files("report.html"),

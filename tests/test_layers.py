@@ -17,6 +17,7 @@ FOUNDATION = {
     "command_line",
     "ds_config",
     "errors",
+    "extend",
     "metric_names",
     "recipe",
     "refusals",
@@ -27,7 +28,7 @@ FOUNDATION = {
 NUMBERS_AND_DATA = {"planning", "data"}
 UPSTREAM = {"upstream"}
 WORK = {"model", "training", "checkpoints", "evaluation", "reporting"}
-DRIVERS = {"doctor": {"model", "training"}}
+DRIVERS = {"doctor": {"model", "training"}, "api": set(), "sweep": {"api", "reporting"}}
 """Rooms that drive what other rooms of their layer hold, as train.py does."""
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate"}
 

@@ -9,10 +9,11 @@ from pretraining.ds_config import DS_CONFIGS
 from pretraining.errors import UserError
 from pretraining.recipe import accumulation_steps, load_recipe, recipe_names, recipe_schema
 from pretraining.recipe.data import Dedup
+from pretraining.recipe.loading import OTHER_NAMES as NAMES_ELSEWHERE
 from pretraining.recipe.loading import sections_schema
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.training import TRAINING_KEYS, Keyword, Training
-from pretraining.schema import REPOSITORY
+from pretraining.schema import REPOSITORY, suggestion
 from tests.runs import LLAMA
 
 RECIPES = recipe_names()
@@ -146,10 +147,9 @@ WRONG_VALUES = {
     ),
     "initials": ("training.lr=1", "training.lr: unknown key; did you mean 'training.learning_rate'?"),
     "initials alone": ("wd=1", "wd: unknown key; did you mean 'training.weight_decay'?"),
-    "part of a name": (
-        "batch_size=4",
-        "'training.per_device_train_batch_size' or 'training.per_device_eval_batch_size'?",
-    ),
+    "part of a name": ("prefetch_factor=4", "did you mean 'training.dataloader_prefetch_factor'?"),
+    "another framework's name": ("training.grad_clip=1", "did you mean 'training.max_grad_norm'?"),
+    "a name for two": ("betas=1", "did you mean 'training.adam_beta1' or 'training.adam_beta2'?"),
     "short words": ("seq_len=64", "seq_len: unknown key; did you mean 'data.sequence_length'?"),
     "another section's key": ("data.learning_rate=0.1", "did you mean 'training.learning_rate'?"),
     "the model's key": ("n_layer=3", "did you mean 'model.n_layer'?"),
@@ -207,6 +207,15 @@ def test_each_wrong_value_is_one_line_with_the_remedy(override, message):
     text = failing(overrides=[override])
     assert message in text
     assert f"--set {override}" in text
+
+
+def test_names_of_other_frameworks_lead_to_our_keys():
+    """Every key of the table is one of ours, and every name in it is answered with the key."""
+    schema = recipe_schema()
+    for key, names in NAMES_ELSEWHERE.items():
+        assert suggestion(key, schema) is None, key
+        for name in names.split():
+            assert f"'{key}'" in suggestion(name, schema), name
 
 
 def test_a_mistake_in_the_file_names_file_and_key(edited):

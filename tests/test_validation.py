@@ -74,6 +74,7 @@ def recipe_of(max_tokens: int | None = None, batch_size: int = 4, masks: bool = 
         data=Data(name="d", sources=[], tokenizer="gpt2", document_masking=masks),
         evaluation=Evaluation(max_validation_tokens=max_tokens),
         training=Training(per_device_eval_batch_size=batch_size),
+        extensions=(),
     )
 
 
@@ -173,7 +174,7 @@ def test_a_set_beside_the_others_is_no_part_of_the_loss(entry):
         both = Validation.of([*sets_of(splits), beside], recipe_of(limit))
         measured = both.measure(model)
         assert {name: measured[name] for name in alone.names} == alone.measure(model)
-        assert measured.keys() - set(alone.names) == {"books_loss", "books_bits_per_byte"}
+        assert measured.keys() - set(alone.names) == {"books_loss", "books_perplexity", "books_bits_per_byte"}
         assert both.unigram_bits_per_byte() == alone.unigram_bits_per_byte()
 
 

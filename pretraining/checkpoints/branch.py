@@ -14,6 +14,7 @@ from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import MARKER, flush_folder, read_marker
 from pretraining.checkpoints.identity import Start
 from pretraining.errors import UserError
+from pretraining.extend import FOLDER
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, load_recipe, recipe_schema
@@ -59,6 +60,8 @@ def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
         run = RunFolder(Path(unfinished) / output.name)
         # Both recipes are read from this file, so that the message for a wrong setting names it as in a recipe.
         write_json(run.recipe, {**marker["recipe"], "name": output.name})
+        if (own := checkpoint.parent / FOLDER).is_dir():
+            shutil.copytree(own, run.path / FOLDER)
         earlier, changed = load_recipe(str(run.recipe)), load_recipe(str(run.recipe), stage.settings)
         recipe = _staged_recipe(earlier, changed, marker, stage, checkpoint)
         write_json(run.recipe, recipe)

@@ -28,6 +28,7 @@ from pretraining.checkpoints.format import flush_folder, read_marker
 from pretraining.checkpoints.live_state import live_state
 from pretraining.checkpoints.shard_files import BUFFER, CheckpointReader, assemble, read_state
 from pretraining.errors import UserError
+from pretraining.extend import extensions_of_run, load_extensions
 from pretraining.recipe.schedule import AVERAGING, Z
 from pretraining.runtime.durable_files import one_line_disk_errors, sync_to_disk
 from pretraining.runtime.heartbeat import long_work, work_done
@@ -162,6 +163,7 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def _empty_model(checkpoint: Path, description: Path) -> PreTrainedModel:
     """Build the model's class with its config, without memory for weights."""
+    load_extensions(extensions_of_run(description.parent))
     entries = read_state(checkpoint)["parameters"].values()
     dtype = getattr(torch, next(iter(entries))["dtype"])
     with torch.device("meta"), no_init_weights():

@@ -103,7 +103,8 @@ class LiveState:
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.model, self.optimizer = model, optimizer
         self.blocks = list(self._blocks())
-        self._refuse_unoptimized()
+        trained = {name for block in self.blocks for name in block.parameters}
+        self.frozen = {name: parameter for parameter, name in self.names.items() if name not in trained}
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
@@ -115,6 +116,17 @@ class LiveState:
             for parameter in values["params"]:
                 name = self.names[parameter]
                 yield Block(parameter, group, self.optimizer, [Piece(name, 0, parameter.numel(), 0)], [name])
+
+    def own_frozen(self, parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Return (first element, elements) of what this rank saves of a frozen parameter, as a view."""
+        whole = parameter.detach().view(-1)
+        piece = LiveState.own(self, Piece("", 0, whole.numel(), 0))
+        return piece.start, piece.of(whole)
+
+    def set_frozen(self, reader: CheckpointReader) -> None:
+        """Set the frozen parameters; `set_weights` has the trained ones."""
+        for name, parameter in self.frozen.items():
+            parameter.detach().view(-1).copy_(reader.read(MASTER, name))
 
     def own(self, piece: Piece) -> Piece:
         """Return the part of a piece that this rank saves."""
@@ -143,11 +155,6 @@ class LiveState:
     def loss_scaler(self) -> object | None:
         """Return DeepSpeed's own loss scaler (fp16), or None."""
         return None
-
-    def _refuse_unoptimized(self) -> None:
-        found = {name for block in self.blocks for name in block.parameters}
-        if missing := [name for name in self.names.values() if name not in found]:
-            raise UserError(f"model: {missing[0]} is frozen; checkpoints hold trained parameters only")
 
 
 class PartitionedOptimizer(LiveState):
@@ -182,6 +189,16 @@ class PartitionedParameters(PartitionedOptimizer):
 
     The parts are in sub-groups, which may be on NVMe.
     """
+
+    def own_frozen(self, parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
+        return deepspeed.own_partition(parameter)
+
+    def set_frozen(self, reader: CheckpointReader) -> None:
+        # Small parameters are whole on every rank: they are partitioned before and gathered again afterwards.
+        with deepspeed.weights_set_anew(self.optimizer):
+            for name, parameter in self.frozen.items():
+                start, own = deepspeed.own_partition(parameter)
+                own.copy_(reader.read(MASTER, name, start, own.numel()))
 
     def is_swapped(self, block: Block) -> bool:
         return deepspeed.is_on_nvme(self.optimizer, self._index(block))

@@ -33,6 +33,7 @@ from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.packing import cuts_text
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import GaveUp, UserError
+from pretraining.extend import copy_extensions
 from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import RunPlan
 from pretraining.planning.screen import plan_line, run_line
@@ -245,6 +246,7 @@ def open_run(
         remove_uncommitted(run)
         set_aside_after(run, start.step, spared=start.checkpoint)
         record_changes(run, start, identity.recipe)  # before the recipe: see there
+        copy_extensions(identity.recipe.extensions, run.path)
         write_json(run.recipe, identity.recipe.to_dict())
         write_json(run.plan, plan.to_dict())
         write_json(run.environment, identity.environment)

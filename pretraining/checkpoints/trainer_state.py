@@ -23,6 +23,7 @@ from pretraining.checkpoints.live_state import Block, LiveState, live_state, set
 from pretraining.checkpoints.shard_files import (
     BUFFER,
     FORMAT,
+    MASTER,
     STATE_FILE,
     CheckpointReader,
     fragment_key,
@@ -74,6 +75,10 @@ def rank_tensors(live: LiveState) -> Iterator[tuple[str, torch.Tensor]]:
         with live.held(block):
             for key, tensor in _block_tensors(live, block):
                 yield key, tensor.clone() if live.is_swapped(block) else tensor
+    for name, parameter in live.frozen.items():
+        start, own = live.own_frozen(parameter)
+        if own.numel():
+            yield fragment_key(MASTER, name, start), own
     if dist.get_rank() == 0:  # buffers are the same on every rank
         for name, buffer in _persistent_buffers(live.model).items():
             yield fragment_key(BUFFER, name, 0), buffer.detach().reshape(-1)
@@ -151,6 +156,7 @@ def load_state(trainer: OpenTrainer, folder: Path) -> None:
             with live.held(block, changed=True):
                 set_block(block, reader)
         live.set_weights()  # once all masters are set
+        live.set_frozen(reader)
         for name, buffer in _persistent_buffers(live.model).items():
             buffer.copy_(reader.read(BUFFER, name, 0, buffer.numel()).view_as(buffer))
     reader.close()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from pretraining.command_line import not_negative_integer, positive_integer
-from pretraining.errors import Interrupted, UserError, one_line_errors
+from pretraining.errors import Interrupted, UserError, nearest, one_line_errors
 
 EXAMPLES = """examples:
   python -m pretraining.data verify data/python-stdlib
@@ -38,7 +38,9 @@ EXAMPLES_OF = {
   python -m pretraining.data convert data/python-stdlib --to megatron exported/python-stdlib
   python -m pretraining.data convert data/python-stdlib --to datatrove exported/python-stdlib
   python -m pretraining.data convert data/theirs --from megatron corpus_text_document --tokenizer gpt2
-  python -m pretraining.data convert data/theirs --from datatrove tokenized/ --tokenizer gpt2""",
+  python -m pretraining.data convert data/theirs --from datatrove tokenized/ --tokenizer gpt2
+  python -m pretraining.data convert data/theirs --from bin data/openwebtext --tokenizer gpt2
+  python -m pretraining.data convert data/theirs --from mds my-copy-c4 --tokenizer EleutherAI/gpt-neox-20b""",
     "push": """examples:
   python -m pretraining.data push data/python-stdlib my-name/python-stdlib --dry_run
   python -m pretraining.data push data/python-stdlib my-name/python-stdlib --private""",
@@ -123,15 +125,23 @@ def _documents(options: argparse.Namespace, inspection) -> list[dict]:
 
 
 def run_convert(options: argparse.Namespace) -> tuple[dict, str]:
-    from pretraining.data.tools.convert import FORMATS, export_data, import_data
+    from pretraining.data.tools.convert import FORMATS, READ_ONLY, export_data, import_data
 
     form, place = options.export_to or options.import_from
-    if form not in FORMATS:
-        raise UserError(f"convert: unknown form {form!r}; can convert {' and '.join(FORMATS)}")
+    known = FORMATS if options.export_to else (*FORMATS, *READ_ONLY)
+    if form not in known:
+        way = "write" if options.export_to else "read"
+        raise UserError(f"convert: unknown form {form!r}{nearest(form, known)}; can {way} {', '.join(known)}")
     if options.export_to:
         made = export_data(options.folder, form, Path(place), not options.json)
     else:
-        how = (options.tokenizer, options.validation_share, not options.json)
+        how = (
+            options.tokenizer,
+            options.validation_share,
+            not options.json,
+            options.dtype,
+            options.column,
+        )
         made = import_data(options.folder, form, Path(place), *how)
     return made, _converted_text(made)
 
@@ -261,10 +271,19 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         dest="import_from",
         nargs=2,
         metavar=("FORM", "PATH"),
-        help="make DIR of a prefix, file or folder",
+        help="make DIR of megatron, datatrove, bin (nanoGPT, llm.c) or mds: a prefix, file or folder",
     )
     parser.add_argument(
         "--tokenizer", metavar="NAME|PATH", help="with --from: what the tokens were made with"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("uint16", "uint32", "int32", "int64"),
+        help="with --from bin without a header, or mds with a column of bytes: the type of a token (default: uint16 or "
+        "uint32 by the tokenizer; int64)",
+    )
+    parser.add_argument(
+        "--column", metavar="NAME", help="with --from mds: the tokens (default: tokens, input_ids)"
     )
     parser.add_argument(
         "--validation_share",

@@ -16,6 +16,7 @@ from pretraining.data.mixture import validation_sets
 from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError, one_line_errors
+from pretraining.extend import load_extensions
 from pretraining.planning.quantities import share
 from pretraining.recipe import Recipe, load_recipe
 from pretraining.recipe.sections import Sampling
@@ -33,6 +34,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parse_arguments(arguments)
     export = find_export(options.run)
     recipe = find_recipe(options.run, export)
+    if recipe is not None:
+        load_extensions(recipe.extensions)
     if options.tasks or options.hellaswag:
         scores = score_export(export, recipe, options)
         return print(json.dumps(scores) if options.json else _table(scores))

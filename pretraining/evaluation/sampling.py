@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import (
@@ -82,7 +83,7 @@ def sample_text(
     room = model.config.max_position_embeddings - len(ids)
     if min(num_tokens, room) <= 0:
         return tokenizer.decode(ids, skip_special_tokens=True)
-    settings = {"do_sample": False}  # `generate` does not take temperature 0
+    settings: dict[str, Any] = {"do_sample": False}  # `generate` does not take temperature 0
     if sampling.temperature:
         # for `generate`, top_k 0 means all tokens
         among = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p}

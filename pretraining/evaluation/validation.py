@@ -1,8 +1,9 @@
 """Validation loss, perplexity and bits per byte: exact over the set, the same at any world size."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,9 @@ from pretraining.data.manifest import entropy_bits
 from pretraining.data.mixture import ValidationSet
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
+from pretraining.errors import UserError
 from pretraining.evaluation.sampling import evaluation_mode
+from pretraining.extend import all_of
 from pretraining.metric_names import perplexity
 from pretraining.recipe import Recipe
 from pretraining.runtime.process_group import rank_and_world_size
@@ -51,8 +54,11 @@ class Part(NamedTuple):
 class Validation:
     """The validation blocks of a run and the size of their text, by source if there are several."""
 
-    def __init__(self, parts: Sequence[Part], batch_size: int) -> None:
-        self.parts, self.batch_size = tuple(parts), batch_size
+    def __init__(
+        self, parts: Sequence[Part], batch_size: int, own: Mapping[str, Callable] = MappingProxyType({})
+    ) -> None:
+        # own: metrics of the recipe's extensions, by name
+        self.parts, self.batch_size, self.own = tuple(parts), batch_size, own
         # The Trainer wants one dataset; `measure` reads the parts.
         datasets = [part.dataset for part in self.parts]
         self.dataset = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
@@ -67,7 +73,7 @@ class Validation:
         sets = [ValidationSet(None, sets)] if isinstance(sets, TokenSplit) else sets
         groups = [[each for each in sets if each.beside is beside] for beside in (False, True)]
         parts = [part for group in groups for part in _parts(group, recipe)]
-        return cls(parts, batch_size_of(recipe))
+        return cls(parts, batch_size_of(recipe), all_of(recipe.extensions, "metric"))
 
     @property
     def names(self) -> list[str]:
@@ -76,7 +82,8 @@ class Validation:
         sets = [part.name for part in self.parts if part.name is not None] if len(self.parts) > 1 else []
         mixture = ["mixture"] if self._follows_mixture else []
         ours = ("loss", "perplexity", "bits_per_byte")
-        return [*ours, *(f"{each}_{name}" for each in [*mixture, *sets] for name in ours)]
+        by_set = [f"{each}_{name}" for each in [*mixture, *sets] for name in ours]
+        return [*ours, *by_set, *self.own]
 
     @property
     def _follows_mixture(self) -> bool:
@@ -122,11 +129,14 @@ class Validation:
         return entropy_bits(counts) / sum(part.num_bytes for part in parts)
 
     def _totals(self, model: torch.nn.Module, interrupted: Callable[[], bool]) -> torch.Tensor | None:
-        """Sum nats and tokens of each part over this rank's batches: [parts, 2]; None if interrupted."""
+        """Sum nats, tokens and own metrics of each part over this rank's batches; None if interrupted.
+
+        [parts, 2 + own metrics]
+        """
         rank, world_size = rank_and_world_size()
         device = next(model.parameters()).device
         # fp64: sums over a million tokens would lose digits in fp32, and differ with the number of ranks.
-        totals = torch.zeros(len(self.parts), 2, dtype=torch.float64, device=device)
+        totals = torch.zeros(len(self.parts), 2 + len(self.own), dtype=torch.float64, device=device)
         batches = self._batches()
         for round_start in range(0, len(batches), world_size):
             if interrupted():
@@ -146,10 +156,10 @@ class Validation:
         ]
 
     def _metrics(self, totals: list[list[float]]) -> dict[str, float]:
-        """Compute the metrics from [parts, 2]: nats and tokens of each part."""
+        """Compute the metrics from the sums of each part: nats, tokens, own metrics."""
         measured = list(zip(self.parts, totals, strict=True))
         counted = [sums for part, sums in measured if not part.beside]
-        nats, tokens = (sum(column) for column in zip(*counted, strict=True))
+        nats, tokens, *own = (sum(column) for column in zip(*counted, strict=True))
         num_bytes = sum(part.num_bytes for part in self.parts if not part.beside)
         metrics = {
             "loss": nats / tokens,
@@ -158,11 +168,12 @@ class Validation:
         }
         if self._follows_mixture:
             rows = [(float(part.share), sums, part.num_bytes) for part, sums in measured if part.share]
-            loss = sum(share * nats / tokens for share, (nats, tokens), _ in rows)
-            bytes_per_token = sum(share * num_bytes / tokens for share, (_, tokens), num_bytes in rows)
+            loss = sum(share * nats / tokens for share, (nats, tokens, *_), _ in rows)
+            bytes_per_token = sum(share * num_bytes / tokens for share, (_, tokens, *_), num_bytes in rows)
             metrics |= {"mixture_loss": loss, "mixture_perplexity": perplexity(loss)}
             metrics["mixture_bits_per_byte"] = loss / math.log(2) / bytes_per_token
-        for part, (nats, tokens) in measured:
+        metrics |= {name: value / tokens for name, value in zip(self.own, own, strict=True)}
+        for part, (nats, tokens, *_) in measured:
             if f"{part.name}_loss" in self.names:
                 metrics[f"{part.name}_loss"] = nats / tokens
                 metrics[f"{part.name}_perplexity"] = perplexity(nats / tokens)
@@ -179,8 +190,9 @@ class Validation:
             # Past the end: the pass runs, and counts for nothing.
             labels.fill_(IGNORED)
         # The model gets no labels: its own loss would shift them, and would keep all logits in fp32.
-        nats = _summed_nats(model(**inputs).logits.flatten(0, 1), labels.flatten())
-        return torch.stack([nats, (labels != IGNORED).sum().double()])
+        rows, targets = model(**inputs).logits.flatten(0, 1), labels.flatten()
+        sums = [_summed_nats(rows, targets), (targets != IGNORED).sum().double()]
+        return torch.stack([*sums, *_summed_own(self.own, rows, targets)])
 
 
 def _batch(blocks: list[dict[str, np.ndarray]], device: torch.device) -> dict[str, torch.Tensor | int]:
@@ -199,6 +211,28 @@ def _summed_nats(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         F.cross_entropy(rows.float(), targets, ignore_index=IGNORED, reduction="sum").double()
         for rows, targets in parts
     )
+
+
+def _summed_own(
+    own: Mapping[str, Callable], logits: torch.Tensor, labels: torch.Tensor
+) -> list[torch.Tensor]:
+    """Sum metrics of extensions over the tokens of [tokens, vocabulary] that have a target, in fp64.
+
+    Raises:
+        UserError: one returns something else than a number for each token.
+    """
+    sums = {name: torch.zeros((), dtype=torch.float64, device=logits.device) for name in own}
+    parts = zip(logits.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True) if own else ()
+    for rows, targets in parts:
+        kept = targets != IGNORED
+        for name, function in own.items():
+            values = function(rows[kept].float(), targets[kept])
+            if not isinstance(values, torch.Tensor) or values.shape != targets[kept].shape:
+                shape = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+                what = f"it must return a tensor of one number a token, [{int(kept.sum())}], and returned {shape}"
+                raise UserError(f"metric {name}: {what}")
+            sums[name] += values.double().sum()
+    return list(sums.values())
 
 
 def _parts(sets: Sequence[ValidationSet], recipe: Recipe) -> list[Part]:

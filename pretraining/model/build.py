@@ -14,6 +14,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from pretraining.errors import UserError
+from pretraining.extend import load_extensions
 from pretraining.model.attention import choose_attention, describe_attention, missing_kernel
 from pretraining.model.compiling import (
     check_compiler,
@@ -57,6 +58,7 @@ def build_from_recipe(
     given: GivenWeights | None = None,
 ) -> PreTrainedModel:
     """Build the model (`build_model`) with all settings of the recipe."""
+    load_extensions(recipe.extensions)
     masks_documents, speed, why_none = recipe.data.document_masking, recipe.speed, None
     on_gpu = torch.cuda.is_available()
     # Here and not in the recipe: what can be compiled depends on the ds_config and on this machine.

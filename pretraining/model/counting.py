@@ -1,19 +1,23 @@
 """Count a model by building it on the meta device, which takes no memory: for types that no formula describes.
 
 This is a separate program, which planning/shapes.py starts. It reads a recipe's `model` section on stdin and prints one
-JSON object, the facts or {"error": one line}. It imports neither DeepSpeed nor the Trainer, so that it answers sooner.
+JSON object, the facts or {"error": one line}. Its argument is the module of a model of the user's own. It imports
+neither DeepSpeed nor the Trainer, so that it answers sooner.
 """
 
 import json
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from pretraining.errors import UserError
+from pretraining.extend import check_model_keys, load_extensions, model_extension, read_extensions
 from pretraining.model.initial_weights import drawing_faults
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -24,7 +28,10 @@ def main() -> None:
     """Read a `model` section on stdin and print what was counted."""
     model = json.load(sys.stdin)
     try:
+        load_extensions(read_extensions(sys.argv[1:], Path(), "extensions"))
         found = describe(model)
+    except UserError as error:
+        found = {"error": str(error)}
     except Exception as error:  # each class of transformers raises its own for a shape it cannot take
         while error.__cause__ is not None:  # strict configurations wrap what their own checks raise
             error = error.__cause__
@@ -55,6 +62,8 @@ def describe(model: dict) -> dict:
 def build_on_meta(model: dict) -> tuple[PreTrainedModel, PreTrainedConfig]:
     """Build the model without storage, and find the config of its text part."""
     config = AutoConfig.for_model(**{"use_cache": False, **model})
+    if model_extension(model["model_type"]):
+        check_model_keys(model, type(config))
     with torch.device("meta"), no_init_weights():
         built = AutoModelForCausalLM.from_config(config)
     # So that tied weights count once.
@@ -62,10 +71,12 @@ def build_on_meta(model: dict) -> tuple[PreTrainedModel, PreTrainedConfig]:
     return built, built.config.get_text_config()
 
 
-def parameters_by_part(built: PreTrainedModel) -> Iterator[tuple[str, int, int | None, int | None]]:
-    """Yield (part, elements, layer or None, rows and columns) of every parameter once, in the order of the modules.
+def parameters_by_part(
+    built: PreTrainedModel,
+) -> Iterator[tuple[str, int, int | None, int | None, str]]:
+    """Yield (part, elements, layer or None, rows and columns, name) of every parameter once.
 
-    Rows and columns are added up over all its matrices; None if it is no matrix.
+    They come in the order of the modules. Rows and columns are added up over all its matrices; None if it is no matrix.
     """
     head, seen = _head(built), set()
     has_experts = any(".experts." in f"{name}." for name, _ in built.named_parameters())
@@ -77,7 +88,8 @@ def parameters_by_part(built: PreTrainedModel) -> Iterator[tuple[str, int, int |
                 part = "head" if is_head else _part(module_name, name, module, has_experts)
                 layer = re.search(r"\.(\d+)(\.|$)", module_name)
                 place = int(layer[1]) if layer else None
-                yield part, parameter.numel(), place, _rows_and_columns(parameter)
+                full_name = f"{module_name}.{name}" if module_name else name
+                yield part, parameter.numel(), place, _rows_and_columns(parameter), full_name
 
 
 def _rows_and_columns(parameter: torch.Tensor) -> int | None:

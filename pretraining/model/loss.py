@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
+from pretraining.extend import named
 from pretraining.model.cross_entropy import can_fuse, chunked_nats, install_loss_head, token_nats
 from pretraining.recipe.model import EXACT
 from pretraining.recipe.sections import Loss
@@ -51,6 +52,9 @@ def build_loss(model: PreTrainedModel, settings: Loss = PLAIN) -> Callable:
 def _nats_of(model: PreTrainedModel, settings: Loss) -> Callable:
     """Choose the cross-entropy: a function (the model's `logits`, labels) -> summed nats."""
     kind, z_loss = settings.kind, settings.z_loss
+    if settings.function is not None:
+        own = partial(named("loss", settings.function), **settings.arguments)
+        return partial(own_loss, function=own, name=settings.function)
     way = {"z_loss": z_loss, "chunk_tokens": settings.chunk_tokens, "compile": settings.compile}
     if kind == "fused" and not can_fuse(model):
         raise UserError(
@@ -66,6 +70,35 @@ def _nats_of(model: PreTrainedModel, settings: Loss) -> Callable:
     if kind == "chunked":
         return partial(_chunked, **way)
     return partial(token_nats, z_loss=z_loss)
+
+
+def own_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    function: Callable,
+    name: str,
+    each: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum a loss of an extension over the tokens that have a target.
+
+    Args:
+        logits: [batch, length, vocabulary].
+        labels: [batch, length]; -100 has no target. The function gets 0 in its place, and what it returns there does
+            not count.
+        function: (logits [tokens, vocabulary] in fp32, labels [tokens]) -> [tokens].
+        each: [batch * length], receives every token's own loss.
+    """
+    rows, targets = logits.flatten(0, 1).float(), labels.flatten()
+    losses = function(rows, targets.clamp(min=0))
+    if not isinstance(losses, torch.Tensor) or losses.shape != targets.shape:
+        shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+        what = f"it must return a tensor of one loss a token, [{len(targets)}], and returned {shape}"
+        raise UserError(f"loss.function: {name}: {what}")
+    # not multiplied: infinity times zero is a NaN
+    losses = losses.masked_fill(targets == IGNORED, 0.0)
+    if each is not None:
+        each.copy_(losses.detach())
+    return losses.sum()
 
 
 def _chunked(logits: torch.Tensor, labels: torch.Tensor, **way: Any) -> torch.Tensor:

@@ -288,7 +288,9 @@ def _outside_bytes(model: dict, mode: str, tokens: int) -> float:
 def _loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu) -> float:
     """Return the bytes that the loss moves in 16 bit, without the head's products."""
     vocab_size, hidden = recipe.model.vocab_size, layer_widths(shape_of(recipe.model), tokens)["hidden"]
-    kind = {"auto": "fused"}.get(recipe.loss.kind, recipe.loss.kind)
+    # a function of the user's own is counted as the cross-entropy of all logits
+    auto = "fused" if recipe.loss.function is None else "plain"
+    kind = {"auto": auto}.get(recipe.loss.kind, recipe.loss.kind)
     compiled = compiles_loss(recipe.loss.compile, on_gpu=True)
     factors = table("kernels")["loss"][kind]["compiled" if compiled else "eager"]
     chunk = chunk_length(

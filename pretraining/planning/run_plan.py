@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pretraining.ds_config import zero_stage
 from pretraining.planning.memory.need import state_of_recipe
 from pretraining.planning.memory.states import ModelState, checkpoint_bytes, optimizer_states
-from pretraining.planning.memory.tensors import parameter_tensors, precision_of
+from pretraining.planning.memory.tensors import frozen_tensors, precision_of, trained_tensors
 from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.recipe import Recipe, accumulation_steps
 
@@ -137,7 +137,12 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         accumulation_steps=accumulation_steps(recipe, world_size),
         training_flops=tokens * flops_per_token(size, recipe.sequence_length).training,
         model_state=state_of_recipe(recipe, ds_config, world_size),
-        checkpoint_bytes=checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe)),
+        checkpoint_bytes=checkpoint_bytes(
+            trained_tensors(recipe),
+            optimizer_states(recipe),
+            frozen_tensors(recipe),
+            precision_of(recipe, ds_config).weights,
+        ),
         checkpoints_kept=kept,
         # every checkpoint that is not kept whole
         weights_kept=written - kept if recipe.checkpoints.demote_to_weights else 0,

@@ -24,6 +24,7 @@ from pretraining.planning.memory.need import (
     recomputed_one_in,
     shrink,
 )
+from pretraining.planning.memory.tensors import frozen_tensors
 from pretraining.planning.quantities import (
     columns,
     dollars,
@@ -81,7 +82,7 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
         **plan.to_dict(),
         # the same values as in plan.json, so that a run can be compared with this plan
         "predicted": predicted(recipe, ds_config, world_size, gpu, gpu_memory=there),
-        "model": _model_words(recipe.model, plan),
+        "model": _model_words(recipe, plan),
         "precision": precision_of_products(recipe),
         "compiles": compiled_part(recipe, ds_config),
         "recomputation": recomputation_text(recomputed_one_in(recipe)),
@@ -119,14 +120,21 @@ def _verdict(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu |
     }
 
 
-def _model_words(model: dict, plan: RunPlan) -> str:
-    size, width = plan.size, value_of(model, "hidden_size")
+def _model_words(recipe: Recipe, plan: RunPlan) -> str:
+    model, size = recipe.model, plan.size
+    width = value_of(model, "hidden_size")
     # only a mixture of experts uses a part of its parameters for a token
     active = f", {short(size.active)} of them for each token" if size.active < size.total else ""
+    active += _frozen_words(recipe)
     words = f"{size.total:,} parameters{active}: {model['model_type']}, {size.num_layers} layers of width {width:,}"
     if size.counted is None:
         return words
     return f"{words}; {size.counted}, activations as those of a {family_of(model)} of these widths"
+
+
+def _frozen_words(recipe: Recipe) -> str:
+    frozen = sum(tensor.numel for tensor in frozen_tensors(recipe))
+    return f", {frozen:,} frozen (in FLOPs and time as if trained)" if frozen else ""
 
 
 def as_text(answer: dict) -> str:
@@ -165,7 +173,8 @@ def run_line(recipe: Recipe, plan: RunPlan, folder: str, device: str) -> str:
     if plan.zero_stage is not None and f"zero{plan.zero_stage}" not in sharding:
         sharding += f" (zero{plan.zero_stage})"
     parts = [
-        f"{recipe.name} in {folder}: {recipe.model.model_type} of {plan.parameters:,} parameters{active}",
+        f"{recipe.name} in {folder}: {recipe.model.model_type} of {plan.parameters:,} parameters{active}"
+        + _frozen_words(recipe),
         f"{several(plan.world_size, 'rank')} on {device}",
         sharding,
         precision_of_products(recipe),

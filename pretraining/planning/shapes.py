@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.errors import UserError
+from pretraining.extend import model_extension
 from pretraining.recipe import model_with_defaults
 from pretraining.recipe.model import is_exact, value_of
-from pretraining.schema import REPOSITORY
+from pretraining.schema import REPOSITORY, display_path
 
 MODULE = "pretraining.model.counting"
 SOURCES = [
@@ -37,9 +38,9 @@ GATED = 2.5
 class CountedModel:
     """Facts about a model that was built on the meta device."""
 
-    tensors: tuple[tuple[str, int, int | None, int | None], ...]
+    tensors: tuple[tuple[str, int, int | None, int | None, str], ...]
     """For each parameter: its part (of `sizes.PartSizes`, or `attention bias`, `mlp bias`), its elements, its layer,
-    and the rows and columns together if it is a matrix."""
+    the rows and columns together if it is a matrix, and its name."""
     layers: int
     attention_width: int
     tied: bool
@@ -55,7 +56,7 @@ class CountedModel:
 
     def of_part(self, *parts: str) -> int:
         """Return the number of parameters in these parts."""
-        return sum(numel for part, numel, _, _ in self.tensors if part in parts)
+        return sum(numel for part, numel, *_ in self.tensors if part in parts)
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def _mixture(facts: CountedModel) -> dict:
 
 
 def _sparse_layers(facts: CountedModel) -> int:
-    return len({layer for part, _, layer, _ in facts.tensors if part == "experts"}) or 1
+    return len({layer for part, _, layer, *_ in facts.tensors if part == "experts"}) or 1
 
 
 def _whole(value: Any) -> int | None:
@@ -213,6 +214,8 @@ def _counted(section: str) -> CountedModel:
     found = _read_counted(kept) or _built(section)
     model_type = json.loads(section)["model_type"]
     if "error" in found:
+        if extension := model_extension(model_type):
+            raise UserError(f"model: {display_path(extension.path)}: {found['error']}")
         raise UserError(f"model: transformers cannot build this {model_type}: {found['error']}")
     _keep(kept, found)
     # kept as well, so that the next start refuses at once
@@ -235,6 +238,9 @@ def _built(section: str) -> dict:
     environment["PYTHONPATH"] = str(REPOSITORY)
     # -P: no module of the working directory may take the place of a library
     command = [sys.executable, "-P", "-W", "ignore", "-m", MODULE]
+    if extension := model_extension(json.loads(section)["model_type"]):
+        command += [extension.module if not extension.is_file else str(extension.path.absolute())]
+        environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])
     done = subprocess.run(command, input=section, capture_output=True, text=True, env=environment)
     # libraries may print before it: the answer is the last line
     lines = done.stdout.splitlines()
@@ -252,7 +258,9 @@ def _cache_file(section: str) -> Path:
             "model: counting this type needs transformers; pip install -r requirements.txt"
         ) from None
     # another version of the library, or of the code that counts, must count again
-    said = "\n".join([library, *(source.read_text(encoding="utf-8") for source in SOURCES), section])
+    extension = model_extension(json.loads(section)["model_type"])
+    own = extension.digest if extension else ""
+    said = "\n".join([library, own, *(source.read_text(encoding="utf-8") for source in SOURCES), section])
     name = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
     return _cache_folder() / f"{name}.json"
 

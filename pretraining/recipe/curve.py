@@ -64,6 +64,8 @@ BEFORE_THE_KEY = {"data.document_masking": False, "data.packing": "in_sequence"}
 # Keys of other sections that it depends on, and their defaults.
 BESIDE = {("speed", "fp8"): "none", ("monitors", "flagged_blocks"): "log"}
 
+EXTENSIONS = "extensions"
+"""The user's own modules, by name and digest of their source."""
 SECTIONS = ("model", "data", "budget", "training")
 DATA_FINGERPRINT = "data.fingerprint"
 """Not a key of the recipe: the identity of the prepared tokens, which `--allow_change` may name like one."""
@@ -100,6 +102,8 @@ def curve_parts(recipe: dict) -> dict:
     # of these sections nothing else changes what is computed
     for (section, key), default in BESIDE.items():
         parts[f"{section}.{key}"] = recipe.get(section, {}).get(key, default)
+    # by file name: a module that was moved is the same
+    parts[EXTENSIONS] = {Path(e["module"]).name: e.get("digest") for e in recipe.get("extensions", ())}
     return {key: value for key, value in parts.items() if key not in NEUTRAL_KEYS}
 
 
@@ -151,7 +155,7 @@ def check_allowed(key: str) -> str:
     names = {f"{section}.{name}" for section in sections for name in properties[section]["properties"]}
     models = [*schema["$defs"].values(), *other_model_types()["types"].values()]
     names |= {f"model.{name}" for model in models for name in model["properties"]}
-    names |= {f"{section}.{name}" for section, name in BESIDE} | {*sections, DATA_FINGERPRINT}
+    names |= {f"{section}.{name}" for section, name in BESIDE} | {*sections, DATA_FINGERPRINT, EXTENSIONS}
     whole = ".".join(key.split(".")[:2])
     if whole in NEUTRAL_KEYS:
         raise UserError(f"{key}: may change without it")

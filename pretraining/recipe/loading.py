@@ -9,7 +9,8 @@ from typing import Any
 from pretraining.addresses import masked
 from pretraining.ds_config import short_name
 from pretraining.errors import UserError, nearest
-from pretraining.recipe.model import checked_model, refuse_names_of_others
+from pretraining.extend import MODEL, Extension, is_path, read_extensions
+from pretraining.recipe.model import EXACT, checked_model, other_model_types, refuse_names_of_others
 from pretraining.recipe.recipe import RECIPES, SECTIONS, Recipe
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Weights
@@ -17,6 +18,47 @@ from pretraining.recipe.training import TRAINING_KEYS
 from pretraining.schema import check, display_path, load_json, problem, read_json
 
 NO_DEEPSPEED = ("null", "none")
+OTHER_NAMES = {
+    "name": "experiment_name exp_name wandb_name wandb_run_name",
+    "deepspeed": "zero zero_stage zero_optimization",
+    "model.hidden_size": "d_model dim hidden_dim",
+    "model.n_embd": "d_model dim hidden_dim",
+    "model.num_hidden_layers": "depth n_layers num_layers",
+    "model.n_layer": "depth n_layers num_layers",
+    "model.num_attention_heads": "n_heads num_heads",
+    "model.n_head": "n_heads num_heads",
+    "model.initial_weights": "base_model from_pretrained init_from model_name_or_path pretrained_model_name_or_path",
+    "data.sources.0.dataset": "dataset_name dataset_path train_data_path",
+    "data.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path",
+    "data.sequence_length": "block_size context_length context_size max_length max_seq_len max_seq_length n_ctx "
+    "seq_len seqlen",
+    "data.validation_share": "val_fraction val_size val_split validation_split",
+    "budget.tokens": "epochs max_iters max_tokens num_epochs num_iterations num_steps num_tokens total_steps "
+    "total_tokens train_iters train_tokens",
+    "budget.tokens_per_step": "accumulate_grad_batches global_batch_size grad_accum gradient_accumulation "
+    "total_batch_size train_batch_size",
+    "budget.ramp": "batch_size_rampup batch_size_warmup rampup_batch_size",
+    "training.per_device_train_batch_size": "batch_size device_batch_size local_batch_size mbs micro_batch "
+    "micro_batch_size train_micro_batch_size_per_gpu",
+    "training.learning_rate": "base_lr lr max_lr peak_lr",
+    "training.lr_scheduler_type": "learning_rate_schedule lr_decay_style lr_schedule lr_scheduler schedule scheduler",
+    "training.lr_scheduler_kwargs": "lr_min min_lr min_lr_ratio",
+    "training.warmup_steps": "lr_warmup_iters num_warmup_steps warmup warmup_iters warmup_ratio",
+    "training.weight_decay": "wd",
+    "training.max_grad_norm": "clip_grad clip_grad_norm grad_clip gradient_clip_val gradient_clipping max_norm",
+    "training.adam_beta1": "beta1 betas",
+    "training.adam_beta2": "beta2 betas",
+    "training.adam_epsilon": "adam_eps eps",
+    "training.bf16": "dtype mixed_precision precision torch_dtype",
+    "training.save_steps": "checkpoint_every checkpoint_interval save_every save_interval",
+    "training.eval_steps": "eval_every eval_interval val_check_interval val_every",
+    "training.logging_steps": "log_every log_every_n_steps log_freq log_interval",
+    "training.report_to": "logger tensorboard tracker wandb",
+    "training.project": "project_name wandb_project",
+    "checkpoints.keep_last": "keep_last_n max_checkpoints save_top_k",
+    "evaluation.max_validation_tokens": "eval_iters limit_val_batches max_eval_steps val_steps",
+}
+"""{dotted key: what other frameworks call it}"""
 
 
 def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str | None = None) -> Recipe:
@@ -53,6 +95,9 @@ def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> 
     """The recipe of a checked JSON object."""
     sharding = values.get("deepspeed")
     model, weights = Weights.split(values["model"])
+    # before the model, whose type they may define
+    extensions = read_extensions(values.get("extensions", ()), path.parent, where)
+    _refuse_known_types(extensions, where)
     return Recipe(
         name=values.get("name", path.stem),
         path=path,
@@ -61,9 +106,19 @@ def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> 
         overrides=overrides,
         model=checked_model(model, where),
         weights=Weights.of(weights),
+        extensions=extensions,
         training=values["training"],
         **{name: section.of(values.get(name, {})) for name, section in SECTIONS.items()},
     )
+
+
+def _refuse_known_types(extensions: tuple[Extension, ...], where: str) -> None:
+    """A model of the user's own has a type of its own: what is known of the other one would not hold."""
+    for number, extension in enumerate(extensions):
+        for name in extension.defines.get(MODEL, ()):
+            if name in EXACT or name in other_model_types()["types"]:
+                what = f"{extension.path.name} defines the model_type {name!r}, which transformers has; rename it"
+                raise problem(where, f"extensions.{number}", what)
 
 
 @cache
@@ -74,7 +129,15 @@ def recipe_schema() -> dict:
     # Its rules have schemas of their own, which the file holds.
     filters = found["properties"]["data"]["properties"]["filters"]
     properties["data"]["properties"]["filters"] = filters
-    return {**found, "properties": properties}
+    return {**found, "properties": properties, "other_names": _keys_by_other_name()}
+
+
+def _keys_by_other_name() -> dict[str, list[str]]:
+    keys: dict[str, list[str]] = {}
+    for key, names in OTHER_NAMES.items():
+        for name in names.split():
+            keys.setdefault(name, []).append(key)
+    return keys
 
 
 def sections_schema() -> dict[str, dict]:
@@ -102,8 +165,17 @@ def _read(path: Path) -> dict:
     if "base" in base:
         what = f"{display_path(base_path)} has a base itself; name that one, or a recipe without"
         raise problem(where, "base", what)
+    if "extensions" in base:
+        base["extensions"] = [_beside(base_path, each) for each in base["extensions"]]
     load_recipe(str(base_path))  # so that a mistake in the base is reported with the base's name
     return _merged(base, own)
+
+
+def _beside(recipe_path: Path, extension: str | dict) -> str | dict:
+    """An entry of a base's extensions as another file may write it: its path counts from the base."""
+    if isinstance(extension, dict):
+        return {**extension, "module": _beside(recipe_path, extension["module"])}
+    return str(recipe_path.parent.absolute() / extension) if is_path(extension) else extension
 
 
 def _merged(base: dict, own: dict) -> dict:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.errors import did_you_mean, nearest, nearest_names
+from pretraining.extend import MODEL_KEYS, model_extension
 from pretraining.recipe.section import schema_file
 from pretraining.schema import check, problem
 
@@ -63,13 +64,24 @@ def other_model_types(path: Path = FILE) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def type_entry(model_type: str) -> dict | None:
+    """What is known of a type that is not exact: {"properties", "required", "names"}; None if there is no such type.
+
+    Of a model of the user's own it is what every recipe must say of it; its class has the other keys.
+    """
+    if model_extension(model_type) is None:
+        return other_model_types()["types"].get(model_type)
+    properties = {name: {"type": "integer", "minimum": 1} for name in MODEL_KEYS}
+    return {"properties": properties, "required": list(MODEL_KEYS), "names": {}, "of_user": True}
+
+
 def own_key(model: dict, name: str) -> str:
     """What the model's type calls `hidden_size`, `num_hidden_layers` and so on."""
     if model["model_type"] == "gpt2":
         return GPT2_NAMES.get(name, name)
     if is_exact(model):
         return name
-    return other_model_types()["types"][model["model_type"]]["names"].get(name, name)
+    return type_entry(model["model_type"])["names"].get(name, name)
 
 
 def value_of(model: dict, name: str) -> Any:
@@ -83,7 +95,7 @@ def refuse_names_of_others(model: object, where: str) -> None:
     `n_layer` of a Llama is `num_hidden_layers`. A section without a known type is left to the checks that follow.
     """
     if not isinstance(model, dict) or model.get("model_type") not in (*EXACT, *other_model_types()["types"]):
-        return
+        return  # a type of the user's own has no other names
     # GPT-2 alone has names of its own among the exact types
     common = {name: key for key, name in GPT2_NAMES.items()}
     for key in model if is_exact(model) else model.keys() - other_properties(model).keys():
@@ -93,7 +105,7 @@ def refuse_names_of_others(model: object, where: str) -> None:
 
 def other_properties(model: dict) -> dict:
     """Key -> schema of a section whose type is not among the exact ones."""
-    return other_model_types()["types"][model["model_type"]]["properties"]
+    return type_entry(model["model_type"])["properties"]
 
 
 def model_with_defaults(model: dict) -> dict:
@@ -114,22 +126,27 @@ def checked_model(model: dict, where: str) -> dict:
         return model  # the recipe's own schema has checked it
     _check_type(model["model_type"], where)
     # Its configuration class would take any key without a word.
-    entry = other_model_types()["types"][model["model_type"]]
+    entry = type_entry(model["model_type"])
     schema = {"type": "object", "properties": entry["properties"], "required": entry["required"]}
-    return check(model, {**schema, "additionalProperties": False}, where, "model", schema_file())
+    # a class of the user's own is asked for its keys when it is counted
+    return check(model, {**schema, "additionalProperties": "of_user" in entry}, where, "model", schema_file())
 
 
 def _check_type(model_type: str, where: str) -> None:
     found = other_model_types()
+    if model_extension(model_type) is not None:
+        return
     if model_type in found["refused"]:
         reason = found["refused"][model_type]
         raise problem(where, "model.model_type", f"is {model_type!r}, which does not train here: {reason}")
     known = [*EXACT, *found["types"]]
     if model_type not in known:
         near = (
-            nearest_names(model_type, known) or f"; known are {', '.join(EXACT)} and others of transformers"
+            nearest_names(model_type, known)
+            or f"; known are {', '.join(EXACT)}, others of transformers, and your own, from a module in extensions"
         )
-        raise problem(where, "model.model_type", f"is {model_type!r}, which is no model type{near}")
+        what = f"is {model_type!r}, which is no model type{near}"
+        raise problem(where, "model.model_type", what)
 
 
 class Model(dict):

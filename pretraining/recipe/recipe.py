@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pretraining.errors import nearest
+from pretraining.extend import Extension, check_defined, defined
 from pretraining.metric_names import LOWER_IS_BETTER
 from pretraining.recipe.budget import Budget, StepSizes, check_division, nearest_multiples
 from pretraining.recipe.data import Data, check_mixture
@@ -63,6 +64,26 @@ TOP_LEVEL = {
         "type": "string",
         "description": "One or two sentences: what it is, where the values come from, what it should reach.",
     },
+    "extensions": {
+        "type": "array",
+        "default": [],
+        "items": {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {
+                        "module": {"type": "string", "minLength": 1},
+                        "digest": {"type": "string"},
+                    },
+                    "required": ["module"],
+                    "additionalProperties": False,
+                },
+                {"type": "string", "minLength": 1},
+            ]
+        },
+        "description": "Modules of your own with callbacks, metrics, losses, schedules, filters or models: paths from "
+        "this file, or names that can be imported. A run's recipe.json adds the digest of each.",
+    },
     "deepspeed": {
         "type": ["string", "null"],
         "minLength": 1,
@@ -101,6 +122,8 @@ class Recipe:
     report: Report
     weights: Weights = field(default_factory=Weights)
     """The keys of `model` that are ours: what it begins with, what of it is trained."""
+    extensions: tuple[Extension, ...] = ()
+    """Modules of the user's own, read and not run."""
     overrides: tuple[str, ...] = field(default=(), compare=False)
     """The `--set` texts it was read with."""
 
@@ -202,6 +225,8 @@ class Recipe:
         # a deep copy as plain dicts
         values |= {name: json.loads(json.dumps(getattr(self, name))) for name in KEYWORDS}
         values["model"] |= self.weights.to_dict()
+        if self.extensions:
+            values["extensions"] = [each.to_dict() for each in self.extensions]
         return values | {name: getattr(self, name).to_dict() for name in SECTIONS}
 
     def check(self, where: str) -> None:
@@ -214,6 +239,8 @@ class Recipe:
         self.model.check(where)
         check_documents(self.data, model, where)
         check_router_loss(self.loss, model, where)
+        if self.loss.function is not None:
+            check_defined(self.extensions, "loss", self.loss.function, where, "loss.function")
         self.training.check(where)
         check_kernels(self.training, model, where)
         if length > self.model.max_position_embeddings:
@@ -224,12 +251,14 @@ class Recipe:
         )  # before its own checks: a wrong size of a step is the cause of others
         for name in SECTIONS:
             getattr(self, name).check(where, name)
-        check_schedule(self.budget, self.training, self.monitors, self.num_steps, where)
+        own = defined(self.extensions, "schedule")
+        check_schedule(self.budget, self.training, self.monitors, self.num_steps, where, own)
         check_mixture(self.data, self.num_samples, length, where)
         check_mup(self.mup, model, where)
         check_vocabulary(self.data, model, where)
         sources = [source.called for source in self.data.sources]
-        check_evaluation(self.evaluation, self.checkpoints.keep_best, self.training, sources, where)
+        metrics = defined(self.extensions, "metric")
+        check_evaluation(self.evaluation, self.checkpoints.keep_best, self.training, sources, where, metrics)
         if self.monitors.profile is not None:
             check_profile(self.monitors.profile.steps, self.num_steps, where)
 
@@ -313,15 +342,20 @@ def check_profile(steps: int | list[int], num_steps: int, where: str) -> None:
 
 
 def check_evaluation(
-    evaluation: Evaluation, keep_best: int, training: Training, sources: Sequence[str], where: str
+    evaluation: Evaluation,
+    keep_best: int,
+    training: Training,
+    sources: Sequence[str],
+    where: str,
+    metrics: Sequence[str] = (),
 ) -> None:
     """What is judged must be measured, when it is judged.
 
-    keep_best: `checkpoints.keep_best`. sources: what the data's sources are called.
+    keep_best: `checkpoints.keep_best`. sources: what the data's sources are called. metrics: those of extensions.
     """
     _check_validated_saves(keep_best, training, where)
     _check_patience(evaluation.patience, training, where)
-    _check_metric(evaluation, sources, where)
+    _check_metric(evaluation, sources, where, metrics)
     _check_cadence(evaluation.task_steps, training, where)
 
 
@@ -344,12 +378,13 @@ def _check_patience(patience: int | None, training: Training, where: str) -> Non
         raise problem(where, "evaluation.patience", what)
 
 
-def _check_metric(evaluation: Evaluation, sources: Sequence[str], where: str) -> None:
+def _check_metric(evaluation: Evaluation, sources: Sequence[str], where: str, own: Sequence[str]) -> None:
     """It is measured by every validation; that of a source only if there are several."""
     metric, task_steps = evaluation.metric, evaluation.task_steps
     # scores are <task>/<metric>; the source of a loss is known by its name, so names must differ
     is_score, several = "/" in metric, len(set(sources)) == len(sources) > 1
     by_source = [f"{name}_{kind}" for name in sources for kind in BY_SOURCE] if several else []
+    by_source += own
     if not is_score and metric not in (*LOWER_IS_BETTER, *by_source):
         near = nearest(metric, (*LOWER_IS_BETTER, *by_source, "hellaswag/acc", "hellaswag/acc_norm"))
         known = "loss, perplexity, bits_per_byte, <source>_loss of several sources or <task>/<metric>"

@@ -3,6 +3,8 @@
 Keywords of a schedule are those of the functions in transformers/optimization.py; a test compares the two.
 """
 
+from collections.abc import Sequence
+
 from pretraining.errors import nearest
 from pretraining.recipe.budget import Budget
 from pretraining.recipe.sections import Monitors, Spikes
@@ -81,17 +83,30 @@ ONE_OF = {
 
 
 def check_schedule(
-    budget: Budget, training: Training, monitors: Monitors, num_steps: int, where: str
+    budget: Budget,
+    training: Training,
+    monitors: Monitors,
+    num_steps: int,
+    where: str,
+    own: Sequence[str] = (),
 ) -> None:
     """Raise `UserError` for a schedule that transformers would refuse, or follow otherwise than it reads.
 
-    num_steps: of the whole run.
+    num_steps: of the whole run. own: names of schedules of extensions.
     """
     kind, keywords = training.lr_scheduler_type, training.lr_scheduler_kwargs or {}
+    if kind not in (*KEYWORDS, *own):
+        near = (
+            nearest(kind, (*KEYWORDS, *own))
+            or f"; known are {', '.join((*KEYWORDS, *own))}, or one of your own, from a module in extensions"
+        )
+        what = f"is {kind!r}, which is no schedule{near}"
+        raise problem(where, "training.lr_scheduler_type", what)
     _check_schedule_free(training, where)
     _check_tokens(budget, training, where)
     _check_warmup(training, where)
-    _check_keywords(kind, keywords, where)
+    if kind not in own:
+        _check_keywords(kind, keywords, where)
     _check_end(training, keywords, where)
     if kind == DECAYING and budget.decay_tokens is None:
         _check_decay(training, keywords, num_steps, where)

@@ -86,12 +86,29 @@ class Loss(Section):
         default=0.0,
         minimum=0,
     )
+    function: str | None = key(
+        "A loss of an extension, in the place of the cross-entropy while training; null: the cross-entropy. "
+        "Validation measures the cross-entropy in any case.",
+        default=None,
+        minLength=1,
+    )
+    arguments: dict = key("Keyword arguments of function.", default={})
     router_z_loss: float = key(
         "The same for a mixture's routers (1e-3 in ST-MoE), a mean over tokens and layers; "
         "needs model.output_router_logits.",
         default=0.0,
         minimum=0,
     )
+
+    def check_together(self, where: str, at: str) -> None:
+        """A function of the user's own gets all logits, and is the whole loss of a token."""
+        if self.function is None and self.arguments:
+            raise problem(where, f"{at}.arguments", "is set without function; name one, or leave it out")
+        if self.function is not None and self.kind not in ("auto", "plain"):
+            what = f"is {self.kind}, but {at}.function needs all logits; write plain, or leave it out"
+            raise problem(where, f"{at}.kind", what)
+        if self.function is not None and self.z_loss:
+            raise problem(where, f"{at}.z_loss", f"goes with the cross-entropy; add it in {self.function}")
 
 
 class Optimizer(Section):

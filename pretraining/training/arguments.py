@@ -15,6 +15,7 @@ from pretraining.command_line import ranks_here
 from pretraining.data.document_masking import stack_blocks
 from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError, require
+from pretraining.extend import defined
 from pretraining.planning.memory.buffers import block_gathering
 from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.recipe import Recipe
@@ -87,6 +88,9 @@ def build_arguments(
     if keywords.get("tf32"):
         # transformers sets only torch's new switch. Inductor's autotuning reads the old one, which then raises.
         torch.set_float32_matmul_precision("high")
+    if keywords.get("lr_scheduler_type") in defined(recipe.extensions, "schedule"):
+        # PretrainingTrainer makes it: transformers takes names of its own only
+        keywords |= {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}}
     keywords.setdefault("use_liger_kernel", fuses_with_liger(recipe, ds_config, on_gpu))
     if keywords["use_liger_kernel"]:
         require("liger_kernel", "training.use_liger_kernel")

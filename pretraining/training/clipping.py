@@ -51,7 +51,8 @@ class Units:
         """Divide a parameter of this shape; the first dimensions of more than two count matrices."""
         if len(shape) < 2:
             return cls(1, 1, prod(shape), are_columns=False)
-        return cls(prod(shape[:-2]), *shape[-2:], is_transposed)
+        *others, rows, columns = shape
+        return cls(prod(others), rows, columns, is_transposed)
 
     @property
     def count(self) -> int:

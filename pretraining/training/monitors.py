@@ -13,6 +13,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from pretraining.data.packed_dataset import PackedDataset, step_origins
+from pretraining.extend import all_of
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.runtime.run_folder import RunFolder
@@ -82,7 +83,9 @@ class Monitors:
         logging = [self.metrics, ProgressCallback(), *self.trackers]
         counting = [*self.gradients, *self.sources, *self.experts]
         # saving comes before metrics: the row of a step then includes the save before it
-        return [SettledCollector(), self.hangs, *judging, *counting, saves, *logging, *self.profile]
+        # the user's own come before metrics, which then has what they add to the logs
+        own = [each() for each in all_of(self.recipe.extensions, "callback").values()]
+        return [SettledCollector(), self.hangs, *judging, *counting, *own, saves, *logging, *self.profile]
 
     @property
     def finding(self) -> Finding | None:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pretraining.errors import UserError
+from pretraining.extend import named
+from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.upstream.torch import rates_now, set_rates
@@ -63,6 +65,22 @@ def follow_run(
                 f"{key}: cannot change the rate of {type(scheduler).__name__}; {remedy}, or choose another "
                 "training.lr_scheduler_type"
             )
+
+
+def own_schedule(recipe: Recipe, num_steps: int) -> Schedule:
+    """Return the schedule of an extension that the recipe names.
+
+    Raises:
+        UserError: what it says of the first step is no number.
+    """
+    name, keywords = recipe.training.lr_scheduler_type, recipe.training_keywords.lr_scheduler_kwargs or {}
+    lengths = {"num_steps": num_steps, "warmup_steps": recipe.warmup_steps(num_steps)}
+    function = named("schedule", name)
+    first = function(0, **lengths, **keywords)
+    if isinstance(first, bool) or not isinstance(first, int | float):
+        what = f"{name} must return a share of the peak, a number, and returned {type(first).__name__}"
+        raise UserError(f"training.lr_scheduler_type: {what}")
+    return lambda step: function(step, **lengths, **keywords)
 
 
 def _of_run(schedule: Schedule, progress: Progress, counts_tokens: bool, journal: Journal) -> Schedule:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
     PreTrainedModel,
@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from pretraining.extend import defined
 from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
@@ -36,7 +37,7 @@ from pretraining.training.optimizers import (
     counting_by_tensor,
     describe_groups,
 )
-from pretraining.training.schedule import follow_run
+from pretraining.training.schedule import follow_run, own_schedule
 from pretraining.training.stopping import StoppingCallback, ignore_in_worker
 from pretraining.training.throughput import StepClock, TimedTrainer
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
@@ -147,6 +148,9 @@ class PretrainingTrainer(TimedTrainer):
         counts_tokens = self.recipe.schedule_counts_tokens
         # in the units in which `share_of_peak` reads the schedule: full steps, or steps of the first size
         count = self.progress.full_steps_at if counts_tokens else self.progress.schedule_steps_at
+        if self.recipe.training.lr_scheduler_type in defined(self.recipe.extensions, "schedule"):
+            steps = own_schedule(self.recipe, count(num_training_steps))
+            self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, steps)
         scheduler = super().create_scheduler(count(num_training_steps), optimizer)
         follow_run(scheduler, self.progress, counts_tokens, self.journal)
         return scheduler
@@ -181,6 +185,8 @@ class PretrainingTrainer(TimedTrainer):
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
+        # All of a group's parameters may be frozen, and DeepSpeed cannot flatten an empty group.
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         if isinstance(optimizer, Muon):
             self.add_callback(BindPartitions(optimizer))
         is_plain = len(optimizer.param_groups) <= PLAIN_GROUPS and not self.recipe.weights.frozen

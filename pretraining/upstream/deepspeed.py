@@ -368,6 +368,14 @@ def copy_chunks(chunks: Chunks, target: torch.Tensor, start: int = 0) -> None:
         target[first - start : first - start + part.numel()].copy_(part)
 
 
+def own_partition(parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Return (first element, elements) of this rank's part of a parameter under ZeRO-3, as a view without padding."""
+    part = parameter.ds_tensor
+    start = part.ds_numel * dist.get_rank(group=parameter.ds_process_group)
+    # the last rank's share ends in padding, and of a small parameter a rank may have nothing
+    return start, part.data[: max(0, min(part.ds_numel, parameter.ds_numel - start))]
+
+
 def fill_partition(parameter: torch.Tensor, read: Callable[[int, int], Chunks]) -> bool:
     """Set this rank's part of a parameter under ZeRO-3; False if it must be gathered for that.
 
@@ -379,10 +387,9 @@ def fill_partition(parameter: torch.Tensor, read: Callable[[int, int], Chunks]) 
         return False
     if hasattr(part, "ds_quant_scale"):
         return False
-    start = part.ds_numel * dist.get_rank(group=parameter.ds_process_group)
-    stop = min(start + part.ds_numel, parameter.ds_numel)  # the last rank's share ends in padding
-    if stop > start:
-        copy_chunks(read(start, stop), part.data, start)
+    start, own = own_partition(parameter)
+    if own.numel():
+        copy_chunks(read(start, start + own.numel()), own, start)
     return True
 
 

@@ -155,6 +155,25 @@ _PURPOSES = (
     ),
     _Purpose(
         "transformers",
+        why="saved names and layouts, translated when weights are loaded slice by slice",
+        test="test_given_weights.py",
+        until="from_pretrained can load slices",
+        names=(
+            "transformers.conversion_mapping.get_model_conversion_mapping(model, key_mapping, hf_quantizer, "
+            "add_legacy)",
+            "transformers.core_model_loading.rename_source_key(source_key, weight_renamings, "
+            "weight_converters, base_model_prefix, meta_state_dict, reverse)",
+            "transformers.core_model_loading.dot_natural_key(s)",
+            "transformers.core_model_loading.WeightRenaming",
+            "transformers.core_model_loading.WeightConverter.add_tensor(self, target_key, source_key, "
+            "source_pattern, future)",
+            "transformers.core_model_loading.WeightConverter.convert(self, layer_name, model, config, "
+            "hf_quantizer, loading_info)",
+            "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected",
+        ),
+    ),
+    _Purpose(
+        "transformers",
         why="buffers that belong to the state, without gathering parameters as state_dict would",
         test="test_upstream.py",
         until="named_buffers can leave the others out",

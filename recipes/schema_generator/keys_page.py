@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from pretraining.recipe.loading import OTHER_NAMES
 from pretraining.recipe.training import TRAINING_KEYS
 
 INTRODUCTION = """# Every key of a recipe
@@ -107,8 +108,14 @@ def _row(key: str, schema: dict, is_required: bool, shown: dict) -> str:
         f"`{json.dumps(schema['default'])}`" if "default" in schema else "required" if is_required else ""
     )
     links = ", ".join(f"[`{name}`](../recipes/{name}.json)" for name in shown.get(key, ())[:MOST_SHOWN])
-    cells = (f"`{key}`", _type(schema), default, _limits(schema), schema.get("description", ""), links)
+    cells = (f"`{key}`", _type(schema), default, _limits(schema), _described(key, schema), links)
     return f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _described(key: str, schema: dict) -> str:
+    """The description, and what other frameworks call the key, for who searches the page for that."""
+    names = ", ".join(f"`{name}`" for name in OTHER_NAMES.get(key, "").split())
+    return " ".join(filter(None, [schema.get("description"), f"Elsewhere: {names}." if names else ""]))
 
 
 def _cell(text: str) -> str:

@@ -21,6 +21,7 @@ from pretraining.data.preparation.execution import Stage
 from pretraining.data.preparation.tokenizing import ALL, MakeTokenizer, Tokenize, TokenizeValidation
 from pretraining.data.publishing import work_folder
 from pretraining.data.sources import TextSource
+from pretraining.extend import read_extensions
 from pretraining.recipe.data import Data
 from pretraining.recipe.recipe import Recipe
 from pretraining.runtime.durable_files import replacing
@@ -43,6 +44,8 @@ class Preparation:
     """The texts of `data.validation`."""
     fingerprints: list[dict]
     """What each source is, those of validation last, for the manifest."""
+    extensions: tuple[str, ...] = ()
+    """Absolute paths or names of the user's modules that define filters."""
 
     @classmethod
     def of(
@@ -55,8 +58,11 @@ class Preparation:
         data, of_training = recipe.data, len(recipe.data.sources)
         corpus = Corpus.of(data, sources[:of_training])
         own = Corpus.of(data, sources[of_training:], data.validation.sources) if data.validation else None
+        # other modules may import torch, for which no worker should wait
+        filtering = [each for each in recipe.extensions if each.defines.get("filter")]
+        named = tuple(str(each.path.absolute()) if each.is_file else each.module for each in filtering)
         vocab_size, length = recipe.model.vocab_size, recipe.sequence_length
-        return cls(folder, data, vocab_size, length, corpus, own, fingerprints)
+        return cls(folder, data, vocab_size, length, corpus, own, fingerprints, named)
 
     @property
     def work(self) -> Path:
@@ -134,6 +140,7 @@ class Preparation:
             "corpus": self.corpus.to_json(),
             "validation": self.validation and self.validation.to_json(),
             "fingerprints": self.fingerprints,
+            "extensions": list(self.extensions),
         }
         with replacing(self.work / STATE_NAME) as file:
             json.dump(values, file)
@@ -142,6 +149,9 @@ class Preparation:
     def load(cls, work: Path) -> "Preparation":
         """Read what `save` wrote."""
         values = json.loads((work / STATE_NAME).read_text(encoding="utf-8"))
+        # before the filters that they define are built
+        values["extensions"] = tuple(values.get("extensions", ()))
+        read_extensions(values["extensions"], work, str(work / STATE_NAME))
         # The fingerprints come from the file too: all tasks use those that were found at the start.
         opened = {"folder": Path(values["folder"]), "data": Data.of(values["data"])}
         opened["corpus"] = Corpus.from_json(values["corpus"])

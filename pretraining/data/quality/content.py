@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 
 from pretraining.data.quality.rule import Changed, Rejection, Rule, parameter
 from pretraining.data.quality.text import TextView
-from pretraining.errors import UserError, nearest, require
+from pretraining.errors import UserError, fault_in_user_code, nearest, require
+from pretraining.extend import named
 
 _CODES = (
     "af als am an ar arz as ast av az azb ba bar bcl be bg bh bn bo bpy br bs bxr ca cbk ce ceb ckb co cs "
@@ -345,7 +346,10 @@ class Custom(Rule):
     """
 
     name: ClassVar[str] = "callable"
-    import_: str = parameter(..., "package.module:function, or path/to/file.py:function.")
+    import_: str = parameter(
+        ...,
+        "A filter of the recipe's extensions, package.module:function, or path/to/file.py:function.",
+    )
     arguments: dict = parameter({}, "Keyword arguments passed to it after the text.")
 
     def __post_init__(self):
@@ -356,7 +360,10 @@ class Custom(Rule):
     def _function(self) -> Callable:
         module_name, colon, name = self.import_.rpartition(":")
         if not colon:
-            raise UserError(f"import: {self.import_!r} has no colon; write package.module:function")
+            try:
+                return named("filter", self.import_)
+            except UserError as error:
+                raise UserError(f"import: {error}; or write package.module:function") from error
         module = _load(module_name)
         if not hasattr(module, name):
             near = nearest(name, vars(module))
@@ -369,6 +376,8 @@ class Custom(Rule):
             answer = self._function(view.text, **self.arguments)
         # SystemExit too: a function that calls sys.exit must not end a worker without a message.
         except (Exception, SystemExit) as error:
+            if fault := fault_in_user_code(error):
+                raise fault from error
             what = f"{type(error).__name__}: {error}"
             raise UserError(f"{self.import_} failed ({what}); mend the function or the document") from error
         if isinstance(answer, str) and answer:

@@ -1,4 +1,4 @@
-"""`convert`: read and write the token files of Megatron-LM and datatrove, one shard at a time."""
+"""`convert`: read and write the token files of Megatron-LM and datatrove, and read raw .bin and MDS."""
 
 import errno
 import json
@@ -35,6 +35,7 @@ from pretraining.data.tools.formats import (
     write_datatrove,
     write_megatron,
 )
+from pretraining.data.tools.streams import BinFile, MdsFolder, bin_files, mds_indexes, named_splits
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import replacing
 
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 FORMATS = ("megatron", "datatrove")
+READ_ONLY = ("bin", "mds")
+"""Formats that are read and not written."""
 SPLITS = ("train", "validation")
 BATCH_TOKENS = 1 << 20
 """Tokens converted at once."""
@@ -89,12 +92,16 @@ def import_data(
     tokenizer: str | None,
     validation_share: float,
     show_progress: bool = False,
+    dtype: str | None = None,
+    column: str | None = None,
 ) -> dict:
     """Make the new data set `folder` from another tool's token files at `origin`; return its counts.
 
-    `origin` is a Megatron prefix, a .ds file, or a folder of them. In a folder that `export_data` wrote, train and
-    validation stay as they are, and its tokenizer is used if none is given. In other folders a hash of each document's
-    tokens chooses its split.
+    `origin` is a Megatron prefix, a .ds or .bin file, an MDS folder, or a folder of them. In a folder that
+    `export_data` wrote, or whose names all say train or validation, these stay as they are; its tokenizer is used if
+    none is given. In other folders a hash of each document's tokens chooses its split.
+
+    dtype: of raw .bin, and of a column of bytes in MDS. column: the tokens in MDS.
     """
     if tokenizer is None and (origin / "tokenizer" / "tokenizer.json").is_file():
         tokenizer = str(origin / "tokenizer")
@@ -104,9 +111,11 @@ def import_data(
         )
     if not 0 < validation_share < 1:
         raise UserError(f"--validation_share {validation_share:g}: must lie between 0 and 1")
-    parts = _foreign_parts(form, origin)
+    if not origin.exists() and form in READ_ONLY:
+        raise UserError(f"{origin}: no such file or folder; give what holds the tokens to --from {form}")
     with _new_folder(folder) as building:
         info = _put_tokenizer(tokenizer, building / "tokenizer")
+        parts = _foreign_parts(form, origin, info, dtype, column)
         writer = ForeignWriter(building, info, validation_share)
         entries = writer.write(parts, show_progress)
         # Only now: hashes of the documents chose the splits while they were written.
@@ -124,9 +133,26 @@ def import_data(
     return {"format": form, "folder": str(folder), **counts, **counted}
 
 
-def _foreign_parts(form: str, origin: Path) -> "list[ForeignPart]":
+def _foreign_parts(
+    form: str, origin: Path, info: TokenizerInfo, dtype: str | None, column: str | None
+) -> "list[ForeignPart]":
     """Open the files at `origin`, in the order of their names, and check that they are whole."""
-    if form == "megatron":
+    opened: list = []
+    if form == "bin":
+        files = bin_files(origin) if origin.is_dir() else [origin]
+        splits = named_splits([path.stem for path in files])
+        opened = [
+            (path, split, BinFile(path, dtype, info.vocab_size, info.eos_token_id))
+            for path, split in zip(files, splits, strict=True)
+        ]
+    elif form == "mds":
+        indexes = mds_indexes(origin) if origin.is_dir() else [origin]
+        splits = named_splits([path.parent.name for path in indexes])
+        opened = [
+            (path, split, MdsFolder(path, column, dtype, info.eos_token_id))
+            for path, split in zip(indexes, splits, strict=True)
+        ]
+    elif form == "megatron":
         files = megatron_files(origin) if origin.is_dir() else [megatron_prefix(origin)]
         opened = [(prefix, _named_split(files, prefix), MegatronFile(prefix)) for prefix in files]
     else:
@@ -134,7 +160,7 @@ def _foreign_parts(form: str, origin: Path) -> "list[ForeignPart]":
         folders = sorted({path.parent for path in files})
         opened = [(path, _named_split(folders, path.parent), DatatroveFile(path)) for path in files]
     if not opened:
-        wanted = "PREFIX.idx" if form == "megatron" else ".ds"
+        wanted = {"megatron": "PREFIX.idx", "datatrove": ".ds", "bin": ".bin", "mds": "index.json"}[form]
         raise UserError(
             f"{origin}: no {wanted} files in this folder; give the folder or file that holds the tokens"
         )

@@ -36,16 +36,18 @@ def buffers(
     precision: Precision,
     accumulation: int,
     gathers_blocks: bool = False,
+    frozen: Sequence[Tensor] = (),
 ) -> Buffers:
     """Return buffers of the stage.
 
     width: the model's, which decides what `"auto"` becomes (transformers 5.23, integrations/deepspeed.py).
     gathers_blocks: whether stage 3 gathers a block's weights as one and reduces its gradients together.
+    frozen: those of `tensors` that have no gradients.
     """
     if config is None:
         return Buffers(0, 0, 0, 0)
     stage, zero = zero_stage(config), config["zero_optimization"]
-    total, element = sum(tensor.numel for tensor in tensors), precision.weights
+    total, element = sum(t.numel for t in tensors) - sum(t.numel for t in frozen), precision.weights
     share = total / world_size
     bucket = element * reduce_bucket(config, width)
     if stage == 3:

@@ -25,8 +25,10 @@ from pretraining.planning.memory.tensors import (
     SIXTEEN_BIT,
     Precision,
     Tensor,
+    frozen_tensors,
     parameter_tensors,
     precision_of,
+    trained_tensors,
 )
 from pretraining.planning.quantities import columns, gpu_count, num_bytes, several
 from pretraining.planning.sizes import model_size
@@ -169,6 +171,7 @@ def memory_need(
         UserError: ranks x micro-batch x length does not divide the tokens per step.
     """
     precision, tensors = precision_of(recipe, ds_config), parameter_tensors(recipe.model)
+    trained, frozen = trained_tensors(recipe), frozen_tensors(recipe)
     accumulation = accumulation_steps(recipe, world_size)
     optimizer, state = optimizer_states(recipe), state_of_recipe(recipe, ds_config, world_size)
     held = activations(
@@ -182,14 +185,14 @@ def memory_need(
     )
     width = value_of(recipe.model, "hidden_size")
     as_one = gathers_blocks(recipe, ds_config)
-    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation, as_one)
-    copies = optimizer_copies(ds_config, tensors, world_size, optimizer.copied)
+    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation, as_one, frozen)
+    copies = optimizer_copies(ds_config, trained, world_size, optimizer.copied)
     # the optimizer's own copies exist at the same moment as ZeRO's
     extra = replace(extra, step=extra.step + copies)
     return MemoryNeed(
         phases=_phases(state, held, extra, zero_stage(ds_config), accumulation, optimizer.name),
         num_gpus=world_size,
-        host=_host_memory(recipe, ds_config, world_size, state, precision, tensors, optimizer),
+        host=_host_memory(recipe, ds_config, world_size, state, precision, trained, frozen, optimizer),
         nvme=state.nvme,
         state=state,
         optimizer_states=optimizer.name,
@@ -198,20 +201,24 @@ def memory_need(
 
 def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> ModelState:
     """Return the model state of the fullest of `world_size` ranks, with the recipe's optimizer."""
+    frozen = frozen_tensors(recipe)
     return model_state(
-        model_size(recipe.model).total,
+        model_size(recipe.model).total - sum(tensor.numel for tensor in frozen),
         ds_config,
         world_size,
         precision_of(recipe, ds_config).weights == SIXTEEN_BIT,
         accumulation_steps(recipe, world_size),
-        parameter_tensors(recipe.model),
+        trained_tensors(recipe),
         optimizer_states(recipe),
+        frozen,
     )
 
 
 def loss_of(recipe: Recipe) -> Loss:
     """Return the recipe's section `loss`, with `kind: auto` resolved as `model/loss.py` does."""
     kind = recipe.loss.kind
+    if recipe.loss.function is not None:
+        return replace(recipe.loss, kind="plain")
     if kind != "auto":
         return recipe.loss
     # the fused loss needs to know the model's head
@@ -290,9 +297,10 @@ def _host_memory(
     state: ModelState,
     precision: Precision,
     tensors: Sequence[Tensor],
+    frozen: Sequence[Tensor],
     optimizer: OptimizerStates,
 ) -> dict[str, float]:
-    """Return the host memory of one rank in bytes, by use."""
+    """Return the host memory of one rank in bytes, by use. tensors: those that are trained."""
     host = {PROCESS: table("memory")["host_process_bytes"]["value"]}
     if state.host:
         host["offloaded states"] = state.host
@@ -306,11 +314,10 @@ def _host_memory(
     if zero_stage(config) != 3:
         # bytes a parameter
         built = 2 if config and precision.name == "bf16" and not precision.is_autocast else 4
-        host[BUILT] = built * sum(tensor.numel for tensor in tensors)
+        host[BUILT] = built * sum(tensor.numel for tensor in (*tensors, *frozen))
     if recipe.checkpoints.background and recipe.training.save_strategy != "no":
-        host[SNAPSHOT] = pinned_bytes(
-            snapshot_bytes([-(-checkpoint_bytes(tensors, optimizer) // world_size)])
-        )
+        saved = checkpoint_bytes(tensors, optimizer, frozen, precision.weights)
+        host[SNAPSHOT] = pinned_bytes(snapshot_bytes([-(-saved // world_size)]))
     return host
 
 

@@ -164,6 +164,7 @@ def model_state(
     accumulation: int = 1,
     tensors: Sequence[Tensor] = (),
     optimizer: OptimizerStates = ADAM,
+    frozen: Sequence[Tensor] = (),
 ) -> ModelState:
     """Return model state of the fullest rank.
 
@@ -173,27 +174,30 @@ def model_state(
     ranks. Without DeepSpeed, weights stay fp32 (autocast), and every rank holds 4 + 4 + 8.
 
     Args:
-        parameters: number of parameters of the whole model.
+        parameters: number of parameters of the whole model, frozen ones left out.
         config: the ds_config, or None for training without DeepSpeed.
         world_size: number of data-parallel ranks.
         sixteen_bit: 16-bit weights, else fp32.
         accumulation: micro-batches per step.
         tensors: the parameters one by one; needed to count padding, and tensors that reach into two ranks.
         optimizer: its states; without `tensors`, Adam's are counted.
+        frozen: parameters that have weights and nothing else.
     """
-    groups = optimizer.in_groups(tensors)
+    groups, kept = optimizer.in_groups(tensors), _numel(frozen)
     if config is None:
         # DistributedDataParallel keeps its buckets beside the sums while it accumulates (torch 2.13, reducer.cpp)
         gradients = 2 if world_size > 1 and accumulation > 1 else 1
         moments = _moments(optimizer, groups, parameters, world_size, 0)
         # no masters: under autocast the fp32 weights are the masters
-        return ModelState(FP32 * parameters, gradients * FP32 * parameters, 0, 0, moments, 0)
+        return ModelState(FP32 * (parameters + kept), gradients * FP32 * parameters, 0, 0, moments, 0)
     stage, width = zero_stage(config), 2 if sixteen_bit else FP32
     share = _share(parameters, world_size, stage, groups)
-    weights = width * (share if stage == 3 else parameters) + _hpz_copy(parameters, config, world_size, width)
+    shared_weights = share + _share(kept, world_size, 3, [list(frozen)])
+    weights = width * (shared_weights if stage == 3 else parameters + kept)
+    weights += _hpz_copy(parameters + kept, config, world_size, width)
     if stage == 3:
         # small tensors stay whole on every rank
-        weights += width * _persistent(config, tensors)
+        weights += width * _persistent(config, [*tensors, *frozen])
     # from stage 1 on, each rank keeps masters for its share alone
     held = share if stage else parameters
     state = ModelState(
@@ -340,6 +344,15 @@ def pinned_by_offload(config: dict | None, world_size: int, width: int, groups: 
     return [FP32 * share, *(FP32 * min(size, share - start) for start in range(0, share, size))]
 
 
-def checkpoint_bytes(tensors: Sequence[Tensor], optimizer: OptimizerStates = ADAM) -> int:
-    """Return the bytes of a checkpoint over all ranks, at any stage: fp32 weights and optimizer states."""
-    return sum(FP32 * tensor.numel + round(optimizer.bytes_of(tensor)) for tensor in tensors)
+def checkpoint_bytes(
+    tensors: Sequence[Tensor],
+    optimizer: OptimizerStates = ADAM,
+    frozen: Sequence[Tensor] = (),
+    width: int = FP32,
+) -> int:
+    """Return the bytes of a checkpoint over all ranks, at any stage: fp32 weights and optimizer states.
+
+    frozen: parameters of which the weights alone are saved, `width` bytes each.
+    """
+    trained = sum(FP32 * tensor.numel + round(optimizer.bytes_of(tensor)) for tensor in tensors)
+    return trained + width * _numel(frozen)

@@ -1,14 +1,18 @@
 """The parameter tensors of a model, in the order of its modules, and the width of their elements."""
 
+import fnmatch
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from pretraining.ds_config import zero_stage
+from pretraining.errors import nearest_names
 from pretraining.planning.shapes import count_model, is_mixture, widths_of
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import is_exact
+from pretraining.schema import display_path, listed, problem
 
 # bytes an element
 SIXTEEN_BIT, FP32 = 2, 4
@@ -55,6 +59,8 @@ class Tensor:
     """Its layer; None outside the layers."""
     factors: int
     """Sum of the rows and columns of its matrices; for a vector, its elements."""
+    name: str = ""
+    """What the model calls it."""
 
     @property
     def decays(self) -> bool:
@@ -77,6 +83,38 @@ def _by_formula(section: str) -> tuple[Tensor, ...]:
     return tuple(_gpt2(shape) if shape["model_type"] == "gpt2" else _llama_like(shape))
 
 
+def frozen_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
+    """Return the parameters that `model.frozen` keeps as they are.
+
+    Raises:
+        UserError: a pattern matches no parameter, or nothing is left to train.
+    """
+    if not recipe.weights.frozen:
+        return ()
+    tensors, where = parameter_tensors(recipe.model), display_path(recipe.path)
+    names = [tensor.name for tensor in tensors]
+    for number, pattern in enumerate(recipe.weights.frozen):
+        if not fnmatch.filter(names, pattern):
+            what = f"is {json.dumps(pattern)}, which matches none of the {len(names)} parameters"
+            raise problem(where, f"model.frozen.{number}", f"{what}{_near_pattern(pattern, names)}")
+    frozen = tuple(tensor for tensor in tensors if recipe.weights.freezes(tensor.name))
+    if len(frozen) == len(tensors):
+        raise problem(where, "model.frozen", "matches every parameter: nothing is left to train")
+    return frozen
+
+
+def _near_pattern(pattern: str, names: list[str]) -> str:
+    # of a whole family of layers one name is enough
+    kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    return nearest_names(pattern, kinds) or f"; there are {listed(kinds)}"
+
+
+def trained_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
+    """Return the parameters that the optimizer steps."""
+    frozen = {tensor.name for tensor in frozen_tensors(recipe)}
+    return tuple(tensor for tensor in parameter_tensors(recipe.model) if tensor.name not in frozen)
+
+
 def layer_numel(tensors: Sequence[Tensor]) -> int:
     """Return the number of parameters in the largest layer."""
     sizes: dict[int, int] = {}
@@ -86,71 +124,88 @@ def layer_numel(tensors: Sequence[Tensor]) -> int:
     return max(sizes.values())
 
 
-def _counted(part: str, numel: int, layer: int | None, factors: int | None) -> Tensor:
+def _counted(part: str, numel: int, layer: int | None, factors: int | None, name: str) -> Tensor:
     """Return a tensor of `CountedModel`."""
     # only matrices have rows and columns
     if factors is None:
-        return Tensor(numel, VECTOR, layer, numel)
-    return Tensor(numel, part if part in (EMBEDDING, HEAD, ROUTER) else HIDDEN, layer, factors)
+        return Tensor(numel, VECTOR, layer, numel, name)
+    return Tensor(numel, part if part in (EMBEDDING, HEAD, ROUTER) else HIDDEN, layer, factors, name)
 
 
 def _matrix(
-    layer: int | None, rows: int, columns: int, bias: bool = False, kind: str = HIDDEN, experts: int = 1
+    name: str, layer: int | None, rows: int, columns: int, bias: bool = False, kind: str = HIDDEN
 ) -> list[Tensor]:
-    weight = [Tensor(experts * rows * columns, kind, layer, experts * (rows + columns))]
-    return [*weight, *_vector(layer, columns)] if bias else weight
+    """Return a layer's matrix and its bias; `name` is the module's."""
+    weight = [Tensor(rows * columns, kind, layer, rows + columns, f"{name}.weight")]
+    return [*weight, Tensor(columns, VECTOR, layer, columns, f"{name}.bias")] if bias else weight
 
 
-def _vector(layer: int | None, width: int) -> list[Tensor]:
-    return [Tensor(width, VECTOR, layer, width)]
+def _experts(name: str, layer: int, rows: int, columns: int, experts: int) -> Tensor:
+    """Return a matrix of each of a layer's experts, in one tensor."""
+    return Tensor(experts * rows * columns, HIDDEN, layer, experts * (rows + columns), name)
 
 
-def _norm(layer: int | None, width: int, bias: bool = False) -> list[Tensor]:
+def _norm(name: str, layer: int | None, width: int, bias: bool = False) -> list[Tensor]:
     # the bias is a vector of its own
-    return _vector(layer, width) * (2 if bias else 1)
+    parts = ("weight", "bias") if bias else ("weight",)
+    return [Tensor(width, VECTOR, layer, width, f"{name}.{part}") for part in parts]
 
 
 def _gpt2(shape: dict) -> list[Tensor]:
     widths, vocabulary = widths_of(shape), shape["vocab_size"]
     width, inner = widths.hidden, widths.inner
-    tensors = _matrix(None, vocabulary, width, kind=EMBEDDING)
-    tensors += _matrix(None, shape["n_positions"], width, kind=EMBEDDING)
+    tensors = _matrix("transformer.wte", None, vocabulary, width, kind=EMBEDDING)
+    tensors += _matrix("transformer.wpe", None, shape["n_positions"], width, kind=EMBEDDING)
     for layer in range(widths.layers):
-        tensors += _norm(layer, width, bias=True)
+        at = f"transformer.h.{layer}"
+        tensors += _norm(f"{at}.ln_1", layer, width, bias=True)
         # queries, keys and values are one matrix
-        tensors += _matrix(layer, width, 3 * width, bias=True) + _matrix(layer, width, width, bias=True)
-        tensors += _norm(layer, width, bias=True)
-        tensors += _matrix(layer, width, inner, bias=True) + _matrix(layer, inner, width, bias=True)
-    # a tied head is the embedding, which is counted above
-    head = [] if shape["tie_word_embeddings"] else _matrix(None, width, vocabulary, kind=HEAD)
-    return tensors + _norm(None, width, bias=True) + head
+        tensors += _matrix(f"{at}.attn.c_attn", layer, width, 3 * width, bias=True)
+        tensors += _matrix(f"{at}.attn.c_proj", layer, width, width, bias=True)
+        tensors += _norm(f"{at}.ln_2", layer, width, bias=True)
+        tensors += _matrix(f"{at}.mlp.c_fc", layer, width, inner, bias=True)
+        tensors += _matrix(f"{at}.mlp.c_proj", layer, inner, width, bias=True)
+    return tensors + _norm("transformer.ln_f", None, width, bias=True) + _head(shape, width, vocabulary)
+
+
+def _head(shape: dict, width: int, vocabulary: int) -> list[Tensor]:
+    # a tied head is the embedding, which is counted there
+    return [] if shape["tie_word_embeddings"] else _matrix("lm_head", None, width, vocabulary, kind=HEAD)
 
 
 def _llama_like(shape: dict) -> list[Tensor]:
     width, vocabulary = shape["hidden_size"], shape["vocab_size"]
-    tensors = _matrix(None, vocabulary, width, kind=EMBEDDING)
+    tensors = _matrix("model.embed_tokens", None, vocabulary, width, kind=EMBEDDING)
     for layer in range(shape["num_hidden_layers"]):
-        tensors += _attention(shape, layer) + _feed_forward(shape, layer)
-        tensors += _norm(layer, width) + _norm(layer, width)
-    head = [] if shape["tie_word_embeddings"] else _matrix(None, width, vocabulary, kind=HEAD)
-    return tensors + _norm(None, width) + head
+        at = f"model.layers.{layer}"
+        tensors += _attention(shape, layer, f"{at}.self_attn") + _feed_forward(shape, layer, f"{at}.mlp")
+        tensors += _norm(f"{at}.input_layernorm", layer, width)
+        tensors += _norm(f"{at}.post_attention_layernorm", layer, width)
+    return tensors + _norm("model.norm", None, width) + _head(shape, width, vocabulary)
 
 
-def _attention(shape: dict, layer: int) -> list[Tensor]:
+def _attention(shape: dict, layer: int, at: str) -> list[Tensor]:
     widths, bias = widths_of(shape), bool(shape.get("attention_bias"))
     width, queries, keys = widths.hidden, widths.queries, widths.keys
-    tensors = _matrix(layer, width, queries, bias) + _matrix(layer, width, keys, bias)
-    tensors += _matrix(layer, width, keys, bias) + _matrix(layer, queries, width, bias)
-    return tensors + (2 * _norm(layer, widths.head_size) if shape["model_type"].startswith("qwen3") else [])
+    tensors = _matrix(f"{at}.q_proj", layer, width, queries, bias)
+    tensors += _matrix(f"{at}.k_proj", layer, width, keys, bias)
+    tensors += _matrix(f"{at}.v_proj", layer, width, keys, bias)
+    tensors += _matrix(f"{at}.o_proj", layer, queries, width, bias)
+    if shape["model_type"].startswith("qwen3"):
+        tensors += _norm(f"{at}.q_norm", layer, widths.head_size)
+        tensors += _norm(f"{at}.k_norm", layer, widths.head_size)
+    return tensors
 
 
-def _feed_forward(shape: dict, layer: int) -> list[Tensor]:
+def _feed_forward(shape: dict, layer: int, at: str) -> list[Tensor]:
     widths, bias = widths_of(shape), bool(shape.get("mlp_bias"))
     width, inner = widths.hidden, widths.inner
     if not is_mixture(shape, layer):
-        return 2 * _matrix(layer, width, inner, bias) + _matrix(layer, inner, width, bias)
+        tensors = _matrix(f"{at}.gate_proj", layer, width, inner, bias)
+        tensors += _matrix(f"{at}.up_proj", layer, width, inner, bias)
+        return tensors + _matrix(f"{at}.down_proj", layer, inner, width, bias)
     experts, inner = widths.experts, widths.expert_inner
-    router = _matrix(layer, experts, width, kind=ROUTER)
+    router = _matrix(f"{at}.gate", layer, experts, width, kind=ROUTER)
     # transformers 5.23 keeps the experts of a layer in two tensors: both halves of the gate, and the way back
-    halves = _matrix(layer, 2 * inner, width, experts=experts)
-    return router + halves + _matrix(layer, width, inner, experts=experts)
+    both = _experts(f"{at}.experts.gate_up_proj", layer, 2 * inner, width, experts)
+    return [*router, both, _experts(f"{at}.experts.down_proj", layer, width, inner, experts)]

@@ -14,6 +14,8 @@ const depthColor = (k, count) => {
   const [first, middle, last] = [0, 4, 1].map(runColor), place = (2 * k) / (count - 1);
   return place < 1 ? mixed(first, middle, place) : mixed(middle, last, place - 1);
 };
+// Of many runs, as of a sweep, colours tell the order; eight colours that repeat would not tell them apart.
+const colorOfRun = (index) => data.runs.length > RUN_COLORS.light.length ? depthColor(index, data.runs.length) : runColor(index);
 const faded = (hex, share) => hex + Math.round(255 * share).toString(16).padStart(2, "0");
 
 const X_AXES = {
@@ -98,20 +100,20 @@ const nearestValue = (u, s, index) => {
 };
 
 // Of many lines those whose values are nearest to the pointer, in the lines' order; what is not finite first of all.
-const MOST_TOLD = 8;
-const closest = (told, u) => {
-  if (told.length <= MOST_TOLD) return told;
+const MOST_IN_TIP = 8;
+const closest = (values, u) => {
+  if (values.length <= MOST_IN_TIP) return values;
   const far = ({ value }) => (value === null ? -1 : Math.abs(u.valToPos(value, "y") - u.cursor.top));
-  const near = new Set(told.slice().sort((a, b) => far(a) - far(b)).slice(0, MOST_TOLD));
-  return told.filter((each) => near.has(each));
+  const near = new Set(values.slice().sort((a, b) => far(a) - far(b)).slice(0, MOST_IN_TIP));
+  return values.filter((each) => near.has(each));
 };
 
 const tooltip = (u, tip, lines, marks, unit) => {
   const { left, idx } = u.cursor;
   if (left < 0 || idx === null || idx === undefined) { tip.style.display = "none"; return; }
   tip.replaceChildren(el("div", { class: "soft" }, X_AXES[xName()].label, el("b", {}, X_AXES[xName()].show(u.posToVal(left, "x")))));
-  const told = lines.map((line, i) => ({ line, value: line.quiet || !u.series[i + 1].show ? undefined : nearestValue(u, i + 1, idx) }));
-  for (const { line, value } of closest(told.filter(({ value }) => value !== undefined), u)) {
+  const values = lines.map((line, i) => ({ line, value: line.quiet || !u.series[i + 1].show ? undefined : nearestValue(u, i + 1, idx) }));
+  for (const { line, value } of closest(values.filter(({ value }) => value !== undefined), u)) {
     tip.append(el("div", {}, el("span", { class: "swatch", style: { background: line.color, alignSelf: "center" } }), line.label,
       el("b", {}, value === null ? "not finite" : UNITS[unit](value))));
   }
@@ -205,7 +207,7 @@ const legendOf = (chart, lines) => {
     event.currentTarget.setAttribute("aria-pressed", String(!entry.hidden));
     lines.forEach((line, i) => chart.setSeries(i + 1, { show: !entries.some((each) => each.hidden && each.covers(line)) }));
   } }, swatch(entry.color, entry.dash), entry.label));
-  return el("div", { class: entries.length > MOST_TOLD * 2 ? "legend many" : "legend" }, buttons);
+  return el("div", { class: entries.length > MOST_IN_TIP * 2 ? "legend many" : "legend" }, buttons);
 };
 
 const forgetCharts = () => { for (const { chart } of drawn) chart.destroy(); drawn.clear(); };

@@ -66,10 +66,10 @@ const PROPER = { hellaswag: "HellaSwag", mfu: "MFU", hfu: "HFU" };
 const proper = (name) => PROPER[name.toLowerCase()] || name;
 
 // A value of an event in words: of an object every value by its name, of a list its values.
-const told = (name, value) => {
+const inWords = (name, value) => {
   if (value === null || value === undefined) return "";
-  if (Array.isArray(value)) return value.map((item) => told(name, item)).join(", ");
-  if (typeof value === "object") return Object.entries(value).map(([key, item]) => `${proper(spoken(key))} ${told(key, item)}`).join(", ");
+  if (Array.isArray(value)) return value.map((item) => inWords(name, item)).join(", ");
+  if (typeof value === "object") return Object.entries(value).map(([key, item]) => `${proper(spoken(key))} ${inWords(key, item)}`).join(", ");
   if (typeof value === "boolean") return value ? "yes" : "no";
   return typeof value === "number" ? UNITS[unitOf(name)](value) : String(value);
 };

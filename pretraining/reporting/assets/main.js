@@ -14,7 +14,7 @@ const lossLines = () => {
   const strength = memory.get("smooth", 0.01);
   return data.runs.flatMap((run, i) => {
     const train = run.series["train/loss"], validation = run.series["eval/loss"];
-    const main = several ? runColor(i) : color("accent"), other = several ? runColor(i) : color("second");
+    const main = several ? colorOfRun(i) : color("accent"), other = several ? colorOfRun(i) : color("second");
     const name = several ? run.name : "training", parts = (part) => ({ run: several ? run.name : null, runLabel: run.label, part });
     return [
       train && strength > 0 ? { label: `${name} raw`, belongsTo: name, quiet: true, color: faded(main, 0.28), width: 1, series: train, ...parts("training") } : null,
@@ -30,7 +30,7 @@ const forecastLine = (run, i) => {
   if (!made || !at || xName() === "hours" || at.tokens >= made.tokens) return null;
   const tokens = Array.from({ length: 60 }, (_, k) => at.tokens + (k / 59) * (made.tokens - at.tokens));
   const series = { tokens, step: tokens.map((x) => (x / at.tokens) * at.step), value: tokens.map((x) => made.floor + made.scale * (x / made.unit) ** -made.exponent) };
-  return { label: several ? `${run.name} heading` : "heading for", run: several ? run.name : null, runLabel: run.label, part: "heading for", color: several ? runColor(i) : color("note"), dash: [2, 4], width: 1.5, series };
+  return { label: several ? `${run.name} heading` : "heading for", run: several ? run.name : null, runLabel: run.label, part: "heading for", color: several ? colorOfRun(i) : color("note"), dash: [2, 4], width: 1.5, series };
 };
 
 const lossCard = () => {
@@ -87,8 +87,8 @@ const everyMetric = () => [...new Set(data.runs.flatMap((run) => Object.keys(run
 const footer = (run) => el("footer", { class: "head" }, csvButton("All curves as CSV", data.runs.map((run) => run.name).join("-"), everyMetric()), [`written ${clock(data.written)}`, `${whole(run.num_rows)} logged rows`, run.folder,
   run.broken_lines ? `${run.broken_lines} line(s) of metrics.jsonl could not be read` : ""].filter(Boolean).join(" · "));
 
-// A page whose run is alive loads itself again, unless somebody is reading with hand on it. How its runs stand is told
-// by the reader's clock: nobody writes the page of a run that was killed.
+// A page whose run is alive loads itself again, unless somebody is reading with hand on it. The state of
+// its runs follows from the reader's clock: nobody writes the page of a run that was killed.
 const age = () => {
   for (const node of document.querySelectorAll("[data-standing]")) {
     const run = data.runs[node.dataset.standing], state = stateOf(run);

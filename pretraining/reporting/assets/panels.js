@@ -8,7 +8,7 @@ const GROUPS = [
     ["Gradient norm before clipping", ["train/grad_norm"], { logY: true }],
   ]],
   ["Validation", [
-    ["Validation, bits per byte of text", ["eval/bits_per_byte"]],
+    ["Bits per byte, validation", ["eval/bits_per_byte"]],
   ]],
   ["Scores", []],
   ["Speed", [
@@ -95,7 +95,7 @@ const same = (a, b) => a && b && a.value.length === b.value.length && a.value.ev
 const chartLines = (names) => names.flatMap((name, k) => data.runs.map((run, i) => ({
   label: [several ? run.name : "", names.length > 1 || !several ? partOf(name) : ""].filter(Boolean).join(" "),
   run: several ? run.name : null, runLabel: run.name, part: names.length > 1 ? partOf(name) : null, metric: name, noisy: NOISY.test(name),
-  color: several ? runColor(i) : names.length > MANY ? depthColor(k, names.length) : runColor(k), dash: several && k ? [1 + (5 * k) % 6, 3 + (k % 6)] : null, dots: name.startsWith("eval/"), series: run.series[name],
+  color: several ? colorOfRun(i) : names.length > MANY ? depthColor(k, names.length) : runColor(k), dash: several && k ? [1 + (5 * k) % 6, 3 + (k % 6)] : null, dots: name.startsWith("eval/"), series: run.series[name],
 }))).flatMap((line, _, all) => all.some((other) => other !== line && other.run === line.run && same(other.series, line.series) && all.indexOf(other) < all.indexOf(line)) ? [] :
   line.noisy && names.length <= MANY ? withSmooth(line, memory.get("smooth", 0.01)) : [line]);
 

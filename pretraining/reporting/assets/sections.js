@@ -73,7 +73,7 @@ const comparison = (data) => {
     ["tokens/s, all steps", overall("tokens_per_second")], ["MFU, all steps", overall("mfu")], ["goodput", last("throughput/goodput")]];
   const shown = columns.filter(([, value]) => data.runs.some((run) => value(run) !== "–"));
   const rows = data.runs.map((run, i) => [
-    el("span", { class: "kind" }, el("span", { class: "swatch dot", style: { background: runColor(i), marginRight: "8px" } }), run.name),
+    el("span", { class: "kind" }, el("span", { class: "swatch dot", style: { background: colorOfRun(i), marginRight: "8px" } }), run.name),
     el("span", {}, el("span", { "data-standing": i }), " ", standing(i)), run.last_place ? whole(run.last_place.step) : "–", run.last_place ? compact(run.last_place.tokens, 4) : "–",
     ...shown.map(([, value]) => value(run))]);
   return el("section", { class: "card" }, el("h2", {}, `${data.runs.length} runs`),
@@ -147,7 +147,7 @@ const events = (run) => {
   const count = run.events.filter(({ routine }) => routine).length, all = memory.get("routine", false);
   const rows = run.events.slice().reverse().filter(({ routine }) => all || !routine).map((event) => {
     const { time, event: kind, step, routine, export: files, ...rest } = event;
-    const details = Object.entries(rest).map(([key, value]) => [key, told(key, value)]).filter(([, text]) => text !== "");
+    const details = Object.entries(rest).map(([key, value]) => [key, inWords(key, value)]).filter(([, text]) => text !== "");
     return [el("span", { class: "num soft" }, time ? clock(Date.parse(time) / 1000) : ""),
       el("span", { class: "kind" }, el("span", { class: `level ${level(kind)}` }), spoken(String(kind))), whole(step),
       details.map(([key, text]) => `${proper(spoken(key))} ${text}`).join(" · ")];

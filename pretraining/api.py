@@ -1,0 +1,266 @@
+"""Prepare and train from Python, as in a notebook: what the commands do, with their results as objects.
+
+    from pretraining.api import prepare, run
+
+    data = prepare("tiny")
+    result = run("tiny", set={"budget.tokens": 204_800}, output_dir="runs/short")
+    result.metrics["eval/loss"], result.export
+
+Keywords are the options of `train.py` and `data_prep.py`. Each call starts the command as a process of its own: the
+notebook keeps its signals, its threads and its GPU memory, and a launcher may start several ranks.
+"""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretraining.command_line import parse_train_arguments
+from pretraining.errors import UserError
+from pretraining.recipe import Recipe
+from pretraining.refusals import load_run
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, STOPPED
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import REPOSITORY
+from pretraining.supervise import READ, REQUESTS, Supervisor
+
+if TYPE_CHECKING:
+    import numpy as np
+
+REASONS = {FINISHED: "finished", STOPPED: "stopped", HANG: "hang", GAVE_UP: "gave up"}
+"""{exit code: why a run ended}; any other code is an error."""
+LINES_KEPT = 20
+"""Last lines of a command that ended with an error, for its message."""
+
+
+class CommandFailed(RuntimeError):
+    """A command crashed: its last lines."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended, and where its files are."""
+
+    name: str
+    folder: Path
+    exit_reason: str
+    """finished; stopped (on request, with a checkpoint: the same call goes on); hang; gave up."""
+    step: int
+    """The last step that was logged."""
+    metrics: dict[str, float]
+    """The newest value of every metric, by its name in metrics.jsonl: `eval/loss`, `train/loss`, ..."""
+    export: Path | None
+    """The `from_pretrained` folder of a finished run."""
+    report: Path | None
+
+    @classmethod
+    def of(cls, folder: Path, exit_reason: str) -> "RunResult":
+        """Read what the run has written."""
+        run, metrics = RunFolder(folder), {}
+        for row in read_rows(run.metrics):
+            metrics |= row
+        recipe = json.loads(run.recipe.read_text(encoding="utf-8")) if run.recipe.exists() else {}
+        step = metrics.pop("step", 0)
+        metrics.pop("time", None)
+        exported = exit_reason == REASONS[FINISHED] and run.export.is_dir()
+        export, report = run.export if exported else None, run.report if run.report.exists() else None
+        return cls(recipe.get("name", folder.name), folder, exit_reason, step, metrics, export, report)
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON object a line: `pandas.read_json(result.metrics_file, lines=True)`."""
+        return RunFolder(self.folder).metrics
+
+    @property
+    def rows(self) -> list[dict]:
+        """Every logged row."""
+        return read_rows(self.metrics_file)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared data set."""
+
+    folder: Path
+    summary: dict
+    """What `data_prep.py --json` prints."""
+    recipe: Recipe
+
+    def tokens(self, split: str = "train", start: int = 0, stop: int | None = None) -> "np.ndarray":
+        """Return tokens `start` up to `stop` of a split, by default all: documents one after the other."""
+        from pretraining.data.prepared import open_prepared
+
+        part = getattr(open_prepared(self.recipe, self.folder.parent), split)
+        return part.read(start, part.num_tokens if stop is None else min(stop, part.num_tokens))
+
+
+def prepare(recipe: str | Path, *, show: bool = True, **options: Any) -> Prepared:
+    """Prepare a recipe's data; returns at once if that is done.
+
+    options: those of data_prep.py by name: `set={"data.name": "mine"}`, `data_dir`, `workers`, `replace`, ...
+    show: print what the command prints.
+
+    Raises:
+        UserError: what the command says in one line.
+        KeyboardInterrupt: it was interrupted; the same call goes on.
+    """
+    words = [*words_of({"recipe": recipe, **options}), "--json"]
+    answer: list[str] = []
+
+    def read(line: str) -> None:
+        # the summary is the last line; progress comes before it
+        if line.startswith("{"):
+            answer.append(line)
+        elif show:
+            print(line, end="", flush=True)
+
+    keep, last = _keeping(read)
+    command = [sys.executable, str(REPOSITORY / "data_prep.py"), *words]
+    process = subprocess.Popen(command, env=os.environ | _variables(), **READ)
+    try:
+        for line in process.stdout:
+            keep(line)
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        raise
+    finally:
+        process.wait()
+    if process.returncode or not answer:
+        raise _failure(command, process.returncode, last)
+    summary = json.loads(answer[-1])
+    loaded, _ = load_run(str(recipe), settings_of(options.get("set", {})))
+    return Prepared(Path(summary.get("folder", "")), summary, loaded)
+
+
+def run(recipe: str | Path, *, launcher: str = "", show: bool = True, **options: Any) -> RunResult:
+    """Train a recipe, or continue its run; a finished one is not started again.
+
+    An interrupt (the stop button of a notebook) asks the run to save and stop.
+
+    Args:
+        launcher: what starts the ranks: "deepspeed --num_gpus=8"; by default one process without any.
+        show: print what the run prints.
+        options: those of train.py by name: `set={"training.learning_rate": 1e-3}`, `output_dir`, `deepspeed`,
+            `data_dir`, `resume`, `allow_change=["data"]`, `force=True`, ...
+
+    Raises:
+        UserError: what the command says in one line.
+        CommandFailed: it crashed.
+    """
+    words = words_of({"recipe": recipe, **options})
+    folder = run_folder_of(words)
+    read = _printed if show else _ignored
+    return RunResult.of(folder, REASONS[train(train_command(words, launcher), read)])
+
+
+def run_folder_of(words: Sequence[str]) -> Path:
+    """Check the options of train.py and the recipe in this process, and return the folder of the run."""
+    options = parse_train_arguments(list(words))
+    if options.plan:
+        raise UserError(
+            "plan: a plan starts no run; python -m pretraining.planning answers, or train.py --plan --json"
+        )
+    recipe, _ = load_run(options.recipe, options.set, options.deepspeed)
+    return Path(options.output_dir or REPOSITORY / "runs" / recipe.name)
+
+
+def train_command(words: Sequence[str], launcher: str) -> list[str]:
+    """Return the command that trains: this Python, or a launcher, with train.py."""
+    before = shlex.split(launcher) or [sys.executable]
+    return [*before, str(REPOSITORY / "train.py"), *words]
+
+
+def words_of(options: Mapping[str, Any]) -> list[str]:
+    """Write keywords as a command's options: `force=True` as --force, a list as an option that is repeated."""
+    words = []
+    for name, value in options.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        if name in ("set", "slurm"):
+            values = settings_of(value)
+        for each in values:
+            if each is True:
+                words.append(f"--{name}")
+            elif each is not None and each is not False:
+                words += [f"--{name}", str(each)]
+    return words
+
+
+def settings_of(settings: Mapping[str, Any] | Sequence[str] | str) -> list[str]:
+    """Return the texts that `--set` takes, of {"section.key": value} or of such texts."""
+    if isinstance(settings, str):
+        return [settings]
+    if isinstance(settings, Mapping):
+        return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    return list(settings)
+
+
+def train(command: list[str], read: Callable[[str], None]) -> int:
+    """Run a command of train.py to its end, line by line through `read`; returns the run's own exit code.
+
+    Raises:
+        UserError: it refused, in its own words.
+        CommandFailed: it crashed.
+    """
+    keep, last = _keeping(read)
+    with tempfile.TemporaryDirectory(prefix="run_") as folder, _signals_kept():
+        code = Supervisor(command, Path(folder), keep, _variables()).run(0)
+    if code not in REASONS:
+        raise _failure(command, code, last)
+    return code
+
+
+def _keeping(read: Callable[[str], None]) -> tuple[Callable[[str], None], deque[str]]:
+    """Return a reader that keeps a command's last lines, and these lines."""
+    last: deque[str] = deque(maxlen=LINES_KEPT)
+
+    def keep(line: str) -> None:
+        last.append(line)
+        # an exception reports it
+        if not line.startswith("error: "):
+            read(line)
+
+    return keep, last
+
+
+def _failure(command: list[str], code: int, last: Iterable[str]) -> Exception:
+    said = [line.removeprefix("error: ").strip() for line in last if line.startswith("error: ")]
+    if said:
+        return UserError(said[0])
+    return CommandFailed(f"{shlex.join(command)}\nended with exit code {code}:\n{''.join(last)}")
+
+
+def _variables() -> dict[str, str]:
+    # a notebook's kernel need not have the environment's commands on its PATH
+    own = str(Path(sys.executable).parent)
+    return {"PATH": os.pathsep.join([own, os.environ.get("PATH", os.defpath)]), "PYTHONUNBUFFERED": "1"}
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Put the handlers of signals back that a Supervisor sets."""
+    handlers = {number: signal.getsignal(number) for number in REQUESTS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def _printed(line: str) -> None:
+    print(line, end="", flush=True)
+
+
+def _ignored(line: str) -> None:
+    pass
