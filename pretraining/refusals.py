@@ -54,6 +54,7 @@ def load_run(
     overrides: Iterable[str] = (),
     deepspeed: str | None = None,
     world_size: int | None = None,
+    limit_tokens: int | None = None,
 ) -> tuple[Recipe, dict | None]:
     """Read a recipe and its ds_config, and refuse what cannot work with them and the number of ranks.
 
@@ -62,11 +63,12 @@ def load_run(
         overrides: `section.key=value` texts.
         deepspeed: replaces the recipe's `deepspeed`; "null" means none.
         world_size: number of ranks; None if it is not known yet.
+        limit_tokens: the most that the run may train on.
 
     Raises:
         UserError: one line that names the file, the dotted key, what is wrong, and what to do.
     """
-    recipe = load_recipe(name_or_path, overrides, deepspeed)
+    recipe = load_recipe(name_or_path, overrides, deepspeed, limit_tokens, world_size)
     ds_config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
     check_run(recipe, ds_config, world_size)
     return recipe, ds_config
