@@ -67,6 +67,7 @@ def recipe_for(*sources: Path | str | dict, **data) -> SimpleNamespace:
         data=Data.of(section),
         model=Model(vocab_size=512),
         sequence_length=32,
+        extensions=[],
     )
 
 
