@@ -70,6 +70,19 @@ def test_extended_is_as_made_at_once(sources, tmp_path, cleaning):
     assert [path.name for path in (tmp_path / "extended").iterdir()] == ["corpus"]
 
 
+@pytest.mark.parametrize("share", [0, 0.2])
+def test_validation_of_ones_own_is_whole_in_every_portion(sources, tmp_path, share):
+    """Extended as made at once; and a run of the smaller part validates on all of it."""
+    letters = write_jsonl(tmp_path / "letters.jsonl", make_texts(30, 7))
+    own = {"validation": {"sources": [{"path": str(letters), "name": "letters"}]}, "validation_share": share}
+    small, large = capped(sources, 3000, 5000, **own), capped(sources, 7000, 5000, **own)
+    prepare(tmp_path / "extended", small)
+    before = seen(open_prepared(small, tmp_path / "extended"))
+    assert prepare(tmp_path / "extended", large) == prepare(tmp_path / "at_once", large)
+    assert manifest_of(tmp_path / "extended")["validation_sources"][0]["documents"] == 30
+    assert seen(open_prepared(small, tmp_path / "extended")) == before
+
+
 def test_run_sees_its_own_part_of_what_others_had_prepared(sources, tmp_path):
     """Promise 1: a run of capped data is the same beside a data set that holds more, whoever had it prepared."""
     small, large = capped(sources, 3000, 5000), capped(sources, 9000, None)
