@@ -85,7 +85,7 @@ def on_two_ranks(folder: Path, section: dict, stage: str) -> dict:
     environment = {**os.environ, RANK_FOLDER: str(folder), "OMP_NUM_THREADS": "1"}
     finished = subprocess.run(command, env=environment, capture_output=True, cwd=REPOSITORY, text=True)
     if finished.returncode:
-        raise SystemExit(finished.stderr[-3000:])
+        raise SystemExit(finished.stderr[-6000:])
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
     return {
         "difference": max(each["difference"] for each in found),
@@ -132,17 +132,14 @@ def build_on_rank(folder: Path) -> None:
     from pretraining.model.counting import build_on_meta
     from pretraining.model.given_weights import GivenWeights
     from pretraining.model.weight_files import open_weights
-    from pretraining.recipe.sections import Speed
-    from pretraining.recipe.training import Training
+    from pretraining.recipe import load_recipe
     from pretraining.training.arguments import build_arguments
     from pretraining.training.ranks import join_ranks, leave_ranks
 
     asked = json.loads((folder / "asked.json").read_text())
     section, stage = asked["section"], asked["stage"]
     join_ranks()
-    training = Training({"per_device_train_batch_size": 1, "learning_rate": 1e-3, "report_to": "none"})
-    recipe = SimpleNamespace(training=training, training_keywords=training, num_steps=1, path="r.json")
-    recipe.speed = Speed(compile="none")
+    recipe = load_recipe("tiny", ["speed.compile=none"])
     meta, _ = build_on_meta(section)
     arguments = build_arguments(recipe, load_ds_config(stage), folder, 1)
     ids = SimpleNamespace(bos_token_id=0, eos_token_id=0)

@@ -263,6 +263,7 @@ def test_a_run_begins_from_them_and_a_resumed_one_does_not_need_them(workshop, s
     assert began["source"] == str(source) and began["tokenizer"] == "the same" and not began["added_rows"]
     trained = json.loads((sharded.folder / "checkpoint-8" / "committed.json").read_text())
     assert trained["initial_weights"]["digest"] == began["digest"]
+    assert f"began with the weights of `{source}`" in (plain.folder / "export" / "README.md").read_text()
     for run in (sharded, plain):
         before, after = (
             AutoModelForCausalLM.from_pretrained(each).state_dict()
