@@ -21,6 +21,7 @@ EXAMPLES = """examples:
   python data_prep.py --recipe my_recipe.json --data_dir /fast/disk/data
   python data_prep.py --recipe 30b --executor slurm --slurm partition=cpu --slurm time=12:00:00
   python data_prep.py --recipe my_recipe.json --set data.filters.0.min_words=100 --replace
+  python data_prep.py --recipe 1.5b --limit_tokens 5e6
   python data_prep.py --recipe 124m --count --count_documents 10000
 
 A second run with the same sources returns at once; an interrupted one goes on with what is not finished. A finished
@@ -29,7 +30,7 @@ data set is never changed unasked: see --replace."""
 
 def main() -> None:
     options = parse_arguments()
-    recipe, _ = load_run(options.recipe, options.set)
+    recipe, _ = load_run(options.recipe, options.set, limit_tokens=options.limit_tokens)
     # --json is for scripts, which need no progress bar.
     if options.count:
         answer = count_data(recipe, options.count_documents, show_progress=not options.json)

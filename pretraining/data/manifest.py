@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 MANIFEST_NAME = "manifest.json"
+POSITIONS_FILE = "validation_positions.npy"
+"""For each document of validation, the tokens of training of its source before it: int64 [documents]. A run that sees
+only the first documents of a source finds there which of validation belong to them."""
+
 DECIDING_KEYS = (
     "sources",  # the texts, in this order: of each source what follows
     "tokenizer",  # the ids

@@ -6,8 +6,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pretraining.addresses import is_remote
+from pretraining.data.excerpt import excerpt_of
 from pretraining.data.manifest import (
+    POSITIONS_FILE,
     data_differences,
     fitting_beside,
     num_shard_bytes,
@@ -17,6 +21,7 @@ from pretraining.data.manifest import (
 )
 from pretraining.data.mixture import Mixture, build_mixture
 from pretraining.data.packed_dataset import PackedDataset
+from pretraining.data.portions import check_enough, portions_of
 from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.data.tokenizer import check_vocabulary, fingerprint_of
@@ -97,10 +102,13 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: CacheSettings | 
         raise UserError(f"{folder}: the data is not prepared; run: {command}")
     _check_manifest(recipe, manifest, folder, f"{command} --replace")
     _check_tokenizer(manifest, folder, command)
+    check_enough(manifest, portions_of(recipe), folder, command)
     splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
     # Last, because it reads every shard.
     if num_shard_bytes(manifest) <= VERIFIED_BYTES:
         verify(folder)
+    manifest = excerpt_of(manifest, splits, portions_of(recipe), lambda: np.load(folder / POSITIONS_FILE))
+    splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
 
 
@@ -116,6 +124,9 @@ def _open_remote(recipe: Recipe, data_root: str, cache: CacheSettings) -> Prepar
     # transformers opens a local folder only, so the tokenizer is fetched at once.
     folder = remote.local_folder(manifest)
     _check_tokenizer(manifest, folder, command + copying)
+    check_enough(manifest, portions_of(recipe), remote.address, command + copying)
+    splits = {name: StreamedSplit(remote, name, entry) for name, entry in manifest["splits"].items()}
+    manifest = excerpt_of(manifest, splits, portions_of(recipe), remote.read_positions)
     splits = {name: StreamedSplit(remote, name, entry) for name, entry in manifest["splits"].items()}
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
 

@@ -114,10 +114,10 @@ def work_folder(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.work"
 
 
-def publish(folder: Path) -> Path | None:
+def publish(folder: Path, contains_earlier: bool = False) -> Path | None:
     """Put the finished building in the place of `folder`, after the disk holds all of it.
 
-    If there was a data set before, return the path under which it is kept.
+    If there was a data set before, return the path under which it is kept; one that the new one contains is removed.
     """
     building = _building(folder)
     # Before the renames: after a power cut, a published name must not lead to half-written files.
@@ -127,6 +127,8 @@ def publish(folder: Path) -> Path | None:
     if folder.exists() and any(folder.iterdir()):
         folder.rename(_previous(folder))
     building.rename(folder)
+    if contains_earlier:
+        shutil.rmtree(_previous(folder))
     kept = _keep_previous(folder)
     # The renames themselves are kept by the parent folder.
     sync_to_disk(folder.parent)

@@ -121,7 +121,7 @@ class SplitWriter:
             "size": path.stat().st_size,
             "buffers": buffer_positions(path),
             "checksum": checksum_of_file(path),
-            "tokens_digest": _digest_of_documents(self._tokens, np.asarray(self._ends)[1:]),
+            "tokens_digest": digest_of_documents(self._tokens, np.asarray(self._ends)[1:]),
         }
 
     def finish(self) -> dict:
@@ -138,7 +138,7 @@ class SplitWriter:
 
 def split_entry(folder: Path, shards: list[dict], dtype: str) -> dict:
     """Make a split's part of the manifest from its shards' entries; write the JSON files `load_from_disk` expects."""
-    checksum = _joined_digest([s["tokens_digest"] for s in shards], [s["documents"] for s in shards])
+    checksum = joined_digest([s["tokens_digest"] for s in shards], [s["documents"] for s in shards])
     _write_dataset_files(folder, [shard["file"] for shard in shards], np.dtype(dtype), checksum)
     totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
     return {**totals, "dtype": dtype, "checksum": checksum, "shards": shards}
@@ -213,7 +213,7 @@ def _write_dataset_files(folder: Path, shard_names: list[str], dtype: np.dtype, 
 # The digest of a token stream; see the module.
 
 
-def _digest_of_documents(tokens: np.ndarray, ends: np.ndarray) -> str:
+def digest_of_documents(tokens: np.ndarray, ends: np.ndarray) -> str:
     """Digest, in 32 hex digits, the documents that end at `ends` [documents] of `tokens` [tokens]."""
     content, width = memoryview(np.ascontiguousarray(tokens)).cast("B"), tokens.itemsize
     edges = [0, *(ends * width).tolist()]
@@ -225,7 +225,7 @@ def _digest_of_documents(tokens: np.ndarray, ends: np.ndarray) -> str:
     )
 
 
-def _joined_digest(digests: list[str], num_documents: list[int]) -> str:
+def joined_digest(digests: list[str], num_documents: list[int]) -> str:
     """Join the digests of streams, from these digests and their numbers of documents."""
     values = [0, 0]
     for digest, count in zip(digests, num_documents, strict=True):

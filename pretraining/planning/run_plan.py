@@ -10,6 +10,7 @@ from pretraining.planning.memory.states import ModelState, checkpoint_bytes, opt
 from pretraining.planning.memory.tensors import frozen_tensors, precision_of, trained_tensors
 from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.recipe import Recipe, accumulation_steps
+from pretraining.recipe.data import num_unique_tokens
 
 if TYPE_CHECKING:
     from pretraining.planning.gate import Machine, Verdict
@@ -45,6 +46,8 @@ class RunPlan:
     """Earlier checkpoints of which the weights alone stay (`checkpoints.demote_to_weights`)."""
     export_bytes: int
     """Bytes of the exported model, in the precision that holds the weights."""
+    unique_tokens: int
+    """Tokens that are read at least once: what has to be prepared for training."""
     data_bytes: int
     """Bytes of the token shards that the run reads, if it reads each token once."""
     ds_config: dict | None = None
@@ -119,6 +122,7 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         UserError: ranks x micro-batch x length does not divide the tokens per step.
     """
     size = model_size(recipe.model)
+    unique = num_unique_tokens(recipe.data, recipe.num_samples, recipe.sequence_length)
     tokens, kept, written = recipe.num_tokens, _checkpoints_kept(recipe), checkpoints_written(recipe)
     return RunPlan(
         name=recipe.name,
@@ -147,7 +151,8 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         # every checkpoint that is not kept whole
         weights_kept=written - kept if recipe.checkpoints.demote_to_weights else 0,
         export_bytes=precision_of(recipe, ds_config).weights * size.total,
-        data_bytes=tokens * token_bytes(recipe.model.vocab_size),
+        unique_tokens=unique,
+        data_bytes=unique * token_bytes(recipe.model.vocab_size),
     )
 
 

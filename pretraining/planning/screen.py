@@ -85,7 +85,7 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
         "model": _model_words(recipe, plan),
         "precision": precision_of_products(recipe),
         "compiles": compiled_part(recipe, ds_config),
-        "recomputation": recomputation_text(recomputed_one_in(recipe)),
+        "recomputation": recomputation_text(recomputed_one_in(recipe), recipe.speed.recompute),
         "gpu": gpu.name if gpu else None,
         "gpu_memory_bytes": there,
         "fitting_gpus": _fitting_gpus(recipe, ds_config, world_size),
@@ -192,7 +192,7 @@ def plan_line(recipe: Recipe, plan: RunPlan, left: float = 1.0) -> str:
     there = f" of {num_bytes(machine.gpu_memory_bytes)}" if machine.gpu_memory_bytes else ""
     parts = [f"{num_bytes(foreseen['peak_memory_bytes'])}{there} of memory on each rank"]
     if foreseen["training_seconds"] is None:
-        parts.append("no time (it is planned for GPUs of the table)")
+        parts.append("no time (this device is not in the table of GPUs)")
     else:
         speed = forecast(workload_of_recipe(recipe, plan.ds_config), machine.gpu, plan.world_size)
         rest = "" if left == 1 else " for what is left"
@@ -262,9 +262,11 @@ def _fits_words(answer: dict) -> str:
 
 
 def _time_and_money(answer: dict) -> list[tuple[str, str]]:
-    read = (
-        f"{answer['tokens']:,} tokens, each read once, are {num_bytes(answer['data_bytes'])} of token shards"
-    )
+    unique, shards = answer["unique_tokens"], f"{num_bytes(answer['data_bytes'])} of token shards"
+    read = f"{answer['tokens']:,} tokens, each read once, are {shards}"
+    if unique < answer["tokens"]:
+        epochs = answer["tokens"] / unique
+        read = f"{unique:,} tokens, read {epochs:.3g} times, are {shards}"
     disk = disk_words(answer["disk"], answer["checkpoints_kept"])
     speed = answer["forecast"]
     if speed is None:

@@ -47,7 +47,7 @@ NEUTRAL_TRAINING_KEYS = frozenset(
 )
 
 # `data` keys that say where the tokens are and how fast they were made: which ones they are, their fingerprint says.
-NEUTRAL_DATA_KEYS = frozenset({"name", "encoder"})
+NEUTRAL_DATA_KEYS = frozenset({"name", "encoder", "prepare"})
 # `loss` keys that say how the same loss is computed.
 NEUTRAL_LOSS_KEYS = frozenset({"kind", "chunk_tokens", "compile"})
 NEUTRAL_KEYS = frozenset(

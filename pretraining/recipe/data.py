@@ -64,6 +64,18 @@ class Source(TextOrigin):
         default=None,
         exclusiveMinimum=0,
     )
+    max_tokens: int | None = key(
+        "Take the source's first documents alone: up to the one with which training has so many tokens of it.",
+        default=None,
+        minimum=1,
+        omitted=True,
+    )
+    max_documents: int | None = key(
+        "Take the source's first documents alone: up to so many for training, beside those of validation.",
+        default=None,
+        minimum=1,
+        omitted=True,
+    )
 
 
 class ValidationSource(TextOrigin):
@@ -193,6 +205,11 @@ class Data(Section):
         "else tokenizers. The tokens are the same.",
         default="auto",
     )
+    prepare: Literal["all", "budget"] = key(
+        "How much of the sources is encoded: all of it, or what the budget needs of each by its share, each token "
+        "once, and validation. A larger budget goes on from there.",
+        default="all",
+    )
     filters: list[dict] = key(default=[], schema={})
     dedup: Dedup | None = key(default=None)
     decontaminate: Decontaminate | None = key(default=None)
@@ -288,6 +305,9 @@ def source_names(section: Data, where: str) -> list[str]:
         if name in names[:number] and is_mixed(section):
             what = f"is {name!r} like that of source {names.index(name)}; give each a name of its own"
             raise problem(where, f"data.sources.{number}.name", what)
+        if name == "mixture" and is_mixed(section):
+            what = "is 'mixture', which is what validations call the whole mixture; give it another name"
+            raise problem(where, f"data.sources.{number}.name", what)
     return names
 
 
@@ -304,9 +324,44 @@ def run_shares(wished: Sequence[WishedStage], num_samples: int) -> list[Fraction
 def check_mixture(data: Data, num_samples: int, sequence_length: int, where: str) -> None:
     """Raise `UserError` for what is wrong with a mixture before its data, and thus its sources' sizes, are there."""
     names = source_names(data, where)
+    if data.prepare == "budget" and not shares_are_written(data):
+        what = f"is budget, but the {len(names)} sources are read by size, which is known once all is prepared; give "
+        what += (
+            "every source a weight, or set prepare to all (and max_tokens of the sources, if they are large)"
+        )
+        raise problem(where, "data.prepare", what)
     if is_mixed(data):
         # sizes are not known yet; any will do, since only the shares depend on them
         read_stages(data, names, [1] * len(names), num_samples, sequence_length, where)
+
+
+def shares_are_written(data: Data) -> bool:
+    """Whether the recipe says what share each source has, without a look at the sources' sizes."""
+    stages = (data.mixture and data.mixture.stages) or []
+    by_weights = all(source.weight is not None for source in data.sources)
+    by_stages = bool(stages) and all(stage.weights is not None for stage in stages)
+    return len(data.sources) == 1 or by_weights or by_stages
+
+
+def num_unique_tokens(data: Data, num_samples: int, sequence_length: int) -> int:
+    """Tokens that a run reads at least once: those of its budget, but for what the sources' caps make it repeat."""
+    num_tokens, caps = num_samples * sequence_length, [source.max_tokens for source in data.sources]
+    if not shares_are_written(data):
+        # The share of each is not known: only all caps together limit the run.
+        return min([num_tokens, *([sum(cap or 0 for cap in caps)] if all(caps) else [])])
+    if len(caps) == 1:
+        return min(num_tokens, caps[0] or num_tokens)
+    names = [source.called for source in data.sources]
+    stages = read_stages(data, names, [1] * len(names), num_samples, sequence_length, "")
+    stops = [num_samples if stage.stop is None else stage.stop for stage in stages]
+    drawn = [
+        sum((stop - stage.start) * stage.shares[n] for stage, stop in zip(stages, stops, strict=True))
+        for n in range(len(names))
+    ]
+    return sum(
+        min(int(samples * sequence_length), cap or num_tokens)
+        for samples, cap in zip(drawn, caps, strict=True)
+    )
 
 
 def read_stages(

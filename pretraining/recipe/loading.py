@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from pretraining.addresses import masked
 from pretraining.ds_config import short_name
 from pretraining.errors import UserError, nearest
 from pretraining.extend import MODEL, Extension, is_path, read_extensions
+from pretraining.recipe.limit import limited
 from pretraining.recipe.model import EXACT, checked_model, other_model_types, refuse_names_of_others
 from pretraining.recipe.recipe import RECIPES, SECTIONS, Recipe
 from pretraining.recipe.section import schema_file
@@ -61,13 +63,21 @@ OTHER_NAMES = {
 """{dotted key: what other frameworks call it}"""
 
 
-def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str | None = None) -> Recipe:
+def load_recipe(
+    name_or_path: str,
+    overrides: Iterable[str] = (),
+    deepspeed: str | None = None,
+    limit_tokens: int | None = None,
+    world_size: int | None = None,
+) -> Recipe:
     """Read a recipe by its name in recipes/ or by its path, apply `--set` overrides, and check all of it.
 
     Args:
         name_or_path: `tiny`, `features/muon`, or a path that ends in .json.
         overrides: `section.key=value` texts, applied in order.
         deepspeed: takes the place of the recipe's `deepspeed`; "null" means none.
+        limit_tokens: the most that the run may train on; see `limit`.
+        world_size: number of ranks, to which a limited recipe's micro-batch is fitted; None if it is not known.
 
     Raises:
         UserError: one line naming the file (or option), the dotted key, what is wrong, and the nearest valid
@@ -87,6 +97,11 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = (), deepspeed: str
     # An address among the overrides may hold a credential.
     where += masked(f" with --set {' '.join(overrides)}") if overrides else ""
     recipe = _built(values, path, where, tuple(overrides))
+    if limit_tokens is not None:
+        written = {override.partition("=")[0] for override in overrides}
+        values = limited(values, recipe, limit_tokens, written, world_size or 1)
+        where += f" with --limit_tokens {limit_tokens}"
+        recipe = replace(_built(values, path, where, tuple(overrides)), limit_tokens=limit_tokens)
     recipe.check(where)
     return recipe
 

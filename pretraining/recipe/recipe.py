@@ -126,6 +126,8 @@ class Recipe:
     """Modules of the user's own, read and not run."""
     overrides: tuple[str, ...] = field(default=(), compare=False)
     """The `--set` texts it was read with."""
+    limit_tokens: int | None = field(default=None, compare=False)
+    """The `--limit_tokens` it was read with."""
 
     def __post_init__(self) -> None:
         """Sections are built from the JSON objects of a file, or of `dataclasses.replace`."""
@@ -140,11 +142,12 @@ class Recipe:
 
     @property
     def words(self) -> list[str]:
-        """What a command takes to read this recipe again: `--recipe`, its name or path, and every `--set`."""
+        """What a command takes to read this recipe again: its name or path, every `--set`, and its limit."""
         # a recipe of ours is named as `load_recipe` takes it: features/muon
         ours = self.path.is_relative_to(RECIPES)
         reference = self.path.relative_to(RECIPES).with_suffix("").as_posix() if ours else str(self.path)
-        return ["--recipe", reference, *(word for text in self.overrides for word in ("--set", text))]
+        limit = [] if self.limit_tokens is None else ["--limit_tokens", str(self.limit_tokens)]
+        return ["--recipe", reference, *(word for text in self.overrides for word in ("--set", text)), *limit]
 
     @property
     def sequence_length(self) -> int:

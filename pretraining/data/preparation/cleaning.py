@@ -166,7 +166,7 @@ class Clean(Stage):
 
     def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
         """Read a piece, leave out what the recipe does not want, write the rest with hashes and signatures."""
-        cleaner, skipped = _Cleaner(self.filters, self.evaluation_sets), {}
+        cleaner, skipped = Cleaner(self.filters, self.evaluation_sets), {}
         # Batches again: what is left of a text may be empty, and its draw follows from the text as it is now.
         documents = cleaner.documents(self.corpus.batches(range(number, number + 1), skipped))
         batches = read_batches(self.corpus.pieces[number].source, documents, {}, skip_undecodable=False)
@@ -200,7 +200,7 @@ class CleanValidation(Clean):
     name = "clean-validation"
 
 
-class _Cleaner:
+class Cleaner:
     """Apply the recipe's filters and evaluation sets to a piece, and keep count of what they take out."""
 
     def __init__(self, filters: list[dict], evaluation_sets: EvaluationSets | None):
@@ -445,14 +445,71 @@ class CleanedCorpus:
 
     def reports(self) -> dict:
         """Join {"filters", "decontamination", "duplicates"}, as far as the recipe asks for them, over all pieces."""
-        pieces, found = self.clean.reports(), {}
-        if self.clean.filters:
-            merged = FilterReport.merged([FilterReport.from_dict(piece["filters"]) for piece in pieces])
-            found["filters"] = merged.to_dict()
-        if self.clean.evaluation_sets:
-            found["decontamination"] = merge_reports(
-                report for piece in pieces for report in piece["decontamination"]
-            )
+        found = shown_reports(self.clean, self.clean.reports())
         if self.fates:
             found["duplicates"] = self.fates.report()
         return found
+
+
+@dataclass(frozen=True)
+class CleanedAsRead:
+    """The texts that filters and decontamination leave, cleaned while they are read: no more than what is wanted.
+
+    The texts are those of a `CleanedCorpus` without deduplication, in the same order.
+    """
+
+    corpus: Corpus
+    cleaned_by: list[str]
+    """The keys of the data section that ask for it."""
+    clean: Clean
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages that run before a text is read."""
+        return [*filter(None, [self.clean.evaluation_sets])]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Return the pieces of the corpus."""
+        return self.corpus.pieces
+
+    @property
+    def tasks(self) -> list[range]:
+        """Return the tasks of the corpus."""
+        return self.corpus.tasks
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Make a digest for each piece, of its text as the tokenizer gets it."""
+        return [digest_of(key, []) for key in self.clean.keys]
+
+    def batches(self, numbers: range, account: dict) -> Iterator[Batch]:
+        """Read neighbouring pieces; `account` counts what is skipped, and holds the `cleaner` with its reports."""
+        cleaner = Cleaner(self.clean.filters, self.clean.evaluation_sets)
+        documents = cleaner.documents(self.corpus.batches(numbers, account))
+        for batch in read_batches(self.pieces[numbers.start].source, documents, {}, skip_undecodable=False):
+            # Not before: to read the first batch empties the account.
+            account["cleaner"] = cleaner
+            yield batch
+        account["cleaner"] = cleaner
+
+    def is_empty(self, skipped: dict[str, int]) -> UserError:
+        """Make the error of a corpus of which nothing is left."""
+        return self.corpus.is_empty(skipped, self.cleaned_by)
+
+
+def merged_reports(reports: list[dict]) -> dict:
+    """Merge what cleaners report of neighbouring texts: {"filters", "decontamination": one or none}."""
+    filters = FilterReport.merged([FilterReport.from_dict(report["filters"]) for report in reports])
+    found = [each for report in reports for each in report["decontamination"]]
+    return {"filters": filters.to_dict(), "decontamination": [merge_reports(found)] if found else []}
+
+
+def shown_reports(clean: Clean, reports: list[dict]) -> dict:
+    """Join what cleaners report for the manifest, as far as the recipe asks for it."""
+    merged, found = merged_reports(reports), {}
+    if clean.filters:
+        found["filters"] = merged["filters"]
+    if clean.evaluation_sets:
+        found["decontamination"] = merge_reports(merged["decontamination"])
+    return found

@@ -152,21 +152,37 @@ def read_slurm_options(words: list[str]) -> dict:
 
 def run_stages(preparation: "Preparation", execution: Execution, progress: Progress) -> None:
     """Run the pending tasks of every stage; each stage waits for the one before."""
+    preparation.reuse_tokenizer()
+    for stage in preparation.stages:
+        if stage is not preparation.tokenize:
+            _run_tasks(preparation, stage, stage.pending(), execution, progress)
+    # In waves: how many tasks a portion of a source takes is known once some have been encoded.
+    before: list[Path] = []
+    while (survey := preparation.survey()).missing:
+        bounded = preparation.bounded(survey.bounds)
+        folders = [bounded.tokenize.folder(number) for number in survey.missing]
+        if folders == before:
+            return  # A cluster has run none of them: `finish` says so.
+        _run_tasks(bounded, bounded.tokenize, survey.missing, execution, progress)
+        before = folders
+
+
+def _run_tasks(
+    preparation: "Preparation", stage: Stage, pending: list[int], execution: Execution, progress: Progress
+) -> None:
     from pretraining.data.preparation.execution import run_task
 
-    for stage in preparation.stages:
-        pending = stage.pending()
-        if not pending:
-            continue
-        progress.label(stage.name)
-        executor = execution.chosen(len(pending))
-        if executor == "inline":
-            for number in pending:
-                run_task(stage, number, progress)
-        else:
-            # The other processes read the preparation from the work folder.
-            preparation.save()
-            (_run_on_ray if executor == "ray" else _run_in_processes)(stage, pending, execution)
+    if not pending:
+        return
+    progress.label(stage.name)
+    executor = execution.chosen(len(pending))
+    if executor == "inline":
+        for number in pending:
+            run_task(stage, number, progress)
+    else:
+        # The other processes read the preparation from the work folder.
+        preparation.save()
+        (_run_on_ray if executor == "ray" else _run_in_processes)(stage, pending, execution)
 
 
 def _run_in_processes(stage: "Stage", pending: list[int], execution: Execution) -> None:
@@ -202,8 +218,13 @@ def submit_to_slurm(preparation: "Preparation", execution: Execution) -> list[st
         raise UserError(
             "--slurm partition=NAME is missing: the partition that the jobs are to run in (see sinfo)"
         )
+    preparation.reuse_tokenizer()
+    # Of portions the first tasks that are surely needed. The last job runs those that are then still missing.
+    survey = preparation.survey()
+    preparation = preparation.bounded(survey.bounds)
     preparation.save()
-    stages = [(stage.name, pending) for stage in preparation.stages if (pending := stage.pending())]
+    before = [(stage.name, stage.pending()) for stage in preparation.stages if stage.name != "tokenize"]
+    stages = [each for each in [*before, (preparation.tokenize.name, survey.missing)] if each[1]]
     ids: list[str] = []
     for name, pending in [*stages, (FINISH, [0])]:
         ids.append(_submit(preparation, name, pending, execution, after=ids[-1] if ids else None))

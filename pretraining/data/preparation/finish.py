@@ -4,56 +4,165 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from pretraining.data.excerpt import rows_of
 from pretraining.data.manifest import (
     FORMAT,
     MANIFEST_NAME,
+    POSITIONS_FILE,
     content_fingerprint,
     deciding_section,
+    digest_of,
     entropy_bits,
+    read_manifest,
     report_text,
 )
-from pretraining.data.preparation.cleaning import CleanedCorpus
+from pretraining.data.preparation.cleaning import CleanedAsRead, CleanedCorpus, merged_reports, shown_reports
 from pretraining.data.preparation.split_sizes import SplitSizes, check_blocks
 from pretraining.data.preparation.stages import Preparation
-from pretraining.data.preparation.tokenizing import COUNTS_NAME, SPLITS
+from pretraining.data.preparation.survey import Begun
+from pretraining.data.preparation.tokenizing import COUNTS_NAME, POSITIONS_NAME, SPLITS
 from pretraining.data.publishing import discard, publish, start_building
 from pretraining.data.shard_writer import SplitWriter, split_entry
-from pretraining.data.shards import open_shard
+from pretraining.data.shards import TokenSplit, checksum_of_file, open_shard
 from pretraining.errors import UserError
-from pretraining.recipe.data import TextOrigin
 from pretraining.runtime.durable_files import replacing
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What the data set gets of one source: what was there before, then the outputs of tasks."""
+
+    source: int
+    outputs: list[Path]
+    results: list[dict]
+    begun: Begun | None
+    earlier: "_Earlier | None"
+    """The data set that `begun` is about."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Say if the last task was run up to a bound."""
+        return bool(self.results and self.results[-1]["cut"])
+
+    def train_shards(self) -> Iterator[tuple[Path, dict]]:
+        """List the shards of training, each with its entry."""
+        if self.begun and self.earlier:
+            yield from self.earlier.shards_of(self.source, self.begun.shards)
+        for output, result in zip(self.outputs, self.results, strict=True):
+            for shard in result["splits"]["train"]["shards"]:
+                if shard["documents"]:
+                    yield output / "train" / shard["file"], {**shard, "source": self.source}
+
+    def positions(self) -> np.ndarray:
+        """Join the places of the validation documents: [documents] int64."""
+        found, tokens = [np.empty(0, np.int64)], 0
+        if self.begun and self.earlier:
+            found.append(self.earlier.positions_of(self.source)[: self.begun.validation_documents])
+            tokens = self.begun.tokens
+        for output, result in zip(self.outputs, self.results, strict=True):
+            found.append(np.load(output / POSITIONS_NAME) + tokens)
+            tokens += result["splits"]["train"]["tokens"]
+        return np.concatenate(found)
+
+    def accounts(self) -> list[dict]:
+        """List what was skipped, encoded and cleaned: {"skipped", "encoding", "cleaned"} of each stretch of tasks."""
+        return [*([self.begun.to_dict()] if self.begun else []), *self.results]
+
+    def whole_tasks(self, keys: list[list[str]]) -> Begun:
+        """Sum up the tasks that are there whole, for a preparation that goes on from here."""
+        whole = [result for result in self.results if not result["cut"]]
+        accounts = [*([self.begun.to_dict()] if self.begun else []), *whole]
+        train = [result["splits"]["train"] for result in whole]
+        number = len(whole) + (self.begun.tasks if self.begun else 0)
+        cleaned = [account["cleaned"] for account in accounts if "cleaned" in account]
+        first = self.begun or Begun(0, "", 0, 0, 0, 0, 0, {}, {})
+        return Begun(
+            tasks=number,
+            keys=digest_of(keys[:number]),
+            documents=first.documents + sum(split["documents"] for split in train),
+            tokens=first.tokens + sum(split["tokens"] for split in train),
+            shards=first.shards + sum(bool(s["documents"]) for split in train for s in split["shards"]),
+            largest_task=max([first.largest_task, *(split["tokens"] for split in train)]),
+            validation_documents=first.validation_documents
+            + sum(result["splits"]["validation"]["documents"] for result in whole),
+            skipped=_summed([account["skipped"] for account in accounts]),
+            encoding=_encoding(accounts),
+            cleaned=merged_reports(cleaned) if cleaned else None,
+        )
+
+    def last_document_tokens(self) -> int:
+        """Return the tokens of the document with which the portion was reached."""
+        return self.results[-1]["cut"]["last_document_tokens"]
+
+
+class _Earlier:
+    """The data set in the place of the new one, which holds less of the same."""
+
+    def __init__(self, folder: Path, manifest: dict):
+        self.folder, self.manifest = folder, manifest
+
+    @cached_property
+    def validation(self) -> TokenSplit:
+        """Open its validation split."""
+        return TokenSplit(self.folder / "validation", self.manifest["splits"]["validation"])
+
+    def shards_of(self, source: int, count: int) -> list[tuple[Path, dict]]:
+        """List the first `count` shards of training of a source."""
+        own = [shard for shard in self.manifest["splits"]["train"]["shards"] if shard["source"] == source]
+        return [(self.folder / "train" / shard["file"], dict(shard)) for shard in own[:count]]
+
+    def positions_of(self, source: int) -> np.ndarray:
+        """Read the places of a source's validation documents."""
+        return np.load(self.folder / POSITIONS_FILE)[rows_of(self.validation.shard_entries, source)]
+
+    def add_validation(self, source: int, count: int, writer: SplitWriter) -> np.ndarray:
+        """Write the first `count` documents of validation of a source; return their tokens."""
+        read = []
+        for number, entry in enumerate(self.validation.shard_entries):
+            if entry["source"] == source and count:
+                shard, documents = self.validation.map_anew(number), min(count, entry["documents"])
+                ends = shard.ends[:documents]
+                tokens = shard.tokens[: ends[-1] if documents else 0]
+                writer.extend(tokens, ends, shard.num_bytes[:documents])
+                read.append(tokens)
+                count -= documents
+        return np.concatenate(read) if read else np.empty(0, self.validation.dtype)
 
 
 def finish(preparation: Preparation, show_progress: bool = False) -> Path | None:
     """Gather the shards, write the manifest, and put the data set in its place.
 
-    Returns the path under which an earlier data set is kept, if there was one. Raises UserError if a source has
+    Returns the path under which an earlier data set is kept, if there was another one. Raises UserError if a source has
     changed, a task has not finished, the corpus is empty, or a split is too small for one block.
     """
     # A source that changed meanwhile would give a data set of two versions.
     for corpus in filter(None, [preparation.corpus, preparation.validation]):
         corpus.check_unchanged()
-    outputs, results = preparation.tokenize.outputs(), preparation.tokenize.results()
-    if not any(entry["documents"] for result in results for entry in result["splits"].values()):
+    parts = _parts(preparation)
+    trained = parts[: len(preparation.data.sources)]
+    results = [result for part in trained for result in part.results]
+    found = any(entry["documents"] for result in results for entry in result["splits"].values())
+    if not found and not preparation.goes_on:
         raise preparation.texts.is_empty(_summed([result["skipped"] for result in results]))
-    own_outputs, own_results = _validation_tasks(preparation)
-    held_out, held_out_results = [*outputs, *own_outputs], [*results, *own_results]
     building = start_building(preparation.folder)
     try:
-        splits = {
-            "train": _link_shards(outputs, results, building / "train"),
-            "validation": _join_validation(held_out, held_out_results, building / "validation"),
-        }
-        reports = preparation.cleaned.reports() if preparation.cleaned else {}
-        _check_blocks(preparation, splits, outputs, reports if show_progress else {})
+        validation, counts = _join_validation(parts, results, building / "validation")
+        splits = {"train": _link_shards(trained, results, building / "train"), "validation": validation}
+        np.save(building / POSITIONS_FILE, np.concatenate([part.positions() for part in parts]))
+        reports = _reports(preparation, trained)
+        _check_blocks(preparation, splits, trained, reports if show_progress else {})
         shutil.copytree(preparation.tokenize.tokenizer.output, building / "tokenizer")
         with replacing(building / "dataset_dict.json") as file:
             json.dump({"splits": list(SPLITS)}, file)
-        manifest = _manifest(preparation, splits, held_out, held_out_results, reports)
+        manifest = _manifest(preparation, splits, parts, counts, reports)
+        manifest["validation_positions"] = checksum_of_file(building / POSITIONS_FILE)
         # Last: where a manifest is, the data set is complete.
         with replacing(building / MANIFEST_NAME) as file:
             file.write(json.dumps(manifest, indent=2) + "\n")
@@ -61,19 +170,58 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
     except BaseException:
         discard(preparation.folder)
         raise
-    return publish(preparation.folder)
+    return publish(preparation.folder, contains_earlier=preparation.goes_on)
 
 
-def _validation_tasks(preparation: Preparation) -> tuple[list[Path], list[dict]]:
-    """Return outputs and results of the texts of `data.validation`, whose sources are numbered behind the others."""
+def _parts(preparation: Preparation) -> list[_Part]:
+    """List what the data set gets of each source; UserError if a task has not finished."""
+    survey = preparation.survey()
+    if missing := survey.missing:
+        raise UserError(
+            f"{preparation.work}: {len(missing)} tasks of the stage 'tokenize' have not finished (the first: "
+            f"{missing[0]}); run the same command again: only they are repeated"
+        )
+    stage = preparation.bounded(survey.bounds).tokenize
+    manifest = read_manifest(preparation.folder) if preparation.goes_on else None
+    earlier = _Earlier(preparation.folder, manifest) if manifest else None
+    parts = [
+        _Part(
+            number,
+            [stage.folder(task) for task in source.used],
+            [stage.result(task) for task in source.used],
+            preparation.begun[number],
+            earlier,
+        )
+        for number, source in enumerate(survey.sources)
+    ]
+    return [*parts, *_validation_parts(preparation)]
+
+
+def _validation_parts(preparation: Preparation) -> list[_Part]:
+    """List the texts of `data.validation`, whose sources are numbered behind the others."""
     stage, first = preparation.tokenize_validation, len(preparation.data.sources)
     if stage is None:
-        return [], []
-    return stage.outputs(), [{**result, "source": first + result["source"]} for result in stage.results()]
+        return []
+    finished = list(zip(stage.outputs(), stage.results(), strict=True))
+    found = []
+    for number in range(first, len(preparation.data.text_origins)):
+        mine = [(output, result) for output, result in finished if result["source"] == number - first]
+        found.append(_Part(number, [each for each, _ in mine], [each for _, each in mine], None, None))
+    return found
 
 
-def _check_blocks(preparation: Preparation, splits: dict, outputs: list[Path], reports: dict) -> None:
+def _reports(preparation: Preparation, parts: list[_Part]) -> dict:
+    """Report what cleaning took out of the texts that were read."""
+    cleaned = preparation.cleaned
+    if not isinstance(cleaned, CleanedAsRead):
+        return cleaned.reports() if cleaned else {}
+    accounts = [account for part in parts for account in part.accounts()]
+    return shown_reports(cleaned.clean, [account["cleaned"] for account in accounts])
+
+
+def _check_blocks(preparation: Preparation, splits: dict, parts: list[_Part], reports: dict) -> None:
     """Check the blocks of each split; if cleaning left too little, print `reports`, which say what it took out."""
+    outputs = [output for part in parts for output in part.outputs]
     try:
         check_blocks(splits, preparation.data, preparation.sequence_length, SplitSizes.joined(outputs))
     except UserError:
@@ -87,14 +235,9 @@ def _summed(skips: list[dict]) -> dict[str, int]:
     return {reason: sum(skip.get(reason, 0) for skip in skips) for reason in ("undecodable", "empty")}
 
 
-def _link_shards(outputs: list[Path], results: list[dict], target: Path) -> dict:
-    """Give the tasks' shards of train their final names, by links."""
-    shards = [
-        (output / "train" / shard["file"], {**shard, "source": result["source"]})
-        for output, result in zip(outputs, results, strict=True)
-        for shard in result["splits"]["train"]["shards"]
-        if shard["documents"]
-    ]
+def _link_shards(parts: list[_Part], results: list[dict], target: Path) -> dict:
+    """Give the shards of train their final names, by links."""
+    shards = [shard for part in parts for shard in part.train_shards()]
     target.mkdir()
     for number, (path, shard) in enumerate(shards):
         shard["file"] = f"data-{number:05d}-of-{len(shards):05d}.arrow"
@@ -110,34 +253,39 @@ def _link(path: Path, target: Path) -> None:
         shutil.copyfile(path, target)
 
 
-def _join_validation(outputs: list[Path], results: list[dict], target: Path) -> dict:
-    """Write the tasks' small parts of validation again, into few shards."""
+def _join_validation(parts: list[_Part], results: list[dict], target: Path) -> tuple[dict, np.ndarray]:
+    """Write the small parts of validation again, into few shards; count how often each id [vocab_size] occurs."""
     dtype = np.dtype(results[0]["splits"]["validation"]["dtype"])
     writer = SplitWriter(target, dtype)
-    for output, result in zip(outputs, results, strict=True):
-        writer.begin_source(result["source"])
-        for entry in result["splits"]["validation"]["shards"]:
-            if not entry["documents"]:
-                continue
-            shard = open_shard(output / "validation" / entry["file"], entry, dtype)
-            writer.extend(shard.tokens, shard.ends, shard.num_bytes)
-    return writer.finish()
+    counts = np.sum([np.load(output / COUNTS_NAME) for part in parts for output in part.outputs], axis=0)
+    for part in parts:
+        writer.begin_source(part.source)
+        if part.begun and part.earlier:
+            tokens = part.earlier.add_validation(part.source, part.begun.validation_documents, writer)
+            counts += np.bincount(tokens, minlength=len(counts))
+        for output, result in zip(part.outputs, part.results, strict=True):
+            for entry in result["splits"]["validation"]["shards"]:
+                if not entry["documents"]:
+                    continue
+                shard = open_shard(output / "validation" / entry["file"], entry, dtype)
+                writer.extend(shard.tokens, shard.ends, shard.num_bytes)
+    return writer.finish(), counts
 
 
 def _manifest(
-    preparation: Preparation, splits: dict, outputs: list[Path], results: list[dict], reports: dict
+    preparation: Preparation, splits: dict, parts: list[_Part], counts: np.ndarray, reports: dict
 ) -> dict:
     """Make the manifest: what the data set holds and came from, with counts, checksums, tokenizer and versions."""
-    counts = np.sum([np.load(output / COUNTS_NAME) for output in outputs], axis=0)
     # What the tokens cost by their frequencies alone: a model must be better than that.
     bits_per_byte = entropy_bits(counts) / splits["validation"]["bytes"]
     splits["validation"]["unigram_bits_per_byte"] = round(bits_per_byte, 6)
     data, tokenizer = preparation.data, preparation.tokenize.tokenizer
+    accounts = [account for part in parts for account in part.accounts()]
     # Each text is read from its source once: by `Clean` if there is one, else by `Tokenize`.
-    skips = [result["skipped"] for result in results]
+    skips = [account["skipped"] for account in accounts]
     for texts in [preparation.cleaned, stage.texts if (stage := preparation.tokenize_validation) else None]:
         skips += texts.skipped() if isinstance(texts, CleanedCorpus) else []
-    entries = _sources([spec for _, spec in data.text_origins], preparation.fingerprints, results)
+    entries = [_source(preparation, part, splits) for part in parts]
     own = entries[len(data.sources) :]
     return {
         "format": FORMAT,
@@ -146,7 +294,7 @@ def _manifest(
         "data": deciding_section(data.to_dict()),
         "consulted": preparation.consulted,
         "tokenizer": vars(tokenizer.describe(tokenizer.output)),
-        "encoding": _encoding(results),
+        "encoding": _encoding(accounts),
         "sources": entries[: len(data.sources)],
         **({"validation_sources": own} if own else {}),
         "skipped": _summed(skips),
@@ -156,22 +304,33 @@ def _manifest(
     }
 
 
-def _sources(specs: list[TextOrigin], fingerprints: list[dict], results: list[dict]) -> list[dict]:
-    """List name, fingerprint and counts of each source."""
-    entries = []
-    for number, (spec, fingerprint) in enumerate(zip(specs, fingerprints, strict=True)):
-        mine = [entry for r in results if r["source"] == number for entry in r["splits"].values()]
-        counts = {name: sum(entry[name] for entry in mine) for name in ("documents", "tokens")}
-        counts["text_bytes"] = sum(entry["bytes"] for entry in mine)
-        entries.append({"name": spec.called, **fingerprint, **counts})
-    return entries
+def _source(preparation: Preparation, part: _Part, splits: dict) -> dict:
+    """Describe a source: name, fingerprint, counts, and if it was not read to its end, where to go on."""
+    shards = {
+        name: [shard for shard in entry["shards"] if shard["source"] == part.source]
+        for name, entry in splits.items()
+    }
+    every = [shard for own in shards.values() for shard in own]
+    counts = {name: sum(shard[name] for shard in every) for name in ("documents", "tokens")}
+    counts["text_bytes"] = sum(shard["bytes"] for shard in every)
+    _, spec = preparation.data.text_origins[part.source]
+    entry = {"name": spec.called, **preparation.fingerprints[part.source], **counts}
+    if not any(preparation.targets) or part.source >= len(preparation.targets):
+        return entry
+    if part.is_cut:
+        cut = {name: sum(shard[name] for shard in shards["train"]) for name in ("documents", "tokens")}
+        entry["cut"] = {**cut, "last_document_tokens": part.last_document_tokens()}
+    return {**entry, "begun": part.whole_tasks(preparation.keys_of(part.source)).to_dict()}
 
 
-def _encoding(results: list[dict]) -> dict:
+def _encoding(accounts: list[dict]) -> dict:
     """Say which encoder worked, and how many documents the reference has checked."""
-    backends = sorted({result["encoding"]["backend"] for result in results})
-    checked = sum(result["encoding"]["checked_documents"] for result in results)
-    return {"backends": backends, "checked_documents": checked}
+    found = [account["encoding"] for account in accounts]
+    backends = {backend for each in found for backend in each.get("backends", [each.get("backend")])}
+    return {
+        "backends": sorted(backends),
+        "checked_documents": sum(each["checked_documents"] for each in found),
+    }
 
 
 def _versions() -> dict:

@@ -15,6 +15,7 @@ from pretraining.data.manifest import (
     report_text,
     source_entries,
 )
+from pretraining.data.portions import Portion, lacking, portions_of, targets_beside
 from pretraining.data.preparation.execution import Execution
 from pretraining.data.preparation.split_sizes import check_blocks
 from pretraining.data.publishing import is_half_published, preparation_lock
@@ -153,27 +154,32 @@ def prepare_data(
 ) -> Outcome:
     """Prepare the recipe's data section under `data_root`.
 
-    Returns at once if the same data was prepared already. Checks that the tokenizer fits `recipe.model.vocab_size` and
-    that each split holds a block of `recipe.sequence_length`. `execution` says where the tasks run. A finished data set
-    that differs is refused. With `replace` the new one takes its place once it is finished, and the old one is kept
-    beside it. Raises UserError if the section, the sources or the disk do not allow it; finished tasks are kept.
+    Returns at once if the same data was prepared already. If less of it was, goes on from there. Checks that the
+    tokenizer fits `recipe.model.vocab_size` and that each split holds a block of `recipe.sequence_length`. `execution`
+    says where the tasks run. A finished data set that differs is refused. With `replace` the new one takes its place
+    once it is finished, and the old one is kept beside it. Raises UserError if the section, the sources or the disk do
+    not allow it; finished tasks are kept.
     """
     data, named = recipe.data.to_dict(), Path(data_root) / recipe.data.name
     folder = _place(named)
     sources = open_sources(recipe.data)
-    fingerprints = [source.fingerprint() for source in sources]
+    fingerprints, portions = [source.fingerprint() for source in sources], portions_of(recipe)
     kept, jobs = None, ()
     try:
         manifest = _finished(named, data, fingerprints, replace)
         # Also if it is there: the lock finishes what a killed `publish` left half done.
-        if manifest is None or is_half_published(folder):
+        if manifest is None or lacking(manifest, portions) or is_half_published(folder):
             # Now, not after hours of work.
             _refuse_no_place(folder)
             _refuse_unaccepted_terms(recipe)
             with preparation_lock(folder) as kept:
                 manifest = _finished(named, data, fingerprints, replace)  # another process may have made it
-                if manifest is None:
-                    kept, jobs = _build(recipe, folder, sources, fingerprints, show_progress, execution)
+                if manifest is None or lacking(manifest, portions):
+                    targets = targets_beside(manifest, portions) if manifest else portions
+                    preparing = (recipe, sources, folder, fingerprints, targets, manifest)
+                    replaced, jobs = _build(preparing, show_progress, execution)
+                    # A killed `publish` may have kept one before.
+                    kept = replaced or kept
                     manifest = None if jobs else read_manifest(folder)
     except OSError as error:
         # Any other fault is a bug, and keeps its traceback.
@@ -272,14 +278,14 @@ def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool)
 
 
 def _build(
-    recipe: Recipe,
-    folder: Path,
-    sources: list[TextSource],
-    fingerprints: list[dict],
+    preparing: tuple[Recipe, list[TextSource], Path, list[dict], list[Portion | None], dict | None],
     show_progress: bool,
     execution: Execution | None,
 ) -> tuple[Path | None, tuple[str, ...]]:
-    """Run the stages and publish, or submit them to a cluster; return the path of a kept data set, and the job ids."""
+    """Run the stages and publish, or submit them to a cluster; return the path of a kept data set, and the job ids.
+
+    preparing: the arguments of `Preparation.of`.
+    """
     # numpy, tokenizers and pyarrow are needed from here on
     from pretraining.data.preparation.execution import run_stages, submit_to_slurm
     from pretraining.data.preparation.finish import finish
@@ -287,7 +293,7 @@ def _build(
     from pretraining.data.progress import Progress
 
     execution = execution or Execution()
-    preparation = Preparation.of(recipe, sources, folder, fingerprints)
+    preparation = Preparation.of(*preparing)
     if execution.executor == "slurm":
         return None, tuple(submit_to_slurm(preparation, execution))
     try:
@@ -304,8 +310,14 @@ def _build(
 
 def finish_prepared(preparation: "Preparation") -> None:
     """Publish what the tasks of a cluster have prepared."""
+    from pretraining.data.preparation.execution import run_stages
     from pretraining.data.preparation.finish import finish
+    from pretraining.data.progress import Progress
 
     with preparation_lock(preparation.folder):
+        # How many tasks a portion takes was a guess when the jobs were submitted.
+        if any(preparation.targets):
+            with Progress("preparing", shown=False) as progress:
+                run_stages(preparation, Execution(), progress)
         if kept := finish(preparation):
             print(_kept_text(kept, kept.parent))

@@ -1,14 +1,17 @@
 """Describe a preparation: its stages in order, and everything its tasks need to know, on any machine."""
 
 import json
-from dataclasses import dataclass
+import shutil
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from pretraining.data.corpus import CLEANING_KEYS, Corpus
+from pretraining.data.corpus import CLEANING_KEYS, PIECE_BYTES, TASK_PIECES, Corpus
 from pretraining.data.manifest import consulted
+from pretraining.data.portions import Portion
 from pretraining.data.preparation.cleaning import (
     Clean,
+    CleanedAsRead,
     CleanedCorpus,
     CleanValidation,
     Deduplication,
@@ -18,7 +21,14 @@ from pretraining.data.preparation.cleaning import (
     Signatures,
 )
 from pretraining.data.preparation.execution import Stage
-from pretraining.data.preparation.tokenizing import ALL, MakeTokenizer, Tokenize, TokenizeValidation
+from pretraining.data.preparation.survey import Begun, Survey, survey_source
+from pretraining.data.preparation.tokenizing import (
+    ALL,
+    MakeTokenizer,
+    Texts,
+    Tokenize,
+    TokenizeValidation,
+)
 from pretraining.data.publishing import work_folder
 from pretraining.data.sources import TextSource
 from pretraining.extend import read_extensions
@@ -27,6 +37,9 @@ from pretraining.recipe.recipe import Recipe
 from pretraining.runtime.durable_files import replacing
 
 STATE_NAME = "preparation.json"
+
+FEWEST_TOKEN_BYTES = 2
+"""Bytes of text in a token, at least, as is assumed until a task is finished."""
 
 
 @dataclass(frozen=True)
@@ -44,25 +57,60 @@ class Preparation:
     """The texts of `data.validation`."""
     fingerprints: list[dict]
     """What each source is, those of validation last, for the manifest."""
+    targets: list[Portion | None]
+    """How much to prepare of each source; None: all of it."""
+    begun: list[Begun | None]
+    """What `folder` holds of each source already, to go on from; None: nothing."""
     extensions: tuple[str, ...] = ()
     """Absolute paths or names of the user's modules that define filters."""
+    bounds: dict[int, Portion] = field(default_factory=dict)
+    """The tasks of `tokenize` of which only a part is wanted."""
 
     @classmethod
     def of(
-        cls, recipe: Recipe, sources: list[TextSource], folder: Path, fingerprints: list[dict]
+        cls,
+        recipe: Recipe,
+        sources: list[TextSource],
+        folder: Path,
+        fingerprints: list[dict],
+        targets: list[Portion | None] | None = None,
+        earlier: dict | None = None,
     ) -> "Preparation":
         """Plan the preparation of a recipe's data; to cut the sources, it may read the footers of their files.
 
         sources: as `open_sources` lists them.
+        earlier: the manifest in `folder` of the same data, of which there is less; the preparation goes on from there.
         """
         data, of_training = recipe.data, len(recipe.data.sources)
-        corpus = Corpus.of(data, sources[:of_training])
+        corpus, none = Corpus.of(data, sources[:of_training]), [None] * of_training
         own = Corpus.of(data, sources[of_training:], data.validation.sources) if data.validation else None
         # other modules may import torch, for which no worker should wait
         filtering = [each for each in recipe.extensions if each.defines.get("filter")]
         named = tuple(str(each.path.absolute()) if each.is_file else each.module for each in filtering)
         vocab_size, length = recipe.model.vocab_size, recipe.sequence_length
-        return cls(folder, data, vocab_size, length, corpus, own, fingerprints, named)
+        planned = cls(
+            folder, data, vocab_size, length, corpus, own, fingerprints, targets or none, none, named
+        )
+        if earlier is None:
+            return planned
+        begun = [
+            Begun.of(source, planned.keys_of(number)) for number, source in enumerate(earlier["sources"])
+        ]
+        return replace(planned, begun=begun)
+
+    def keys_of(self, source: int) -> list[list[str]]:
+        """List the keys of the texts of each task of a source."""
+        tasks = [task for task in self.texts.tasks if self.source_of(task) == source]
+        return [self.texts.keys[task.start : task.stop] for task in tasks]
+
+    def source_of(self, task: range) -> int:
+        """Return the source of a task's pieces."""
+        return self.texts.pieces[task.start].source
+
+    @property
+    def goes_on(self) -> bool:
+        """Say if `folder` holds less of the same data."""
+        return any(self.begun)
 
     @property
     def work(self) -> Path:
@@ -85,12 +133,12 @@ class Preparation:
         return consulted(self.data.to_dict())
 
     @property
-    def texts(self) -> Corpus | CleanedCorpus:
+    def texts(self) -> Texts:
         """Return the texts as the tokenizer gets them."""
         return self.cleaned or self.corpus
 
     @cached_property
-    def cleaned(self) -> CleanedCorpus | None:
+    def cleaned(self) -> CleanedCorpus | CleanedAsRead | None:
         """Plan what cleaning leaves of the corpus; None if the recipe asks for no cleaning."""
         data, dedup = self.data, Deduplication.from_recipe(self.data.dedup)
         # For the error of an empty corpus: these keys may have left nothing.
@@ -99,6 +147,9 @@ class Preparation:
             return None
         sets = EvaluationSets.from_recipe(self.work, data, self.validation)
         clean = Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup)
+        # Documents are compared across the whole corpus; else no more is cleaned than is wanted.
+        if not dedup and any(self.targets):
+            return CleanedAsRead(self.corpus, cleaned_by, clean)
         fates = None
         if dedup:
             signatures = Signatures(self.work, clean)
@@ -112,7 +163,36 @@ class Preparation:
         """Plan the last stage, and with it the stage that makes the tokenizer."""
         data, share = self.data, self.data.validation_share
         tokenizer = MakeTokenizer(self.work, self.texts, data.tokenizer, self.vocab_size, share)
-        return Tokenize(self.work, self.texts, tokenizer, data.encoder, share)
+        return Tokenize(self.work, self.texts, tokenizer, data.encoder, share, self.bounds)
+
+    def survey(self) -> Survey:
+        """Look which tasks of `tokenize` the targets need, and which of them are to run next."""
+        whole, sources = self.tokenize.bounded({}), range(len(self.targets))
+        numbers = [
+            [number for number, task in enumerate(self.texts.tasks) if self.source_of(task) == source]
+            for source in sources
+        ]
+        known = [
+            # Nobody knows how much a file of the hub holds.
+            None if source.large_pieces else PIECE_BYTES * TASK_PIECES // FEWEST_TOKEN_BYTES
+            for source in self.corpus.sources
+        ]
+        each = zip(numbers, self.targets, self.begun, known, strict=True)
+        return Survey([survey_source(whole, *source) for source in each])
+
+    def bounded(self, bounds: dict[int, Portion]) -> "Preparation":
+        """Return the same preparation with other bounds."""
+        return replace(self, bounds=bounds)
+
+    def reuse_tokenizer(self) -> None:
+        """Take the tokenizer of the data set that the preparation goes on from: it need not be made again."""
+        stage, there = self.tokenize.tokenizer, self.folder / "tokenizer"
+        if any(self.begun) and there.is_dir() and stage.pending():
+            stage.folder(0).parent.mkdir(parents=True, exist_ok=True)
+            part = stage.folder(0).with_name(".tokenizer")
+            shutil.rmtree(part, ignore_errors=True)
+            shutil.copytree(there, part)
+            part.rename(stage.folder(0))
 
     @cached_property
     def tokenize_validation(self) -> TokenizeValidation | None:
@@ -140,6 +220,9 @@ class Preparation:
             "corpus": self.corpus.to_json(),
             "validation": self.validation and self.validation.to_json(),
             "fingerprints": self.fingerprints,
+            "targets": self.targets,
+            "begun": [begun and asdict(begun) for begun in self.begun],
+            "bounds": list(self.bounds.items()),
             "extensions": list(self.extensions),
         }
         with replacing(self.work / STATE_NAME) as file:
@@ -153,7 +236,10 @@ class Preparation:
         values["extensions"] = tuple(values.get("extensions", ()))
         read_extensions(values["extensions"], work, str(work / STATE_NAME))
         # The fingerprints come from the file too: all tasks use those that were found at the start.
-        opened = {"folder": Path(values["folder"]), "data": Data.of(values["data"])}
+        opened: dict = {"folder": Path(values["folder"]), "data": Data.of(values["data"])}
         opened["corpus"] = Corpus.from_json(values["corpus"])
         opened["validation"] = values["validation"] and Corpus.from_json(values["validation"])
+        opened["targets"] = [target and Portion(*target) for target in values["targets"]]
+        opened["begun"] = [begun and Begun(**begun) for begun in values["begun"]]
+        opened["bounds"] = {number: Portion(*bound) for number, bound in values["bounds"]}
         return cls(**{**values, **opened})

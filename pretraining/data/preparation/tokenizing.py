@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -13,7 +13,8 @@ import numpy as np
 from pretraining.data.corpus import Batch, Corpus, prefetch
 from pretraining.data.encoder import Encoder
 from pretraining.data.manifest import digest_of
-from pretraining.data.preparation.cleaning import CleanedCorpus
+from pretraining.data.portions import Portion
+from pretraining.data.preparation.cleaning import CleanedAsRead, CleanedCorpus, Cleaner
 from pretraining.data.preparation.execution import Stage
 from pretraining.data.preparation.split_sizes import SplitSizes
 from pretraining.data.progress import Progress, Silence
@@ -36,7 +37,9 @@ weights of a run do not count here, so that other weights need no other tokens."
 SPLITS = ("train", "validation")
 ALL = 1.0
 """The validation_share of texts that are for validation only: every draw is below it."""
-RESULT_NAME, COUNTS_NAME = "result.json", "validation_counts.npy"
+RESULT_NAME, COUNTS_NAME, POSITIONS_NAME = "result.json", "validation_counts.npy", "positions.npy"
+
+Texts = Corpus | CleanedCorpus | CleanedAsRead
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class MakeTokenizer(Stage):
     """One task: load the tokenizer, or train it on a sample of the sources."""
 
     name = "tokenizer"
-    texts: Corpus | CleanedCorpus
+    texts: Texts
     tokenizer: str | dict
     """`data.tokenizer` of the recipe: a name, a folder, or {"train_vocab_size": ids, ...}."""
     vocab_size: int | None
@@ -111,39 +114,44 @@ class Tokenize(Stage):
     """A task for each 256 MB of text: its shards of train and its part of validation."""
 
     name = "tokenize"
-    texts: Corpus | CleanedCorpus
+    texts: Texts
     tokenizer: MakeTokenizer
     encoder: str
     """`data.encoder` of the recipe."""
     validation_share: float
+    bounds: dict[int, Portion] = field(default_factory=dict)
+    """What to take of a task, at which a portion of its source ends; all of every other one."""
 
     @cached_property
     def keys(self) -> list[str]:
         """Make a key for each task, which depends on the tokenizer and on the texts of its pieces."""
-        shared = [self.tokenizer.keys, self.validation_share]
-        return [digest_of(shared, self.texts.keys[task.start : task.stop]) for task in self.texts.tasks]
+        # Results have positions: a finished task of an older program has none, and is not taken for these.
+        shared = [self.tokenizer.keys, self.validation_share, "positions"]
+        return [
+            digest_of(shared, self.texts.keys[task.start : task.stop], *self.bounds.get(number, ()))
+            for number, task in enumerate(self.texts.tasks)
+        ]
 
     def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
         """Encode the pieces of a task: write a folder for each split, `result.json`, and counts for the manifest."""
-        task, skipped = self.texts.tasks[number], {}
-        batches = self.texts.batches(task, skipped)
+        task, account, bound = self.texts.tasks[number], {}, self.bounds.get(number)
+        batches = self.texts.batches(task, account)
         # The encoder is checked on these texts before it encodes; `chain` puts them back.
         first = list(islice(batches, 1))
         info = self.tokenizer.describe(self.tokenizer.output)
         encoder = self._open_encoder(info, first, progress)
-        writers = {split: SplitWriter(folder / split, encoder.dtype) for split in SPLITS}
-        counts, sizes = np.zeros(info.vocab_size, np.int64), SplitSizes()
-        # The encoder runs ahead of the writer, and reading ahead of the encoder.
-        for batch, tokens, ends in prefetch(_encoded(encoder, chain(first, batches))):
-            self._append(batch, tokens, ends, writers, counts)
-            sizes.extend(batch.draws, np.diff(ends, prepend=0).tolist())
+        output = _Output(folder, encoder.dtype, info.vocab_size, self.validation_share)
+        encoded = _encoded(encoder, chain(first, batches), read_ahead=bound is None)
+        # The encoder runs ahead of the writer, and reading ahead of the encoder. Before a bound neither does, so that
+        # the counts are those of what was read up to it.
+        for batch, tokens, ends in prefetch(encoded) if bound is None else encoded:
             progress.add(len(batch.texts), sum(batch.num_bytes), len(tokens))
-        splits = {split: writer.finish() for split, writer in writers.items()}
-        np.save(folder / COUNTS_NAME, counts)
-        sizes.save(folder)
+            if output.append(batch, tokens, ends, bound):
+                break
         encoding = {"backend": encoder.backend.name, "checked_documents": encoder.num_checked}
-        result = {"source": self.texts.pieces[task.start].source, "splits": splits, "skipped": skipped}
-        write_json(folder / RESULT_NAME, {**result, "encoding": encoding})
+        cleaner: Cleaner | None = account.pop("cleaner", None)
+        result = {"source": self.texts.pieces[task.start].source, "skipped": account, "encoding": encoding}
+        output.finish({**result, **({"cleaned": cleaner.reports()} if cleaner else {})})
 
     def _open_encoder(self, info: TokenizerInfo, first: list[Batch], progress: Progress | Silence) -> Encoder:
         """Open the encoder that `data.encoder` asks for, checked against the reference on the first texts."""
@@ -155,23 +163,71 @@ class Tokenize(Stage):
             print(encoder.note, file=sys.stderr)
         return encoder
 
-    def _append(
-        self, batch: Batch, tokens: np.ndarray, ends: np.ndarray, writers: dict, counts: np.ndarray
+    def bounded(self, bounds: dict[int, Portion]) -> "Tokenize":
+        """Return the same stage with other bounds."""
+        return replace(self, bounds=bounds)
+
+    def results(self) -> list[dict]:
+        """Read what each task reports about its output."""
+        return [self.result(number) for number in range(len(self.keys))]
+
+    def result(self, number: int) -> dict:
+        """Read what a finished task reports: {"source", "splits", "skipped", "encoding", "cut", "cleaned"}."""
+        return json.loads((self.folder(number) / RESULT_NAME).read_text(encoding="utf-8"))
+
+
+class _Output:
+    """Write what a task has encoded: documents of each split, and of validation its ids and its places."""
+
+    def __init__(self, folder: Path, dtype: np.dtype, vocab_size: int, validation_share: float):
+        self._folder, self._validation_share = folder, validation_share
+        self._writers = {split: SplitWriter(folder / split, dtype) for split in SPLITS}
+        self._counts, self._sizes = np.zeros(vocab_size, np.int64), SplitSizes()
+        self._documents = self._tokens = 0
+        """Of training, so far."""
+        self._positions: list[np.ndarray] = []
+        self._cut: dict | None = None
+
+    def append(self, batch: Batch, tokens: np.ndarray, ends: np.ndarray, bound: Portion | None) -> bool:
+        """Write a batch, up to the document of training that reaches `bound`; say if it was reached."""
+        validation, lengths = np.array(batch.draws) < self._validation_share, np.diff(ends, prepend=0)
+        # Tokens of training up to the end of each document, from the beginning of the task.
+        train_ends = self._tokens + np.cumsum(np.where(validation, 0, lengths))
+        if bound is not None:
+            remaining = bound.less(self._documents, self._tokens)
+            last = remaining.last_document(train_ends[~validation] - self._tokens)
+            if last is not None:
+                stop = int(np.flatnonzero(~validation)[last]) + 1
+                validation, lengths, train_ends = validation[:stop], lengths[:stop], train_ends[:stop]
+                self._cut = {"last_document_tokens": int(lengths[-1])}
+        stop = len(lengths)
+        self._write(tokens, ends[:stop], validation, np.array(batch.num_bytes[:stop]))
+        self._sizes.extend(batch.draws[:stop], lengths.tolist())
+        self._positions.append(train_ends[validation])
+        self._documents += int((~validation).sum())
+        self._tokens = int(train_ends[-1])
+        return self._cut is not None
+
+    def _write(
+        self, tokens: np.ndarray, ends: np.ndarray, validation: np.ndarray, num_bytes: np.ndarray
     ) -> None:
         """Give each run of neighbours of one split to its writer, and count the ids of validation."""
-        validation, num_bytes = np.array(batch.draws) < self.validation_share, np.array(batch.num_bytes)
         for first, last in runs_of(validation):
             # Runs, not single documents: one call of the writer copies many.
             start = int(ends[first - 1]) if first else 0
             run = tokens[start : ends[last - 1]]
-            writer = writers["validation" if validation[first] else "train"]
+            writer = self._writers["validation" if validation[first] else "train"]
             writer.extend(run, ends[first:last] - start, num_bytes[first:last])
             if validation[first]:
-                counts += np.bincount(run, minlength=len(counts))
+                self._counts += np.bincount(run, minlength=len(self._counts))
 
-    def results(self) -> list[dict]:
-        """Read what each task reports about its output: {"source", "splits", "skipped", "encoding"}."""
-        return [json.loads((output / RESULT_NAME).read_text(encoding="utf-8")) for output in self.outputs()]
+    def finish(self, result: dict) -> None:
+        """Write the last shards, and `result.json` with what they hold."""
+        splits = {split: writer.finish() for split, writer in self._writers.items()}
+        np.save(self._folder / COUNTS_NAME, self._counts)
+        np.save(self._folder / POSITIONS_NAME, np.concatenate([np.empty(0, np.int64), *self._positions]))
+        self._sizes.save(self._folder)
+        write_json(self._folder / RESULT_NAME, {**result, "splits": splits, "cut": self._cut})
 
 
 class TokenizeValidation(Tokenize):
@@ -180,9 +236,11 @@ class TokenizeValidation(Tokenize):
     name = "tokenize-validation"
 
 
-def _encoded(encoder: Encoder, batches: Iterator[Batch]) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
-    """Encode batches to tokens and ends; reading runs ahead of the encoder."""
-    for batch in prefetch(batches):
+def _encoded(
+    encoder: Encoder, batches: Iterator[Batch], read_ahead: bool
+) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
+    """Encode batches to tokens and ends; reading may run ahead of the encoder."""
+    for batch in prefetch(batches) if read_ahead else batches:
         yield batch, *encoder.encode(batch.texts, batch.wheres)
 
 

@@ -3,6 +3,7 @@
 `RemoteData` finds and fetches; `StreamedSplit` reads what was fetched as `TokenSplit` reads files of this machine.
 """
 
+import io
 import os
 import shutil
 import tempfile
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.manifest import MANIFEST_NAME, parse_manifest
+from pretraining.data.manifest import MANIFEST_NAME, POSITIONS_FILE, parse_manifest
 from pretraining.data.shards import Shard, TokenSplit, between, map_shard
 from pretraining.data.streaming.cache import CachedShard, CacheFull, DamagedDownload, ShardBusy, ShardCache
 from pretraining.data.streaming.store import Patience, Store, log_line
@@ -83,6 +84,10 @@ class RemoteData:
                 "data there again"
             )
         return folder
+
+    def read_positions(self) -> np.ndarray:
+        """Read the places of the validation documents: int64 [documents]."""
+        return np.load(io.BytesIO(self.store.read(POSITIONS_FILE)))
 
     def _fetch_tokenizer(self, folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,122 @@
+"""Caps and budgets of the sources: what is prepared, what a run sees, and going on with more."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pretraining.data.preparation.execution import Execution
+from pretraining.data.preparation.prepare import prepare_data
+from pretraining.data.prepared import PreparedData, open_prepared
+from pretraining.errors import UserError
+from tests.test_data_prep import bytes_of, make_texts, recipe_for, write_jsonl
+
+CLEANED = {"filters": [{"rule": "length", "min_words": 53}, {"rule": "pii"}]}
+
+
+@pytest.fixture(autouse=True)
+def small_tasks(monkeypatch):
+    """A small corpus has many tasks."""
+    for module in ("corpus", "preparation.stages"):
+        monkeypatch.setattr(f"pretraining.data.{module}.PIECE_BYTES", 3000)
+        monkeypatch.setattr(f"pretraining.data.{module}.TASK_PIECES", 2)
+
+
+@pytest.fixture
+def sources(tmp_path) -> list[Path]:
+    return [write_jsonl(tmp_path / f"{name}.jsonl", make_texts(120, seed)) for seed, name in enumerate("ab")]
+
+
+def prepare(root: Path, recipe: SimpleNamespace) -> dict:
+    """Prepare, and return the bytes of every file."""
+    return bytes_of(prepare_data(recipe, root, False, Execution("inline")).folder)
+
+
+def capped(sources: list[Path], *tokens: int | None, **data) -> SimpleNamespace:
+    caps = [{"max_tokens": cap} if cap else {} for cap in tokens]
+    specs = [{"path": str(path), **cap} for path, cap in zip(sources, caps, strict=False)]
+    return recipe_for(*specs, **data)
+
+
+def seen(data: PreparedData) -> dict[str, list]:
+    """All that a run reads: the tokens of each split, and the ends of its documents."""
+    splits = {"train": data.train, "validation": data.validation}
+    assert data.manifest["fingerprint"]
+    return {
+        name: [split.read(0, split.num_tokens).tolist(), split.document_ends(0, split.num_tokens).tolist()]
+        for name, split in splits.items()
+    }
+
+
+def manifest_of(root: Path) -> dict:
+    return json.loads((root / "corpus" / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "cleaning", [{}, CLEANED, {"dedup": {"exact": True}}], ids=["raw", "filtered", "compared"]
+)
+def test_extended_is_as_made_at_once(sources, tmp_path, cleaning):
+    """A capped preparation that goes on with a larger cap has the bytes of one made at once, the manifest's too."""
+    small, large = capped(sources, 3000, 5000, **cleaning), capped(sources, 7000, 5000, **cleaning)
+    first = prepare(tmp_path / "extended", small)
+    at_once = prepare(tmp_path / "at_once", large)
+    assert len(set(first) & set(at_once)) > 5 and first != at_once
+    assert prepare(tmp_path / "extended", large) == at_once
+    # And on to the end.
+    whole = capped(sources, None, None, **cleaning)
+    assert prepare(tmp_path / "extended", whole) == prepare(tmp_path / "whole", whole)
+    # Nothing is left beside it: no earlier version, no work.
+    assert [path.name for path in (tmp_path / "extended").iterdir()] == ["corpus"]
+
+
+def test_run_sees_its_own_part_of_what_others_had_prepared(sources, tmp_path):
+    """Promise 1: a run of capped data is the same beside a data set that holds more, whoever had it prepared."""
+    small, large = capped(sources, 3000, 5000), capped(sources, 9000, None)
+    prepare(tmp_path / "own", small)
+    own = open_prepared(small, tmp_path / "own")
+    assert 8000 <= own.train.num_tokens < 8600 and own.validation.num_documents > 4
+    prepare(tmp_path / "shared", large)
+    shared = open_prepared(small, tmp_path / "shared")
+    assert (seen(shared), shared.fingerprint) == (seen(own), own.fingerprint)
+    assert shared.fingerprint != open_prepared(large, tmp_path / "shared").fingerprint
+    # Nothing is prepared anew for it, and nothing is lost.
+    before = bytes_of(tmp_path / "shared")
+    prepare(tmp_path / "shared", small)
+    assert bytes_of(tmp_path / "shared") == before
+
+
+def test_only_what_is_wanted_is_read(sources, tmp_path):
+    """What is behind the cap is never read: a filter that would fail there is not asked, nor is a broken line."""
+    lines = sources[0].read_text().splitlines()[:60]
+    sources[0].write_text("\n".join([*lines, "this is no JSON", *lines]) + "\n")
+    # A tokenizer that is there already: one that is trained here reads more.
+    prepare(tmp_path / "other", recipe_for(sources[1]))
+    tokenizer = str(tmp_path / "other" / "corpus" / "tokenizer")
+    capped_source = {"path": str(sources[0]), "max_documents": 20}
+    prepare(tmp_path / "data", recipe_for(capped_source, tokenizer=tokenizer, **CLEANED))
+    assert manifest_of(tmp_path / "data")["splits"]["train"]["documents"] == 20
+
+
+def test_run_that_needs_more_is_refused(sources, tmp_path):
+    """One line: what is there, what the run reads, and the command."""
+    prepare(tmp_path / "data", capped(sources, 3000, 5000))
+    with pytest.raises(
+        UserError, match=r"first 3,\d+ training tokens of 'a.jsonl', and this run reads 9,000"
+    ) as caught:
+        open_prepared(capped(sources, 9000, 5000), tmp_path / "data")
+    assert "data_prep.py --recipe small" in str(caught.value)
+    with pytest.raises(UserError, match="reads all of it"):
+        open_prepared(capped(sources, None, 5000), tmp_path / "data")
+
+
+def test_budget_takes_each_source_by_its_share(sources, tmp_path):
+    """`prepare: budget`: as many blocks of each source as the run draws, and the target of the last input."""
+    specs = [{"path": str(path), "weight": weight} for path, weight in zip(sources, (3, 1), strict=True)]
+    recipe = recipe_for(*specs, prepare="budget")
+    recipe.num_samples, recipe.path = 200, tmp_path / "recipe.json"
+    prepare(tmp_path / "data", recipe)
+    tokens = [source["cut"]["tokens"] for source in manifest_of(tmp_path / "data")["sources"]]
+    # 150 and 50 blocks of 32 tokens; the last document may be longer.
+    assert 150 * 32 < tokens[0] < 150 * 32 + 300 and 50 * 32 < tokens[1] < 50 * 32 + 300
+    assert open_prepared(recipe, tmp_path / "data").for_run(recipe).mixture.num_blocks[1] >= 50
