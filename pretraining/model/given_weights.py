@@ -53,6 +53,8 @@ _FREE = re.compile(
 """Keys that may differ: the vocabulary, dropout, the longest context, how routers are balanced; shapes show n_inner."""
 _ROPE = re.compile(r"rope_\w+")
 """Keys that may differ if the recipe itself gives them: a longer context is trained with others."""
+_NATIVE = ("tok_embeddings.weight", "attention.wq.weight")
+"""How names end that Meta, torchtune and torchtitan use within; their queries and keys are also in another order."""
 _TRIAL = "def f(x):\n    return x**2 + 1  # Grüße, 123 4567"
 
 
@@ -208,7 +210,7 @@ def open_given(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GivenWeigh
 
     given = together(opened)
     grown = {key: each.rows_added for key, each in given.origins.items() if each.rows_added}
-    facts = {"source": name, "revision": _revision(folder), "digest": given.digest()}
+    facts = {"source": name, "revision": revision_of(folder), "digest": given.digest()}
     facts |= {"tokenizer": "the same" if _has_tokenizer(folder) else "none there to compare"}
     given.facts = facts | {"added_rows": grown, "unused": given.unused[:20]}
     return given
@@ -258,7 +260,7 @@ def _near(folder: Path) -> str:
     return near or f" (looked in {Path.cwd()})"
 
 
-def _revision(folder: Path) -> str | None:
+def revision_of(folder: Path) -> str | None:
     """Return the commit of a repository of the hub, by the name of its folder in the cache."""
     return folder.name if re.fullmatch("[0-9a-f]{40}", folder.name) else None
 
