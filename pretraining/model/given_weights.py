@@ -361,9 +361,12 @@ def check_shapes(given: GivenWeights, model: PreTrainedModel, where: str) -> Non
     if missing:
         head = model.get_output_embeddings()
         is_head = head is not None and all(parameters[key] is head.weight for key in missing)
-        remedy = (
-            "--set model.tie_word_embeddings=true" if is_head else "name the folder of a model like this one"
-        )
+        remedy = "name the folder of a model like this one"
+        if is_head:
+            remedy = "--set model.tie_word_embeddings=true"
+        elif any(saved.endswith(_NATIVE) for saved in given.files.entries):
+            remedy = "its names are those of another library: save it in Hugging Face's format (torchtune: "
+            remedy += "FullModelHFCheckpointer; torchtitan: last_save_in_hf)"
         what = f"{name} has no weights for {len(missing)} of {len(parameters)} parameters ({listed(missing)})"
         found = f"; it has {listed(given.unused)}" if given.unused and not is_head else ""
         raise problem(where, KEY, f"{what}{found}; {remedy}")
