@@ -144,9 +144,7 @@ def build_on_rank(folder: Path) -> None:
     arguments = build_arguments(recipe, load_ds_config(stage), folder, 1)
     ids = SimpleNamespace(bos_token_id=0, eos_token_id=0)
     # What a first build keeps for ever (libraries, buffers of communication) is no copy of the weights.
-    build_model(
-        {**section, "hidden_size": 128, "num_hidden_layers": 1, "intermediate_size": 8}, ids, arguments
-    )
+    build_model({**section, "vocab_size": 64, "num_hidden_layers": 1, "intermediate_size": 8}, ids, arguments)
     dist.barrier()
     before, began = proportional_bytes(), time.monotonic()
     with Peak() as peak:
