@@ -30,7 +30,7 @@ RANK_FOLDER = "GIVEN_WEIGHTS_FOLDER"
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--width", type=int, default=768, help="of the Llama (default 768)")
-    parser.add_argument("--layers", type=int, default=8, help="of the Llama (default 8)")
+    parser.add_argument("--layers", type=int, default=16, help="of the Llama (default 16)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="given_weights_") as name:
         folder = Path(name)
@@ -151,8 +151,10 @@ def build_on_rank(folder: Path) -> None:
         given = GivenWeights("source", open_weights(folder / "source"), meta)
         given.digest()
         model = build_model(section, ids, arguments, given=given).eval()
+        seconds = time.monotonic() - began
+        for parameter in model.parameters():
+            parameter.detach().sum()  # pages of a file take memory once they are read
         dist.barrier()
-    seconds = time.monotonic() - began
     with (
         torch.no_grad(),
         deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == "zero3"),
