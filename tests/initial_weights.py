@@ -31,10 +31,8 @@ def initial_weights(
 ) -> dict[str, torch.Tensor]:
     """{parameter name: full tensor} of a freshly built model, whose weights are drawn or given."""
     training = Training({**SMALL_RECIPE["training"], "bf16": bf16})
-    recipe = SimpleNamespace(
-        training=training, training_keywords=training, num_steps=10, path="small.json", extensions=[]
-    )
-    recipe.speed = Speed(compile="none")
+    recipe = SimpleNamespace(training=training, training_keywords=training, num_steps=10, path="small.json")
+    recipe.speed, recipe.extensions = Speed(compile="none"), []
     ds_config = None if stage == "null" else load_ds_config(stage)
     arguments = build_arguments(recipe, ds_config, Path("unused"), 1)
     built = build_model(model, TOKENIZER, arguments, given=given)

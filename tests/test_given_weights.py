@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,6 +20,7 @@ from pretraining.model.given_weights import (
     check_shapes,
     check_tokenizer,
     find_folder,
+    revision_of,
 )
 from pretraining.model.weight_files import open_weights
 from pretraining.planning.memory.need import state_of_recipe
@@ -152,6 +154,9 @@ def test_shapes_and_tying_are_checked(tmp_path):
     assert "no weights for 9 of" in refusal(opened, tmp_path / "tied", {**TIED, "num_hidden_layers": 3})
     message = refusal(opened, tmp_path / "tied", {**TIED, "intermediate_size": 64})
     assert "mlp.down_proj.weight is [64, 96] in tied and [64, 64] here" in message
+    (tmp_path / "native").mkdir()
+    torch.save({"tok_embeddings.weight": torch.ones(512, 64)}, tmp_path / "native" / "consolidated.00.pth")
+    assert "save it in Hugging Face's format" in refusal(opened, tmp_path / "native", TIED)
     shifted = drawn(TIED).state_dict() | {"model.norm.weight": torch.ones(64, dtype=torch.int8)}
     (tmp_path / "int8").mkdir()
     torch.save(shifted, tmp_path / "int8" / "pytorch_model.bin")
@@ -263,6 +268,7 @@ def test_a_run_begins_from_them_and_a_resumed_one_does_not_need_them(workshop, s
     assert began["source"] == str(source) and began["tokenizer"] == "the same" and not began["added_rows"]
     trained = json.loads((sharded.folder / "checkpoint-8" / "committed.json").read_text())
     assert trained["initial_weights"]["digest"] == began["digest"]
+    assert f"began with the weights of `{source}`" in (plain.folder / "export" / "README.md").read_text()
     for run in (sharded, plain):
         before, after = (
             AutoModelForCausalLM.from_pretrained(each).state_dict()
@@ -292,3 +298,20 @@ def test_mistakes_are_one_line_and_nothing_is_written(workshop, source, tmp_path
         finished = execute(workshop.command(tmp_path / "run", "null", 1, "plain", settings))
         assert finished.code == 2 and len(finished.stderr.splitlines()) == 1, finished.output
         assert message in finished.stderr and not (tmp_path / "run").exists(), finished.output
+
+
+def test_a_name_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
+    """With its commit, which the run keeps; one that is not there, without a network, is one line with the remedy."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    commit, repository = "0" * 39 + "7", tmp_path / "models--someone--small"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots").mkdir()
+    write("safetensors", drawn(TIED), repository / "snapshots" / commit)
+    for name in ("someone/small", f"someone/small@{commit}"):
+        folder = find_folder(name, "r.json")
+        assert revision_of(folder) == commit and opened(folder, TIED).origins
+    message = refusal(find_folder, "someone/smal", "r.json")
+    assert message.startswith("r.json: model.initial_weights: someone/smal: no such folder")
+    assert message.endswith("hf download someone/smal")

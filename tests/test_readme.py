@@ -99,7 +99,7 @@ def run_verb(workshop: Workshop, words: list[str]) -> None:
 
 def run_plan(workshop: Workshop, words: list[str]) -> None:
     """`train.py --plan`: as it stands."""
-    succeeded(execute(words), f"plan of {Path(option(words, '--recipe')).name}")
+    succeeded(execute(words), f"plan of {Path(option(words, '--recipe')).stem}")
 
 
 def run_train(workshop: Workshop, words: list[str]) -> None:

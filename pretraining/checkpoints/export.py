@@ -210,6 +210,8 @@ def write_model_card(recipe: dict, data: dict, results: dict, environment: dict)
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
     rows = "\n".join(f"| {name.replace('_', ' ')} | {_number(value)} |" for name, value in results.items())
     train, validation = data["splits"]["train"], data["splits"]["validation"]
+    given = recipe["model"].get("initial_weights")
+    start = f"Training began with the weights of `{given}`. " if given else ""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -234,7 +236,7 @@ Fingerprint of the tokens: `{data["fingerprint"]}`.
 
 ## Training
 
-{environment["world_size"]} process(es) on {environment["device"]}; git commit `{environment["git_commit"]}`.
+{start}{environment["world_size"]} process(es) on {environment["device"]}; git commit `{environment["git_commit"]}`.
 {versions}.
 
 Recipe:

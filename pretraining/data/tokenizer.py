@@ -52,11 +52,17 @@ def save_tokenizer(name: str, folder: Path) -> None:
         for file in ("tokenizer.json", *COMPANION_FILES):
             if (source / file).is_file():
                 shutil.copyfile(source / file, folder / file)
-    # Surely a path: the hub would only report an invalid name.
-    elif not source.exists() and name.startswith((".", "/", "~")):
-        raise UserError(f"data.tokenizer: {name}: no such folder (looked in {Path.cwd()})")
     else:
+        refuse_missing_folder(name)
         _save_through_transformers(name, folder)
+
+
+def refuse_missing_folder(name: str) -> None:
+    """Raise UserError for a tokenizer that can only be a folder, and that is not there."""
+    # The hub would only report an invalid name: its names have one slash.
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path and not Path(name).expanduser().exists():
+        raise UserError(f"data.tokenizer: {name} cannot be read: no such folder (looked in {Path.cwd()})")
 
 
 def _save_through_transformers(name: str, folder: Path) -> None:

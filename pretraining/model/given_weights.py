@@ -53,6 +53,8 @@ _FREE = re.compile(
 """Keys that may differ: the vocabulary, dropout, the longest context, how routers are balanced; shapes show n_inner."""
 _ROPE = re.compile(r"rope_\w+")
 """Keys that may differ if the recipe itself gives them: a longer context is trained with others."""
+_NATIVE = ("tok_embeddings.weight", "attention.wq.weight")
+"""How names end that Meta, torchtune and torchtitan use within; their queries and keys are also in another order."""
 _TRIAL = "def f(x):\n    return x**2 + 1  # Grüße, 123 4567"
 
 
@@ -208,7 +210,7 @@ def open_given(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GivenWeigh
 
     given = together(opened)
     grown = {key: each.rows_added for key, each in given.origins.items() if each.rows_added}
-    facts = {"source": name, "revision": _revision(folder), "digest": given.digest()}
+    facts = {"source": name, "revision": revision_of(folder), "digest": given.digest()}
     facts |= {"tokenizer": "the same" if _has_tokenizer(folder) else "none there to compare"}
     given.facts = facts | {"added_rows": grown, "unused": given.unused[:20]}
     return given
@@ -258,7 +260,7 @@ def _near(folder: Path) -> str:
     return near or f" (looked in {Path.cwd()})"
 
 
-def _revision(folder: Path) -> str | None:
+def revision_of(folder: Path) -> str | None:
     """Return the commit of a repository of the hub, by the name of its folder in the cache."""
     return folder.name if re.fullmatch("[0-9a-f]{40}", folder.name) else None
 
@@ -359,9 +361,12 @@ def check_shapes(given: GivenWeights, model: PreTrainedModel, where: str) -> Non
     if missing:
         head = model.get_output_embeddings()
         is_head = head is not None and all(parameters[key] is head.weight for key in missing)
-        remedy = (
-            "--set model.tie_word_embeddings=true" if is_head else "name the folder of a model like this one"
-        )
+        remedy = "name the folder of a model like this one"
+        if is_head:
+            remedy = "--set model.tie_word_embeddings=true"
+        elif any(saved.endswith(_NATIVE) for saved in given.files.entries):
+            remedy = "its names are those of another library: save it in Hugging Face's format (torchtune: "
+            remedy += "FullModelHFCheckpointer; torchtitan: last_save_in_hf)"
         what = f"{name} has no weights for {len(missing)} of {len(parameters)} parameters ({listed(missing)})"
         found = f"; it has {listed(given.unused)}" if given.unused and not is_head else ""
         raise problem(where, KEY, f"{what}{found}; {remedy}")

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from pretraining.errors import UserError
 from pretraining.runtime.heartbeat import work_done
 
-CHUNK = 1 << 22
+CHUNK = 1 << 20
 """Elements that are read at once."""
-_MAPPED_BYTES = 1 << 26  # resident pages of mapped files stay below this, while tensors are read in chunks
+_MAPPED_BYTES = 1 << 24  # resident pages of mapped files stay below this, while tensors are read in chunks
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 _NO_WEIGHTS = ("adapter_", "training_args", "optimizer", "scheduler", "rng_state", "recipe_state")

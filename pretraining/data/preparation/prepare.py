@@ -20,7 +20,7 @@ from pretraining.data.preparation.execution import Execution
 from pretraining.data.preparation.split_sizes import check_blocks
 from pretraining.data.publishing import is_half_published, preparation_lock
 from pretraining.data.sources import TextSource, open_sources
-from pretraining.data.tokenizer import check_vocabulary
+from pretraining.data.tokenizer import check_vocabulary, refuse_missing_folder
 from pretraining.errors import UserError, require
 from pretraining.recipe.data import Source
 from pretraining.recipe.recipe import Recipe
@@ -224,6 +224,8 @@ def _refuse_unaccepted_terms(recipe: Recipe) -> None:
     A hub that does not answer is passed over, since a copy may be here: reading reports a real fault.
     """
     asked = [(f"{key}.dataset", "dataset", spec.dataset) for key, spec in recipe.data.text_origins]
+    if isinstance(recipe.data.tokenizer, str):
+        refuse_missing_folder(recipe.data.tokenizer)
     asked.append(("data.tokenizer", "model", recipe.data.tokenizer))
     # a folder is no name, nor is a tokenizer that is trained
     named = [each for each in asked if isinstance(each[2], str) and not Path(each[2]).expanduser().exists()]
