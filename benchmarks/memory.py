@@ -60,7 +60,13 @@ def traces(options: argparse.Namespace, name: str, every_n_layers: int):
 
 
 def predict(
-    model: dict, micro_batch: int, length: int, precision: str, every_n_layers: int, loss: str = "plain"
+    model: dict,
+    micro_batch: int,
+    length: int,
+    precision: str,
+    every_n_layers: int,
+    loss: str = "plain",
+    keeps_products: bool = False,
 ) -> dict[str, float]:
     """Bytes kept for the backward pass (a plain loss's log-probabilities included), and at the peak of both passes."""
     from pretraining.planning.memory.activations import activations
@@ -69,7 +75,13 @@ def predict(
 
     widths = {"bf16": (2, 2, 2), "fp32": (4, 4, 4), "autocast": (4, 2, 4)}[precision]
     held = activations(
-        model, micro_batch, length, Precision("", *widths), every_n_layers, loss_settings(loss)
+        model,
+        micro_batch,
+        length,
+        Precision("", *widths),
+        every_n_layers,
+        loss_settings(loss),
+        keeps_products=keeps_products,
     )
     tensors, size = parameter_tensors(model), model_size(model)
     gradients = widths[0] * size.total
@@ -88,7 +100,13 @@ def loss_settings(kind: str):
 
 
 def trace(
-    model: dict, micro_batch: int, length: int, precision: str, every_n_layers: int, loss: str = "plain"
+    model: dict,
+    micro_batch: int,
+    length: int,
+    precision: str,
+    every_n_layers: int,
+    loss: str = "plain",
+    keeps_products: bool = False,
 ) -> dict[str, int]:
     """The same numbers from torch's MemTracker, over the model and the loss that training uses."""
     import torch
@@ -100,7 +118,7 @@ def trace(
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
-        network = fake_network(model, dtype, every_n_layers)
+        network = fake_network(model, dtype, every_n_layers, keeps_products)
         loss_of = build_loss(network, loss_settings(loss))
         ids = torch.zeros(micro_batch, length, dtype=torch.long)
         tracker = MemTracker()
@@ -114,15 +132,19 @@ def trace(
         return {"kept": kept, "peak": peak} if loss == "plain" else {"peak": peak}
 
 
-def fake_network(model: dict, dtype, every_n_layers: int):
+def fake_network(model: dict, dtype, every_n_layers: int, keeps_products: bool = False):
     """The model in training mode; `sdpa` without the mask that fake tensors alone would make it build."""
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    from pretraining.model.recomputation import keep_products
 
     AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
     attention = "eager" if model.get("attn_implementation") == "eager" else "sdpa_causal"
     config = AutoConfig.for_model(**{"use_cache": False, **model, "attn_implementation": attention})
     network = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    if keeps_products:
+        keep_products(network)
     if every_n_layers:
         network.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every_n_layers)
     return network

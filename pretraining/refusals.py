@@ -223,6 +223,8 @@ def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True
         return "training.use_liger_kernel: Liger's kernels take its place"
     if recomputes and (training.activation_checkpointing_kwargs or {}).get("offload"):
         return "recomputed layers keep their inputs on the host"
+    if recomputes and recipe.speed.recompute == "operators":
+        return "compiled code hides the products that recomputed layers keep"
     if recomputes and model["model_type"] in MIXTURES:
         return "a mixture's recomputed layers hand router logits out"
     return _why_not_gathered_as_one(ds_config)
@@ -250,6 +252,29 @@ def _check_fp8(recipe: Recipe, ds_config: dict | None, where: str) -> None:
         raise problem(
             where, key, f"{kind} goes with training.bf16; --set training.bf16=true, or --set {key}=none"
         )
+
+
+def _check_recomputation(recipe: Recipe, ds_config: dict | None, where: str) -> None:
+    """Allow layers that keep their products only if these can be seen, and their memory is known."""
+    training, key = recipe.training, "speed.recompute"
+    if recipe.speed.recompute != "operators" or not training.activation_checkpointing:
+        return
+    remedy = f"--set {key}=layers"
+    model_type = recipe.model.model_type
+    if not is_exact(model_with_defaults(recipe.model)) or model_type in MIXTURES:
+        raise problem(
+            where, key, f"is operators, which is for gpt2, llama and qwen3, not {model_type}; {remedy}"
+        )
+    given = training.activation_checkpointing_kwargs or {}
+    for name in ("use_reentrant", "offload"):
+        if given.get(name):
+            what = (
+                f"is operators, which does not go with activation_checkpointing_kwargs.{name}; leave that out"
+            )
+            raise problem(where, key, f"{what}, or {remedy}")
+    if recipe.speed.compile not in ("auto", "none"):
+        what = f"is operators, and speed.compile {recipe.speed.compile} hides the products that are kept"
+        raise problem(where, key, f"{what}; --set speed.compile=none, or {remedy}")
 
 
 def _check_launcher_settings(recipe: Recipe, ds_config: dict | None, where: str) -> None:
@@ -294,5 +319,6 @@ CHECKS = (
     _check_frozen,
     _check_clipping,
     _check_compile,
+    _check_recomputation,
     _check_fp8,
 )

@@ -66,6 +66,7 @@ LAUNCHING += [
     "test_reshard",
     "test_branch",
     "test_clipping",
+    "test_loss_scale",
     "test_batch_ramp",
     "test_gradient_monitors",
     "test_expert_load",
@@ -82,8 +83,13 @@ LAUNCHING += [
     "test_throughput",
     "test_doctor_cluster",
     "test_features",
+    "test_first_day",
     "test_extensions",
+    "test_one_loss",
+    "test_notices",
+    "test_sweep",
     "test_console_log",
+    "test_given_weights",
 ]
 
 # Plans know nothing of what the doctor measured on this machine, and no folder below this one can be made.

@@ -73,6 +73,15 @@ def test_the_error_that_ends_a_run_is_its_last_line(run, error):
     assert ("Traceback" in kept) == (not isinstance(error, UserError))
 
 
+def test_an_exit_code_is_no_error(run):
+    """A stop on request has said why already."""
+    with pytest.raises(SystemExit), kept_console(run):
+        run.add_event("start")
+        print("stopped on request")
+        raise SystemExit(75)
+    assert run.console_log.read_text(encoding="utf-8").splitlines()[1:] == ["stopped on request"]
+
+
 def test_the_log_is_bounded(run, monkeypatch):
     """A full file becomes the older one; the page reads the newest lines of both."""
     monkeypatch.setattr(console_log, "MOST_BYTES", 10_000)

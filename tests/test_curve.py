@@ -45,6 +45,12 @@ def test_the_stage_does_not_change_the_curve(workshop, plain, stage):
     assert largest_difference(stage_run(workshop, stage).losses, plain.losses) <= FP32
 
 
+def test_what_is_recomputed_does_not_change_the_curve(workshop):
+    """Layers that keep their products, of weights that ZeRO-3 gathers: to the last digit."""
+    settings = ("training.activation_checkpointing=true", "speed.recompute=operators")
+    assert workshop.run("zero3", settings=settings).losses == stage_run(workshop, "zero3").losses
+
+
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
 def test_the_stage_does_not_change_the_curve_in_bf16(workshop, stage):
     """bf16, two ranks, every stage: the losses of a single plain bf16 process within 5e-3."""

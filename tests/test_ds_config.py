@@ -20,6 +20,7 @@ STAGES = {
     "zero1": (1, "gpu", "gpu"),
     "zero2": (2, "gpu", "gpu"),
     "zero3": (3, "gpu", "gpu"),
+    "zero2_fp16": (2, "gpu", "gpu"),
     "zero2_offload": (2, "cpu", "gpu"),
     "zero3_offload": (3, "cpu", "gpu"),
     "zero3_nvme": (3, "nvme", "nvme"),
@@ -40,7 +41,7 @@ def failing(tmp_path, change):
     return message.removeprefix(f"{path}: ")
 
 
-def test_the_eight_ways_are_shipped():
+def test_the_ways_are_shipped():
     assert set(NAMES) == set(STAGES)
 
 
@@ -61,7 +62,8 @@ def test_files_are_equal_outside_zero_optimization(name):
     config, reference = load_ds_config(name), load_ds_config("zero0")
     del config["zero_optimization"], reference["zero_optimization"]
     reads_a_drive = config.pop("aio", None) is not None
-    assert config == reference and reads_a_drive == ("nvme" in name)
+    scales_the_loss = config.pop("fp16", None) is not None  # it is read if the recipe asks for fp16
+    assert config == reference and reads_a_drive == ("nvme" in name) and scales_the_loss == ("fp16" in name)
 
 
 @pytest.mark.parametrize("name", NAMES)

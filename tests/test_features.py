@@ -8,9 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from pretraining.data.tokenizer import train_tokenizer
 from pretraining.extend import copy_extensions
 from pretraining.recipe import RECIPES, Recipe, accumulation_steps, load_recipe, recipe_schema
+from pretraining.recipe.sections import Weights
 from tests.quality_texts import PROSE
 from tests.runs import Run, execute, made_once
 
@@ -68,7 +71,9 @@ def test_every_key_of_ours_occurs_in_a_recipe():
     sections = recipe_schema()["properties"].items()
     ours = {"properties": {key: value for key, value in sections if key not in OF_LIBRARIES}}
     used = {key for recipe in _shipped() for key in _used(recipe)}
-    missing = [key for key in _keys(ours) if key not in used]
+    missing = [
+        key for key in (*_keys(ours), *(f"model.{name}" for name in Weights.names())) if key not in used
+    ]
     assert not missing and len(list(_keys(ours))) > 100
 
 
@@ -148,9 +153,18 @@ def texts(shared, workshop) -> dict[str, Path]:
         draw, words = random.Random(3), PROSE.split()
         stories = [" ".join([PROSE, *draw.choices(words, k=120)]) + "." for _ in range(200)]
         (hub / "validation.jsonl").write_text("\n".join(json.dumps({"text": story}) for story in stories))
-        return {"builtin": workshop.folder / "corpus", "dataset": hub}
+        own = {"builtin": workshop.folder / "corpus", "dataset": hub}
+        return {**own, "weights": _export_of_tiny(shared / "export-of-tiny", own["builtin"])}
 
     return made_once(shared / "features.texts", write)
+
+
+def _export_of_tiny(folder: Path, corpus: Path) -> Path:
+    """A folder as `tiny` exports it, with weights as they are drawn and a tokenizer of this corpus."""
+    train_tokenizer([path.read_text() for path in sorted(corpus.iterdir())], 320, folder)
+    config = AutoConfig.for_model(**load_recipe("tiny").model)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
 
 
 def _shortened(recipe: Recipe, texts: dict[str, Path], uploads: Path) -> list[str]:
@@ -174,7 +188,11 @@ def _shortened(recipe: Recipe, texts: dict[str, Path], uploads: Path) -> list[st
             settings += [
                 f"data.validation.sources.{number}.{key}={json.dumps(value)}" for key, value in folder.items()
             ]
-    settings += [f"budget.tokens={STEPS * recipe.tokens_per_step}", "data.tokenizer.train_vocab_size=320"]
+    settings.append(f"budget.tokens={STEPS * recipe.tokens_per_step}")
+    if recipe.weights.initial_weights is None:
+        settings.append("data.tokenizer.train_vocab_size=320")
+    else:
+        settings += [f"{key}={texts['weights']}" for key in ("model.initial_weights", "data.tokenizer")]
     every = {"logging_steps": 1, "eval_steps": STEPS, "save_steps": STEPS}
     if recipe.budget.warmup_tokens is None:
         every["warmup_steps"] = 1
@@ -265,7 +283,9 @@ SHOWN = {
     "alerts": _files("notice.json"),
     "batch-ramp": _columns("train/tokens", "train/learning_rate"),
     "checkpoints": _files("checkpoint-3/committed.json"),
+    "continued-pretraining": _events("initial_weights"),
     "early-stopping": _events("early_stop"),
+    "frozen-layers": _events("initial_weights"),
     "extensions": _columns("eval/accuracy", "train/loss_average"),
     "gradient-statistics": _columns("stability/gradient_noise_scale", "stability/gradient_norm"),
     "mixture": _columns("train/code_loss", "train/stories_loss", "eval/code_loss", "eval/mixture_loss"),

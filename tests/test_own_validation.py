@@ -159,6 +159,10 @@ MISTAKES = {
         {"validation": ("letters:mixture",), "mixture": {"temperature": 2}},
         "'mixture' like that of the run's mixture",
     ),
+    "a training source of that name": (
+        {"mixture": {"temperature": 2}, "named": "mixture"},
+        "data.sources.0.name: is 'mixture', which is what validations call the whole mixture",
+    ),
     "decontamination without them": (
         {"decontaminate": {"validation": True}},
         "data.decontaminate.validation: is true, and there is no data.validation",
@@ -168,9 +172,10 @@ MISTAKES = {
 
 @pytest.mark.parametrize("data, said", MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_are_one_line(files, tmp_path, data, said):
-    names = data.get("validation")
-    section = data | ({"validation": own(files, *names)} if names else {})
-    sources = [{"path": str(files / f"{name}.jsonl"), "name": name} for name in ("web", "code")]
+    names, section = data.get("validation"), {key: value for key, value in data.items() if key != "named"}
+    section |= {"validation": own(files, *names)} if names else {}
+    called = {"web": data.get("named", "web"), "code": "code"}
+    sources = [{"path": str(files / f"{file}.jsonl"), "name": name} for file, name in called.items()]
     values = {**SMALL_RECIPE, "data": {**SMALL_RECIPE["data"], "sources": sources, **section}}
     path = tmp_path / "own.json"
     path.write_text(json.dumps(values))

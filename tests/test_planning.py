@@ -187,6 +187,7 @@ def test_model_state_bytes_per_parameter():
         "zero0": 16,
         "zero1": 2 + 4 + 12 / 8,
         "zero2": 2 + 16 / 8,
+        "zero2_fp16": 2 + 16 / 8,
         "zero3": 18 / 8,
         "zero2_offload": 2,
         "zero3_offload": 2 / 8,

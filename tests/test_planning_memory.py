@@ -88,6 +88,21 @@ def test_activations_are_those_of_torchs_tracker(name, attention, precision, eve
     assert foreseen["peak"] == pytest.approx(traced["peak"], rel=0.05 if precision == "bf16" else 0.1)
 
 
+@pytest.mark.parametrize("attention, precision", [("sdpa", "bf16"), ("eager", "fp32"), ("sdpa", "autocast")])
+@pytest.mark.parametrize("name", TRACED)
+def test_activations_of_layers_that_keep_their_products(name, attention, precision):
+    """`speed.recompute` operators, against the same tracker: more than the layers' inputs, and less than all."""
+    import memory
+
+    model = {**TRACED[name], "attn_implementation": attention}
+    traced, foreseen = (
+        each(model, 2, 192, precision, 1, keeps_products=True) for each in (memory.trace, memory.predict)
+    )
+    assert foreseen["kept"] == pytest.approx(traced["kept"], rel=0.02)
+    inputs, everything = (memory.predict(model, 2, 192, precision, n)["kept"] for n in (1, 0))
+    assert inputs < foreseen["kept"] < everything
+
+
 @pytest.mark.parametrize("every_n_layers", [0, 1], ids=["kept", "recomputed"])
 def test_the_peak_at_the_end_of_the_backward_pass(every_n_layers):
     """A large model on few tokens peaks there: all gradients and one layer's activations."""

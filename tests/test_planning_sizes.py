@@ -133,6 +133,29 @@ def test_recomputation_is_one_more_forward_pass_of_the_layers():
     assert counter.get_total_flops() == pytest.approx((counted.hardware - last) * tokens.numel(), rel=1e-3)
 
 
+def test_layers_that_keep_their_products_multiply_nothing_again():
+    """`speed.recompute` operators: the FLOPs of a run that recomputes nothing, and the same gradients."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from pretraining.model.recomputation import keep_products
+
+    built = build({**SMALL["llama"], "attn_implementation": "sdpa"}, "cpu").train()
+    tokens, flops, gradients = torch.arange(128).reshape(2, 64), {}, {}
+    for way in ("nothing", "layers", "operators"):
+        if way == "operators":
+            keep_products(built)
+        if way != "nothing":
+            built.activation_checkpointing_enable()
+        with FlopCounterMode(display=False) as counter:
+            built(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        flops[way] = counter.get_total_flops()
+        gradients[way] = [parameter.grad.clone() for parameter in built.parameters()]
+        built.zero_grad()
+    assert flops["operators"] == flops["nothing"] < flops["layers"]
+    assert all(map(torch.equal, gradients["operators"], gradients["nothing"]))
+
+
 def test_the_conventions_differ_as_they_say():
     """6 N leaves attention out, the causal count takes half of it, HFU adds a forward pass of the layers."""
     model, _, _ = PUBLISHED["Llama-2-7B"]

@@ -24,7 +24,8 @@ def commands_of(page: Path) -> list[str]:
     return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 
-COMMANDS = [(page, line) for page in PAGES for line in commands_of(page)]
+# Those of the first day use each other's results: tests/test_first_day.py runs them in their order.
+COMMANDS = [(page, line) for page in PAGES for line in commands_of(page) if page.name != "first_day.md"]
 
 
 def words_of(line: str) -> list[str]:
@@ -184,6 +185,12 @@ def run_supervised(workshop: Workshop, words: list[str]) -> None:
     run_scaled(workshop, shlex.join(words[words.index("--") + 1 :]))
 
 
+def run_sweep(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.sweep`: its points are checked, none is started; tests/test_sweep.py trains some."""
+    finished = execute([*without(words, "--slurm", "--launcher"), "--show"])
+    assert finished.code == 0 and "state" in finished.stdout, finished.output
+
+
 def run_stop_file(workshop: Workshop, words: list[str]) -> None:
     """`touch runs/tiny/STOP`: the file that runs look for; tests/test_stopping.py stops one by it."""
     path = Path(words[1])
@@ -206,6 +213,7 @@ SCALED = {
     r"python -m pretraining\.data ": run_data,
     r"python -m pretraining\.planning ": run_verb,
     r"python -m pretraining\.supervise ": run_supervised,
+    r"python -m pretraining\.sweep ": run_sweep,
     r"touch runs/": run_stop_file,
     r"RUN=\S+ sbatch ": run_sbatch,
     r"python -m pretraining\.checkpoints ": run_checkpoints,
@@ -273,6 +281,7 @@ def test_every_link_leads_somewhere(page):
         "-m pretraining.data",
         "-m pretraining.planning",
         "-m pretraining.supervise",
+        "-m pretraining.sweep",
         "-m pretraining.checkpoints",
         "-m pretraining.reporting",
         "-m pretraining.doctor",

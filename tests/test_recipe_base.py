@@ -80,7 +80,7 @@ def test_set_changes_what_base_and_file_are_together(variant):
 def test_a_mistake_is_reported_with_the_file_that_holds_it(variant, tmp_path):
     path = variant(training={"learnin_rate": 1})
     assert failing(path).startswith(
-        f"{path}: training.learnin_rate: unknown key; did you mean 'learning_rate'?"
+        f"{path}: training.learnin_rate: unknown key; did you mean 'training.learning_rate'?"
     )
     base = json.loads((RECIPES / "tiny.json").read_text())
     base["training"]["learnin_rate"] = 1

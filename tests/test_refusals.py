@@ -21,6 +21,11 @@ REFUSED = {
         "zero3",
         "speed.compile: is whole, and ZeRO-3 gathers",
     ),
+    "products kept by compiled code": (
+        ["speed.recompute=operators", "speed.compile=blocks", "training.activation_checkpointing=true"],
+        "zero2",
+        "speed.compile blocks hides the products that are kept",
+    ),
     "adaptive clipping in fp16 at stage 0": (
         ["optimizer.adaptive_clip=0.01", "training.fp16=true"],
         "zero0",

@@ -25,6 +25,7 @@ from pretraining.model.compiling import (
 )
 from pretraining.model.given_weights import GivenWeights
 from pretraining.model.initial_weights import initialise_weights
+from pretraining.model.recomputation import keep_products
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.mup import Mup, scales_by_name
 from pretraining.recipe.sections import Speed, Weights
@@ -130,6 +131,8 @@ def build_model(
     if speed.fp8 != "none":
         # Before the model is compiled, so that the graphs contain the fp8 products.
         convert_products(built, speed.fp8)
+    if speed.recompute == "operators":
+        keep_products(built)
     compile_model(built, speed)
     return built
 

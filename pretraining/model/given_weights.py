@@ -191,14 +191,16 @@ def open_given(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GivenWeigh
     folder = find_folder(name, where)
 
     def opened() -> GivenWeights:
+        special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        section = Model({**special, **recipe.model})
         config = _config_of(folder, name, where)
         if config is not None:
-            check_config(config, recipe.model, name, where)
+            check_config(config, section, name, where)
         try:
             files = open_weights(folder)
         except UserError as error:
             raise problem(where, KEY, str(error)) from None
-        model, _ = build_on_meta(recipe.model)
+        model, _ = build_on_meta(section)
         given = GivenWeights(name, files, model)
         check_shapes(given, model, where)
         check_tokenizer(folder, tokenizer, name, where)

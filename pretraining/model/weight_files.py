@@ -7,6 +7,7 @@
 
 import json
 import pickle
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -163,7 +164,8 @@ class DistributedFiles(WeightFiles):
         if self._kept[0] != name:
             self._kept = ("", None)
             whole = torch.empty(self.entries[name].shape, dtype=self.entries[name].dtype)
-            dcp.load({name: whole}, storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
+            with warnings.catch_warnings(action="ignore"):  # that no group is asked, as is meant
+                dcp.load({name: whole}, storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
             self._kept = (name, whole)
         return self._kept[1]
 

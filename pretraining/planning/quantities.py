@@ -137,8 +137,9 @@ def facts(rows: list[tuple[str, str]], line_width: int = 118) -> str:
     return "\n".join(lines)
 
 
-def recomputation_text(every_n_layers: int) -> str:
-    """Write how many layers are recomputed: one in `every_n_layers`; 0: none."""
-    if every_n_layers > 1:
-        return f"one layer in {every_n_layers} recomputed"
-    return "every layer recomputed" if every_n_layers else "nothing recomputed"
+def recomputation_text(every_n_layers: int, recompute: str = "layers") -> str:
+    """Write how many layers are recomputed: one in `every_n_layers`; 0: none. recompute: `speed.recompute`."""
+    if not every_n_layers:
+        return "nothing recomputed"
+    layers = f"one layer in {every_n_layers}" if every_n_layers > 1 else "every layer"
+    return f"{layers} recomputed" + (", but for products and attention" if recompute == "operators" else "")

@@ -109,6 +109,8 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     # layers are recomputed, and the head belongs to none
     recomputed = 2 * (size.matmul - size.head - skipped) * tokens
     again = recomputed_share(recomputed_one_in(recipe))
+    # products and attention may be kept
+    products_again = 0 if recipe.speed.recompute == "operators" else again
     engine = table("kernels")["engines"][str(zero_stage(ds_config))]
     # the part of the step that ranks share shrinks with their number
     in_step = engine["step"] + engine["step of its share"] / world_size
@@ -117,8 +119,8 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
         "attention": (1 + ATTENTION_BACKWARD) * scores / rates.attention_flops,
         "other kernels": (forward + backward + outside) / rates.bytes,
         "loss": width * _loss_kernel_bytes(recipe, tokens, gpu) / rates.bytes,
-        "recomputation": again
-        * (recomputed / rates.product_flops + scores / rates.attention_flops + forward / rates.bytes),
+        "recomputation": products_again * (recomputed / rates.product_flops + scores / rates.attention_flops)
+        + again * forward / rates.bytes,
         "gradients": engine["micro-batch"] * size.total / rates.bytes,
         # one step for all micro-batches of it
         "optimizer": in_step * size.total / rates.bytes / accumulation_steps(recipe, world_size),

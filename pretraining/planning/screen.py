@@ -85,7 +85,7 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
         "model": _model_words(recipe, plan),
         "precision": precision_of_products(recipe),
         "compiles": compiled_part(recipe, ds_config),
-        "recomputation": recomputation_text(recomputed_one_in(recipe)),
+        "recomputation": recomputation_text(recomputed_one_in(recipe), recipe.speed.recompute),
         "gpu": gpu.name if gpu else None,
         "gpu_memory_bytes": there,
         "fitting_gpus": _fitting_gpus(recipe, ds_config, world_size),
@@ -192,7 +192,7 @@ def plan_line(recipe: Recipe, plan: RunPlan, left: float = 1.0) -> str:
     there = f" of {num_bytes(machine.gpu_memory_bytes)}" if machine.gpu_memory_bytes else ""
     parts = [f"{num_bytes(foreseen['peak_memory_bytes'])}{there} of memory on each rank"]
     if foreseen["training_seconds"] is None:
-        parts.append("no time (it is planned for GPUs of the table)")
+        parts.append("no time (this device is not in the table of GPUs)")
     else:
         speed = forecast(workload_of_recipe(recipe, plan.ds_config), machine.gpu, plan.world_size)
         rest = "" if left == 1 else " for what is left"

@@ -82,7 +82,10 @@ def step_time(
         accumulation=accumulation,
         mfu=used.mfu if used else mfu,
         precision=precision,
-        recomputed=recomputed_share(recomputed_one_in(recipe)),
+        # only products and attention are FLOPs that count
+        recomputed=0.0
+        if recipe.speed.recompute == "operators"
+        else recomputed_share(recomputed_one_in(recipe)),
         width=precision_of(recipe, ds_config).weights,
         hpz=hpz_ranks(ds_config),
     )

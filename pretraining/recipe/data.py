@@ -305,6 +305,9 @@ def source_names(section: Data, where: str) -> list[str]:
         if name in names[:number] and is_mixed(section):
             what = f"is {name!r} like that of source {names.index(name)}; give each a name of its own"
             raise problem(where, f"data.sources.{number}.name", what)
+        if name == "mixture" and is_mixed(section):
+            what = "is 'mixture', which is what validations call the whole mixture; give it another name"
+            raise problem(where, f"data.sources.{number}.name", what)
     return names
 
 

@@ -167,6 +167,12 @@ class Speed(Section):
     compile_mode: Literal["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = key(
         "inductor's mode: reduce-overhead records CUDA graphs, for small models; null: default.", default=None
     )
+    recompute: Literal["layers", "operators"] = key(
+        "What of a layer under training.activation_checkpointing is computed again: layers: all but its input; "
+        "operators: only what is cheap (norms, activation functions, copies), products and attention are kept. "
+        "gpt2, llama and qwen3, uncompiled.",
+        default="layers",
+    )
     fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(
         "fp8 products in the blocks' linear layers, by torchao's recipes of scales: Hopper "
         "and later, bf16, not gpt2, not with ZeRO-3.",

@@ -9,6 +9,7 @@ from pretraining.planning.quantities import duration
 from pretraining.reporting.analysis import Analysis
 from pretraining.reporting.run_record import RunRecord, Standing
 from pretraining.runtime.run_folder import RunFolder, stopped_seconds
+from pretraining.schema import display_path
 
 PHASES = {
     "not begun": "No step has been logged yet.",
@@ -169,8 +170,8 @@ def end_text(record: RunRecord) -> str:
         "result": result,
         "took": _taken(record),
         "measured": measured_beside_planned(run.path),
-        "export": run.export,
-        "report": run.report if record.recipe.get("report", {}).get("every_seconds") else "",
+        "export": display_path(run.export),
+        "report": display_path(run.report) if record.recipe.get("report", {}).get("every_seconds") else "",
     }
     return "\n".join(f"{label:<10}{value}" for label, value in rows.items() if value)
 

@@ -41,8 +41,10 @@ def kept_console(run: RunFolder) -> Iterator[None]:
     sys.stdout, sys.stderr = copies
     try:
         yield
+    except SystemExit:
+        raise
     except BaseException as error:
-        # the error is printed only after the block
+        # it is printed only after the block
         log.add(f"error: {error}" if isinstance(error, UserError) else traceback.format_exc())
         raise
     finally:

@@ -223,7 +223,7 @@ def run_command(command: str, notice: dict) -> None:
         start_new_session=True,
     )
     try:
-        _, complaint = process.communicate(json.dumps(notice, default=str), timeout=COMMAND_SECONDS)
+        _, complaint = process.communicate(json.dumps(notice, default=str) + "\n", timeout=COMMAND_SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

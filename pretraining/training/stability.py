@@ -17,12 +17,15 @@ from transformers.trainer_callback import ExportableState
 
 from pretraining.recipe.sections import Monitors
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.training.gradients import loss_scale
 from pretraining.training.schedule import apply_schedule_now, step_schedule
 from pretraining.training.spikes import Plateau, SpikeScore, advice
 from pretraining.upstream.deepspeed import drop_refused_sums
 
 COUNTED = ("spikes", "non_finite_steps", "refused_steps")
 """Counted since the beginning of the run; every row has them."""
+MOST_OVERFLOWS = 100
+"""Steps in a row without a loss scale that fits: halving comes from 2^32 to 1 in fewer, each tried twice."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.plateau = Plateau(monitors.plateau_steps)
         self.in_spike = self.norm_in_spike = False
         self.non_finite_streak = self.refused_steps = self.spikes = self.non_finite_steps = 0
+        self.overflow_steps = self.overflow_streak = 0
+        self.is_scaled, self.loss_scale = False, 1.0
         self.finding: Finding | None = None
         self.alerted_step: int | None = None
 
@@ -65,6 +70,8 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         self.guard = NonFiniteGuard(optimizer)
+        self.is_scaled = args.fp16
+        self.loss_scale = loss_scale(optimizer)
         name = type(self).__name__
         self._restore(state.stateful_callbacks.get(name))
         # the Trainer expects an entry when it saves, and an older checkpoint lacks it
@@ -89,6 +96,8 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             # ZeRO or fp16 skipped it, so the Trainer did not advance the schedule. But the rate belongs to the step.
             step_schedule(lr_scheduler)
         self._judge(self.watch.last_loss(), self.guard.refused_last_step(), state)
+        if self.is_scaled:
+            self.loss_scale = loss_scale(optimizer)  # of the next step
         self._set_limit()
         if self.finding is not None:
             control.should_training_stop = True
@@ -101,7 +110,12 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         if "loss" in logs:
             for name in COUNTED:
                 logs[f"stability/{name}"] = getattr(self, name)
-            self._judge_norm(logs.get("grad_norm"), state)
+            if self.is_scaled:
+                logs["stability/loss_scale"] = self.loss_scale
+                logs["stability/overflow_steps"] = self.overflow_steps
+            # the norm of a step that overflowed is none
+            if not self.overflow_streak:
+                self._judge_norm(logs.get("grad_norm"), state)
 
     def _judge(self, loss: float, refused: bool, state) -> None:
         score, began = self.loss_course.score(loss), not self.in_spike
@@ -110,6 +124,9 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         is_spike = not loss <= self.watch.limit
         # the policy "skip" refuses a spike by NaN gradients: that refusal is no non-finite step
         finite = math.isfinite(loss) and (not refused or (is_spike and self.policy == "skip"))
+        if self._overflowed(loss, refused and not finite):
+            # the loss is as good as any; only its gradients, times the scale, did not fit into fp16
+            finite = True
         self.refused_steps += refused
         self.non_finite_streak = 0 if finite else self.non_finite_streak + 1
         self.non_finite_steps += not finite
@@ -124,6 +141,13 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             self._leave(state, f"the loss is {loss:.4g}, {score:.1f} deviations above {expected:.4g}")
         if self.plateau.shows(state.global_step, self.loss_course.expected):
             self._tell("plateau", state, **facts, since_step=self.plateau.best_step)
+
+    def _overflowed(self, loss: float, refused: bool) -> bool:
+        """Say if the step was left out to find a loss scale (fp16), and count it."""
+        overflows = refused and math.isfinite(loss) and self.loss_scale > 1 and self.is_scaled
+        self.overflow_streak = self.overflow_streak + 1 if overflows else 0
+        self.overflow_steps += overflows
+        return overflows and self.overflow_streak <= MOST_OVERFLOWS
 
     def _judge_non_finite(self, facts: dict, state) -> None:
         if self.non_finite_streak == 1:
@@ -163,6 +187,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
     def state(self) -> dict:
         """Return what checkpoints keep."""
         counts = ("in_spike", "norm_in_spike", "non_finite_streak", *COUNTED)
+        counts += ("overflow_steps", "overflow_streak") if self.is_scaled else ()
         parts = {name: getattr(self, name).state() for name in ("loss_course", "norm_course", "plateau")}
         finding = None if self.finding is None else [self.finding.step, self.finding.sentence]
         counted = {name: getattr(self, name) for name in counts}

@@ -4,6 +4,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from pretraining.recipe.curve import NEUTRAL_KEYS
+from pretraining.recipe.curve import OURS as CURVE_OURS
+from pretraining.recipe.curve import SECTIONS as CURVE_SECTIONS
 from pretraining.recipe.loading import OTHER_NAMES
 from pretraining.recipe.training import TRAINING_KEYS
 
@@ -51,7 +54,19 @@ def keys_page(schema: dict, recipes: Path) -> str:
             parts += _filter_tables(section["properties"]["filters"], shown)
         if name == "training":
             parts.append(_owned_elsewhere())
+    parts.append(_free_to_change(sections))
     return "\n".join(part for part in parts if part).rstrip()
+
+
+def _free_to_change(sections: list[str]) -> str:
+    """Which keys the curve does not depend on."""
+    bound = ", ".join(f"`{name}`" for name in sections if name in {*CURVE_SECTIONS, *CURVE_OURS})
+    free = ", ".join(f"`{key}`" for key in sorted(NEUTRAL_KEYS))
+    return f"""
+## What may change when a run continues
+
+The loss curve depends on the sections {bound} and on `speed.fp8`. They must stay as they were, or the start is
+refused; `--allow_change KEY` accepts one change. All other sections may change, and these keys too: {free}."""
 
 
 def _model_tables(definitions: dict, above: dict, shown: dict) -> Iterator[str]:

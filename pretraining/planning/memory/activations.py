@@ -58,11 +58,13 @@ def activations(
     every_n_layers: int = 0,
     loss: Loss = PLAIN,
     gpu_memory: float | None = None,
+    keeps_products: bool = False,
 ) -> Activations:
     """Return activations of one micro-batch.
 
     Args:
         every_n_layers: one layer in so many is recomputed, and only its input is kept; 0: none is.
+        keeps_products: also what a recomputed layer's products and attention gave (`speed.recompute` operators).
         loss: the recipe's section.
         gpu_memory: bytes of the GPU, which decide the loss's chunks; None: a processor trains, or it is not known.
     """
@@ -71,10 +73,12 @@ def activations(
     by_layer = [_layer(shape, widths, index, sequence_length, precision) for index in range(widths.layers)]
     # the input of a layer, on the residual stream
     largest, boundary = max(by_layer), precision.residual * widths.hidden
+    # of a recomputed layer: results of products, and of these the ones that its backward pass reads anyway
+    products, read_anyway = _products(shape, widths, precision) if keeps_products else (0, 0)
     if every_n_layers:
         # the first layer of every n is recomputed
         again = [index % every_n_layers == 0 for index in range(widths.layers)]
-        kept = sum(boundary if redo else size for redo, size in zip(again, by_layer, strict=True))
+        kept = sum(boundary + products if redo else size for redo, size in zip(again, by_layer, strict=True))
     else:
         kept = sum(by_layer)
     outside = _norm(shape, widths.hidden, precision) + precision.compute * widths.hidden + TOKEN_INPUT_BYTES
@@ -84,7 +88,7 @@ def activations(
     return Activations(
         per_layer=tokens * largest,
         layers=tokens * kept,
-        recomputed=tokens * (largest - boundary) if every_n_layers else 0.0,
+        recomputed=tokens * (largest - boundary - read_anyway) if every_n_layers else 0.0,
         # copies of weights do not grow with the tokens
         outside=tokens * outside + (_cast_weights(model, every_n_layers > 0) if precision.is_autocast else 0),
         logits=loss_bytes(tokens, shape["vocab_size"], widths.hidden, precision, loss, gpu_memory),
@@ -112,6 +116,21 @@ def _layer(shape: dict, widths: Widths, index: int, length: int, precision: Prec
         + attention
         + (_experts(widths, precision) if mixture else _feed_forward(shape, widths, precision))
     )
+
+
+def _products(shape: dict, widths: Widths, precision: Precision) -> tuple[float, float]:
+    """Return the bytes of what products and attention of a dense layer give for a token, and how many are read again.
+
+    No backward pass reads the two products that are added to the residual stream.
+    """
+    halves = 1 if shape["model_type"] == "gpt2" else 2
+    inside = widths.queries + 2 * widths.keys + halves * widths.inner
+    kernel = 0.0
+    # eager attention multiplies in batches, which are computed again
+    if shape.get("attn_implementation") != "eager":
+        kernel = precision.compute * widths.queries + FP32 * widths.heads
+    read = precision.compute * inside + kernel
+    return read + 2 * precision.compute * widths.hidden, read
 
 
 def _norm(shape: dict, width: int, precision: Precision, groups: int = 1) -> float:

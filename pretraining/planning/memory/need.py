@@ -182,6 +182,7 @@ def memory_need(
         recomputed_one_in(recipe),
         loss=loss_of(recipe),
         gpu_memory=gpu_memory,
+        keeps_products=recipe.speed.recompute == "operators",
     )
     width = value_of(recipe.model, "hidden_size")
     as_one = gathers_blocks(recipe, ds_config)

@@ -1,0 +1,245 @@
+"""Weights that exist: logits and memory of a model that begins with them, and ten steps from them.
+
+    python benchmarks/given_weights.py
+    python benchmarks/given_weights.py --width 1024 --layers 8 --keep
+
+`logits` and `memory`: a Llama of fp32 weights is saved by transformers and built from its folder by two ranks at every
+stage. Printed are the largest difference of the logits to transformers' own, and the peak of the memory of both ranks
+(PSS, sampled) above what they had before, over the bytes of the model. Pages that both have mapped count once.
+
+`steps`: train.py on two ranks at every stage, from the export of a finished run, compared with a loop of torch and
+transformers alone: their model, AdamW, schedule and clipping, on the same samples. The largest difference of the loss.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from record import REPOSITORY, parser_of, record
+
+STAGES = ("zero0", "zero1", "zero2", "zero3")
+STEPS = 10
+RANK_FOLDER = "GIVEN_WEIGHTS_FOLDER"
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--width", type=int, default=768, help="of the Llama (default 768)")
+    parser.add_argument("--layers", type=int, default=8, help="of the Llama (default 8)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="given_weights_") as name:
+        folder = Path(name)
+        section, num_bytes = save_source(folder, options.width, options.layers)
+        found = {stage: on_two_ranks(folder, section, stage) for stage in STAGES}
+        values = {
+            "ranks": 2,
+            "model_bytes": num_bytes,
+            "max_abs_logit_difference": {stage: each["difference"] for stage, each in found.items()},
+            "peak_over_model": {stage: round(each["peak"] / num_bytes, 3) for stage, each in found.items()},
+            "seconds": {stage: round(each["seconds"], 2) for stage, each in found.items()},
+            "steps": STEPS,
+            "max_abs_loss_difference": continued(folder / "runs"),
+        }
+    record("given_weights", values, options.keep)
+
+
+def save_source(folder: Path, width: int, layers: int) -> tuple[dict, int]:
+    """Save a drawn Llama and its logits; return its model section and its bytes."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    section = {
+        "model_type": "llama",
+        "vocab_size": 16384,
+        "max_position_embeddings": 256,
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64,
+        "num_key_value_heads": width // 128,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**section)).eval()
+    model.save_pretrained(folder / "source")
+    with torch.no_grad():
+        torch.save(model(trial_ids()).logits, folder / "logits.pt")
+    return section, sum(each.numel() * each.element_size() for each in model.parameters())
+
+
+def trial_ids():
+    import torch
+
+    return (torch.arange(256).view(2, 128) * 97) % 16384
+
+
+def on_two_ranks(folder: Path, section: dict, stage: str) -> dict:
+    """Build at a stage on two ranks of a launch of their own; peaks are added up over the ranks."""
+    (folder / "asked.json").write_text(json.dumps({"section": section, "stage": stage}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
+    environment = {**os.environ, RANK_FOLDER: str(folder), "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(command, env=environment, capture_output=True, cwd=REPOSITORY, text=True)
+    if finished.returncode:
+        raise SystemExit(finished.stderr[-3000:])
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return {
+        "difference": max(each["difference"] for each in found),
+        "peak": sum(each["peak"] for each in found),
+        "seconds": max(each["seconds"] for each in found),
+    }
+
+
+def proportional_bytes() -> int:
+    """This process' memory; a page that several processes map counts once in their sum."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+class Peak:
+    """The largest memory of this process while it is open."""
+
+    def __enter__(self) -> "Peak":
+        self.largest, self._open = proportional_bytes(), True
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while self._open:
+            self.largest = max(self.largest, proportional_bytes())
+            time.sleep(0.003)
+
+    def __exit__(self, *_) -> None:
+        self._open = False
+        self._thread.join()
+
+
+def build_on_rank(folder: Path) -> None:
+    """One rank's part: build, measure, compute the logits."""
+    from types import SimpleNamespace
+
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    from pretraining.ds_config import load_ds_config
+    from pretraining.model.build import build_model
+    from pretraining.model.counting import build_on_meta
+    from pretraining.model.given_weights import GivenWeights
+    from pretraining.model.weight_files import open_weights
+    from pretraining.recipe.sections import Speed
+    from pretraining.recipe.training import Training
+    from pretraining.training.arguments import build_arguments
+    from pretraining.training.ranks import join_ranks, leave_ranks
+
+    asked = json.loads((folder / "asked.json").read_text())
+    section, stage = asked["section"], asked["stage"]
+    join_ranks()
+    training = Training({"per_device_train_batch_size": 1, "learning_rate": 1e-3, "report_to": "none"})
+    recipe = SimpleNamespace(training=training, training_keywords=training, num_steps=1, path="r.json")
+    recipe.speed = Speed(compile="none")
+    meta, _ = build_on_meta(section)
+    arguments = build_arguments(recipe, load_ds_config(stage), folder, 1)
+    ids = SimpleNamespace(bos_token_id=0, eos_token_id=0)
+    # What a first build keeps for ever (libraries, buffers of communication) is no copy of the weights.
+    build_model(
+        {**section, "hidden_size": 128, "num_hidden_layers": 1, "intermediate_size": 8}, ids, arguments
+    )
+    dist.barrier()
+    before, began = proportional_bytes(), time.monotonic()
+    with Peak() as peak:
+        given = GivenWeights("source", open_weights(folder / "source"), meta)
+        given.digest()
+        model = build_model(section, ids, arguments, given=given).eval()
+        dist.barrier()
+    seconds = time.monotonic() - began
+    with (
+        torch.no_grad(),
+        deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == "zero3"),
+    ):
+        # transformers' own loop over modules: no engine is needed for a forward pass of whole weights
+        whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**section)).eval()
+    plain.load_state_dict(whole, strict=True)
+    with torch.no_grad():
+        difference = (plain(trial_ids()).logits - torch.load(folder / "logits.pt")).abs().max().item()
+    answer = {"difference": difference, "peak": peak.largest - before, "seconds": seconds}
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(answer))
+    leave_ranks()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def continued(folder: Path) -> dict[str, float]:
+    """Ten steps from an export at every stage, against the plain loop."""
+    from tests.runs import Workshop
+
+    workshop = Workshop(folder)
+    source = workshop.plain().folder / "export"
+    settings = (f"model.initial_weights={source}",)
+    reference = plain_loop(workshop, source, settings)
+    losses = {stage: workshop.run(stage, 2, settings=settings).losses for stage in STAGES}
+    return {
+        stage: max(abs(ours - theirs) for ours, theirs in zip(found, reference, strict=True))
+        for stage, found in losses.items()
+    }
+
+
+def plain_loop(workshop, source: Path, settings: tuple[str, ...]) -> list[float]:
+    """The losses of the recipe's ten steps by torch and transformers alone, on the run's samples."""
+    import torch
+    from transformers import AutoModelForCausalLM, get_scheduler
+
+    from pretraining.data.packed_dataset import build_training_dataset
+    from pretraining.data.prepared import open_prepared
+    from pretraining.recipe import load_recipe
+
+    recipe = load_recipe(str(workshop.recipe), settings)
+    samples = build_training_dataset(open_prepared(recipe, workshop.data).for_run(recipe), recipe, 0)
+    model, training = AutoModelForCausalLM.from_pretrained(source).train(), recipe.training
+    matrices = [each for each in model.parameters() if each.ndim >= 2]
+    vectors = [each for each in model.parameters() if each.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": training.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    betas = (training.adam_beta1, training.adam_beta2)
+    optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, betas=betas, eps=training.adam_epsilon)
+    schedule = get_scheduler(
+        training.lr_scheduler_type,
+        optimizer,
+        training.warmup_steps,
+        recipe.num_steps,
+        training.lr_scheduler_kwargs,
+    )
+    losses, size = [], recipe.samples_per_step
+    for step in range(STEPS):
+        batch = [samples[index] for index in range(step * size, (step + 1) * size)]
+        ids, labels = (
+            torch.stack([torch.as_tensor(each[key]) for each in batch]) for key in ("input_ids", "labels")
+        )
+        logits = model(ids.long()).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.long().flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+if __name__ == "__main__":
+    if RANK_FOLDER in os.environ:
+        build_on_rank(Path(os.environ[RANK_FOLDER]))
+    else:
+        main()

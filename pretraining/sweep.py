@@ -1,0 +1,347 @@
+"""Train a recipe once for each value, or each combination of values, and compare the runs.
+
+The runs are in one folder, each in a folder named after what differs. They are trained one after the other, or
+submitted to SLURM. The same command skips those that are finished and goes on with the others.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretraining.api import REASONS, CommandFailed, run_folder_of, train, train_command
+from pretraining.command_line import OneLineParser, add_recipe_arguments, named_path
+from pretraining.errors import UserError, one_line_errors
+from pretraining.metric_names import grouped, is_better
+from pretraining.planning.quantities import columns
+from pretraining.recipe import Recipe
+from pretraining.refusals import load_run
+from pretraining.reporting.__main__ import write_report
+from pretraining.reporting.run_record import RunRecord
+from pretraining.runtime.durable_files import write_json
+from pretraining.runtime.exit_codes import FINISHED, STOPPED
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import REPOSITORY
+
+EXAMPLES = """examples:
+  python -m pretraining.sweep --recipe tiny --over training.learning_rate=2e-3,5e-3
+  python -m pretraining.sweep --recipe tiny --over training.learning_rate=2e-3,5e-3 --over training.seed=1,2,3
+  python -m pretraining.sweep --recipe 124m --over optimizer.name=adamw,muon --launcher "deepspeed --num_gpus=8"
+  python -m pretraining.sweep --recipe 124m --over training.learning_rate=3e-4,6e-4 \\
+      --slurm="--nodes=1 --gpus-per-node=8 --time=12:00:00"
+  python -m pretraining.sweep --recipe tiny --over training.learning_rate=2e-3,5e-3 --show
+
+A value is JSON, else a text; a list or a text with commas goes in [...] or "...". Several --over: every combination.
+exit codes: 0 all is finished or submitted, 2 a point failed, 75 stopped on request (the same command goes on)."""
+
+JOBS = "sweep.json"
+"""File of a sweep's folder: the newest table, with the ids of submitted jobs."""
+LONGEST_NAME = 120
+"""Characters of a point's folder; a longer name ends in a digest."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    settings: dict[str, str]
+    """{dotted key: value as it was typed}"""
+    folder: Path
+    words: list[str]
+    """The options of train.py."""
+    recipe: Recipe
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its folder holds the finished run."""
+        return RunFolder(self.folder).is_finished(self.recipe.to_dict())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train or submit every point that is not finished, then print the table."""
+    options = _parse(arguments)
+    recipe, _ = load_run(options.recipe, options.set, options.deepspeed)
+    folder = options.output_dir or REPOSITORY / "runs" / f"{recipe.name}-sweep"
+    # all of them before the first is started: a wrong value is no surprise after hours
+    points = points_of(options, recipe, folder)
+    jobs, failures, code = _known_jobs(folder), {}, FINISHED
+    if not options.show:
+        if options.slurm is not None:
+            submit(points, options.slurm, options.launcher, jobs)
+        else:
+            code = train_all(points, options.launcher, failures, sys.stderr if options.json else sys.stdout)
+    answer = answer_of(points, folder, recipe, jobs, failures)
+    if folder.is_dir():
+        write_json(folder / JOBS, answer)
+    print(json.dumps(answer, indent=2) if options.json else as_text(answer), flush=True)
+    if failures:
+        first = next(iter(failures.items()))
+        raise UserError(f"{len(failures)} of {len(points)} points failed; {first[0]}: {first[1]}")
+    return code
+
+
+def points_of(options: argparse.Namespace, recipe: Recipe, folder: Path) -> list[Point]:
+    """Make every combination of values a point, each checked as train.py checks it.
+
+    Raises:
+        UserError: a wrong text of --over, a key twice, a value twice, or a point that no run can be.
+    """
+    over = [_parsed(text) for text in options.over]
+    keys = [key for key, _ in over]
+    for key, values in over:
+        if keys.count(key) > 1:
+            raise UserError(f"--over {key}: is named twice; write all of its values with commas between them")
+        if doubles := [value for value in values if values.count(value) > 1]:
+            raise UserError(f"--over {key}: the value {doubles[0]} is there twice")
+    shown = _short_keys(keys)
+    # a job begins in another folder
+    source = str(Path(options.recipe).absolute()) if options.recipe.endswith(".json") else options.recipe
+    data = options.data_dir.absolute() if isinstance(options.data_dir, Path) else options.data_dir
+    points = []
+    for values in itertools.product(*(values for _, values in over)):
+        settings = dict(zip(keys, values, strict=True))
+        name = _folder_name([f"{shown[key]}={value}" for key, value in settings.items()])
+        texts = [*options.set, *(f"{key}={value}" for key, value in settings.items())]
+        texts.append(f"name={json.dumps(f'{recipe.name}-{name}')}")
+        words = ["--recipe", source, *(word for text in texts for word in ("--set", text))]
+        words += ["--data_dir", str(data), "--output_dir", str(folder.absolute() / name)]
+        words += ["--deepspeed", options.deepspeed] if options.deepspeed else []
+        words += ["--force"] if options.force else []
+        run_folder_of(words)
+        point, _ = load_run(options.recipe, texts, options.deepspeed)
+        points.append(Point(settings, folder / name, words, point))
+    return points
+
+
+def _parsed(text: str) -> tuple[str, list[str]]:
+    """Split `section.key=1,2,[3,4]` into the key and its values."""
+    key, equals, rest = text.partition("=")
+    # a comma inside brackets, braces or quotes belongs to the value
+    values = re.findall(r'(?:\[[^\]]*\]|\{[^}]*\}|"(?:\\.|[^"\\])*"|[^,])+', rest)
+    values = [value.strip() for value in values if value.strip()]
+    if not key or not equals or not values:
+        raise UserError(f"--over {text}: write section.key=value,value")
+    return key, values
+
+
+def _short_keys(keys: Sequence[str]) -> dict[str, str]:
+    """Return {key: its last part}, or the whole key if two end alike."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return {key: short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)}
+
+
+def _folder_name(parts: Sequence[str]) -> str:
+    """Join what differs to a name that every disk and tracker takes."""
+    text = ",".join(parts)
+    name = re.sub(r"[^\w.,=+-]+", "-", text).strip("-.")
+    if name != text or len(name) > LONGEST_NAME:
+        # other values may have the same letters
+        digest = hashlib.blake2b(text.encode(), digest_size=3).hexdigest()
+        name = f"{name[: LONGEST_NAME - 7]}-{digest}"
+    return name
+
+
+def train_all(points: Sequence[Point], launcher: str, failures: dict[str, str], output: Any) -> int:
+    """Train the points in turn; returns the exit code. What fails is noted, and the next one starts.
+
+    A request to stop reaches the run that is being trained, which saves; no other is started then.
+    """
+    for number, point in enumerate(points, 1):
+        title = f"sweep {number}/{len(points)}: {point.folder.name}"
+        if point.is_finished:
+            print(f"{title}: finished before", file=output, flush=True)
+            continue
+        print(title, file=output, flush=True)
+        try:
+            code = train(
+                train_command(point.words, launcher),
+                lambda line: print(line, end="", file=output, flush=True),
+            )
+        except (UserError, CommandFailed) as error:
+            failures[point.folder.name] = str(error)
+            print(f"{title}: failed: {error}", file=output, flush=True)
+            continue
+        if code == STOPPED:
+            print("stopped; the same command goes on", file=output, flush=True)
+            return STOPPED
+        if code != FINISHED:
+            failures[point.folder.name] = REASONS[code]
+    return FINISHED
+
+
+def submit(points: Sequence[Point], sbatch_options: str, launcher: str, jobs: dict[str, str]) -> None:
+    """Submit a job for every point that is neither finished nor queued; the ids go into `jobs` by folder name.
+
+    Raises:
+        UserError: sbatch is not there, or refuses.
+    """
+    for point in points:
+        name = point.folder.name
+        if point.is_finished or _is_queued(jobs.get(name)):
+            continue
+        # launch/slurm.sh adds --output_dir itself
+        place = point.words.index("--output_dir")
+        words = [*point.words[:place], *point.words[place + 2 :]]
+        command = ["sbatch", "--parsable", *shlex.split(sbatch_options), f"--job-name={point.recipe.name}"]
+        variables = {"RUN": str(point.folder.absolute())} | ({"LAUNCHER": launcher} if launcher else {})
+        done = _called([*command, str(REPOSITORY / "launch" / "slurm.sh"), *words], variables)
+        if done is None:
+            raise UserError("--slurm: sbatch is not installed here; run it where jobs are submitted")
+        if done.returncode:
+            raise UserError(f"--slurm: sbatch refused {name}: {done.stderr.strip()}")
+        jobs[name] = done.stdout.strip().partition(";")[0]
+        print(f"submitted {name}: job {jobs[name]}", file=sys.stderr, flush=True)
+
+
+def _called(command: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess | None:
+    """Run a command of SLURM in the repository; None if it is not installed."""
+    environment = {**os.environ, **variables}
+    try:
+        return subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+
+
+def _is_queued(job: str | None) -> bool:
+    done = _called(["squeue", "--noheader", "--jobs", job], {}) if job else None
+    return done is not None and done.returncode == 0 and bool(done.stdout.strip())
+
+
+def _known_jobs(folder: Path) -> dict[str, str]:
+    """Read the ids of jobs that were submitted before."""
+    try:
+        points = json.loads((folder / JOBS).read_text(encoding="utf-8"))["points"]
+        return {Path(point["folder"]).name: point["job"] for point in points if point["job"]}
+    # another file of that name, or half a one
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def answer_of(
+    points: Sequence[Point], folder: Path, recipe: Recipe, jobs: dict[str, str], failures: dict[str, str]
+) -> dict:
+    """Describe every point, name the best by the recipe's `evaluation.metric`, and write the overlay."""
+    metric = grouped(f"eval_{recipe.evaluation.metric}")
+    rows = [_described(point, jobs.get(point.folder.name), failures) for point in points]
+    # a run that is not at its end is compared with none
+    judged = [row for row in rows if row["state"] == "finished" and row["metrics"].get(metric) is not None]
+    best = None
+    for row in judged:
+        if best is None or is_better(metric, row["metrics"][metric], best["metrics"][metric]):
+            best = row
+    logged = [point.folder for point in points if RunFolder(point.folder).metrics.exists()]
+    report = str(write_report(logged, folder / "report.html")) if logged else None
+    return {"metric": metric, "best": best and best["folder"], "report": report, "points": rows}
+
+
+def _described(point: Point, job: str | None, failures: dict[str, str]) -> dict:
+    run, state, metrics = RunFolder(point.folder), "not begun", {}
+    if run.metrics.exists() or run.events.exists():
+        record = RunRecord(point.folder)
+        state = "finished" if point.is_finished else record.state
+        names = record.metrics.names()
+        metrics = {name: record.metrics.last(name) for name in names} | {"step": int(record.newest_step)}
+    if point.folder.name in failures:
+        state = "failed"
+    elif state not in ("finished", "running") and job:
+        state = "queued" if _is_queued(job) else state
+    return {
+        "settings": point.settings,
+        "folder": str(point.folder),
+        "state": state,
+        "job": job,
+        "metrics": metrics,
+    }
+
+
+def as_text(answer: dict) -> str:
+    """Write the table, with a mark at the best."""
+    metric, rows = answer["metric"], answer["points"]
+    shown = list(dict.fromkeys([metric, "eval/loss", "train/loss"]))
+    keys = list(rows[0]["settings"])
+    header = ["", *keys, "state", "step", *shown, "tokens/s"]
+    lines = []
+    for row in rows:
+        metrics = row["metrics"]
+        numbers = [_number(metrics.get(name)) for name in shown]
+        speed = metrics.get("throughput/tokens_per_second")
+        step = metrics.get("step")
+        lines.append(
+            [
+                "*" if row["folder"] == answer["best"] else "",
+                *row["settings"].values(),
+                row["state"],
+                "-" if step is None else f"{step:,}",
+                *numbers,
+                "-" if speed is None else f"{speed:,.0f}",
+            ]
+        )
+    text = [columns(header, lines, left=len(keys) + 2)]
+    if answer["best"]:
+        text.append(f"* best by {metric}: {answer['best']}")
+    if answer["report"]:
+        text.append(f"report: {answer['report']}")
+    return "\n".join(text)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="python -m pretraining.sweep",
+        description="Train a recipe for each combination of values, and compare the runs.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_recipe_arguments(parser, remote_data=True)
+    parser.add_argument(
+        "--over",
+        action="append",
+        required=True,
+        metavar="SECTION.KEY=A,B,...",
+        help="values to train with (repeatable: every combination)",
+    )
+    parser.add_argument("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
+    parser.add_argument(
+        "--output_dir",
+        type=named_path,
+        metavar="DIR",
+        help="folder of all runs (default: runs/<recipe>-sweep)",
+    )
+    parser.add_argument(
+        "--launcher", default="", metavar="WORDS", help='what starts the ranks: "deepspeed --num_gpus=8"'
+    )
+    parser.add_argument(
+        "--slurm",
+        nargs="?",
+        const="",
+        metavar="OPTIONS",
+        help="submit launch/slurm.sh for each point, with these options of sbatch",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="go on where the plan says that a run does not fit"
+    )
+    parser.add_argument("--show", action="store_true", help="print the table as it is now, and start nothing")
+    parser.add_argument("--json", action="store_true", help="the table as JSON; runs print on stderr")
+    options = parser.parse_args(arguments)
+    if options.show and options.slurm is not None:
+        raise UserError("--show: starts nothing, so --slurm says nothing; leave one out")
+    return options
+
+
+if __name__ == "__main__":
+    with one_line_errors("what is finished is kept, and the same command goes on"):
+        code = main()
+    sys.exit(code)
