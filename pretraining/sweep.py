@@ -69,7 +69,7 @@ class Point:
 def main(arguments: list[str] | None = None) -> int:
     """Train or submit every point that is not finished, then print the table."""
     options = _parse(arguments)
-    recipe, _ = load_run(options.recipe, options.set, options.deepspeed)
+    recipe, _ = load_run(options.recipe, options.set, options.deepspeed, limit_tokens=options.limit_tokens)
     folder = options.output_dir or REPOSITORY / "runs" / f"{recipe.name}-sweep"
     # all of them before the first is started: a wrong value is no surprise after hours
     points = points_of(options, recipe, folder)
@@ -116,8 +116,9 @@ def points_of(options: argparse.Namespace, recipe: Recipe, folder: Path) -> list
         words += ["--data_dir", str(data), "--output_dir", str(folder.absolute() / name)]
         words += ["--deepspeed", options.deepspeed] if options.deepspeed else []
         words += ["--force"] if options.force else []
+        words += ["--limit_tokens", str(options.limit_tokens)] if options.limit_tokens else []
         run_folder_of(words)
-        point, _ = load_run(options.recipe, texts, options.deepspeed)
+        point, _ = load_run(options.recipe, texts, options.deepspeed, limit_tokens=options.limit_tokens)
         points.append(Point(settings, folder / name, words, point))
     return points
 
