@@ -264,8 +264,9 @@ def _fits_words(answer: dict) -> str:
 def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     unique, shards = answer["unique_tokens"], f"{num_bytes(answer['data_bytes'])} of token shards"
     read = f"{answer['tokens']:,} tokens, each read once, are {shards}"
-    if unique < answer["tokens"]:
-        epochs = answer["tokens"] / unique
+    epochs = answer["tokens"] / unique
+    # less than a thousandth is what rounds to whole blocks
+    if epochs > 1.001:
         read = f"{unique:,} tokens, read {epochs:.3g} times, are {shards}"
     disk = disk_words(answer["disk"], answer["checkpoints_kept"])
     speed = answer["forecast"]

@@ -97,8 +97,11 @@ def curve_parts(recipe: dict) -> dict:
         for key, each in properties[section]["properties"].items()
     }
     parts |= BEFORE_THE_KEY
-    for section in (*SECTIONS, *OURS):
-        parts |= {f"{section}.{key}": value for key, value in recipe.get(section, {}).items()}
+    written = {section: recipe.get(section, {}) for section in OURS}
+    # without one of these it is no recipe of a run: KeyError
+    written |= {section: recipe[section] for section in SECTIONS}
+    for section, values in written.items():
+        parts |= {f"{section}.{key}": value for key, value in values.items()}
     # of these sections nothing else changes what is computed
     for (section, key), default in BESIDE.items():
         parts[f"{section}.{key}"] = recipe.get(section, {}).get(key, default)
