@@ -228,6 +228,7 @@ def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dic
     recipe = SimpleNamespace(
         training=training, training_keywords=training, num_steps=len(losses), path=tmp_path
     )
+    recipe.extensions = []
     arguments = build_arguments(recipe, None, tmp_path, 1)
     model = build_model(SMALL_RECIPE["model"], SimpleNamespace(bos_token_id=0, eos_token_id=0), arguments)
     blocks = [{"input_ids": torch.arange(8).numpy(), "labels": torch.arange(8).numpy()}] * len(losses)

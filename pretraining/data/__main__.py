@@ -39,7 +39,7 @@ EXAMPLES_OF = {
   python -m pretraining.data convert data/python-stdlib --to datatrove exported/python-stdlib
   python -m pretraining.data convert data/theirs --from megatron corpus_text_document --tokenizer gpt2
   python -m pretraining.data convert data/theirs --from datatrove tokenized/ --tokenizer gpt2
-  python -m pretraining.data convert data/theirs --from bin data/openwebtext --tokenizer gpt2
+  python -m pretraining.data convert data/theirs --from bin openwebtext/ --tokenizer gpt2
   python -m pretraining.data convert data/theirs --from mds my-copy-c4 --tokenizer EleutherAI/gpt-neox-20b""",
     "push": """examples:
   python -m pretraining.data push data/python-stdlib my-name/python-stdlib --dry_run
