@@ -13,7 +13,7 @@ from pretraining.data.counting import count_data
 from pretraining.data.preparation.execution import EXECUTORS, Execution, read_slurm_options
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.errors import one_line_errors
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 
 EXAMPLES = """examples:
   python data_prep.py --recipe tiny
@@ -30,7 +30,7 @@ data set is never changed unasked: see --replace."""
 
 def main() -> None:
     options = parse_arguments()
-    recipe, _ = load_run(options.recipe, options.set, limit_tokens=options.limit_tokens)
+    recipe, _ = load_recipe_and_ds_config(options.recipe, options.set, limit_tokens=options.limit_tokens)
     # --json is for scripts, which need no progress bar.
     if options.count:
         answer = count_data(recipe, options.count_documents, show_progress=not options.json)

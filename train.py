@@ -10,7 +10,7 @@ from pretraining.errors import one_line_errors
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.screen import print_plan
 from pretraining.recipe import Recipe
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.reporting.words import report_end
 from pretraining.runtime.console_log import kept_console
 from pretraining.runtime.imports import prepare_imports
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     options = parse_train_arguments()
-    recipe, ds_config = load_run(
+    recipe, ds_config = load_recipe_and_ds_config(
         options.recipe, options.set, options.deepspeed, options.world_size, options.limit_tokens
     )
     if options.plan:
@@ -35,7 +35,7 @@ def main() -> None:
     cache = CacheSettings.of(options.data_cache, options.data_cache_gb)
     data = open_prepared(recipe, options.data_dir, cache).for_run(recipe)  # with the mixture of its sources
     run = RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name)
-    leave_again_if_stopped(run)
+    leave_again_if_stopped(run)  # a launcher that takes a stop for a crash has started it again
     if options.resume == "auto" and run.is_finished(recipe.to_dict()):
         return report_end(run)
     with kept_console(run):
@@ -47,7 +47,7 @@ def train(
 ) -> None:
     """Train to the end; after a rollback, make another attempt."""
     # Plan and errors answer at once: the imports below take seconds.
-    prepare_imports()
+    prepare_imports()  # no garbage collection, no messages that help nobody
     from pretraining.extend import load_extensions
     from pretraining.reporting.live import live_report
     from pretraining.runtime.durable_files import one_line_disk_errors
@@ -77,7 +77,7 @@ def attempt(
 ) -> bool:
     """Train from where the run is to its end; False after a rollback, for which a monitor found a reason."""
     from pretraining.checkpoints.manager import CheckpointManager
-    from pretraining.checkpoints.resume import find_start, open_run, roll_back
+    from pretraining.checkpoints.resume import begin_run, find_start, roll_back
     from pretraining.data.block_guard import open_guard
     from pretraining.data.packed_dataset import build_training_dataset
     from pretraining.evaluation.evaluator import Evaluator
@@ -118,12 +118,12 @@ def attempt(
         checkpoints=checkpoints,
         monitors=monitors,
     )
-    open_run(
-        run, plan, data, checkpoints.identity, model, dataset
-    )  # the first write of this attempt: all above may refuse
+    # The first write of this attempt: all above may refuse.
+    begin_run(run, plan, data, checkpoints.identity, model, dataset)
     trainer.train(resume_from_checkpoint=start.checkpoint)
     if monitors.finding is not None:
         trainer.release()
+        # raises `GaveUp` if the recipe allows no further attempt
         roll_back(run, start, monitors.finding, recipe)
         return False
     finish(trainer, checkpoints, monitors, recipe, plan, data, run)

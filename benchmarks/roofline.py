@@ -57,10 +57,12 @@ def ceiling_of(options: argparse.Namespace) -> dict:
     from pretraining.planning.sizes import flops_per_token, model_size
     from pretraining.planning.throughput import precision_of_products
     from pretraining.recipe import accumulation_steps
-    from pretraining.refusals import load_run
+    from pretraining.refusals import load_recipe_and_ds_config
 
     changes = [*options.set, *([f"speed.compile={options.compile}"] if options.compile else [])]
-    recipe, ds_config = load_run(options.recipe, changes, options.deepspeed, options.world_size)
+    recipe, ds_config = load_recipe_and_ds_config(
+        options.recipe, changes, options.deepspeed, options.world_size
+    )
     gpu, precision = find_gpu(options.gpu), precision_of_products(recipe)
     rates, size = sustained_rates(gpu, precision, options.world_size), model_size(recipe.model)
     planned = ceiling(recipe, ds_config, options.world_size, gpu, precision)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from pretraining.command_line import number_of_tokens, parse_train_arguments
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, STOPPED
 from pretraining.runtime.run_folder import RunFolder
@@ -141,7 +141,9 @@ def prepare(recipe: str | Path, *, show: bool = True, **options: Any) -> Prepare
     summary = json.loads(answer[-1])
     tokens = options.get("limit_tokens")
     limit = None if tokens is None else number_of_tokens(str(tokens))
-    loaded, _ = load_run(str(recipe), settings_of(options.get("set", {})), limit_tokens=limit)
+    loaded, _ = load_recipe_and_ds_config(
+        str(recipe), settings_of(options.get("set", {})), limit_tokens=limit
+    )
     return Prepared(Path(summary.get("folder", "")), summary, loaded)
 
 
@@ -173,7 +175,9 @@ def run_folder_of(words: Sequence[str]) -> Path:
         raise UserError(
             "plan: a plan starts no run; python -m pretraining.planning answers, or train.py --plan --json"
         )
-    recipe, _ = load_run(options.recipe, options.set, options.deepspeed, limit_tokens=options.limit_tokens)
+    recipe, _ = load_recipe_and_ds_config(
+        options.recipe, options.set, options.deepspeed, limit_tokens=options.limit_tokens
+    )
     return Path(options.output_dir or REPOSITORY / "runs" / recipe.name)
 
 

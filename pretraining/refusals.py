@@ -1,8 +1,8 @@
-"""Refuse, before anything is built, what recipe, ds_config and number of ranks alone show to be wrong.
+"""Refuse what recipe, ds_config and number of ranks alone show to be wrong.
 
-The plan, `data_prep.py`, `train.py` and `branch` read their recipe through `load_run`, so none of them accepts a recipe
-that another refuses. A recipe's own sections are checked when it is read (recipe/checks.py). What depends on the
-machine (its GPUs, packages, memory and disk) is checked by `train.py` only.
+The plan, `data_prep.py`, `train.py` and `branch` read their recipe through `load_recipe_and_ds_config`, so none of them
+accepts a recipe that training would refuse. What a recipe shows by itself is checked when it is read
+(recipe/recipe.py). What depends on the machine is checked by `train.py` only.
 """
 
 import os
@@ -49,7 +49,7 @@ LAUNCHER_SETTINGS = {
 ZERO_STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
 
 
-def load_run(
+def load_recipe_and_ds_config(
     name_or_path: str,
     overrides: Iterable[str] = (),
     deepspeed: str | None = None,

@@ -24,7 +24,7 @@ from pretraining.errors import UserError, one_line_errors
 from pretraining.metric_names import grouped, is_better
 from pretraining.planning.quantities import columns
 from pretraining.recipe import Recipe
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.reporting.__main__ import write_report
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.durable_files import write_json
@@ -69,7 +69,9 @@ class Point:
 def main(arguments: list[str] | None = None) -> int:
     """Train or submit every point that is not finished, then print the table."""
     options = _parse(arguments)
-    recipe, _ = load_run(options.recipe, options.set, options.deepspeed, limit_tokens=options.limit_tokens)
+    recipe, _ = load_recipe_and_ds_config(
+        options.recipe, options.set, options.deepspeed, limit_tokens=options.limit_tokens
+    )
     folder = options.output_dir or REPOSITORY / "runs" / f"{recipe.name}-sweep"
     # all of them before the first is started: a wrong value is no surprise after hours
     points = points_of(options, recipe, folder)
@@ -117,7 +119,9 @@ def points_of(options: argparse.Namespace, recipe: Recipe, folder: Path) -> list
         passed_on = ("deepspeed", "limit_tokens", "data_cache", "data_cache_gb", "force")
         words += words_of({name: getattr(options, name) for name in passed_on if getattr(options, name)})
         run_folder_of(words)
-        point, _ = load_run(options.recipe, texts, options.deepspeed, limit_tokens=options.limit_tokens)
+        point, _ = load_recipe_and_ds_config(
+            options.recipe, texts, options.deepspeed, limit_tokens=options.limit_tokens
+        )
         points.append(Point(settings, folder / name, words, point))
     return points
 

@@ -19,7 +19,7 @@ from pretraining.ds_config import ds_config_names
 from pretraining.errors import UserError
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.recipe import recipe_schema
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 from tests.runs import EXPERTS, LLAMA, Started, Workshop
 
 STEPS = 3
@@ -227,7 +227,7 @@ def plan_outcome(workshop: Workshop, settings: list[str], stage: str, world_size
     try:
         signal.signal(signal.SIGALRM, _too_late)
         signal.alarm(PLAN_SECONDS)
-        recipe, ds_config = load_run(str(workshop.recipe), [*settings], stage, world_size)
+        recipe, ds_config = load_recipe_and_ds_config(str(workshop.recipe), [*settings], stage, world_size)
         answer = full_plan(recipe, ds_config, world_size, None)
         json.dumps(answer, allow_nan=False)
         as_text(answer)

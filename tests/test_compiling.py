@@ -21,7 +21,7 @@ from pretraining.planning.memory.tensors import layer_numel, parameter_tensors
 from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Speed
 from pretraining.recipe.training import TRAINING_KEYS
-from pretraining.refusals import compiled_part, load_run, why_not_compiled
+from pretraining.refusals import compiled_part, load_recipe_and_ds_config, why_not_compiled
 from pretraining.training import arguments as run_arguments
 from pretraining.training.arguments import build_arguments, engine_config
 from pretraining.training.trainer import PretrainingTrainer
@@ -210,14 +210,14 @@ def test_what_cannot_be_compiled_is_one_line(name):
     """Bad input: what, and what to write."""
     stage, speed, words = REFUSED[name]
     with pytest.raises(UserError) as error:
-        load_run("tiny", [f"speed.{key}={value}" for key, value in speed.items()], stage)
+        load_recipe_and_ds_config("tiny", [f"speed.{key}={value}" for key, value in speed.items()], stage)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def test_deepcompile_is_started_by_its_switch(capsys):
     """The engine compiles once it is mended; what the log says is honest about it. Nothing of it runs on a CPU."""
     settings = ["speed.compile=deepcompile", "loss.kind=plain"]
-    recipe, ds_config = load_run("tiny", settings, "zero3")
+    recipe, ds_config = load_recipe_and_ds_config("tiny", settings, "zero3")
     assert engine_config(recipe, ds_config)["compile"] == {"deepcompile": True}
     assert "never tried" in describe_compilation(recipe.speed)
     started = []
@@ -257,7 +257,7 @@ AUTO = {
 def test_auto_compiles_blocks_on_a_gpu_where_it_can(name):
     """The plan knows it from recipe and ds_config; on a machine without a GPU nothing is compiled unless asked for."""
     recipe_name, settings, stage, why = AUTO[name]
-    recipe, ds_config = load_run(recipe_name, settings, stage)
+    recipe, ds_config = load_recipe_and_ds_config(recipe_name, settings, stage)
     assert recipe.speed.compile == "auto"
     assert compiled_part(recipe, ds_config) == ("none" if why else "blocks")
     assert (why or "None") in str(why_not_compiled(recipe, ds_config))
@@ -268,7 +268,7 @@ def test_auto_compiles_blocks_on_a_gpu_where_it_can(name):
 
 def test_the_next_block_is_gathered_while_one_computes():
     """As transformers fills `"auto"`, most of it would be waited for; a number of the ds_config's own stays."""
-    recipe, ds_config = load_run("30b", ["speed.compile=blocks"], "zero3")
+    recipe, ds_config = load_recipe_and_ds_config("30b", ["speed.compile=blocks"], "zero3")
     block = layer_numel(parameter_tensors(recipe.model))
     zero = engine_config(recipe, ds_config)["zero_optimization"]
     assert zero["stage3_prefetch_bucket_size"] == block and zero["stage3_max_live_parameters"] >= 2 * block

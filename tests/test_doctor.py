@@ -25,7 +25,7 @@ from pretraining.planning.gpus import FOLDER_VARIABLE, find_gpu, keep_rates, kep
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe.curve import changes_of_run
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.runtime import host
 from pretraining.runtime.run_folder import RunFolder
 from tests.local_hub import REPOSITORY_ID, local_hub
@@ -282,7 +282,7 @@ def test_the_measured_disk_is_kept_for_the_plans_of_this_machine(healthy):
 def test_a_plan_uses_the_measured_disk_of_its_own_machine_only(tmp_path, monkeypatch):
     """The same GPUs: the checkpoint's time is from the measured rate and says so. Others: as if nothing was kept."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    workload, gpu = workload_of_recipe(*load_run("30b")), find_gpu("H200")
+    workload, gpu = workload_of_recipe(*load_recipe_and_ds_config("30b")), find_gpu("H200")
     assumed = forecast(workload, gpu, 8).step.checkpoints
     keep_rates({"disk_bytes_per_second": 1e9}, "/fast", "H200", 8)
     keep_rates({"product_flops": 5e14}, "/fast", "H200", 8)
@@ -407,9 +407,11 @@ KEPT = {
 def test_a_run_folder_is_read_as_a_start_reads_it(tmp_path, name):
     """The words are those with which train.py refuses it (`changes_of_run`)."""
     kept, said = KEPT[name]
-    recipe, ds_config = load_run("tiny")
+    recipe, ds_config = load_recipe_and_ds_config("tiny")
     if isinstance(kept, dict):
-        kept = json.dumps(load_run("tiny", [f"{key}={value}" for key, value in kept.items()])[0].to_dict())
+        kept = json.dumps(
+            load_recipe_and_ds_config("tiny", [f"{key}={value}" for key, value in kept.items()])[0].to_dict()
+        )
     (tmp_path / "recipe.json").write_text(kept)
     (finding,) = check_earlier_start(Launch(gpus.Gpus(), 1, 1, tmp_path, Path("data"), recipe, ds_config))
     if said is None:
@@ -496,7 +498,7 @@ def test_limits_of_a_container_are_those_of_its_groups(monkeypatch, tmp_path, li
 
 def test_memory_that_others_hold_is_not_free(monkeypatch):
     """Large enough, but not now: the kernel would end a rank."""
-    recipe, ds_config = load_run("tiny")
+    recipe, ds_config = load_recipe_and_ds_config("tiny")
     need = memory_need(recipe, ds_config, 1)
     launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config, need=need)
     for free, verdict in ((2 * need.on_processor, FINE), (need.on_processor / 2, COSTS)):
@@ -598,7 +600,7 @@ def test_what_the_hub_answers_is_said_in_words(monkeypatch, tmp_path, status, ha
 
 def test_folders_of_one_repository_are_one_question():
     """Seven sources of a mixture lie in one repository of the hub."""
-    recipe, ds_config = load_run("30b")
+    recipe, ds_config = load_recipe_and_ds_config("30b")
     launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("nowhere"), recipe, ds_config)
     asked = dict(reach._questions(launch))
     assert list(asked) == [
@@ -712,11 +714,11 @@ def test_packages_are_asked_for_by_the_key_that_needs_them():
         "training.optim=lion_32bit",
         "checkpoints.upload=s3://bucket/runs",
     ]
-    recipe, ds_config = load_run("124m", settings, "zero1")
+    recipe, ds_config = load_recipe_and_ds_config("124m", settings, "zero1")
     launch = Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config)
     modules = {needed.module for needed in machine.needs_of(launch)}
     assert {"trackio", "bitsandbytes", "s3fs"} <= modules
-    recipe, ds_config = load_run("tiny")
+    recipe, ds_config = load_recipe_and_ds_config("tiny")
     assert machine.needs_of(Launch(gpus.Gpus(), 1, 1, Path("runs"), Path("data"), recipe, ds_config)) == []
 
 

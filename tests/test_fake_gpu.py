@@ -29,7 +29,7 @@ from pretraining.model import loss as losses
 from pretraining.model.build import build_from_recipe
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import load_recipe
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arguments import build_arguments
 from pretraining.training.monitors import Monitors
@@ -141,7 +141,7 @@ def make_trainer(machine, recipe_path: Path, split: TokenSplit, ds_config: str, 
     """As train.py's, over a made-up stream of tokens in two sources; nothing is saved."""
     tokens = machine.world_size * ACCUMULATION * 2 * LENGTH
     budget = (f"budget.tokens_per_step={tokens}", f"budget.tokens={STEPS * tokens}")
-    recipe, config = load_run(str(recipe_path), budget, ds_config, machine.world_size)
+    recipe, config = load_recipe_and_ds_config(str(recipe_path), budget, ds_config, machine.world_size)
     run, start = RunFolder(recipe_path.parent / "run"), Start()
     plan = build_run_plan(recipe, config, machine.world_size)
     arguments = build_arguments(recipe, config, run.path, plan.accumulation_steps, STEPS)

@@ -9,7 +9,7 @@ from pretraining.errors import UserError
 from pretraining.model.build import build_model
 from pretraining.model.compiling import check_fp8_hardware, convert_products
 from pretraining.recipe.sections import Speed
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 from tests.runs import LLAMA
 from tests.test_compiling import IDS, TOKENIZER, arguments  # noqa: F401
 
@@ -73,7 +73,7 @@ def test_what_it_does_not_go_with_is_one_line(name):
     recipe, stage, words = UNFIT[name]
     in_bf16 = str(name != "fp32").lower()
     with pytest.raises(UserError, match=words) as error:
-        load_run(recipe, ["speed.fp8=tensorwise", f"training.bf16={in_bf16}"], stage)
+        load_recipe_and_ds_config(recipe, ["speed.fp8=tensorwise", f"training.bf16={in_bf16}"], stage)
     assert "\n" not in str(error.value)
 
 

@@ -12,7 +12,7 @@ from pretraining.ds_config import DS_CONFIGS
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Optimizer
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.training.muon import (
     Fragment,
     hidden_matrices,
@@ -312,7 +312,7 @@ def test_what_a_stage_would_change_is_refused_by_name(name):
     """Bad input: one line that names the key, and what to write."""
     settings, stage, words = REFUSED[name]
     with pytest.raises(UserError, match=r"recipes/tiny\.json") as error:
-        load_run("tiny", settings, stage)
+        load_recipe_and_ds_config("tiny", settings, stage)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 

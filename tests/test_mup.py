@@ -11,7 +11,7 @@ from pretraining.model.build import build_model
 from pretraining.recipe import load_recipe, model_with_defaults
 from pretraining.recipe.mup import Mup, Scales, scales_by_name
 from pretraining.recipe.sections import Optimizer
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.training.optimizers import choose_optimizer, describe_groups
 from tests.runs import MODELS
 from tests.test_compiling import TOKENIZER, arguments  # noqa: F401
@@ -182,7 +182,7 @@ REFUSED = {
 def test_what_has_no_rule_is_refused_by_name(name):
     settings, words = REFUSED[name]
     with pytest.raises(UserError, match=r"recipes/tiny\.json") as error:
-        load_run("tiny", settings, "zero2_offload" if name == "offloaded" else "zero2")
+        load_recipe_and_ds_config("tiny", settings, "zero2_offload" if name == "offloaded" else "zero2")
     assert words in str(error.value) and "\n" not in str(error.value)
 
 

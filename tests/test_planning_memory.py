@@ -24,7 +24,7 @@ from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.search import candidates, fitting, nearest_fit, worth_choosing
 from pretraining.recipe import load_recipe, recipe_names
 from pretraining.recipe.curve import changed_parts
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.imports import MOST_ROUNDED_MIB, _pin_what_is_asked_for
 from pretraining.runtime.run_folder import RunFolder
@@ -528,11 +528,11 @@ REFUSING = {
 def test_the_search_offers_nothing_that_training_refuses(name):
     """Offload beside Muon, ZeRO beside Adafactor, ZeRO-3 beside a model compiled whole are no remedies."""
     setting, refused = REFUSING[name]
-    recipe, _ = load_run("qk-norm", ["optimizer.name=adamw", setting], "zero0")
+    recipe, _ = load_recipe_and_ds_config("qk-norm", ["optimizer.name=adamw", setting], "zero0")
     offered = {each.deepspeed for each in candidates(recipe, 16, find_gpu("H100"))}
     assert offered and not offered & refused
     for way in offered:
-        load_run("qk-norm", ["optimizer.name=adamw", setting], way)
+        load_recipe_and_ds_config("qk-norm", ["optimizer.name=adamw", setting], way)
 
 
 @pytest.mark.parametrize("line", ["7b --world_size 8 --gpu H200", "tiny --world_size 2 --gpu H100 --top 20"])

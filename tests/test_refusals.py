@@ -10,7 +10,7 @@ import pytest
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.schedule import KEYWORDS
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 from tests.recipe_fuzz import RecipeFuzz, is_looser, plan_outcome, training_outcome
 from tests.runs import EXPERTS, LLAMA, execute
 
@@ -199,7 +199,7 @@ def test_what_recipe_and_ds_config_rule_out_is_refused(name):
     """Bad input: one line that names file, key and remedy."""
     settings, stage, words = REFUSED[name]
     with pytest.raises(UserError) as error:
-        load_run("tiny", settings, stage)
+        load_recipe_and_ds_config("tiny", settings, stage)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
@@ -228,14 +228,14 @@ def test_a_remedy_can_be_typed_as_it_stands(name):
     """Each `--set` or `--deepspeed` of a refusal, added to the command that was refused, makes it run."""
     settings, stage, *_ = REFUSED_TOO.get(name) or REFUSED[name]
     with pytest.raises(UserError) as error:
-        load_run("tiny", settings, stage)
+        load_recipe_and_ds_config("tiny", settings, stage)
     for remedy in TYPED[name]:
         assert remedy in str(error.value)
         option, value = remedy.split()
         if option == "--set":
-            load_run("tiny", [*settings, value], stage)
+            load_recipe_and_ds_config("tiny", [*settings, value], stage)
         else:
-            load_run("tiny", settings, value)
+            load_recipe_and_ds_config("tiny", settings, value)
 
 
 @pytest.mark.parametrize("given", LAYER_TYPES)
@@ -243,7 +243,7 @@ def test_kinds_of_attention_that_do_not_fit_the_layers_are_refused(given):
     """Bad input: what transformers says in several lines."""
     model = {**LLAMA, "model_type": "qwen3", "head_dim": 16}
     with pytest.raises(UserError) as error:
-        load_run(
+        load_recipe_and_ds_config(
             "qk-norm", [f"model={json.dumps(model)}", f"model.layer_types={given}", "data.sequence_length=64"]
         )
     assert LAYER_TYPES[given] in str(error.value)
@@ -253,7 +253,9 @@ def test_kinds_of_attention_that_do_not_fit_the_layers_are_refused(given):
 def test_a_mixture_without_a_layer_of_experts_is_refused(setting):
     """Bad input: transformers' balancing loss would end in a traceback."""
     with pytest.raises(UserError, match="layers with experts; change it, or take model_type qwen3"):
-        load_run("moe-1.5b", [f"model={json.dumps(EXPERTS)}", "data.sequence_length=64", setting])
+        load_recipe_and_ds_config(
+            "moe-1.5b", [f"model={json.dumps(EXPERTS)}", "data.sequence_length=64", setting]
+        )
 
 
 @pytest.mark.parametrize("name", THROUGH_COMMANDS)
@@ -292,7 +294,7 @@ def test_what_an_accelerate_config_asks_for_beside_the_recipe_is_refused(variabl
     value, words = LAUNCHER[variable]
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match="accelerate's config: ") as error:
-        load_run("tiny")
+        load_recipe_and_ds_config("tiny")
     assert words in str(error.value)
 
 
@@ -301,17 +303,17 @@ def test_a_stage_in_an_accelerate_config_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     with pytest.raises(UserError, match="accelerate's config: zero_stage 3: a ds_config says how to shard"):
-        load_run("tiny")
+        load_recipe_and_ds_config("tiny")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds_configs/zero3.json")
-    load_run("tiny")
+    load_recipe_and_ds_config("tiny")
 
 
 def test_what_an_accelerate_config_says_as_the_recipe_does_is_taken(monkeypatch):
     for variable in LAUNCHER:
         monkeypatch.setenv(variable, "no" if "USE" not in variable else "false")
-    load_run("tiny")
+    load_recipe_and_ds_config("tiny")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    load_run("tiny", ["training.bf16=true"])
+    load_recipe_and_ds_config("tiny", ["training.bf16=true"])
 
 
 def test_accelerate_launch_with_fsdp_is_refused(tmp_path):
@@ -328,7 +330,7 @@ def test_accelerate_launch_with_fsdp_is_refused(tmp_path):
 def test_ranks_that_cannot_be_grouped_are_refused():
     """Hierarchical ZeRO-3 keeps its second copy of the weights in groups of equal size."""
     with pytest.raises(UserError, match="zero_hpz_partition_size is 8, which does not divide 12 ranks"):
-        load_run("30b", deepspeed="zero3_hpz", world_size=12)
+        load_recipe_and_ds_config("30b", deepspeed="zero3_hpz", world_size=12)
 
 
 def test_schedules_take_the_keywords_that_transformers_takes():

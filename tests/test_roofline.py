@@ -18,14 +18,14 @@ from pretraining.planning.roofline import (
 from pretraining.planning.sizes import model_size
 from pretraining.planning.throughput import precision_of_products, step_time
 from pretraining.recipe import recipe_names
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 from tests.runs import REPOSITORY
 
 H200 = find_gpu("H200")
 
 
 def planned(name: str, *changes: str, world_size: int = 8, gpu=H200, deepspeed: str | None = None):
-    recipe, ds_config = load_run(name, list(changes), deepspeed, world_size)
+    recipe, ds_config = load_recipe_and_ds_config(name, list(changes), deepspeed, world_size)
     return ceiling(recipe, ds_config, world_size, gpu, precision_of_products(recipe))
 
 
@@ -34,7 +34,7 @@ def planned(name: str, *changes: str, world_size: int = 8, gpu=H200, deepspeed: 
 )
 def test_a_shipped_recipe_can_reach_this_share_of_an_h200(name, least):
     """As shipped, on eight GPUs, with whatever the step sends."""
-    recipe, ds_config = load_run(name, [], None, 8)
+    recipe, ds_config = load_recipe_and_ds_config(name, [], None, 8)
     found = ceiling(recipe, ds_config, 8, H200, "bf16")
     time = step_time(recipe, ds_config, 8, H200)
     assert found.mfu >= least
@@ -44,7 +44,7 @@ def test_a_shipped_recipe_can_reach_this_share_of_an_h200(name, least):
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_has_a_ceiling_below_what_products_sustain(name):
     """No plan promises more than the share of the peak that products alone reach."""
-    recipe, ds_config = load_run(name, [], None, None)
+    recipe, ds_config = load_recipe_and_ds_config(name, [], None, None)
     for gpu in (H200, find_gpu("A100-80GB")):
         precision = precision_of_products(recipe)
         found = recipe_utilization(recipe, gpu, ceiling(recipe, ds_config, 1, gpu, precision))
@@ -85,7 +85,7 @@ def test_zero_3_multiplies_the_last_product_of_a_recomputed_layer_again(name, al
     """Its linear function keeps its input too late to stop before it; GPT-2's layers are no linear functions."""
     again = ("training.activation_checkpointing=true", "speed.compile=none")
     spent = {way: planned(name, *again, deepspeed=way).seconds["recomputation"] for way in ("zero2", "zero3")}
-    recipe, _ = load_run(name)
+    recipe, _ = load_recipe_and_ds_config(name)
     tokens, peak = recipe.micro_batch * recipe.sequence_length, sustained_rates(H200, "bf16", 8).product_flops
     last = 2 * model_size(recipe.model).num_layers * last_product(recipe.model) * tokens / peak
     assert spent["zero3"] - spent["zero2"] == pytest.approx(last if all_again else 0)
@@ -94,7 +94,7 @@ def test_zero_3_multiplies_the_last_product_of_a_recomputed_layer_again(name, al
 def test_rates_measured_on_this_machine_take_the_place_of_assumed_ones(tmp_path, monkeypatch):
     """What the doctor kept counts for as many of the same GPUs, and the plan says so."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    recipe, ds_config = load_run("7b", [], None, 8)
+    recipe, ds_config = load_recipe_and_ds_config("7b", [], None, 8)
     assumed = planned("7b"), step_time(recipe, ds_config, 8, H200)
     keep_rates({"product_flops": 3e14, "all_reduce_bytes_per_second": 1e9}, "here", "H200", 8)
     measured = planned("7b"), step_time(recipe, ds_config, 8, H200)
@@ -185,6 +185,6 @@ def test_layers_are_taken_as_the_run_would_run_them():
     """Compiled where `speed.compile: auto` compiles on a GPU, eager where it does not."""
     modes = {}
     for changes in ([], ["speed.compile=none"], ["model.resid_pdrop=0.1"]):
-        recipe, ds_config = load_run("124m", changes, None, 1)
+        recipe, ds_config = load_recipe_and_ds_config("124m", changes, None, 1)
         modes[" ".join(changes)] = layer_mode(recipe, ds_config)
     assert modes == {"": "compiled", "speed.compile=none": "eager", "model.resid_pdrop=0.1": "eager"}

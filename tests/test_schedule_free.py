@@ -12,7 +12,7 @@ from pretraining.errors import UserError
 from pretraining.evaluation.validation import Validation
 from pretraining.recipe import load_recipe
 from pretraining.recipe.schedule import AVERAGING, Z
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.training.optimizers import counting_by_tensor
 from tests.runs import execute
 from tests.test_curve import IN_BF16
@@ -167,5 +167,5 @@ def test_validation_export_and_checkpoint_agree_on_the_average(workshop, tmp_pat
 def test_what_the_average_cannot_be_had_with_is_refused(setting, words):
     """Bad input: one line that names the key and what to write."""
     with pytest.raises(UserError, match=rf"tiny\.json.*{words}") as error:
-        load_run("tiny", [*SETTINGS, setting])
+        load_recipe_and_ds_config("tiny", [*SETTINGS, setting])
     assert "\n" not in str(error.value)

@@ -21,7 +21,7 @@ from pretraining.recipe import Recipe, load_recipe, recipe_schema
 from pretraining.recipe.curve import changed_parts
 from pretraining.recipe.data import block_of
 from pretraining.recipe.schedule import DECAYING, SCHEDULE_FREE, STABLE
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import display_path, problem, read_json, suggestion
@@ -65,7 +65,9 @@ def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
         earlier, changed = load_recipe(str(run.recipe)), load_recipe(str(run.recipe), stage.settings)
         recipe = _staged_recipe(earlier, changed, marker, stage, checkpoint)
         write_json(run.recipe, recipe)
-        load_run(str(run.recipe))  # checks that the recipe can be read and trained, before any file is linked
+        load_recipe_and_ds_config(
+            str(run.recipe)
+        )  # checks that the recipe can be read and trained, before any file is linked
         _record(run, recipe, marker, stage, checkpoint)
         _link_checkpoint(checkpoint, run.checkpoint(marker["step"]))
         run.path.rename(output)

@@ -1,8 +1,8 @@
 """Find where a run begins or continues, do the first writes of that start, and go back to a checkpoint that was good.
 
 `find_start`: rank 0 looks at the folder and decides. All ranks verify the bytes of the checkpoint together, before
-anything is loaded. `open_run` writes. Between the two calls the caller builds model and Trainer: if one of them refuses
-the start, nothing has been written yet. `roll_back` leaves out the samples that spoilt a run.
+anything is loaded. `begin_run` writes. Between the two calls the caller builds model and Trainer: if one of them
+refuses the start, nothing has been written yet. `roll_back` leaves out the samples that spoilt a run.
 """
 
 import json
@@ -224,7 +224,7 @@ def _read_json(path: Path) -> dict | list:
         ) from error
 
 
-def open_run(
+def begin_run(
     run: RunFolder,
     plan: RunPlan,
     data: PreparedData,

@@ -39,7 +39,7 @@ from pretraining.planning.gpus import known_gpu
 from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import Recipe
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.schema import REPOSITORY
 from pretraining.training.ranks import device_name, join_ranks, leave_ranks, prepare_rank
 
@@ -74,7 +74,9 @@ def examine_cluster(options: Namespace, machine: list[Finding]) -> tuple[list[Fi
     if getattr(options, "recipe", None):
         overrides, deepspeed = getattr(options, "set", None) or (), getattr(options, "deepspeed", None)
         with suppress(UserError):  # rank 0 has found that already; the ranks can be examined without
-            recipe, ds_config = load_run(options.recipe, overrides, deepspeed, world_size_here())
+            recipe, ds_config = load_recipe_and_ds_config(
+                options.recipe, overrides, deepspeed, world_size_here()
+            )
     with _printed_to_stderr():
         examination = Examination(recipe, ds_config, options, machine)
         together = examination.run()

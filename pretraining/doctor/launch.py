@@ -19,7 +19,7 @@ from pretraining.planning.throughput import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import changes_of_run
-from pretraining.refusals import compiled_part, load_run
+from pretraining.refusals import compiled_part, load_recipe_and_ds_config
 from pretraining.runtime.host import host_memory_bytes, is_seen
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
@@ -121,7 +121,9 @@ def plan_launch(options: Namespace, gpus: Gpus) -> tuple[Launch, list[Finding]]:
     if options.recipe is None:
         return launch, []
     try:
-        recipe, ds_config = load_run(options.recipe, options.set, options.deepspeed, world_size)
+        recipe, ds_config = load_recipe_and_ds_config(
+            options.recipe, options.set, options.deepspeed, world_size
+        )
         plan = build_run_plan(recipe, ds_config, world_size)
         need = memory_need(recipe, ds_config, world_size)
     except UserError as error:

@@ -7,7 +7,7 @@ from pretraining.errors import UserError
 from pretraining.planning.quantities import columns, count, facts, short, three_digits
 from pretraining.planning.sizes import FlopsPerToken, ModelSize, flops_per_token, model_size
 from pretraining.recipe import Recipe, recipe_schema
-from pretraining.refusals import load_run
+from pretraining.refusals import load_recipe_and_ds_config
 
 COUNTS = {
     "parameters": "6 N, matrices a token meets",
@@ -56,7 +56,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
     if bool(options.recipe) == bool(options.parameters):
         raise UserError("give either --recipe NAME or --parameters N (with --tokens D)")
     if options.recipe:
-        recipe, ds_config = load_run(options.recipe, options.set, options.deepspeed)
+        recipe, ds_config = load_recipe_and_ds_config(options.recipe, options.set, options.deepspeed)
         return workload_of_recipe(recipe, ds_config, options.tokens)
     if options.set or options.deepspeed:
         raise UserError("--set and --deepspeed change a recipe: give --recipe NAME instead of --parameters")
