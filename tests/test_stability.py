@@ -194,7 +194,7 @@ class Watched:
 
         training = Training(logging_steps=1, per_device_train_batch_size=1, save_strategy="no")
         recipe = SimpleNamespace(
-            training=training, training_keywords=training, num_steps=len(losses), path=tmp_path
+            extensions=[], training=training, training_keywords=training, num_steps=len(losses), path=tmp_path
         )
         arguments = build_arguments(recipe, None, tmp_path, 1)
         self.model = build_model(

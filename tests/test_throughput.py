@@ -245,7 +245,7 @@ def test_determinism_begins_before_the_model_is_built(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("NVIDIA B300 SXM6 AC", "no MFU: NVIDIA B300 SXM6 AC or its bf16 peak is not in "),
+        ("NVIDIA TITAN V", "no MFU: NVIDIA TITAN V or its bf16 peak is not in "),
         ("Tesla T4", "no MFU: Tesla T4 or its bf16 peak is not in "),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "MIG 1g.10gb is a slice of a GPU, and its peak is not in "),
         ("NVIDIA H200", ""),

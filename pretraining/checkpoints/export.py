@@ -163,7 +163,7 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def _empty_model(checkpoint: Path, description: Path) -> PreTrainedModel:
     """Build the model's class with its config, without memory for weights."""
-    load_extensions(extensions_of_run(description.parent))
+    load_extensions(extensions_of_run(description.parent) or extensions_of_run(checkpoint.parent))
     entries = read_state(checkpoint)["parameters"].values()
     dtype = getattr(torch, next(iter(entries))["dtype"])
     with torch.device("meta"), no_init_weights():

@@ -79,7 +79,7 @@ def _deciding_sources(specs: list[dict]) -> list[dict]:
 
 def source_entries(manifest: dict) -> list[dict]:
     """List the entries of all sources as shards number them: those of training, then data.validation's own."""
-    return [*manifest["sources"], *manifest.get("validation_sources", ())]
+    return [*manifest.get("sources", ()), *manifest.get("validation_sources", ())]
 
 
 def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None = None) -> list[str]:
@@ -94,7 +94,7 @@ def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None
     found = differences(deciding_section(manifest["data"]), deciding_section(data), "data")
     if found:
         return list(map(str, found))
-    places = [f"data.sources.{number}" for number in range(len(manifest["sources"]))]
+    places = [f"data.sources.{number}" for number in range(len(manifest.get("sources", ())))]
     places += [f"data.validation.sources.{n}" for n in range(len(manifest.get("validation_sources", ())))]
     texts = [
         _source_difference(place, there, here)

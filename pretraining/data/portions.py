@@ -1,11 +1,12 @@
 """Say how much of each source a run reads: the first documents, as the recipe's caps and budget ask for."""
 
 from bisect import bisect_left
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pretraining.errors import UserError
-from pretraining.recipe.data import read_stages, source_names
+from pretraining.recipe.data import read_stages, run_shares, source_names
 from pretraining.schema import display_path
 
 if TYPE_CHECKING:
@@ -66,8 +67,10 @@ def _needed_tokens(recipe: "Recipe") -> list[int | None]:
         names = source_names(recipe.data, where)
         # The shares are written in the recipe (`check_mixture`), so that any sizes will do.
         stages = read_stages(recipe.data, names, [1] * len(names), samples, length, where)
-        mixture = Interleaving([InterleavedStage.of(*stage) for stage in stages])
-        draws = mixture.realised(samples).tolist()
+        drawn = Interleaving([InterleavedStage.of(*stage) for stage in stages]).realised(samples).tolist()
+        # Shares are rounded to a grid: enough for them as written, and as they are drawn.
+        written = [ceil(share * samples) for share in run_shares(stages, samples)]
+        draws = [max(pair) for pair in zip(drawn, written, strict=True)]
     # One more than the inputs: the target of the last one.
     return [int(blocks) * length + 1 for blocks in draws]
 

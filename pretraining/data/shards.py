@@ -194,11 +194,31 @@ class TokenSplit:
             # The checksum only if the time differs: a copy or a restored backup may hold the same bytes.
             if written == self._written[entry["file"]] or checksum_of_file(path) == entry["checksum"]:
                 return map_shard(file, str(path), entry, self.dtype)
+        if (moved := self._moved(entry)) is not None:
+            return moved
         raise UserError(
             f"{path}: the data set was replaced while it was read; go on with the earlier one, which data_prep.py "
             f"--replace keeps beside it: --set data.name={self.folder.parent.name}.replaced-N",
             on_every_rank=False,
         )
+
+    def _moved(self, entry: dict) -> Shard | None:
+        """Find the shard's documents in a data set that has been prepared further since; None if they are not there."""
+        from pretraining.data.manifest import read_manifest
+        from pretraining.data.shard_writer import digest_of_documents
+
+        # Names hold the number of shards, and the last shard of a source may have more documents now.
+        shards = (read_manifest(self.folder.parent) or {"splits": {}})["splits"].get(self.folder.name, {})
+        for now in shards.get("shards", ()):
+            fewer = any(now[key] < entry[key] for key in ("documents", "tokens"))
+            if fewer or now.get("source", 0) != entry.get("source", 0):
+                continue
+            same = {**entry, "buffers": now["buffers"]}
+            with suppress(FileNotFoundError, UserError), (self.folder / now["file"]).open("rb") as file:
+                shard = map_shard(file, str(self.folder / now["file"]), same, self.dtype)
+                if digest_of_documents(shard.tokens, shard.ends) == entry.get("tokens_digest"):
+                    return shard
+        return None
 
     def locate(self, token: int) -> tuple[int, int]:
         """Find the shard that holds the token at position `token` of the stream, and the position in it."""

@@ -14,7 +14,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from pretraining.errors import UserError
-from pretraining.extend import load_extensions
+from pretraining.extend import load_extensions, model_extension
 from pretraining.model.attention import choose_attention, describe_attention, missing_kernel
 from pretraining.model.compiling import (
     check_compiler,
@@ -41,6 +41,8 @@ ALL_TRAINED = Weights()
 
 def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Build the transformers config of the recipe's `model` section, with the tokenizer's special tokens."""
+    if own := model_extension(model["model_type"]):
+        load_extensions([own])  # transformers knows the type from here on
     keywords = {k: v for k, v in model.items() if k != "model_type"}
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     try:
@@ -59,7 +61,6 @@ def build_from_recipe(
     given: GivenWeights | None = None,
 ) -> PreTrainedModel:
     """Build the model (`build_model`) with all settings of the recipe."""
-    load_extensions(recipe.extensions)
     masks_documents, speed, why_none = recipe.data.document_masking, recipe.speed, None
     on_gpu = torch.cuda.is_available()
     # Here and not in the recipe: what can be compiled depends on the ds_config and on this machine.

@@ -353,11 +353,7 @@ def num_unique_tokens(data: Data, num_samples: int, sequence_length: int) -> int
         return min(num_tokens, caps[0] or num_tokens)
     names = [source.called for source in data.sources]
     stages = read_stages(data, names, [1] * len(names), num_samples, sequence_length, "")
-    stops = [num_samples if stage.stop is None else stage.stop for stage in stages]
-    drawn = [
-        sum((stop - stage.start) * stage.shares[n] for stage, stop in zip(stages, stops, strict=True))
-        for n in range(len(names))
-    ]
+    drawn = [share * num_samples for share in run_shares(stages, num_samples)]
     return sum(
         min(int(samples * sequence_length), cap or num_tokens)
         for samples, cap in zip(drawn, caps, strict=True)

@@ -15,15 +15,18 @@ if TYPE_CHECKING:
     from pretraining.recipe.recipe import Recipe
 
 STEPS = 100
-"""A limited run has at least so many steps, as long as a step still has a sequence."""
+"""A limited run has at least so many steps, as long as a step still has `STEP_SEQUENCES`."""
+STEP_SEQUENCES = 8
+"""A step keeps about so many sequences, so that the ranks of one machine can share it."""
 VALIDATIONS = 4
 """Validations and checkpoints of a limited run, at least."""
 LOGS = 20
 
-VALIDATION_BLOCKS = 20
-"""A limited run validates on about as many sequences, at least: the share of a long run would leave none."""
-MOST_VALIDATION = 0.2
-"""Share of the documents that validation takes at most for that."""
+VALIDATION_DOCUMENTS, LONG_DOCUMENT = 5, 10_000
+"""Validation gets about so many documents, at least, if they have so many tokens: the share of a long run may have
+none of few documents."""
+LEAST_VALIDATION, MOST_VALIDATION = 0.02, 0.2
+"""Share of the documents that validation gets, unless the recipe gives it more."""
 
 SCHEDULE_STEPS = ("num_decay_steps", "num_stable_steps")
 """Keywords of `training.lr_scheduler_kwargs` that count steps."""
@@ -51,7 +54,7 @@ def limited(values: dict, recipe: "Recipe", tokens: int, written: set[str], rank
     changed = json.loads(json.dumps(values))
     changed["name"] = f"{recipe.name}-limit-{tokens}"
     _limit_budget(changed["budget"], recipe, steps, step)
-    _limit_data(changed["data"], recipe, tokens)
+    _limit_data(changed["data"], recipe, tokens, written)
     _limit_training(changed["training"], recipe, steps, step, written, ranks)
     _limit_cadences(changed, steps)
     return changed
@@ -61,9 +64,11 @@ def _step_tokens(recipe: "Recipe", tokens: int, written: set[str]) -> int:
     """Compute the tokens of a step: a divisor of the full one, of which the limit holds `STEPS`."""
     if "budget.tokens_per_step" in written:
         return recipe.tokens_per_step
-    most, samples = tokens // (STEPS * recipe.sequence_length), recipe.samples_per_step
-    fitting = (size for size in range(min(most, samples), 0, -1) if samples % size == 0)
-    return next(fitting, 1) * recipe.sequence_length
+    samples, sequences = recipe.samples_per_step, tokens // recipe.sequence_length
+    # a limit of a few sequences is one step at least
+    most = max(sequences // STEPS, min(STEP_SEQUENCES, sequences), 1)
+    fitting = next(size for size in range(min(most, samples), 0, -1) if samples % size == 0)
+    return fitting * recipe.sequence_length
 
 
 def _limit_budget(budget: dict, recipe: "Recipe", steps: int, step: int) -> None:
@@ -76,7 +81,7 @@ def _limit_budget(budget: dict, recipe: "Recipe", steps: int, step: int) -> None
             budget[key] = max(1, int(budget[key] * share) // step) * step
 
 
-def _limit_data(data: dict, recipe: "Recipe", tokens: int) -> None:
+def _limit_data(data: dict, recipe: "Recipe", tokens: int, written: set[str]) -> None:
     data["name"] = f"{recipe.data.name}-limit-{tokens}"
     if shares_are_written(recipe.data):
         data["prepare"] = "budget"
@@ -84,9 +89,10 @@ def _limit_data(data: dict, recipe: "Recipe", tokens: int) -> None:
         for source in data["sources"]:
             source["max_tokens"] = min(tokens, source.get("max_tokens") or tokens)
     # 0: data.validation alone, which is read whole.
-    if recipe.data.validation_share:
-        wanted = min(MOST_VALIDATION, VALIDATION_BLOCKS * recipe.sequence_length / tokens)
-        data["validation_share"] = max(recipe.data.validation_share, float(f"{wanted:.2g}"))
+    if recipe.data.validation_share and "data.validation_share" not in written:
+        wanted = VALIDATION_DOCUMENTS * LONG_DOCUMENT / tokens
+        wanted = min(MOST_VALIDATION, max(LEAST_VALIDATION, float(f"{wanted:.2g}")))
+        data["validation_share"] = max(recipe.data.validation_share, wanted)
     for stage in (data.get("mixture") or {}).get("stages") or []:
         if (stage.get("until") or 0) > 1:
             stage["until"] = stage["until"] / recipe.budget.tokens

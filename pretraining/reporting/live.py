@@ -15,6 +15,7 @@ from pretraining.errors import UserError
 from pretraining.reporting.analysis import track_record_of
 from pretraining.reporting.page import page_payload, page_text, run_payload, write_page
 from pretraining.reporting.run_record import RunRecord
+from pretraining.runtime.durable_files import file_state
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import REPOSITORY
 
@@ -37,11 +38,12 @@ def live_report(run: RunFolder, every_seconds: float | None) -> Iterator[None]:
         every_seconds: shortest time between two pages; None for no report.
     """
     writer = _start(run, every_seconds) if every_seconds and os.environ.get("RANK", "0") == "0" else None
+    before = file_state(run.events)
     try:
         yield
     finally:
         if writer is not None:
-            _stop(writer)
+            _stop(writer, has_news=file_state(run.events) != before)
 
 
 def _start(run: RunFolder, every_seconds: float) -> subprocess.Popen | None:
@@ -66,8 +68,11 @@ def _environment() -> dict[str, str]:
     return {**{key: value for key, value in os.environ.items() if key not in dropped}, **ours}
 
 
-def _stop(writer: subprocess.Popen) -> None:
-    """Wait for the last page."""
+def _stop(writer: subprocess.Popen, has_news: bool) -> None:
+    """Wait for the last page, if there is something new to write."""
+    if not has_news:
+        # A refused run: its error must be printed before the launcher ends this rank because of the others.
+        writer.kill()
     # The writer sleeps until its standard input ends, which `communicate` closes.
     hurry(writer.pid)
     try:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from pretraining.addresses import masked
 from pretraining.errors import UserError
+from pretraining.runtime.durable_files import file_state
 from pretraining.runtime.run_folder import RunFolder, utc_now
 
 MOST_BYTES = 1_000_000
@@ -60,7 +61,7 @@ class ConsoleLog:
     def __init__(self, run: RunFolder) -> None:
         self.run, self.process, self.lock = run, os.getpid(), threading.RLock()
         self.waiting: deque[str] | None = deque([f"--- {utc_now()} {' '.join(sys.argv)}"], MOST_WAITING)
-        self.before = _signature(run.events)
+        self.before = file_state(run.events)
         self.descriptor: int | None = None
 
     def add(self, text: str) -> None:
@@ -73,7 +74,7 @@ class ConsoleLog:
             if self.waiting is None:
                 return self._write(lines)
             self.waiting.extend(lines)
-            if _signature(self.run.events) not in (None, self.before):
+            if file_state(self.run.events) not in (None, self.before):
                 lines, self.waiting = list(self.waiting), None
                 self._write(lines)
 
@@ -143,12 +144,3 @@ def console_tail(path: Path, most_bytes: int) -> str:
 
 def _older(path: Path) -> Path:
     return path.with_suffix(f".1{path.suffix}")
-
-
-def _signature(path: Path) -> tuple[int, int] | None:
-    """Tell one state of a file from another; None if there is no file."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size

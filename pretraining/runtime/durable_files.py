@@ -45,6 +45,15 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def file_state(path: Path) -> tuple[int, int] | None:
+    """Tell one state of a file that grows from another: its inode and size; None if there is no file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size
+
+
 def write_json(path: Path, value: object) -> None:
     """Write one JSON value, indented by two spaces."""
     with replacing(path) as file:

@@ -223,10 +223,7 @@ def _refuse_unaccepted_terms(recipe: Recipe) -> None:
 
     A hub that does not answer is passed over, since a copy may be here: reading reports a real fault.
     """
-    asked = [
-        (f"data.sources.{number}.dataset", "dataset", spec.dataset)
-        for number, spec in enumerate(recipe.data.sources)
-    ]
+    asked = [(f"{key}.dataset", "dataset", spec.dataset) for key, spec in recipe.data.text_origins]
     if isinstance(recipe.data.tokenizer, str):
         refuse_missing_folder(recipe.data.tokenizer)
     asked.append(("data.tokenizer", "model", recipe.data.tokenizer))
@@ -236,10 +233,10 @@ def _refuse_unaccepted_terms(recipe: Recipe) -> None:
         return
     hub = require("huggingface_hub", "text or a tokenizer of the hub")
     for key, kind, name in named:
-        # a copy of earlier days is read without asking the hub
-        if kind == "model" and isinstance(hub.try_to_load_from_cache(name, "tokenizer.json"), str):
-            continue
         try:
+            # a copy of earlier days is read without asking the hub
+            if kind == "model" and isinstance(hub.try_to_load_from_cache(name, "tokenizer.json"), str):
+                continue
             hub.auth_check(name, repo_type=kind)
         except hub.errors.GatedRepoError as error:
             token = (
@@ -249,7 +246,7 @@ def _refuse_unaccepted_terms(recipe: Recipe) -> None:
                 f"{key}: {name} is gated, and its terms are not accepted: accept them at {HUB_PAGES[kind]}{name}"
                 f"{token}, or name another that is open; nothing was read"
             ) from error
-        except Exception:  # every way of being offline has a class of its own
+        except Exception:  # every way of being offline has a class of its own, and a path is no name
             continue
 
 
