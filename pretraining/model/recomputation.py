@@ -3,21 +3,10 @@
 from functools import partial
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-_aten = torch.ops.aten
-KEPT = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten._scaled_mm.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
-"""Operators whose results are dear to compute again. Not those of eager attention: they are as large as all pairs."""
+from pretraining.upstream.torch import DEAR_OPERATORS
 
 
 def keep_products(model: PreTrainedModel) -> None:
@@ -38,4 +27,4 @@ def keep_products(model: PreTrainedModel) -> None:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in DEAR_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -443,6 +443,19 @@ _PURPOSES = (
         ),
     ),
     _Purpose(
+        "torch",
+        why="what a selectively recomputed layer keeps",
+        test="test_planning_sizes.py",
+        until="torch has a policy of its own for products and attention",
+        names=(
+            "torch.ops.aten._scaled_mm",
+            "torch.ops.aten._scaled_dot_product_flash_attention",
+            "torch.ops.aten._scaled_dot_product_efficient_attention",
+            "torch.ops.aten._scaled_dot_product_cudnn_attention",
+            "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+        ),
+    ),
+    _Purpose(
         "fake_gpu",
         why="operations that the stand-in answers itself",
         test="test_fake_gpu.py",

@@ -20,6 +20,9 @@ The compiler:
   torch documents in its private module alone. Otherwise each number of documents or tokens would be a graph. Held by
   tests/test_compiling.py and tests/test_loss.py; may go once torch.compiler has them.
 
+Operators whose results a selectively recomputed layer keeps (`DEAR_OPERATORS`): torch selects them by the names of its
+own operators. Held by tests/test_planning_sizes.py; may go once torch has a policy for products and attention.
+
 Operators that DeepSpeed compiles:
 
 - `torch.utils.cpp_extension.load` (`replace_loader`), by which DeepSpeed compiles every operator, is looked up in its
@@ -69,6 +72,18 @@ def hook_first(optimizer: torch.optim.Optimizer, hook: Callable) -> RemovableHan
     optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)
     return handle
 
+
+_aten = torch.ops.aten
+DEAR_OPERATORS = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten._scaled_mm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+"""Operators whose results are dear to compute again. Not those of eager attention: they are as large as all pairs."""
 
 WORKERS = 4
 """Processes of each rank that compile kernels: a block has some twenty."""
