@@ -70,6 +70,14 @@ def _write_offsets(split: SplitDocuments, file: BinaryIO) -> None:
         base += entry["tokens"]
 
 
+def mapped(path: Path) -> mmap.mmap:
+    """Map a file that is not empty into memory, to be read once from its beginning to its end."""
+    with path.open("rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    content.madvise(mmap.MADV_SEQUENTIAL)
+    return content
+
+
 class MegatronFile:
     """One PREFIX.bin and PREFIX.idx, mapped; UserError if they are not whole."""
 
@@ -133,9 +141,7 @@ class MegatronFile:
         """Yield [tokens] of every document in order: its sequences joined, or an empty array if it has none."""
         if not self.size:
             return
-        with self.bin.open("rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        content.madvise(mmap.MADV_SEQUENTIAL)
+        content = mapped(self.bin)
         # A .bin may be longer than its index says, by less than a token.
         tokens = np.frombuffer(content, self.dtype, len(content) // self.dtype.itemsize)
         for number in range(len(self.marks) - 1):

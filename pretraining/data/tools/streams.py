@@ -11,13 +11,13 @@ then the columns' bytes.
 import bz2
 import gzip
 import json
-import mmap
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from pretraining.data.tools.formats import mapped
 from pretraining.errors import UserError, nearest
 
 HEADER_BYTES = 1024
@@ -96,9 +96,7 @@ class BinFile:
         """Yield [tokens] of every document in order."""
         if not self.size:
             return
-        with self.path.open("rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        content.madvise(mmap.MADV_SEQUENTIAL)
+        content = mapped(self.path)
         tokens = np.frombuffer(content, self.dtype, offset=self.start)
         chunks = (tokens[start : start + CHUNK_TOKENS] for start in range(0, len(tokens), CHUNK_TOKENS))
         yield from _with_ends(documents_between(chunks, self.eos), self.eos, self.path)
