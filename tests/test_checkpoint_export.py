@@ -61,7 +61,7 @@ def test_an_accepted_change_is_recorded(workshop, tmp_path):
     told = [row for row in run.events if row["event"] == "change_accepted"]
     assert [{key: row[key] for key in change} for row in told] == [change]
     assert "accepted: budget.tokens_per_step is 1024 from step 8 on, and was 512" in finished.stdout
-    assert "learning rate moves" in finished.stdout
+    assert "the learning rate stays where it was" in finished.stdout
     marker = read_marker(run.dir.checkpoint(9))
     assert marker["changes"] == [change] and (marker["tokens"], marker["samples"]) == (5120, 80)
     assert [row["step"] for row in run.training_rows] == list(range(1, 10))

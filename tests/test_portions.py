@@ -160,7 +160,7 @@ def test_every_recipe_can_be_tried_on_few_tokens(name):
     whole, small = load_recipe(name), load_recipe(name, limit_tokens=limit)
     assert small.name == f"{name}-limit-{limit}" and small.data.name == f"{whole.data.name}-limit-{limit}"
     assert small.num_tokens <= limit and small.samples_per_step * small.num_steps == small.num_samples
-    assert small.num_steps >= min(100, limit // small.sequence_length)
+    assert small.num_steps >= min(100, limit // (8 * small.sequence_length))
     assert whole.samples_per_step % small.samples_per_step == 0
     training = small.training
     assert training.eval_steps <= small.num_steps // 4 + 1 and training.save_steps <= small.num_steps // 4 + 1

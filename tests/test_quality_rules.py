@@ -151,7 +151,7 @@ MISTAKES = {
     "kind": ({"rule": "pii", "mask": ["emial"]}, "did you mean 'email'?"),
     "module": ({"rule": "callable", "import": "no_such_module:f"}, "cannot import no_such_module"),
     "function": ({"rule": "callable", "import": "keyword:iskeywrd"}, "did you mean 'iskeyword'?"),
-    "colon": ({"rule": "callable", "import": "keyword"}, "has no colon"),
+    "no extension": ({"rule": "callable", "import": "keyword"}, "or write package.module:function"),
     "not a function": ({"rule": "callable", "import": "keyword:kwlist"}, "cannot be called"),
 }
 

@@ -131,7 +131,7 @@ REFUSED = {
     "a keyword of checkpointing that there is not": (
         ['training.activation_checkpointing_kwargs={"use_reentrat": false}'],
         "zero2",
-        "use_reentrat: unknown key; did you mean 'use_reentrant'",
+        "use_reentrat: unknown key; did you mean 'training.activation_checkpointing_kwargs.use_reentrant'",
     ),
     "routers that a dense model does not have": (
         ["loss.router_z_loss=0.001"],

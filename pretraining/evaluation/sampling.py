@@ -87,7 +87,7 @@ def sample_text(
     if sampling.temperature:
         # for `generate`, top_k 0 means all tokens
         among = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p}
-        settings = {"do_sample": True, "temperature": sampling.temperature, **among}
+        settings = {"do_sample": True, "temperature": float(sampling.temperature), **among}
     prompt_ids = torch.tensor([ids], device=model.device)
     with seeded(sampling.seed, model.device), evaluation_mode(model), long_work():
         output = model.generate(

@@ -1,15 +1,13 @@
 """Stop a run on request: by a signal, a file, a time limit, a lost launcher, validations that do not improve.
 
 The ranks agree after every step. The step after which they agree is saved, and the run ends with its exit code.
-Signals are noticed at once, whatever the main thread waits for.
 """
 
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,80 +19,8 @@ from pretraining.runtime.exit_codes import STOPPED, supervisor_file, tell_exit_c
 from pretraining.runtime.process_group import Agreement
 from pretraining.runtime.restarts import STARTED, launch_details
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.signals import SignalListener
 from pretraining.training.ranks import launcher_is_gone, sibling_is_gone, started_by_deepspeed
-
-ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-INSISTING = (signal.SIGTERM, signal.SIGINT)
-# Ctrl-C reaches a rank from the terminal and again through its launcher: within this time it is one request.
-SAME_REQUEST_SECONDS = 2.0
-
-
-class SignalListener:
-    """Keep the first signal that asked to stop. A second one, seconds later, ends the process at once.
-
-    in_vain: called at each SIGTERM. True if the ranks cannot agree on a stop any more: the process then ends at once.
-    """
-
-    def __init__(self, in_vain: Callable[[], bool] = lambda: False):
-        self.in_vain = in_vain
-        self.received: int | None = None
-        self._first_at = 0.0
-        self._read_end, write_end = os.pipe()
-        # set_wakeup_fd refuses a descriptor that blocks
-        os.set_blocking(write_end, False)
-        for number in ASKING:
-            signal.signal(number, _wake_the_listener)
-        # Python runs handlers between two instructions of the main thread, which may wait in a collective for minutes.
-        # The pipe is written to at once, and a thread reads it.
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
-        threading.Thread(target=self._listen, name="signals", daemon=True).start()
-
-    def _listen(self) -> None:
-        # each byte is one signal's number
-        while numbers := os.read(self._read_end, 64):
-            for number in numbers:
-                if number in ASKING:
-                    self._note(number)
-
-    def _note(self, number: int) -> None:
-        if number == signal.SIGTERM and self.in_vain():
-            os._exit(128 + number)
-        if self.received is None:
-            self.received, self._first_at = number, time.monotonic()
-        elif number in INSISTING and time.monotonic() - self._first_at > SAME_REQUEST_SECONDS:
-            os._exit(128 + number)
-
-
-def ignore_in_worker() -> None:
-    """Make a data worker ignore the signals that ask to stop. It ends with its rank, which torch's workers watch."""
-    for number in ASKING:
-        # launchers and terminals signal workers too, and the rank fails if one of its workers dies
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _wake_the_listener(number, frame) -> None:
-    """Do nothing. Only a signal with a handler of Python's wakes the listener, through the pipe."""
-
-
-def _hold() -> None:
-    """Block the signals around a fork. The new process gets them once `_forget` is done."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
-
-
-def _release() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
-
-
-def _forget() -> None:
-    """Restore the default handlers in a forked process, which must not write into its parent's pipe."""
-    # the hooks of `register_at_fork` stay for ever, even if another handler has replaced ours
-    if signal.getsignal(signal.SIGTERM) is _wake_the_listener:
-        signal.set_wakeup_fd(-1)
-        for number in ASKING:
-            signal.signal(number, signal.SIG_DFL)
-    _release()
-
 
 NOT_ASKED, LAUNCHER_GONE, STOP_FILE, SUPERVISOR, TIME_LIMIT, A_SIGNAL = 0, 1, 2, 3, 4, 64
 """What the ranks agree on: the largest value counts. A signal's value is its number added to the last one."""

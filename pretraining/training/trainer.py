@@ -28,6 +28,7 @@ from pretraining.extend import defined
 from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
+from pretraining.runtime.signals import ignore_in_worker
 from pretraining.training.arguments import collate_blocks, training_refusals
 from pretraining.training.clipping import choose_clipping
 from pretraining.training.monitors import Monitors, notify
@@ -38,7 +39,7 @@ from pretraining.training.optimizers import (
     describe_groups,
 )
 from pretraining.training.schedule import follow_run, own_schedule
-from pretraining.training.stopping import StoppingCallback, ignore_in_worker
+from pretraining.training.stopping import StoppingCallback
 from pretraining.training.throughput import StepClock, TimedTrainer
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
 
