@@ -50,6 +50,8 @@ PREPARED = (
     "sources",
     "tokenizer",
     "validation_share",
+    "validation",
+    "prepare",
     "encoder",
     "filters",
     "dedup",
