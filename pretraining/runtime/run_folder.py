@@ -114,7 +114,7 @@ def _results_of(recipe: dict) -> dict:
 
 def utc_now() -> str:
     """Return the current time in the format of events and markers, `2026-01-31T12:00:00Z`."""
-    return time.strftime(_TIME_FORMAT, time.gmtime())
+    return time.strftime(_TIME_FORMAT, time.gmtime(time.time()))
 
 
 def unix_seconds(when: str) -> int:
