@@ -98,7 +98,7 @@ def attempt(
     plan = judge_plan(plan, recipe, find_machine(run, start, data.train.num_tokens), options.force)
     arguments = build_arguments(recipe, plan.ds_config, run.path, plan.accumulation_steps, progress.last_step)
     # The guard looks for damaged or degenerate blocks; rollbacks leave samples out.
-    guard = open_guard(run.flagged_blocks, data, recipe)
+    guard = open_guard(run.flagged_blocks if groups.is_first_of_sample else None, data, recipe)
     dataset = build_training_dataset(
         data, recipe, progress.first_sample, guard=guard, left_out=start.journal.left_out
     )

@@ -68,21 +68,14 @@ def _without_documents(model: dict) -> str:
 
 
 def split_attention(name: str | None, groups: RankGroups) -> str:
-    """Return the name of the attention that computes with kernel `name` on split sequences.
-
-    Raises:
-        UserError: the kernel needs a mask, or position numbers, of the whole sequence.
-    """
-    kernels: dict[str | None, Callable] = {
+    """Return the name of the attention that computes with a kernel of `refusals.SPLIT_KERNELS` on split sequences."""
+    kernels: dict[str, Callable] = {
         SDPA_CAUSAL: sdpa_attention_forward,
         "sdpa": sdpa_attention_forward,
         TORCH_VARLEN: varlen_attention_forward,
     }
-    if name not in kernels:
-        raise UserError(
-            f"model.attn_implementation: {name} is not known to work on split sequences; leave it out, or take one of "
-            f"{SDPA_CAUSAL}, sdpa, {TORCH_VARLEN}"
-        )
+    # flash-attn's own functions look for their name in the model's config, where that of the split attention is
+    name = name if name in kernels else TORCH_VARLEN
     return register_split(name, kernels[name], groups)
 
 
