@@ -3,14 +3,15 @@
 import argparse
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
-from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
+from pretraining.ds_config import Degrees, degrees_of, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.memory.activations import Activations, activations
+from pretraining.planning.memory.activations import Activations, activations, validation_bytes
 from pretraining.planning.memory.buffers import Buffers, buffers, optimizer_copies
+from pretraining.planning.memory.split import Family, families, held_tensors
 from pretraining.planning.memory.states import (
     ADAM,
     ModelState,
@@ -26,12 +27,10 @@ from pretraining.planning.memory.tensors import (
     Precision,
     Tensor,
     frozen_tensors,
-    parameter_tensors,
     precision_of,
     trained_tensors,
 )
 from pretraining.planning.quantities import columns, gpu_count, num_bytes, several
-from pretraining.planning.sizes import model_size
 from pretraining.planning.workload import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import value_of
@@ -47,6 +46,7 @@ PHASES = {
     "loss": "when the backward pass starts: all kept activations and the loss",
     "backward": "when the backward pass ends: one layer's activations and all gradients",
     "step": "in the optimizer step: gradients and their flat copies",
+    "validation": "in a validation, which reads whole sequences on each rank",
 }
 SNAPSHOT_ALIGNMENT = 64
 """Bytes; a tensor of any type may begin at a multiple of it."""
@@ -170,8 +170,9 @@ def memory_need(
     Raises:
         UserError: ranks x micro-batch x length does not divide the tokens per step.
     """
-    precision, tensors = precision_of(recipe, ds_config), parameter_tensors(recipe.model)
-    trained, frozen = trained_tensors(recipe), frozen_tensors(recipe)
+    precision, of_rank = precision_of(recipe, ds_config), families(recipe, ds_config, world_size)
+    degrees, tensors = degrees_of(ds_config), held_tensors(of_rank)
+    frozen = [tensor for family in of_rank for tensor in family.frozen]
     accumulation = accumulation_steps(recipe, world_size, ds_config)
     optimizer, state = optimizer_states(recipe), state_of_recipe(recipe, ds_config, world_size)
     held = activations(
@@ -183,17 +184,24 @@ def memory_need(
         loss=loss_of(recipe),
         gpu_memory=gpu_memory,
         keeps_products=recipe.speed.recompute == "operators",
+        degrees=degrees,
     )
     width = value_of(recipe.model, "hidden_size")
     as_one = gathers_blocks(recipe, ds_config)
-    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation, as_one, frozen)
-    copies = optimizer_copies(ds_config, trained, world_size, optimizer.copied)
+    share = sum(tensor.numel / family.ranks for family in of_rank for tensor in family.trained)
+    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation, as_one, frozen, share)
+    copies = sum(
+        optimizer_copies(ds_config, family.trained, family.ranks, optimizer.copied) for family in of_rank
+    )
     # the optimizer's own copies exist at the same moment as ZeRO's
     extra = replace(extra, step=extra.step + copies)
+    phases = _phases(state, held, extra, zero_stage(ds_config), accumulation, optimizer.name)
+    if degrees.sequence > 1 and recipe.training.eval_strategy != "no":
+        phases["validation"] = _validation(recipe, phases["loss"], precision, degrees)
     return MemoryNeed(
-        phases=_phases(state, held, extra, zero_stage(ds_config), accumulation, optimizer.name),
+        phases=phases,
         num_gpus=world_size,
-        host=_host_memory(recipe, ds_config, world_size, state, precision, trained, frozen, optimizer),
+        host=_host_memory(recipe, ds_config, world_size, state, precision, of_rank, optimizer),
         nvme=state.nvme,
         state=state,
         optimizer_states=optimizer.name,
@@ -202,17 +210,23 @@ def memory_need(
 
 def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> ModelState:
     """Return the model state of the fullest of `world_size` ranks, with the recipe's optimizer."""
-    frozen = frozen_tensors(recipe)
-    return model_state(
-        model_size(recipe.model).total - sum(tensor.numel for tensor in frozen),
-        ds_config,
-        world_size,
-        precision_of(recipe, ds_config).weights == SIXTEEN_BIT,
-        accumulation_steps(recipe, world_size, ds_config),
-        trained_tensors(recipe),
-        optimizer_states(recipe),
-        frozen,
-    )
+    accumulation, optimizer = accumulation_steps(recipe, world_size, ds_config), optimizer_states(recipe)
+    sixteen_bit = precision_of(recipe, ds_config).weights == SIXTEEN_BIT
+    states = [
+        model_state(
+            sum(tensor.numel for tensor in family.trained),
+            ds_config,
+            family.ranks,
+            sixteen_bit,
+            accumulation,
+            family.trained,
+            optimizer,
+            family.frozen,
+        )
+        for family in families(recipe, ds_config, world_size)
+    ]
+    # every part of one family comes on top of that of the other
+    return ModelState(*(sum(parts) for parts in zip(*map(astuple, states), strict=True)))
 
 
 def loss_of(recipe: Recipe) -> Loss:
@@ -241,6 +255,14 @@ def recomputed_one_in(recipe: Recipe) -> int:
 def recomputed_share(every_n_layers: int) -> float:
     """Return the share of the layers that are recomputed."""
     return 1 / every_n_layers if every_n_layers else 0.0
+
+
+def skips_last_product(recipe: Recipe, ds_config: dict | None) -> bool:
+    """Return whether a recomputed layer stops before its last product."""
+    # torch stops as soon as all that the backward pass needs is there again. Under ZeRO-3, DeepSpeed's linear function
+    # (runtime/zero/linear.py, `zero3_linear_wrap`) keeps its input only after it has multiplied, which is too late.
+    # GPT-2's layers are transformers' `Conv1D`, which DeepSpeed does not replace.
+    return zero_stage(ds_config) < 3 or recipe.model.model_type == "gpt2"
 
 
 def _phases(
@@ -278,6 +300,16 @@ def _phases(
     }
 
 
+def _validation(
+    recipe: Recipe, at_loss: dict[str, float], precision: Precision, degrees: Degrees
+) -> dict[str, float]:
+    """Return the parts in a validation: no activations are kept, and every rank reads whole sequences."""
+    num_sequences = recipe.training.per_device_eval_batch_size
+    tokens = num_sequences * recipe.sequence_length
+    without = {name: size for name, size in at_loss.items() if name not in ("activations", "logits and loss")}
+    return {**without, "validation": validation_bytes(recipe.model, tokens, precision, degrees)}
+
+
 def pinned_bytes(num_bytes: int) -> int:
     """Return the host memory that a pinned buffer of this many bytes takes."""
     # torch 2.13 rounds up to a power of two (ATen/core/CachingHostAllocator.h); runtime/imports.py limits this to
@@ -297,17 +329,23 @@ def _host_memory(
     world_size: int,
     state: ModelState,
     precision: Precision,
-    tensors: Sequence[Tensor],
-    frozen: Sequence[Tensor],
+    of_rank: Sequence[Family],
     optimizer: OptimizerStates,
 ) -> dict[str, float]:
-    """Return the host memory of one rank in bytes, by use. tensors: those that are trained."""
+    """Return the host memory of one rank in bytes, by use."""
+    trained, frozen = trained_tensors(recipe), frozen_tensors(recipe)
     host = {PROCESS: table("memory")["host_process_bytes"]["value"]}
     if state.host:
         host["offloaded states"] = state.host
-    if staging := _staging(config, tensors):
+    if staging := _staging(config, [tensor for family in of_rank for tensor in family.trained]):
         host["staging buffers"] = staging
-    pinned = pinned_by_offload(config, world_size, precision.weights, optimizer.in_groups(tensors))
+    pinned = [
+        size
+        for family in of_rank
+        for size in pinned_by_offload(
+            config, family.ranks, precision.weights, optimizer.in_groups(family.trained)
+        )
+    ]
     if rounding := sum(pinned_bytes(size) - size for size in pinned):
         host["rounding of pinned buffers"] = rounding
     # stage 3 builds its weights sharded; the others build them whole on every rank and move them to the GPU
@@ -315,9 +353,9 @@ def _host_memory(
     if zero_stage(config) != 3:
         # bytes a parameter
         built = 2 if config and precision.name == "bf16" and not precision.is_autocast else 4
-        host[BUILT] = built * sum(tensor.numel for tensor in (*tensors, *frozen))
+        host[BUILT] = built * sum(tensor.numel for tensor in (*trained, *frozen))
     if recipe.checkpoints.background and recipe.training.save_strategy != "no":
-        saved = checkpoint_bytes(tensors, optimizer, frozen, precision.weights)
+        saved = checkpoint_bytes(trained, optimizer, frozen, precision.weights)
         host[SNAPSHOT] = pinned_bytes(snapshot_bytes([-(-saved // world_size)]))
     return host
 
