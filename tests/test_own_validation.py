@@ -16,6 +16,7 @@ from pretraining.data.sources import open_sources
 from pretraining.data.tools.finished import open_finished
 from pretraining.data.tools.stats import measure_data, stats_text
 from pretraining.errors import UserError
+from pretraining.evaluation.validation import Validation
 from pretraining.recipe import load_recipe
 from tests.finished_data import refusal
 from tests.runs import SMALL_RECIPE
@@ -219,3 +220,23 @@ def test_sets_say_what_they_stand_for(files, tmp_path):
     recipe, data = recipe_of(files, other, (3, 1), validation=named, validation_share=0)
     rows = [(each.name, each.beside, each.share) for each in validation_sets(data, recipe)]
     assert rows == [("web", False, Fraction(3, 4)), ("code", False, Fraction(1, 4)), ("more", False, 0)]
+
+
+def test_what_is_judged_may_have_any_name_that_is_logged(files, tmp_path):
+    """Beside a share, in its place, and of a mixture: the recipe knows the names that the run measures."""
+    cases = [
+        (own(files, "letters"), 0.2, {"web", "code", "letters", "mixture"}),
+        (own(files, "letters"), 0, {"letters"}),
+        (own(files, "letters:web", "laws:code"), 0, {"web", "code", "mixture"}),
+    ]
+    for number, (section, share, names) in enumerate(cases):
+        root = tmp_path / str(number)
+        root.mkdir()
+        recipe, data = recipe_of(files, root, (3, 1), validation=section, validation_share=share)
+        logged = Validation.of(validation_sets(data, recipe), recipe).names
+        assert set(recipe.data.validation_names) == names
+        assert {name.removesuffix("_loss") for name in logged if name.endswith("_loss")} == names
+        for name in logged:
+            for written in (name, f"eval/{name}"):
+                judged = load_recipe(str(recipe.path), [f"evaluation.metric={written}"])
+                assert judged.evaluation.metric == name == judged.to_dict()["evaluation"]["metric"]

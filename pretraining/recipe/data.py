@@ -245,6 +245,19 @@ class Data(Section):
             *((f"data.validation.sources.{number}", source) for number, source in enumerate(own)),
         ]
 
+    @property
+    def validation_names(self) -> list[str]:
+        """What a validation measures by itself: sources of the held-out share if there are several, and of validation.
+
+        A set that is too small for one block has no number all the same.
+        """
+        training = [source.called for source in self.sources]
+        own = [source.called for source in self.validation.sources] if self.validation else []
+        # Names that are alike, which only data without a mixture may have, tell nothing apart.
+        held_out = training if self.validation_share and len(set(training)) == len(training) > 1 else []
+        represents_all = len(held_out + own) > 1 and set(training) <= set(held_out or own)
+        return [*held_out, *own, *(["mixture"] if is_mixed(self) and represents_all else [])]
+
     def check_together(self, where: str, at: str) -> None:
         """Special tokens differ; there is something to validate on, and its sources have names of their own."""
         _check_special_tokens(self.tokenizer, where, f"{at}.tokenizer")
