@@ -238,6 +238,17 @@ def test_the_phase_is_said_in_words(tmp_path, phase):
     assert told in sentences(found)[0], sentences(found)
 
 
+def test_a_short_run_is_not_said_to_have_just_begun(tmp_path):
+    """Few rows are no sign of a beginning: a finished run is finished, another has spent what it has spent."""
+    over = [{"time": "2001-01-01T00:00:00Z", "event": "end", "eval_loss": 3.0}]
+    for events, told in (
+        (over, "The run is finished; too few"),
+        ([], "Too few rows are logged to judge the curve."),
+    ):
+        run = made_run(tmp_path / told[:3], noisy_law(4), events=events)
+        assert sentences(analyze(RunRecord(run.path)))[0].startswith(told)
+
+
 ENDINGS = {
     "stopped": (
         {"event": "stopped", "step": 90, "reason": "SIGTERM"},
