@@ -76,7 +76,7 @@ def ceiling_of(options: argparse.Namespace) -> dict:
         part = f"{kernel.phase}: {kernel.kind}"
         parts[part] = parts.get(part, 0.0) + spent
     parts["gradients"] = engine["micro-batch"] * size.total / rates.bytes
-    accumulation = accumulation_steps(recipe, options.world_size)
+    accumulation = accumulation_steps(recipe, options.world_size, ds_config)
     parts["optimizer"] = engine["step"] * size.total / rates.bytes / accumulation
     total = sum(parts.values())
     tokens = recipe.micro_batch * recipe.sequence_length

@@ -161,7 +161,8 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
         metavar="NAME|PATH",
         # `accelerate launch` puts the deepspeed_config_file of its config there
         default=os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
-        help="a file of ds_configs/, or a path, over the recipe's; 'null' for plain data parallel",
+        help="a file of ds_configs/, or a path, over the recipe's, with degrees of parallelism after a colon if wanted "
+        "(zero3:sequence=4); 'null' for plain data parallel",
     )
     parser.add_argument(
         "--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)"

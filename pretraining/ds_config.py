@@ -3,6 +3,7 @@
 import json
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from pretraining.errors import UserError, nearest
 from pretraining.schema import REPOSITORY, check, display_path, problem, read_json
@@ -59,17 +60,63 @@ SUPPORTED_VALUES = {
 }
 """{dotted key: (its values that work here, why others do not)}"""
 
+DEGREES = {
+    "tensor": ("tensor_parallel", "autotp_size"),
+    "sequence": ("sequence_parallel_size",),
+    "expert": ("expert_parallel", "autoep_size"),
+}
+"""{degree, as in `--deepspeed zero3:sequence=4`: the key of a ds_config that holds it}, DeepSpeed's own."""
+
+
+class Degrees(NamedTuple):
+    """Over how many ranks a ds_config splits what plain data parallelism would copy to each of them.
+
+    Ranks are numbered with tensor parallelism innermost, then sequence parallelism, then data.
+    """
+
+    tensor: int = 1
+    """Ranks that split each layer's matrices (AutoTP)."""
+    sequence: int = 1
+    """Ranks that split each sequence (Ulysses)."""
+    expert: int = 1
+    """Ranks that split the experts of each mixture layer (AutoEP). They read different samples."""
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """Ranks that work on the same samples."""
+        return self.tensor * self.sequence
+
+    def __str__(self) -> str:
+        """Name the degrees above 1, as `tensor 2 x sequence 4`."""
+        return " x ".join(f"{name} {size}" for name, size in self._asdict().items() if size > 1)
+
+
+def degrees_of(config: dict | None) -> Degrees:
+    """Return the degrees of parallelism that a ds_config asks for."""
+    found = {}
+    for name, (*blocks, key) in DEGREES.items():
+        values = config or {}
+        for block in blocks:
+            values = values.get(block) or {}
+        found[name] = values.get(key) or 1
+    if not ((config or {}).get("expert_parallel") or {}).get("enabled", False):
+        found["expert"] = 1
+    return Degrees(**found)
+
 
 def load_ds_config(name_or_path: str) -> dict:
     """Read a ds_config by its name in ds_configs/ or by its path, and check all of it.
+
+    Degrees of parallelism may follow, and replace those of the file: `zero3:sequence=4`, `my.json:tensor=2,sequence=2`.
 
     Raises:
         UserError: one line naming the file and the dotted key: unknown or misspelt (with the nearest),
             removed from DeepSpeed, an optimizer or scheduler block, a shared value that is not "auto".
     """
-    path = _find(str(name_or_path))
+    name_or_path, _, degrees = str(name_or_path).partition(":")
+    path = _find(name_or_path)
     where = display_path(path)
-    config = read_json(path)
+    config = _with_degrees(read_json(path), degrees)
     schema = ds_config_schema()
     # These three first: they know the reason; the schema would only say that the key or value is unknown.
     _check_removed(config, schema, where)
@@ -95,8 +142,10 @@ def ds_config_names() -> list[str]:
 
 def short_name(name_or_path: str) -> str:
     """Return the name of a file in ds_configs/, however its path is written; return any other path as it is."""
-    path = Path(name_or_path)
-    return path.stem if path.suffix == ".json" and path.absolute().parent == DS_CONFIGS else name_or_path
+    file, colon, degrees = name_or_path.partition(":")
+    path = Path(file)
+    is_ours = path.suffix == ".json" and path.absolute().parent == DS_CONFIGS
+    return f"{path.stem}{colon}{degrees}" if is_ours else name_or_path
 
 
 def zero_stage(config: dict | None) -> int:
@@ -139,6 +188,29 @@ def _find(name_or_path: str) -> Path:
             f"there are: {', '.join(names)} (or give a path that ends in .json)"
         )
     return path
+
+
+def _with_degrees(config: object, degrees: str) -> object:
+    if not isinstance(config, dict):
+        return config  # the check of the whole file says what is wrong
+    for text in filter(None, degrees.split(",")):
+        name, _, value = text.partition("=")
+        if name not in DEGREES:
+            known = f"there are {', '.join(DEGREES)}, as in zero3:sequence=4"
+            raise UserError(
+                f"deepspeed: {text}: there is no degree {name!r}{nearest(name, DEGREES)}; {known}"
+            )
+        if not value.isdecimal() or int(value) < 1:
+            raise UserError(f"deepspeed: {text}: {value!r} is no number of ranks; write {name}=2")
+        *blocks, key = DEGREES[name]
+        values = config = dict(config)
+        for block in blocks:
+            values[block] = dict(values.get(block) or {})
+            values = values[block]
+        values[key] = int(value)
+        if name == "expert":
+            values["enabled"] = int(value) > 1
+    return config
 
 
 def _check_removed(config: dict, schema: dict, where: str) -> None:

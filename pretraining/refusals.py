@@ -8,10 +8,10 @@ accepts a recipe that training would refuse. What a recipe shows by itself is ch
 import os
 from collections.abc import Iterable
 
-from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
+from pretraining.ds_config import degrees_of, load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe, accumulation_steps, load_recipe, model_with_defaults
-from pretraining.recipe.model import is_exact
+from pretraining.recipe.model import EXACT, is_exact, value_of
 from pretraining.recipe.schedule import SCHEDULE_FREE
 from pretraining.recipe.training import DEFAULT_OPTIM
 from pretraining.schema import display_path, problem
@@ -80,7 +80,7 @@ def check_run(recipe: Recipe, ds_config: dict | None, world_size: int | None = N
         check(recipe, ds_config, display_path(recipe.path))
     if world_size is not None:
         _check_ranks(recipe.deepspeed, ds_config, world_size)
-        accumulation_steps(recipe, world_size)
+        accumulation_steps(recipe, world_size, ds_config)
 
 
 def own_groups(recipe: Recipe) -> list[str]:
@@ -298,8 +298,53 @@ def _check_launcher_settings(recipe: Recipe, ds_config: dict | None, where: str)
         raise UserError(f"accelerate's config: mixed_precision {precision}: {what}")
 
 
+def _check_degrees(recipe: Recipe, ds_config: dict | None, where: str) -> None:
+    """Refuse degrees of parallelism that the model's shape does not allow, and what they do not know."""
+    degrees, name = degrees_of(ds_config), f"deepspeed {recipe.deepspeed}"
+    if degrees.tensor > 1 or degrees.expert > 1:
+        raise UserError(
+            f"{name}: {degrees}: is not trained here yet; use sequence parallelism, or ZeRO alone"
+        )
+    if degrees.sequence > 1:
+        _check_sequence_degree(recipe, degrees.sequence, name)
+
+
+def _check_sequence_degree(recipe: Recipe, size: int, name: str) -> None:
+    """Refuse sequence parallelism that does not divide the heads or the sequence."""
+    model = model_with_defaults(recipe.model)
+    if not is_exact(model):
+        raise UserError(
+            f"{name}: sequence {size}: is tested for {', '.join(EXACT)} alone, not for {model['model_type']}"
+        )
+    heads = value_of(model, "num_attention_heads")
+    counts = {"attention heads": heads, "tokens of a sequence": recipe.sequence_length}
+    key_value_heads = model.get("num_key_value_heads") or heads
+    # fewer key-value heads than ranks are copied, as often as they divide these
+    if size % key_value_heads:
+        counts["key-value heads"] = key_value_heads
+    for what, count in counts.items():
+        if count % size:
+            fitting = [
+                each for each in range(2, count + 1) if all(not number % each for number in counts.values())
+            ]
+            nearest_size = min(fitting, key=lambda each: abs(each - size), default=1)
+            raise UserError(
+                f"{name}: sequence {size}: does not divide the {count:,} {what}; {nearest_size} does"
+            )
+
+
 def _check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> None:
-    """Refuse a group size of hpZ that does not divide the ranks."""
+    """Refuse degrees of parallelism, or a group size of hpZ, that do not divide the ranks."""
+    degrees = degrees_of(ds_config)
+    for size, what in (
+        (degrees.ranks_per_sample, str(degrees)),
+        (degrees.expert, f"expert {degrees.expert}"),
+    ):
+        if world_size % size:
+            fitting = ", ".join(str(each) for each in range(1, world_size + 1) if not world_size % each)
+            raise UserError(
+                f"deepspeed {name}: {what}: {size} ranks do not divide {world_size}; {fitting} do"
+            )
     group = (ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     # 1 is hpZ switched off
     if group > 1 and world_size % group:
@@ -314,6 +359,7 @@ def _check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> N
 # In this order: the first error is the one that is shown.
 CHECKS = (
     _check_launcher_settings,
+    _check_degrees,
     _check_optim,
     _check_own_groups,
     _check_frozen,

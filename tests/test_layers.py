@@ -78,7 +78,7 @@ def test_each_module_imports_only_what_its_layer_may(module):
     """Layer 0: Python and itself. Layer 1: layer 0. Layer 2: layers 0 and 1, no other room of its own layer.
     The door to the libraries (`upstream`) imports no room of ours.
 
-    In layer 0 the process group asks torch when it is called, and one function begins the libraries' imports.
+    In layer 0 the groups of ranks ask torch when they are called, and one function begins the libraries' imports.
     """
     room = room_of(module)
     if room == "__init__":
@@ -86,7 +86,7 @@ def test_each_module_imports_only_what_its_layer_may(module):
     elif room in FOUNDATION:
         assert rooms(imports(module)) <= FOUNDATION
         assert not outside(imports(module, only_at_import_time=True))
-        libraries = {"process_group": {"torch"}, "imports": {"transformers"}}
+        libraries = {"process_group": {"torch"}, "rank_groups": {"torch"}, "imports": {"transformers"}}
         assert outside(imports(module)) <= libraries.get(module.stem, set())
     elif room in NUMBERS_AND_DATA:
         assert rooms(imports(module)) <= FOUNDATION | {room}

@@ -251,7 +251,7 @@ def train_some_steps(recipe: Recipe, ds_config: dict | None, world_size: int) ->
     """Train the recipe's few steps with the same parts as train.py; leave nothing behind."""
     folder = Path(tempfile.mkdtemp(prefix="doctor-"))
     memory, recorder = PeakMemory(), _Recorder()
-    arguments = build_arguments(recipe, ds_config, folder, accumulation_steps(recipe, world_size))
+    arguments = build_arguments(recipe, ds_config, folder, accumulation_steps(recipe, world_size, ds_config))
     no_tokenizer = SimpleNamespace(bos_token_id=None, eos_token_id=None)
     language_model = build_from_recipe(recipe, no_tokenizer, arguments, draw_weights=True)
     trainer = PretrainingTrainer(

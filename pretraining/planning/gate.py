@@ -308,7 +308,7 @@ def _experts(case: _Case) -> Objection | None:
 
 
 def _tiny_batch(case: _Case) -> Objection | None:
-    if case.recipe.micro_batch > 1 or accumulation_steps(case.recipe, case.world_size) > 1:
+    if case.recipe.micro_batch > 1 or accumulation_steps(case.recipe, case.world_size, case.ds_config) > 1:
         return None
     what = "one sequence a GPU and step, without accumulation: small kernels, and a message after each"
     return Objection(what, "use fewer GPUs, or a larger budget.tokens_per_step")

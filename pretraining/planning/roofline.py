@@ -123,7 +123,7 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
         + again * forward / rates.bytes,
         "gradients": engine["micro-batch"] * size.total / rates.bytes,
         # one step for all micro-batches of it
-        "optimizer": in_step * size.total / rates.bytes / accumulation_steps(recipe, world_size),
+        "optimizer": in_step * size.total / rates.bytes / accumulation_steps(recipe, world_size, ds_config),
     }
     # MFU counts model FLOPs alone, and the scores without the mask (PaLM, appendix B)
     at_peak = flops_per_token(size, recipe.sequence_length).training * tokens / gpu.peak_flops(precision)

@@ -138,7 +138,7 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         sequence_length=recipe.sequence_length,
         world_size=world_size,
         micro_batch=recipe.micro_batch,
-        accumulation_steps=accumulation_steps(recipe, world_size),
+        accumulation_steps=accumulation_steps(recipe, world_size, ds_config),
         training_flops=tokens * flops_per_token(size, recipe.sequence_length).training,
         model_state=state_of_recipe(recipe, ds_config, world_size),
         checkpoint_bytes=checkpoint_bytes(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from pretraining.ds_config import load_ds_config, optimizer_device, parameter_device, zero_stage
+from pretraining.ds_config import degrees_of, load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.gpus import Gpu, find_gpu
 from pretraining.planning.memory.buffers import unprotected_gradient
@@ -116,7 +116,7 @@ def fitting(
     found = list(candidates(recipe, world_size, gpu, mfu, limit, own_ds_config))
     # this raises with the reason: not even one sequence per GPU divides the step
     if not found:
-        accumulation_steps(_variant(recipe, recipe.deepspeed, 1, 0), world_size)
+        accumulation_steps(_variant(recipe, recipe.deepspeed, 1, 0), world_size, _config(recipe.deepspeed))
     fits = [each for each in found if each.need.total <= limit]
     if not fits:
         raise UserError(_nothing_fits(recipe, found, world_size, limit, own_ds_config))
@@ -196,7 +196,8 @@ def candidates(
     recomputed = sorted({*RECOMPUTED, recomputed_one_in(recipe)})
     for way in [recipe.deepspeed] if own_ds_config else _ways(recipe, world_size, gpu):
         for micro_batch in sorted({*MICRO_BATCHES, recipe.micro_batch}):
-            at_once = world_size * micro_batch * recipe.sequence_length
+            groups = world_size // degrees_of(_config(way)).ranks_per_sample
+            at_once = groups * micro_batch * recipe.sequence_length
             # every step of a batch-size ramp must divide, not only the full one
             if any(size % at_once for size in recipe.step_sizes.all):
                 continue
@@ -257,7 +258,7 @@ def _candidate(
     return Candidate(
         deepspeed=variant.deepspeed,
         micro_batch=variant.micro_batch,
-        accumulation=accumulation_steps(variant, world_size),
+        accumulation=accumulation_steps(variant, world_size, config),
         every_n_layers=recomputed_one_in(variant),
         need=need,
         step_seconds=step.seconds if step else None,

@@ -66,7 +66,7 @@ def step_time(
     Raises:
         UserError: the ranks do not divide the recipe's step, or the GPU lacks the precision.
     """
-    accumulation = accumulation_steps(recipe, world_size)
+    accumulation = accumulation_steps(recipe, world_size, ds_config)
     precision = precision or precision_of_products(recipe)
     used = None
     if not mfu:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from pretraining.ds_config import degrees_of
 from pretraining.errors import nearest
 from pretraining.extend import Extension, check_defined, defined
 from pretraining.metric_names import GROUPS, LOWER_IS_BETTER
@@ -267,19 +268,23 @@ class Recipe:
             check_profile(self.monitors.profile.steps, self.num_steps, where)
 
 
-def accumulation_steps(recipe: Recipe, world_size: int) -> int:
+def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None = None) -> int:
     """Micro-batches per full optimizer step and rank, so that it holds exactly `tokens_per_step` tokens.
+
+    ds_config: may let several ranks work on the same samples (`ds_config.Degrees`).
 
     Raises:
         UserError: ranks x micro-batch x length does not divide it, or a smaller step of the ramp; the nearest values
             that it does divide.
     """
-    ranks, micro_batch, length = world_size, recipe.micro_batch, recipe.sequence_length
+    together = degrees_of(ds_config).ranks_per_sample
+    ranks, micro_batch, length = world_size // together, recipe.micro_batch, recipe.sequence_length
+    ranks_words = f"{ranks} ranks" if together == 1 else f"{ranks} groups of {together} ranks"
     tokens_at_once = ranks * micro_batch * length
     steps, rest = divmod(recipe.tokens_per_step, tokens_at_once)
     if rest:
         product = (
-            f"{tokens_at_once} = {ranks} ranks x {micro_batch} per_device_train_batch_size x {length} tokens"
+            f"{tokens_at_once} = {ranks_words} x {micro_batch} per_device_train_batch_size x {length} tokens"
         )
         multiples = nearest_multiples(recipe.tokens_per_step, tokens_at_once)
         where, per_rank = display_path(recipe.path), recipe.samples_per_step // ranks

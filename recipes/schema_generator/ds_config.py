@@ -122,6 +122,41 @@ def ds_config_blocks() -> dict:
         "comms_logger": pydantic_schema(CommsLoggerConfig),
         "flops_profiler": flops_profiler_schema(),
         "checkpoint": checkpoint_schema(),
+        "tensor_parallel": tensor_parallel_schema(),
+        "expert_parallel": expert_parallel_schema(),
+    }
+
+
+def degree_schema(description: str) -> dict:
+    """A number of ranks."""
+    return {"type": "integer", "minimum": 1, "default": 1, "description": description}
+
+
+def tensor_parallel_schema() -> dict:
+    """AutoTP's block: its size, and the rules for layers of a model that it does not know."""
+    return {
+        "type": "object",
+        "properties": {
+            "autotp_size": degree_schema("Ranks that split each layer's matrices; they are neighbours."),
+            "tp_overlap_comm": {"type": "boolean", "default": False},
+            "partition_config": {"type": ["object", "null"], "default": None},
+        },
+        "required": ["autotp_size"],
+        "additionalProperties": False,
+    }
+
+
+def expert_parallel_schema() -> dict:
+    """AutoEP's block: its size, and how it computes."""
+    return {
+        "type": "object",
+        "properties": {
+            "enabled": {"type": "boolean", "default": False},
+            "autoep_size": degree_schema("Ranks that split the experts of each mixture layer."),
+            "use_grouped_mm": {"type": "boolean", "default": True},
+        },
+        "required": ["enabled", "autoep_size"],
+        "additionalProperties": False,
     }
 
 
@@ -173,6 +208,7 @@ def ds_config_schema() -> dict:
         values[key] = {"enum": ["fp32", "bf16", "fp16", None], "default": default}
     values["log_level"] = {"enum": [*log_levels, None], "default": None}
     values["gradient_predivide_factor"]["exclusiveMinimum"] = 0
+    values["sequence_parallel_size"] = degree_schema("Ranks that split each sequence (Ulysses).")
     properties = {"$schema": {"type": "string"}, **shared, **ds_config_blocks(), **values}
     owned = sorted(set(properties) & set(DS_CONFIG_KEYS))
     if owned:

@@ -172,7 +172,7 @@ def memory_need(
     """
     precision, tensors = precision_of(recipe, ds_config), parameter_tensors(recipe.model)
     trained, frozen = trained_tensors(recipe), frozen_tensors(recipe)
-    accumulation = accumulation_steps(recipe, world_size)
+    accumulation = accumulation_steps(recipe, world_size, ds_config)
     optimizer, state = optimizer_states(recipe), state_of_recipe(recipe, ds_config, world_size)
     held = activations(
         recipe.model,
@@ -208,7 +208,7 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
         ds_config,
         world_size,
         precision_of(recipe, ds_config).weights == SIXTEEN_BIT,
-        accumulation_steps(recipe, world_size),
+        accumulation_steps(recipe, world_size, ds_config),
         trained_tensors(recipe),
         optimizer_states(recipe),
         frozen,
