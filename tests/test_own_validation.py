@@ -116,6 +116,45 @@ def test_filters_leave_them_alone_unless_asked_for(files, tmp_path):
         assert manifest["validation_sources"][0]["documents"] == kept
 
 
+@pytest.mark.parametrize("filtered", [False, True])
+def test_their_first_documents_are_taken_up_to_a_cap(files, tmp_path, filtered, monkeypatch):
+    """Documents, or tokens with the document that reaches them; counted after filters; nothing behind is read."""
+    for name in ("PIECE_BYTES", "BATCH_BYTES"):
+        monkeypatch.setattr(f"pretraining.data.corpus.{name}", 3000)
+    lines = (files / "letters.jsonl").read_text().splitlines()
+    broken = tmp_path / "letters.jsonl"
+    broken.write_text("\n".join([*lines, "this is no JSON"]) + "\n")
+    rules = (
+        {"filters": [{"rule": "blocklist", "words": [str(n) for n in range(0, 40, 2)]}]} if filtered else {}
+    )
+    section = own(files, "letters", "laws", filters=filtered)
+    section["sources"][0] |= {"path": str(broken), "max_documents": 7}
+    section["sources"][1] |= {"max_tokens": 1000, "max_documents": 30}
+    folder = prepare(tmp_path / "data", recipe_for(files / "web.jsonl", validation=section, **rules))
+    manifest, data = read_manifest(folder), open_finished(folder)
+    letters, laws = manifest["validation_sources"]
+    assert letters["documents"] == 7 and letters["name"] == "letters"
+    texts = texts_of(data.split("validation"), data.decoder())[-letters["documents"] - laws["documents"] :]
+    kept = [json.loads(line)["text"] for line in lines][filtered :: 1 + filtered]
+    assert texts[:7] == kept[:7]
+    last = data.split("validation").read(data.split("validation").num_documents - 1)
+    assert laws["tokens"] >= 1000 > laws["tokens"] - len(last.tokens)
+    # Another cap is another data set.
+    section["sources"][0]["max_documents"] = 8
+    with pytest.raises(UserError, match=r"data\.validation\.sources\.0\.max_documents: 7 there, 8 here"):
+        prepare(tmp_path / "data", recipe_for(files / "web.jsonl", validation=section, **rules))
+
+
+def test_only_what_validates_is_looked_for_in_training_text(files, tmp_path):
+    """decontaminate.validation of a capped source: the documents behind the cap may be in training text."""
+    letters = make_texts(40, 2)
+    web = write_jsonl(tmp_path / "web.jsonl", [*make_texts(40), letters[3] + " so", letters[7] + " so"])
+    section = {"validation": own(files, "letters"), "decontaminate": {"validation": True}}
+    section["validation"]["sources"][0]["max_documents"] = 7
+    manifest = read_manifest(prepare(tmp_path / "data", recipe_for(web, **section)))
+    assert manifest["sources"][0]["documents"] == 41
+
+
 def test_training_text_that_holds_a_stretch_of_them_is_dropped(files, tmp_path):
     """decontaminate.validation: 13 words of a letter inside a web text; the report names the set."""
     letter = make_texts(40, 2)[7].split()

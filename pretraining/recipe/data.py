@@ -82,12 +82,28 @@ class ValidationSource(TextOrigin):
     """Text to validate on: a path or a dataset."""
 
     split: str = key("Split of the dataset.", default="validation", minLength=1)
+    max_tokens: int | None = key(
+        "Take the first documents alone: up to the one with which they have so many tokens.",
+        default=None,
+        minimum=1,
+        omitted=True,
+    )
+    max_documents: int | None = key(
+        "Take so many first documents alone.", default=None, minimum=1, omitted=True
+    )
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether only its first documents are taken."""
+        return (self.max_tokens, self.max_documents) != (None, None)
 
 
 class OwnValidation(Section):
     """Validation on sources of its own, prepared with the rest, each measured by its name; null: on the share alone."""
 
-    sources: list[ValidationSource] = key("The texts, whole and in this order.", minItems=1)
+    sources: list[ValidationSource] = key(
+        "The texts, in this order, whole unless they are capped.", minItems=1
+    )
     filters: bool = key("Apply data.filters to them too; false: they are taken as they are.", default=False)
 
 
