@@ -100,6 +100,7 @@ def test_they_are_part_of_the_identity(files, tmp_path, names, said):
         with pytest.raises(UserError) as refused:
             action(other, tmp_path / "data")
         assert said in str(refused.value)
+    assert "or, if no run made from this data is to go on" in str(refused.value)
     write_jsonl(letters, make_texts(50, 9))
     with pytest.raises(UserError, match=r"data\.validation\.sources\.0: .* bytes in 1 file there"):
         prepare_data(recipe_for(files / "web.jsonl", validation=section), tmp_path / "data")
