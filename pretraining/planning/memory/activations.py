@@ -48,6 +48,13 @@ class Activations:
     """The loss at its peak (`loss_bytes`)."""
     backward: float
     """Gradients of a layer's own activations while its backward pass runs."""
+    recomputes_last: bool = False
+    """Whether the last layer, whose backward pass is the first, is computed again."""
+
+    @property
+    def at_last_layer(self) -> float:
+        """Bytes while the last layer's backward pass runs: nothing of the other layers has been freed yet."""
+        return self.layers + (self.recomputed if self.recomputes_last else 0) + self.backward
 
     @property
     def kept(self) -> float:
@@ -84,6 +91,7 @@ def activations(
     ]
     # the input of a layer, on the residual stream
     largest, boundary = max(by_layer), precision.residual * widths.hidden
+    recomputes_last = every_n_layers > 0 and (widths.layers - 1) % every_n_layers == 0
     # of a recomputed layer: results of products, and of these the ones that its backward pass reads anyway
     products, read_anyway = _products(shape, widths, precision) if keeps_products else (0, 0)
     if every_n_layers:
@@ -105,6 +113,7 @@ def activations(
         + (_cast_weights(model, every_n_layers > 0, degrees) if precision.is_autocast else 0),
         logits=loss_bytes(tokens, shape["vocab_size"], widths.hidden, precision, loss, gpu_memory),
         backward=tokens * _backward(shape, widths, sequence_length, precision),
+        recomputes_last=recomputes_last,
     )
 
 

@@ -44,6 +44,7 @@ TIGHT = 0.95
 """Share of a GPU's memory above which fragmentation can end a run."""
 PHASES = {
     "loss": "when the backward pass starts: all kept activations and the loss",
+    "last layer": "when the last layer is computed again: every layer's input and that layer's activations",
     "backward": "when the backward pass ends: one layer's activations and all gradients",
     "step": "in the optimizer step: gradients and their flat copies",
     "validation": "in a validation, which reads whole sequences on each rank",
@@ -268,22 +269,17 @@ def skips_last_product(recipe: Recipe, ds_config: dict | None) -> bool:
 def _phases(
     state: ModelState, held: Activations, extra: Buffers, stage: int, accumulation: int, optimizer: str
 ) -> dict[str, dict[str, float]]:
-    """Return the parts at the three moments when a step's memory can peak."""
+    """Return the parts at the moments when a step's memory can peak."""
     # observed with deepspeed 0.19.8: benchmarks/model_states.py
     always = {"weights": state.parameters, "fp32 masters": state.masters, optimizer: state.moments}
     sums = state.gradient_accumulation
     # at stage 2 the sums exist only after a first micro-batch, at stages 1 and 3 always
     sums_before = sums if accumulation > 1 or stage != 2 else 0
     passing = {**always, "reduce buckets": extra.buckets, "gathered weights": extra.gathered}
-    return {
-        "loss": {
-            **passing,
-            # when a backward pass starts, only earlier micro-batches have left gradients
-            "gradients": state.gradients if accumulation > 1 else 0,
-            "gradient sums": sums_before,
-            "activations": held.kept,
-            "logits and loss": held.logits,
-        },
+    # when a backward pass starts, only earlier micro-batches have left gradients
+    earlier = {"gradients": state.gradients if accumulation > 1 else 0, "gradient sums": sums_before}
+    phases = {
+        "loss": {**passing, **earlier, "activations": held.kept, "logits and loss": held.logits},
         "backward": {
             **passing,
             "gradients": state.gradients + extra.in_flight,
@@ -298,6 +294,9 @@ def _phases(
             "copies for the step": extra.step,
         },
     }
+    if held.recomputes_last:
+        phases["last layer"] = {**passing, **earlier, "activations": held.at_last_layer}
+    return phases
 
 
 def _validation(
