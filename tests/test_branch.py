@@ -12,6 +12,7 @@ from transformers import get_scheduler
 from pretraining.checkpoints.__main__ import main
 from pretraining.checkpoints.format import read_marker
 from pretraining.checkpoints.identity import Identity, Start
+from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import RECIPES, load_recipe, recipe_names

@@ -1,16 +1,23 @@
 """Arguments of Megatron-LM for a layout with pipeline stages, which cannot be trained here.
 
-Neither the Trainer nor DeepSpeed cuts a model of Transformers into pipeline stages. Who needs them can take the prepared
-data along (`python -m pretraining.data convert --to megatron`) and train the same shape, batch and schedule there. The
-names are those of Megatron-LM's `pretrain_gpt.py` (megatron/training/arguments.py of core 0.14). Initial weights and the
+Neither the Trainer nor DeepSpeed cuts a model of Transformers into pipeline stages. Who needs them can take the
+prepared data along (`python -m pretraining.data convert --to megatron`), and train the same shape, batch and schedule
+there. The names are those of Megatron-LM's pretrain_gpt.py (megatron/training/arguments.py). Initial weights and the
 order of samples are Megatron's own, so that the curve is another one.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from pretraining.errors import UserError
-from pretraining.planning.parallelism import Layout
 from pretraining.planning.shapes import widths_of
 from pretraining.recipe import Recipe, model_with_defaults
-from pretraining.recipe.model import is_exact
+from pretraining.recipe.model import is_exact, value_of
+
+# it imports this module, for its verb
+if TYPE_CHECKING:
+    from pretraining.planning.parallelism import Layout
 
 STYLES = {"cosine": "cosine", "cosine_with_min_lr": "cosine", "linear": "linear", "constant": "constant"}
 STYLES |= {
@@ -21,24 +28,21 @@ STYLES |= {
 """`training.lr_scheduler_type` -> Megatron's `--lr-decay-style`."""
 DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}
 """`decay_type` of a warmup_stable_decay -> Megatron's `--lr-wsd-decay-style`."""
-ACTIVATIONS = {"gelu_new", "gelu_pytorch_tanh", "gelu", "silu"}
-NOT_TAKEN = {
-    "training.optim": "adamw_torch_fused adamw_torch",
-    "optimizer.name": "adamw",
-}
-"""Keys -> values that Megatron's Adam stands for."""
 PLACE = "DATA"
 """Folder that the data is converted to, and that the arguments name."""
 
 
-def megatron_arguments(recipe: Recipe, layout: Layout) -> list[str]:
-    """Return the arguments of `pretrain_gpt.py` for a recipe at a layout, `--name value` in each line.
+def megatron_arguments(recipe: Recipe, layout: Layout, gpus_per_node: int) -> list[str]:
+    """Return the launcher and the arguments of pretrain_gpt.py for a recipe at a layout, one of them in each entry.
 
     Raises:
         UserError: the recipe asks for what Megatron-LM has no argument for.
     """
     _refuse(recipe)
+    num_gpus = layout.data * layout.tensor * layout.pipeline * layout.context
+    here = min(num_gpus, gpus_per_node)
     return [
+        f"torchrun --nnodes={num_gpus // here} --nproc_per_node={here} pretrain_gpt.py",
         *_shape(recipe),
         *_parallel(layout),
         *_batch(recipe, layout),
@@ -50,13 +54,15 @@ def megatron_arguments(recipe: Recipe, layout: Layout) -> list[str]:
 
 def _refuse(recipe: Recipe) -> None:
     """Raise for what would silently train something else."""
-    model_type, training = recipe.model.model_type, recipe.training
+    model, training = recipe.model, recipe.training
     reasons = {
-        f"model.model_type {model_type}": not is_exact(recipe.model),
+        f"model.model_type {model.model_type}": not is_exact(model),
         f"optimizer.name {recipe.optimizer.name}": recipe.optimizer.name != "adamw",
         f"training.optim {training.optim}": not training.optim.startswith("adamw_torch"),
         f"training.lr_scheduler_type {training.lr_scheduler_type}": training.lr_scheduler_type not in STYLES,
         "mup": recipe.mup.base_width is not None,
+        "model.mlp_only_layers": bool(model.get("mlp_only_layers")),
+        "model.decoder_sparse_step": model.get("decoder_sparse_step", 1) != 1,
         "budget.ramp": recipe.budget.ramp is not None,
         "loss.function": recipe.loss.function is not None,
         "model.frozen": bool(recipe.weights.frozen),
@@ -149,7 +155,7 @@ def _batch(recipe: Recipe, layout: Layout) -> list[str]:
     length = recipe.sequence_length
     return [
         f"--seq-length {length}",
-        f"--max-position-embeddings {max(length, recipe.model.get('max_position_embeddings') or length)}",
+        f"--max-position-embeddings {max(length, value_of(recipe.model, 'max_position_embeddings'))}",
         f"--micro-batch-size {layout.micro_batch}",
         f"--global-batch-size {recipe.samples_per_step}",
         f"--train-samples {recipe.num_samples}",
