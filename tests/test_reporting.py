@@ -392,7 +392,9 @@ def test_the_end_of_a_run_says_what_it_took(tmp_path, monkeypatch, capsys):
     report_end(run)
     told = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert told[0][0] == "result"
-    assert told[0][1].startswith("validation loss 3.5000 nats per token, 2.0000 bits per byte (0.500 of the unigram entropy 4.0000, which")
+    assert told[0][1].startswith(
+        "validation loss 3.5000 nats per token, 2.0000 bits per byte (0.500 of the unigram entropy 4.0000, which"
+    )
     assert told[1:] == [
         ["took", "40 steps, 40,000 tokens in 20.0 minutes, 4.00 s of them in its steps: 10,000 tokens/s"],
         ["measured", "peak memory 300 MB (planned 290 MB), tokens/s, all steps 10,000 (planned 12,500)"],
