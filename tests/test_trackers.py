@@ -194,7 +194,7 @@ def test_trackio_holds_the_names_of_metrics_jsonl(tmp_path):
     logged = [row[0] for row in sqlite3.connect(database).execute("select metrics from metrics")]
     assert json.loads(logged[0]) == {"train/loss": 2.5, "eval/loss": 3.0, "train/global_step": 3}
     shown = json.loads(logged[1])["samples"]
-    assert [SAMPLE] == shown["_value"]
+    assert shown["_value"] == [SAMPLE]
 
 
 def test_mlflow_gets_the_samples_of_a_step_as_a_text(monkeypatch):
