@@ -134,7 +134,7 @@ def _model_words(recipe: Recipe, plan: RunPlan) -> str:
 
 def _frozen_words(recipe: Recipe) -> str:
     frozen = sum(tensor.numel for tensor in frozen_tensors(recipe))
-    return f", {frozen:,} frozen (in FLOPs and time as if trained)" if frozen else ""
+    return f", {frozen:,} frozen" if frozen else ""
 
 
 def as_text(answer: dict) -> str:

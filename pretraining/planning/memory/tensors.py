@@ -5,13 +5,14 @@ import fnmatch
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from pretraining.ds_config import zero_stage
 from pretraining.errors import nearest_names
 from pretraining.planning.quantities import columns
 from pretraining.planning.shapes import count_model, is_mixture, widths_of
+from pretraining.planning.sizes import Backward, ModelSize, model_size
 from pretraining.recipe import Recipe, load_recipe, model_with_defaults
 from pretraining.recipe.model import is_exact
 from pretraining.schema import display_path, listed, problem
@@ -164,6 +165,32 @@ def trained_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
     """Return the parameters that the optimizer steps."""
     frozen = {tensor.name for tensor in frozen_tensors(recipe)}
     return tuple(tensor for tensor in parameter_tensors(recipe.model) if tensor.name not in frozen)
+
+
+def size_of_recipe(recipe: Recipe) -> ModelSize:
+    """Return the sizes of the recipe's model, with what is left to the backward pass if parameters are frozen."""
+    size, trained = model_size(recipe.model), trained_tensors(recipe)
+    if not recipe.weights.frozen:
+        return size
+    tensors, first = parameter_tensors(recipe.model), trained[0]
+    behind = [tensor for tensor in tensors[tensors.index(first) :] if tensor.layer is not None]
+    layers = size.num_layers - behind[0].layer if behind else 0
+    # Of the experts of a layer a token meets some.
+    met = 1 - (size.total - size.active) / size.parts.experts if size.parts.experts else 1.0
+
+    def entries(chosen: Sequence[Tensor]) -> int:
+        matrices = [tensor for tensor in chosen if tensor.kind in (HIDDEN, ROUTER)]
+        return round(sum(each.numel * (met if ".experts." in each.name else 1) for each in matrices))
+
+    of_head = (HEAD, EMBEDDING) if size.tied else (HEAD,)
+    trains_head = any(tensor.kind in of_head and tensor.numel == size.head for tensor in trained)
+    backward = Backward(
+        trained=sum(tensor.numel for tensor in trained),
+        weights=entries(trained) + size.head * trains_head,
+        inputs=entries(behind) + size.head * (first.kind != HEAD),
+        layers=layers / size.num_layers,
+    )
+    return replace(size, backward=backward)
 
 
 def layer_numel(tensors: Sequence[Tensor]) -> int:
