@@ -136,6 +136,45 @@ class GroupedOrder(_EpochOrder):
         return self.first_blocks[shards[which] + 1] - (ends[which] - landed)
 
 
+class WindowedOrder(_EpochOrder):
+    """Read the blocks in windows of `window` neighbours, one window after the other, and shuffle inside each.
+
+    So the order of a window is known before the blocks behind it are: its key is (seed, label, epoch, window), without
+    an identity of the data, and only the last window of an epoch depends on their number. Any sample costs O(1).
+    """
+
+    def __init__(
+        self, num_blocks: int, window: int, seed: int, label: str = "", group_size: int | None = None
+    ):
+        """label: tells sources of a mixture apart. group_size: shards that a window needs (`shards_at_once`)."""
+        if window < 1:
+            raise ValueError(f"window is {window}, must be at least 1")
+        self.num_blocks, self.window, self.seed, self.label = num_blocks, window, seed, label
+        self.group_size = group_size
+
+    def _blocks_of_epoch(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        windows = positions // self.window
+        blocks = np.empty_like(positions)
+        for number in np.unique(windows).tolist():
+            chosen, start = windows == number, number * self.window
+            # The last window of an epoch may have fewer blocks.
+            inside = Permutation(min(self.window, self.num_blocks - start))
+            label = "/".join(map(str, ("windowed", self.seed, self.label, self.window, epoch, number)))
+            blocks[chosen] = start + inside.permute(positions[chosen] - start, label)
+        return blocks
+
+
+def shards_at_once(first_blocks: np.ndarray, window: int) -> int:
+    """Return the most shards in which the blocks of one window start.
+
+    first_blocks: [shards + 1], as `blocks_starting` returns them.
+    """
+    starts = np.arange(0, int(first_blocks[-1]), window)
+    first = np.searchsorted(first_blocks, starts, side="right")
+    last = np.searchsorted(first_blocks, np.minimum(starts + window, first_blocks[-1]) - 1, side="right")
+    return int((last - first).max()) + 1
+
+
 def blocks_starting(token_starts: np.ndarray, sequence_length: int, num_blocks: int) -> np.ndarray:
     """Return the first block that starts in each shard, then `num_blocks`: [shards + 1], int64.
 

@@ -16,7 +16,9 @@ from pretraining.data.order import (
     Order,
     OrderWithout,
     ShardNeeds,
+    WindowedOrder,
     blocks_starting,
+    shards_at_once,
 )
 from pretraining.data.packing import BestFit, Stretch, cut_shares
 from pretraining.data.shards import TokenSplit
@@ -220,22 +222,25 @@ def build_training_dataset(
 
 
 def _order_of_run(data: "PreparedData", recipe: "Recipe", mixture: Mixture | None) -> Order:
-    length, seed, group_size = recipe.sequence_length, recipe.data_seed, recipe.data.shuffle_shards
     if mixture is None:
-        return _order_of(data.train, length, seed, data.fingerprint, group_size)
+        return _order_of(data.train, recipe, data.fingerprint, "")
     orders = [
         # A label of its own: sources of equal size must not be read in step with each other.
-        _order_of(split, length, seed, f"{data.fingerprint}/{source}", group_size)
+        _order_of(split, recipe, f"{data.fingerprint}/{source}", str(source))
         for source, split in enumerate(mixture.splits)
     ]
     return MixedOrder(mixture.interleaving, orders)
 
 
-def _order_of(split: TokenSplit, length: int, seed: int, fingerprint: str, group_size: int | None) -> Order:
-    num_blocks = split.num_blocks(length)
-    if group_size is None:
+def _order_of(split: TokenSplit, recipe: "Recipe", fingerprint: str, source: str) -> Order:
+    """Order the blocks of one stream; source: its number in a mixture."""
+    length, seed, group_size = recipe.sequence_length, recipe.data_seed, recipe.data.shuffle_shards
+    num_blocks, window = split.num_blocks(length), recipe.data.shuffle_blocks
+    if group_size is None and window is None:
         return GlobalOrder(num_blocks, seed, fingerprint)
     first_blocks = blocks_starting(split.token_starts, length, num_blocks)
+    if window is not None:
+        return WindowedOrder(num_blocks, window, seed, source, shards_at_once(first_blocks, window))
     return GroupedOrder(first_blocks, group_size, seed, fingerprint)
 
 
