@@ -21,6 +21,9 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _MULTIPLIERS_AS_INTEGERS = tuple(map(int, _MULTIPLIERS))
 _WORD = (1 << 64) - 1
 
+ALL_SAMPLES = 1 << 60
+"""More samples than any run has."""
+
 _FEW = 16
 """Up to this many positions are cheaper one by one than as an array."""
 
@@ -39,6 +42,10 @@ class Order:
     def positions(self, sample_indices: np.ndarray) -> np.ndarray:
         """Return the positions [n], int64, in the full order: equal to those of the run unless windows are left out."""
         return np.asarray(sample_indices, np.int64)
+
+    def ready_until(self) -> int:
+        """Return how many samples of the run, from its beginning on, can be read now."""
+        return ALL_SAMPLES
 
     @property
     def orders(self) -> Sequence["Order"]:
@@ -221,7 +228,7 @@ class OrderWithout(Order):
     def __init__(self, order: Order, left_out: Sequence[tuple[int, int]]):
         """left_out: disjoint windows in order (`Journal.left_out`)."""
         self.order, self.num_blocks = order, order.num_blocks
-        windows = np.array(left_out, np.int64).reshape(-1, 2)
+        windows, self._windows = np.array(left_out, np.int64).reshape(-1, 2), tuple(left_out)
         self._shifts = np.concatenate([[0], np.cumsum(windows[:, 1] - windows[:, 0])])
         # Where each window begins for the run, which has already left out the windows before it.
         self._starts = windows[:, 0] - self._shifts[:-1]
@@ -229,6 +236,11 @@ class OrderWithout(Order):
     @property
     def orders(self) -> Sequence[Order]:
         return self.order.orders
+
+    def ready_until(self) -> int:
+        """Return how many samples can be read: the positions that are ready, without those that are left out."""
+        ready = self.order.ready_until()
+        return ready - sum(max(0, min(stop, ready) - first) for first, stop in self._windows)
 
     def positions(self, sample_indices: np.ndarray) -> np.ndarray:
         samples = np.asarray(sample_indices, np.int64)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pretraining.data.arriving import ArrivingOrder, ArrivingSplit
 from pretraining.data.block_guard import BlockGuard
 from pretraining.data.document_masking import IGNORED, masked_block
 from pretraining.data.mixture import Mixture
@@ -79,7 +80,9 @@ class PackedDataset:
         self.first_sample = first_sample
         left = max(0, self.num_blocks - first_sample)
         self.num_samples = left if num_samples is None else num_samples
-        self._check(counts)
+        # Those of data that is being prepared grow.
+        if not any(isinstance(split, ArrivingSplit) for split in self.splits):
+            self._check(counts)
 
     def _check(self, counts: list[int]) -> None:
         for split, count in zip(self.splits, counts, strict=True):
@@ -205,7 +208,7 @@ def build_training_dataset(
     left_out: windows [first, last) of that order which the run does not read (`Journal.left_out`).
     """
     splits = data.train if data.mixture is None else data.mixture.splits
-    order = _order_of_run(data, recipe, data.mixture)
+    order = _order_of_run(data, recipe, data.mixture, left_out)
     num_samples = recipe.most_samples if num_samples is None else num_samples
     # Wrapped only if needed: it costs a search for each batch.
     order = OrderWithout(order, left_out) if left_out else order
@@ -221,7 +224,15 @@ def build_training_dataset(
     )
 
 
-def _order_of_run(data: "PreparedData", recipe: "Recipe", mixture: Mixture | None) -> Order:
+def _order_of_run(
+    data: "PreparedData", recipe: "Recipe", mixture: Mixture | None, left_out: Sequence[tuple[int, int]]
+) -> Order:
+    if isinstance(data.train, ArrivingSplit):
+        window = recipe.data.shuffle_blocks
+        assert window is not None, "refusals.check_while_preparing"
+        # The run reads that much more of the order.
+        stop = recipe.num_samples + sum(last - first for first, last in left_out)
+        return ArrivingOrder(data.train, recipe.sequence_length, window, recipe.data_seed, "", stop)
     if mixture is None:
         return _order_of(data.train, recipe, data.fingerprint, "")
     orders = [

@@ -252,7 +252,7 @@ class Data(Section):
         ]
 
     def check_together(self, where: str, at: str) -> None:
-        """One order, special tokens that differ, and something to validate on, whose sources have names of their own."""
+        """One order, special tokens that differ, and text to validate on, whose sources have names of their own."""
         _check_special_tokens(self.tokenizer, where, f"{at}.tokenizer")
         if self.shuffle_blocks and self.shuffle_shards:
             what = "is an order of its own beside data.shuffle_shards; leave one of them out"
