@@ -7,9 +7,10 @@ read so far. The shards stay where the tasks wrote them until the data set is pu
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -27,7 +28,8 @@ ARRIVED_NAME = "arrived.json"
 POLL_SECONDS = 0.5
 """How often a reader that waits looks again."""
 
-_MOST_TRIES = 20
+PAUSE_SECONDS = 0.05
+_MOST_TRIES = 200
 """A shard that is being published may be gone from one place and not yet in the other."""
 
 
@@ -72,12 +74,30 @@ class Arrivals:
         found = read_arrived(self.folder)
         if found is None or found["origin"] != self.origin:
             return None
-        return Arrived(self._excerpt(found, ScatteredSplit), False)
+        with suppress(FileNotFoundError):  # published in this moment
+            return Arrived(self._excerpt(found, ScatteredSplit), False)
+        return None
+
+    def open_validation(self, manifest: dict) -> TokenSplit:
+        """Open the validation split of a manifest, wherever its shards are by now."""
+        for _ in range(_MOST_TRIES):
+            with suppress(FileNotFoundError):
+                return ScatteredSplit(self.folder / "validation", manifest["splits"]["validation"]).mapped()
+            # Published: the same stream, cut into other shards.
+            if (found := self.look()) is not None and found.is_whole:
+                return TokenSplit(self.folder / "validation", found.manifest["splits"]["validation"])
+            time.sleep(PAUSE_SECONDS)
+        raise _gone(self.folder)
 
     def _excerpt(self, manifest: dict, kind: type[TokenSplit]) -> dict:
         splits = {name: kind(self.folder / name, entry) for name, entry in manifest["splits"].items()}
         portions = list(self.portions)
         return excerpt_of(manifest, splits, portions, lambda: np.load(self.folder / POSITIONS_FILE))
+
+
+def _gone(folder: Path) -> UserError:
+    what = "what was prepared of it is gone; type the same command again, which prepares what is missing"
+    return UserError(f"{folder}: {what}", on_every_rank=False)
 
 
 def arrived_path(folder: Path) -> Path:
@@ -100,29 +120,23 @@ class ScatteredSplit(TokenSplit):
         """Leave it to the reading of each: they were written a moment ago."""
 
     def map_anew(self, number: int) -> Shard:
-        """Map the shard, wherever it is now; UserError if it is nowhere, or not whole."""
-        for attempt in range(_MOST_TRIES):
-            entry = self._entry["shards"][number]
-            path = Path(entry.get("path") or self.folder / entry["file"])
-            try:
-                with path.open("rb") as file:
-                    return map_shard(file, str(path), entry, self.dtype)
-            except FileNotFoundError:
-                if attempt < _MOST_TRIES - 1:
-                    time.sleep(POLL_SECONDS * bool(attempt))
-                    self.refresh()
-        raise UserError(
-            f"{path}: the shard is gone; type the same command again, which prepares what is missing",
-            on_every_rank=False,
-        )
+        """Map the shard; FileNotFoundError if it has been published since."""
+        entry = self._entry["shards"][number]
+        path = Path(entry.get("path") or self.folder / entry["file"])
+        with path.open("rb") as file:
+            return map_shard(file, str(path), entry, self.dtype)
 
-    def refresh(self) -> None:
-        """Look where the shards are now."""
-
-    def map_all(self) -> None:
-        """Map every shard now, so that it can be read after it has moved."""
+    def mapped(self) -> Self:
+        """Map every shard now, so that it can be read after it has moved; FileNotFoundError if one has."""
         for number in range(len(self.shard_entries)):
             self._shard(number)
+        return self
+
+    def part(self, first: int, stop: int) -> Self:
+        """Open the stream of the shards [first, stop) alone, with what is mapped of them."""
+        part = super().part(first, stop)
+        part._open = {number - first: s for number, s in self._open.items() if first <= number < stop}
+        return part
 
 
 class ArrivingSplit(ScatteredSplit):
@@ -137,6 +151,16 @@ class ArrivingSplit(ScatteredSplit):
         if not self.is_whole and (found := self.arrivals.look()) is not None:
             self._take(found.manifest["splits"]["train"])
             self.is_whole = found.is_whole
+
+    def map_anew(self, number: int) -> Shard:
+        """Map the shard, wherever it is now; UserError if it is nowhere."""
+        for _ in range(_MOST_TRIES):
+            try:
+                return super().map_anew(number)
+            except FileNotFoundError:
+                self.refresh()
+                time.sleep(PAUSE_SECONDS)
+        raise _gone(self.folder)
 
     def num_known_blocks(self, sequence_length: int) -> int:
         """Count the blocks that are as they will be in the whole data set."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pretraining.addresses import is_remote
-from pretraining.data.arriving import Arrivals, ArrivingSplit, ScatteredSplit
+from pretraining.data.arriving import Arrivals, ArrivingSplit
 from pretraining.data.excerpt import excerpt_of
 from pretraining.data.manifest import (
     POSITIONS_FILE,
@@ -106,10 +106,7 @@ class ArrivingData(PreparedData):
         """Open what `manifest` says can be read (`read_arrived`)."""
         folder = Path(data_root) / recipe.data.name
         arrivals = Arrivals(folder, portions_of(recipe), manifest["origin"])
-        validation = ScatteredSplit(folder / "validation", manifest["splits"]["validation"])
-        # Publishing cuts it into other shards.
-        validation.map_all()
-        return cls(folder, manifest, ArrivingSplit(arrivals, manifest), validation)
+        return cls(folder, manifest, ArrivingSplit(arrivals, manifest), arrivals.open_validation(manifest))
 
     def for_run(self, recipe: Recipe) -> PreparedData:
         """Return the same data. Whether the text is enough is known at its end: its epochs are checked then."""
@@ -123,8 +120,8 @@ class ArrivingData(PreparedData):
     @property
     def tokenizer_path(self) -> Path:
         """Name the folder of the tokenizer: with the preparation's work, or with the data set once it is there."""
-        at_work = Path(self.manifest["tokenizer_folder"])
-        return at_work if at_work.is_dir() else super().tokenizer_path
+        published = super().tokenizer_path
+        return published if published.is_dir() else Path(self.manifest["tokenizer_folder"])
 
     def latest(self) -> PreparedData:
         """Return what is there by now."""

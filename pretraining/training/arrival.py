@@ -99,11 +99,12 @@ class Arrival:
         return found if found and found["splits"]["train"]["tokens"] > self.recipe.sequence_length else None
 
     def _raise_failure(self) -> None:
-        if self._preparation is None or (failure := self._preparation.failure()) is None:
+        assert self._preparation is not None
+        if (failure := self._preparation.failure()) is None:
             return
         if not self.run.recipe.exists():
             self._preparation.log.unlink(missing_ok=True)  # a refused run leaves nothing
-        raise UserError(failure)
+        raise UserError(_failed(failure))
 
     def follow(self, dataset: PackedDataset, progress: Progress) -> None:
         """Wait for the first step's samples of this dataset, and from now on for those of every other step."""
@@ -176,7 +177,7 @@ class Arrival:
                 f"{self._folder}: its preparation has ended, and it is not there; type the same command again"
             )
         elif failure is not None:
-            failure = f"the preparation failed: {failure}; the same command goes on once that is mended"
+            failure = _failed(failure)
         return Look(ready, failure, self._works())
 
     def _works(self) -> bool:
@@ -195,6 +196,10 @@ class Arrival:
         if not self._preparation.has_ended():
             print(f"{self._folder} is not whole: {self._preparation.command} goes on with it", flush=True)
         self._preparation.end()
+
+
+def _failed(why: str) -> str:
+    return f"the preparation failed: {why}; once that is mended, the same command goes on"
 
 
 def _written(path: Path) -> tuple[int, int] | None:
