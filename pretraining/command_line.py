@@ -33,7 +33,7 @@ TRAIN_EXAMPLES = """examples:
   deepspeed --num_gpus=2 train.py --recipe tiny --deepspeed zero3 --output_dir runs/tiny-zero3
   torchrun --nproc_per_node=2 train.py --recipe tiny --set training.learning_rate=0.002
   accelerate launch --config_file accelerate_configs/zero2.yaml train.py --recipe tiny
-  torchrun --nproc_per_node=2 train.py --recipe features/while-preparing --while_preparing
+  torchrun --nproc_per_node=8 train.py --recipe my_recipe.json --while_preparing
   python train.py --recipe 7b --plan --world_size 8 --gpu H100
 
 The same command continues a run that was stopped or killed; --resume never starts over."""

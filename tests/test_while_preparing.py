@@ -1,15 +1,29 @@
 """train.py --while_preparing: the curve of preparing first, digit for digit, whatever waits, fails or is killed."""
 
 import json
+import pickle
 import random
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pretraining.data.arriving import read_arrived
+from pretraining.data.packed_dataset import build_training_dataset
+from pretraining.data.preparation import finish
+from pretraining.data.preparation.execution import Execution
+from pretraining.data.preparation.prepare import prepare_data
+from pretraining.data.prepared import ArrivingData, is_prepared, open_prepared
+from pretraining.errors import UserError
+from pretraining.recipe import load_recipe
+from pretraining.recipe.data import Data
+from pretraining.refusals import check_while_preparing
 from tests.quality_texts import PROSE
 from tests.runs import Run, Started, Workshop, choices, execute, launcher
+from tests.test_data_prep import make_texts, recipe_for, write_jsonl
 
 SOURCES = 4
 TIMEOUT_SECONDS = 300
@@ -41,8 +55,8 @@ class SlowText:
         for number in range(SOURCES):
             texts = [" ".join(draw.choices(words, k=60)) for _ in range(6)]
             texts[0] = {1: "second ", 3: "last "}.get(number, "") + texts[0]
-            _write(folder / f"source-{number}.jsonl", texts)
-        _write(folder / "held-out.jsonl", [" ".join(draw.choices(words, k=60)) for _ in range(6)])
+            write_jsonl(folder / f"source-{number}.jsonl", texts)
+        write_jsonl(folder / "held-out.jsonl", [" ".join(draw.choices(words, k=60)) for _ in range(6)])
         values = json.loads(workshop.recipe.read_text())
         values["data"] = {
             "name": "slow",
@@ -71,10 +85,6 @@ class SlowText:
     def command(self, data: Path, output: Path, *more: str, ranks: int = 2, stage: str = "zero2") -> list:
         words = ["--recipe", self.recipe, "--data_dir", data, "--output_dir", output]
         return [*launcher("forked", ranks), "train.py", *words, *choices(stage, ()), *more]
-
-
-def _write(path: Path, texts: list[str]) -> None:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def _until(reached: Callable[[], bool], started: Started) -> None:
@@ -157,3 +167,126 @@ def test_a_run_of_the_flag_goes_on_without_it(slow, prepared_first):
     started = execute(slow.command(data, slow.folder / "again", "--while_preparing", "--resume", "never"))
     assert started.code == 0 and "is prepared: --while_preparing changes nothing" in started.stdout
     assert Run(slow.folder / "again").losses == prepared_first.losses
+
+
+@pytest.fixture
+def small_tasks(monkeypatch):
+    """A small corpus has many tasks, which are not run in processes of their own."""
+    monkeypatch.setattr("pretraining.data.corpus.PIECE_BYTES", 3000)
+    monkeypatch.setattr("pretraining.data.corpus.TASK_PIECES", 2)
+    monkeypatch.setattr("pretraining.data.preparation.stages.PIECE_BYTES", 3000)
+    monkeypatch.setattr("pretraining.data.preparation.stages.TASK_PIECES", 2)
+
+
+LENGTH = 16
+
+
+def streamed(folder: Path, **data) -> SimpleNamespace:
+    """A stand-in for a recipe with two sources, of many tasks each, and validation of its own."""
+    specs = [write_jsonl(folder / f"{name}.jsonl", make_texts(60, seed)) for seed, name in enumerate("ab")]
+    own = write_jsonl(folder / "own.jsonl", make_texts(20, 9))
+    values = {"validation": {"sources": [{"path": str(own), "name": "own"}]}, "validation_share": 0}
+    recipe = recipe_for(*specs, **values, **{"shuffle_blocks": 8, **data})
+    recipe.sequence_length, recipe.data_seed, recipe.num_samples = LENGTH, 3, 10**6
+    return recipe
+
+
+def arriving(monkeypatch, look: Callable[[], None]) -> None:
+    """Call `look` whenever a preparation has said what can be read."""
+    keep = finish.keep_arrived
+    monkeypatch.setattr(finish, "keep_arrived", lambda preparation: (keep(preparation), look()))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [{}, {"packing": "best_fit"}, {"filters": [{"rule": "length", "min_words": 53}]}],
+    ids=["raw", "packed", "filtered"],
+)
+def test_what_has_arrived_is_what_the_whole_begins_with(tmp_path, monkeypatch, small_tasks, data):
+    """Read after every task, in windows, and by readers that were opened before the rest and the publishing came."""
+    recipe = streamed(tmp_path, **data)
+    opened, counts, read = [], [], {}
+
+    def look() -> None:
+        manifest = read_arrived(tmp_path / "data" / "corpus")
+        if manifest["splits"]["train"]["tokens"] <= LENGTH:
+            return
+        if not opened or len(opened) < 2:
+            opened.append(ArrivingData.of(recipe, tmp_path / "data", manifest))
+        dataset = build_training_dataset(opened[-1], recipe, 0, 10**6)
+        counts.append(dataset.order.ready_until())
+        for sample in range(len(read), counts[-1]):
+            read[sample] = dataset[sample]["input_ids"].tolist()
+
+    arriving(monkeypatch, look)
+    prepare_data(recipe, tmp_path / "data", False, Execution("inline"))
+    assert len(set(counts)) > 5 and counts == sorted(counts) and len(opened) == 2
+    whole = open_prepared(recipe, tmp_path / "data")
+    finished = build_training_dataset(whole, recipe, 0, 10**6)
+    assert all(finished[sample]["input_ids"].tolist() == tokens for sample, tokens in read.items())
+    for data in opened:
+        dataset = pickle.loads(pickle.dumps(build_training_dataset(data, recipe, 0, 10**6)))
+        samples = range(2 * finished.num_blocks)
+        assert all((dataset[i]["input_ids"] == finished[i]["input_ids"]).all() for i in samples)
+        size = whole.validation.num_tokens
+        assert (data.validation.read(0, size) == whole.validation.read(0, size)).all()
+        assert data.latest().manifest["fingerprint"] == whole.fingerprint
+        assert data.latest().tokenizer_path.is_dir() and data.known_tokens == whole.train.num_tokens
+
+
+def test_a_portion_that_goes_on_arrives_behind_what_was_there(tmp_path, monkeypatch, small_tasks):
+    """`max_tokens` raised: the data set that is there counts as arrived, and the end is that of the larger portion."""
+    sources = [{"path": str(tmp_path / "a.jsonl"), "max_tokens": 1500}]
+    small = streamed(tmp_path)
+    small.data = Data.of({**small.data.to_dict(), "sources": sources})
+    prepare_data(small, tmp_path / "data", False, Execution("inline"))
+    before = open_prepared(small, tmp_path / "data")
+    large = SimpleNamespace(**vars(small))
+    large.data = Data.of({**small.data.to_dict(), "sources": [{**sources[0], "max_tokens": 4000}]})
+    tokens = []
+
+    def look() -> None:
+        manifest = read_arrived(tmp_path / "data" / "corpus")
+        tokens.append(ArrivingData.of(large, tmp_path / "data", manifest).train)
+
+    arriving(monkeypatch, look)
+    assert not is_prepared(large, tmp_path / "data")
+    prepare_data(large, tmp_path / "data", False, Execution("inline"))
+    whole = open_prepared(large, tmp_path / "data").train
+    first = tokens[0]
+    assert 0 < first.num_tokens <= before.train.num_tokens < whole.num_tokens
+    assert (first.read(0, first.num_tokens) == whole.read(0, first.num_tokens)).all()
+    first.refresh()
+    assert first.is_whole and first.num_tokens == whole.num_tokens
+
+
+REFUSED = {
+    "no window": ({"shuffle_blocks": None}, "data.shuffle_blocks: is missing"),
+    "comparing": ({"dedup": {"exact": True}}, "data.dedup: compares all documents"),
+    "share": ({"validation_share": 0.1}, "data.validation_share: is 0.1"),
+    "mixture": ({"mixture": {"temperature": 2}}, "data.mixture: mixes sources"),
+}
+
+
+@pytest.mark.parametrize("data, said", REFUSED.values(), ids=REFUSED)
+def test_what_needs_the_whole_first_is_refused(data, said):
+    recipe = load_recipe("features/while-preparing", [f"data.{k}={json.dumps(v)}" for k, v in data.items()])
+    with pytest.raises(UserError, match=said) as refused:
+        check_while_preparing(recipe, Path("data"))
+    assert "run data_prep.py before train.py" in str(refused.value)
+
+
+def test_an_address_is_refused_and_the_shipped_recipe_is_not():
+    recipe = load_recipe("features/while-preparing")
+    check_while_preparing(recipe, Path("data"))
+    with pytest.raises(UserError, match="is an address"):
+        check_while_preparing(recipe, "s3://bucket/data")
+
+
+def test_a_plan_refuses_it_too(tmp_path):
+    """Exit code 2, one line, nothing written, from the recipe alone."""
+    words = ["--recipe", "tiny", "--while_preparing", "--output_dir", tmp_path / "run"]
+    for more in (["--plan"], ["--data_dir", tmp_path / "data"]):
+        refused = execute([sys.executable, "train.py", *words, *more])
+        assert refused.code == 2 and not list(tmp_path.iterdir())
+        assert refused.stderr.count("\n") == 1 and "data.shuffle_blocks: is missing" in refused.stderr
