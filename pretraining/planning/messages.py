@@ -132,9 +132,10 @@ def _of_zero(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) 
         volume = communication(
             family.numel, stage, family.ranks, accumulation, width, min(hpz_ranks(ds_config), family.ranks)
         )
+        trained = sum(tensor.numel for tensor in family.trained) / family.numel
         for name, size in zip(
             (GRADIENTS, WEIGHTS, WEIGHTS_IN_NODE),
-            (volume.gradients, volume.parameters, volume.inside_node),
+            (trained * volume.gradients, volume.parameters, volume.inside_node),
             strict=True,
         ):
             part = Communication(

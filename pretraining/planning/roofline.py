@@ -18,10 +18,10 @@ from pretraining.planning.gpus import Gpu, find_gpu, kept_rates
 from pretraining.planning.memory.activations import NOT_SPLIT, chunk_length, compiles_loss, logit_bytes
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share, skips_last_product
 from pretraining.planning.memory.split import families, widths_of_rank
-from pretraining.planning.memory.tensors import SIXTEEN_BIT, precision_of
+from pretraining.planning.memory.tensors import SIXTEEN_BIT, precision_of, size_of_recipe
 from pretraining.planning.messages import layer_messages
 from pretraining.planning.shapes import shape_of, widths_of
-from pretraining.planning.sizes import BACKWARD, flops_per_token, model_size
+from pretraining.planning.sizes import flops_per_token
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.refusals import compiled_part
 from pretraining.schema import REPOSITORY, display_path
@@ -76,7 +76,7 @@ class Rates:
 
 def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilization:
     """Return what was measured here on this GPU at this size, else the ceiling of the recipe's own kernels."""
-    size = model_size(recipe.model)
+    size = size_of_recipe(recipe)
     flops = flops_per_token(size, recipe.sequence_length)
     measured = expected_utilization(gpu, size.total, recomputation=flops.hardware / flops.training)
     # a measurement on this machine is worth more than any count
@@ -97,11 +97,12 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     Raises:
         UserError: the GPU has no such precision, or the ranks do not divide the recipe's step.
     """
-    rates, size = sustained_rates(gpu, precision, world_size), model_size(recipe.model)
-    degrees = degrees_of(ds_config)
+    rates, size = sustained_rates(gpu, precision, world_size), size_of_recipe(recipe)
+    behind, degrees = size.gradients, degrees_of(ds_config)
     tokens = recipe.micro_batch * recipe.sequence_length // degrees.sequence
     # tensor parallelism splits the products of the layers; every rank multiplies with the whole head
     in_layers = (size.matmul - size.head) / degrees.tensor
+    of_products = (in_layers + size.head) / size.matmul
     # the table's factors are for 16-bit numbers
     width = precision_of(recipe, ds_config).compute / SIXTEEN_BIT
     mode = layer_mode(recipe, ds_config)
@@ -109,30 +110,36 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     scores = CAUSAL * 4 * size.num_layers * size.attention_width * recipe.sequence_length * tokens
     scores /= degrees.tensor
     forward = width * size.num_layers * _layer_bytes(recipe.model, mode, "forward", tokens, degrees)
-    backward = width * size.num_layers * _layer_bytes(recipe.model, mode, "backward", tokens, degrees)
+    backward = behind.layers * _layer_bytes(recipe.model, mode, "backward", tokens, degrees)
+    backward *= width * size.num_layers
     outside = width * _outside_bytes(recipe.model, mode, tokens)
     skipped = size.num_layers * last_product(recipe.model) if skips_last_product(recipe, ds_config) else 0
     # layers are recomputed, and the head belongs to none
     recomputed = 2 * (in_layers - skipped / degrees.tensor) * tokens
-    again = recomputed_share(recomputed_one_in(recipe))
+    again = behind.layers * recomputed_share(recomputed_one_in(recipe))
     # products and attention may be kept
     products_again = 0 if recipe.speed.recompute == "operators" else again
     engine = table("kernels")["engines"][str(zero_stage(ds_config))]
     of_rank = families(recipe, ds_config, world_size)
-    held = sum(family.numel for family in of_rank)
+    trained = [sum(tensor.numel for tensor in family.trained) for family in of_rank]
     # the part of the step that ranks share shrinks with their number
     in_step = sum(
-        family.numel * (engine["step"] + engine["step of its share"] / family.ranks) for family in of_rank
+        numel * (engine["step"] + engine["step of its share"] / family.ranks)
+        for numel, family in zip(trained, of_rank, strict=True)
     )
     accumulation = accumulation_steps(recipe, world_size, ds_config)
     seconds = {
-        "products": (1 + BACKWARD) * 2 * (in_layers + size.head) * tokens / rates.product_flops,
-        "attention": (1 + ATTENTION_BACKWARD) * scores / rates.attention_flops,
+        "products": 2
+        * (size.matmul + behind.weights + behind.inputs)
+        * of_products
+        * tokens
+        / rates.product_flops,
+        "attention": (1 + ATTENTION_BACKWARD * behind.layers) * scores / rates.attention_flops,
         "other kernels": (forward + backward + outside) / rates.bytes,
         "loss": width * _loss_kernel_bytes(recipe, tokens, gpu) / rates.bytes,
         "recomputation": products_again * (recomputed / rates.product_flops + scores / rates.attention_flops)
         + again * forward / rates.bytes,
-        "gradients": engine["micro-batch"] * held / rates.bytes,
+        "gradients": engine["micro-batch"] * sum(trained) / rates.bytes,
         # one step for all micro-batches of it
         "optimizer": in_step / rates.bytes / accumulation,
     }
