@@ -5,10 +5,10 @@ parallelism cuts the experts. ZeRO then shards what is left over the ranks that 
 parts of the same sequences hold the same weights, so that to ZeRO they are data-parallel.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
 from pretraining.ds_config import Degrees, degrees_of
@@ -46,15 +46,11 @@ class Family(NamedTuple):
 def families(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[Family]:
     """Return the parameters of one rank by the ranks that share them: dense ones, and experts if they are split."""
     degrees = degrees_of(ds_config)
-    frozen = {tensor.name for tensor in frozen_tensors(recipe)}
-    of_rank = _cut(parameter_tensors(recipe.model), degrees.tensor, degrees.expert)
-    found = []
-    for tensors, ranks in zip(of_rank, (1, degrees.expert), strict=True):
-        if tensors:
-            kept = tuple(tensor for tensor in tensors if tensor.name in frozen) if frozen else ()
-            trained = tuple(tensor for tensor in tensors if tensor.name not in frozen) if frozen else tensors
-            found.append(Family(trained, kept, max(1, world_size // (degrees.tensor * ranks))))
-    return found
+    held = [
+        Family(trained, kept, max(1, world_size // (degrees.tensor * ranks)))
+        for (trained, kept), ranks in zip(_of_rank(recipe, degrees), (1, degrees.expert), strict=True)
+    ]
+    return [family for family in held if family.tensors]
 
 
 def held_tensors(of_rank: Sequence[Family]) -> tuple[Tensor, ...]:
@@ -62,21 +58,36 @@ def held_tensors(of_rank: Sequence[Family]) -> tuple[Tensor, ...]:
     return tuple(tensor for family in of_rank for tensor in family.tensors)
 
 
-# a search asks hundreds of times for the same few; `parameter_tensors` returns the same tuple each time
-@cache
-def _cut(
-    tensors: tuple[Tensor, ...], tensor_degree: int, expert_degree: int
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+# a search asks hundreds of times for the same few
+_KNOWN: dict[tuple, tuple] = {}
+
+
+def _of_rank(recipe: Recipe, degrees: Degrees) -> tuple:
+    """Return (trained, frozen) of what every rank has, and of a rank's experts if these are split."""
+    patterns = tuple(recipe.weights.frozen or ())
+    key = (json.dumps(recipe.model, sort_keys=True), patterns, degrees.tensor, degrees.expert)
+    if key not in _KNOWN:
+        frozen = {tensor.name for tensor in frozen_tensors(recipe)}
+        _KNOWN[key] = tuple(
+            (
+                tuple(tensor for tensor in tensors if tensor.name not in frozen),
+                tuple(tensor for tensor in tensors if tensor.name in frozen),
+            )
+            for tensors in _cut(parameter_tensors(recipe.model), degrees)
+        )
+    return _KNOWN[key]
+
+
+def _cut(tensors: Sequence[Tensor], degrees: Degrees) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parameters of one rank: those that every rank has, and its experts if these are split."""
-    if tensor_degree == expert_degree == 1:
-        return tensors, ()
     dense, experts = [], []
     for tensor in tensors:
-        if expert_degree > 1 and _EXPERTS.search(tensor.name):
-            experts.append(_part(tensor, expert_degree))
+        if degrees.expert > 1 and _EXPERTS.search(tensor.name):
+            experts.append(_part(tensor, degrees.expert))
         else:
-            dense.append(_part(tensor, tensor_degree) if _CUT.search(tensor.name) else tensor)
-    return tuple(dense), tuple(experts)
+            is_cut = degrees.tensor > 1 and _CUT.search(tensor.name)
+            dense.append(_part(tensor, degrees.tensor) if is_cut else tensor)
+    return dense, experts
 
 
 def _part(tensor: Tensor, degree: int) -> Tensor:
