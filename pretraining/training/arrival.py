@@ -178,7 +178,7 @@ class Arrival:
             )
         elif failure is not None:
             failure = _failed(failure)
-        return Look(ready, failure, self._works())
+        return Look(ready, failure, ready > self._ready or self._works())
 
     def _works(self) -> bool:
         """Say if the preparation has used the processor since the last look at it."""
