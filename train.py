@@ -72,7 +72,7 @@ def train(
     with ranks, lock_run(run), sent, one_line_disk_errors(run.path), report:
         monitors = Monitors(run, recipe)
         with arriving_data(recipe, options.data_dir, run, monitors.stop) as arrival:
-            data = data or arrival.open()
+            data = data or arrival.open(options.resume, options.allow_change)
             while not attempt(recipe, plan, data, run, monitors, options, arrival):
                 # Rolled back: the run's journal names the step to go on from and the samples to leave out.
                 options.resume = "auto"
