@@ -85,38 +85,41 @@ def attempt(
     from pretraining.model.given_weights import open_given
     from pretraining.model.loss import build_loss
     from pretraining.planning.gate import judge_plan
+    from pretraining.runtime.rank_groups import rank_groups
     from pretraining.training.arguments import build_arguments
     from pretraining.training.ranks import find_machine
     from pretraining.training.trainer import PretrainingTrainer
 
     start = find_start(run, recipe, data, options.resume, options.allow_change)
     progress = start.progress(recipe)
+    groups = rank_groups(plan.degrees)  # of ranks that work on the same samples
     given = None if start.checkpoint else open_given(recipe, data.tokenizer)
     start = start.with_given(run, given.facts if given else None)
     plan = judge_plan(plan, recipe, find_machine(run, start, data.train.num_tokens), options.force)
     arguments = build_arguments(recipe, plan.ds_config, run.path, plan.accumulation_steps, progress.last_step)
     # The guard looks for damaged or degenerate blocks; rollbacks leave samples out.
-    guard = open_guard(run.flagged_blocks, data, recipe)
+    guard = open_guard(run.flagged_blocks if groups.is_first_of_sample else None, data, recipe)
     dataset = build_training_dataset(
         data, recipe, progress.first_sample, guard=guard, left_out=start.journal.left_out
     )
     evaluator = Evaluator(recipe, data, data.tokenizer, progress.last_step, run)
     monitors.begin(plan, start, dataset)  # measures memory from here on, so that the model is counted
     model = build_from_recipe(
-        recipe, data.tokenizer, arguments, draw_weights=start.checkpoint is None, given=given
+        recipe, data.tokenizer, arguments, draw_weights=start.checkpoint is None, given=given, groups=groups
     )
     checkpoints = CheckpointManager(run, recipe, plan, data, start)
     trainer = PretrainingTrainer(
         recipe,
         model,
         arguments,
-        loss=build_loss(model, recipe.loss),
+        loss=build_loss(model, recipe.loss, groups),
         train_dataset=data.prefetched(dataset),
         progress=progress,
         journal=start.journal,
         evaluator=evaluator,
         checkpoints=checkpoints,
         monitors=monitors,
+        groups=groups,
     )
     # The first write of this attempt: all above may refuse.
     begin_run(run, plan, data, checkpoints.identity, model, dataset)

@@ -31,6 +31,8 @@ UNRESUMABLE = {
 }
 """{how names of `training.optim` begin: why such an optimizer cannot be used at any stage}"""
 
+SPLIT_KERNELS = ("sdpa", "sdpa_causal", "torch_varlen")
+"""Values of `model.attn_implementation` that need no mask from transformers: they work on split sequences."""
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune", "cudagraphs")
 """Modes and backends of torch.compile that record CUDA graphs."""
 DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout")
@@ -341,12 +343,27 @@ def _check_degrees(recipe: Recipe, ds_config: dict | None, where: str) -> None:
 
 
 def _check_sequence_degree(recipe: Recipe, size: int, name: str) -> None:
-    """Refuse sequence parallelism that does not divide the heads or the sequence."""
+    """Refuse sequence parallelism where it does not divide heads and length, or where parts are not enough."""
     model = model_with_defaults(recipe.model)
     if not is_exact(model):
         raise UserError(
             f"{name}: sequence {size}: is tested for {', '.join(EXACT)} alone, not for {model['model_type']}"
         )
+    if recipe.monitors.noise_scale_steps:
+        what = "does not go with split sequences: a rank's gradient is not that of whole sequences"
+        raise problem(display_path(recipe.path), "monitors.noise_scale_steps", f"{what}; set it to null")
+    asked_for, windows = model.get("attn_implementation"), model.get("sliding_window")
+    if windows and (model["model_type"] == "mixtral" or model.get("use_sliding_window")):
+        what = (
+            "is set, and split sequences are attended to without a mask, which windows need; set it to null"
+        )
+        raise problem(display_path(recipe.path), "model.sliding_window", what)
+    if asked_for not in (None, *SPLIT_KERNELS):
+        what = f"is {asked_for}; split sequences go with {', '.join(SPLIT_KERNELS)}; leave it out"
+        raise problem(display_path(recipe.path), "model.attn_implementation", what)
+    if recipe.speed.compile == "deepcompile":
+        what = "is deepcompile, which is not tried with split sequences; --set speed.compile=auto"
+        raise problem(display_path(recipe.path), "speed.compile", what)
     heads = value_of(model, "num_attention_heads")
     counts = {"attention heads": heads, "tokens of a sequence": recipe.sequence_length}
     key_value_heads = model.get("num_key_value_heads") or heads

@@ -64,6 +64,7 @@ LAUNCHING = [
 LAUNCHING += [
     "test_run_folder",
     "test_reshard",
+    "test_sequence_parallel",
     "test_branch",
     "test_clipping",
     "test_loss_scale",

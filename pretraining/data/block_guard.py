@@ -48,15 +48,15 @@ class Thresholds(NamedTuple):
     """Share of the characters of the block's text that are U+FFFD."""
 
 
-def open_guard(path: Path, data: "PreparedData", recipe: "Recipe") -> "BlockGuard":
-    """Make the guard that lists degenerate blocks of the run in the file `path`."""
+def open_guard(path: Path | None, data: "PreparedData", recipe: "Recipe") -> "BlockGuard":
+    """Make the guard that lists degenerate blocks of the run in the file `path`; None if another rank lists them."""
     token_bytes = tokens_of_file(data.tokenizer_path / "tokenizer.json")
     names = source_names(recipe.data, display_path(recipe.path))
     return BlockGuard(path, token_bytes, names, skips=recipe.monitors.flagged_blocks == "skip")
 
 
 class BlockGuard:
-    """Look at blocks of token ids, and write each flagged one as a JSON line to `path`.
+    """Look at blocks of token ids, and write each flagged one as a JSON line to `path`, unless it is None.
 
     A resumed run may flag a sample again. token_bytes: the bytes that each token id stands for (`tokens_of_file`), or
     None to leave out the test for undecodable text. skips: whether flagged blocks are to be left out of the loss, which
@@ -65,13 +65,13 @@ class BlockGuard:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | None,
         token_bytes: Sequence[bytes] | None = None,
         source_names: Sequence[str] = (),
         thresholds: Thresholds | None = None,
         skips: bool = False,
     ):
-        self.path, self.token_bytes, self.skips = Path(path), token_bytes, skips
+        self.path, self.token_bytes, self.skips = path, token_bytes, skips
         self.source_names = tuple(source_names)
         self.thresholds = thresholds or Thresholds()
         self._at_worst = None if token_bytes is None else _replacements_at_worst(token_bytes)
@@ -87,7 +87,7 @@ class BlockGuard:
     ) -> dict[str, float]:
         """Check one block, [L + 1] ids from these stretches of its split, and write down what is wrong with it."""
         reasons = self.reasons(tokens)
-        if reasons:
+        if reasons and self.path is not None:
             # A packed block holds several documents: name the one in which its longest stretch begins.
             longest, _ = max(stretches, key=lambda stretch: stretch[1] - stretch[0])
             shard, document = split.document_at(longest)

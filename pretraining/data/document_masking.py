@@ -41,6 +41,21 @@ def stack_blocks(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray | 
     return {**batch, **document_borders(batch["position_ids"]), "use_cache": False}
 
 
+def part_of_sequences(batch: dict, part: int, parts: int) -> dict:
+    """Cut inputs, labels and positions [batch, L] to one of `parts` equal parts of each sequence.
+
+    The borders of documents stay those of the whole sequences: attention gathers the parts. The positions say where in
+    the sequence the part is.
+    """
+    if parts == 1:
+        return batch
+    rows, length = batch["input_ids"].shape
+    own = slice(part * length // parts, (part + 1) * length // parts)
+    whole = {"position_ids": np.tile(np.arange(length), (rows, 1)), **batch}
+    cut = {key: whole[key][:, own] for key in ("input_ids", "labels", "position_ids")}
+    return {**batch, **cut, "use_cache": False}
+
+
 def document_borders(position_ids: np.ndarray) -> dict[str, np.ndarray | int]:
     """Return what kernels for sequences of different lengths take, from positions [batch, L].
 

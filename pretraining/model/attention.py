@@ -1,5 +1,6 @@
 """The attention kernel: the fastest installed one for this GPU, unless the recipe names one."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import is_flash_attn_3_available
 
 from pretraining.errors import UserError
+from pretraining.model.sequence_parallel import SPLIT, register_split
 from pretraining.recipe.model import is_exact
+from pretraining.runtime.rank_groups import RankGroups
 
 SDPA_CAUSAL = "sdpa_causal"
 """torch's kernels, which know that the mask is causal. transformers' own `sdpa` looks for packed documents in every
@@ -64,6 +67,18 @@ def _without_documents(model: dict) -> str:
     return "sdpa" if windows or model.get("use_sliding_window") else SDPA_CAUSAL
 
 
+def split_attention(name: str | None, groups: RankGroups) -> str:
+    """Return the name of the attention that computes with a kernel of `refusals.SPLIT_KERNELS` on split sequences."""
+    kernels: dict[str, Callable] = {
+        SDPA_CAUSAL: sdpa_attention_forward,
+        "sdpa": sdpa_attention_forward,
+        TORCH_VARLEN: varlen_attention_forward,
+    }
+    # flash-attn's own functions look for their name in the model's config, where that of the split attention is
+    name = name if name in kernels else TORCH_VARLEN
+    return register_split(name, kernels[name], groups)
+
+
 def missing_kernel(name: str, error: Exception) -> UserError:
     """Write one line for an attention that the recipe asks for and this machine does not have."""
     reason = " ".join(str(error).split())[:200]
@@ -77,7 +92,9 @@ def missing_kernel(name: str, error: Exception) -> UserError:
 def describe_attention(name: str, masks_documents: bool = False) -> str:
     """Write what the log says: which kernel, and which package would bring a faster one for this GPU."""
     gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    notes = ["torch's kernels, no mask"] * (name == SDPA_CAUSAL) + ["documents apart"] * masks_documents
+    notes = ["each rank has a part of every sequence"] * name.startswith(SPLIT)
+    name = name.removeprefix(SPLIT)
+    notes += ["torch's kernels, no mask"] * (name == SDPA_CAUSAL) + ["documents apart"] * masks_documents
     if name == SDPA_CAUSAL and gpu in (HOPPER, BLACKWELL):
         is_new = (torch.backends.cudnn.version() or 0) >= CUDNN_FIRST
         notes.append("cuDNN's first" if is_new else "a newer nvidia-cudnn would be faster")

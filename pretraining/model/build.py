@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 
 from pretraining.errors import UserError
 from pretraining.extend import load_extensions, model_extension
-from pretraining.model.attention import choose_attention, describe_attention, missing_kernel
+from pretraining.model.attention import choose_attention, describe_attention, missing_kernel, split_attention
 from pretraining.model.compiling import (
     check_compiler,
     check_fp8_hardware,
@@ -30,6 +30,7 @@ from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.mup import Mup, scales_by_name
 from pretraining.recipe.sections import Speed, Weights
 from pretraining.refusals import why_not_compiled
+from pretraining.runtime.rank_groups import ALONE, RankGroups
 from pretraining.upstream.deepspeed import no_zero3_draw
 from pretraining.upstream.transformers import attention_of
 from pretraining.upstream.wide_weights import keep_in_fp32
@@ -60,6 +61,7 @@ def build_from_recipe(
     arguments: TrainingArguments,
     draw_weights: bool,
     given: GivenWeights | None = None,
+    groups: RankGroups = ALONE,
 ) -> PreTrainedModel:
     """Build the model (`build_model`) with all settings of the recipe."""
     masks_documents, speed, why_none = recipe.data.document_masking, recipe.speed, None
@@ -73,7 +75,14 @@ def build_from_recipe(
         print(describe_compilation(speed, why_none), flush=True)
     sections = {"speed": speed, "mup": recipe.mup, "weights": recipe.weights}
     return build_model(
-        recipe.model, tokenizer, arguments, draw_weights, masks_documents, given=given, **sections
+        recipe.model,
+        tokenizer,
+        arguments,
+        draw_weights,
+        masks_documents,
+        given=given,
+        groups=groups,
+        **sections,
     )
 
 
@@ -87,6 +96,7 @@ def build_model(
     mup: Mup = Mup(),
     weights: Weights = ALL_TRAINED,
     given: GivenWeights | None = None,
+    groups: RankGroups = ALONE,
 ) -> PreTrainedModel:
     """Build the model with its initial weights; the same weights at every ZeRO stage and world size.
 
@@ -96,6 +106,7 @@ def build_model(
         masks_documents: choose an attention that keeps documents apart.
         speed, mup, weights: the recipe's sections.
         given: take these weights in place of drawn ones.
+        groups: which ranks work on the same samples.
 
     Raises:
         UserError: transformers refuses the `model` section, or this machine has no such kernel or no compiler.
@@ -103,6 +114,8 @@ def build_model(
     check_compiler(speed)
     check_fp8_hardware(speed)
     attention = choose_attention(model, arguments, masks_documents)
+    if groups.degrees.sequence > 1:
+        attention = split_attention(attention, groups)
     config = build_config({**model, "attn_implementation": attention}, tokenizer)
     try:
         with no_init_weights(), no_zero3_draw():  # drawn below, the same at every stage

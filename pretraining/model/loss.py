@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.nn.functional import all_reduce
 from transformers import PreTrainedModel
 
 from pretraining.data.document_masking import IGNORED
@@ -17,6 +19,7 @@ from pretraining.extend import named
 from pretraining.model.cross_entropy import can_fuse, chunked_nats, install_loss_head, token_nats
 from pretraining.recipe.model import EXACT
 from pretraining.recipe.sections import Loss
+from pretraining.runtime.rank_groups import ALONE, RankGroups
 
 PLAIN = Loss(kind="plain")
 """A `loss` section that asks for nothing."""
@@ -25,15 +28,15 @@ Routers = tuple[torch.Tensor, ...]
 """Logits [tokens, experts] of every mixture layer."""
 
 
-def build_loss(model: PreTrainedModel, settings: Loss = PLAIN) -> Callable:
+def build_loss(model: PreTrainedModel, settings: Loss = PLAIN, groups: RankGroups = ALONE) -> Callable:
     """Build the Trainer's `compute_loss_func` for this model from the recipe's `loss` section.
 
-    A fused loss changes the model's head (`LossHead`).
+    A fused loss changes the model's head (`LossHead`). groups: which ranks have parts of the same sequences.
 
     Raises:
         UserError: the model has no head that can be fused, or no router.
     """
-    balanced = balance_of(model)
+    balanced = balance_of(model, groups)
     if settings.router_z_loss and balanced is None:
         raise UserError(
             "loss.router_z_loss: needs a mixture of experts with model.output_router_logits true; set it, or leave "
@@ -45,6 +48,7 @@ def build_loss(model: PreTrainedModel, settings: Loss = PLAIN) -> Callable:
         router_coefficient=coefficient,
         balance=balance,
         router_z_coefficient=settings.router_z_loss,
+        sequence_group=groups.sequence_group,
         nats=_nats_of(model, settings),
     )
 
@@ -105,14 +109,14 @@ def _chunked(logits: torch.Tensor, labels: torch.Tensor, **way: Any) -> torch.Te
     return chunked_nats(logits.flatten(0, 1), labels.flatten(), **way)
 
 
-def balance_of(model: PreTrainedModel) -> tuple[float, Callable] | None:
+def balance_of(model: PreTrainedModel, groups: RankGroups = ALONE) -> tuple[float, Callable] | None:
     """Find the config's coefficient, and the balancing loss that it multiplies; None if nothing is balanced."""
     config = model.config
     if not (getattr(config, "output_router_logits", False) and hasattr(config, COEFFICIENT)):
         return None
     of = transformers_balance
     if config.model_type in EXACT:
-        of = partial(layers_balance, chosen=config.num_experts_per_tok)
+        of = partial(layers_balance, chosen=config.num_experts_per_tok, sequence_group=groups.sequence_group)
     return getattr(config, COEFFICIENT), of
 
 
@@ -121,18 +125,26 @@ def transformers_balance(outputs: Any) -> torch.Tensor:
     return outputs.aux_loss
 
 
-def layers_balance(outputs: Any, chosen: int) -> torch.Tensor:
+def layers_balance(
+    outputs: Any, chosen: int, sequence_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Average `balancing_loss` over the layers."""
     # Layer by layer: transformers adds up the tokens of each expert number over all layers before it multiplies. Layers
     # that each overload another expert then look balanced.
-    return torch.stack([balancing_loss(logits, chosen) for logits in outputs.router_logits]).mean()
+    return torch.stack(
+        [balancing_loss(logits, chosen, sequence_group) for logits in outputs.router_logits]
+    ).mean()
 
 
-def balancing_loss(logits: torch.Tensor, chosen: int) -> torch.Tensor:
+def balancing_loss(
+    logits: torch.Tensor, chosen: int, sequence_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Compute E sum_i f_i P_i of one layer (Fedus et al. 2021, equations 4 to 6): `chosen` if all experts get the same.
 
     f is the share of tokens that are sent to an expert; each token goes to `chosen` experts. P is the mean probability
     of an expert.
+
+    sequence_group: ranks that have the other parts of the same sequences. f and P are then means over all of them.
     """
     num_tokens, num_experts = logits.shape
     probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).mean(0)
@@ -141,7 +153,16 @@ def balancing_loss(logits: torch.Tensor, chosen: int) -> torch.Tensor:
     sent = torch.zeros_like(probabilities).scatter_add_(
         0, experts, torch.ones_like(experts, dtype=probabilities.dtype)
     )
-    return num_experts * (sent / num_tokens * probabilities).sum()
+    frequencies = sent / num_tokens
+    if sequence_group is not None:
+        # the gradient passes through the sum over the ranks, as each of them has the whole loss
+        frequencies, probabilities = mean_over(torch.stack([frequencies, probabilities]), sequence_group)
+    return num_experts * (frequencies * probabilities).sum()
+
+
+def mean_over(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Average over the ranks of a group; the gradient is the average of theirs."""
+    return all_reduce(values, group=group) / dist.get_world_size(group)
 
 
 def router_z_loss(router_logits: Routers) -> torch.Tensor:
@@ -157,6 +178,7 @@ def next_token_loss(
     router_coefficient: float = 0.0,
     balance: Callable = transformers_balance,
     router_z_coefficient: float = 0.0,
+    sequence_group: dist.ProcessGroup | None = None,
     nats: Callable = token_nats,
     each: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -164,6 +186,7 @@ def next_token_loss(
 
     Args:
         num_items_in_batch: targets in all micro-batches of the step on this rank.
+        sequence_group: ranks that have the other parts of the same sequences.
         each: [batch * length] in fp32, receives every token's own nats, 0 if it has no target.
     """
     # With the targets of the whole step as divisor micro-batches add up to a mean, and DeepSpeed's average over ranks
@@ -173,6 +196,8 @@ def next_token_loss(
     # The router losses have the same weight, so that a coefficient means the same at any accumulation and world size;
     # transformers multiplies it by both (huggingface/transformers#48690).
     share = (labels != IGNORED).sum() / num_items
+    if sequence_group is not None and (router_coefficient or router_z_coefficient):
+        share = mean_over(share, sequence_group)  # of whole sequences: every rank has the same
     if router_coefficient:
         loss = loss + share * router_coefficient * balance(outputs)
     if router_z_coefficient:

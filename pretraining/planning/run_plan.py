@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pretraining.ds_config import zero_stage
+from pretraining.ds_config import Degrees, degrees_of, zero_stage
 from pretraining.planning.memory.need import state_of_recipe
 from pretraining.planning.memory.states import ModelState, checkpoint_bytes, optimizer_states
 from pretraining.planning.memory.tensors import (
@@ -65,10 +65,16 @@ class RunPlan:
     """Result of `comparison.predicted` on that machine; empty until the plan is judged (`gate.judge_plan`)."""
 
     @property
+    def degrees(self) -> Degrees:
+        """Over how many ranks the ds_config splits layers, sequences and experts."""
+        return degrees_of(self.ds_config)
+
+    @property
     def layout(self) -> dict:
-        """Ranks and ZeRO stage of the run."""
+        """Ranks, ZeRO stage and degrees of parallelism of the run."""
         # for readers of the events only: a checkpoint loads at any other layout
-        return {"world_size": self.world_size, "zero_stage": self.zero_stage}
+        split = {name: size for name, size in self.degrees._asdict().items() if size > 1}
+        return {"world_size": self.world_size, "zero_stage": self.zero_stage, **split}
 
     @property
     def parameters(self) -> int:

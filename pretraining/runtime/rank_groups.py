@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
+NO_DEGREES = Degrees()
+"""Plain data parallelism."""
+
+
 @dataclass(frozen=True)
 class RankGroups:
     """Where this rank is among the ranks of a run. Tensor parallelism is innermost, then sequence, then data.
@@ -21,9 +25,9 @@ class RankGroups:
     So rank = (data_rank * sequence + sequence_part) * tensor + tensor_part.
     """
 
-    degrees: Degrees
-    rank: int
-    world_size: int
+    degrees: Degrees = NO_DEGREES
+    rank: int = 0
+    world_size: int = 1
     sequence_group: dist.ProcessGroup | None = None
     """The ranks that hold the parts of this rank's sequences, in their order; None if sequences are whole."""
 
@@ -51,6 +55,10 @@ class RankGroups:
     def is_first_of_sample(self) -> bool:
         """Say if this rank is the one of its group that reports what it saw in the samples."""
         return self.rank % self.degrees.ranks_per_sample == 0
+
+
+ALONE = RankGroups()
+"""A single process."""
 
 
 def rank_groups(degrees: Degrees) -> RankGroups:

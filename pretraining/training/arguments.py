@@ -12,7 +12,7 @@ from transformers import TrainingArguments, enable_full_determinism
 from transformers.utils import is_liger_kernel_available, is_torch_tf32_available
 
 from pretraining.command_line import ranks_here
-from pretraining.data.document_masking import stack_blocks
+from pretraining.data.document_masking import part_of_sequences, stack_blocks
 from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError, require
 from pretraining.extend import defined
@@ -154,6 +154,8 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
         return None
     # DeepSpeed's throughput timer waits for the device in every micro-batch. The metrics have their own clock.
     config = {**ds_config, "timers": {"throughput": {"enabled": False}}}
+    # Sequences are split here. With its key, DeepSpeed 0.19.8 would count fewer ranks than it averages over.
+    config.pop("sequence_parallel_size", None)
     if gathers_blocks(recipe, ds_config, torch.cuda.is_available()):
         zero = ds_config["zero_optimization"]
         ahead = block_gathering(zero, layer_numel(parameter_tensors(recipe.model)))
@@ -179,7 +181,12 @@ def training_refusals(recipe_path: Path) -> Iterator[None]:
         raise UserError(f"recipe {display_path(recipe_path)}: training: {error}") from error
 
 
-def collate_blocks(blocks: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor | int]:
-    """Stack blocks as `stack_blocks` does, and return tensors, which the model's forward pass takes."""
-    batch = stack_blocks(blocks)
+def collate_blocks(
+    blocks: list[dict[str, np.ndarray]], part: int = 0, parts: int = 1
+) -> dict[str, torch.Tensor | int]:
+    """Stack blocks as `stack_blocks` does, and return tensors, which the model's forward pass takes.
+
+    With sequence parallelism only the rank's own `part` of `parts` of each sequence.
+    """
+    batch = part_of_sequences(stack_blocks(blocks), part, parts)
     return {key: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for key, x in batch.items()}

@@ -7,11 +7,13 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
@@ -28,6 +30,7 @@ from pretraining.extend import defined
 from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
+from pretraining.runtime.rank_groups import ALONE, RankGroups
 from pretraining.runtime.signals import ignore_in_worker
 from pretraining.training.arguments import collate_blocks, training_refusals
 from pretraining.training.clipping import choose_clipping
@@ -86,6 +89,7 @@ class PretrainingTrainer(TimedTrainer):
     result. After the checkpoint is saved, the process ends with its exit code.
 
     Args:
+        groups: which ranks work on the same samples.
         progress: the step at which the run begins or continues.
         journal: what rollbacks have changed.
         loss: the Trainer's `compute_loss_func`.
@@ -108,7 +112,9 @@ class PretrainingTrainer(TimedTrainer):
         checkpoints: Checkpoints | None = None,
         monitors: Monitors | None = None,
         callbacks: Sequence[TrainerCallback] = (),
+        groups: RankGroups = ALONE,
     ) -> None:
+        self.groups = groups
         self.recipe, self.progress, self.journal = recipe, progress or Progress.of(recipe), journal
         self.evaluator, self.checkpoints, self.monitors = evaluator, checkpoints, monitors
         self.clock = monitors.speed.clock if monitors else StepClock()
@@ -119,7 +125,9 @@ class PretrainingTrainer(TimedTrainer):
                 args=arguments,
                 train_dataset=train_dataset,
                 eval_dataset=evaluator.dataset if evaluator else None,
-                data_collator=collate_blocks,
+                data_collator=partial(
+                    collate_blocks, part=groups.sequence_part, parts=groups.degrees.sequence
+                ),
                 compute_loss_func=monitors.loss(loss) if monitors else loss,
                 optimizer_cls_and_kwargs=choose_optimizer(recipe),
                 callbacks=[
@@ -232,6 +240,11 @@ class PretrainingTrainer(TimedTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the Trainer's loader. Its workers ignore the signals that launchers send to every process."""
+        if (together := self.groups.degrees.ranks_per_sample) > 1:
+            # accelerate gives the ranks of one group the same batches if this mesh has their number
+            shape = (self.groups.data_ranks, together)
+            mesh = init_device_mesh(self.args.device.type, shape, mesh_dim_names=("dp", "tp"))
+            self.accelerator.state.ds_device_mesh = mesh
         loader = super().get_train_dataloader()
         if loader.num_workers:
             batches = loader.base_dataloader
