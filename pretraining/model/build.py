@@ -33,6 +33,7 @@ from pretraining.refusals import why_not_compiled
 from pretraining.runtime.rank_groups import ALONE, RankGroups
 from pretraining.upstream.deepspeed import no_zero3_draw
 from pretraining.upstream.transformers import attention_of
+from pretraining.upstream.wide_weights import keep_in_fp32
 
 PLAIN = Speed(compile="none")
 """A `speed` section that asks for nothing."""
@@ -131,6 +132,8 @@ def build_model(
     if arguments.process_index == 0 and chosen:
         print(describe_attention(attention_of(built), masks_documents), flush=True)
     built.tie_weights()
+    if weights.keep_in_fp32:
+        keep_in_fp32(built, weights.keep_in_fp32, _parameter_dtype(arguments))
     if given is not None:
         given.fill(built, arguments.device)
     elif draw_weights:
