@@ -45,6 +45,7 @@ from pretraining.training.schedule import follow_run, own_schedule
 from pretraining.training.stopping import StoppingCallback
 from pretraining.training.throughput import StepClock, TimedTrainer
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
+from pretraining.upstream.experts import expert_groups_of
 
 PLAIN_GROUPS = 2
 """Parameters that are decayed, and those that are not: with Muon, rates by kind and muP there are more groups."""
@@ -201,6 +202,8 @@ class PretrainingTrainer(TimedTrainer):
         is_plain = len(optimizer.param_groups) <= PLAIN_GROUPS and not self.recipe.weights.frozen
         if self.is_world_process_zero() and not is_plain:
             print("\n".join(describe_groups(optimizer, self.model)), flush=True)
+        # Ranks that have other experts cannot share a partition. Without split experts this changes nothing.
+        optimizer.param_groups[:] = expert_groups_of(optimizer.param_groups)
         return optimizer
 
     def evaluate(
