@@ -15,8 +15,9 @@ from tests.runs import EXPERTS, Run, execute
 from tests.test_curve import FP32, column, largest_difference
 from tests.test_reshard import unfinished
 
-MIXTRAL = {key: value for key, value in EXPERTS.items() if key not in ("moe_intermediate_size", "head_dim")}
-MIXTRAL = {**MIXTRAL, "model_type": "mixtral", "num_local_experts": MIXTRAL.pop("num_experts")}
+OTHERS = ("moe_intermediate_size", "head_dim", "num_experts")
+MIXTRAL = {key: value for key, value in EXPERTS.items() if key not in OTHERS}
+MIXTRAL |= {"model_type": "mixtral", "num_local_experts": EXPERTS["num_experts"]}
 BALANCED = ("loss.router_z_loss=0.01", "monitors.expert_load=true", "monitors.noise_scale_steps=null")
 QWEN = (f"model={json.dumps({**EXPERTS, 'router_aux_loss_coef': 0.1})}", *BALANCED)
 MUON = ("optimizer.name=muon", "optimizer.adaptive_clip=0.01", "monitors.layer_norms_steps=1")

@@ -191,7 +191,8 @@ def _clip_split(parameters: list[torch.Tensor], limit: float) -> float:
     dist.all_reduce(square)
     norm = float(square.sqrt())
     if (factor := limit / (norm + 1e-6)) < 1:
-        torch._foreach_mul_(gradients, factor)
+        for gradient in gradients:
+            gradient.mul_(factor)
     return norm
 
 

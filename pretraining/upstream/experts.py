@@ -53,8 +53,7 @@ def hold_experts(module: nn.Module, name: str, size: int) -> None:
 
     size: number of ranks that split the experts; their groups are made already.
     """
-    whole = module._parameters[name]
-    assert whole is not None
+    whole = module.get_parameter(name)
     group, copies = groups._get_expert_parallel_group(_name_of(size)), _copies(size)
     total, *others = getattr(whole, "ds_shape", whole.shape)
     rows = total // size
@@ -69,7 +68,7 @@ def hold_experts(module: nn.Module, name: str, size: int) -> None:
     else:
         # DeepSpeed's mark of a parameter whose gradients are not those of all ranks
         part.allreduce = False
-    module._parameters[name] = part
+    module.register_parameter(name, part)
 
 
 def _copies(size: int) -> dist.ProcessGroup:
