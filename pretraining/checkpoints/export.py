@@ -33,6 +33,7 @@ from pretraining.recipe.schedule import AVERAGING, Z
 from pretraining.runtime.durable_files import one_line_disk_errors, sync_to_disk
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.upstream.experts import whole_experts
 
 
 def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, model_card: str) -> None:
@@ -42,11 +43,13 @@ def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: P
     """
     with averaged_weights(trainer) as are_averaged:
         state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        split = whole_experts(trainer.model)
         if not trainer.is_world_process_zero():
             return
         if are_averaged:
             # These may be the live tensors, which get their trained values back when the block ends.
-            state_dict = {name: tensor.clone() for name, tensor in state_dict.items()}
+            state_dict = {name: tensor.clone() for name, tensor in state_dict.items() if name not in split}
+        state_dict |= split
     write_model_folder(trainer.model, state_dict, tokenizer, folder, model_card)
 
 

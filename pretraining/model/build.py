@@ -23,6 +23,7 @@ from pretraining.model.compiling import (
     convert_products,
     describe_compilation,
 )
+from pretraining.model.expert_parallel import split_experts
 from pretraining.model.given_weights import GivenWeights
 from pretraining.model.initial_weights import initialise_weights
 from pretraining.model.recomputation import keep_products
@@ -106,7 +107,7 @@ def build_model(
         masks_documents: choose an attention that keeps documents apart.
         speed, mup, weights: the recipe's sections.
         given: take these weights in place of drawn ones.
-        groups: which ranks work on the same samples.
+        groups: which ranks work on the same samples, and how many split the experts.
 
     Raises:
         UserError: transformers refuses the `model` section, or this machine has no such kernel or no compiler.
@@ -134,6 +135,8 @@ def build_model(
     built.tie_weights()
     if weights.keep_in_fp32:
         keep_in_fp32(built, weights.keep_in_fp32, _parameter_dtype(arguments))
+    if groups.degrees.expert > 1:
+        split_experts(built, groups.degrees.expert)
     if given is not None:
         given.fill(built, arguments.device)
     elif draw_weights:

@@ -46,6 +46,7 @@ from pretraining.training.schedule import follow_run, own_schedule
 from pretraining.training.stopping import StoppingCallback
 from pretraining.training.throughput import StepClock, TimedTrainer
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
+from pretraining.upstream.experts import expert_groups_of
 from pretraining.upstream.wide_weights import split_by_type
 
 PLAIN_GROUPS = 2
@@ -213,6 +214,8 @@ class PretrainingTrainer(TimedTrainer):
         is_plain = len(optimizer.param_groups) <= PLAIN_GROUPS and not self.recipe.weights.frozen
         if self.is_world_process_zero() and not is_plain:
             print("\n".join(describe_groups(optimizer, self.model)), flush=True)
+        # Ranks that have other experts cannot share a partition. Without split experts this changes nothing.
+        optimizer.param_groups[:] = expert_groups_of(optimizer.param_groups)
         return optimizer
 
     def evaluate(

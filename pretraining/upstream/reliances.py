@@ -289,6 +289,32 @@ _PURPOSES = (
         ),
     ),
     _Purpose(
+        "experts",
+        why="of ranks that hold different experts, DeepSpeed knows in layers of its own alone",
+        test="test_expert_parallel.py",
+        until="DeepSpeed can be told in public which ranks have copies of a parameter",
+        names=(
+            "deepspeed.utils.groups._create_expert_and_data_parallel(expert_parallel_size_, mp_size, pp_size, mp_mode,"
+            " use_data_before_expert_parallel_, folding_spec)",
+            "deepspeed.utils.groups._get_expert_parallel_group(group_name)",
+            "deepspeed.utils.groups._get_expert_parallel_group_dict()",
+            "deepspeed.utils.groups._get_expert_data_parallel_group(group_name)",
+            "deepspeed.DeepSpeedEngine._configure_distributed_model(self, model)",
+            "deepspeed.DeepSpeedEngine.has_moe_layers",
+            "deepspeed.DeepSpeedEngine.ds_zero_partition_process_group",
+            f"{_INIT}.convert_to_zero_parameters",
+            *(
+                f"deepspeed.module_inject.auto_ep_layer.AutoEPMoELayer.{name}"
+                for name in (
+                    "allreduce",
+                    "group_name",
+                    "ds_zero_placement_family",
+                    "ds_zero_partition_group_name",
+                )
+            ),
+        ),
+    ),
+    _Purpose(
         "deepspeed",
         why="with round_robin_gradients the map from parameters to slices is wrong",
         test="test_muon.py",
