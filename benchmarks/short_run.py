@@ -13,6 +13,7 @@ from pretraining.runtime.rank_groups import rank_groups
 from pretraining.training.arguments import build_arguments
 from pretraining.training.ranks import join_ranks
 from pretraining.training.trainer import PretrainingTrainer
+from pretraining.upstream.wide_weights import keep_in_fp32
 
 
 def short_trainer(
@@ -32,6 +33,8 @@ def short_trainer(
     if groups.degrees.sequence > 1:
         shape["attn_implementation"] = split_attention(SDPA_CAUSAL, groups)
     built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=dtype)
+    if recipe.weights.keep_in_fp32:
+        keep_in_fp32(built, recipe.weights.keep_in_fp32, dtype)
     built.loss_type = None
     block = torch.zeros(recipe.sequence_length, dtype=torch.long)
     return PretrainingTrainer(

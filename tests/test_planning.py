@@ -194,6 +194,7 @@ def test_model_state_bytes_per_parameter():
         "zero3_nvme": 0,
         "zero3_hpz": 18 / 8 + 2 / 8,
         "zero3_sp4": 18 / 8,
+        "zero2_ep2": 2 + 16 / 8,
     }
 
 

@@ -101,6 +101,8 @@ class LiveState:
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
         self.names = {parameter: name for name, parameter in model.named_parameters()}
+        shares = {name: deepspeed.share_of(parameter) for parameter, name in self.names.items()}
+        self.copies = {name: share.copies for name, share in shares.items() if share is not None}
         self.model, self.optimizer = model, optimizer
         self.blocks = list(self._blocks())
         trained = {name for block in self.blocks for name in block.parameters}
@@ -115,23 +117,26 @@ class LiveState:
         for group, values in enumerate(self.optimizer.param_groups):
             for parameter in values["params"]:
                 name = self.names[parameter]
-                yield Block(parameter, group, self.optimizer, [Piece(name, 0, parameter.numel(), 0)], [name])
+                piece = Piece(name, deepspeed.first_element(parameter), parameter.numel(), 0)
+                yield Block(parameter, group, self.optimizer, [piece], [name])
 
     def own_frozen(self, parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
         """Return (first element, elements) of what this rank saves of a frozen parameter, as a view."""
-        whole = parameter.detach().view(-1)
-        piece = LiveState.own(self, Piece("", 0, whole.numel(), 0))
-        return piece.start, piece.of(whole)
+        held, start = parameter.detach().view(-1), deepspeed.first_element(parameter)
+        piece = LiveState.own(self, Piece(self.names[parameter], start, held.numel(), 0))
+        return piece.start, piece.of(held)
 
     def set_frozen(self, reader: CheckpointReader) -> None:
         """Set the frozen parameters; `set_weights` has the trained ones."""
         for name, parameter in self.frozen.items():
-            parameter.detach().view(-1).copy_(reader.read(MASTER, name))
+            start = deepspeed.first_element(parameter)
+            parameter.detach().view(-1).copy_(reader.read(MASTER, name, start, parameter.numel()))
 
     def own(self, piece: Piece) -> Piece:
         """Return the part of a piece that this rank saves."""
-        # Every rank holds all of it: each saves an equal part, so that they share the writing.
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        # Every rank holds all of it, or all that have the same experts: each saves an equal part of what is the same.
+        copies = self.copies.get(piece.parameter)
+        rank, ranks = dist.get_rank(copies), dist.get_world_size(copies)
         first, end = piece.numel * rank // ranks, piece.numel * (rank + 1) // ranks
         return piece._replace(start=piece.start + first, numel=end - first, offset=piece.offset + first)
 

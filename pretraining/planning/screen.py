@@ -88,6 +88,7 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
         "model": _model_words(recipe, plan),
         "layout": _layout(ds_config),
         "precision": precision_of_products(recipe),
+        "keep_in_fp32": recipe.weights.keep_in_fp32,
         "compiles": compiled_part(recipe, ds_config),
         "recomputation": recomputation_text(recomputed_one_in(recipe), recipe.speed.recompute),
         "gpu": gpu.name if gpu else None,
@@ -230,7 +231,8 @@ def _what(answer: dict) -> list[tuple[str, str]]:
         "deepcompile": ", DeepCompile",
     }.get(answer.get("compiles"), "")
     layout = [("layout", _layout_words(answer))] if answer["layout"] else []
-    way = f"{sharding}, {answer['precision']}, {answer['recomputation']}{compiled}"
+    wide = f" ({' and '.join(answer['keep_in_fp32'])} in fp32)" if answer["keep_in_fp32"] else ""
+    way = f"{sharding}, {answer['precision']}{wide}, {answer['recomputation']}{compiled}"
     step = (
         f"{_readers(answer)} x {several(answer['micro_batch'], 'sequence')} x "
         f"{answer['sequence_length']:,} tokens "

@@ -13,7 +13,7 @@ from transformers.utils import is_liger_kernel_available, is_torch_tf32_availabl
 
 from pretraining.command_line import ranks_here
 from pretraining.data.document_masking import part_of_sequences, stack_blocks
-from pretraining.ds_config import zero_stage
+from pretraining.ds_config import degrees_of, zero_stage
 from pretraining.errors import UserError, require
 from pretraining.extend import defined
 from pretraining.planning.memory.buffers import block_gathering
@@ -96,8 +96,11 @@ def build_arguments(
         require("liger_kernel", "training.use_liger_kernel")
         # Use Liger's norms, rotary embeddings and gated layers only. The recipe has its own loss and forward pass.
         given = keywords.get("liger_kernel_config") or {}
+        # Liger's experts would take the place of split ones, which know their exchange.
+        split = {"swiglu": False} if degrees_of(ds_config).expert > 1 else {}
         keywords["liger_kernel_config"] = {
             **given,
+            **split,
             "cross_entropy": False,
             "fused_linear_cross_entropy": False,
         }
@@ -156,6 +159,8 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     config = {**ds_config, "timers": {"throughput": {"enabled": False}}}
     # Sequences are split here. With its key, DeepSpeed 0.19.8 would count fewer ranks than it averages over.
     config.pop("sequence_parallel_size", None)
+    # Experts too (model/expert_parallel.py): DeepSpeed would replace the routers by its own.
+    config.pop("expert_parallel", None)
     if gathers_blocks(recipe, ds_config, torch.cuda.is_available()):
         zero = ds_config["zero_optimization"]
         ahead = block_gathering(zero, layer_numel(parameter_tensors(recipe.model)))

@@ -15,7 +15,7 @@ from transformers.trainer_callback import ExportableState
 
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.upstream.deepspeed import stepping_optimizers, zero_slices
+from pretraining.upstream.deepspeed import num_copies, stepping_optimizers, zero_slices
 from pretraining.upstream.torch import hook_first
 
 PREFIX = "stability/gradient_norm/"
@@ -35,7 +35,7 @@ class LayerNorms:
     """Measure the gradients that the optimizer gets, between `open` and `close`. At other times it costs nothing.
 
     The gradients are summed over ranks and micro-batches by then. Under ZeRO they are in flat slices, and each rank
-    adds up the squares of its own.
+    adds up the squares of its own. Without it ranks have the same gradients, and each counts its part of their squares.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
@@ -46,12 +46,15 @@ class LayerNorms:
         numbers = {key: self.layers.index(layer) for key, layer in names.items()}
         # id(tensor that is stepped) -> (layer, offset, elements) of each part in it
         self.places: dict[int, list[tuple[int, int, int]]] = {}
+        # id(tensor that is stepped) -> how many ranks have the same gradient
+        self.copies: dict[int, int] = {}
         if isinstance(inner, torch.optim.Optimizer):
-            self.optimizers, self.is_whole = [inner], True
+            self.optimizers = [inner]
             for parameter in model.parameters():
                 self.places[id(parameter)] = [(numbers[id(parameter)], 0, parameter.numel())]
+                self.copies[id(parameter)] = num_copies(parameter)
         else:
-            self.optimizers, self.is_whole = stepping_optimizers(inner), False
+            self.optimizers = stepping_optimizers(inner)
             for piece in zero_slices(inner):
                 if (layer := numbers.get(id(piece.parameter))) is not None:
                     self.places.setdefault(id(piece.tensor), []).append((layer, piece.offset, piece.numel))
@@ -66,7 +69,7 @@ class LayerNorms:
 
     @torch.no_grad()
     def _see(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        norms, layers = [], []
+        norms, layers, copies = [], [], []
         for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
             if tensor.grad is not None:
                 flat = tensor.grad.reshape(-1)
@@ -75,9 +78,11 @@ class LayerNorms:
                     # in fp32: squares of bf16 gradients would lose most digits
                     norms.append(torch.linalg.vector_norm(piece, dtype=torch.float32))
                     layers.append(layer)
+                    copies.append(self.copies.get(id(tensor), 1))
         if norms:
             # one copy to the host for all layers, not one each
-            self.squares.index_add_(0, torch.tensor(layers), torch.stack(norms).double().square().cpu())
+            squares = torch.stack(norms).double().square().cpu()
+            self.squares.index_add_(0, torch.tensor(layers), squares / torch.tensor(copies))
 
     def close(self, whole_norm: float | None) -> dict[str, float]:
         """Return {layer: gradient norm before clipping}; empty if the step had no finite gradients. A collective.
@@ -87,10 +92,7 @@ class LayerNorms:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        squares = self.squares.tolist()
-        # without ZeRO every rank has the whole gradients: a sum would count them once for each rank
-        if not self.is_whole:
-            squares = sum_over_ranks(squares)
+        squares = sum_over_ranks(self.squares.tolist())
         total = math.sqrt(sum(squares))
         if not 0 < total < math.inf or not math.isfinite(whole_norm or 0):
             return {}

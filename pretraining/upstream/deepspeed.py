@@ -39,6 +39,7 @@ Changed:
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from math import prod
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -167,11 +168,32 @@ def keep_norm_at_stage_0(engine: DeepSpeedEngine, report: Callable[[float], None
 
     def clip() -> None:
         limit, parameters = engine.gradient_clipping(), engine.module.parameters()
-        norm = _clip(parameters=parameters, max_norm=limit, mpu=engine.mpu)
+        if engine.has_moe_layers:
+            norm = _clip_split(list(parameters), limit)
+        else:
+            norm = _clip(parameters=parameters, max_norm=limit, mpu=engine.mpu)
         engine._global_grad_norm = float(norm)
         report(engine._global_grad_norm)
 
     engine.clip_fp32_gradients = clip
+
+
+def _clip_split(parameters: list[torch.Tensor], limit: float) -> float:
+    """Clip by the norm of all gradients, experts of other ranks included; DeepSpeed takes the mean of the ranks."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    squares = [
+        torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).double().square()
+        / num_copies(parameter)
+        for parameter in parameters
+        if parameter.grad is not None
+    ]
+    square = torch.stack(squares).sum()
+    dist.all_reduce(square)
+    norm = float(square.sqrt())
+    if (factor := limit / (norm + 1e-6)) < 1:
+        for gradient in gradients:
+            gradient.mul_(factor)
+    return norm
 
 
 def link_slices(optimizer: Any) -> None:
@@ -209,6 +231,46 @@ def drop_refused_sums(optimizer: Any) -> None:
     """
     if getattr(optimizer, "cpu_offload", False) and hasattr(optimizer, "averaged_gradients"):
         optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
+
+
+class Share(NamedTuple):
+    """Which part of a parameter this rank has, along the first dimension, if its experts are split over ranks."""
+
+    start: int
+    """First index."""
+    end: int
+    """The index after the last one."""
+    total: int
+    """Length of the whole parameter."""
+    group: dist.ProcessGroup
+    """The ranks that together have the whole, in its order."""
+    copies: dist.ProcessGroup
+    """The ranks that have the same part."""
+
+
+def share_of(parameter: torch.Tensor) -> Share | None:
+    """Return which part of a parameter this rank has; None if it is not split."""
+    return getattr(parameter, "share", None)
+
+
+def first_element(parameter: torch.Tensor) -> int:
+    """Return the number of this rank's first element in the whole flattened parameter: 0 unless it is split."""
+    share = share_of(parameter)
+    return 0 if share is None else share.start * prod(whole_shape(parameter)[1:])
+
+
+def own_rows(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """View in a tensor of the whole parameter's shape what this rank has of it."""
+    share = share_of(parameter)
+    return whole if share is None else whole[share.start : share.end]
+
+
+def num_copies(parameter: torch.Tensor) -> int:
+    """Count the ranks that have the same part of a parameter, without ZeRO."""
+    if not dist.is_initialized():
+        return 1
+    share = share_of(parameter)
+    return dist.get_world_size(None if share is None else share.copies)
 
 
 class Slice(NamedTuple):
@@ -268,7 +330,8 @@ def _of_groups(zero: Any) -> Iterator[Partition]:
         for parameter in parameters:
             if (mapping := parameter._hp_mapping) is not None:  # None: no element is in this rank's partition
                 here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                slices.append(Slice(parameter, here.start, tensor, there.start, here.numel))
+                start = first_element(parameter) + here.start
+                slices.append(Slice(parameter, start, tensor, there.start, here.numel))
         yield Partition(tensor, group, zero.optimizer, list(parameters), slices)
 
 
@@ -280,6 +343,7 @@ def _of_sub_groups(zero: Any) -> Iterator[Partition]:
             start = size * dist.get_rank(group=parameter.ds_process_group)
             numel = min(size, parameter.ds_numel - start)  # the last rank's share ends in padding
             if numel > 0:
+                start += first_element(parameter)
                 slices.append(Slice(parameter, start, tensor, offset, numel))
             offset += size  # with the padding
         group = zero.sub_group_to_group_id[index]
@@ -337,13 +401,14 @@ def set_weights(zero: Any) -> None:
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a whole parameter, even if ZeRO-3 has partitioned it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+    """Return the shape of a whole parameter, even if ZeRO-3 has partitioned it or its experts are split over ranks."""
+    held, share = tuple(getattr(parameter, "ds_shape", parameter.shape)), share_of(parameter)
+    return held if share is None else (share.total, *held[1:])
 
 
 def whole_numel(parameter: torch.Tensor) -> int:
-    """Count the elements of a whole parameter, even if ZeRO-3 has partitioned it."""
-    return getattr(parameter, "ds_numel", parameter.numel())
+    """Count the elements of a whole parameter, of which `whole_shape` is the shape."""
+    return prod(whole_shape(parameter))
 
 
 @contextmanager
@@ -373,7 +438,8 @@ def own_partition(parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
     part = parameter.ds_tensor
     start = part.ds_numel * dist.get_rank(group=parameter.ds_process_group)
     # the last rank's share ends in padding, and of a small parameter a rank may have nothing
-    return start, part.data[: max(0, min(part.ds_numel, parameter.ds_numel - start))]
+    own = part.data[: max(0, min(part.ds_numel, parameter.ds_numel - start))]
+    return first_element(parameter) + start, own
 
 
 def fill_partition(parameter: torch.Tensor, read: Callable[[int, int], Chunks]) -> bool:

@@ -4,7 +4,7 @@ They are counted tensor by tensor from transformers 5.23 (modeling_gpt2.py, mode
 CUDA kernels save them. benchmarks/memory.py compares the counts with torch's memory tracker.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from pretraining.ds_config import Degrees
@@ -72,6 +72,7 @@ def activations(
     gpu_memory: float | None = None,
     keeps_products: bool = False,
     degrees: Degrees = NOT_SPLIT,
+    wide_head: bool = False,
 ) -> Activations:
     """Return activations of one micro-batch on one rank.
 
@@ -81,6 +82,7 @@ def activations(
         loss: the recipe's section.
         gpu_memory: bytes of the GPU, which decide the loss's chunks; None: a processor trains, or it is not known.
         degrees: over how many ranks layers and sequences are split.
+        wide_head: the head multiplies in fp32 (`model.keep_in_fp32`).
     """
     shape = shape_of(model)
     # each rank has a part of every sequence; inside attention, all tokens of a part of the heads, which is as much
@@ -104,26 +106,31 @@ def activations(
     if every_n_layers and shape.get("attn_implementation") == "eager":
         # the mask is an argument of every recomputed layer
         outside += precision.weights * sequence_length
+    # copies of weights do not grow with the tokens
+    copies = _cast_weights(model, every_n_layers > 0, degrees, wide_head) if precision.is_autocast else 0
+    of_loss, read = precision, 0
+    if wide_head:
+        of_loss = replace(precision, weights=FP32, compute=FP32)
+        # its input in fp32
+        read = FP32 * tokens * widths.hidden
     return Activations(
         per_layer=tokens * largest,
         layers=tokens * kept,
         recomputed=tokens * (largest - boundary - read_anyway) if every_n_layers else 0.0,
-        # copies of weights do not grow with the tokens
-        outside=tokens * outside
-        + (_cast_weights(model, every_n_layers > 0, degrees) if precision.is_autocast else 0),
-        logits=loss_bytes(tokens, shape["vocab_size"], widths.hidden, precision, loss, gpu_memory),
+        outside=tokens * outside + copies,
+        logits=read + loss_bytes(tokens, shape["vocab_size"], widths.hidden, of_loss, loss, gpu_memory),
         backward=tokens * _backward(shape, widths, sequence_length, precision),
         recomputes_last=recomputes_last,
     )
 
 
-def _cast_weights(model: dict, checkpointing: bool, degrees: Degrees) -> float:
+def _cast_weights(model: dict, checkpointing: bool, degrees: Degrees, wide_head: bool = False) -> float:
     """Return the bytes of autocast's 16-bit copies of the matrices."""
     size = model_size(model)
     layers = (size.parts.attention + size.parts.mlp) / degrees.tensor
     layers += size.parts.experts / degrees.expert + size.parts.router
     # a recomputed layer frees its copies after its forward pass; the head's copy stays
-    return SIXTEEN_BIT * (size.head + (0 if checkpointing else layers))
+    return SIXTEEN_BIT * ((0 if wide_head else size.head) + (0 if checkpointing else layers))
 
 
 def _layer(

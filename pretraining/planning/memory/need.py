@@ -27,8 +27,10 @@ from pretraining.planning.memory.tensors import (
     Precision,
     Tensor,
     frozen_tensors,
+    head_is_wide,
     precision_of,
     trained_tensors,
+    wide_tensors,
 )
 from pretraining.planning.quantities import columns, gpu_count, num_bytes, several
 from pretraining.planning.workload import add_workload_arguments, workload_of
@@ -174,6 +176,7 @@ def memory_need(
     precision, of_rank = precision_of(recipe, ds_config), families(recipe, ds_config, world_size)
     degrees, tensors = degrees_of(ds_config), held_tensors(of_rank)
     frozen = [tensor for family in of_rank for tensor in family.frozen]
+    wide = wide_tensors(recipe, ds_config)
     accumulation = accumulation_steps(recipe, world_size, ds_config)
     optimizer, state = optimizer_states(recipe), state_of_recipe(recipe, ds_config, world_size)
     held = activations(
@@ -186,11 +189,14 @@ def memory_need(
         gpu_memory=gpu_memory,
         keeps_products=recipe.speed.recompute == "operators",
         degrees=degrees,
+        wide_head=head_is_wide(recipe),
     )
     width = value_of(recipe.model, "hidden_size")
     as_one = gathers_blocks(recipe, ds_config)
     share = sum(tensor.numel / family.ranks for family in of_rank for tensor in family.trained)
-    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation, as_one, frozen, share)
+    extra = buffers(
+        ds_config, tensors, width, world_size, precision, accumulation, as_one, frozen, share, wide
+    )
     copies = sum(
         optimizer_copies(ds_config, family.trained, family.ranks, optimizer.copied) for family in of_rank
     )
@@ -223,8 +229,10 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
             family.trained,
             optimizer,
             family.frozen,
+            # embeddings and head, which no layout splits
+            () if number else wide_tensors(recipe, ds_config),
         )
-        for family in families(recipe, ds_config, world_size)
+        for number, family in enumerate(families(recipe, ds_config, world_size))
     ]
     # every part of one family comes on top of that of the other
     return ModelState(*(sum(parts) for parts in zip(*map(astuple, states), strict=True)))
@@ -353,6 +361,7 @@ def _host_memory(
         # bytes a parameter
         built = 2 if config and precision.name == "bf16" and not precision.is_autocast else 4
         host[BUILT] = built * sum(tensor.numel for tensor in (*trained, *frozen))
+        host[BUILT] += (FP32 - built) * sum(tensor.numel for tensor in wide_tensors(recipe, config))
     if recipe.checkpoints.background and recipe.training.save_strategy != "no":
         saved = checkpoint_bytes(trained, optimizer, frozen, precision.weights)
         host[SNAPSHOT] = pinned_bytes(snapshot_bytes([-(-saved // world_size)]))
