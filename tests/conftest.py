@@ -91,6 +91,7 @@ LAUNCHING += [
     "test_sweep",
     "test_console_log",
     "test_given_weights",
+    "test_while_preparing",
     "test_wide_weights",
 ]
 

@@ -11,6 +11,7 @@ from pretraining.planning.memory.tensors import (
     FP32,
     frozen_tensors,
     precision_of,
+    size_of_recipe,
     trained_tensors,
     wide_tensors,
 )
@@ -151,7 +152,7 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         world_size=world_size,
         micro_batch=recipe.micro_batch,
         accumulation_steps=accumulation_steps(recipe, world_size, ds_config),
-        training_flops=tokens * flops_per_token(size, recipe.sequence_length).training,
+        training_flops=tokens * flops_per_token(size_of_recipe(recipe), recipe.sequence_length).training,
         model_state=state_of_recipe(recipe, ds_config, world_size),
         checkpoint_bytes=checkpoint_bytes(
             trained_tensors(recipe),
