@@ -171,6 +171,37 @@ def _check_frozen(recipe: Recipe, ds_config: dict | None, where: str) -> None:
         )
 
 
+def _check_keep_in_fp32(recipe: Recipe, ds_config: dict | None, where: str) -> None:
+    """Allow weights of two types only if embeddings and head are known, and DeepSpeed can hold them side by side."""
+    key, zero = "model.keep_in_fp32", (ds_config or {}).get("zero_optimization", {})
+    if not recipe.weights.keep_in_fp32:
+        return
+    if not recipe.model.is_exact:
+        known = f"is for {', '.join(EXACT)}, not {recipe.model.model_type}"
+        raise problem(
+            where, key, f"{known}; leave it out, or --deepspeed zero0, which keeps all weights in fp32"
+        )
+    if not recipe.training.bf16:
+        what = "goes with training.bf16" + (
+            "; fp16 is not tried" if recipe.training.fp16 else ": all is in fp32"
+        )
+        raise problem(where, key, f"{what}; --set training.bf16=true, or leave it out")
+    # DeepSpeed keeps all of these in one buffer of one type
+    elsewhere = {
+        "offloads the weights": parameter_device(ds_config) != "gpu",
+        "keeps the optimizer on NVMe": optimizer_device(ds_config) == "nvme",
+        "keeps a second copy of the weights in each node (hpZ)": zero.get("zero_hpz_partition_size", 1) > 1,
+        "sends quantized weights": zero.get("zero_quantized_weights"),
+    }
+    for what, is_so in elsewhere.items():
+        if is_so:
+            raise problem(
+                where, key, f"deepspeed {recipe.deepspeed} {what}, in one type; use --deepspeed zero3"
+            )
+    if recipe.speed.compile == "deepcompile":
+        raise problem(where, key, "is not tried with speed.compile deepcompile; --set speed.compile=auto")
+
+
 def _check_clipping(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """Refuse adaptive clipping if DeepSpeed hides which weights a gradient belongs to."""
     if recipe.optimizer.adaptive_clip and recipe.training.fp16 and ds_config and not zero_stage(ds_config):
@@ -460,6 +491,7 @@ CHECKS = (
     _check_optim,
     _check_own_groups,
     _check_frozen,
+    _check_keep_in_fp32,
     _check_clipping,
     _check_compile,
     _check_recomputation,

@@ -236,13 +236,13 @@ def test_what_has_arrived_is_what_the_whole_begins_with(tmp_path, monkeypatch, s
 
 def test_a_portion_that_goes_on_arrives_behind_what_was_there(tmp_path, monkeypatch, small_tasks):
     """`max_tokens` raised: the data set that is there counts as arrived, and the end is that of the larger portion."""
-    sources = [{"path": str(tmp_path / "a.jsonl"), "max_tokens": 1500}]
+    sources = [{"path": str(tmp_path / "a.jsonl"), "max_tokens": 4000}]
     small = streamed(tmp_path)
     small.data = Data.of({**small.data.to_dict(), "sources": sources})
     prepare_data(small, tmp_path / "data", False, Execution("inline"))
     before = open_prepared(small, tmp_path / "data")
     large = SimpleNamespace(**vars(small))
-    large.data = Data.of({**small.data.to_dict(), "sources": [{**sources[0], "max_tokens": 4000}]})
+    large.data = Data.of({**small.data.to_dict(), "sources": [{**sources[0], "max_tokens": 6000}]})
     tokens = []
 
     def look() -> None:
@@ -253,9 +253,9 @@ def test_a_portion_that_goes_on_arrives_behind_what_was_there(tmp_path, monkeypa
     assert not is_prepared(large, tmp_path / "data")
     prepare_data(large, tmp_path / "data", False, Execution("inline"))
     whole = open_prepared(large, tmp_path / "data").train
-    first = tokens[0]
-    assert 0 < first.num_tokens <= before.train.num_tokens < whole.num_tokens
-    assert (first.read(0, first.num_tokens) == whole.read(0, first.num_tokens)).all()
+    first, size = tokens[0], tokens[0].num_tokens
+    assert 0 < size <= before.train.num_tokens < whole.num_tokens
+    assert (first.read(0, size) == whole.read(0, size)).all()
     first.refresh()
     assert first.is_whole and first.num_tokens == whole.num_tokens
 

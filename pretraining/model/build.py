@@ -34,6 +34,7 @@ from pretraining.refusals import why_not_compiled
 from pretraining.runtime.rank_groups import ALONE, RankGroups
 from pretraining.upstream.deepspeed import no_zero3_draw
 from pretraining.upstream.transformers import attention_of
+from pretraining.upstream.wide_weights import keep_in_fp32
 
 PLAIN = Speed(compile="none")
 """A `speed` section that asks for nothing."""
@@ -132,6 +133,8 @@ def build_model(
     if arguments.process_index == 0 and chosen:
         print(describe_attention(attention_of(built), masks_documents), flush=True)
     built.tie_weights()
+    if weights.keep_in_fp32:
+        keep_in_fp32(built, weights.keep_in_fp32, _parameter_dtype(arguments))
     if groups.degrees.expert > 1:
         split_experts(built, groups.degrees.expert)
     if given is not None:

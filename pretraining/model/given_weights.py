@@ -29,6 +29,7 @@ from transformers import (
 from pretraining.errors import UserError, nearest
 from pretraining.model.counting import build_on_meta
 from pretraining.model.initial_weights import whole
+from pretraining.model.native_weights import KEY, translated
 from pretraining.model.weight_files import CHUNK, WeightFiles, open_weights
 from pretraining.recipe import Recipe
 from pretraining.recipe.model import Model
@@ -38,7 +39,6 @@ from pretraining.schema import display_path, listed, problem
 from pretraining.upstream.deepspeed import copy_chunks, fill_partition, first_element, own_rows
 from pretraining.upstream.transformers import Conversion, is_not_loaded, is_partitioned
 
-KEY = "model.initial_weights"
 _WRAPPERS = ("", "model.", "module.", "state_dict.", "model_state_dict.", "_orig_mod.", "module._orig_mod.")
 """What programs put before every name of a model."""
 _FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model")
@@ -54,7 +54,7 @@ _FREE = re.compile(
 _ROPE = re.compile(r"rope_\w+")
 """Keys that may differ if the recipe itself gives them: a longer context is trained with others."""
 _NATIVE = ("tok_embeddings.weight", "attention.wq.weight")
-"""How names end that Meta, torchtune and torchtitan use within; their queries and keys are also in another order."""
+"""How names end that Meta, torchtune and torchtitan use within; native_weights.py translates a Llama's."""
 _TRIAL = "def f(x):\n    return x**2 + 1  # Grüße, 123 4567"
 
 
@@ -206,6 +206,7 @@ def open_given(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GivenWeigh
             files = open_weights(folder)
         except UserError as error:
             raise problem(where, KEY, str(error)) from None
+        files = translated(files, section, name, where)
         model, _ = build_on_meta(section)
         given = GivenWeights(name, files, model)
         check_shapes(given, model, where)

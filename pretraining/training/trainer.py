@@ -47,6 +47,7 @@ from pretraining.training.stopping import StoppingCallback
 from pretraining.training.throughput import StepClock, TimedTrainer
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
 from pretraining.upstream.experts import expert_groups_of
+from pretraining.upstream.wide_weights import split_by_type
 
 PLAIN_GROUPS = 2
 """Parameters that are decayed, and those that are not: with Muon, rates by kind and muP there are more groups."""
@@ -206,8 +207,8 @@ class PretrainingTrainer(TimedTrainer):
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
-        # All of a group's parameters may be frozen, and DeepSpeed cannot flatten an empty group.
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        # All of a group's parameters may be frozen, and DeepSpeed can flatten neither no parameter nor two types.
+        optimizer.param_groups[:] = split_by_type(optimizer.param_groups)
         if isinstance(optimizer, Muon):
             self.add_callback(BindPartitions(optimizer))
         is_plain = len(optimizer.param_groups) <= PLAIN_GROUPS and not self.recipe.weights.frozen

@@ -469,6 +469,20 @@ _PURPOSES = (
         ),
     ),
     _Purpose(
+        "wide_weights",
+        why="embeddings and head in fp32 beside 16-bit layers",
+        test="test_wide_weights.py",
+        until="data_types.keep_in_fp32_modules counts for weights",
+        names=(
+            "deepspeed.DeepSpeedEngine._cast_module_mixed_precision(self, param_dtype, buffer_dtype, "
+            "is_zero_init_model, keep_pattern)",
+            "deepspeed.runtime.zero.stage3.defragment(tensors)",
+            f"{_STAGE_3}._set_fp16_partitioned_groups_flat(self)",
+            f"{_STAGE_3}.lp_param_buffer",
+            f"{_STAGE_3}.fp16_partitioned_groups_flat",
+        ),
+    ),
+    _Purpose(
         "torch",
         why="what a selectively recomputed layer keeps",
         test="test_planning_sizes.py",
