@@ -303,7 +303,7 @@ def _check_launcher_settings(recipe: Recipe, ds_config: dict | None, where: str)
 def _check_degrees(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """Refuse degrees of parallelism that the model's shape does not allow, and what they do not know."""
     degrees, name = degrees_of(ds_config), f"deepspeed {recipe.deepspeed}"
-    if degrees.tensor > 1 or degrees.expert > 1:
+    if degrees.expert > 1:
         raise UserError(
             f"{name}: {degrees}: is not trained here yet; use sequence parallelism, or ZeRO alone"
         )

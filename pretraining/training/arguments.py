@@ -13,7 +13,7 @@ from transformers.utils import is_liger_kernel_available, is_torch_tf32_availabl
 
 from pretraining.command_line import ranks_here
 from pretraining.data.document_masking import part_of_sequences, stack_blocks
-from pretraining.ds_config import zero_stage
+from pretraining.ds_config import degrees_of, zero_stage
 from pretraining.errors import UserError, require
 from pretraining.extend import defined
 from pretraining.planning.memory.buffers import block_gathering
@@ -156,6 +156,8 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     config = {**ds_config, "timers": {"throughput": {"enabled": False}}}
     # Sequences are split here. With its key, DeepSpeed 0.19.8 would count fewer ranks than it averages over.
     config.pop("sequence_parallel_size", None)
+    if degrees_of(ds_config).tensor > 1:
+        config["tensor_parallel"] = {**ds_config["tensor_parallel"], "partition_config": split_layers(recipe)}
     if gathers_blocks(recipe, ds_config, torch.cuda.is_available()):
         zero = ds_config["zero_optimization"]
         ahead = block_gathering(zero, layer_numel(parameter_tensors(recipe.model)))
@@ -170,6 +172,22 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
         # DeepSpeed 0.19.8 has no bf16 engine with fp32 accumulation at stage 0. Use autocast over fp32 weights.
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     return config
+
+
+def split_layers(recipe: Recipe) -> dict:
+    """Return the rules by which AutoTP splits the layers of this recipe's model (`tensor_parallel.partition_config`)."""
+    columns = r".*\.self_attn\.[qkv]_proj\.(weight|bias)$", r".*\.mlp\.(gate|up)_proj\.(weight|bias)$"
+    rows = r".*\.self_attn\.o_proj\.weight$", r".*\.mlp\.down_proj\.weight$"
+    # These norms see only the heads of their rank: each rank has a part of their gradient.
+    norms = (r".*\.self_attn\.[qk]_norm\.weight$",)
+    return {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": list(columns), "partition_type": "column"},
+            {"patterns": list(rows), "partition_type": "row"},
+            {"patterns": list(norms), "partition_type": "skip", "grad_allreduce": True},
+        ],
+    }
 
 
 @contextmanager
