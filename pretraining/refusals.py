@@ -330,6 +330,9 @@ def _check_sequence_degree(recipe: Recipe, size: int, name: str) -> None:
     if asked_for not in (None, *SPLIT_KERNELS):
         what = f"is {asked_for}; split sequences go with {', '.join(SPLIT_KERNELS)}; leave it out"
         raise problem(display_path(recipe.path), "model.attn_implementation", what)
+    if recipe.speed.compile == "deepcompile":
+        what = "is deepcompile, which is not tried with split sequences; --set speed.compile=auto"
+        raise problem(display_path(recipe.path), "speed.compile", what)
     heads = value_of(model, "num_attention_heads")
     counts = {"attention heads": heads, "tokens of a sequence": recipe.sequence_length}
     key_value_heads = model.get("num_key_value_heads") or heads

@@ -1,4 +1,4 @@
-"""Write the schemas of recipes/ and ds_configs/, the table of model types, and docs/recipe_keys.md.
+"""Write the schemas of recipes/ and ds_configs/, the table of model types, and what docs/ generates from them.
 
 Editors complete and check a recipe by them ("$schema": "schema.json" is its first line); load_recipe and
 load_ds_config check by the same files, without importing either library. The page shows the same keys to readers.
@@ -20,6 +20,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "recipes")]
 from schema_generator.ds_config import ds_config_schema  # noqa: E402
 from schema_generator.from_types import described, first_sentence, type_schema  # noqa: E402
 from schema_generator.keys_page import keys_page  # noqa: E402
+from schema_generator.layout_table import with_table  # noqa: E402
 from schema_generator.model_types import bounded, largest, other_model_types  # noqa: E402
 
 from pretraining.data.quality.chain import filters_schema  # noqa: E402
@@ -254,6 +255,8 @@ def main() -> int:
     texts = {name: json.dumps({"$schema": DRAFT, **schema}, indent=1) for name, schema in schemas.items()}
     texts["pretraining/recipe/model_types.json"] = one_line_each(other_model_types(list(SHAPE_KEYS)))
     texts["docs/recipe_keys.md"] = keys_page(schemas["recipes/schema.json"], REPOSITORY / "recipes")
+    layouts = REPOSITORY / "docs" / "layouts.md"
+    texts["docs/layouts.md"] = with_table(layouts.read_text(encoding="utf-8")).rstrip("\n")
     stale = []
     for name, text in texts.items():
         path, text = REPOSITORY / name, text + "\n"

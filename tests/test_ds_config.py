@@ -5,6 +5,9 @@ import json
 import pytest
 
 from pretraining.ds_config import (
+    DEGREES,
+    Degrees,
+    degrees_of,
     ds_config_names,
     load_ds_config,
     offloaded_share,
@@ -25,6 +28,7 @@ STAGES = {
     "zero3_offload": (3, "cpu", "gpu"),
     "zero3_nvme": (3, "nvme", "nvme"),
     "zero3_hpz": (3, "gpu", "gpu"),
+    "zero3_sp4": (3, "gpu", "gpu"),
 }
 
 
@@ -58,11 +62,13 @@ def test_no_ds_config_shards_nothing():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_files_are_equal_outside_zero_optimization(name):
-    """The curve belongs to the recipe: a ds_config cannot change anything but the sharding."""
+    """The curve belongs to the recipe: a ds_config cannot change anything but the sharding and the layout."""
     config, reference = load_ds_config(name), load_ds_config("zero0")
     del config["zero_optimization"], reference["zero_optimization"]
     reads_a_drive = config.pop("aio", None) is not None
     scales_the_loss = config.pop("fp16", None) is not None  # it is read if the recipe asks for fp16
+    degrees = {key: config.pop(key) for key in [blocks[0] for blocks in DEGREES.values()] if key in config}
+    assert bool(degrees) == (degrees_of(load_ds_config(name)) != Degrees())
     assert config == reference and reads_a_drive == ("nvme" in name) and scales_the_loss == ("fp16" in name)
 
 

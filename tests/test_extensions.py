@@ -11,10 +11,11 @@ from pretraining.errors import UserError, fault_in_user_code
 from pretraining.extend import all_of, check_model_keys, copy_extensions, load_extensions, read_extensions
 from pretraining.recipe import RECIPES, load_recipe
 from pretraining.recipe.curve import changed_parts
-from tests.runs import Run, Workshop, execute
+from tests.runs import REPOSITORY, Run, Workshop, execute
 from tests.test_layers import HEAVY, modules_after
 
 PARTS, MODEL = (RECIPES / "features" / "files" / f"own_{name}.py" for name in ("parts", "model"))
+LOGGED_KEYS = REPOSITORY / "tests" / "logged_keys.py"
 SHAPE = {
     "model_type": "parallel",
     "vocab_size": 512,
@@ -25,7 +26,7 @@ SHAPE = {
     "max_position_embeddings": 64,
 }
 ALL_KINDS = (
-    f"extensions={json.dumps([str(PARTS), str(MODEL)])}",
+    f"extensions={json.dumps([str(PARTS), str(MODEL), str(LOGGED_KEYS)])}",
     f"model={json.dumps(SHAPE)}",
     "loss.function=focal",
     "loss.arguments.gamma=1.5",
@@ -73,7 +74,7 @@ def test_the_run_folder_repeats_the_run_and_the_export_holds_the_model(runs, tmp
     """recipe.json names the copies; the measurement command reads them too."""
     folder = runs[0].folder
     recipe = load_recipe(str(folder / "recipe.json"))
-    assert [each.path.parent for each in recipe.extensions] == [folder / "extensions"] * 2
+    assert [each.path.parent for each in recipe.extensions] == [folder / "extensions"] * 3
     assert not changed_parts(recipe.to_dict(), json.loads((folder / "recipe.json").read_text()))
     assert (folder / "export" / MODEL.name).read_bytes() == MODEL.read_bytes()
     command = ["forked", "0", "-m", "pretraining.evaluation", str(folder), "--json", "--no-sample"]
@@ -83,6 +84,19 @@ def test_the_run_folder_repeats_the_run_and_the_export_holds_the_model(runs, tmp
     last = runs[0].validation_rows[-1]
     assert measured["accuracy"] == pytest.approx(last["eval/accuracy"], abs=1e-6)
     assert measured["loss"] == pytest.approx(last["eval/loss"], abs=1e-6)
+
+
+def test_a_callback_finds_in_the_logs_what_the_page_says(runs):
+    """docs/extending.md lists the keys; a name without a group is one of training."""
+    lines = (runs[0].folder / "logged_keys.jsonl").read_text().splitlines()
+    found = list(map(json.loads, lines))
+    training = next(keys for keys in found if "loss" in keys)
+    validation = next(keys for keys in found if "eval_loss" in keys)
+    text = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
+    own = {"train/loss_average", "eval_accuracy"}
+    assert not [key for key in {*training, *validation} - own if f"`{key}`" not in text]
+    assert "train_runtime" in found[-1] and "`train_runtime`" in text
+    assert runs[0].training_rows[0]["train/without_a_group"] == 1.0
 
 
 def test_the_plan_runs_no_module():

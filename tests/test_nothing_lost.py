@@ -53,14 +53,14 @@ def test_killed_inside_a_save_continues_from_the_checkpoint_before(workshop):
 
 
 def test_a_row_over_a_resume_is_the_row_of_an_unbroken_run(workshop, tmp_path):
-    """Logged every three steps, saved at step 8: the row of step 9 holds the mean of all three losses.
+    """Logged every three steps and at the last, saved at step 8: the row of step 9 holds the mean of all three losses.
 
     Killed after its closing validation, the run measures that again, and has one row of it.
     """
     settings = ("training.logging_steps=3", "training.logging_first_step=false", "training.eval_steps=3")
     whole = workshop.run("zero2", settings=settings)
     expected = _losses_by_step(whole)
-    assert list(expected[0]) == [3, 6, 9] and [step for step, _ in expected[1]] == [3, 6, 9, 10]
+    assert list(expected[0]) == [3, 6, 9, 10] and [step for step, _ in expected[1]] == [3, 6, 9, 10]
     output = tmp_path / "run"
     shutil.copytree(whole.folder, output)
     for lost in (("export",), ("export", "checkpoint-10")):

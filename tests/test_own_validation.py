@@ -16,6 +16,7 @@ from pretraining.data.sources import open_sources
 from pretraining.data.tools.finished import open_finished
 from pretraining.data.tools.stats import measure_data, stats_text
 from pretraining.errors import UserError
+from pretraining.evaluation.validation import Validation
 from pretraining.recipe import load_recipe
 from tests.finished_data import refusal
 from tests.runs import SMALL_RECIPE
@@ -99,6 +100,7 @@ def test_they_are_part_of_the_identity(files, tmp_path, names, said):
         with pytest.raises(UserError) as refused:
             action(other, tmp_path / "data")
         assert said in str(refused.value)
+    assert "or, if no run made from this data is to go on" in str(refused.value)
     write_jsonl(letters, make_texts(50, 9))
     with pytest.raises(UserError, match=r"data\.validation\.sources\.0: .* bytes in 1 file there"):
         prepare_data(recipe_for(files / "web.jsonl", validation=section), tmp_path / "data")
@@ -113,6 +115,45 @@ def test_filters_leave_them_alone_unless_asked_for(files, tmp_path):
         manifest = read_manifest(prepare(tmp_path / str(asked), recipe))
         assert manifest["sources"][0]["documents"] == 20
         assert manifest["validation_sources"][0]["documents"] == kept
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_their_first_documents_are_taken_up_to_a_cap(files, tmp_path, filtered, monkeypatch):
+    """Documents, or tokens with the document that reaches them; counted after filters; nothing behind is read."""
+    for name in ("PIECE_BYTES", "BATCH_BYTES"):
+        monkeypatch.setattr(f"pretraining.data.corpus.{name}", 3000)
+    lines = (files / "letters.jsonl").read_text().splitlines()
+    broken = tmp_path / "letters.jsonl"
+    broken.write_text("\n".join([*lines, "this is no JSON"]) + "\n")
+    rules = (
+        {"filters": [{"rule": "blocklist", "words": [str(n) for n in range(0, 40, 2)]}]} if filtered else {}
+    )
+    section = own(files, "letters", "laws", filters=filtered)
+    section["sources"][0] |= {"path": str(broken), "max_documents": 7}
+    section["sources"][1] |= {"max_tokens": 1000, "max_documents": 30}
+    folder = prepare(tmp_path / "data", recipe_for(files / "web.jsonl", validation=section, **rules))
+    manifest, data = read_manifest(folder), open_finished(folder)
+    letters, laws = manifest["validation_sources"]
+    assert letters["documents"] == 7 and letters["name"] == "letters"
+    texts = texts_of(data.split("validation"), data.decoder())[-letters["documents"] - laws["documents"] :]
+    kept = [json.loads(line)["text"] for line in lines][filtered :: 1 + filtered]
+    assert texts[:7] == kept[:7]
+    last = data.split("validation").read(data.split("validation").num_documents - 1)
+    assert laws["tokens"] >= 1000 > laws["tokens"] - len(last.tokens)
+    # Another cap is another data set.
+    section["sources"][0]["max_documents"] = 8
+    with pytest.raises(UserError, match=r"data\.validation\.sources\.0\.max_documents: 7 there, 8 here"):
+        prepare(tmp_path / "data", recipe_for(files / "web.jsonl", validation=section, **rules))
+
+
+def test_only_what_validates_is_looked_for_in_training_text(files, tmp_path):
+    """decontaminate.validation of a capped source: the documents behind the cap may be in training text."""
+    letters = make_texts(40, 2)
+    web = write_jsonl(tmp_path / "web.jsonl", [*make_texts(40), letters[3] + " so", letters[7] + " so"])
+    section = {"validation": own(files, "letters"), "decontaminate": {"validation": True}}
+    section["validation"]["sources"][0]["max_documents"] = 7
+    manifest = read_manifest(prepare(tmp_path / "data", recipe_for(web, **section)))
+    assert manifest["sources"][0]["documents"] == 41
 
 
 def test_training_text_that_holds_a_stretch_of_them_is_dropped(files, tmp_path):
@@ -219,3 +260,23 @@ def test_sets_say_what_they_stand_for(files, tmp_path):
     recipe, data = recipe_of(files, other, (3, 1), validation=named, validation_share=0)
     rows = [(each.name, each.beside, each.share) for each in validation_sets(data, recipe)]
     assert rows == [("web", False, Fraction(3, 4)), ("code", False, Fraction(1, 4)), ("more", False, 0)]
+
+
+def test_what_is_judged_may_have_any_name_that_is_logged(files, tmp_path):
+    """Beside a share, in its place, and of a mixture: the recipe knows the names that the run measures."""
+    cases = [
+        (own(files, "letters"), 0.2, {"web", "code", "letters", "mixture"}),
+        (own(files, "letters"), 0, {"letters"}),
+        (own(files, "letters:web", "laws:code"), 0, {"web", "code", "mixture"}),
+    ]
+    for number, (section, share, names) in enumerate(cases):
+        root = tmp_path / str(number)
+        root.mkdir()
+        recipe, data = recipe_of(files, root, (3, 1), validation=section, validation_share=share)
+        logged = Validation.of(validation_sets(data, recipe), recipe).names
+        assert set(recipe.data.validation_names) == names
+        assert {name.removesuffix("_loss") for name in logged if name.endswith("_loss")} == names
+        for name in logged:
+            for written in (name, f"eval/{name}"):
+                judged = load_recipe(str(recipe.path), [f"evaluation.metric={written}"])
+                assert judged.evaluation.metric == name == judged.to_dict()["evaluation"]["metric"]

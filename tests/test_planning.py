@@ -193,6 +193,7 @@ def test_model_state_bytes_per_parameter():
         "zero3_offload": 2 / 8,
         "zero3_nvme": 0,
         "zero3_hpz": 18 / 8 + 2 / 8,
+        "zero3_sp4": 18 / 8,
     }
 
 

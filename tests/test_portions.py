@@ -175,6 +175,16 @@ def test_every_recipe_can_be_tried_on_few_tokens(name):
     assert load_recipe(name, small.overrides, limit_tokens=small.limit_tokens) == small
 
 
+def test_limit_is_what_the_page_says_of_it():
+    """The figures of docs/data.md: sequences of a step, and documents of validation."""
+    small = load_recipe("tiny", limit_tokens=20_000)
+    assert (small.sequence_length, small.samples_per_step, small.num_steps) == (128, 8, 19)
+    shares = {2_500_000: 0.02, 1_000_000: 0.05, 250_000: 0.2, 20_000: 0.2}
+    found = {limit: load_recipe("124m", limit_tokens=limit) for limit in [*shares, 900 * 1024]}
+    assert {limit: found[limit].data.validation_share for limit in shares} == shares
+    assert found[900 * 1024].num_steps >= 100
+
+
 def test_command_line_keeps_what_it_sets_of_a_limited_recipe():
     """A value of --set is not scaled; one step must fit; numbers may be written 5e6."""
     step = load_recipe("124m").tokens_per_step

@@ -364,7 +364,8 @@ def test_what_would_fail_later_is_refused_at_once(override, message):
 
 EVALUATION = {
     ("evaluation.metric=los",): "did you mean 'loss'",
-    ("evaluation.metric=python_stdlib_loss",): "<source>_loss of several sources",
+    ("evaluation.metric=python_stdlib_loss",): "with a single source that is 'loss'",
+    ("evaluation.metric=train/loss",): "no validation of this recipe measures; there are loss, perplexity",
     ("evaluation.metric=arc/acc",): "evaluation.metric: is 'arc/acc', but nothing scores it",
     (
         "evaluation.patience=2",

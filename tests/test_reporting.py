@@ -238,6 +238,17 @@ def test_the_phase_is_said_in_words(tmp_path, phase):
     assert told in sentences(found)[0], sentences(found)
 
 
+def test_a_short_run_is_not_said_to_have_just_begun(tmp_path):
+    """Few rows are no sign of a beginning: a finished run is finished, another has spent what it has spent."""
+    over = [{"time": "2001-01-01T00:00:00Z", "event": "end", "eval_loss": 3.0}]
+    for events, told in (
+        (over, "The run is finished; too few"),
+        ([], "Too few rows are logged to judge the curve."),
+    ):
+        run = made_run(tmp_path / told[:3], noisy_law(4), events=events)
+        assert sentences(analyze(RunRecord(run.path)))[0].startswith(told)
+
+
 ENDINGS = {
     "stopped": (
         {"event": "stopped", "step": 90, "reason": "SIGTERM"},
@@ -381,7 +392,9 @@ def test_the_end_of_a_run_says_what_it_took(tmp_path, monkeypatch, capsys):
     report_end(run)
     told = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert told[0][0] == "result"
-    assert told[0][1].startswith("validation loss 3.5000 nats per token, 2.0000 bits per byte (0.500 of")
+    assert told[0][1].startswith(
+        "validation loss 3.5000 nats per token, 2.0000 bits per byte (0.500 of the unigram entropy 4.0000, which"
+    )
     assert told[1:] == [
         ["took", "40 steps, 40,000 tokens in 20.0 minutes, 4.00 s of them in its steps: 10,000 tokens/s"],
         ["measured", "peak memory 300 MB (planned 290 MB), tokens/s, all steps 10,000 (planned 12,500)"],

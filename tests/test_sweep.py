@@ -14,7 +14,7 @@ from pretraining.errors import UserError
 from pretraining.sweep import _folder_name, _parsed, _short_keys, as_text
 from tests.runs import REPOSITORY, Workshop, answer_of, execute
 
-SHORT = ("budget.tokens=1024", "training.logging_steps=1", "evaluation.sample_tokens=0")
+SHORT = ("budget.tokens=1024", "training.logging_steps=5", "evaluation.sample_tokens=0")
 SWEEP = ["python", "-m", "pretraining.sweep", "--deepspeed", "null"]
 OVER = ["--over", "training.learning_rate=0.01,1e-3"]
 
@@ -51,6 +51,10 @@ def test_a_sweep_skips_what_is_finished_stops_goes_on_and_names_the_best(worksho
     assert answer["points"][1]["metrics"]["step"] == 2 and answer == json.loads(
         (tmp_path / "sweep.json").read_text()
     )
+    # The loss of the last step, though rows are logged more rarely than that.
+    rows = (tmp_path / "learning_rate=1e-3" / "metrics.jsonl").read_text().splitlines()
+    last = next(row for row in map(json.loads, reversed(rows)) if "train/loss" in row)
+    assert last["step"] == 2 and last["train/loss"] == answer["points"][1]["metrics"]["train/loss"]
     page = Path(answer["report"]).read_text()
     assert '["training.learning_rate","0.01","0.001"]' in page
     shown = execute([*command, "--show"])

@@ -103,13 +103,14 @@ def test_every_source_is_measured_and_they_add_up(entry):
     assert len({round(measured[f"{name}_loss"], 3) for name in splits}) == 3
 
 
-def test_one_source_is_measured_as_one_split(entry):
-    """Without sources to tell apart the metrics are the three of the whole split, whatever its form."""
+def test_one_set_is_measured_as_one_split_and_by_its_name_if_it_has_one(entry):
+    """The three of the whole split, whatever its form; a source of data.validation has them by its name too."""
     split = by_source(entry)["web"]
-    one, other = (
+    one, named = (
         Validation.of(given, recipe_of()).measure(Bigrams()) for given in (split, sets_of({"web": split}))
     )
-    assert one == other and set(one) == {"loss", "perplexity", "bits_per_byte"}
+    assert set(one) == {"loss", "perplexity", "bits_per_byte"}
+    assert named == one | {f"web_{name}": value for name, value in one.items()}
     assert isinstance(Validation.of(split, recipe_of()).dataset, PackedDataset)
 
 

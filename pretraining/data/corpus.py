@@ -13,7 +13,7 @@ from pretraining.data.manifest import FORMAT, digest_of
 from pretraining.data.sources import TextSource, source_from_json
 from pretraining.data.text_files import Document, Extent
 from pretraining.errors import UserError
-from pretraining.recipe.data import Data, TextOrigin
+from pretraining.recipe.data import Data, TextOrigin, ValidationSource
 
 SPLIT_SEED = 0x73706C6974
 BATCH_BYTES = 1 << 20
@@ -125,7 +125,7 @@ class Corpus:
     def of(cls, data: Data, sources: list[TextSource], specs: Sequence[TextOrigin] | None = None) -> "Corpus":
         """Cut the opened sources `specs` of a data section, which may read their files' footers.
 
-        specs: None for its training sources.
+        specs: None for its training sources. One of validation that is capped is a single task, read up to its cap.
         """
         specs = data.sources if specs is None else specs
         places = [spec.path or spec.dataset or spec.called for spec in specs]
@@ -134,7 +134,13 @@ class Corpus:
             for number, source in enumerate(sources)
             for extents in source.cut(PIECE_BYTES)
         ]
-        return cls(data.name, places, sources, data.skip_undecodable, pieces, _gather(pieces, sources))
+        capped = [isinstance(spec, ValidationSource) and spec.is_capped for spec in specs]
+        # A piece of the hub is a whole file, already about as large as a task.
+        sizes = [
+            len(pieces) if cap else 1 if source.large_pieces else TASK_PIECES
+            for cap, source in zip(capped, sources, strict=True)
+        ]
+        return cls(data.name, places, sources, data.skip_undecodable, pieces, _gather(pieces, sizes))
 
     @cached_property
     def keys(self) -> list[str]:
@@ -193,13 +199,12 @@ class Corpus:
         return cls(**{**values, **opened})
 
 
-def _gather(pieces: list[Piece], sources: list[TextSource]) -> list[range]:
-    """Gather `TASK_PIECES` neighbours of one source into a task; a piece of a source with `large_pieces` is one."""
+def _gather(pieces: list[Piece], sizes: list[int]) -> list[range]:
+    """Gather neighbours of one source into tasks of at most `sizes[source]` pieces."""
     tasks, start = [], 0
     for stop in range(1, len(pieces) + 1):
         source = pieces[start].source
-        # A piece of the hub is a whole file, already about as large as a task.
-        full = stop - start == (1 if sources[source].large_pieces else TASK_PIECES)
+        full = stop - start == sizes[source]
         if stop == len(pieces) or full or pieces[stop].source != source:
             tasks.append(range(start, stop))
             start = stop

@@ -44,6 +44,8 @@ DECIDING_SOURCE_KEYS = (
     "text_column",  # which of their columns
 )
 """The same for each entry in `sources`. Its name, weight and max_epochs only say how a run mixes it."""
+DECIDING_CAPS = ("max_tokens", "max_documents")
+"""The same for each entry in `validation.sources`: every run measures all that was prepared of it."""
 
 
 _SPLIT = {"type": "object", "required": ["documents", "tokens", "bytes", "dtype", "checksum", "shards"]}
@@ -69,12 +71,13 @@ def deciding_section(data: dict) -> dict:
     whole = filled(data, recipe_schema()["properties"]["data"])
     found = {key: whole.get(key) for key in DECIDING_KEYS} | {"sources": _deciding_sources(whole["sources"])}
     if found["validation"]:
-        found["validation"] |= {"sources": _deciding_sources(found["validation"]["sources"])}
+        found["validation"] |= {"sources": _deciding_sources(found["validation"]["sources"], DECIDING_CAPS)}
     return found
 
 
-def _deciding_sources(specs: list[dict]) -> list[dict]:
-    return [{key: spec[key] for key in DECIDING_SOURCE_KEYS if spec.get(key) is not None} for spec in specs]
+def _deciding_sources(specs: list[dict], caps: tuple[str, ...] = ()) -> list[dict]:
+    keys = (*DECIDING_SOURCE_KEYS, *caps)
+    return [{key: spec[key] for key in keys if spec.get(key) is not None} for spec in specs]
 
 
 def source_entries(manifest: dict) -> list[dict]:

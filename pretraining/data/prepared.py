@@ -150,7 +150,7 @@ def _check_section(data: dict, manifest: dict, folder: Path | str, command: str)
         beside = fitting_beside(folder, data) if isinstance(folder, Path) else ""
         raise UserError(
             f"{folder}: prepared from another data section: {listed(differing)}; give the recipe a data.name of its "
-            f"own, or make the data anew in this place: {command}{beside}"
+            f"own; or, if no run made from this data is to go on, make it anew in its place: {command}{beside}"
         )
 
 

@@ -78,8 +78,7 @@ class Validation:
     @property
     def names(self) -> list[str]:
         """Names of the metrics that `measure` returns."""
-        # With one set these would repeat the totals.
-        sets = [part.name for part in self.parts if part.name is not None] if len(self.parts) > 1 else []
+        sets = [part.name for part in self.parts if part.name is not None]
         mixture = ["mixture"] if self._follows_mixture else []
         ours = ("loss", "perplexity", "bits_per_byte")
         by_set = [f"{each}_{name}" for each in [*mixture, *sets] for name in ours]

@@ -9,7 +9,7 @@ only with the package flash-attn, and its loader cannot resume within an epoch.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,13 @@ def register_split(name: str, kernel: Callable, groups: RankGroups) -> str:
     # It gets no mask function: transformers would make the mask of the rank's own part.
     AttentionInterface.register(f"{SPLIT}{name}", SplitAttention(kernel, groups))
     return f"{SPLIT}{name}"
+
+
+class HeadsHere(NamedTuple):
+    """What kernels read of an attention layer, for the heads that this rank has after the exchange."""
+
+    num_key_value_groups: int
+    is_causal: bool = True
 
 
 class SplitAttention:
@@ -66,7 +73,8 @@ class SplitAttention:
                 attention_mask = document_mask(cu_seq_lens_q, len(query), query.shape[2])
             else:
                 kwargs["cu_seq_lens_q"] = cu_seq_lens_q
-        attended, _ = self.kernel(module, query, key, value, attention_mask, **kwargs)
+        heads = HeadsHere(query.shape[1] // key.shape[1])
+        attended, _ = self.kernel(heads, query, key, value, attention_mask, **kwargs)
         return (self._whole_heads(attended) if exchanges else attended), None
 
     def _whole_sequences(self, *parts: torch.Tensor) -> list[torch.Tensor]:

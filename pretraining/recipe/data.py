@@ -82,12 +82,28 @@ class ValidationSource(TextOrigin):
     """Text to validate on: a path or a dataset."""
 
     split: str = key("Split of the dataset.", default="validation", minLength=1)
+    max_tokens: int | None = key(
+        "Take the first documents alone: up to the one with which they have so many tokens.",
+        default=None,
+        minimum=1,
+        omitted=True,
+    )
+    max_documents: int | None = key(
+        "Take so many first documents alone.", default=None, minimum=1, omitted=True
+    )
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether only its first documents are taken."""
+        return (self.max_tokens, self.max_documents) != (None, None)
 
 
 class OwnValidation(Section):
     """Validation on sources of its own, prepared with the rest, each measured by its name; null: on the share alone."""
 
-    sources: list[ValidationSource] = key("The texts, whole and in this order.", minItems=1)
+    sources: list[ValidationSource] = key(
+        "The texts, in this order, whole unless they are capped.", minItems=1
+    )
     filters: bool = key("Apply data.filters to them too; false: they are taken as they are.", default=False)
 
 
@@ -244,6 +260,19 @@ class Data(Section):
             *((f"data.sources.{number}", source) for number, source in enumerate(self.sources)),
             *((f"data.validation.sources.{number}", source) for number, source in enumerate(own)),
         ]
+
+    @property
+    def validation_names(self) -> list[str]:
+        """What a validation measures by itself: sources of the held-out share if there are several, and of validation.
+
+        A set that is too small for one block has no number all the same.
+        """
+        training = [source.called for source in self.sources]
+        own = [source.called for source in self.validation.sources] if self.validation else []
+        # Names that are alike, which only data without a mixture may have, tell nothing apart.
+        held_out = training if self.validation_share and len(set(training)) == len(training) > 1 else []
+        represents_all = len(held_out + own) > 1 and set(training) <= set(held_out or own)
+        return [*held_out, *own, *(["mixture"] if is_mixed(self) and represents_all else [])]
 
     def check_together(self, where: str, at: str) -> None:
         """Special tokens differ; there is something to validate on, and its sources have names of their own."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from pretraining.ds_config import degrees_of
 from pretraining.errors import nearest
 from pretraining.extend import Extension, check_defined, defined
-from pretraining.metric_names import LOWER_IS_BETTER
+from pretraining.metric_names import GROUPS, LOWER_IS_BETTER
 from pretraining.recipe.budget import Budget, StepSizes, check_division, nearest_multiples
 from pretraining.recipe.data import Data, check_mixture
 from pretraining.recipe.model import CROSSES_DOCUMENTS, EXACT, Model
@@ -260,9 +260,10 @@ class Recipe:
         check_mixture(self.data, self.num_samples, length, where)
         check_mup(self.mup, model, where)
         check_vocabulary(self.data, model, where)
-        sources = [source.called for source in self.data.sources]
         metrics = defined(self.extensions, "metric")
-        check_evaluation(self.evaluation, self.checkpoints.keep_best, self.training, sources, where, metrics)
+        check_evaluation(
+            self.evaluation, self.checkpoints.keep_best, self.training, self.data, where, metrics
+        )
         if self.monitors.profile is not None:
             check_profile(self.monitors.profile.steps, self.num_steps, where)
 
@@ -302,8 +303,8 @@ def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None =
     return steps
 
 
-BY_SOURCE = ("loss", "bits_per_byte")
-"""What a validation measures of each of several sources."""
+MOST_NAMES = 12
+"""Metrics that a message lists."""
 
 
 def check_documents(data: Data, model: Model, where: str) -> None:
@@ -353,17 +354,17 @@ def check_evaluation(
     evaluation: Evaluation,
     keep_best: int,
     training: Training,
-    sources: Sequence[str],
+    data: Data,
     where: str,
     metrics: Sequence[str] = (),
 ) -> None:
     """What is judged must be measured, when it is judged.
 
-    keep_best: `checkpoints.keep_best`. sources: what the data's sources are called. metrics: those of extensions.
+    keep_best: `checkpoints.keep_best`. metrics: those of extensions.
     """
     _check_validated_saves(keep_best, training, where)
     _check_patience(evaluation.patience, training, where)
-    _check_metric(evaluation, sources, where, metrics)
+    _check_metric(evaluation, data, where, metrics)
     _check_cadence(evaluation.task_steps, training, where)
 
 
@@ -386,17 +387,24 @@ def _check_patience(patience: int | None, training: Training, where: str) -> Non
         raise problem(where, "evaluation.patience", what)
 
 
-def _check_metric(evaluation: Evaluation, sources: Sequence[str], where: str, own: Sequence[str]) -> None:
-    """It is measured by every validation; that of a source only if there are several."""
+def _check_metric(evaluation: Evaluation, data: Data, where: str, own: Sequence[str]) -> None:
+    """It is measured by every validation."""
     metric, task_steps = evaluation.metric, evaluation.task_steps
-    # scores are <task>/<metric>; the source of a loss is known by its name, so names must differ
-    is_score, several = "/" in metric, len(set(sources)) == len(sources) > 1
-    by_source = [f"{name}_{kind}" for name in sources for kind in BY_SOURCE] if several else []
-    by_source += own
-    if not is_score and metric not in (*LOWER_IS_BETTER, *by_source):
-        near = nearest(metric, (*LOWER_IS_BETTER, *by_source, "hellaswag/acc", "hellaswag/acc_norm"))
-        known = "loss, perplexity, bits_per_byte, <source>_loss of several sources or <task>/<metric>"
-        raise problem(where, "evaluation.metric", f"is {metric!r}; it must be {known}{near}")
+    # scores are <task>/<metric>
+    is_score = "/" in metric and metric.partition("/")[0] not in GROUPS
+    by_set = [f"{name}_{kind}" for name in data.validation_names for kind in LOWER_IS_BETTER]
+    names = [*LOWER_IS_BETTER, *by_set, *own]
+    if not is_score and metric not in names:
+        near = nearest(metric, (*names, "hellaswag/acc", "hellaswag/acc_norm"))
+        what = f"is {metric!r}, which no validation of this recipe measures"
+        called = [source.called for source in data.sources]
+        if len(called) == 1 and metric in [f"{called[0]}_{kind}" for kind in LOWER_IS_BETTER]:
+            # a single source's loss is the whole validation's
+            near = f"; with a single source that is {metric.removeprefix(called[0] + '_')!r}"
+        shown = ", ".join(names if len(names) <= MOST_NAMES else [*names[:MOST_NAMES], "..."])
+        raise problem(
+            where, "evaluation.metric", f"{what}; there are {shown}, and scores as <task>/<metric>{near}"
+        )
     if is_score and task_steps is not None:
         what = f"is {task_steps}, but evaluation.metric {metric} is wanted at each validation: leave it out"
         raise problem(where, "evaluation.task_steps", what)

@@ -436,8 +436,8 @@ class Evaluation(Section):
     )
     task_limit: int | None = key("Only the first so many items of each; null: all.", default=None, minimum=1)
     metric: str = key(
-        "What patience and checkpoints.keep_best judge a validation by: loss, bits_per_byte, "
-        "<source>_loss, hellaswag/acc_norm, <task>/<metric>. Losses, perplexities and bits "
+        "What patience and checkpoints.keep_best judge a validation by, with or without eval/ before it: loss, "
+        "bits_per_byte, <source>_loss, hellaswag/acc_norm, <task>/<metric>. Losses, perplexities and bits "
         "per byte are better when lower.",
         default="loss",
         minLength=1,
@@ -451,6 +451,10 @@ class Evaluation(Section):
     min_improvement: float = key(
         "With patience: better by no more than this does not count.", default=0.0, minimum=0
     )
+
+    def __post_init__(self) -> None:
+        # Named as the logs name it, or without their group.
+        object.__setattr__(self, "metric", self.metric.removeprefix("eval/"))
 
 
 class Report(Section):

@@ -150,7 +150,7 @@ def _phase(record: RunRecord, found: Analysis, losses: np.ndarray) -> str:
     if not np.isfinite(losses[-1]):
         return "broken"
     if len(losses) < FEWEST_ROWS:
-        return "just begun"
+        return "finished with few rows" if found.standing.state == "finished" else "too few rows"
     if found.recent_gain is not None and found.recent_gain < -0.05:
         return "diverging"
     if found.standing.state == "finished":

@@ -13,7 +13,8 @@ from pretraining.schema import display_path
 
 PHASES = {
     "not begun": "No step has been logged yet.",
-    "just begun": "The run has just begun: too few rows to judge.",
+    "too few rows": "Too few rows are logged to judge the curve.",
+    "finished with few rows": "The run is finished; too few rows are logged to judge its curve.",
     "broken": "The loss is not a number: the run is broken since then.",
     "diverging": "The loss is rising: it is diverging.",
     "warming up": "The learning rate is still warming up.",
@@ -163,7 +164,7 @@ def end_text(record: RunRecord) -> str:
     )
     result = (
         f"validation loss {end['eval_loss']:.4f} nats per token, {bits:.4f} bits per byte "
-        f"({bits / unigram:.3f} of the unigram entropy {unigram:.4f})"
+        f"({bits / unigram:.3f} of the unigram entropy {unigram:.4f}, which frequencies of tokens alone reach)"
         + ("" if trained is None else f"; training loss of the last row {trained:.4f}")
     )
     rows = {

@@ -64,6 +64,9 @@ class MetricsCallback(TrainerCallback):
         # by tokens: the steps of a ramp differ in size
         state.epoch = self.speed.tokens_at(state.global_step) / self.tokens_per_epoch
         self.speed.clock.settle()
+        if state.global_step >= state.max_steps and args.logging_strategy == "steps":
+            # whatever the cadence: the end of a run is what it is compared by
+            control.should_log = True
         if not control.should_log:
             self._enter_pause(control)
 

@@ -93,6 +93,8 @@ class EvaluationSets(Stage):
     """The texts of `data.validation`, if no training text may hold a stretch of them."""
     own_names: tuple[str, ...] = ()
     """What the recipe calls their sources."""
+    own_documents: tuple[int | None, ...] = ()
+    """How many of their first documents count; None: all."""
 
     @classmethod
     def from_recipe(cls, work: Path, data: Data, validation: Corpus | None) -> "EvaluationSets | None":
@@ -104,7 +106,10 @@ class EvaluationSets(Stage):
         if not section.validation or validation is None or data.validation is None:
             return cls(work, section.folder, section.tasks, spec)
         names = tuple(source.called for source in data.validation.sources)
-        return cls(work, section.folder, section.tasks, spec, validation, names)
+        # What filters leave, and how many tokens it has, is not known yet: all documents count.
+        filters = data.validation.filters and data.filters
+        most = tuple(None if filters else source.max_documents for source in data.validation.sources)
+        return cls(work, section.folder, section.tasks, spec, validation, names, most)
 
     @cached_property
     def keys(self) -> list[str]:
@@ -114,7 +119,7 @@ class EvaluationSets(Stage):
             return [digest_of(spec, fingerprint_of_sets(self.sets_folder, self.lm_eval_tasks))]
         named = self.sets_folder is not None or self.lm_eval_tasks
         files = fingerprint_of_sets(self.sets_folder, self.lm_eval_tasks) if named else None
-        return [digest_of(spec, files, self.own.keys, self.own_names)]
+        return [digest_of(spec, files, self.own.keys, self.own_names, self.own_documents)]
 
     def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
         """Write the index: its arrays as .npy, all else as JSON."""
@@ -128,9 +133,17 @@ class EvaluationSets(Stage):
 
     def _own_texts(self) -> Iterator[tuple[str, str]]:
         """Read (source's name, text) of `data.validation`."""
-        for number in range(len(self.own.pieces) if self.own else 0):
+        left = list(self.own_documents)
+        for number, piece in enumerate(self.own.pieces if self.own else ()):
+            if left[piece.source] == 0:
+                continue
             for batch in self.own.batches(range(number, number + 1), {}):
-                yield from ((self.own_names[batch.source], text) for text in batch.texts)
+                texts = batch.texts[: left[piece.source]]
+                yield from ((self.own_names[piece.source], text) for text in texts)
+                if left[piece.source] is not None:
+                    left[piece.source] -= len(texts)
+                    if not left[piece.source]:
+                        break
 
     def index(self) -> ContaminationIndex:
         """Read the finished index."""

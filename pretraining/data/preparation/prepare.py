@@ -114,7 +114,9 @@ class Outcome:
         lines.append(f"  tokenizer  {ids:>13,} ids       {ratio:>15.2f} bytes/token")
         left_out = ", ".join(f"{count:,} {reason}" for reason, count in summary["skipped"].items())
         lines.append(f"  documents left out: {left_out}")
-        lines.append(f"  unigram entropy of validation {summary['unigram_bits_per_byte']:.3f} bits per byte")
+        lines.append(
+            f"  unigram entropy of all validation tokens {summary['unigram_bits_per_byte']:.3f} bits per byte"
+        )
         if len(summary["sources"]) > 1:
             lines += _source_lines(summary["sources"])
         lines += [

@@ -199,12 +199,23 @@ class Preparation:
         """Plan the stage for the texts of `data.validation`, if there are any."""
         if self.validation is None:
             return None
-        texts: Corpus | CleanedCorpus = self.validation
+        texts: Texts = self.validation
+        specs = self.data.validation.sources
+        bounds = {
+            number: Portion(spec.max_tokens, spec.max_documents)
+            for number, task in enumerate(texts.tasks)
+            if (spec := specs[texts.pieces[task.start].source]).is_capped
+        }
         if self.data.validation.filters and self.data.filters:
             rules = {key: rule for key, rule in self.consulted.items() if key.startswith("data.filters")}
             clean = CleanValidation(self.work, self.validation, self.data.filters, rules, None, None)
-            texts = CleanedCorpus(self.validation, ["filters"], clean, None, ALL)
-        return TokenizeValidation(self.work, texts, self.tokenize.tokenizer, self.data.encoder, ALL)
+            # No more is cleaned than is wanted.
+            texts = (
+                CleanedAsRead(self.validation, ["filters"], clean)
+                if bounds
+                else CleanedCorpus(self.validation, ["filters"], clean, None, ALL)
+            )
+        return TokenizeValidation(self.work, texts, self.tokenize.tokenizer, self.data.encoder, ALL, bounds)
 
     def stage(self, name: str) -> Stage:
         """Find a stage by its name."""

@@ -184,28 +184,32 @@ class _Output:
         self._writers = {split: SplitWriter(folder / split, dtype) for split in SPLITS}
         self._counts, self._sizes = np.zeros(vocab_size, np.int64), SplitSizes()
         self._documents = self._tokens = 0
-        """Of training, so far."""
+        """What a bound counts, so far: documents and tokens of training, or of texts that are for validation only."""
+        self._trained_tokens = 0
         self._positions: list[np.ndarray] = []
         self._cut: dict | None = None
 
     def append(self, batch: Batch, tokens: np.ndarray, ends: np.ndarray, bound: Portion | None) -> bool:
-        """Write a batch, up to the document of training that reaches `bound`; say if it was reached."""
+        """Write a batch, up to the document that reaches `bound`; say if it was reached."""
         validation, lengths = np.array(batch.draws) < self._validation_share, np.diff(ends, prepend=0)
-        # Tokens of training up to the end of each document, from the beginning of the task.
-        train_ends = self._tokens + np.cumsum(np.where(validation, 0, lengths))
+        # Of a text of training and validation, a bound counts what is trained on.
+        counted = validation if self._validation_share == ALL else ~validation
         if bound is not None:
             remaining = bound.less(self._documents, self._tokens)
-            last = remaining.last_document(train_ends[~validation] - self._tokens)
+            last = remaining.last_document(np.cumsum(lengths[counted]))
             if last is not None:
-                stop = int(np.flatnonzero(~validation)[last]) + 1
-                validation, lengths, train_ends = validation[:stop], lengths[:stop], train_ends[:stop]
+                stop = int(np.flatnonzero(counted)[last]) + 1
+                validation, lengths, counted = validation[:stop], lengths[:stop], counted[:stop]
                 self._cut = {"last_document_tokens": int(lengths[-1])}
         stop = len(lengths)
+        # Tokens of training up to the end of each document, from the beginning of the task.
+        train_ends = self._trained_tokens + np.cumsum(np.where(validation, 0, lengths))
         self._write(tokens, ends[:stop], validation, np.array(batch.num_bytes[:stop]))
         self._sizes.extend(batch.draws[:stop], lengths.tolist())
         self._positions.append(train_ends[validation])
-        self._documents += int((~validation).sum())
-        self._tokens = int(train_ends[-1])
+        self._documents += int(counted.sum())
+        self._tokens += int(lengths[counted].sum())
+        self._trained_tokens = int(train_ends[-1])
         return self._cut is not None
 
     def _write(
