@@ -59,7 +59,7 @@ class Cut(NamedTuple):
         return f"{parameter}@{self.row}:{self.rows}:{self.column}:{self.columns}:{self.width}"
 
     def rectangles(self, start: int, numel: int) -> Iterator["Rectangle"]:
-        """Yield what elements [start, start + numel) of the cut are: at most a part of a row, whole rows, and a part."""
+        """Yield the elements [start, start + numel) of the cut: a part of a row, whole rows, a part of a row."""
         end = start + numel
         while start < end:
             row, column = divmod(start, self.columns)

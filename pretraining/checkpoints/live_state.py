@@ -16,18 +16,21 @@ import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+from pretraining.checkpoints.cuts import Cut
 from pretraining.checkpoints.shard_files import MASTER, CheckpointReader
 from pretraining.errors import UserError
 from pretraining.upstream import deepspeed
 
 
 class Piece(NamedTuple):
-    """Elements [start, start + numel) of a flattened parameter, at `offset` in the block's tensor."""
+    """Elements [start, start + numel) of a flattened parameter, or of its cut, at `offset` in the block's tensor."""
 
     parameter: str
     start: int
     numel: int
     offset: int
+    cut: Cut | None = None
+    """The part of the parameter in which `start` counts, if a layer is split over ranks."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the piece's elements in the block's tensor, or in a state of its size, as a view."""
@@ -79,6 +82,12 @@ def _is_per_element(key: str, value: Any, tensor: torch.Tensor) -> bool:
     return key != "step" and torch.is_tensor(value) and value.shape == tensor.shape
 
 
+def cut_of(parameter: torch.Tensor) -> Cut | None:
+    """Return the part of a parameter that this rank holds if a layer is split over ranks; None if all of it."""
+    parts = deepspeed.split_part(parameter)
+    return Cut.of(deepspeed.whole_shape(parameter), parts) if parts else None
+
+
 def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> LiveState:
     """Return the state of an unwrapped model and its optimizer, also if accelerate and DeepSpeed have wrapped it."""
     # accelerate wraps every optimizer, DeepSpeed's too.
@@ -102,6 +111,9 @@ class LiveState:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.model, self.optimizer = model, optimizer
+        self.cuts = {name: cut_of(parameter) for parameter, name in self.names.items()}
+        self.holders = {name: self._holders(parameter) for parameter, name in self.names.items()}
+        """Which of the ranks that hold the same elements of a parameter this one is, and how many there are."""
         self.blocks = list(self._blocks())
         trained = {name for block in self.blocks for name in block.parameters}
         self.frozen = {name: parameter for parameter, name in self.names.items() if name not in trained}
@@ -115,23 +127,30 @@ class LiveState:
         for group, values in enumerate(self.optimizer.param_groups):
             for parameter in values["params"]:
                 name = self.names[parameter]
-                yield Block(parameter, group, self.optimizer, [Piece(name, 0, parameter.numel(), 0)], [name])
+                piece = Piece(name, 0, parameter.numel(), 0, self.cuts[name])
+                yield Block(parameter, group, self.optimizer, [piece], [name])
 
-    def own_frozen(self, parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Return (first element, elements) of what this rank saves of a frozen parameter, as a view."""
-        whole = parameter.detach().view(-1)
-        piece = LiveState.own(self, Piece("", 0, whole.numel(), 0))
-        return piece.start, piece.of(whole)
+    def _holders(self, parameter: torch.Tensor) -> tuple[int, int]:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        # A part of a split layer is on one rank of each group that splits it; all others are on every rank.
+        _, degree = deepspeed.tensor_part_and_degree()
+        is_split = bool(deepspeed.split_part(parameter))
+        return (rank // degree, ranks // degree) if is_split else (rank, ranks)
+
+    def own_frozen(self, name: str) -> tuple[Piece, torch.Tensor]:
+        """Return what this rank saves of a frozen parameter, and the flat tensor that has it."""
+        whole = self.frozen[name].detach().view(-1)
+        return self.own(Piece(name, 0, whole.numel(), 0, self.cuts[name])), whole
 
     def set_frozen(self, reader: CheckpointReader) -> None:
         """Set the frozen parameters; `set_weights` has the trained ones."""
         for name, parameter in self.frozen.items():
-            parameter.detach().view(-1).copy_(reader.read(MASTER, name))
+            parameter.detach().view(-1).copy_(reader.read(MASTER, name, cut=self.cuts[name]))
 
     def own(self, piece: Piece) -> Piece:
         """Return the part of a piece that this rank saves."""
-        # Every rank holds all of it: each saves an equal part, so that they share the writing.
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        # The ranks that hold the same elements save equal parts, so that they share the writing.
+        rank, ranks = self.holders[piece.parameter]
         first, end = piece.numel * rank // ranks, piece.numel * (rank + 1) // ranks
         return piece._replace(start=piece.start + first, numel=end - first, offset=piece.offset + first)
 
@@ -167,12 +186,16 @@ class PartitionedOptimizer(LiveState):
     def _blocks(self) -> Iterator[Block]:
         for tensor, group, optimizer, parameters, slices in deepspeed.zero_partitions(self.optimizer):
             pieces = [
-                Piece(self.names[each.parameter], each.start, each.numel, each.offset) for each in slices
+                Piece(
+                    name := self.names[each.parameter], each.start, each.numel, each.offset, self.cuts[name]
+                )
+                for each in slices
             ]
             yield Block(tensor, group, optimizer, pieces, [self.names[parameter] for parameter in parameters])
 
-    def own(self, piece: Piece) -> Piece:
-        return piece
+    def _holders(self, parameter: torch.Tensor) -> tuple[int, int]:
+        # Data ranks have partitions of their own. Ranks that split layers have the same ones of all other parameters.
+        return (0, 1) if deepspeed.split_part(parameter) else deepspeed.tensor_part_and_degree()
 
     def owns_whole(self) -> bool:
         return True
@@ -190,15 +213,21 @@ class PartitionedParameters(PartitionedOptimizer):
     The parts are in sub-groups, which may be on NVMe.
     """
 
-    def own_frozen(self, parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
-        return deepspeed.own_partition(parameter)
+    def _holders(self, parameter: torch.Tensor) -> tuple[int, int]:
+        is_own = deepspeed.is_partitioned_over_all(parameter)
+        return (0, 1) if is_own else super()._holders(parameter)
+
+    def own_frozen(self, name: str) -> tuple[Piece, torch.Tensor]:
+        start, own = deepspeed.own_partition(self.frozen[name])
+        piece = self.own(Piece(name, 0, own.numel(), 0, self.cuts[name]))
+        return piece._replace(start=start + piece.start), own
 
     def set_frozen(self, reader: CheckpointReader) -> None:
         # Small parameters are whole on every rank: they are partitioned before and gathered again afterwards.
         with deepspeed.weights_set_anew(self.optimizer):
             for name, parameter in self.frozen.items():
                 start, own = deepspeed.own_partition(parameter)
-                own.copy_(reader.read(MASTER, name, start, own.numel()))
+                own.copy_(reader.read(MASTER, name, start, own.numel(), self.cuts[name]))
 
     def is_swapped(self, block: Block) -> bool:
         return deepspeed.is_on_nvme(self.optimizer, self._index(block))
@@ -229,7 +258,8 @@ def set_block(block: Block, reader: CheckpointReader) -> None:
         UserError: the checkpoint does not keep what this optimizer needs.
     """
     for piece in block.pieces:
-        piece.of(block.tensor).copy_(reader.read(MASTER, piece.parameter, piece.start, piece.numel))
+        elements = reader.read(MASTER, piece.parameter, piece.start, piece.numel, piece.cut)
+        piece.of(block.tensor).copy_(elements)
     saved = _saved_scalars(block, reader)
     if saved is None:  # no gradient has reached these parameters yet
         return
@@ -253,7 +283,8 @@ def _set_per_element(block: Block, key: str, example: torch.Tensor, reader: Chec
     for piece in block.pieces:
         # A parameter that no gradient had reached has no states in the checkpoint, and gets zeros here.
         if key in reader.states(piece.parameter):
-            piece.of(live[key]).copy_(reader.read(key, piece.parameter, piece.start, piece.numel))
+            elements = reader.read(key, piece.parameter, piece.start, piece.numel, piece.cut)
+            piece.of(live[key]).copy_(elements)
         elif piece.parameter in reader.state["scalars"]:
             raise _other_states(block, key, piece.parameter, reader)
 

@@ -157,9 +157,12 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     # Sequences are split here. With its key, DeepSpeed 0.19.8 would count fewer ranks than it averages over.
     config.pop("sequence_parallel_size", None)
     if degrees_of(ds_config).tensor > 1:
-        config["tensor_parallel"] = {**ds_config["tensor_parallel"], "partition_config": split_layers(recipe)}
+        config["tensor_parallel"] = {**ds_config["tensor_parallel"], "partition_config": split_layers()}
+        # the exported weights are gathered at every stage
+        gathered = {"stage3_gather_16bit_weights_on_model_save": True}
+        config["zero_optimization"] = {**ds_config["zero_optimization"], **gathered}
     if gathers_blocks(recipe, ds_config, torch.cuda.is_available()):
-        zero = ds_config["zero_optimization"]
+        zero = config["zero_optimization"]
         ahead = block_gathering(zero, layer_numel(parameter_tensors(recipe.model)))
         config["zero_optimization"] = {**zero, **ahead}
     if recipe.speed.compile == "deepcompile":
@@ -174,8 +177,11 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     return config
 
 
-def split_layers(recipe: Recipe) -> dict:
-    """Return the rules by which AutoTP splits the layers of this recipe's model (`tensor_parallel.partition_config`)."""
+def split_layers() -> dict:
+    """Return the rules by which AutoTP splits layers (`tensor_parallel.partition_config`).
+
+    Attention and MLP are split. Embeddings, head and norms are whole on every rank.
+    """
     columns = r".*\.self_attn\.[qkv]_proj\.(weight|bias)$", r".*\.mlp\.(gate|up)_proj\.(weight|bias)$"
     rows = r".*\.self_attn\.o_proj\.weight$", r".*\.mlp\.down_proj\.weight$"
     # These norms see only the heads of their rank: each rank has a part of their gradient.

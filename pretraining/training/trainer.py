@@ -203,6 +203,10 @@ class PretrainingTrainer(TimedTrainer):
             print("\n".join(describe_groups(optimizer, self.model)), flush=True)
         return optimizer
 
+    def get_tp_size(self) -> int:
+        """Return 1: a rank counts the targets of the samples that it reads, also if others read the same ones."""
+        return 1
+
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict:

@@ -39,6 +39,7 @@ Changed:
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from math import prod
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -46,6 +47,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.runtime import bf16_optimizer, utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import clip_grad_norm_
@@ -53,7 +55,7 @@ from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import link_hp_params
+from deepspeed.utils import groups, link_hp_params
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
@@ -337,13 +339,42 @@ def set_weights(zero: Any) -> None:
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a whole parameter, even if ZeRO-3 has partitioned it."""
+    """Return the shape of a whole parameter, even if ZeRO-3 has partitioned it, or AutoTP has split it."""
+    if (split := getattr(parameter, DS_AUTOTP_UC_META, None)) and split["partition_sizes"]:
+        return tuple(split["logical_shape"])
+    return own_shape(parameter)
+
+
+def own_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of what AutoTP leaves to this rank, even if ZeRO-3 has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def whole_numel(parameter: torch.Tensor) -> int:
-    """Count the elements of a whole parameter, even if ZeRO-3 has partitioned it."""
-    return getattr(parameter, "ds_numel", parameter.numel())
+    """Count the elements of a whole parameter, even if ZeRO-3 has partitioned it, or AutoTP has split it."""
+    return prod(whole_shape(parameter))
+
+
+def split_part(parameter: torch.Tensor) -> dict[int, tuple[int, int]]:
+    """Return what AutoTP leaves to this rank of a parameter, {dimension: (first, number)}; {} if it is not split."""
+    split = getattr(parameter, DS_AUTOTP_UC_META, None)
+    if not split or not (sizes := split["partition_sizes"]):
+        return {}
+    part = groups.get_tensor_model_parallel_rank()
+    return {split["partition_dim"]: (sum(sizes[:part]), sizes[part])}
+
+
+def tensor_part_and_degree() -> tuple[int, int]:
+    """Return which part of split layers this rank has, and over how many ranks AutoTP splits them; (0, 1) without."""
+    degree = groups._get_model_parallel_world_size()
+    return (groups.get_tensor_model_parallel_rank() if degree > 1 else 0), degree
+
+
+def is_partitioned_over_all(parameter: torch.Tensor) -> bool:
+    """Say if ZeRO-3 partitions a parameter over the ranks that split layers too, so that none holds another's part."""
+    # `zero.Init` partitions over all ranks. What AutoTP splits afterwards is partitioned over the data ranks.
+    ranks = getattr(parameter, "ds_process_group", None)
+    return ranks is not None and dist.get_world_size(group=ranks) == dist.get_world_size()
 
 
 @contextmanager
