@@ -112,8 +112,7 @@ class LiveState:
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.model, self.optimizer = model, optimizer
         self.cuts = {name: cut_of(parameter) for parameter, name in self.names.items()}
-        self.holders = {name: self._holders(parameter) for parameter, name in self.names.items()}
-        """Which of the ranks that hold the same elements of a parameter this one is, and how many there are."""
+        self.holders = {name: deepspeed.holders(p, optimizer) for p, name in self.names.items()}
         self.blocks = list(self._blocks())
         trained = {name for block in self.blocks for name in block.parameters}
         self.frozen = {name: parameter for parameter, name in self.names.items() if name not in trained}
@@ -129,13 +128,6 @@ class LiveState:
                 name = self.names[parameter]
                 piece = Piece(name, 0, parameter.numel(), 0, self.cuts[name])
                 yield Block(parameter, group, self.optimizer, [piece], [name])
-
-    def _holders(self, parameter: torch.Tensor) -> tuple[int, int]:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        # A part of a split layer is on one rank of each group that splits it; all others are on every rank.
-        _, degree = deepspeed.tensor_part_and_degree()
-        is_split = bool(deepspeed.split_part(parameter))
-        return (rank // degree, ranks // degree) if is_split else (rank, ranks)
 
     def own_frozen(self, name: str) -> tuple[Piece, torch.Tensor]:
         """Return what this rank saves of a frozen parameter, and the flat tensor that has it."""
@@ -193,10 +185,6 @@ class PartitionedOptimizer(LiveState):
             ]
             yield Block(tensor, group, optimizer, pieces, [self.names[parameter] for parameter in parameters])
 
-    def _holders(self, parameter: torch.Tensor) -> tuple[int, int]:
-        # Data ranks have partitions of their own. Ranks that split layers have the same ones of all other parameters.
-        return (0, 1) if deepspeed.split_part(parameter) else deepspeed.tensor_part_and_degree()
-
     def owns_whole(self) -> bool:
         return True
 
@@ -212,10 +200,6 @@ class PartitionedParameters(PartitionedOptimizer):
 
     The parts are in sub-groups, which may be on NVMe.
     """
-
-    def _holders(self, parameter: torch.Tensor) -> tuple[int, int]:
-        is_own = deepspeed.is_partitioned_over_all(parameter)
-        return (0, 1) if is_own else super()._holders(parameter)
 
     def own_frozen(self, name: str) -> tuple[Piece, torch.Tensor]:
         start, own = deepspeed.own_partition(self.frozen[name])

@@ -370,11 +370,23 @@ def tensor_part_and_degree() -> tuple[int, int]:
     return (groups.get_tensor_model_parallel_rank() if degree > 1 else 0), degree
 
 
-def is_partitioned_over_all(parameter: torch.Tensor) -> bool:
-    """Say if ZeRO-3 partitions a parameter over the ranks that split layers too, so that none holds another's part."""
-    # `zero.Init` partitions over all ranks. What AutoTP splits afterwards is partitioned over the data ranks.
-    ranks = getattr(parameter, "ds_process_group", None)
-    return ranks is not None and dist.get_world_size(group=ranks) == dist.get_world_size()
+def holders(parameter: torch.Tensor, optimizer: Any) -> tuple[int, int]:
+    """Return (number, count) of this rank among those whose optimizer steps the same elements of a parameter.
+
+    optimizer: the engine's, or torch's own.
+    """
+    tensor, is_split = tensor_part_and_degree(), bool(split_part(parameter))
+    if (
+        is_stage_3(optimizer)
+        and dist.get_world_size(group=parameter.ds_process_group) == dist.get_world_size()
+    ):
+        # `zero.Init` partitions over all ranks. Only what AutoTP splits afterwards is partitioned over the data ranks.
+        return 0, 1
+    if is_stage_3(optimizer) or is_stage_1_or_2(optimizer):
+        # data ranks have partitions of their own
+        return (0, 1) if is_split else tensor
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return (rank // tensor[1], ranks // tensor[1]) if is_split else (rank, ranks)
 
 
 @contextmanager
