@@ -64,6 +64,7 @@ DEGREES = {
     "tensor": ("tensor_parallel", "autotp_size"),
     "sequence": ("sequence_parallel_size",),
     "expert": ("expert_parallel", "autoep_size"),
+    "hpz": ("zero_optimization", "zero_hpz_partition_size"),
 }
 """{degree, as in `--deepspeed zero3:sequence=4`: the key of a ds_config that holds it}, DeepSpeed's own."""
 
@@ -94,7 +95,8 @@ class Degrees(NamedTuple):
 def degrees_of(config: dict | None) -> Degrees:
     """Return the degrees of parallelism that a ds_config asks for."""
     found = {}
-    for name, (*blocks, key) in DEGREES.items():
+    for name in Degrees._fields:
+        *blocks, key = DEGREES[name]
         values = config or {}
         for block in blocks:
             values = values.get(block) or {}

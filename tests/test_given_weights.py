@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -23,8 +24,10 @@ from pretraining.model.given_weights import (
     revision_of,
 )
 from pretraining.model.weight_files import open_weights
+from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.need import state_of_recipe
-from pretraining.planning.memory.tensors import frozen_tensors, trained_tensors
+from pretraining.planning.memory.tensors import ParametersVerb, frozen_tensors, trained_tensors
+from pretraining.planning.screen import full_plan
 from pretraining.recipe import load_recipe
 from pretraining.recipe.model import Model
 from pretraining.runtime.durable_files import read_rows
@@ -238,6 +241,17 @@ def test_the_plan_counts_frozen_weights_as_weights_alone():
         before, after = (state_of_recipe(each, load_ds_config(stage), 2) for each in (plain, recipe))
         assert after.parameters == pytest.approx(before.parameters, rel=1e-3)
         assert after.moments == pytest.approx(before.moments * trained / 940_800, rel=1e-3)
+    # Time and FLOPs too, also of a mixture of experts.
+    for name, pattern in (("124m", "transformer.h.[0-7].*"), ("moe-1.5b", "model.layers.*.mlp.*")):
+        plain, recipe = load_recipe(name), load_recipe(name, [f"model.frozen={json.dumps([pattern])}"])
+        before, after = (
+            full_plan(each, load_ds_config("zero1"), 1, find_gpu("H200")) for each in (plain, recipe)
+        )
+        assert 0.3 < after["training_flops"] / before["training_flops"] < 0.95
+        assert 0.3 < after["forecast"]["seconds"] / before["forecast"]["seconds"] < 0.95
+        assert after["forecast"]["mfu"] < 0.8
+    listed = ParametersVerb().answer(SimpleNamespace(recipe="tiny", set=settings))["parameters"]
+    assert sum(each["elements"] for each in listed if each["frozen"]) == frozen and len(listed) == 52
     message = refusal(frozen_tensors, load_recipe("tiny", ['model.frozen=["transformer.wte"]']))
     assert (
         'model.frozen.0: is "transformer.wte", which matches none' in message

@@ -629,6 +629,9 @@ def test_compare_says_which_memory_is_assumed(tmp_path, capsys, device):
     alone = as_text(full_plan(recipe, config, 2, None))
     assert "for each process beyond its libraries, 195 MB of them assumed" in alone
     assert "without GPUs" not in as_text(full_plan(recipe, config, 2, find_gpu("H100")))
+    # What a machine without a GPU needs is said first.
+    in_short = alone.splitlines()[2]
+    assert in_short.startswith("in short") and "MB of memory for each process without GPUs, " in in_short
 
 
 def test_compare_leaves_out_what_it_cannot_compare(tmp_path, capsys):

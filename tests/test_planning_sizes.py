@@ -1,8 +1,13 @@
 """You know before you pay: published models, counted part by part, are the built ones to the last parameter."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
+from pretraining.planning.memory.tensors import size_of_recipe
 from pretraining.planning.sizes import flops_per_token, model_size
+from pretraining.recipe.sections import Weights
 
 
 def gpt2(layers: int, width: int, heads: int) -> dict:
@@ -114,6 +119,33 @@ def test_flops_are_those_torch_counts(name):
     assert forward.get_total_flops() == pytest.approx(counted.forward * tokens.numel(), rel=1e-3)
     total = forward.get_total_flops() + backward.get_total_flops()
     assert total == pytest.approx(counted.training * tokens.numel(), rel=1e-3)
+
+
+FROZEN = {
+    "first layers": ("llama", ["model.embed_tokens.*", "model.layers.[01].*"]),
+    "one kind": ("llama", ["*.mlp.*"]),
+    "all but the head": ("llama", ["model.*"]),
+    "tied head": ("gpt2", ["transformer.wte.*", "transformer.wpe.*", "transformer.h.0.*"]),
+}
+
+
+@pytest.mark.parametrize("case", FROZEN)
+def test_frozen_parameters_cost_what_torch_counts(case):
+    """No gradients of frozen matrices, and nothing backward in front of the first that is trained."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    name, patterns = FROZEN[case]
+    recipe = SimpleNamespace(model=SMALL[name], weights=Weights(frozen=patterns), path=Path("r.json"))
+    built = build({**SMALL[name], "attn_implementation": "eager"}, "cpu")
+    for parameter_name, parameter in built.named_parameters():
+        parameter.requires_grad_(not recipe.weights.freezes(parameter_name))
+    tokens = torch.zeros((2, 64), dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        built(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    counted = flops_per_token(size_of_recipe(recipe), 64)
+    assert counter.get_total_flops() == pytest.approx(counted.training * tokens.numel(), rel=1e-3)
+    assert counted.training < flops_per_token(model_size(SMALL[name]), 64).training
 
 
 def test_recomputation_is_one_more_forward_pass_of_the_layers():

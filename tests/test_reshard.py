@@ -16,6 +16,8 @@ PAIRS = [
     ("zero2", 2, "zero2_offload", 2),
     ("zero3", 2, "zero1", 4),
     ("zero3", 2, "zero3_offload", 1),
+    ("zero3_hpz:hpz=2", 4, "zero1", 1),
+    ("zero2", 2, "zero3_hpz:hpz=2", 4),
 ]
 
 

@@ -11,10 +11,12 @@ from transformers import TrainerCallback
 
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.training.trackers import SHOW_TEXT
 from tests.runs import REPOSITORY, Run, execute, without_packages
 
 TEXT = "samples/1/text_summary"
 """What TensorBoard calls the first prompt's samples."""
+SAMPLE = {"step": 3, "prompt": "def", "text": "def f"}
 
 
 @pytest.fixture(scope="module")
@@ -179,8 +181,11 @@ def test_trackio_holds_the_names_of_metrics_jsonl(tmp_path):
         "for callback in build_trackers('trackio', RunFolder(sys.argv[1]), 'small'):\n"
         "    callback.on_train_begin(args, state, None, model=model)\n"
         "    callback.on_log(args, state, None, model=model, logs={'loss': 2.5, 'eval_loss': 3.0})\n"
+        "    callback.on_evaluate(args, state, None, model=model)\n"
         "    callback.on_train_end(args, state, None, model=model)\n"
     )
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "samples.jsonl").write_text(json.dumps(SAMPLE) + "\n")
     finished = execute([sys.executable, "-c", program, tmp_path / "run"])
     assert finished.code == 0, finished.output
     assert not (tmp_path / "run" / "events.jsonl").exists(), read_rows(tmp_path / "run" / "events.jsonl")
@@ -188,3 +193,14 @@ def test_trackio_holds_the_names_of_metrics_jsonl(tmp_path):
     assert database.stem == "pretraining"
     logged = [row[0] for row in sqlite3.connect(database).execute("select metrics from metrics")]
     assert json.loads(logged[0]) == {"train/loss": 2.5, "eval/loss": 3.0, "train/global_step": 3}
+    shown = json.loads(logged[1])["samples"]
+    assert shown["_value"] == [SAMPLE]
+
+
+def test_mlflow_gets_the_samples_of_a_step_as_a_text(monkeypatch):
+    """By mlflow's own function, of which the test needs no more than the call."""
+    kept = []
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(log_text=lambda *words: kept.append(words)))
+    SHOW_TEXT["mlflow"](None, [SAMPLE, {**SAMPLE, "prompt": "", "text": "x"}])
+    ((text, name),) = kept
+    assert name == "samples/step-00000003.txt" and "prompt: 'def'\n\ndef f" in text and text.endswith("x\n")

@@ -8,6 +8,7 @@ from pretraining.planning.comparison import CompareVerb
 from pretraining.planning.costs import CostVerb
 from pretraining.planning.gpus import GpusVerb
 from pretraining.planning.memory.need import MemoryVerb
+from pretraining.planning.memory.tensors import ParametersVerb
 from pretraining.planning.parallelism import ParallelismVerb
 from pretraining.planning.scaling_laws import ChinchillaVerb
 from pretraining.planning.search import FitVerb
@@ -30,6 +31,7 @@ VERBS = {
     "gpus": GpusVerb(),
     "memory": MemoryVerb(),
     "parallelism": ParallelismVerb(),
+    "parameters": ParametersVerb(),
 }
 """Each in the module whose question it asks."""
 

@@ -13,10 +13,11 @@ from pretraining.planning.constants import table
 from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import memory_need
+from pretraining.planning.memory.tensors import size_of_recipe
 from pretraining.planning.quantities import columns, duration, num_bytes, three_digits
 from pretraining.planning.roofline import model_flops_utilization
 from pretraining.planning.run_plan import build_run_plan
-from pretraining.planning.sizes import flops_per_token, model_size
+from pretraining.planning.sizes import flops_per_token
 from pretraining.planning.throughput import precision_of_products
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import Recipe
@@ -84,7 +85,7 @@ def measured(
     precision = precision_of_products(recipe)
     # an MFU needs a peak in the recipe's precision
     if gpu and precision in gpu.dense_peak_flops and "tokens_per_second" in values:
-        flops = flops_per_token(model_size(recipe.model), recipe.sequence_length).training
+        flops = flops_per_token(size_of_recipe(recipe), recipe.sequence_length).training
         peak = gpu.peak_flops(precision)
         values["mfu"] = model_flops_utilization(values["tokens_per_second"], flops, world_size, peak)
     return values

@@ -17,9 +17,9 @@ from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, find_gpu, kept_rates
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
-from pretraining.planning.memory.tensors import SIXTEEN_BIT, precision_of
+from pretraining.planning.memory.tensors import SIXTEEN_BIT, precision_of, size_of_recipe
 from pretraining.planning.shapes import shape_of, widths_of
-from pretraining.planning.sizes import BACKWARD, flops_per_token, model_size
+from pretraining.planning.sizes import flops_per_token
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.refusals import compiled_part
 from pretraining.schema import REPOSITORY, display_path
@@ -74,7 +74,7 @@ class Rates:
 
 def recipe_utilization(recipe: Recipe, gpu: Gpu, at_best: Ceiling) -> Utilization:
     """Return what was measured here on this GPU at this size, else the ceiling of the recipe's own kernels."""
-    size = model_size(recipe.model)
+    size = size_of_recipe(recipe)
     flops = flops_per_token(size, recipe.sequence_length)
     measured = expected_utilization(gpu, size.total, recomputation=flops.hardware / flops.training)
     # a measurement on this machine is worth more than any count
@@ -95,7 +95,8 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     Raises:
         UserError: the GPU has no such precision, or the ranks do not divide the recipe's step.
     """
-    rates, size = sustained_rates(gpu, precision, world_size), model_size(recipe.model)
+    rates, size = sustained_rates(gpu, precision, world_size), size_of_recipe(recipe)
+    behind = size.gradients
     tokens = recipe.micro_batch * recipe.sequence_length
     # the table's factors are for 16-bit numbers
     width = precision_of(recipe, ds_config).compute / SIXTEEN_BIT
@@ -103,27 +104,30 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     # 2 products of 2 FLOPs each: queries with keys, probabilities with values
     scores = CAUSAL * 4 * size.num_layers * size.attention_width * recipe.sequence_length * tokens
     forward = width * size.num_layers * _layer_bytes(recipe.model, mode, "forward", tokens)
-    backward = width * size.num_layers * _layer_bytes(recipe.model, mode, "backward", tokens)
+    backward = width * behind.layers * size.num_layers * _layer_bytes(recipe.model, mode, "backward", tokens)
     outside = width * _outside_bytes(recipe.model, mode, tokens)
     skipped = size.num_layers * last_product(recipe.model) if _skips_last_product(recipe, ds_config) else 0
     # layers are recomputed, and the head belongs to none
     recomputed = 2 * (size.matmul - size.head - skipped) * tokens
-    again = recomputed_share(recomputed_one_in(recipe))
+    again = behind.layers * recomputed_share(recomputed_one_in(recipe))
     # products and attention may be kept
     products_again = 0 if recipe.speed.recompute == "operators" else again
     engine = table("kernels")["engines"][str(zero_stage(ds_config))]
     # the part of the step that ranks share shrinks with their number
     in_step = engine["step"] + engine["step of its share"] / world_size
     seconds = {
-        "products": (1 + BACKWARD) * 2 * size.matmul * tokens / rates.product_flops,
-        "attention": (1 + ATTENTION_BACKWARD) * scores / rates.attention_flops,
+        "products": 2 * (size.matmul + behind.weights + behind.inputs) * tokens / rates.product_flops,
+        "attention": (1 + ATTENTION_BACKWARD * behind.layers) * scores / rates.attention_flops,
         "other kernels": (forward + backward + outside) / rates.bytes,
         "loss": width * _loss_kernel_bytes(recipe, tokens, gpu) / rates.bytes,
         "recomputation": products_again * (recomputed / rates.product_flops + scores / rates.attention_flops)
         + again * forward / rates.bytes,
-        "gradients": engine["micro-batch"] * size.total / rates.bytes,
+        "gradients": engine["micro-batch"] * behind.trained / rates.bytes,
         # one step for all micro-batches of it
-        "optimizer": in_step * size.total / rates.bytes / accumulation_steps(recipe, world_size, ds_config),
+        "optimizer": in_step
+        * behind.trained
+        / rates.bytes
+        / accumulation_steps(recipe, world_size, ds_config),
     }
     # MFU counts model FLOPs alone, and the scores without the mask (PaLM, appendix B)
     at_peak = flops_per_token(size, recipe.sequence_length).training * tokens / gpu.peak_flops(precision)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pretraining.ds_config import Degrees, degrees_of, zero_stage
 from pretraining.planning.memory.need import state_of_recipe
 from pretraining.planning.memory.states import ModelState, checkpoint_bytes, optimizer_states
-from pretraining.planning.memory.tensors import frozen_tensors, precision_of, trained_tensors
+from pretraining.planning.memory.tensors import frozen_tensors, precision_of, size_of_recipe, trained_tensors
 from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.data import num_unique_tokens
@@ -145,7 +145,7 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         world_size=world_size,
         micro_batch=recipe.micro_batch,
         accumulation_steps=accumulation_steps(recipe, world_size, ds_config),
-        training_flops=tokens * flops_per_token(size, recipe.sequence_length).training,
+        training_flops=tokens * flops_per_token(size_of_recipe(recipe), recipe.sequence_length).training,
         model_state=state_of_recipe(recipe, ds_config, world_size),
         checkpoint_bytes=checkpoint_bytes(
             trained_tensors(recipe),

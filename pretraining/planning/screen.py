@@ -134,7 +134,7 @@ def _model_words(recipe: Recipe, plan: RunPlan) -> str:
 
 def _frozen_words(recipe: Recipe) -> str:
     frozen = sum(tensor.numel for tensor in frozen_tensors(recipe))
-    return f", {frozen:,} frozen (in FLOPs and time as if trained)" if frozen else ""
+    return f", {frozen:,} frozen" if frozen else ""
 
 
 def as_text(answer: dict) -> str:
@@ -150,7 +150,9 @@ def _in_short(answer: dict) -> str:
     speed, need = answer["forecast"], answer["memory"]["total"]
     disk = f"{num_bytes(answer['disk_bytes'])} of disk"
     if speed is None:
-        return f"{num_bytes(need)} of memory on each GPU; {disk}; time and cost depend on --gpu NAME"
+        alone = num_bytes(answer["memory"]["on_processor"])
+        memory = f"{alone} of memory for each process without GPUs, {num_bytes(need)} on each GPU"
+        return f"{memory}; {disk}; time and cost depend on --gpu NAME"
     fits = "fits" if need <= answer["gpu_memory_bytes"] else "does not fit"
     prices = [price["dollars"] for price in speed["cost"]["prices"]]
     costs = f"{dollars(min(prices))} or more" if prices else "no price known"
@@ -231,7 +233,12 @@ def _what(answer: dict) -> list[tuple[str, str]]:
 def _memory(answer: dict) -> list[tuple[str, str]]:
     need = answer["memory"]
     parts = sorted(need["parts"].items(), key=lambda part: -part[1])
-    rows = [("memory of each GPU", _fits_words(answer))]
+    rows = []
+    if answer["gpu"] is None:
+        assumed = num_bytes(table("memory")["processor_bytes"]["value"])
+        words = f"{num_bytes(need['on_processor'])} for each process beyond its libraries, {assumed} of them assumed"
+        rows += [("without GPUs", words)]
+    rows += [("memory of each GPU", _fits_words(answer))]
     rows += [(f"  {name}", f"{num_bytes(size):<9}{size / need['total']:>5.0%}") for name, size in parts]
     rows.append(
         ("  CUDA, NCCL, allocator", f"{num_bytes(need['reserve']):<9}{need['reserve'] / need['total']:>5.0%}")
@@ -241,10 +248,6 @@ def _memory(answer: dict) -> list[tuple[str, str]]:
     node = node if need["gpus_of_node"] > 1 else ""
     host = f"{num_bytes(need['host_bytes'])} for each GPU ({host_words(need['host'])}){node}"
     rows.append(("host memory", host))
-    if answer["gpu"] is None:
-        assumed = num_bytes(table("memory")["processor_bytes"]["value"])
-        words = f"{num_bytes(need['on_processor'])} for each process beyond its libraries, {assumed} of them assumed"
-        rows.append(("without GPUs", words))
     return rows + ([("NVMe", f"{num_bytes(need['nvme'])} for each GPU")] if need["nvme"] else [])
 
 

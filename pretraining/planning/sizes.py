@@ -35,6 +35,20 @@ class PartSizes:
 
 
 @dataclass(frozen=True)
+class Backward:
+    """What the backward pass computes of a model of which some parameters are frozen."""
+
+    trained: int
+    """Parameters with gradients."""
+    weights: int
+    """Entries of `ModelSize.matmul` that get gradients."""
+    inputs: int
+    """Entries of `ModelSize.matmul` whose inputs get gradients: those behind the first parameter that is trained."""
+    layers: float
+    """Share of the layers behind the first parameter that is trained."""
+
+
+@dataclass(frozen=True)
 class ModelSize:
     """Numbers of parameters, equal to those of the built model."""
 
@@ -56,6 +70,13 @@ class ModelSize:
     parts: PartSizes
     counted: str | None = None
     """The way it was counted; None if by formula."""
+    backward: "Backward | None" = None
+    """What the backward pass is for, if some parameters are frozen; None: for all of it."""
+
+    @property
+    def gradients(self) -> Backward:
+        """What the backward pass computes."""
+        return self.backward or Backward(self.total, self.matmul, self.matmul, 1.0)
 
     @property
     def non_embedding(self) -> int:
@@ -222,19 +243,26 @@ class FlopsPerToken:
 def flops_per_token(size: ModelSize, sequence_length: int) -> FlopsPerToken:
     """Count the FLOPs of a token in a sequence of `sequence_length` tokens.
 
-    Softmax, norms, biases and activations are not counted, nor is the look-up of the embedding. With every
+    Softmax, norms, biases and activations are not counted, nor is the look-up of the embedding. Frozen matrices have no
+    gradients, and in front of the first trained parameter nothing is computed backward. With every
     layer recomputed the sum is equation 3 of Narayanan et al. 2021: 96 l h^2 (1 + s / 6h + V / 16lh) per token
     for GPT.
     """
     # 2 products of 2 FLOPs each, without the mask: PaLM (Chowdhery et al. 2022), appendix B
     scores = 4 * size.num_layers * size.attention_width * sequence_length
+    behind = size.gradients
     # a product with a matrix of n entries is 2 n (Kaplan et al. 2020, table 1)
     forward = 2 * size.matmul + scores
+    backward_products, backward_scores = (
+        2 * (behind.weights + behind.inputs),
+        BACKWARD * behind.layers * scores,
+    )
+    training = round(forward + backward_products + backward_scores)
     return FlopsPerToken(
         parameters=6 * size.matmul,
         six_n_total=6 * size.active,
         forward=forward,
-        training=(1 + BACKWARD) * forward,
-        training_causal=(1 + BACKWARD) * (forward - scores // 2),
-        recomputed=forward - 2 * size.head,
+        training=training,
+        training_causal=round(training - (scores + backward_scores) / 2),
+        recomputed=round(behind.layers * (forward - 2 * size.head)),
     )

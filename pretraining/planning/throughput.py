@@ -6,7 +6,7 @@ from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, kept_rates
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
-from pretraining.planning.memory.tensors import precision_of
+from pretraining.planning.memory.tensors import precision_of, size_of_recipe
 from pretraining.planning.roofline import ceiling, expected_utilization, recipe_utilization, tokens_per_second
 from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.recipe import Recipe, accumulation_steps
@@ -73,7 +73,7 @@ def step_time(
         at_best = ceiling(recipe, ds_config, world_size, gpu, precision)
         used = recipe_utilization(recipe, gpu, at_best)
     time = predicted_step_seconds(
-        model_size(recipe.model),
+        size_of_recipe(recipe),
         recipe.sequence_length,
         recipe.tokens_per_step,
         world_size,

@@ -4,8 +4,9 @@ import argparse
 from dataclasses import asdict, dataclass, replace
 
 from pretraining.errors import UserError
+from pretraining.planning.memory.tensors import size_of_recipe
 from pretraining.planning.quantities import columns, count, facts, short, three_digits
-from pretraining.planning.sizes import FlopsPerToken, ModelSize, flops_per_token, model_size
+from pretraining.planning.sizes import FlopsPerToken, ModelSize, flops_per_token
 from pretraining.recipe import Recipe, recipe_schema
 from pretraining.refusals import load_recipe_and_ds_config
 
@@ -76,7 +77,7 @@ def workload_of_recipe(recipe: Recipe, ds_config: dict | None, tokens: float | N
     if tokens is not None:
         # before anything is derived: the number of steps follows from the budget
         recipe = _with_tokens(recipe, tokens)
-    size, length = model_size(recipe.model), recipe.sequence_length
+    size, length = size_of_recipe(recipe), recipe.sequence_length
     counted = flops_per_token(size, length)
     return Workload(
         name=recipe.name,

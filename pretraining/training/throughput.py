@@ -20,7 +20,8 @@ import torch.distributed as dist
 from pretraining.errors import UserError
 from pretraining.planning.gpus import FILE, find_gpu
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
-from pretraining.planning.sizes import flops_per_token, model_size
+from pretraining.planning.memory.tensors import size_of_recipe
+from pretraining.planning.sizes import flops_per_token
 from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.durable_files import read_rows
@@ -122,7 +123,7 @@ class SpeedMeter:
     @classmethod
     def of(cls, recipe: Recipe, world_size: int, progress: Progress) -> "SpeedMeter":
         """Build the meter of a run on this machine's devices."""
-        counted = flops_per_token(model_size(recipe.model), recipe.sequence_length)
+        counted = flops_per_token(size_of_recipe(recipe), recipe.sequence_length)
         again = recomputed_share(recomputed_one_in(recipe)) * counted.recomputed
         return cls(
             progress,

@@ -3,6 +3,7 @@
 import os
 import uuid
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +139,24 @@ for _event in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
     setattr(Trackers, _event, _handed_on(_event))
 
 
-def _in_wandb(callback: Any, rows: list[dict]) -> None:
-    import wandb
+def _in_table_of(module_name: str) -> Callable[[Any, list[dict]], None]:
+    """Show them in a table of wandb, or of trackio, which has the same functions."""
 
-    table = wandb.Table(
-        ["step", "prompt", "text"], [[row["step"], row["prompt"], row["text"]] for row in rows]
-    )
-    # steps as the callback of transformers counts them
-    wandb.log({"samples": table, "train/global_step": rows[0]["step"]})
+    def show(callback: Any, rows: list[dict]) -> None:
+        tracker = import_module(module_name)
+        cells = [[row["step"], row["prompt"], row["text"]] for row in rows]
+        table = tracker.Table(columns=["step", "prompt", "text"], data=cells)
+        # steps as the callback of transformers counts them
+        tracker.log({"samples": table, "train/global_step": rows[0]["step"]})
+
+    return show
+
+
+def _in_mlflow(callback: Any, rows: list[dict]) -> None:
+    import mlflow
+
+    text = "\n\n".join(f"prompt: {row['prompt']!r}\n\n{row['text']}" for row in rows)
+    mlflow.log_text(text + "\n", f"samples/step-{rows[0]['step']:08d}.txt")
 
 
 def _in_tensorboard(callback: Any, rows: list[dict]) -> None:
@@ -157,8 +168,10 @@ def _in_tensorboard(callback: Any, rows: list[dict]) -> None:
 
 # tracker -> a function that shows rows of samples.jsonl there
 SHOW_TEXT: dict[str, Callable[[Any, list[dict]], None]] = {
-    "wandb": _in_wandb,
+    "wandb": _in_table_of("wandb"),
+    "trackio": _in_table_of("trackio"),
     "tensorboard": _in_tensorboard,
+    "mlflow": _in_mlflow,
 }
 
 

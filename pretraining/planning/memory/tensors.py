@@ -1,16 +1,19 @@
 """The parameter tensors of a model, in the order of its modules, and the width of their elements."""
 
+import argparse
 import fnmatch
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from pretraining.ds_config import zero_stage
 from pretraining.errors import nearest_names
+from pretraining.planning.quantities import columns
 from pretraining.planning.shapes import count_model, is_mixture, widths_of
-from pretraining.recipe import Recipe, model_with_defaults
+from pretraining.planning.sizes import Backward, ModelSize, model_size
+from pretraining.recipe import Recipe, load_recipe, model_with_defaults
 from pretraining.recipe.model import is_exact
 from pretraining.schema import display_path, listed, problem
 
@@ -104,15 +107,90 @@ def frozen_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
 
 
 def _near_pattern(pattern: str, names: list[str]) -> str:
-    # of a whole family of layers one name is enough
-    kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    kinds = list(dict.fromkeys(map(_in_every_layer, names)))
     return nearest_names(pattern, kinds) or f"; there are {listed(kinds)}"
+
+
+def _in_every_layer(name: str) -> str:
+    """Write the pattern of a parameter of all layers."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+class ParametersVerb:
+    """Names and sizes of a model's parameters, as `model.frozen` names them."""
+
+    EXAMPLES = """  python -m pretraining.planning parameters --recipe 124m
+  python -m pretraining.planning parameters --recipe features/frozen-layers --json"""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Take a recipe."""
+        parser.add_argument(
+            "--recipe", required=True, metavar="NAME|PATH", help="a file of recipes/, or a path"
+        )
+        parser.add_argument(
+            "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value"
+        )
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """List every parameter in the order of the modules; a tied one has the name of the embedding."""
+        recipe = load_recipe(options.recipe, options.set)
+        frozen = {tensor.name for tensor in frozen_tensors(recipe)}
+        parameters = [
+            {"name": each.name, "elements": each.numel, "layer": each.layer, "frozen": each.name in frozen}
+            for each in parameter_tensors(recipe.model)
+        ]
+        return {"name": recipe.name, "parameters": parameters}
+
+    def as_text(self, answer: dict) -> str:
+        """Write one line for the parameters that differ in the layer alone."""
+        families: dict[str, list[dict]] = {}
+        for each in answer["parameters"]:
+            families.setdefault(_in_every_layer(each["name"]), []).append(each)
+        header = ["name, or pattern of all layers", "parameters", "elements of each", "of all", "frozen"]
+        rows = []
+        for pattern, members in families.items():
+            sizes = [each["elements"] for each in members]
+            each = f"{sizes[0]:,}" if len(set(sizes)) == 1 else "differ"
+            frozen = sum(member["frozen"] for member in members)
+            rows.append(
+                [pattern, f"{len(members):,}", each, f"{sum(sizes):,}", f"{frozen:,}" if frozen else "-"]
+            )
+        total = sum(each["elements"] for each in answer["parameters"])
+        kept = sum(each["elements"] for each in answer["parameters"] if each["frozen"])
+        words = f"{answer['name']}: {total:,} elements in {len(answer['parameters']):,} parameters, {kept:,} frozen"
+        return f"{words}\n\n{columns(header, rows)}"
 
 
 def trained_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
     """Return the parameters that the optimizer steps."""
     frozen = {tensor.name for tensor in frozen_tensors(recipe)}
     return tuple(tensor for tensor in parameter_tensors(recipe.model) if tensor.name not in frozen)
+
+
+def size_of_recipe(recipe: Recipe) -> ModelSize:
+    """Return the sizes of the recipe's model, with what is left to the backward pass if parameters are frozen."""
+    size, trained = model_size(recipe.model), trained_tensors(recipe)
+    if not recipe.weights.frozen:
+        return size
+    tensors, first = parameter_tensors(recipe.model), trained[0]
+    behind = [tensor for tensor in tensors[tensors.index(first) :] if tensor.layer is not None]
+    layers = size.num_layers - behind[0].layer if behind else 0
+    # Of the experts of a layer a token meets some.
+    met = 1 - (size.total - size.active) / size.parts.experts if size.parts.experts else 1.0
+
+    def entries(chosen: Sequence[Tensor]) -> int:
+        matrices = [tensor for tensor in chosen if tensor.kind in (HIDDEN, ROUTER)]
+        return round(sum(each.numel * (met if ".experts." in each.name else 1) for each in matrices))
+
+    of_head = (HEAD, EMBEDDING) if size.tied else (HEAD,)
+    trains_head = any(tensor.kind in of_head and tensor.numel == size.head for tensor in trained)
+    backward = Backward(
+        trained=sum(tensor.numel for tensor in trained),
+        weights=entries(trained) + size.head * trains_head,
+        inputs=entries(behind) + size.head * (first.kind != HEAD),
+        layers=layers / size.num_layers,
+    )
+    return replace(size, backward=backward)
 
 
 def layer_numel(tensors: Sequence[Tensor]) -> int:
