@@ -19,6 +19,10 @@ elements of which parameter are in them, and no function of DeepSpeed says so.
   a parameter is its slice of this rank's (mended by `link_slices`).
 - Stage 3 cuts each parameter into equal shares, the last with padding (`ds_tensor`), and lays this rank's shares end to
   end, in sub-groups (`fp16_groups`). With NVMe a sub-group is in memory only while it is swapped in.
+- AutoTP (tensor parallelism) cuts a weight in place and leaves a note on it (`split_part`): the dimension, and how many
+  of its elements each rank has. Stages 0, 1 and 2 then reduce over the data ranks alone. Under stage 3, `zero.Init` has
+  partitioned every weight over all ranks; AutoTP gathers what it cuts, and only that is partitioned over the data ranks
+  (`holders`). Held by tests/test_tensor_parallel.py.
 
 Changed:
 
