@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 
 from pretraining.command_line import (
     OneLineParser,
@@ -14,6 +15,9 @@ from pretraining.data.preparation.execution import EXECUTORS, Execution, read_sl
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.errors import one_line_errors
 from pretraining.refusals import load_recipe_and_ds_config
+from pretraining.runtime.signals import end_with_standard_input
+
+LOW_PRIORITY = 10
 
 EXAMPLES = """examples:
   python data_prep.py --recipe tiny
@@ -30,6 +34,9 @@ data set is never changed unasked: see --replace."""
 
 def main() -> None:
     options = parse_arguments()
+    if options.beside_training:
+        end_with_standard_input()
+        os.nice(LOW_PRIORITY)
     recipe, _ = load_recipe_and_ds_config(options.recipe, options.set, limit_tokens=options.limit_tokens)
     # --json is for scripts, which need no progress bar.
     if options.count:
@@ -71,6 +78,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="make anew a finished data set that differs from the recipe; the old one is kept beside it",
     )
+    # For train.py --while_preparing, which starts this command: it ends with standard input, and gives way to training.
+    parser.add_argument("--beside_training", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON object")
     parser.add_argument(
         "--count", action="store_true", help="count tokens by source and exit; writes nothing"

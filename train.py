@@ -10,7 +10,7 @@ from pretraining.errors import one_line_errors
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.screen import print_plan
 from pretraining.recipe import Recipe
-from pretraining.refusals import load_recipe_and_ds_config
+from pretraining.refusals import check_while_preparing, load_recipe_and_ds_config
 from pretraining.reporting.words import report_end
 from pretraining.runtime.console_log import kept_console
 from pretraining.runtime.imports import prepare_imports
@@ -20,6 +20,7 @@ from pretraining.schema import REPOSITORY
 
 if TYPE_CHECKING:
     from pretraining.checkpoints.manager import CheckpointManager
+    from pretraining.training.arrival import Arrival
     from pretraining.training.monitors import Monitors
     from pretraining.training.trainer import PretrainingTrainer
 
@@ -29,11 +30,12 @@ def main() -> None:
     recipe, ds_config = load_recipe_and_ds_config(
         options.recipe, options.set, options.deepspeed, options.world_size, options.limit_tokens
     )
+    if options.while_preparing:
+        check_while_preparing(recipe, options.data_dir)
     if options.plan:
         return print_plan(recipe, ds_config, options.world_size, options.gpu, options.json)
     plan = build_run_plan(recipe, ds_config, options.world_size)
-    cache = CacheSettings.of(options.data_cache, options.data_cache_gb)
-    data = open_prepared(recipe, options.data_dir, cache).for_run(recipe)  # with the mixture of its sources
+    data = None if options.while_preparing else open_data(recipe, options)
     run = RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name)
     leave_again_if_stopped(run)  # a launcher that takes a stop for a crash has started it again
     if options.resume == "auto" and run.is_finished(recipe.to_dict()):
@@ -42,10 +44,16 @@ def main() -> None:
         train(recipe, plan, data, run, options)
 
 
+def open_data(recipe: Recipe, options: argparse.Namespace) -> PreparedData:
+    """Open the finished data, with the mixture of its sources."""
+    cache = CacheSettings.of(options.data_cache, options.data_cache_gb)
+    return open_prepared(recipe, options.data_dir, cache).for_run(recipe)
+
+
 def train(
-    recipe: Recipe, plan: RunPlan, data: PreparedData, run: RunFolder, options: argparse.Namespace
+    recipe: Recipe, plan: RunPlan, data: PreparedData | None, run: RunFolder, options: argparse.Namespace
 ) -> None:
-    """Train to the end; after a rollback, make another attempt."""
+    """Train to the end; after a rollback, make another attempt. data: None to prepare it meanwhile."""
     # Plan and errors answer at once: the imports below take seconds.
     prepare_imports()  # no garbage collection, no messages that help nobody
     from pretraining.extend import load_extensions
@@ -53,6 +61,7 @@ def train(
     from pretraining.runtime.durable_files import one_line_disk_errors
     from pretraining.runtime.lock import lock_run
     from pretraining.runtime.notices import notices
+    from pretraining.training.arrival import arriving_data
     from pretraining.training.monitors import Monitors
     from pretraining.training.ranks import joined_ranks
 
@@ -62,9 +71,11 @@ def train(
     sent = notices(run, recipe.name, recipe.monitors.notify)
     with ranks, lock_run(run), sent, one_line_disk_errors(run.path), report:
         monitors = Monitors(run, recipe)
-        while not attempt(recipe, plan, data, run, monitors, options):
-            # Rolled back: the run's journal names the step to go on from and the samples to leave out.
-            options.resume = "auto"
+        with arriving_data(recipe, options.data_dir, run, monitors.stop) as arrival:
+            data = data or arrival.open()
+            while not attempt(recipe, plan, data, run, monitors, options, arrival):
+                # Rolled back: the run's journal names the step to go on from and the samples to leave out.
+                options.resume = "auto"
 
 
 def attempt(
@@ -74,6 +85,7 @@ def attempt(
     run: RunFolder,
     monitors: "Monitors",
     options: argparse.Namespace,
+    arrival: "Arrival",
 ) -> bool:
     """Train from where the run is to its end; False after a rollback, for which a monitor found a reason."""
     from pretraining.checkpoints.manager import CheckpointManager
@@ -95,13 +107,14 @@ def attempt(
     groups = rank_groups(plan.degrees)  # of ranks that work on the same samples
     given = None if start.checkpoint else open_given(recipe, data.tokenizer)
     start = start.with_given(run, given.facts if given else None)
-    plan = judge_plan(plan, recipe, find_machine(run, start, data.train.num_tokens), options.force)
+    plan = judge_plan(plan, recipe, find_machine(run, start, data.known_tokens), options.force)
     arguments = build_arguments(recipe, plan.ds_config, run.path, plan.accumulation_steps, progress.last_step)
     # The guard looks for damaged or degenerate blocks; rollbacks leave samples out.
     guard = open_guard(run.flagged_blocks if groups.is_first_of_sample else None, data, recipe)
     dataset = build_training_dataset(
         data, recipe, progress.first_sample, guard=guard, left_out=start.journal.left_out
     )
+    arrival.follow(dataset, progress)
     evaluator = Evaluator(recipe, data, data.tokenizer, progress.last_step, run, plan.degrees)
     monitors.begin(plan, start, dataset)  # measures memory from here on, so that the model is counted
     model = build_from_recipe(
@@ -120,6 +133,7 @@ def attempt(
         checkpoints=checkpoints,
         monitors=monitors,
         groups=groups,
+        arrival=arrival,
     )
     # The first write of this attempt: all above may refuse.
     begin_run(run, plan, data, checkpoints.identity, model, dataset)
@@ -148,7 +162,7 @@ def finish(
 
     results = trainer.closing_results()
     environment = checkpoints.identity.environment
-    card = write_model_card(recipe.to_dict(), data.manifest, results, environment)
+    card = write_model_card(recipe.to_dict(), data.latest().manifest, results, environment)
     export_model(trainer, data.tokenizer, run.export, card)
     checkpoints.wait_for_upload()
     peak_bytes = monitors.memory.of_fullest_rank()

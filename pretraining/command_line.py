@@ -33,6 +33,7 @@ TRAIN_EXAMPLES = """examples:
   deepspeed --num_gpus=2 train.py --recipe tiny --deepspeed zero3 --output_dir runs/tiny-zero3
   torchrun --nproc_per_node=2 train.py --recipe tiny --set training.learning_rate=0.002
   accelerate launch --config_file accelerate_configs/zero2.yaml train.py --recipe tiny
+  torchrun --nproc_per_node=8 train.py --recipe my_recipe.json --while_preparing
   python train.py --recipe 7b --plan --world_size 8 --gpu H100
 
 The same command continues a run that was stopped or killed; --resume never starts over."""
@@ -181,6 +182,12 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
         type=_part_of_the_curve,
         metavar="SECTION.KEY",
         help="go on although this part of the recipe is not what the run began with (repeatable; recorded)",
+    )
+    parser.add_argument(
+        "--while_preparing",
+        action="store_true",
+        help="start data_prep.py's work too, and train on the text that is prepared so far; the curve is that of "
+        "preparing first (the recipe needs data.shuffle_blocks)",
     )
     parser.add_argument("--plan", action="store_true", help="print what the run will need, and exit")
     parser.add_argument("--json", action="store_true", help="with --plan: as JSON")

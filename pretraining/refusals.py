@@ -7,10 +7,13 @@ accepts a recipe that training would refuse. What a recipe shows by itself is ch
 
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
+from pretraining.addresses import is_remote
 from pretraining.ds_config import degrees_of, load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe, accumulation_steps, load_recipe, model_with_defaults
+from pretraining.recipe.data import is_mixed
 from pretraining.recipe.model import EXACT, is_exact, value_of
 from pretraining.recipe.schedule import SCHEDULE_FREE
 from pretraining.recipe.training import DEFAULT_OPTIM
@@ -19,6 +22,9 @@ from pretraining.schema import display_path, problem
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 ELEMENTWISE = (*ADAMW, *SCHEDULE_FREE, "sgd", "adagrad", "rmsprop", "lion_32bit", "adamw_bnb_32bit")
 """Names of `training.optim` whose update of a weight uses no other weight, so ZeRO may cut their state anywhere."""
+SOME_BLOCKS = 8192
+"""Blocks of a window that an error suggests."""
+
 UNRESUMABLE = {
     "adamw_torch_8bit": "keeps its states as tensors that checkpoints cannot hold (adamw_bnb_8bit keeps plain ones)",
     "adamw_torch_4bit": "keeps its states as tensors that checkpoints cannot hold",
@@ -74,6 +80,32 @@ def load_recipe_and_ds_config(
     ds_config = load_ds_config(recipe.deepspeed) if recipe.deepspeed else None
     check_run(recipe, ds_config, world_size)
     return recipe, ds_config
+
+
+def check_while_preparing(recipe: Recipe, data_root: Path | str) -> None:
+    """Raise `UserError` for what must be known of the whole text before training begins."""
+    data, where, option = recipe.data, display_path(recipe.path), "--while_preparing"
+    first = "or run data_prep.py before train.py"
+    if is_remote(data_root):
+        raise UserError(f"{option}: --data_dir {data_root} is an address; give a folder that all ranks share")
+    if data.shuffle_blocks is None:
+        what = f"is missing: {option} reads the text in windows of blocks as they are prepared; --set "
+        raise problem(where, "data.shuffle_blocks", f"{what}data.shuffle_blocks={SOME_BLOCKS}, {first}")
+    if data.dedup and (data.dedup.exact or data.dedup.minhash):
+        what = (
+            f"compares all documents before any is trained on, which {option} cannot; set it to null, {first}"
+        )
+        raise problem(where, "data.dedup", what)
+    if is_mixed(data):
+        key = "data.mixture" if data.mixture else "data.sources.0.weight"
+        what = f"mixes sources, and with {option} the text of one is there long before that of another; leave the "
+        raise problem(where, key, f"{what}weights and the mixture out, {first}")
+    if data.validation_share:
+        what = (
+            f"is {data.validation_share:g}: which documents it keeps back is known once all are read; with "
+        )
+        what += f"{option} set it to 0 and name data.validation.sources, {first}"
+        raise problem(where, "data.validation_share", what)
 
 
 def check_run(recipe: Recipe, ds_config: dict | None, world_size: int | None = None) -> None:

@@ -92,6 +92,7 @@ LAUNCHING += [
     "test_sweep",
     "test_console_log",
     "test_given_weights",
+    "test_while_preparing",
 ]
 
 # Plans know nothing of what the doctor measured on this machine, and no folder below this one can be made.

@@ -32,6 +32,7 @@ READING_KEYS = (
     "encoder",
     "mixture",
     "shuffle_shards",
+    "shuffle_blocks",
     "sequence_length",
     "document_masking",
     "packing",
@@ -119,6 +120,7 @@ READING = {
     "encoder": {"encoder": "tokenizers"},
     "mixture": {"mixture": {"temperature": 2}},
     "packing": {"packing": "best_fit", "document_masking": True, "shuffle_shards": 1},
+    "windows": {"shuffle_blocks": 2},
     "a default spelled out": {"filters": [{**FILTER, "max_words": None}]},
 }
 

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from pretraining.data.interleaving import InterleavedStage, Interleaving
-from pretraining.data.order import GlobalOrder, GroupedOrder, MixedOrder, blocks_starting
+from pretraining.data.order import (
+    GlobalOrder,
+    GroupedOrder,
+    MixedOrder,
+    WindowedOrder,
+    blocks_starting,
+    shards_at_once,
+)
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shard_writer import SplitWriter
 from pretraining.data.shards import TokenSplit
@@ -19,6 +26,8 @@ from order import full_shuffle_share, mixing_quality
 
 LENGTH = 8
 GROUP_SIZE = 4
+KEPT = [7, 6, 25, 60]
+"""The first samples in windows of 64."""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +49,37 @@ def grouped(split: TokenSplit, seed: int = 1, group_size: int = GROUP_SIZE) -> G
 def mixed(split: TokenSplit) -> MixedOrder:
     orders = [grouped(split, seed=5), GlobalOrder(700, 5, "other")]
     return MixedOrder(Interleaving([InterleavedStage(0, None, (2, 1))]), orders)
+
+
+@pytest.mark.parametrize("num_blocks, window", [(1, 1), (1000, 7), (1000, 250), (1000, 5000)])
+def test_windows_come_in_sequence_and_hold_each_block_once(num_blocks, window):
+    """An epoch is a permutation that never leaves its window, another one in each epoch."""
+    order = WindowedOrder(num_blocks, window, seed=1)
+    epochs = order.blocks(np.arange(3 * num_blocks)).reshape(3, num_blocks)
+    assert (np.sort(epochs, axis=1) == np.arange(num_blocks)).all()
+    assert (epochs // window == np.arange(num_blocks) // window).all()
+    assert window < 100 or not (epochs[0] == epochs[1]).all()
+
+
+def test_windows_do_not_depend_on_what_comes_behind_them():
+    """Known before the data is whole, at any place in O(1): only the last window depends on the number of blocks."""
+    order, samples = WindowedOrder(10**12, 64, seed=1), np.arange(640)
+    longer = WindowedOrder(660, 64, seed=1)
+    assert (order.blocks(samples) == longer.blocks(samples)).all()
+    assert order.blocks(np.array([10**12 - 1])) // 64 == (10**12 - 1) // 64
+    for other in (WindowedOrder(660, 64, seed=2), WindowedOrder(660, 64, seed=1, label="1")):
+        assert not (other.blocks(samples) == longer.blocks(samples)).all()
+    assert order.blocks(np.arange(4)).tolist() == KEPT, "runs are resumed by later versions"
+
+
+def test_windows_need_the_shards_they_span(split):
+    """As a cache must hold them: never more in one window than `shards_at_once` says, and that many in one."""
+    starts = blocks_starting(split.token_starts, LENGTH, split.num_blocks(LENGTH))
+    for window in (1, 50, 300, 10**6):
+        order = WindowedOrder(split.num_blocks(LENGTH), window, seed=1)
+        shards = PackedDataset(split, LENGTH, order).shard_needs().of(np.arange(order.num_blocks))[:, 1]
+        spans = [np.ptp(shards[first : first + window]) + 1 for first in range(0, len(shards), window)]
+        assert max(spans) == shards_at_once(starts, window)
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 7, 1000])

@@ -120,7 +120,7 @@ def prepared(tmp_path_factory) -> PreparedData:
     return PreparedData(folder.parent, {"fingerprint": "tokens"}, train, train)
 
 
-def recipe_of(weights=None, mixture=None, max_epochs=None, shuffle_shards=None) -> SimpleNamespace:
+def recipe_of(weights=None, mixture=None, max_epochs=None, **data) -> SimpleNamespace:
     """A recipe as far as the mixture is concerned; `weights` and `max_epochs` are {source: number}."""
     sources = [
         {"path": f"{name}.txt", "name": name, "weight": (weights or {}).get(name)}
@@ -133,7 +133,7 @@ def recipe_of(weights=None, mixture=None, max_epochs=None, shuffle_shards=None) 
             "sources": sources,
             "tokenizer": "gpt2",
             "mixture": mixture,
-            "shuffle_shards": shuffle_shards,
+            **data,
         }
     )
     step = {"samples_per_step": 8, "tokens_per_step": 8 * LENGTH}
@@ -148,10 +148,10 @@ def open_run(prepared, recipe, num_samples=800, first_sample=0) -> PackedDataset
 EVEN = {"web": 0.5, "code": 0.375, "books": 0.125}
 
 
-@pytest.mark.parametrize("shuffle_shards", [None, 2])
-def test_a_mixed_run_reads_what_its_table_promises(prepared, shuffle_shards):
+@pytest.mark.parametrize("order", [{}, {"shuffle_shards": 2}, {"shuffle_blocks": 50}], ids=str)
+def test_a_mixed_run_reads_what_its_table_promises(prepared, order):
     """Tokens tell their source: the samples hold exactly the table's shares, each block at most once an epoch."""
-    recipe = recipe_of(EVEN, shuffle_shards=shuffle_shards)
+    recipe = recipe_of(EVEN, **order)
     dataset = open_run(prepared, recipe)
     firsts = np.array([sample["input_ids"][0] for sample in dataset.__getitems__(list(range(800)))])
     table = build_mixture(prepared, recipe, 800).table(800)

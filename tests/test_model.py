@@ -239,7 +239,7 @@ def recorded_rows(tmp_path, losses: list[float], logging_steps: int) -> list[dic
         return real - real.detach() + next(remaining)
 
     run, speed = RunFolder(tmp_path / "run"), SpeedMeter(Progress(StepSizes.of(8), 8, 8 * len(losses)))
-    callbacks = [MetricsCallback(run, speed, 80)]
+    callbacks = [MetricsCallback(run, speed, lambda: 80)]
     trainer = PretrainingTrainer(
         load_recipe("tiny"), model, arguments, loss=loss, train_dataset=blocks, callbacks=callbacks
     )

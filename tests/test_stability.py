@@ -223,7 +223,7 @@ class Watched:
             arguments,
             loss=self.monitor.watch.around(loss),
             train_dataset=[{"input_ids": np.arange(8), "labels": np.arange(8)}] * len(losses),
-            callbacks=[self.monitor, layers, MetricsCallback(self.run, speed, 80)],
+            callbacks=[self.monitor, layers, MetricsCallback(self.run, speed, lambda: 80)],
         ).train()
 
     def applied(self) -> list[bool]:

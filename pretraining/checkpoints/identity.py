@@ -118,7 +118,8 @@ def described_data(recipe: Recipe, manifest: dict) -> dict:
         name: {key: split[key] for key in ("documents", "tokens", "unigram_bits_per_byte") if key in split}
         for name, split in manifest["splits"].items()
     }
-    return {"name": recipe.data.name, "fingerprint": manifest["fingerprint"], "splits": splits}
+    named = {key: manifest[key] for key in ("fingerprint", "origin") if key in manifest}
+    return {"name": recipe.data.name, **named, "splits": splits}
 
 
 def fingerprint_of(values: dict) -> str:

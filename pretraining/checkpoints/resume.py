@@ -28,6 +28,7 @@ from pretraining.checkpoints.folders import (
 from pretraining.checkpoints.format import MARKER, marker_or_nothing, read_marker
 from pretraining.checkpoints.identity import GIVEN, Identity, Start, described_data
 from pretraining.checkpoints.shard_files import read_state
+from pretraining.data.arriving import is_from_origin
 from pretraining.data.mixture import format_table
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.packing import cuts_text
@@ -200,8 +201,11 @@ def _recorded_changes(run: RunFolder) -> list[dict]:
 
 def _data_change(earlier: dict, now: dict, changes: list[Change]) -> list[Change]:
     """Return the change to other tokens under the same recipe; [] if a key of `data` has changed too."""
+    key = "fingerprint"
+    if any(is_from_origin(each["fingerprint"]) for each in (earlier, now)):
+        key = "origin"  # of tokens that were not there yet
     # A changed key of `data` explains the other tokens: one change is not listed twice.
-    if earlier["fingerprint"] == now["fingerprint"] or any(each.key.startswith("data.") for each in changes):
+    if earlier.get(key) == now.get(key) or any(each.key.startswith("data.") for each in changes):
         return []
     return [Change(DATA_FINGERPRINT, earlier["fingerprint"], now["fingerprint"])]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from pretraining.data.manifest import content_fingerprint
 from pretraining.data.portions import Portion
-from pretraining.data.shard_writer import digest_of_documents, joined_digest
+from pretraining.data.shard_writer import digest_of_documents, summed_entry
 from pretraining.data.shards import TokenSplit
 
 
@@ -121,8 +121,6 @@ def _first_documents(split: TokenSplit, number: int, documents: int) -> dict:
 
 def _entry(whole: dict, shards: list[dict]) -> dict:
     """Make the manifest entry of a part of a split."""
-    totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
-    checksum = joined_digest([s["tokens_digest"] for s in shards], [s["documents"] for s in shards])
     # Known of the whole split alone.
     rest = {key: value for key, value in whole.items() if key != "unigram_bits_per_byte"}
-    return {**rest, **totals, "checksum": checksum, "shards": shards}
+    return {**rest, **summed_entry(shards, whole["dtype"])}

@@ -21,6 +21,9 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _MULTIPLIERS_AS_INTEGERS = tuple(map(int, _MULTIPLIERS))
 _WORD = (1 << 64) - 1
 
+ALL_SAMPLES = 1 << 60
+"""More samples than any run has."""
+
 _FEW = 16
 """Up to this many positions are cheaper one by one than as an array."""
 
@@ -39,6 +42,10 @@ class Order:
     def positions(self, sample_indices: np.ndarray) -> np.ndarray:
         """Return the positions [n], int64, in the full order: equal to those of the run unless windows are left out."""
         return np.asarray(sample_indices, np.int64)
+
+    def ready_until(self) -> int:
+        """Return how many samples of the run, from its beginning on, can be read now."""
+        return ALL_SAMPLES
 
     @property
     def orders(self) -> Sequence["Order"]:
@@ -136,6 +143,45 @@ class GroupedOrder(_EpochOrder):
         return self.first_blocks[shards[which] + 1] - (ends[which] - landed)
 
 
+class WindowedOrder(_EpochOrder):
+    """Read the blocks in windows of `window` neighbours, one window after the other, and shuffle inside each.
+
+    So the order of a window is known before the blocks behind it are: its key is (seed, label, epoch, window), without
+    an identity of the data, and only the last window of an epoch depends on their number. Any sample costs O(1).
+    """
+
+    def __init__(
+        self, num_blocks: int, window: int, seed: int, label: str = "", group_size: int | None = None
+    ):
+        """label: tells sources of a mixture apart. group_size: shards that a window needs (`shards_at_once`)."""
+        if window < 1:
+            raise ValueError(f"window is {window}, must be at least 1")
+        self.num_blocks, self.window, self.seed, self.label = num_blocks, window, seed, label
+        self.group_size = group_size
+
+    def _blocks_of_epoch(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        windows = positions // self.window
+        blocks = np.empty_like(positions)
+        for number in np.unique(windows).tolist():
+            chosen, start = windows == number, number * self.window
+            # The last window of an epoch may have fewer blocks.
+            inside = Permutation(min(self.window, self.num_blocks - start))
+            label = "/".join(map(str, ("windowed", self.seed, self.label, self.window, epoch, number)))
+            blocks[chosen] = start + inside.permute(positions[chosen] - start, label)
+        return blocks
+
+
+def shards_at_once(first_blocks: np.ndarray, window: int) -> int:
+    """Return the most shards in which the blocks of one window start.
+
+    first_blocks: [shards + 1], as `blocks_starting` returns them.
+    """
+    starts = np.arange(0, int(first_blocks[-1]), window)
+    first = np.searchsorted(first_blocks, starts, side="right")
+    last = np.searchsorted(first_blocks, np.minimum(starts + window, first_blocks[-1]) - 1, side="right")
+    return int((last - first).max()) + 1
+
+
 def blocks_starting(token_starts: np.ndarray, sequence_length: int, num_blocks: int) -> np.ndarray:
     """Return the first block that starts in each shard, then `num_blocks`: [shards + 1], int64.
 
@@ -182,7 +228,7 @@ class OrderWithout(Order):
     def __init__(self, order: Order, left_out: Sequence[tuple[int, int]]):
         """left_out: disjoint windows in order (`Journal.left_out`)."""
         self.order, self.num_blocks = order, order.num_blocks
-        windows = np.array(left_out, np.int64).reshape(-1, 2)
+        windows, self._windows = np.array(left_out, np.int64).reshape(-1, 2), tuple(left_out)
         self._shifts = np.concatenate([[0], np.cumsum(windows[:, 1] - windows[:, 0])])
         # Where each window begins for the run, which has already left out the windows before it.
         self._starts = windows[:, 0] - self._shifts[:-1]
@@ -190,6 +236,11 @@ class OrderWithout(Order):
     @property
     def orders(self) -> Sequence[Order]:
         return self.order.orders
+
+    def ready_until(self) -> int:
+        """Return how many samples can be read: the positions that are ready, without those that are left out."""
+        ready = self.order.ready_until()
+        return ready - sum(max(0, min(stop, ready) - first) for first, stop in self._windows)
 
     def positions(self, sample_indices: np.ndarray) -> np.ndarray:
         samples = np.asarray(sample_indices, np.int64)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pretraining.data.arriving import ArrivingOrder, ArrivingSplit
 from pretraining.data.block_guard import BlockGuard
 from pretraining.data.document_masking import IGNORED, masked_block
 from pretraining.data.mixture import Mixture
@@ -16,7 +17,9 @@ from pretraining.data.order import (
     Order,
     OrderWithout,
     ShardNeeds,
+    WindowedOrder,
     blocks_starting,
+    shards_at_once,
 )
 from pretraining.data.packing import BestFit, Stretch, cut_shares
 from pretraining.data.shards import TokenSplit
@@ -77,7 +80,9 @@ class PackedDataset:
         self.first_sample = first_sample
         left = max(0, self.num_blocks - first_sample)
         self.num_samples = left if num_samples is None else num_samples
-        self._check(counts)
+        # Those of data that is being prepared grow.
+        if not any(isinstance(split, ArrivingSplit) for split in self.splits):
+            self._check(counts)
 
     def _check(self, counts: list[int]) -> None:
         for split, count in zip(self.splits, counts, strict=True):
@@ -203,7 +208,7 @@ def build_training_dataset(
     left_out: windows [first, last) of that order which the run does not read (`Journal.left_out`).
     """
     splits = data.train if data.mixture is None else data.mixture.splits
-    order = _order_of_run(data, recipe, data.mixture)
+    order = _order_of_run(data, recipe, data.mixture, left_out)
     num_samples = recipe.most_samples if num_samples is None else num_samples
     # Wrapped only if needed: it costs a search for each batch.
     order = OrderWithout(order, left_out) if left_out else order
@@ -219,23 +224,34 @@ def build_training_dataset(
     )
 
 
-def _order_of_run(data: "PreparedData", recipe: "Recipe", mixture: Mixture | None) -> Order:
-    length, seed, group_size = recipe.sequence_length, recipe.data_seed, recipe.data.shuffle_shards
+def _order_of_run(
+    data: "PreparedData", recipe: "Recipe", mixture: Mixture | None, left_out: Sequence[tuple[int, int]]
+) -> Order:
+    if isinstance(data.train, ArrivingSplit):
+        window = recipe.data.shuffle_blocks
+        assert window is not None, "refusals.check_while_preparing"
+        # The run reads that much more of the order.
+        stop = recipe.num_samples + sum(last - first for first, last in left_out)
+        return ArrivingOrder(data.train, recipe.sequence_length, window, recipe.data_seed, "", stop)
     if mixture is None:
-        return _order_of(data.train, length, seed, data.fingerprint, group_size)
+        return _order_of(data.train, recipe, data.fingerprint, "")
     orders = [
         # A label of its own: sources of equal size must not be read in step with each other.
-        _order_of(split, length, seed, f"{data.fingerprint}/{source}", group_size)
+        _order_of(split, recipe, f"{data.fingerprint}/{source}", str(source))
         for source, split in enumerate(mixture.splits)
     ]
     return MixedOrder(mixture.interleaving, orders)
 
 
-def _order_of(split: TokenSplit, length: int, seed: int, fingerprint: str, group_size: int | None) -> Order:
-    num_blocks = split.num_blocks(length)
-    if group_size is None:
+def _order_of(split: TokenSplit, recipe: "Recipe", fingerprint: str, source: str) -> Order:
+    """Order the blocks of one stream; source: its number in a mixture."""
+    length, seed, group_size = recipe.sequence_length, recipe.data_seed, recipe.data.shuffle_shards
+    num_blocks, window = split.num_blocks(length), recipe.data.shuffle_blocks
+    if group_size is None and window is None:
         return GlobalOrder(num_blocks, seed, fingerprint)
     first_blocks = blocks_starting(split.token_starts, length, num_blocks)
+    if window is not None:
+        return WindowedOrder(num_blocks, window, seed, source, shards_at_once(first_blocks, window))
     return GroupedOrder(first_blocks, group_size, seed, fingerprint)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pretraining.addresses import is_remote
+from pretraining.data.arriving import Arrivals, ArrivingSplit
 from pretraining.data.excerpt import excerpt_of
 from pretraining.data.manifest import (
     POSITIONS_FILE,
@@ -21,7 +22,7 @@ from pretraining.data.manifest import (
 )
 from pretraining.data.mixture import Mixture, build_mixture
 from pretraining.data.packed_dataset import PackedDataset
-from pretraining.data.portions import check_enough, portions_of
+from pretraining.data.portions import check_enough, lacking, portions_of
 from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.data.tokenizer import check_vocabulary, fingerprint_of
@@ -58,6 +59,15 @@ class PreparedData:
         """
         return replace(self, mixture=build_mixture(self, recipe, recipe.num_samples))
 
+    def latest(self) -> "PreparedData":
+        """Return what is there by now: of a finished data set, the same."""
+        return self
+
+    @property
+    def known_tokens(self) -> int:
+        """Return the tokens of training; 0 if nobody knows yet how many there will be."""
+        return self.train.num_tokens
+
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Load the tokenizer that the data was prepared with."""
@@ -85,6 +95,51 @@ class PreparedData:
         return prefetched(dataset)
 
 
+@dataclass(frozen=True)
+class ArrivingData(PreparedData):
+    """A data set that is being prepared. Of `train` there is ever more; `validation` is whole."""
+
+    train: ArrivingSplit
+
+    @classmethod
+    def of(cls, recipe: Recipe, data_root: Path, manifest: dict) -> "ArrivingData":
+        """Open what `manifest` says can be read (`read_arrived`)."""
+        folder = Path(data_root) / recipe.data.name
+        arrivals = Arrivals(folder, portions_of(recipe), manifest["origin"])
+        return cls(folder, manifest, ArrivingSplit(arrivals, manifest), arrivals.open_validation(manifest))
+
+    def for_run(self, recipe: Recipe) -> PreparedData:
+        """Return the same data. Whether the text is enough is known at its end: its epochs are checked then."""
+        return self
+
+    @property
+    def known_tokens(self) -> int:
+        """Return the tokens of training if there are no more; else 0."""
+        return self.train.num_tokens if self.train.is_whole else 0
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Name the folder of the tokenizer: with the preparation's work, or with the data set once it is there."""
+        published = super().tokenizer_path
+        return published if published.is_dir() else Path(self.manifest["tokenizer_folder"])
+
+    def latest(self) -> PreparedData:
+        """Return what is there by now."""
+        self.train.refresh()
+        found = self.train.arrivals.look()
+        return self if found is None else replace(self, manifest={**self.manifest, **found.manifest})
+
+
+def is_prepared(recipe: Recipe, data_root: Path) -> bool:
+    """Say if `open_prepared` would find all that the recipe's run reads; UserError if another data set is there."""
+    folder = Path(data_root) / recipe.data.name
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return False
+    _check_manifest(recipe, manifest, folder, f"{preparing_command(recipe, Path(data_root))} --replace")
+    return not lacking(manifest, portions_of(recipe))
+
+
 def open_prepared(recipe: Recipe, data_root: Path | str, cache: CacheSettings | None = None) -> PreparedData:
     """Open what `prepare_data` made of the recipe's data section; the sources are no longer needed.
 
@@ -96,7 +151,7 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: CacheSettings | 
     if is_remote(data_root):
         return _open_remote(recipe, data_root, cache or CacheSettings.of())
     folder = Path(data_root) / recipe.data.name
-    command = _preparing_command(recipe, Path(data_root))
+    command = preparing_command(recipe, Path(data_root))
     manifest = read_manifest(folder)
     if manifest is None:
         raise UserError(f"{folder}: the data is not prepared; run: {command}")
@@ -119,7 +174,7 @@ def _open_remote(recipe: Recipe, data_root: str, cache: CacheSettings) -> Prepar
     remote = RemoteData(f"{data_root}/{recipe.data.name}", ShardCache(cache.folder, cache.max_bytes))
     manifest = remote.read_manifest()
     # data_prep.py writes to a local folder only: data for an address is prepared here and copied there.
-    command, copying = _preparing_command(recipe, REPOSITORY / "data"), f", then copy it to {remote.address}"
+    command, copying = preparing_command(recipe, REPOSITORY / "data"), f", then copy it to {remote.address}"
     _check_manifest(recipe, manifest, remote.address, f"{command} --replace{copying}")
     # transformers opens a local folder only, so the tokenizer is fetched at once.
     folder = remote.local_folder(manifest)
@@ -136,7 +191,8 @@ def _check_manifest(recipe: Recipe, manifest: dict, place: Path | str, command: 
     check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model.vocab_size)
 
 
-def _preparing_command(recipe: Recipe, data_root: Path) -> str:
+def preparing_command(recipe: Recipe, data_root: Path) -> str:
+    """Write the command that prepares the recipe's data."""
     # The default folder needs no option.
     elsewhere = [] if data_root == REPOSITORY / "data" else ["--data_dir", str(data_root)]
     return shlex.join(["python", "data_prep.py", *recipe.words, *elsewhere])

@@ -138,8 +138,14 @@ class SplitWriter:
 
 def split_entry(folder: Path, shards: list[dict], dtype: str) -> dict:
     """Make a split's part of the manifest from its shards' entries; write the JSON files `load_from_disk` expects."""
+    entry = summed_entry(shards, dtype)
+    _write_dataset_files(folder, [shard["file"] for shard in shards], np.dtype(dtype), entry["checksum"])
+    return entry
+
+
+def summed_entry(shards: list[dict], dtype: str) -> dict:
+    """Make the manifest entry of the stream of these shards."""
     checksum = joined_digest([s["tokens_digest"] for s in shards], [s["documents"] for s in shards])
-    _write_dataset_files(folder, [shard["file"] for shard in shards], np.dtype(dtype), checksum)
     totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
     return {**totals, "dtype": dtype, "checksum": checksum, "shards": shards}
 

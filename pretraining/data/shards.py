@@ -123,7 +123,17 @@ class TokenSplit:
     """
 
     def __init__(self, folder: Path, entry: dict):
-        self.folder, self._entry = Path(folder), entry
+        self.folder = Path(folder)
+        self._take(entry)
+        self._open: dict[int, Shard] = {}
+        self._most_open = _most_open_shards()
+        self._written: dict[str, int] = {}
+        """When each file had been written, in ns, as seen when this stream was opened."""
+        self._check_shards()
+
+    def _take(self, entry: dict) -> None:
+        """Be the stream of these shards."""
+        self._entry = entry
         self.dtype = np.dtype(entry["dtype"])
         self.num_tokens: int = entry["tokens"]
         self.num_documents: int = entry["documents"]
@@ -131,11 +141,6 @@ class TokenSplit:
         self._token_starts = self._starts("tokens")
         self._starts_list: list[int] = self._token_starts.tolist()  # bisect is four times numpy's speed
         self._byte_starts = self._starts("bytes")
-        self._open: dict[int, Shard] = {}
-        self._most_open = _most_open_shards()
-        self._written: dict[str, int] = {}
-        """When each file had been written, in ns, as seen when this stream was opened."""
-        self._check_shards()
 
     @property
     def shard_entries(self) -> list[dict]:

@@ -236,6 +236,12 @@ class Data(Section):
         default=None,
         minimum=1,
     )
+    shuffle_blocks: int | None = key(
+        "Read the text as it comes, shuffled inside windows of so many blocks: the order that training while the data "
+        "is prepared needs; null: over the whole epoch.",
+        default=None,
+        minimum=1,
+    )
     skip_undecodable: bool = key(
         "Skip and count text that is not UTF-8 instead of stopping at it.", default=False
     )
@@ -275,8 +281,11 @@ class Data(Section):
         return [*held_out, *own, *(["mixture"] if is_mixed(self) and represents_all else [])]
 
     def check_together(self, where: str, at: str) -> None:
-        """Special tokens differ; there is something to validate on, and its sources have names of their own."""
+        """One order, special tokens that differ, and text to validate on, whose sources have names of their own."""
         _check_special_tokens(self.tokenizer, where, f"{at}.tokenizer")
+        if self.shuffle_blocks and self.shuffle_shards:
+            what = "is an order of its own beside data.shuffle_shards; leave one of them out"
+            raise problem(where, f"{at}.shuffle_blocks", what)
         if self.validation is None:
             if self.decontaminate and self.decontaminate.validation:
                 what = "is true, and there is no data.validation; name its sources, or leave this out"

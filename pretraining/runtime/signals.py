@@ -1,15 +1,19 @@
 """Notice the signals that ask a run to stop, at once, whatever the main thread waits for."""
 
+import _thread
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 
+from pretraining.runtime.exit_codes import INTERRUPTED
+
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 INSISTING = (signal.SIGTERM, signal.SIGINT)
 # Ctrl-C reaches a rank from the terminal and again through its launcher: within this time it is one request.
 SAME_REQUEST_SECONDS = 2.0
+_LAST_SECONDS = 5.0
 
 
 class SignalListener:
@@ -54,6 +58,20 @@ def ignore_in_worker() -> None:
     for number in ASKING:
         # launchers and terminals signal workers too, and the rank fails if one of its workers dies
         signal.signal(number, signal.SIG_IGN)
+
+
+def end_with_standard_input() -> None:
+    """End this process as Ctrl-C would once its standard input ends: with the process that holds the other end."""
+
+    def wait() -> None:
+        while os.read(0, 64):
+            continue
+        _thread.interrupt_main()
+        time.sleep(_LAST_SECONDS)
+        # the main thread may wait for a library that looks at no signal
+        os._exit(INTERRUPTED)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def _wake_the_listener(number, frame) -> None:

@@ -35,7 +35,7 @@ class MetricsCallback(TrainerCallback):
     It comes first among the callbacks that log, so that metrics.jsonl and the trackers have the same numbers.
     """
 
-    def __init__(self, run: RunFolder, speed: SpeedMeter, tokens_per_epoch: float) -> None:
+    def __init__(self, run: RunFolder, speed: SpeedMeter, tokens_per_epoch: Callable[[], int]) -> None:
         self.run, self.speed, self.tokens_per_epoch = run, speed, tokens_per_epoch
 
     def on_train_begin(
@@ -62,7 +62,7 @@ class MetricsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         # by tokens: the steps of a ramp differ in size
-        state.epoch = self.speed.tokens_at(state.global_step) / self.tokens_per_epoch
+        state.epoch = self.speed.tokens_at(state.global_step) / self.tokens_per_epoch()
         self.speed.clock.settle()
         if state.global_step >= state.max_steps and args.logging_strategy == "steps":
             # whatever the cadence: the end of a run is what it is compared by

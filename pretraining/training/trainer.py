@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from pretraining.errors import UserError
 from pretraining.extend import defined
 from pretraining.recipe import Recipe
 from pretraining.recipe.progress import Progress
@@ -48,6 +49,8 @@ from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
 
 PLAIN_GROUPS = 2
 """Parameters that are decayed, and those that are not: with Muon, rates by kind and muP there are more groups."""
+PREFETCH_FACTOR = 2
+"""Micro-batches that each data worker reads ahead, if the recipe does not say it: torch's default."""
 ABSENT: dict = {}
 """A micro-batch that a smaller step does not have."""
 
@@ -75,6 +78,12 @@ class Evaluation(Protocol):
     ) -> dict[str, float] | None: ...
 
     def unigram_bits_per_byte(self) -> float: ...
+
+
+class Arrivals(Protocol):
+    """Waits for data that is prepared meanwhile, as `Arrival` does. All ranks call it together."""
+
+    def wait_for(self, step: int, samples_ahead: int = 0) -> bool: ...
 
 
 class PretrainingTrainer(TimedTrainer):
@@ -110,12 +119,14 @@ class PretrainingTrainer(TimedTrainer):
         evaluator: Evaluation | None = None,
         checkpoints: Checkpoints | None = None,
         monitors: Monitors | None = None,
+        arrival: Arrivals | None = None,
         callbacks: Sequence[TrainerCallback] = (),
         groups: RankGroups = ALONE,
     ) -> None:
         self.groups = groups
         self.recipe, self.progress, self.journal = recipe, progress or Progress.of(recipe), journal
         self.evaluator, self.checkpoints, self.monitors = evaluator, checkpoints, monitors
+        self.arrival = arrival
         self.clock = monitors.speed.clock if monitors else StepClock()
         self.stop = monitors.stop if monitors else None
         with training_refusals(recipe.path):  # before anything of the run is written
@@ -268,11 +279,36 @@ class PretrainingTrainer(TimedTrainer):
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list, Any]:
         """Return the step's micro-batches. A ramp's smaller step has fewer: the others are absent and come first."""
+        self._wait_for_data()
         sizes = self.progress.step_sizes
         wanted = num_batches * sizes.at(self.state.global_step) // sizes.full
         batches, num_items = super().get_batch_samples(epoch_iterator, wanted, device)
         # the Trainer counts a fixed number of micro-batches, and the last one closes the step: it must be a real one
         return [ABSENT] * (num_batches - wanted) + batches, num_items
+
+    def _wait_for_data(self) -> None:
+        """Wait until the step's samples are prepared; a run that is asked to stop meanwhile, or cannot go on, saves."""
+        if self.arrival is None:
+            return
+        # A worker reads so many micro-batches ahead, and accelerate's loader one more.
+        workers = self.args.dataloader_num_workers
+        ahead = 1 + workers * (self.args.dataloader_prefetch_factor or PREFETCH_FACTOR)
+        samples = ahead * self.args.per_device_train_batch_size * self.args.world_size
+        try:
+            with self.clock.during("data_wait"):
+                arrived = self.arrival.wait_for(self.state.global_step, samples)
+        except UserError:
+            self._save_before_leaving()
+            raise
+        if not arrived:
+            self._save_before_leaving()
+            self._leave_if_stopped()
+
+    def _save_before_leaving(self) -> None:
+        """Save the steps that were done since the start, and end the callbacks, as after the last step."""
+        if self.state.global_step > self.first_step:
+            self.save_checkpoint()
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward, or nothing for an absent micro-batch."""

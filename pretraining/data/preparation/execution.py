@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -150,12 +151,25 @@ def read_slurm_options(words: list[str]) -> dict:
     return options
 
 
-def run_stages(preparation: "Preparation", execution: Execution, progress: Progress) -> None:
-    """Run the pending tasks of every stage; each stage waits for the one before."""
+def _nothing() -> None:
+    """Do nothing after a task."""
+
+
+def run_stages(
+    preparation: "Preparation",
+    execution: Execution,
+    progress: Progress,
+    arrived: Callable[[], None] = _nothing,
+) -> None:
+    """Run the pending tasks of every stage; each stage waits for the one before.
+
+    arrived: is called before the first task of `tokenize`, and after each.
+    """
     preparation.reuse_tokenizer()
     for stage in preparation.stages:
         if stage is not preparation.tokenize:
             _run_tasks(preparation, stage, stage.pending(), execution, progress)
+    arrived()
     # In waves: how many tasks a portion of a source takes is known once some have been encoded.
     before: list[Path] = []
     while (survey := preparation.survey()).missing:
@@ -163,15 +177,18 @@ def run_stages(preparation: "Preparation", execution: Execution, progress: Progr
         folders = [bounded.tokenize.folder(number) for number in survey.missing]
         if folders == before:
             return  # A cluster has run none of them: `finish` says so.
-        _run_tasks(bounded, bounded.tokenize, survey.missing, execution, progress)
+        _run_tasks(bounded, bounded.tokenize, survey.missing, execution, progress, arrived)
         before = folders
 
 
 def _run_tasks(
-    preparation: "Preparation", stage: Stage, pending: list[int], execution: Execution, progress: Progress
+    preparation: "Preparation",
+    stage: Stage,
+    pending: list[int],
+    execution: Execution,
+    progress: Progress,
+    finished: Callable[[], None] = _nothing,
 ) -> None:
-    from pretraining.data.preparation.execution import run_task
-
     if not pending:
         return
     progress.label(stage.name)
@@ -179,21 +196,27 @@ def _run_tasks(
     if executor == "inline":
         for number in pending:
             run_task(stage, number, progress)
+            finished()
     else:
         # The other processes read the preparation from the work folder.
         preparation.save()
-        (_run_on_ray if executor == "ray" else _run_in_processes)(stage, pending, execution)
+        (_run_on_ray if executor == "ray" else _run_in_processes)(stage, pending, execution, finished)
 
 
-def _run_in_processes(stage: "Stage", pending: list[int], execution: Execution) -> None:
+def _run_in_processes(
+    stage: "Stage", pending: list[int], execution: Execution, finished: Callable[[], None]
+) -> None:
     """Run tasks in processes of this machine, each with its share of the cores."""
     from pretraining.data.preparation.workers import run_in_workers
 
     workers = min(execution.num_workers, len(pending))
-    run_in_workers(stage, pending, workers, num_threads=max(1, execution.num_workers // workers))
+    num_threads = max(1, execution.num_workers // workers)
+    run_in_workers(stage, pending, workers, num_threads, finished)
 
 
-def _run_on_ray(stage: "Stage", pending: list[int], execution: Execution) -> None:
+def _run_on_ray(
+    stage: "Stage", pending: list[int], execution: Execution, finished: Callable[[], None]
+) -> None:
     """Run tasks on a Ray cluster, whose nodes share the work folder."""
     require("ray", "--executor ray")
     from datatrove.executor.ray import RayPipelineExecutor
@@ -210,6 +233,7 @@ def _run_on_ray(stage: "Stage", pending: list[int], execution: Execution) -> Non
     # `RayTask` has written the UserError of a failed task to the work folder.
     if stage.pending() and (error := first_error(stage)):
         raise error
+    finished()
 
 
 def submit_to_slurm(preparation: "Preparation", execution: Execution) -> list[str]:

@@ -5,12 +5,13 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from pretraining.data.arriving import ARRIVED_NAME, from_origin
 from pretraining.data.excerpt import rows_of
 from pretraining.data.manifest import (
     FORMAT,
@@ -26,11 +27,11 @@ from pretraining.data.manifest import (
 from pretraining.data.preparation.cleaning import CleanedAsRead, CleanedCorpus, merged_reports, shown_reports
 from pretraining.data.preparation.split_sizes import SplitSizes, check_blocks
 from pretraining.data.preparation.stages import Preparation
-from pretraining.data.preparation.survey import Begun
+from pretraining.data.preparation.survey import Begun, Survey
 from pretraining.data.preparation.tokenizing import COUNTS_NAME, POSITIONS_NAME, SPLITS
 from pretraining.data.publishing import discard, publish, start_building
-from pretraining.data.shard_writer import SplitWriter, split_entry
-from pretraining.data.shards import TokenSplit, checksum_of_file, open_shard
+from pretraining.data.shard_writer import SplitWriter, split_entry, summed_entry
+from pretraining.data.shards import TokenSplit, checksum_of_file, open_shard, token_dtype
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import replacing
 
@@ -45,6 +46,11 @@ class _Part:
     begun: Begun | None
     earlier: "_Earlier | None"
     """The data set that `begun` is about."""
+
+    def before(self, missing: list[int], tasks: list[int]) -> "_Part":
+        """Return the part without the outputs behind the first missing task; tasks: the number of each output."""
+        kept = len(tasks) if not missing else sum(task < missing[0] for task in tasks)
+        return replace(self, outputs=self.outputs[:kept], results=self.results[:kept])
 
     @property
     def is_cut(self) -> bool:
@@ -136,6 +142,45 @@ class _Earlier:
         return np.concatenate(read) if read else np.empty(0, self.validation.dtype)
 
 
+def keep_arrived(preparation: Preparation) -> None:
+    """Write down what a run that trains meanwhile can read: the first tasks that have finished without a gap."""
+    if preparation.data.shuffle_blocks is None:
+        return
+    survey = preparation.survey()
+    whole = [not source.missing for source in survey.sources]
+    # The stream goes on with the next source only where one is whole.
+    sources = survey.sources[: whole.index(False) + 1] if False in whole else survey.sources
+    trained = [
+        part.before(source.missing, source.used)
+        for part, source in zip(_train_parts(preparation, survey), sources, strict=False)
+    ]
+    train = [{**shard, "path": str(path)} for part in trained for path, shard in part.train_shards()]
+    validation = [
+        {**shard, "source": part.source, "path": str(output / "validation" / shard["file"])}
+        for part in _validation_parts(preparation)
+        for output, result in zip(part.outputs, part.results, strict=True)
+        for shard in result["splits"]["validation"]["shards"]
+        if shard["documents"]
+    ]
+    tokenizer, data = preparation.tokenize.tokenizer, preparation.data
+    info = tokenizer.describe(tokenizer.output)
+    manifest = {
+        "format": FORMAT,
+        "name": data.name,
+        "fingerprint": from_origin(preparation.origin),
+        "origin": preparation.origin,
+        "data": deciding_section(data.to_dict()),
+        "tokenizer": vars(info),
+        "tokenizer_folder": str(tokenizer.output),
+        "splits": {
+            name: summed_entry(shards, token_dtype(info.vocab_size).name)
+            for name, shards in {"train": train, "validation": validation}.items()
+        },
+    }
+    with replacing(preparation.work / ARRIVED_NAME) as file:
+        json.dump(manifest, file)
+
+
 def finish(preparation: Preparation, show_progress: bool = False) -> Path | None:
     """Gather the shards, write the manifest, and put the data set in its place.
 
@@ -181,10 +226,15 @@ def _parts(preparation: Preparation) -> list[_Part]:
             f"{preparation.work}: {len(missing)} tasks of the stage 'tokenize' have not finished (the first: "
             f"{missing[0]}); run the same command again: only they are repeated"
         )
+    return [*_train_parts(preparation, survey), *_validation_parts(preparation)]
+
+
+def _train_parts(preparation: Preparation, survey: Survey) -> list[_Part]:
+    """List what there is of each source."""
     stage = preparation.bounded(survey.bounds).tokenize
     manifest = read_manifest(preparation.folder) if preparation.goes_on else None
     earlier = _Earlier(preparation.folder, manifest) if manifest else None
-    parts = [
+    return [
         _Part(
             number,
             [stage.folder(task) for task in source.used],
@@ -194,7 +244,6 @@ def _parts(preparation: Preparation) -> list[_Part]:
         )
         for number, source in enumerate(survey.sources)
     ]
-    return [*parts, *_validation_parts(preparation)]
 
 
 def _validation_parts(preparation: Preparation) -> list[_Part]:
@@ -291,6 +340,7 @@ def _manifest(
         "format": FORMAT,
         "name": data.name,
         "fingerprint": content_fingerprint(splits),
+        "origin": preparation.origin,
         "data": deciding_section(data.to_dict()),
         "consulted": preparation.consulted,
         "tokenizer": vars(tokenizer.describe(tokenizer.output)),

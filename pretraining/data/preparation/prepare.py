@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -286,8 +287,9 @@ def _build(
     preparing: the arguments of `Preparation.of`.
     """
     # numpy, tokenizers and pyarrow are needed from here on
+    from pretraining.data.arriving import arrived_path
     from pretraining.data.preparation.execution import run_stages, submit_to_slurm
-    from pretraining.data.preparation.finish import finish
+    from pretraining.data.preparation.finish import finish, keep_arrived
     from pretraining.data.preparation.stages import Preparation
     from pretraining.data.progress import Progress
 
@@ -296,8 +298,10 @@ def _build(
     if execution.executor == "slurm":
         return None, tuple(submit_to_slurm(preparation, execution))
     try:
+        # Of an earlier preparation of this folder, perhaps of other text.
+        arrived_path(preparation.folder).unlink(missing_ok=True)
         with Progress("preparing", show_progress) as progress:
-            run_stages(preparation, execution, progress)
+            run_stages(preparation, execution, progress, partial(keep_arrived, preparation))
         return finish(preparation, show_progress), ()
     except UserError as error:
         # Worth keeping only if a stage of many tasks has finished some of them.

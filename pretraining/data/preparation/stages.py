@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pretraining.data.corpus import CLEANING_KEYS, PIECE_BYTES, TASK_PIECES, Corpus
-from pretraining.data.manifest import consulted
+from pretraining.data.manifest import consulted, deciding_section, digest_of
 from pretraining.data.portions import Portion
 from pretraining.data.preparation.cleaning import (
     Clean,
@@ -132,6 +132,13 @@ class Preparation:
         """Describe what filters and decontamination use, as it is at the beginning."""
         return consulted(self.data.to_dict())
 
+    @cached_property
+    def origin(self) -> str:
+        """Identify the tokens by all that decides them, once the tokenizer is there and before the tokens are."""
+        tokenizer = self.tokenize.tokenizer
+        made_by = tokenizer.describe(tokenizer.output).fingerprint
+        return digest_of(deciding_section(self.data.to_dict()), self.fingerprints, self.consulted, made_by)
+
     @property
     def texts(self) -> Texts:
         """Return the texts as the tokenizer gets them."""
@@ -147,8 +154,9 @@ class Preparation:
             return None
         sets = EvaluationSets.from_recipe(self.work, data, self.validation)
         clean = Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup)
-        # Documents are compared across the whole corpus; else no more is cleaned than is wanted.
-        if not dedup and any(self.targets):
+        # Documents are compared across the whole corpus; else no more is cleaned than is wanted, and no task waits for
+        # text behind it.
+        if not dedup and (any(self.targets) or data.shuffle_blocks):
             return CleanedAsRead(self.corpus, cleaned_by, clean)
         fates = None
         if dedup:

@@ -125,12 +125,17 @@ class Tokenize(Stage):
     @cached_property
     def keys(self) -> list[str]:
         """Make a key for each task, which depends on the tokenizer and on the texts of its pieces."""
+        return [self._key(number) for number in range(len(self.texts.tasks))]
+
+    def _key(self, number: int) -> str:
+        task = self.texts.tasks[number]
         # Results have positions: a finished task of an older program has none, and is not taken for these.
         shared = [self.tokenizer.keys, self.validation_share, "positions"]
-        return [
-            digest_of(shared, self.texts.keys[task.start : task.stop], *self.bounds.get(number, ()))
-            for number, task in enumerate(self.texts.tasks)
-        ]
+        return digest_of(shared, self.texts.keys[task.start : task.stop], *self.bounds.get(number, ()))
+
+    def folder(self, number: int) -> Path:
+        """Name the folder of one task's output. A survey asks for many, each with bounds of its own."""
+        return self.work / self.name / f"{number:05d}-{self._key(number)[:12]}"
 
     def run(self, number: int, folder: Path, progress: Progress | Silence) -> None:
         """Encode the pieces of a task: write a folder for each split, `result.json`, and counts for the manifest."""

@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import connection, forkserver
 from pathlib import Path
@@ -30,8 +31,16 @@ PRELOADED = ["pretraining.data.preparation.workers", "pyarrow"]
 """Imported once, by the process from which the workers of all stages are forked."""
 
 
-def run_in_workers(stage: Stage, numbers: list[int], num_workers: int, num_threads: int) -> None:
+def run_in_workers(
+    stage: Stage,
+    numbers: list[int],
+    num_workers: int,
+    num_threads: int,
+    finished: Callable[[], None] = lambda: None,
+) -> None:
     """Run tasks of a stage of a saved preparation in `num_workers` processes; return when the last one is done.
+
+    finished: is called after each task.
 
     Raises what a task raised, and UserError if the process of one task is killed again and again. The workers end
     with this process, however it ends.
@@ -55,6 +64,8 @@ def run_in_workers(stage: Stage, numbers: list[int], num_workers: int, num_threa
                     _report_death(worker, stage, deaths[worker.number])
                     # Behind all others: if memory ran out, it may have more room at the end.
                     waiting.append(worker.number)
+                else:
+                    finished()
     finally:
         for worker in workers:
             worker.end()

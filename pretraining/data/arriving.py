@@ -1,0 +1,213 @@
+"""Read data while it is prepared: the shards of the tasks that are finished, in the order of the finished data set.
+
+A preparation whose recipe has `data.shuffle_blocks` keeps `arrived.json` in its work folder: a manifest of what can be
+read so far. The shards stay where the tasks wrote them until the data set is published, and are then found there.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from pretraining.data.excerpt import excerpt_of
+from pretraining.data.manifest import POSITIONS_FILE, read_manifest
+from pretraining.data.order import ALL_SAMPLES, WindowedOrder
+from pretraining.data.portions import Portion, lacking
+from pretraining.data.publishing import work_folder
+from pretraining.data.shards import Shard, TokenSplit, map_shard
+from pretraining.errors import UserError
+
+ARRIVED_NAME = "arrived.json"
+"""In the work folder of a preparation."""
+
+POLL_SECONDS = 0.5
+"""How often a reader that waits looks again."""
+
+PAUSE_SECONDS = 0.05
+_MOST_TRIES = 200
+"""A shard that is being published may be gone from one place and not yet in the other."""
+
+
+def from_origin(origin: str) -> str:
+    """Name the identity of tokens that are not there yet, in the place of their fingerprint."""
+    return f"origin:{origin}"
+
+
+def is_from_origin(fingerprint: str) -> bool:
+    """Say if a fingerprint is that of tokens which were not there yet."""
+    return fingerprint.startswith("origin:")
+
+
+class Arrived(NamedTuple):
+    """What of a data set can be read."""
+
+    manifest: dict
+    is_whole: bool
+    """Nothing comes behind it."""
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Where the shards of a data set appear."""
+
+    folder: Path
+    """The place of the finished data set."""
+    portions: Sequence[Portion | None]
+    """What the run reads of each source."""
+    origin: str
+
+    def look(self) -> Arrived | None:
+        """Look what can be read now; None in a moment in which neither place has it, and if it is another data set."""
+        whole = read_manifest(self.folder)
+        # With a larger budget, the data set that the preparation goes on from is there before.
+        if (
+            whole is not None
+            and whole.get("origin") == self.origin
+            and not lacking(whole, list(self.portions))
+        ):
+            return Arrived(self._excerpt(whole, TokenSplit), True)
+        found = read_arrived(self.folder)
+        if found is None or found["origin"] != self.origin:
+            return None
+        with suppress(FileNotFoundError):  # published in this moment
+            return Arrived(self._excerpt(found, ScatteredSplit), False)
+        return None
+
+    def open_validation(self, manifest: dict) -> TokenSplit:
+        """Open the validation split of a manifest, wherever its shards are by now."""
+        for _ in range(_MOST_TRIES):
+            with suppress(FileNotFoundError):
+                return ScatteredSplit(self.folder / "validation", manifest["splits"]["validation"]).mapped()
+            # Published: the same stream, cut into other shards.
+            if (found := self.look()) is not None and found.is_whole:
+                return TokenSplit(self.folder / "validation", found.manifest["splits"]["validation"])
+            time.sleep(PAUSE_SECONDS)
+        raise _gone(self.folder)
+
+    def _excerpt(self, manifest: dict, kind: type[TokenSplit]) -> dict:
+        splits = {name: kind(self.folder / name, entry) for name, entry in manifest["splits"].items()}
+        portions = list(self.portions)
+        return excerpt_of(manifest, splits, portions, lambda: np.load(self.folder / POSITIONS_FILE))
+
+
+def _gone(folder: Path) -> UserError:
+    what = "what was prepared of it is gone; type the same command again, which prepares what is missing"
+    return UserError(f"{folder}: {what}", on_every_rank=False)
+
+
+def arrived_path(folder: Path) -> Path:
+    """Name the file in which the preparation of `folder` says what can be read."""
+    return work_folder(folder) / ARRIVED_NAME
+
+
+def read_arrived(folder: Path) -> dict | None:
+    """Read the manifest of what the preparation of `folder` has finished; None if there is none."""
+    try:
+        return json.loads(arrived_path(folder).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+class ScatteredSplit(TokenSplit):
+    """A split whose shards are in several folders: their entries hold a `path` of their own."""
+
+    def _check_shards(self) -> None:
+        """Leave it to the reading of each: they were written a moment ago."""
+
+    def map_anew(self, number: int) -> Shard:
+        """Map the shard; FileNotFoundError if it has been published since."""
+        entry = self._entry["shards"][number]
+        path = Path(entry.get("path") or self.folder / entry["file"])
+        with path.open("rb") as file:
+            return map_shard(file, str(path), entry, self.dtype)
+
+    def mapped(self) -> Self:
+        """Map every shard now, so that it can be read after it has moved; FileNotFoundError if one has."""
+        for number in range(len(self.shard_entries)):
+            self._shard(number)
+        return self
+
+    def part(self, first: int, stop: int) -> Self:
+        """Open the stream of the shards [first, stop) alone, with what is mapped of them."""
+        part = super().part(first, stop)
+        part._open = {number - first: s for number, s in self._open.items() if first <= number < stop}
+        return part
+
+
+class ArrivingSplit(ScatteredSplit):
+    """The training tokens of a data set that is being prepared: those at the beginning of the stream, ever more."""
+
+    def __init__(self, arrivals: Arrivals, manifest: dict):
+        self.arrivals, self.is_whole = arrivals, False
+        super().__init__(arrivals.folder / "train", manifest["splits"]["train"])
+
+    def refresh(self) -> None:
+        """Take in what has arrived since."""
+        if not self.is_whole and (found := self.arrivals.look()) is not None:
+            self._take(found.manifest["splits"]["train"])
+            self.is_whole = found.is_whole
+
+    def map_anew(self, number: int) -> Shard:
+        """Map the shard, wherever it is now; UserError if it is nowhere."""
+        for _ in range(_MOST_TRIES):
+            try:
+                return super().map_anew(number)
+            except FileNotFoundError:
+                self.refresh()
+                time.sleep(PAUSE_SECONDS)
+        raise _gone(self.folder)
+
+    def num_known_blocks(self, sequence_length: int) -> int:
+        """Count the blocks that are as they will be in the whole data set."""
+        tokens = self.num_tokens
+        if not self.is_whole and tokens % sequence_length == 0 and self.shard_entries:
+            # Whether the block that ends with the last shard has a target, and so counts when documents are packed
+            # into the shard's blocks, is known with the next shard.
+            tokens -= self.shard_entries[-1]["tokens"]
+        return max(0, (tokens - 1) // sequence_length)
+
+
+class ArrivingOrder(WindowedOrder):
+    """The order of a data set that is being prepared: it waits for the window that a sample is in.
+
+    stop: position at which the run ends. Readers look some samples ahead; those behind the end are not worth a wait,
+    and each is the first block.
+    """
+
+    def __init__(
+        self, split: ArrivingSplit, sequence_length: int, window: int, seed: int, label: str, stop: int
+    ):
+        super().__init__(ALL_SAMPLES, window, seed, label)
+        self.split, self.sequence_length, self.stop = split, sequence_length, stop
+        self._look()
+
+    def ready_until(self) -> int:
+        """Look how many samples from the beginning on can be read now; ALL_SAMPLES if any can."""
+        self.split.refresh()
+        self._look()
+        return self._ready
+
+    def _look(self) -> None:
+        if self.split.is_whole:
+            self.num_blocks = self.split.num_blocks(self.sequence_length)
+            self._ready = ALL_SAMPLES
+        else:
+            known = self.split.num_known_blocks(self.sequence_length)
+            self._ready = known // self.window * self.window
+
+    def blocks(self, sample_indices: np.ndarray) -> np.ndarray:
+        samples = np.asarray(sample_indices, np.int64)
+        read = samples < self.stop
+        blocks = np.zeros_like(samples)
+        if read.any():
+            last = int(samples[read].max())
+            # The ranks have waited together before; here a data worker waits, or a disk that shows new files late.
+            while last >= self._ready and last >= self.ready_until():
+                time.sleep(POLL_SECONDS)
+            blocks[read] = super().blocks(samples[read])
+        return blocks

@@ -1,0 +1,222 @@
+"""Train while the data is prepared: rank 0 starts the preparation, and all ranks wait together for text."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from pretraining.data.arriving import POLL_SECONDS, ArrivingSplit, arrived_path, read_arrived
+from pretraining.data.order import ALL_SAMPLES, Order
+from pretraining.data.packed_dataset import PackedDataset
+from pretraining.data.preparation.alongside import Alongside
+from pretraining.data.prepared import ArrivingData, PreparedData, is_prepared, open_prepared
+from pretraining.errors import UserError
+from pretraining.recipe import Recipe
+from pretraining.recipe.progress import Progress
+from pretraining.runtime.heartbeat import long_work, work_done
+from pretraining.runtime.process_group import from_rank_0
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.training.stopping import StopRequests
+
+LOG_NAME = "preparation.log"
+LOOKS_AT_WORK_SECONDS = 5.0
+
+
+class Look(NamedTuple):
+    """What rank 0 sees of the preparation, for all ranks."""
+
+    ready: int
+    """Samples of the run that can be read, from its beginning on."""
+    failure: str | None
+    """Why no more will come."""
+    works: bool
+    """Whether the preparation has moved since the last look."""
+
+
+class Arrival:
+    """The data of a run that trains while it is prepared; with finished data, nothing that costs anything.
+
+    Every rank makes one, and calls its methods together with the others. Only rank 0 has a preparation.
+    """
+
+    def __init__(self, recipe: Recipe, data_root: Path | str, run: RunFolder, stop: StopRequests):
+        self.recipe, self.data_root, self.run, self.stop = recipe, Path(data_root), run, stop
+        self._folder = self.data_root / recipe.data.name
+        self._preparation: Alongside | None = None
+        self._order: Order | None = None
+        self._ready = ALL_SAMPLES
+        self._shown: set[str] = set()
+        self._checked = False
+        self._worked = (0.0, 0.0)
+        """When the preparation was last looked at, and its seconds of work then."""
+
+    def open(self) -> PreparedData:
+        """Start the preparation, and open the data once tokenizer, validation and a first block are there.
+
+        Raises:
+            UserError: the preparation has failed.
+            SystemExit: the run was asked to stop.
+        """
+        if from_rank_0(lambda: is_prepared(self.recipe, self.data_root)):
+            from_rank_0(lambda: self._show(f"{self._folder} is prepared: --while_preparing changes nothing"))
+            return self._open_finished()
+        from_rank_0(self._start)
+        with long_work():
+            while (found := from_rank_0(self._first_look)) is None:
+                if self.stop.agreed():
+                    self.stop.leave_if_agreed(from_rank_0(self._last_step))
+                time.sleep(POLL_SECONDS)
+        return ArrivingData.of(self.recipe, self.data_root, found) if found else self._open_finished()
+
+    def _open_finished(self) -> PreparedData:
+        return open_prepared(self.recipe, self.data_root).for_run(self.recipe)
+
+    def _last_step(self) -> int:
+        return (self.run.last_event("stopped") or {}).get("step", 0)
+
+    def _show(self, line: str) -> None:
+        """Print a line once."""
+        if line not in self._shown:
+            self._shown.add(line)
+            print(line, flush=True)
+
+    def _start(self) -> None:
+        self._stale = _written(arrived_path(self._folder))
+        self._preparation = Alongside(self.recipe, self.data_root, self.run.path / LOG_NAME)
+        print(f"preparing {self._folder} beside the run; its output: {self._preparation.log}", flush=True)
+
+    def _first_look(self) -> dict | None:
+        """Return the manifest of what is there, {} if all is there, None if it is too little to begin with."""
+        assert self._preparation is not None
+        if self._preparation.has_ended():
+            self._raise_failure()
+            return {}
+        # What a killed preparation has left counts only after this one has looked at it.
+        if _written(arrived_path(self._folder)) == self._stale:
+            return None
+        found = read_arrived(self._folder)
+        return found if found and found["splits"]["train"]["tokens"] > self.recipe.sequence_length else None
+
+    def _raise_failure(self) -> None:
+        assert self._preparation is not None
+        if (failure := self._preparation.failure()) is None:
+            return
+        if not self.run.recipe.exists():
+            self._preparation.log.unlink(missing_ok=True)  # a refused run leaves nothing
+        raise UserError(_failed(failure))
+
+    def follow(self, dataset: PackedDataset, progress: Progress) -> None:
+        """Wait for the first step's samples of this dataset, and from now on for those of every other step."""
+        if not isinstance(dataset.splits[0], ArrivingSplit):
+            return
+        self._order, self._ready, self._progress = dataset.order, 0, progress
+        if not self.wait_for(progress.step):
+            self.stop.leave_if_agreed(progress.step)
+
+    def wait_for(self, step: int, samples_ahead: int = 0) -> bool:
+        """Wait until the samples of the step after `step` can be read; False if the run is asked to stop.
+
+        Costs nothing as long as they are known to be there. Else the ranks ask rank 0 together, so that they wait, stop
+        and fail together.
+
+        samples_ahead: how many samples behind the step the readers look at.
+
+        Raises:
+            UserError: the preparation has failed, or its text is not enough for the run.
+        """
+        if self._order is None:
+            return True
+        self._show_failure()
+        last = self._progress.samples_at(self._progress.last_step)
+        samples = min(self._progress.samples_at(step + 1) + samples_ahead, last)
+        if samples <= self._ready:
+            return True
+        began, waits = time.monotonic(), False
+        with long_work():
+            while not self._can_read(samples, step):
+                waits = True
+                if self.stop.agreed():
+                    return False
+                time.sleep(POLL_SECONDS)
+        if waits:
+            seconds = round(time.monotonic() - began, 3)
+            from_rank_0(lambda: self.run.add_event("waited_for_data", step=step, seconds=seconds))
+        return True
+
+    def _show_failure(self) -> None:
+        """Print on rank 0 that the preparation has failed, also while there is still something to read."""
+        if self._preparation is not None and (failure := self._preparation.failure()) is not None:
+            self._show(f"the preparation failed: {failure}; training goes on with what is there")
+
+    def _can_read(self, samples: int, step: int) -> bool:
+        look = from_rank_0(lambda: self._look(samples, step))
+        self._ready = look.ready
+        if look.works:
+            work_done()
+        if samples > look.ready and look.failure is not None:
+            raise UserError(look.failure)
+        return samples <= look.ready
+
+    def _look(self, samples: int, step: int) -> Look:
+        """Look on rank 0."""
+        assert self._order is not None and self._preparation is not None
+        # In this order: what it finishes after the first question is seen by the second.
+        ended, failure = self._preparation.has_ended(), self._preparation.failure()
+        ready = self._order.ready_until()
+        if ready >= ALL_SAMPLES and not self._checked:
+            self._checked = True
+            # Whether the text is enough for the run, as for any finished data.
+            self._open_finished()
+        if samples > ready and "wait" not in self._shown:
+            self._shown.add("wait")
+            words = f"step {step + 1:,} reads up to sample {samples:,}, and {ready:,} can be read so far"
+            print(f"waiting for data: {words}; {self._preparation.log} shows the preparation", flush=True)
+        if ended and failure is None and ready < samples:
+            failure = (
+                f"{self._folder}: its preparation has ended, and it is not there; type the same command again"
+            )
+        elif failure is not None:
+            failure = _failed(failure)
+        return Look(ready, failure, self._works())
+
+    def _works(self) -> bool:
+        """Say if the preparation has used the processor since the last look at it."""
+        at, seconds = self._worked
+        if time.monotonic() - at < LOOKS_AT_WORK_SECONDS:
+            return False
+        assert self._preparation is not None
+        self._worked = time.monotonic(), self._preparation.seconds_worked()
+        return self._worked[1] != seconds
+
+    def close(self) -> None:
+        """End the preparation; print how it goes on if it is not done."""
+        if self._preparation is None:
+            return
+        if not self._preparation.has_ended():
+            print(f"{self._folder} is not whole: {self._preparation.command} goes on with it", flush=True)
+        self._preparation.end()
+
+
+def _failed(why: str) -> str:
+    return f"the preparation failed: {why}; once that is mended, the same command goes on"
+
+
+def _written(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+@contextmanager
+def arriving_data(
+    recipe: Recipe, data_root: Path | str, run: RunFolder, stop: StopRequests
+) -> Iterator[Arrival]:
+    """Offer data that is prepared beside the run; a preparation that was started ends with the block."""
+    arrival = Arrival(recipe, data_root, run, stop)
+    try:
+        yield arrival
+    finally:
+        arrival.close()
