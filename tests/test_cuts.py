@@ -1,4 +1,4 @@
-"""Promise: nothing committed is lost. What ranks hold as parts of split layers is read back as parts of any other size."""
+"""Promise: nothing committed is lost. Parts of split layers are read back as any others."""
 
 import json
 import random

@@ -70,7 +70,7 @@ def test_a_run_goes_on_with_layers_split_or_whole(workshop, tmp_path, saved_by, 
 
 
 def test_a_checkpoint_names_each_part_by_what_it_is(workshop, tmp_path):
-    """Whole states of the shapes of the model; rewritten without parts, the same bit for bit; both whole and verified."""
+    """Whole states under the names of one process, each element once; rewritten without parts, the same bits."""
     source = workshop.run("zero1_tp2", settings=QWEN3).folder / "checkpoint-8"
     reshard(source, tmp_path / "three", 3)
     saved, rewritten = CheckpointReader(source), CheckpointReader(tmp_path / "three")
