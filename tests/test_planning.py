@@ -182,6 +182,7 @@ def test_model_state_bytes_per_parameter():
     per_parameter = {
         name: model_state(8000, load_ds_config(name), 8, sixteen_bit=True).gpu / 8000
         for name in ds_config_names()
+        if name != "zero1_tp2"  # some parameters are split, and others are whole
     }
     assert per_parameter == {
         "zero0": 16,
