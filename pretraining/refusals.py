@@ -6,7 +6,7 @@ accepts a recipe that training would refuse. What a recipe shows by itself is ch
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pretraining.addresses import is_remote
@@ -281,6 +281,8 @@ def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True
         return "no GPU"
     model, training = model_with_defaults(recipe.model), recipe.training
     recomputes = training.activation_checkpointing
+    if degrees_of(ds_config).tensor > 1:
+        return "layers that are split over ranks exchange their sums in the middle of a block"
     if not is_exact(model):
         return f"not tried with {model['model_type']}"
     if any(model.get(key) for key in DROPOUTS):
@@ -370,11 +372,9 @@ def _check_degrees(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """Refuse degrees of parallelism that the model's shape does not allow, and what they do not know."""
     degrees, name = degrees_of(ds_config), f"deepspeed {recipe.deepspeed}"
     if degrees.tensor > 1:
-        raise UserError(
-            f"{name}: {degrees}: is not trained here yet; use sequence parallelism, or ZeRO alone"
-        )
+        _check_tensor_degree(recipe, ds_config or {}, degrees.tensor, name)
     if degrees.sequence > 1:
-        _check_sequence_degree(recipe, degrees.sequence, name)
+        _check_sequence_degree(recipe, degrees.sequence, name, degrees.tensor)
     if degrees.expert > 1:
         _check_expert_degree(recipe, ds_config or {}, name, where)
 
@@ -422,7 +422,73 @@ def _check_expert_degree(recipe: Recipe, ds_config: dict, name: str, where: str)
         raise problem(where, "training.optim", f"{what}; --set training.optim={DEFAULT_OPTIM}")
 
 
-def _check_sequence_degree(recipe: Recipe, size: int, name: str) -> None:
+def _check_tensor_degree(recipe: Recipe, ds_config: dict, size: int, name: str) -> None:
+    """Refuse tensor parallelism of models that AutoTP cannot split evenly, and what needs whole parameters."""
+    model, where = model_with_defaults(recipe.model), display_path(recipe.path)
+    if model["model_type"] == "gpt2":
+        what = "gpt2 keeps queries, keys and values in one convolution, which AutoTP does not split"
+        raise UserError(f"{name}: tensor {size}: {what}; take model_type llama, or sequence parallelism")
+    if not is_exact(model):
+        known = ", ".join(each for each in EXACT if each != "gpt2")
+        raise UserError(f"{name}: tensor {size}: is tested for {known} alone, not for {model['model_type']}")
+    if ds_config["tensor_parallel"].get("partition_config"):
+        what = "the model's type says which layers are split; leave it out"
+        raise UserError(f"{name}: tensor_parallel.partition_config: {what}")
+    if parameter_device(ds_config) == "nvme" or optimizer_device(ds_config) == "nvme":
+        raise UserError(f"{name}: tensor {size}: is not tried with states on NVMe; use zero3_offload")
+    if ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
+        what = "hpZ keeps copies of parameters by node, and split ones are partitioned over other ranks"
+        raise UserError(f"{name}: tensor {size}: {what}; leave zero_hpz_partition_size out")
+    for key, is_asked_for, what in _whole_parameters_needed(recipe, model, size):
+        if is_asked_for:
+            raise problem(where, key, what)
+    heads = value_of(model, "num_attention_heads")
+    counts = {"attention heads": heads, "key-value heads": model.get("num_key_value_heads") or heads}
+    if model["model_type"] not in MIXTURES:
+        counts["columns of model.intermediate_size"] = value_of(model, "intermediate_size")
+    _check_divides(name, "tensor", size, counts)
+
+
+def _whole_parameters_needed(recipe: Recipe, model: dict, size: int) -> Iterator[tuple[str, bool, str]]:
+    """Yield (key, whether the recipe asks for it, why it does not go with split layers)."""
+    optim, speed = recipe.training.optim, recipe.speed
+    split = f"tensor {size} leaves a rank a part of each matrix"
+    muon = "orthogonalises whole matrices, and " + split
+    yield "optimizer.name", recipe.optimizer.name == "muon", f"muon {muon}; --set optimizer.name=null"
+    adaptive = (
+        f"compares norms of whole rows and columns, and {split}; set it to null, or use optimizer.clip_value"
+    )
+    yield "optimizer.adaptive_clip", bool(recipe.optimizer.adaptive_clip), adaptive
+    whole = f"is {optim}, whose update looks at whole parameters, and {split}; --set training.optim={DEFAULT_OPTIM}"
+    yield "training.optim", optim not in ELEMENTWISE, whole
+    fp8 = "is for the products of whole layers; --set speed.fp8=none, or leave layers whole"
+    yield "speed.fp8", speed.fp8 != "none", fp8
+    compiled = (
+        f"is {speed.compile}, and AutoTP replaces the layers that were compiled; --set speed.compile=auto"
+    )
+    yield "speed.compile", speed.compile not in ("auto", "none"), compiled
+    keeps_products = recipe.training.activation_checkpointing and speed.recompute == "operators"
+    kept = "is operators, which keeps products, and AutoTP adds the other ranks' to them; --set speed.recompute=layers"
+    yield "speed.recompute", keeps_products, kept
+    for key in DROPOUTS:
+        dropped = "would drop the same places of the heads of every rank; set it to 0"
+        yield f"model.{key}", bool(model.get(key)), dropped
+
+
+def _check_divides(name: str, degree: str, size: int, counts: dict[str, int]) -> None:
+    """Refuse a degree that does not divide all the counts, and name the nearest that does."""
+    for what, count in counts.items():
+        if count % size:
+            fitting = [
+                each for each in range(2, count + 1) if all(not number % each for number in counts.values())
+            ]
+            nearest_size = min(fitting, key=lambda each: abs(each - size), default=1)
+            raise UserError(
+                f"{name}: {degree} {size}: does not divide the {count:,} {what}; {nearest_size} does"
+            )
+
+
+def _check_sequence_degree(recipe: Recipe, size: int, name: str, tensor: int = 1) -> None:
     """Refuse sequence parallelism where it does not divide heads and length, or where parts are not enough."""
     model = model_with_defaults(recipe.model)
     if not is_exact(model):
@@ -445,20 +511,13 @@ def _check_sequence_degree(recipe: Recipe, size: int, name: str) -> None:
         what = "is deepcompile, which is not tried with split sequences; --set speed.compile=auto"
         raise problem(display_path(recipe.path), "speed.compile", what)
     heads = value_of(model, "num_attention_heads")
-    counts = {"attention heads": heads, "tokens of a sequence": recipe.sequence_length}
-    key_value_heads = model.get("num_key_value_heads") or heads
+    key_value_heads = (model.get("num_key_value_heads") or heads) // tensor
+    of_rank = " that tensor parallelism leaves to a rank" if tensor > 1 else ""
+    counts = {f"attention heads{of_rank}": heads // tensor, "tokens of a sequence": recipe.sequence_length}
     # fewer key-value heads than ranks are copied, as often as they divide these
     if size % key_value_heads:
-        counts["key-value heads"] = key_value_heads
-    for what, count in counts.items():
-        if count % size:
-            fitting = [
-                each for each in range(2, count + 1) if all(not number % each for number in counts.values())
-            ]
-            nearest_size = min(fitting, key=lambda each: abs(each - size), default=1)
-            raise UserError(
-                f"{name}: sequence {size}: does not divide the {count:,} {what}; {nearest_size} does"
-            )
+        counts[f"key-value heads{of_rank}"] = key_value_heads
+    _check_divides(name, "sequence", size, counts)
 
 
 def _check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> None:

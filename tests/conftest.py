@@ -65,6 +65,7 @@ LAUNCHING += [
     "test_run_folder",
     "test_reshard",
     "test_sequence_parallel",
+    "test_tensor_parallel",
     "test_branch",
     "test_clipping",
     "test_loss_scale",

@@ -31,7 +31,7 @@ ASKED = {
     "qwen3_moe, weights sharded too": ("zero3:expert=2", 4, QWEN),
     "qwen3_moe, Muon, clipping by units": ("zero1:expert=2", 4, (*QWEN, *MUON)),
     "without ZeRO, clipping by units": ("zero0:expert=2", 2, (*QWEN, *MUON[1:])),
-    "offloaded": ("zero2_offload:expert=2", 2, QWEN),
+    "sequences split too, offloaded": ("zero2_offload:expert=2,sequence=2", 4, QWEN),
 }
 
 
@@ -84,6 +84,14 @@ def test_an_export_holds_all_experts_under_the_same_names(workshop, stage, ranks
     assert saved.parameters.keys() == loaded.keys()
     for name in saved.parameters:
         assert torch.equal(loaded[name], assemble(saved, name)), name
+
+
+def test_a_rank_to_which_no_token_comes_takes_part(tmp_path):
+    """Outputs and gradients of split experts, on ranks that are all, some or none of them chosen."""
+    finished = execute(["forked", "2", "-m", "tests.expert_ranks", tmp_path / "found.json"])
+    assert finished.code == 0, finished.output
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found) == 8 and all(difference < 1e-5 for difference in found.values()), found
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ class ExpertDispatch:
             padded = self.compute(
                 rows.new_zeros(1, rows.shape[1]), numbers.new_zeros(1, 1), rows.new_ones(1, 1)
             )
-            return rows + padded[:0]
+            return rows.to(padded.dtype) + padded[:0]
         return self.compute(rows, numbers.unsqueeze(1), rows.new_ones(len(rows), 1))
 
 

@@ -5,8 +5,8 @@ The loop is transformers'. Only public methods are overridden here. upstream/tra
 
 import gc
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -218,6 +218,10 @@ class PretrainingTrainer(TimedTrainer):
         optimizer.param_groups[:] = expert_groups_of(optimizer.param_groups)
         return optimizer
 
+    def get_tp_size(self) -> int:
+        """Return 1: a rank counts the targets of the samples that it reads, also if others read the same ones."""
+        return 1
+
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict:
@@ -259,11 +263,21 @@ class PretrainingTrainer(TimedTrainer):
             shape = (self.groups.data_ranks, together)
             mesh = init_device_mesh(self.args.device.type, shape, mesh_dim_names=("dp", "tp"))
             self.accelerator.state.ds_device_mesh = mesh
-        loader = super().get_train_dataloader()
+        with self._groups_kept():
+            loader = super().get_train_dataloader()
         if loader.num_workers:
             batches = loader.base_dataloader
             batches.worker_init_fn = _InWorker(batches.worker_init_fn)
         return loader
+
+    @contextmanager
+    def _groups_kept(self) -> Iterator[None]:
+        """Keep accelerate from making a mesh of the ranks that split layers alone, for which it reads the ds_config."""
+        config = self.accelerator.deepspeed_plugin.deepspeed_config if self.is_deepspeed_enabled else {}
+        split = config.pop("tensor_parallel", None)
+        yield
+        if split is not None:
+            config["tensor_parallel"] = split
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device

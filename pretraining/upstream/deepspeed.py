@@ -19,6 +19,10 @@ elements of which parameter are in them, and no function of DeepSpeed says so.
   a parameter is its slice of this rank's (mended by `link_slices`).
 - Stage 3 cuts each parameter into equal shares, the last with padding (`ds_tensor`), and lays this rank's shares end to
   end, in sub-groups (`fp16_groups`). With NVMe a sub-group is in memory only while it is swapped in.
+- AutoTP (tensor parallelism) cuts a weight in place and leaves a note on it (`split_part`): the dimension, and how many
+  of its elements each rank has. Stages 0, 1 and 2 then reduce over the data ranks alone. Under stage 3, `zero.Init` has
+  partitioned every weight over all ranks; AutoTP gathers what it cuts, and only that is partitioned over the data ranks
+  (`holders`). Held by tests/test_tensor_parallel.py.
 
 Changed:
 
@@ -47,6 +51,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.runtime import bf16_optimizer, utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import clip_grad_norm_
@@ -54,7 +59,7 @@ from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import link_hp_params
+from deepspeed.utils import groups, link_hp_params
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
@@ -183,7 +188,7 @@ def _clip_split(parameters: list[torch.Tensor], limit: float) -> float:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     squares = [
         torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).double().square()
-        / num_copies(parameter)
+        / holders(parameter, None)[1]
         for parameter in parameters
         if parameter.grad is not None
     ]
@@ -263,14 +268,6 @@ def own_rows(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """View in a tensor of the whole parameter's shape what this rank has of it."""
     share = share_of(parameter)
     return whole if share is None else whole[share.start : share.end]
-
-
-def num_copies(parameter: torch.Tensor) -> int:
-    """Count the ranks that have the same part of a parameter, without ZeRO."""
-    if not dist.is_initialized():
-        return 1
-    share = share_of(parameter)
-    return dist.get_world_size(None if share is None else share.copies)
 
 
 class Slice(NamedTuple):
@@ -401,14 +398,57 @@ def set_weights(zero: Any) -> None:
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a whole parameter, even if ZeRO-3 has partitioned it or its experts are split over ranks."""
-    held, share = tuple(getattr(parameter, "ds_shape", parameter.shape)), share_of(parameter)
+    """Return the shape of a whole parameter, even if ZeRO-3 has partitioned it, or a layer is split over ranks."""
+    if (split := getattr(parameter, DS_AUTOTP_UC_META, None)) and split["partition_sizes"]:
+        return tuple(split["logical_shape"])
+    held, share = own_shape(parameter), share_of(parameter)
     return held if share is None else (share.total, *held[1:])
+
+
+def own_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of what this rank has of a split parameter, even if ZeRO-3 has partitioned it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def whole_numel(parameter: torch.Tensor) -> int:
     """Count the elements of a whole parameter, of which `whole_shape` is the shape."""
     return prod(whole_shape(parameter))
+
+
+def split_part(parameter: torch.Tensor) -> dict[int, tuple[int, int]]:
+    """Return what AutoTP leaves to this rank of a parameter, {dimension: (first, number)}; {} if it is not split."""
+    split = getattr(parameter, DS_AUTOTP_UC_META, None)
+    if not split or not (sizes := split["partition_sizes"]):
+        return {}
+    part = groups.get_tensor_model_parallel_rank()
+    return {split["partition_dim"]: (sum(sizes[:part]), sizes[part])}
+
+
+def tensor_part_and_degree() -> tuple[int, int]:
+    """Return which part of split layers this rank has, and over how many ranks AutoTP splits them; (0, 1) without."""
+    degree = groups._get_model_parallel_world_size()
+    return (groups.get_tensor_model_parallel_rank() if degree > 1 else 0), degree
+
+
+def holders(parameter: torch.Tensor, optimizer: Any) -> tuple[int, int]:
+    """Return (number, count) of this rank among those whose optimizer steps the same elements of a parameter.
+
+    optimizer: the engine's, or torch's own.
+    """
+    tensor, is_split = tensor_part_and_degree(), bool(split_part(parameter))
+    if (
+        is_stage_3(optimizer)
+        and dist.get_world_size(group=parameter.ds_process_group) == dist.get_world_size()
+    ):
+        # `zero.Init` partitions over all ranks. Only what AutoTP splits afterwards is partitioned over the data ranks.
+        return 0, 1
+    if is_stage_3(optimizer) or is_stage_1_or_2(optimizer):
+        # data ranks have partitions of their own
+        return (0, 1) if is_split else tensor
+    if (share := share_of(parameter)) is not None:
+        return dist.get_rank(share.copies), dist.get_world_size(share.copies)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return (rank // tensor[1], ranks // tensor[1]) if is_split else (rank, ranks)
 
 
 @contextmanager

@@ -228,6 +228,17 @@ _PURPOSES = (
     ),
     _Purpose(
         "deepspeed",
+        why="which part of a parameter AutoTP leaves to a rank, and which ranks have the same elements",
+        test="test_tensor_parallel.py",
+        until="DeepSpeed says it in public",
+        names=(
+            "deepspeed.checkpoint.constants.DS_AUTOTP_UC_META",
+            "deepspeed.utils.groups._get_model_parallel_world_size()",
+            "deepspeed.utils.groups.get_tensor_model_parallel_rank()",
+        ),
+    ),
+    _Purpose(
+        "deepspeed",
         why="a checkpoint reads and sets states that are on NVMe",
         test="test_nvme.py",
         until="DeepSpeed has a public way into a swapped sub-group",
