@@ -114,7 +114,7 @@ def attempt(
     dataset = build_training_dataset(
         data, recipe, progress.first_sample, guard=guard, left_out=start.journal.left_out
     )
-    evaluator = Evaluator(recipe, data, data.tokenizer, progress.last_step, run)
+    evaluator = Evaluator(recipe, data, data.tokenizer, progress.last_step, run, plan.degrees)
     monitors.begin(plan, start, dataset)  # measures memory from here on, so that the model is counted
     model = build_from_recipe(
         recipe, data.tokenizer, arguments, draw_weights=start.checkpoint is None, given=given, groups=groups

@@ -6,7 +6,7 @@ accepts a recipe that training would refuse. What a recipe shows by itself is ch
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pretraining.addresses import is_remote
@@ -14,7 +14,7 @@ from pretraining.ds_config import degrees_of, load_ds_config, optimizer_device, 
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe, accumulation_steps, load_recipe, model_with_defaults
 from pretraining.recipe.data import is_mixed
-from pretraining.recipe.model import EXACT, is_exact, value_of
+from pretraining.recipe.model import EXACT, EXPERTS, is_exact, value_of
 from pretraining.recipe.schedule import SCHEDULE_FREE
 from pretraining.recipe.training import DEFAULT_OPTIM
 from pretraining.schema import display_path, problem
@@ -54,6 +54,7 @@ LAUNCHER_SETTINGS = {
     ),
 }
 """{environment variable that accelerate sets: (what its config says, our answer)}"""
+_WITH_ZERO = "use --deepspeed zero1:expert=2, or another stage"
 ZERO_STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
 
 
@@ -170,6 +171,37 @@ def _check_frozen(recipe: Recipe, ds_config: dict | None, where: str) -> None:
         )
 
 
+def _check_keep_in_fp32(recipe: Recipe, ds_config: dict | None, where: str) -> None:
+    """Allow weights of two types only if embeddings and head are known, and DeepSpeed can hold them side by side."""
+    key, zero = "model.keep_in_fp32", (ds_config or {}).get("zero_optimization", {})
+    if not recipe.weights.keep_in_fp32:
+        return
+    if not recipe.model.is_exact:
+        known = f"is for {', '.join(EXACT)}, not {recipe.model.model_type}"
+        raise problem(
+            where, key, f"{known}; leave it out, or --deepspeed zero0, which keeps all weights in fp32"
+        )
+    if not recipe.training.bf16:
+        what = "goes with training.bf16" + (
+            "; fp16 is not tried" if recipe.training.fp16 else ": all is in fp32"
+        )
+        raise problem(where, key, f"{what}; --set training.bf16=true, or leave it out")
+    # DeepSpeed keeps all of these in one buffer of one type
+    elsewhere = {
+        "offloads the weights": parameter_device(ds_config) != "gpu",
+        "keeps the optimizer on NVMe": optimizer_device(ds_config) == "nvme",
+        "keeps a second copy of the weights in each node (hpZ)": zero.get("zero_hpz_partition_size", 1) > 1,
+        "sends quantized weights": zero.get("zero_quantized_weights"),
+    }
+    for what, is_so in elsewhere.items():
+        if is_so:
+            raise problem(
+                where, key, f"deepspeed {recipe.deepspeed} {what}, in one type; use --deepspeed zero3"
+            )
+    if recipe.speed.compile == "deepcompile":
+        raise problem(where, key, "is not tried with speed.compile deepcompile; --set speed.compile=auto")
+
+
 def _check_clipping(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """Refuse adaptive clipping if DeepSpeed hides which weights a gradient belongs to."""
     if recipe.optimizer.adaptive_clip and recipe.training.fp16 and ds_config and not zero_stage(ds_config):
@@ -249,6 +281,8 @@ def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True
         return "no GPU"
     model, training = model_with_defaults(recipe.model), recipe.training
     recomputes = training.activation_checkpointing
+    if degrees_of(ds_config).tensor > 1:
+        return "layers that are split over ranks exchange their sums in the middle of a block"
     if not is_exact(model):
         return f"not tried with {model['model_type']}"
     if any(model.get(key) for key in DROPOUTS):
@@ -265,6 +299,8 @@ def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True
 
 
 def _why_not_gathered_as_one(ds_config: dict | None) -> str | None:
+    if degrees_of(ds_config).expert > 1:
+        return "no graph can hold the exchange of split experts"
     if parameter_device(ds_config) != "nvme":
         return None
     return "a compiled block needs all its weights at once, and they come from NVMe one by one"
@@ -335,15 +371,121 @@ def _check_launcher_settings(recipe: Recipe, ds_config: dict | None, where: str)
 def _check_degrees(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """Refuse degrees of parallelism that the model's shape does not allow, and what they do not know."""
     degrees, name = degrees_of(ds_config), f"deepspeed {recipe.deepspeed}"
-    if degrees.tensor > 1 or degrees.expert > 1:
-        raise UserError(
-            f"{name}: {degrees}: is not trained here yet; use sequence parallelism, or ZeRO alone"
-        )
+    if degrees.tensor > 1:
+        _check_tensor_degree(recipe, ds_config or {}, degrees.tensor, name)
     if degrees.sequence > 1:
-        _check_sequence_degree(recipe, degrees.sequence, name)
+        _check_sequence_degree(recipe, degrees.sequence, name, degrees.tensor)
+    if degrees.expert > 1:
+        _check_expert_degree(recipe, ds_config or {}, name, where)
 
 
-def _check_sequence_degree(recipe: Recipe, size: int, name: str) -> None:
+def _check_expert_degree(recipe: Recipe, ds_config: dict, name: str, where: str) -> None:
+    """Refuse expert parallelism without experts, where it does not divide them, and with what does not know it."""
+    model, degrees, zero = (
+        model_with_defaults(recipe.model),
+        degrees_of(ds_config),
+        ds_config["zero_optimization"],
+    )
+    size, name = degrees.expert, f"{name}: expert {degrees.expert}"
+    if model["model_type"] not in MIXTURES:
+        what = (
+            f"is for mixtures of experts of the types {' and '.join(MIXTURES)}, not for {model['model_type']}"
+        )
+        raise UserError(f"{name}: {what}; leave it out")
+    experts = next(value_of(model, key) for key in EXPERTS if value_of(model, key))
+    if experts % size:
+        fitting = [each for each in range(1, experts + 1) if not experts % each]
+        nearest_size = min(fitting, key=lambda each: abs(each - size))
+        raise UserError(f"{name}: does not divide the {experts} experts; {nearest_size} does")
+    if degrees.tensor > 1:
+        raise UserError(f"{name}: is not tried beside tensor {degrees.tensor}; leave one of them out")
+    if zero.get("zero_hpz_partition_size", 1) > 1:
+        what = "zero_optimization.zero_hpz_partition_size: does not go with split experts: DeepSpeed has no second copy"
+        raise UserError(f"{name}: {what} of them; leave it out")
+    for key in ("contiguous_gradients", "reduce_scatter"):
+        if zero["stage"] in (1, 2) and not zero.get(key, True):
+            raise UserError(
+                f"{name}: zero_optimization.{key} is false, which DeepSpeed refuses; leave it out"
+            )
+    if recipe.monitors.noise_scale_steps:
+        what = "does not go with split experts: their gradients are of the samples of several ranks"
+        raise problem(where, "monitors.noise_scale_steps", f"{what}; set it to null")
+    if recipe.training.fp16 and not zero["stage"]:
+        raise problem(where, "training.fp16", f"is not tried with split experts at stage 0; {_WITH_ZERO}")
+    if recipe.speed.compile not in ("auto", "none"):
+        what = f"is {recipe.speed.compile}, and no graph can hold the exchange of split experts"
+        raise problem(where, "speed.compile", f"{what}; --set speed.compile=none")
+    if recipe.speed.fp8 != "none":
+        raise problem(where, "speed.fp8", "is not tried with split experts; --set speed.fp8=none")
+    if recipe.training.optim not in ELEMENTWISE:
+        what = f"is {recipe.training.optim}, whose update looks at whole parameters, and each rank has some experts"
+        raise problem(where, "training.optim", f"{what}; --set training.optim={DEFAULT_OPTIM}")
+
+
+def _check_tensor_degree(recipe: Recipe, ds_config: dict, size: int, name: str) -> None:
+    """Refuse tensor parallelism of models that AutoTP cannot split evenly, and what needs whole parameters."""
+    model, where = model_with_defaults(recipe.model), display_path(recipe.path)
+    if model["model_type"] == "gpt2":
+        what = "gpt2 keeps queries, keys and values in one convolution, which AutoTP does not split"
+        raise UserError(f"{name}: tensor {size}: {what}; take model_type llama, or sequence parallelism")
+    if not is_exact(model):
+        known = ", ".join(each for each in EXACT if each != "gpt2")
+        raise UserError(f"{name}: tensor {size}: is tested for {known} alone, not for {model['model_type']}")
+    if ds_config["tensor_parallel"].get("partition_config"):
+        what = "the model's type says which layers are split; leave it out"
+        raise UserError(f"{name}: tensor_parallel.partition_config: {what}")
+    if parameter_device(ds_config) == "nvme" or optimizer_device(ds_config) == "nvme":
+        raise UserError(f"{name}: tensor {size}: is not tried with states on NVMe; use zero3_offload")
+    if ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
+        what = "hpZ keeps copies of parameters by node, and split ones are partitioned over other ranks"
+        raise UserError(f"{name}: tensor {size}: {what}; leave zero_hpz_partition_size out")
+    for key, is_asked_for, what in _whole_parameters_needed(recipe, model, size):
+        if is_asked_for:
+            raise problem(where, key, what)
+    heads = value_of(model, "num_attention_heads")
+    counts = {"attention heads": heads, "key-value heads": model.get("num_key_value_heads") or heads}
+    if model["model_type"] not in MIXTURES:
+        counts["columns of model.intermediate_size"] = value_of(model, "intermediate_size")
+    _check_divides(name, "tensor", size, counts)
+
+
+def _whole_parameters_needed(recipe: Recipe, model: dict, size: int) -> Iterator[tuple[str, bool, str]]:
+    """Yield (key, whether the recipe asks for it, why it does not go with split layers)."""
+    optim, speed = recipe.training.optim, recipe.speed
+    split = f"tensor {size} leaves a rank a part of each matrix"
+    muon = "orthogonalises whole matrices, and " + split
+    yield "optimizer.name", recipe.optimizer.name == "muon", f"muon {muon}; --set optimizer.name=null"
+    adaptive = (
+        f"compares norms of whole rows and columns, and {split}; set it to null, or use optimizer.clip_value"
+    )
+    yield "optimizer.adaptive_clip", bool(recipe.optimizer.adaptive_clip), adaptive
+    whole = f"is {optim}, whose update looks at whole parameters, and {split}; --set training.optim={DEFAULT_OPTIM}"
+    yield "training.optim", optim not in ELEMENTWISE, whole
+    fp8 = "is for the products of whole layers; --set speed.fp8=none, or leave layers whole"
+    yield "speed.fp8", speed.fp8 != "none", fp8
+    compiled = (
+        f"is {speed.compile}, and AutoTP replaces the layers that were compiled; --set speed.compile=auto"
+    )
+    yield "speed.compile", speed.compile not in ("auto", "none"), compiled
+    for key in DROPOUTS:
+        dropped = "would drop the same places of the heads of every rank; set it to 0"
+        yield f"model.{key}", bool(model.get(key)), dropped
+
+
+def _check_divides(name: str, degree: str, size: int, counts: dict[str, int]) -> None:
+    """Refuse a degree that does not divide all the counts, and name the nearest that does."""
+    for what, count in counts.items():
+        if count % size:
+            fitting = [
+                each for each in range(2, count + 1) if all(not number % each for number in counts.values())
+            ]
+            nearest_size = min(fitting, key=lambda each: abs(each - size), default=1)
+            raise UserError(
+                f"{name}: {degree} {size}: does not divide the {count:,} {what}; {nearest_size} does"
+            )
+
+
+def _check_sequence_degree(recipe: Recipe, size: int, name: str, tensor: int = 1) -> None:
     """Refuse sequence parallelism where it does not divide heads and length, or where parts are not enough."""
     model = model_with_defaults(recipe.model)
     if not is_exact(model):
@@ -366,20 +508,13 @@ def _check_sequence_degree(recipe: Recipe, size: int, name: str) -> None:
         what = "is deepcompile, which is not tried with split sequences; --set speed.compile=auto"
         raise problem(display_path(recipe.path), "speed.compile", what)
     heads = value_of(model, "num_attention_heads")
-    counts = {"attention heads": heads, "tokens of a sequence": recipe.sequence_length}
-    key_value_heads = model.get("num_key_value_heads") or heads
+    key_value_heads = (model.get("num_key_value_heads") or heads) // tensor
+    of_rank = " that tensor parallelism leaves to a rank" if tensor > 1 else ""
+    counts = {f"attention heads{of_rank}": heads // tensor, "tokens of a sequence": recipe.sequence_length}
     # fewer key-value heads than ranks are copied, as often as they divide these
     if size % key_value_heads:
-        counts["key-value heads"] = key_value_heads
-    for what, count in counts.items():
-        if count % size:
-            fitting = [
-                each for each in range(2, count + 1) if all(not number % each for number in counts.values())
-            ]
-            nearest_size = min(fitting, key=lambda each: abs(each - size), default=1)
-            raise UserError(
-                f"{name}: sequence {size}: does not divide the {count:,} {what}; {nearest_size} does"
-            )
+        counts[f"key-value heads{of_rank}"] = key_value_heads
+    _check_divides(name, "sequence", size, counts)
 
 
 def _check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> None:
@@ -412,6 +547,7 @@ CHECKS = (
     _check_optim,
     _check_own_groups,
     _check_frozen,
+    _check_keep_in_fp32,
     _check_clipping,
     _check_compile,
     _check_recomputation,

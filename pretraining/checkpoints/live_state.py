@@ -16,18 +16,21 @@ import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+from pretraining.checkpoints.cuts import Cut
 from pretraining.checkpoints.shard_files import MASTER, CheckpointReader
 from pretraining.errors import UserError
 from pretraining.upstream import deepspeed
 
 
 class Piece(NamedTuple):
-    """Elements [start, start + numel) of a flattened parameter, at `offset` in the block's tensor."""
+    """Elements [start, start + numel) of a flattened parameter, or of its cut, at `offset` in the block's tensor."""
 
     parameter: str
     start: int
     numel: int
     offset: int
+    cut: Cut | None = None
+    """The part of the parameter in which `start` counts, if a layer is split over ranks."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the piece's elements in the block's tensor, or in a state of its size, as a view."""
@@ -79,6 +82,18 @@ def _is_per_element(key: str, value: Any, tensor: torch.Tensor) -> bool:
     return key != "step" and torch.is_tensor(value) and value.shape == tensor.shape
 
 
+def cut_of(parameter: torch.Tensor) -> Cut | None:
+    """Return the part of a parameter that this rank holds if a layer is split over ranks; None if all of it."""
+    parts = deepspeed.split_part(parameter)
+    return Cut.of(deepspeed.whole_shape(parameter), parts) if parts else None
+
+
+def _share_of(piece: Piece, rank: int, ranks: int) -> Piece:
+    """Cut a piece into equal parts for the ranks that have the same elements, so that they share the writing."""
+    first, end = piece.numel * rank // ranks, piece.numel * (rank + 1) // ranks
+    return piece._replace(start=piece.start + first, numel=end - first, offset=piece.offset + first)
+
+
 def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> LiveState:
     """Return the state of an unwrapped model and its optimizer, also if accelerate and DeepSpeed have wrapped it."""
     # accelerate wraps every optimizer, DeepSpeed's too.
@@ -102,6 +117,8 @@ class LiveState:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.model, self.optimizer = model, optimizer
+        self.cuts = {name: cut_of(parameter) for parameter, name in self.names.items()}
+        self.holders = {name: deepspeed.holders(p, optimizer) for p, name in self.names.items()}
         self.blocks = list(self._blocks())
         trained = {name for block in self.blocks for name in block.parameters}
         self.frozen = {name: parameter for parameter, name in self.names.items() if name not in trained}
@@ -115,25 +132,26 @@ class LiveState:
         for group, values in enumerate(self.optimizer.param_groups):
             for parameter in values["params"]:
                 name = self.names[parameter]
-                yield Block(parameter, group, self.optimizer, [Piece(name, 0, parameter.numel(), 0)], [name])
+                piece = Piece(name, deepspeed.first_element(parameter), parameter.numel(), 0, self.cuts[name])
+                yield Block(parameter, group, self.optimizer, [piece], [name])
 
-    def own_frozen(self, parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Return (first element, elements) of what this rank saves of a frozen parameter, as a view."""
-        whole = parameter.detach().view(-1)
-        piece = LiveState.own(self, Piece("", 0, whole.numel(), 0))
-        return piece.start, piece.of(whole)
+    def own_frozen(self, name: str) -> tuple[Piece, torch.Tensor]:
+        """Return what this rank saves of a frozen parameter, and the flat tensor that has it."""
+        parameter, held = self.frozen[name], self.frozen[name].detach().view(-1)
+        piece = Piece(name, deepspeed.first_element(parameter), held.numel(), 0, self.cuts[name])
+        # no optimizer steps it: at any stage below 3 the ranks have the same
+        return _share_of(piece, *deepspeed.holders(parameter, None)), held
 
     def set_frozen(self, reader: CheckpointReader) -> None:
         """Set the frozen parameters; `set_weights` has the trained ones."""
         for name, parameter in self.frozen.items():
-            parameter.detach().view(-1).copy_(reader.read(MASTER, name))
+            start = deepspeed.first_element(parameter)
+            read = reader.read(MASTER, name, start, parameter.numel(), self.cuts[name])
+            parameter.detach().view(-1).copy_(read)
 
     def own(self, piece: Piece) -> Piece:
         """Return the part of a piece that this rank saves."""
-        # Every rank holds all of it: each saves an equal part, so that they share the writing.
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        first, end = piece.numel * rank // ranks, piece.numel * (rank + 1) // ranks
-        return piece._replace(start=piece.start + first, numel=end - first, offset=piece.offset + first)
+        return _share_of(piece, *self.holders[piece.parameter])
 
     def owns_whole(self) -> bool:
         """Say if this rank saves the states that have a shape of their own."""
@@ -167,12 +185,12 @@ class PartitionedOptimizer(LiveState):
     def _blocks(self) -> Iterator[Block]:
         for tensor, group, optimizer, parameters, slices in deepspeed.zero_partitions(self.optimizer):
             pieces = [
-                Piece(self.names[each.parameter], each.start, each.numel, each.offset) for each in slices
+                Piece(
+                    name := self.names[each.parameter], each.start, each.numel, each.offset, self.cuts[name]
+                )
+                for each in slices
             ]
             yield Block(tensor, group, optimizer, pieces, [self.names[parameter] for parameter in parameters])
-
-    def own(self, piece: Piece) -> Piece:
-        return piece
 
     def owns_whole(self) -> bool:
         return True
@@ -190,15 +208,17 @@ class PartitionedParameters(PartitionedOptimizer):
     The parts are in sub-groups, which may be on NVMe.
     """
 
-    def own_frozen(self, parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
-        return deepspeed.own_partition(parameter)
+    def own_frozen(self, name: str) -> tuple[Piece, torch.Tensor]:
+        start, own = deepspeed.own_partition(self.frozen[name])
+        piece = self.own(Piece(name, 0, own.numel(), 0, self.cuts[name]))
+        return piece._replace(start=start + piece.start), own
 
     def set_frozen(self, reader: CheckpointReader) -> None:
         # Small parameters are whole on every rank: they are partitioned before and gathered again afterwards.
         with deepspeed.weights_set_anew(self.optimizer):
             for name, parameter in self.frozen.items():
                 start, own = deepspeed.own_partition(parameter)
-                own.copy_(reader.read(MASTER, name, start, own.numel()))
+                own.copy_(reader.read(MASTER, name, start, own.numel(), self.cuts[name]))
 
     def is_swapped(self, block: Block) -> bool:
         return deepspeed.is_on_nvme(self.optimizer, self._index(block))
@@ -229,7 +249,8 @@ def set_block(block: Block, reader: CheckpointReader) -> None:
         UserError: the checkpoint does not keep what this optimizer needs.
     """
     for piece in block.pieces:
-        piece.of(block.tensor).copy_(reader.read(MASTER, piece.parameter, piece.start, piece.numel))
+        elements = reader.read(MASTER, piece.parameter, piece.start, piece.numel, piece.cut)
+        piece.of(block.tensor).copy_(elements)
     saved = _saved_scalars(block, reader)
     if saved is None:  # no gradient has reached these parameters yet
         return
@@ -253,7 +274,8 @@ def _set_per_element(block: Block, key: str, example: torch.Tensor, reader: Chec
     for piece in block.pieces:
         # A parameter that no gradient had reached has no states in the checkpoint, and gets zeros here.
         if key in reader.states(piece.parameter):
-            piece.of(live[key]).copy_(reader.read(key, piece.parameter, piece.start, piece.numel))
+            elements = reader.read(key, piece.parameter, piece.start, piece.numel, piece.cut)
+            piece.of(live[key]).copy_(elements)
         elif piece.parameter in reader.state["scalars"]:
             raise _other_states(block, key, piece.parameter, reader)
 

@@ -1,8 +1,10 @@
 """Write a checkpoint's tensors as fragments of flat parameters in safetensors files, and read back any slice.
 
 Each rank writes one file. A key is `<state>/<parameter>@<start>`: a 1-D tensor that holds the elements [start,
-start + numel) of the flattened parameter. `<state>/<parameter>@whole` is a state with a shape of its own, such as a row
-factor. Keys without `@` are the rank's own tensors, such as `rng/torch`.
+start + numel) of the flattened parameter. If a layer is split over ranks, these may not follow each other there: the
+key then names the cut as well (cuts.py), `<state>/<parameter>@<row>:<rows>:<column>:<columns>:<width>@<start>`, and
+`start` counts in the cut. `<state>/<parameter>@whole` is a state with a shape of its own, such as a row factor. Keys
+without `@` are the rank's own tensors, such as `rng/torch`.
 """
 
 import json
@@ -20,6 +22,7 @@ import xxhash
 from safetensors import safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 
+from pretraining.checkpoints.cuts import Cut, rows_of, split_key
 from pretraining.checkpoints.format import commit_checkpoint, file_entries, read_marker, write_receipt
 from pretraining.errors import UserError
 from pretraining.runtime.heartbeat import work_done
@@ -54,8 +57,13 @@ def rank_file(rank: int, ranks: int) -> str:
     return f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def fragment_key(state: str, parameter: str, start: int | None) -> str:
-    """Return the key of a fragment; `start` is None for a state with a shape of its own."""
+def fragment_key(state: str, parameter: str, start: int | None, cut: Cut | None = None) -> str:
+    """Return the key of a fragment; `start` is None for a state with a shape of its own, and counts in the cut."""
+    if cut is not None and start is not None:
+        if cut.start is None:
+            parameter = cut.key(parameter)
+        else:
+            start += cut.start
     return f"{state}/{parameter}@{'whole' if start is None else start}"
 
 
@@ -107,16 +115,18 @@ class Fragment(NamedTuple):
     numel: int
     file: str
     key: str
+    cut: Cut | None = None
+    """In which `start` counts; None: in the flattened parameter."""
 
 
 def _without_nested(fragments: list[Fragment]) -> list[Fragment]:
-    """Sort so that starts and ends both ascend, and leave out fragments that are inside another one."""
+    """Sort so that starts and ends both ascend in each cut, and leave out fragments that are inside another one."""
     # `read` then finds its first fragment by bisection.
-    kept, end = [], -1
-    for fragment in sorted(fragments, key=lambda each: (each.start, -each.numel)):
-        if fragment.start + fragment.numel > end:
+    kept: list[Fragment] = []
+    for fragment in sorted(fragments, key=lambda each: (each.cut or (), each.start, -each.numel)):
+        last = kept[-1] if kept and kept[-1].cut == fragment.cut else None
+        if last is None or fragment.start + fragment.numel > last.start + last.numel:
             kept.append(fragment)
-            end = fragment.start + fragment.numel
     return kept
 
 
@@ -157,7 +167,8 @@ class CheckpointReader:
             if start == "whole":
                 self._whole[state, parameter] = Fragment(0, 0, file, key)
             else:
-                fragment = Fragment(int(start), prod(opened.get_slice(key).get_shape()), file, key)
+                parameter, cut = split_key(parameter)
+                fragment = Fragment(int(start), prod(opened.get_slice(key).get_shape()), file, key, cut)
                 self._fragments.setdefault((state, parameter), []).append(fragment)
 
     def states(self, parameter: str) -> list[str]:
@@ -178,14 +189,21 @@ class CheckpointReader:
         kind = self._opened(fragment.file).get_slice(fragment.key).get_dtype()
         return next(dtype for dtype, name in _TYPES.items() if name == kind)
 
-    def read(self, state: str, parameter: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
+    def read(
+        self, state: str, parameter: str, start: int = 0, numel: int | None = None, cut: Cut | None = None
+    ) -> torch.Tensor:
         """Return the elements [start, start + numel) of a state of the flattened parameter, as a new 1-D tensor.
 
-        Raises `UserError` if the files do not cover the slice.
+        cut: count in this cut of the parameter. Raises `UserError` if the files do not cover the slice.
         """
-        numel = self.numel(parameter) - start if numel is None else numel
-        slice_, at, end = None, start, start + numel
+        if numel is None:
+            numel = (self.numel(parameter) if cut is None else cut.numel) - start
         fragments = self._fragments.get((state, parameter), [])
+        if cut is not None and cut.start is not None:
+            start, cut = start + cut.start, None
+        if cut is not None or any(fragment.cut for fragment in fragments):
+            return self._read_rectangles(state, parameter, start, numel, cut, fragments)
+        slice_, at, end = None, start, start + numel
         # From the last fragment that begins at `start` or before, on to the end of the slice.
         for fragment in fragments[max(0, bisect_right(fragments, (start,)) - 1) :]:
             stop = min(end, fragment.start + fragment.numel)
@@ -201,6 +219,37 @@ class CheckpointReader:
         if at < end:
             raise UserError(f"{self.folder}: {state} of {parameter} is missing from element {at} on")
         return torch.empty(0) if slice_ is None else slice_
+
+    def _read_rectangles(
+        self, state: str, parameter: str, start: int, numel: int, cut: Cut | None, fragments: list[Fragment]
+    ) -> torch.Tensor:
+        """Do what `read` does if the slice, or a fragment, is of a cut."""
+        widths = {each.width for each in (cut, *(fragment.cut for fragment in fragments)) if each}
+        if len(widths) > 1:
+            raise UserError(f"{self.folder}: {parameter} was cut in another way than this run cuts it")
+        width = widths.pop()
+        whole = Cut(0, self.numel(parameter) // width, 0, width, width)
+        cut = cut or whole
+        dtype = self.dtype(state, parameter) if fragments else torch.float32
+        slice_, found = torch.empty(numel, dtype=dtype), torch.zeros(numel, dtype=torch.bool)
+        for wanted in cut.rectangles(start, numel):
+            for fragment in fragments:
+                its = fragment.cut or whole
+                for held in its.rectangles(fragment.start, fragment.numel):
+                    common = wanted.common(held)
+                    # a few rows at once: `_part` reads what is between their columns too
+                    for some in common.some_rows(max(1, _CHUNK_BYTES // its.columns)) if common else ():
+                        first = its.place(some.row, some.column) - fragment.start
+                        last = its.place(some.row + some.rows - 1, some.column) - fragment.start
+                        part = self._part(fragment, first, last + some.columns)
+                        source = rows_of(part, its, fragment.start + first, some)
+                        rows_of(slice_, cut, start, some).copy_(source)
+                        rows_of(found, cut, start, some).fill_(True)
+                        work_done()
+        if not bool(found.all()):
+            missing = start + int((~found).nonzero()[0])
+            raise UserError(f"{self.folder}: {state} of {parameter} is missing from element {missing} on")
+        return slice_
 
     def read_whole(self, state: str, parameter: str) -> torch.Tensor:
         """Return a state with a shape of its own."""

@@ -75,10 +75,10 @@ def rank_tensors(live: LiveState) -> Iterator[tuple[str, torch.Tensor]]:
         with live.held(block):
             for key, tensor in _block_tensors(live, block):
                 yield key, tensor.clone() if live.is_swapped(block) else tensor
-    for name, parameter in live.frozen.items():
-        start, own = live.own_frozen(parameter)
-        if own.numel():
-            yield fragment_key(MASTER, name, start), own
+    for name in live.frozen:
+        piece, tensor = live.own_frozen(name)
+        if piece.numel:
+            yield fragment_key(MASTER, name, piece.start, piece.cut), piece.of(tensor)
     if dist.get_rank() == 0:  # buffers are the same on every rank
         for name, buffer in _persistent_buffers(live.model).items():
             yield fragment_key(BUFFER, name, 0), buffer.detach().reshape(-1)
@@ -89,7 +89,7 @@ def _block_tensors(live: LiveState, block: Block) -> Iterator[tuple[str, torch.T
     for state, tensor in block.per_element().items():
         for piece in map(live.own, block.pieces):
             if piece.numel:
-                yield fragment_key(state, piece.parameter, piece.start), piece.of(tensor)
+                yield fragment_key(state, piece.parameter, piece.start, piece.cut), piece.of(tensor)
     for state, tensor in block.whole().items():
         # A state with its own shape must belong to one parameter: that of a flat partition fits no other partition.
         if len(block.parameters) == 1 and live.owns_whole():

@@ -8,12 +8,14 @@ from transformers import PreTrainedTokenizerBase
 
 from pretraining.data.mixture import validation_sets
 from pretraining.data.prepared import PreparedData
+from pretraining.ds_config import Degrees
 from pretraining.errors import UserError, nearest
 from pretraining.evaluation.harness import Harness
 from pretraining.evaluation.likelihood import HellaSwag, Interrupted, read_items
 from pretraining.evaluation.sampling import SamplingCallback
 from pretraining.evaluation.validation import Validation
 from pretraining.recipe import Recipe
+from pretraining.runtime.rank_groups import NO_DEGREES
 from pretraining.runtime.run_folder import RunFolder
 
 
@@ -25,6 +27,7 @@ class Evaluator:
     Args:
         last_step: the last step of the run. Scores are measured there too, whatever `evaluation.task_steps` says.
         run: the folder that gets samples of text after every validation; None: no samples.
+        degrees: over how many ranks the model's layers are split.
 
     Raises:
         UserError: a task is unknown, its data cannot be read, lm-eval is not installed, or no validation measures
@@ -38,10 +41,11 @@ class Evaluator:
         tokenizer: PreTrainedTokenizerBase,
         last_step: int,
         run: RunFolder | None = None,
+        degrees: Degrees = NO_DEGREES,
     ) -> None:
         section = recipe.evaluation
         self.callbacks = () if run is None else (SamplingCallback(run, recipe, tokenizer),)
-        self.validation = Validation.of(validation_sets(data, recipe), recipe)
+        self.validation = Validation.of(validation_sets(data, recipe), recipe, degrees)
         self.scorers = build_scorers(
             section.tasks,
             section.hellaswag,
@@ -49,6 +53,7 @@ class Evaluator:
             max_length=recipe.model.max_position_embeddings,
             batch_size=self.validation.batch_size,
             limit=section.task_limit,
+            degrees=degrees,
         )
         self.task_steps, self.last_step = section.task_steps, last_step
         self.metric = section.metric
@@ -101,17 +106,19 @@ def build_scorers(
     max_length: int,
     batch_size: int,
     limit: int | None,
+    degrees: Degrees = NO_DEGREES,
 ) -> list[HellaSwag | Harness]:
     """Open HellaSwag if its data is named, and lm-eval if tasks are.
 
     Args:
         max_length: tokens that the model reads at once.
         limit: items of each task.
+        degrees: ranks that split the model's layers score the same items.
     """
     # Opened before the model is built, so that a missing file or task is reported at once.
     scorers: list[HellaSwag | Harness] = []
     if hellaswag is not None:
-        scorers.append(HellaSwag(read_items(hellaswag, limit), tokenizer, max_length, batch_size))
+        scorers.append(HellaSwag(read_items(hellaswag, limit), tokenizer, max_length, batch_size, degrees))
     if tasks:
-        scorers.append(Harness(tasks, tokenizer, max_length, batch_size, limit))
+        scorers.append(Harness(tasks, tokenizer, max_length, batch_size, limit, degrees))
     return scorers

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from pretraining.ds_config import Degrees
 from pretraining.errors import UserError, nearest, require
 from pretraining.evaluation.sampling import seeded
+from pretraining.runtime.rank_groups import NO_DEGREES
 from pretraining.upstream.lm_eval import no_task_bars
 
 SEED = 1234
@@ -33,7 +35,9 @@ class Harness:
         max_length: int,
         batch_size: int,
         limit: int | None = None,
+        degrees: Degrees = NO_DEGREES,
     ) -> None:
+        self.degrees = degrees
         self.loaded = load_tasks(names)
         self.tokenizer, self.max_length = tokenizer, max_length
         self.batch_size, self.limit = batch_size, limit
@@ -50,7 +54,9 @@ class Harness:
 
         from pretraining.evaluation.harness_model import HarnessModel
 
-        answering = HarnessModel(model, self.tokenizer, self.max_length, self.batch_size, interrupted)
+        answering = HarnessModel(
+            model, self.tokenizer, self.max_length, self.batch_size, interrupted, self.degrees
+        )
         with _own_randomness(answering.device), no_task_bars():
             # no bootstrap: errors of the estimates are not logged, and take minutes
             results = evaluate(answering, self.loaded, limit=self.limit, bootstrap_iters=0, log_samples=False)

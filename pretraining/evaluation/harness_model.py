@@ -13,10 +13,11 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
+from pretraining.ds_config import Degrees
 from pretraining.evaluation.likelihood import Interrupted, Pair, Score, score
 from pretraining.evaluation.sampling import TokensCounted, encode, evaluation_mode
 from pretraining.runtime.heartbeat import long_work
-from pretraining.runtime.process_group import rank_and_world_size
+from pretraining.runtime.rank_groups import NO_DEGREES, rank_groups
 
 PASSED_ON = ("do_sample", "top_k", "top_p")
 """Generation arguments of a task that `generate` takes unchanged."""
@@ -28,6 +29,7 @@ class HarnessModel(TemplateLM):
     Args:
         model: wrapped as in training (a DeepSpeed engine, DDP), or bare.
         max_length: tokens that the model reads at once.
+        degrees: ranks that split the model's layers answer the same requests.
     """
 
     def __init__(
@@ -37,8 +39,10 @@ class HarnessModel(TemplateLM):
         max_length: int,
         batch_size: int,
         interrupted: Callable[[], bool] = lambda: False,
+        degrees: Degrees = NO_DEGREES,
     ) -> None:
         super().__init__()
+        self.degrees = degrees
         self.model, self.tokenizer = model, tokenizer
         self.max_length, self.batch_size, self.interrupted = max_length, batch_size, interrupted
         self._device = next(model.parameters()).device
@@ -67,7 +71,7 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores).log_probability for _ in text) for text in windows]
 
     def _scored(self, pairs: list[Pair]) -> list[Score]:
-        return score(self.model, pairs, self.max_length, self.batch_size, self.interrupted)
+        return score(self.model, pairs, self.max_length, self.batch_size, self.interrupted, self.degrees)
 
     def _windows(self, text: str) -> list[Pair]:
         # The first window of a text has the end-of-text token as its context.
@@ -77,19 +81,20 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
         """Continue up to a stop string, greedy unless the task says otherwise; each rank takes a request a round."""
-        rank, world_size = rank_and_world_size()
+        groups = rank_groups(self.degrees)
+        rank, ranks = groups.evaluating
         texts: list[str | None] = [None] * len(requests)
         # One limit for all requests, because under ZeRO-3 a rank that is done goes on with the longest of a round.
         most_tokens = max(self._new_tokens(request) for request in requests)
-        for round_start in range(0, len(requests), world_size):
+        for round_start in range(0, len(requests), ranks):
             if self.interrupted():
                 raise Interrupted
             # Under ZeRO-3 a forward pass is a collective: a rank that runs out repeats the last request without effect.
             number = min(round_start + rank, len(requests) - 1)
             texts[number] = self._continued(*requests[number].args, most_tokens)
-        if world_size == 1:
+        if groups.world_size == 1:
             return texts
-        shares: list = [None] * world_size
+        shares: list = [None] * groups.world_size
         dist.all_gather_object(shares, texts)
         return [next(text for text in column if text is not None) for column in zip(*shares, strict=True)]
 

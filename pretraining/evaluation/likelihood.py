@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from pretraining.ds_config import Degrees
 from pretraining.errors import UserError, require
 from pretraining.evaluation.sampling import encode, evaluation_mode
-from pretraining.runtime.process_group import rank_and_world_size
+from pretraining.runtime.rank_groups import NO_DEGREES, rank_groups
 
 HELLASWAG_FIELDS = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
 
@@ -46,6 +47,7 @@ def score(
     max_length: int,
     batch_size: int,
     interrupted: Callable[[], bool] = lambda: False,
+    degrees: Degrees = NO_DEGREES,
 ) -> list[Score]:
     """Score each pair: the same on every rank and at any world size. All ranks must call it with the same pairs.
 
@@ -54,15 +56,17 @@ def score(
     Args:
         max_length: tokens that the model reads at once. From a longer text the last tokens are read.
         interrupted: is called before every round (one batch for each rank), and must return the same on all ranks.
+        degrees: ranks that split the model's layers score the same batches.
 
     Raises:
         Interrupted: `interrupted` returned True.
     """
-    rank, world_size = rank_and_world_size()
+    groups = rank_groups(degrees)
+    rank, ranks = groups.evaluating
     batches = _batches(pairs, batch_size)
     scores = torch.zeros(len(pairs), 2, dtype=torch.float64, device=next(model.parameters()).device)
     with evaluation_mode(model):
-        for round_start in range(0, len(batches), world_size):
+        for round_start in range(0, len(batches), ranks):
             if interrupted():
                 raise Interrupted
             number = round_start + rank
@@ -70,9 +74,9 @@ def score(
             # effect.
             batch = batches[min(number, len(batches) - 1)]
             found = _score_batch(model, [pairs[index] for index in batch], max_length)
-            if number < len(batches):
+            if number < len(batches) and not groups.tensor_part:
                 scores.index_copy_(0, _on(scores.device, batch), found)
-    if world_size > 1:
+    if groups.world_size > 1:
         dist.all_reduce(scores)  # each pair has one rank's score, and zeros from all others
     # The host waits for the device only here: all scores stayed there until now.
     return [Score(nats, greedy == 1.0) for nats, greedy in scores.tolist()]
@@ -160,8 +164,14 @@ class HellaSwag:
     """
 
     def __init__(
-        self, items: Iterable[Item], tokenizer: PreTrainedTokenizerBase, max_length: int, batch_size: int
+        self,
+        items: Iterable[Item],
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        batch_size: int,
+        degrees: Degrees = NO_DEGREES,
     ) -> None:
+        self.degrees = degrees
         self.items = list(items)
         self.max_length, self.batch_size = max_length, batch_size
         self.pairs = [
@@ -185,7 +195,7 @@ class HellaSwag:
     ) -> list[Answer]:
         """Find the model's choice in each item."""
         # scores come in the order of the pairs: the endings of the first item, then of the next
-        scores = iter(score(model, self.pairs, self.max_length, self.batch_size, interrupted))
+        scores = iter(score(model, self.pairs, self.max_length, self.batch_size, interrupted, self.degrees))
         return [_answer(item, [next(scores) for _ in item.endings]) for item in self.items]
 
     def _share(self, chosen: Iterable[int]) -> float:

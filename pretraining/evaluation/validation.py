@@ -17,12 +17,13 @@ from pretraining.data.manifest import entropy_bits
 from pretraining.data.mixture import ValidationSet
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
+from pretraining.ds_config import Degrees
 from pretraining.errors import UserError
 from pretraining.evaluation.sampling import evaluation_mode
 from pretraining.extend import all_of
 from pretraining.metric_names import perplexity
 from pretraining.recipe import Recipe
-from pretraining.runtime.process_group import rank_and_world_size
+from pretraining.runtime.rank_groups import NO_DEGREES, rank_groups
 
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments
 CHUNK_TOKENS = 1024
@@ -55,16 +56,22 @@ class Validation:
     """The validation blocks of a run and the size of their text, by source if there are several."""
 
     def __init__(
-        self, parts: Sequence[Part], batch_size: int, own: Mapping[str, Callable] = MappingProxyType({})
+        self,
+        parts: Sequence[Part],
+        batch_size: int,
+        own: Mapping[str, Callable] = MappingProxyType({}),
+        degrees: Degrees = NO_DEGREES,
     ) -> None:
         # own: metrics of the recipe's extensions, by name
-        self.parts, self.batch_size, self.own = tuple(parts), batch_size, own
+        self.parts, self.batch_size, self.own, self.degrees = tuple(parts), batch_size, own, degrees
         # The Trainer wants one dataset; `measure` reads the parts.
         datasets = [part.dataset for part in self.parts]
         self.dataset = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
 
     @classmethod
-    def of(cls, sets: TokenSplit | Sequence[ValidationSet], recipe: Recipe) -> "Validation":
+    def of(
+        cls, sets: TokenSplit | Sequence[ValidationSet], recipe: Recipe, degrees: Degrees = NO_DEGREES
+    ) -> "Validation":
         """Take the whole validation split, or its first `evaluation.max_validation_tokens`.
 
         Of several sets each is also measured by itself. The tokens are then divided in proportion to the sizes of the
@@ -73,7 +80,7 @@ class Validation:
         sets = [ValidationSet(None, sets)] if isinstance(sets, TokenSplit) else sets
         groups = [[each for each in sets if each.beside is beside] for beside in (False, True)]
         parts = [part for group in groups for part in _parts(group, recipe)]
-        return cls(parts, batch_size_of(recipe), all_of(recipe.extensions, "metric"))
+        return cls(parts, batch_size_of(recipe), all_of(recipe.extensions, "metric"), degrees)
 
     @property
     def names(self) -> list[str]:
@@ -97,7 +104,7 @@ class Validation:
 
         With several sources also {"<source>_loss", ...} for each, as the Trainer names the metrics of several
         evaluation sets, and {"mixture_loss", ...}: their means by the shares that the run's mixture gives the sources.
-        Rank r takes every world_size-th batch.
+        Rank r of n takes every n-th batch; ranks that split the model's layers take the same ones.
 
         Args:
             interrupted: is called before every round (one batch for each rank), and must return the same on all
@@ -108,6 +115,8 @@ class Validation:
         if totals is None:
             return None
         if dist.is_initialized() and dist.get_world_size() > 1:
+            if rank_groups(self.degrees).tensor_part:
+                totals.zero_()  # what the first rank of those that split the layers has counted
             # Sums and not means: the ranks have different numbers of tokens.
             dist.all_reduce(totals)
         return self._metrics(totals.tolist())
@@ -132,12 +141,12 @@ class Validation:
 
         [parts, 2 + own metrics]
         """
-        rank, world_size = rank_and_world_size()
+        rank, ranks = rank_groups(self.degrees).evaluating
         device = next(model.parameters()).device
         # fp64: sums over a million tokens would lose digits in fp32, and differ with the number of ranks.
         totals = torch.zeros(len(self.parts), 2 + len(self.own), dtype=torch.float64, device=device)
         batches = self._batches()
-        for round_start in range(0, len(batches), world_size):
+        for round_start in range(0, len(batches), ranks):
             if interrupted():
                 return None
             number = round_start + rank

@@ -52,6 +52,14 @@ class RankGroups:
         return self.rank % self.degrees.tensor
 
     @property
+    def evaluating(self) -> tuple[int, int]:
+        """(number, count) of this rank among those that evaluate samples of their own.
+
+        Ranks that split layers compute the same samples together. Sequences are not split in evaluations.
+        """
+        return self.rank // self.degrees.tensor, self.world_size // self.degrees.tensor
+
+    @property
     def is_first_of_sample(self) -> bool:
         """Say if this rank is the one of its group that reports what it saw in the samples."""
         return self.rank % self.degrees.ranks_per_sample == 0

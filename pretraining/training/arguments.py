@@ -13,7 +13,7 @@ from transformers.utils import is_liger_kernel_available, is_torch_tf32_availabl
 
 from pretraining.command_line import ranks_here
 from pretraining.data.document_masking import part_of_sequences, stack_blocks
-from pretraining.ds_config import zero_stage
+from pretraining.ds_config import degrees_of, zero_stage
 from pretraining.errors import UserError, require
 from pretraining.extend import defined
 from pretraining.planning.memory.buffers import block_gathering
@@ -96,8 +96,11 @@ def build_arguments(
         require("liger_kernel", "training.use_liger_kernel")
         # Use Liger's norms, rotary embeddings and gated layers only. The recipe has its own loss and forward pass.
         given = keywords.get("liger_kernel_config") or {}
+        # Liger's experts would take the place of split ones, which know their exchange.
+        split = {"swiglu": False} if degrees_of(ds_config).expert > 1 else {}
         keywords["liger_kernel_config"] = {
             **given,
+            **split,
             "cross_entropy": False,
             "fused_linear_cross_entropy": False,
         }
@@ -156,8 +159,15 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     config = {**ds_config, "timers": {"throughput": {"enabled": False}}}
     # Sequences are split here. With its key, DeepSpeed 0.19.8 would count fewer ranks than it averages over.
     config.pop("sequence_parallel_size", None)
+    # Experts too (model/expert_parallel.py): DeepSpeed would replace the routers by its own.
+    config.pop("expert_parallel", None)
+    if degrees_of(ds_config).tensor > 1:
+        config["tensor_parallel"] = {**ds_config["tensor_parallel"], "partition_config": split_layers()}
+        # the exported weights are gathered at every stage
+        gathered = {"stage3_gather_16bit_weights_on_model_save": True}
+        config["zero_optimization"] = {**ds_config["zero_optimization"], **gathered}
     if gathers_blocks(recipe, ds_config, torch.cuda.is_available()):
-        zero = ds_config["zero_optimization"]
+        zero = config["zero_optimization"]
         ahead = block_gathering(zero, layer_numel(parameter_tensors(recipe.model)))
         config["zero_optimization"] = {**zero, **ahead}
     if recipe.speed.compile == "deepcompile":
@@ -170,6 +180,25 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
         # DeepSpeed 0.19.8 has no bf16 engine with fp32 accumulation at stage 0. Use autocast over fp32 weights.
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     return config
+
+
+def split_layers() -> dict:
+    """Return the rules by which AutoTP splits layers (`tensor_parallel.partition_config`).
+
+    Attention and MLP are split. Embeddings, head and norms are whole on every rank.
+    """
+    columns = r".*\.self_attn\.[qkv]_proj\.(weight|bias)$", r".*\.mlp\.(gate|up)_proj\.(weight|bias)$"
+    rows = r".*\.self_attn\.o_proj\.weight$", r".*\.mlp\.down_proj\.weight$"
+    # These norms see only the heads of their rank: each rank has a part of their gradient.
+    norms = (r".*\.self_attn\.[qk]_norm\.weight$",)
+    return {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": list(columns), "partition_type": "column"},
+            {"patterns": list(rows), "partition_type": "row"},
+            {"patterns": list(norms), "partition_type": "skip", "grad_allreduce": True},
+        ],
+    }
 
 
 @contextmanager

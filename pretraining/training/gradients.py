@@ -7,15 +7,23 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.upstream.deepspeed import stepping_optimizers, zero_slices
+from pretraining.upstream.deepspeed import (
+    holders,
+    split_part,
+    stepping_optimizers,
+    tensor_part_and_degree,
+    zero_slices,
+)
 from pretraining.upstream.torch import hook_first
 
 PREFIX = "stability/gradient_norm/"
@@ -35,7 +43,7 @@ class LayerNorms:
     """Measure the gradients that the optimizer gets, between `open` and `close`. At other times it costs nothing.
 
     The gradients are summed over ranks and micro-batches by then. Under ZeRO they are in flat slices, and each rank
-    adds up the squares of its own.
+    adds up the squares of its own. Ranks that hold the same elements each add their share of them.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
@@ -44,17 +52,20 @@ class LayerNorms:
         names = {id(parameter): layer_of(name) for name, parameter in model.named_parameters()}
         self.layers = list(dict.fromkeys(names.values()))
         numbers = {key: self.layers.index(layer) for key, layer in names.items()}
-        # id(tensor that is stepped) -> (layer, offset, elements) of each part in it
-        self.places: dict[int, list[tuple[int, int, int]]] = {}
+        # id(tensor that is stepped) -> (layer, offset, elements, ranks with the same elements) of each part in it
+        self.places: dict[int, list[tuple[int, int, int, int]]] = {}
         if isinstance(inner, torch.optim.Optimizer):
-            self.optimizers, self.is_whole = [inner], True
-            for parameter in model.parameters():
-                self.places[id(parameter)] = [(numbers[id(parameter)], 0, parameter.numel())]
+            self.optimizers = [inner]
+            parts = [(each, each, 0, each.numel()) for each in model.parameters()]
         else:
-            self.optimizers, self.is_whole = stepping_optimizers(inner), False
-            for piece in zero_slices(inner):
-                if (layer := numbers.get(id(piece.parameter))) is not None:
-                    self.places.setdefault(id(piece.tensor), []).append((layer, piece.offset, piece.numel))
+            self.optimizers = stepping_optimizers(inner)
+            parts = [(each.parameter, each.tensor, each.offset, each.numel) for each in zero_slices(inner)]
+        # Without ZeRO and layers that are split, every rank has the whole gradients.
+        alone = not dist.is_initialized()
+        for parameter, tensor, offset, numel in parts:
+            if (layer := numbers.get(id(parameter))) is not None:
+                copies = 1 if alone else holders(parameter, inner)[1]
+                self.places.setdefault(id(tensor), []).append((layer, offset, numel, copies))
         self.squares = torch.zeros(len(self.layers), dtype=torch.float64)
         self._hooks: list = []
 
@@ -66,18 +77,20 @@ class LayerNorms:
 
     @torch.no_grad()
     def _see(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        norms, layers = [], []
+        norms, layers, copies = [], [], []
         for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
             if tensor.grad is not None:
                 flat = tensor.grad.reshape(-1)
-                for layer, offset, numel in self.places.get(id(tensor), ()):
+                for layer, offset, numel, held_by in self.places.get(id(tensor), ()):
                     piece = flat[offset : offset + numel]
                     # in fp32: squares of bf16 gradients would lose most digits
                     norms.append(torch.linalg.vector_norm(piece, dtype=torch.float32))
                     layers.append(layer)
+                    copies.append(held_by)
         if norms:
             # one copy to the host for all layers, not one each
-            self.squares.index_add_(0, torch.tensor(layers), torch.stack(norms).double().square().cpu())
+            squares = torch.stack(norms).double().square().cpu() / torch.tensor(copies)
+            self.squares.index_add_(0, torch.tensor(layers), squares)
 
     def close(self, whole_norm: float | None) -> dict[str, float]:
         """Return {layer: gradient norm before clipping}; empty if the step had no finite gradients. A collective.
@@ -87,10 +100,7 @@ class LayerNorms:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        squares = self.squares.tolist()
-        # without ZeRO every rank has the whole gradients: a sum would count them once for each rank
-        if not self.is_whole:
-            squares = sum_over_ranks(squares)
+        squares = sum_over_ranks(self.squares.tolist())
         total = math.sqrt(sum(squares))
         if not 0 < total < math.inf or not math.isfinite(whole_norm or 0):
             return {}
@@ -260,6 +270,8 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
             return
         total, own_passes = self.norms.close()
         total, passes = sum_over_ranks([total, own_passes])
+        # ranks that split layers make a pass together
+        total, passes = total / self.norms.degree, passes / self.norms.degree
         # one micro-batch is the whole step: there are no two sizes to compare
         if self.gradient_norm is None or passes < 2:
             return
@@ -297,6 +309,8 @@ class MicroBatchNorms:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.degree = tensor_part_and_degree()[1]
+        """Ranks that split layers. Each of them has the gradients of all parameters that are not split."""
         self._norms: list[torch.Tensor] = []
         self._sum: torch.Tensor | None = None
         self._hooks: list = []
@@ -306,10 +320,15 @@ class MicroBatchNorms:
         """Measure every backward pass from here on."""
         # These hooks run before what accumulates, reduces or shards a gradient. They see that of one backward pass,
         # whole and unreduced, at every ZeRO stage and under DDP.
-        self._hooks = [parameter.register_hook(self._see) for parameter in self.parameters]
+        self._hooks = [
+            parameter.register_hook(partial(self._see, is_split=bool(split_part(parameter))))
+            for parameter in self.parameters
+        ]
 
-    def _see(self, gradient: torch.Tensor) -> None:
-        self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+    def _see(self, gradient: torch.Tensor, is_split: bool) -> None:
+        norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
+        # so that in the sum over these ranks every parameter is counted `degree` times
+        self._norms.append(norm * math.sqrt(self.degree) if is_split else norm)
 
     def fold(self) -> None:
         """Add up the norms of a backward pass: keep one number instead of one for each parameter."""

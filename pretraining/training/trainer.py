@@ -5,8 +5,8 @@ The loop is transformers'. Only public methods are overridden here. upstream/tra
 
 import gc
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +46,8 @@ from pretraining.training.schedule import follow_run, own_schedule
 from pretraining.training.stopping import StoppingCallback
 from pretraining.training.throughput import StepClock, TimedTrainer
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
+from pretraining.upstream.experts import expert_groups_of
+from pretraining.upstream.wide_weights import split_by_type
 
 PLAIN_GROUPS = 2
 """Parameters that are decayed, and those that are not: with Muon, rates by kind and muP there are more groups."""
@@ -205,14 +207,20 @@ class PretrainingTrainer(TimedTrainer):
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
-        # All of a group's parameters may be frozen, and DeepSpeed cannot flatten an empty group.
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        # All of a group's parameters may be frozen, and DeepSpeed can flatten neither no parameter nor two types.
+        optimizer.param_groups[:] = split_by_type(optimizer.param_groups)
         if isinstance(optimizer, Muon):
             self.add_callback(BindPartitions(optimizer))
         is_plain = len(optimizer.param_groups) <= PLAIN_GROUPS and not self.recipe.weights.frozen
         if self.is_world_process_zero() and not is_plain:
             print("\n".join(describe_groups(optimizer, self.model)), flush=True)
+        # Ranks that have other experts cannot share a partition. Without split experts this changes nothing.
+        optimizer.param_groups[:] = expert_groups_of(optimizer.param_groups)
         return optimizer
+
+    def get_tp_size(self) -> int:
+        """Return 1: a rank counts the targets of the samples that it reads, also if others read the same ones."""
+        return 1
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
@@ -255,11 +263,21 @@ class PretrainingTrainer(TimedTrainer):
             shape = (self.groups.data_ranks, together)
             mesh = init_device_mesh(self.args.device.type, shape, mesh_dim_names=("dp", "tp"))
             self.accelerator.state.ds_device_mesh = mesh
-        loader = super().get_train_dataloader()
+        with self._groups_kept():
+            loader = super().get_train_dataloader()
         if loader.num_workers:
             batches = loader.base_dataloader
             batches.worker_init_fn = _InWorker(batches.worker_init_fn)
         return loader
+
+    @contextmanager
+    def _groups_kept(self) -> Iterator[None]:
+        """Keep accelerate from making a mesh of the ranks that split layers alone, for which it reads the ds_config."""
+        config = self.accelerator.deepspeed_plugin.deepspeed_config if self.is_deepspeed_enabled else {}
+        split = config.pop("tensor_parallel", None)
+        yield
+        if split is not None:
+            config["tensor_parallel"] = split
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device

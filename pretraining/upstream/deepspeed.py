@@ -19,6 +19,10 @@ elements of which parameter are in them, and no function of DeepSpeed says so.
   a parameter is its slice of this rank's (mended by `link_slices`).
 - Stage 3 cuts each parameter into equal shares, the last with padding (`ds_tensor`), and lays this rank's shares end to
   end, in sub-groups (`fp16_groups`). With NVMe a sub-group is in memory only while it is swapped in.
+- AutoTP (tensor parallelism) cuts a weight in place and leaves a note on it (`split_part`): the dimension, and how many
+  of its elements each rank has. Stages 0, 1 and 2 then reduce over the data ranks alone. Under stage 3, `zero.Init` has
+  partitioned every weight over all ranks; AutoTP gathers what it cuts, and only that is partitioned over the data ranks
+  (`holders`). Held by tests/test_tensor_parallel.py.
 
 Changed:
 
@@ -39,6 +43,7 @@ Changed:
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from math import prod
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -46,6 +51,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.runtime import bf16_optimizer, utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import clip_grad_norm_
@@ -53,7 +59,7 @@ from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import link_hp_params
+from deepspeed.utils import groups, link_hp_params
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
@@ -167,11 +173,32 @@ def keep_norm_at_stage_0(engine: DeepSpeedEngine, report: Callable[[float], None
 
     def clip() -> None:
         limit, parameters = engine.gradient_clipping(), engine.module.parameters()
-        norm = _clip(parameters=parameters, max_norm=limit, mpu=engine.mpu)
+        if engine.has_moe_layers:
+            norm = _clip_split(list(parameters), limit)
+        else:
+            norm = _clip(parameters=parameters, max_norm=limit, mpu=engine.mpu)
         engine._global_grad_norm = float(norm)
         report(engine._global_grad_norm)
 
     engine.clip_fp32_gradients = clip
+
+
+def _clip_split(parameters: list[torch.Tensor], limit: float) -> float:
+    """Clip by the norm of all gradients, experts of other ranks included; DeepSpeed takes the mean of the ranks."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    squares = [
+        torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).double().square()
+        / holders(parameter, None)[1]
+        for parameter in parameters
+        if parameter.grad is not None
+    ]
+    square = torch.stack(squares).sum()
+    dist.all_reduce(square)
+    norm = float(square.sqrt())
+    if (factor := limit / (norm + 1e-6)) < 1:
+        for gradient in gradients:
+            gradient.mul_(factor)
+    return norm
 
 
 def link_slices(optimizer: Any) -> None:
@@ -209,6 +236,38 @@ def drop_refused_sums(optimizer: Any) -> None:
     """
     if getattr(optimizer, "cpu_offload", False) and hasattr(optimizer, "averaged_gradients"):
         optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
+
+
+class Share(NamedTuple):
+    """Which part of a parameter this rank has, along the first dimension, if its experts are split over ranks."""
+
+    start: int
+    """First index."""
+    end: int
+    """The index after the last one."""
+    total: int
+    """Length of the whole parameter."""
+    group: dist.ProcessGroup
+    """The ranks that together have the whole, in its order."""
+    copies: dist.ProcessGroup
+    """The ranks that have the same part."""
+
+
+def share_of(parameter: torch.Tensor) -> Share | None:
+    """Return which part of a parameter this rank has; None if it is not split."""
+    return getattr(parameter, "share", None)
+
+
+def first_element(parameter: torch.Tensor) -> int:
+    """Return the number of this rank's first element in the whole flattened parameter: 0 unless it is split."""
+    share = share_of(parameter)
+    return 0 if share is None else share.start * prod(whole_shape(parameter)[1:])
+
+
+def own_rows(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """View in a tensor of the whole parameter's shape what this rank has of it."""
+    share = share_of(parameter)
+    return whole if share is None else whole[share.start : share.end]
 
 
 class Slice(NamedTuple):
@@ -268,7 +327,8 @@ def _of_groups(zero: Any) -> Iterator[Partition]:
         for parameter in parameters:
             if (mapping := parameter._hp_mapping) is not None:  # None: no element is in this rank's partition
                 here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                slices.append(Slice(parameter, here.start, tensor, there.start, here.numel))
+                start = first_element(parameter) + here.start
+                slices.append(Slice(parameter, start, tensor, there.start, here.numel))
         yield Partition(tensor, group, zero.optimizer, list(parameters), slices)
 
 
@@ -280,6 +340,7 @@ def _of_sub_groups(zero: Any) -> Iterator[Partition]:
             start = size * dist.get_rank(group=parameter.ds_process_group)
             numel = min(size, parameter.ds_numel - start)  # the last rank's share ends in padding
             if numel > 0:
+                start += first_element(parameter)
                 slices.append(Slice(parameter, start, tensor, offset, numel))
             offset += size  # with the padding
         group = zero.sub_group_to_group_id[index]
@@ -337,13 +398,57 @@ def set_weights(zero: Any) -> None:
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a whole parameter, even if ZeRO-3 has partitioned it."""
+    """Return the shape of a whole parameter, even if ZeRO-3 has partitioned it, or a layer is split over ranks."""
+    if (split := getattr(parameter, DS_AUTOTP_UC_META, None)) and split["partition_sizes"]:
+        return tuple(split["logical_shape"])
+    held, share = own_shape(parameter), share_of(parameter)
+    return held if share is None else (share.total, *held[1:])
+
+
+def own_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of what this rank has of a split parameter, even if ZeRO-3 has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def whole_numel(parameter: torch.Tensor) -> int:
-    """Count the elements of a whole parameter, even if ZeRO-3 has partitioned it."""
-    return getattr(parameter, "ds_numel", parameter.numel())
+    """Count the elements of a whole parameter, of which `whole_shape` is the shape."""
+    return prod(whole_shape(parameter))
+
+
+def split_part(parameter: torch.Tensor) -> dict[int, tuple[int, int]]:
+    """Return what AutoTP leaves to this rank of a parameter, {dimension: (first, number)}; {} if it is not split."""
+    split = getattr(parameter, DS_AUTOTP_UC_META, None)
+    if not split or not (sizes := split["partition_sizes"]):
+        return {}
+    part = groups.get_tensor_model_parallel_rank()
+    return {split["partition_dim"]: (sum(sizes[:part]), sizes[part])}
+
+
+def tensor_part_and_degree() -> tuple[int, int]:
+    """Return which part of split layers this rank has, and over how many ranks AutoTP splits them; (0, 1) without."""
+    degree = groups._get_model_parallel_world_size()
+    return (groups.get_tensor_model_parallel_rank() if degree > 1 else 0), degree
+
+
+def holders(parameter: torch.Tensor, optimizer: Any) -> tuple[int, int]:
+    """Return (number, count) of this rank among those whose optimizer steps the same elements of a parameter.
+
+    optimizer: the engine's, or torch's own.
+    """
+    tensor, is_split = tensor_part_and_degree(), bool(split_part(parameter))
+    if (
+        is_stage_3(optimizer)
+        and dist.get_world_size(group=parameter.ds_process_group) == dist.get_world_size()
+    ):
+        # `zero.Init` partitions over all ranks. Only what AutoTP splits afterwards is partitioned over the data ranks.
+        return 0, 1
+    if is_stage_3(optimizer) or is_stage_1_or_2(optimizer):
+        # data ranks have partitions of their own
+        return (0, 1) if is_split else tensor
+    if (share := share_of(parameter)) is not None:
+        return dist.get_rank(share.copies), dist.get_world_size(share.copies)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return (rank // tensor[1], ranks // tensor[1]) if is_split else (rank, ranks)
 
 
 @contextmanager
@@ -373,7 +478,8 @@ def own_partition(parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
     part = parameter.ds_tensor
     start = part.ds_numel * dist.get_rank(group=parameter.ds_process_group)
     # the last rank's share ends in padding, and of a small parameter a rank may have nothing
-    return start, part.data[: max(0, min(part.ds_numel, parameter.ds_numel - start))]
+    own = part.data[: max(0, min(part.ds_numel, parameter.ds_numel - start))]
+    return first_element(parameter) + start, own
 
 
 def fill_partition(parameter: torch.Tensor, read: Callable[[int, int], Chunks]) -> bool:

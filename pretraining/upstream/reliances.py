@@ -228,6 +228,17 @@ _PURPOSES = (
     ),
     _Purpose(
         "deepspeed",
+        why="which part of a parameter AutoTP leaves to a rank, and which ranks have the same elements",
+        test="test_tensor_parallel.py",
+        until="DeepSpeed says it in public",
+        names=(
+            "deepspeed.checkpoint.constants.DS_AUTOTP_UC_META",
+            "deepspeed.utils.groups._get_model_parallel_world_size()",
+            "deepspeed.utils.groups.get_tensor_model_parallel_rank()",
+        ),
+    ),
+    _Purpose(
+        "deepspeed",
         why="a checkpoint reads and sets states that are on NVMe",
         test="test_nvme.py",
         until="DeepSpeed has a public way into a swapped sub-group",
@@ -286,6 +297,32 @@ _PURPOSES = (
         names=(
             "deepspeed.DeepSpeedEngine.clip_fp32_gradients(self)",
             "deepspeed.DeepSpeedEngine._global_grad_norm",
+        ),
+    ),
+    _Purpose(
+        "experts",
+        why="of ranks that hold different experts, DeepSpeed knows in layers of its own alone",
+        test="test_expert_parallel.py",
+        until="DeepSpeed can be told in public which ranks have copies of a parameter",
+        names=(
+            "deepspeed.utils.groups._create_expert_and_data_parallel(expert_parallel_size_, mp_size, pp_size, mp_mode,"
+            " use_data_before_expert_parallel_, folding_spec)",
+            "deepspeed.utils.groups._get_expert_parallel_group(group_name)",
+            "deepspeed.utils.groups._get_expert_parallel_group_dict()",
+            "deepspeed.utils.groups._get_expert_data_parallel_group(group_name)",
+            "deepspeed.DeepSpeedEngine._configure_distributed_model(self, model)",
+            "deepspeed.DeepSpeedEngine.has_moe_layers",
+            "deepspeed.DeepSpeedEngine.ds_zero_partition_process_group",
+            f"{_INIT}.convert_to_zero_parameters",
+            *(
+                f"deepspeed.module_inject.auto_ep_layer.AutoEPMoELayer.{name}"
+                for name in (
+                    "allreduce",
+                    "group_name",
+                    "ds_zero_placement_family",
+                    "ds_zero_partition_group_name",
+                )
+            ),
         ),
     ),
     _Purpose(
@@ -440,6 +477,20 @@ _PURPOSES = (
             "torch._C._get_accelerator",
             "torch._C._accelerator_getAccelerator",
             "torch._C._set_only_lift_cpu_tensors",
+        ),
+    ),
+    _Purpose(
+        "wide_weights",
+        why="embeddings and head in fp32 beside 16-bit layers",
+        test="test_wide_weights.py",
+        until="data_types.keep_in_fp32_modules counts for weights",
+        names=(
+            "deepspeed.DeepSpeedEngine._cast_module_mixed_precision(self, param_dtype, buffer_dtype, "
+            "is_zero_init_model, keep_pattern)",
+            "deepspeed.runtime.zero.stage3.defragment(tensors)",
+            f"{_STAGE_3}._set_fp16_partitioned_groups_flat(self)",
+            f"{_STAGE_3}.lp_param_buffer",
+            f"{_STAGE_3}.fp16_partitioned_groups_flat",
         ),
     ),
     _Purpose(
