@@ -161,7 +161,8 @@ def test_killed_failed_and_stopped_while_it_waits_ends_as_the_run_of_finished_da
     assert [row["eval/loss"] for row in run.validation_rows] == [
         row["eval/loss"] for row in prepared_first.validation_rows
     ]
-    assert [event["seconds"] > 0 for event in run.events if event["event"] == "waited_for_data"]
+    waited = [event["seconds"] for event in run.events if event["event"] == "waited_for_data"]
+    assert len(waited) >= 2 and min(waited) > 0
     other = execute(slow.command(slow.folder / "finished", branch, "--while_preparing"))
     assert other.code == 0 and "is prepared: --while_preparing changes nothing" in other.stdout, other.output
     assert Run(branch).losses == prepared_first.losses
@@ -279,6 +280,18 @@ def test_the_preparation_ends_with_its_run(slow):
     _, said = process.communicate()
     assert process.returncode == 130 and "interrupted; what is finished is kept" in said
     assert arrived.exists()
+
+
+def test_a_preparation_that_refuses_ends_the_run_before_it_begins(slow):
+    """Its line, exit code 2, and no folder of a run."""
+    missing = f"data.sources.0.path={slow.folder / 'nothing.jsonl'}"
+    command = slow.command(
+        slow.folder / "none", slow.folder / "unmade", "--while_preparing", "--set", missing
+    )
+    refused = execute(command)
+    assert refused.code == 2 and refused.stderr.count("error:") == 1, refused.output
+    assert "the preparation failed: data.sources.0.path:" in refused.stderr
+    assert not (slow.folder / "unmade").exists() and not (slow.folder / "none").exists()
 
 
 REFUSED = {
