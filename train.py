@@ -72,7 +72,7 @@ def train(
     with ranks, lock_run(run), sent, one_line_disk_errors(run.path), report:
         monitors = Monitors(run, recipe)
         with arriving_data(recipe, options.data_dir, run, monitors.stop) as arrival:
-            data = data or arrival.open()
+            data = data or arrival.open(options.resume, options.allow_change)
             while not attempt(recipe, plan, data, run, monitors, options, arrival):
                 # Rolled back: the run's journal names the step to go on from and the samples to leave out.
                 options.resume = "auto"
@@ -114,7 +114,6 @@ def attempt(
     dataset = build_training_dataset(
         data, recipe, progress.first_sample, guard=guard, left_out=start.journal.left_out
     )
-    arrival.follow(dataset, progress)
     evaluator = Evaluator(recipe, data, data.tokenizer, progress.last_step, run, plan.degrees)
     monitors.begin(plan, start, dataset)  # measures memory from here on, so that the model is counted
     model = build_from_recipe(
@@ -135,6 +134,7 @@ def attempt(
         groups=groups,
         arrival=arrival,
     )
+    arrival.follow(dataset, progress)  # of data that is prepared meanwhile: waits for the first step's
     # The first write of this attempt: all above may refuse.
     begin_run(run, plan, data, checkpoints.identity, model, dataset)
     trainer.train(resume_from_checkpoint=start.checkpoint)

@@ -32,7 +32,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2, 3, 4))
-    parser.add_argument("--precisions", nargs="+", default=("bf16", "fp32"), choices=("bf16", "fp32"))
+    parser.add_argument("--precisions", nargs="+", default=("bf16", "fp32"), choices=("bf16", "fp32", "wide"))
     parser.add_argument(
         "--optimizers", nargs="+", default=("adamw",), help="adamw, muon, or a `training.optim`"
     )
@@ -73,10 +73,12 @@ def case_of(optimizer: str, way: str, precision: str, ranks: int):
 
     length = MODEL["n_positions"]
     values = {f"model.{key}": value for key, value in MODEL.items()}
-    values |= {"training.bf16": precision == "bf16", "training.per_device_train_batch_size": 1}
+    values |= {"training.bf16": precision != "fp32", "training.per_device_train_batch_size": 1}
     values |= {"training.eval_strategy": "no", "training.save_strategy": "no", "training.logging_steps": 100}
     values |= {"budget.tokens_per_step": length * ranks * ACCUMULATION}
     values |= {"budget.tokens": length * ranks * ACCUMULATION * STEPS}
+    if precision == "wide":  # bf16, but for embeddings and head
+        values |= {"model.keep_in_fp32": ["embeddings", "head"]}
     if optimizer != "adamw":
         values |= {"optimizer.name": "muon"} if optimizer == "muon" else {"training.optim": optimizer}
     if optimizer.startswith("schedule_free"):

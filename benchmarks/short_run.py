@@ -10,6 +10,7 @@ from pretraining.recipe import Recipe
 from pretraining.training.arguments import build_arguments
 from pretraining.training.ranks import join_ranks
 from pretraining.training.trainer import PretrainingTrainer
+from pretraining.upstream.wide_weights import keep_in_fp32
 
 
 def short_trainer(
@@ -26,6 +27,8 @@ def short_trainer(
     dtype = torch.bfloat16 if config and arguments.bf16 else torch.float32
     shape = {"use_cache": False, **recipe.model}
     built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=dtype)
+    if recipe.weights.keep_in_fp32:
+        keep_in_fp32(built, recipe.weights.keep_in_fp32, dtype)
     built.loss_type = None
     block = torch.zeros(recipe.sequence_length, dtype=torch.long)
     return PretrainingTrainer(

@@ -14,7 +14,7 @@ from pretraining.ds_config import degrees_of, load_ds_config, optimizer_device, 
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe, accumulation_steps, load_recipe, model_with_defaults
 from pretraining.recipe.data import is_mixed
-from pretraining.recipe.model import EXACT, is_exact, value_of
+from pretraining.recipe.model import EXACT, EXPERTS, is_exact, value_of
 from pretraining.recipe.schedule import SCHEDULE_FREE
 from pretraining.recipe.training import DEFAULT_OPTIM
 from pretraining.schema import display_path, problem
@@ -54,6 +54,7 @@ LAUNCHER_SETTINGS = {
     ),
 }
 """{environment variable that accelerate sets: (what its config says, our answer)}"""
+_WITH_ZERO = "use --deepspeed zero1:expert=2, or another stage"
 ZERO_STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
 
 
@@ -170,6 +171,37 @@ def _check_frozen(recipe: Recipe, ds_config: dict | None, where: str) -> None:
         )
 
 
+def _check_keep_in_fp32(recipe: Recipe, ds_config: dict | None, where: str) -> None:
+    """Allow weights of two types only if embeddings and head are known, and DeepSpeed can hold them side by side."""
+    key, zero = "model.keep_in_fp32", (ds_config or {}).get("zero_optimization", {})
+    if not recipe.weights.keep_in_fp32:
+        return
+    if not recipe.model.is_exact:
+        known = f"is for {', '.join(EXACT)}, not {recipe.model.model_type}"
+        raise problem(
+            where, key, f"{known}; leave it out, or --deepspeed zero0, which keeps all weights in fp32"
+        )
+    if not recipe.training.bf16:
+        what = "goes with training.bf16" + (
+            "; fp16 is not tried" if recipe.training.fp16 else ": all is in fp32"
+        )
+        raise problem(where, key, f"{what}; --set training.bf16=true, or leave it out")
+    # DeepSpeed keeps all of these in one buffer of one type
+    elsewhere = {
+        "offloads the weights": parameter_device(ds_config) != "gpu",
+        "keeps the optimizer on NVMe": optimizer_device(ds_config) == "nvme",
+        "keeps a second copy of the weights in each node (hpZ)": zero.get("zero_hpz_partition_size", 1) > 1,
+        "sends quantized weights": zero.get("zero_quantized_weights"),
+    }
+    for what, is_so in elsewhere.items():
+        if is_so:
+            raise problem(
+                where, key, f"deepspeed {recipe.deepspeed} {what}, in one type; use --deepspeed zero3"
+            )
+    if recipe.speed.compile == "deepcompile":
+        raise problem(where, key, "is not tried with speed.compile deepcompile; --set speed.compile=auto")
+
+
 def _check_clipping(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """Refuse adaptive clipping if DeepSpeed hides which weights a gradient belongs to."""
     if recipe.optimizer.adaptive_clip and recipe.training.fp16 and ds_config and not zero_stage(ds_config):
@@ -267,6 +299,8 @@ def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True
 
 
 def _why_not_gathered_as_one(ds_config: dict | None) -> str | None:
+    if degrees_of(ds_config).expert > 1:
+        return "no graph can hold the exchange of split experts"
     if parameter_device(ds_config) != "nvme":
         return None
     return "a compiled block needs all its weights at once, and they come from NVMe one by one"
@@ -337,14 +371,55 @@ def _check_launcher_settings(recipe: Recipe, ds_config: dict | None, where: str)
 def _check_degrees(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """Refuse degrees of parallelism that the model's shape does not allow, and what they do not know."""
     degrees, name = degrees_of(ds_config), f"deepspeed {recipe.deepspeed}"
-    if degrees.expert > 1:
-        raise UserError(
-            f"{name}: {degrees}: is not trained here yet; use sequence parallelism, or ZeRO alone"
-        )
     if degrees.tensor > 1:
         _check_tensor_degree(recipe, ds_config or {}, degrees.tensor, name)
     if degrees.sequence > 1:
         _check_sequence_degree(recipe, degrees.sequence, name, degrees.tensor)
+    if degrees.expert > 1:
+        _check_expert_degree(recipe, ds_config or {}, name, where)
+
+
+def _check_expert_degree(recipe: Recipe, ds_config: dict, name: str, where: str) -> None:
+    """Refuse expert parallelism without experts, where it does not divide them, and with what does not know it."""
+    model, degrees, zero = (
+        model_with_defaults(recipe.model),
+        degrees_of(ds_config),
+        ds_config["zero_optimization"],
+    )
+    size, name = degrees.expert, f"{name}: expert {degrees.expert}"
+    if model["model_type"] not in MIXTURES:
+        what = (
+            f"is for mixtures of experts of the types {' and '.join(MIXTURES)}, not for {model['model_type']}"
+        )
+        raise UserError(f"{name}: {what}; leave it out")
+    experts = next(value_of(model, key) for key in EXPERTS if value_of(model, key))
+    if experts % size:
+        fitting = [each for each in range(1, experts + 1) if not experts % each]
+        nearest_size = min(fitting, key=lambda each: abs(each - size))
+        raise UserError(f"{name}: does not divide the {experts} experts; {nearest_size} does")
+    if degrees.tensor > 1:
+        raise UserError(f"{name}: is not tried beside tensor {degrees.tensor}; leave one of them out")
+    if zero.get("zero_hpz_partition_size", 1) > 1:
+        what = "zero_optimization.zero_hpz_partition_size: does not go with split experts: DeepSpeed has no second copy"
+        raise UserError(f"{name}: {what} of them; leave it out")
+    for key in ("contiguous_gradients", "reduce_scatter"):
+        if zero["stage"] in (1, 2) and not zero.get(key, True):
+            raise UserError(
+                f"{name}: zero_optimization.{key} is false, which DeepSpeed refuses; leave it out"
+            )
+    if recipe.monitors.noise_scale_steps:
+        what = "does not go with split experts: their gradients are of the samples of several ranks"
+        raise problem(where, "monitors.noise_scale_steps", f"{what}; set it to null")
+    if recipe.training.fp16 and not zero["stage"]:
+        raise problem(where, "training.fp16", f"is not tried with split experts at stage 0; {_WITH_ZERO}")
+    if recipe.speed.compile not in ("auto", "none"):
+        what = f"is {recipe.speed.compile}, and no graph can hold the exchange of split experts"
+        raise problem(where, "speed.compile", f"{what}; --set speed.compile=none")
+    if recipe.speed.fp8 != "none":
+        raise problem(where, "speed.fp8", "is not tried with split experts; --set speed.fp8=none")
+    if recipe.training.optim not in ELEMENTWISE:
+        what = f"is {recipe.training.optim}, whose update looks at whole parameters, and each rank has some experts"
+        raise problem(where, "training.optim", f"{what}; --set training.optim={DEFAULT_OPTIM}")
 
 
 def _check_tensor_degree(recipe: Recipe, ds_config: dict, size: int, name: str) -> None:
@@ -475,6 +550,7 @@ CHECKS = (
     _check_optim,
     _check_own_groups,
     _check_frozen,
+    _check_keep_in_fp32,
     _check_clipping,
     _check_compile,
     _check_recomputation,

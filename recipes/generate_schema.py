@@ -188,8 +188,8 @@ def recipe_schema() -> dict:
     model_types, others = list(SHAPE_KEYS), other_model_types(list(SHAPE_KEYS))["types"]
     model = {
         "type": "object",
-        "description": "model_type, then that configuration class's keyword arguments, verbatim; initial_weights and "
-        "frozen are ours.",
+        "description": "model_type, then that configuration class's keyword arguments, verbatim; initial_weights, "
+        "frozen and keep_in_fp32 are ours.",
         # Any other string is told by model_types.py what is wrong with it.
         "properties": {
             "model_type": {"anyOf": [{"enum": [*model_types, *others]}, {"type": "string"}]},

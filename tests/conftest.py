@@ -93,6 +93,7 @@ LAUNCHING += [
     "test_console_log",
     "test_given_weights",
     "test_while_preparing",
+    "test_wide_weights",
 ]
 
 # Plans know nothing of what the doctor measured on this machine, and no folder below this one can be made.

@@ -11,18 +11,25 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, integrations
 
-from pretraining.ds_config import load_ds_config
+from pretraining.ds_config import degrees_of, load_ds_config
 from pretraining.model.build import build_model
 from pretraining.model.counting import build_on_meta
 from pretraining.model.given_weights import GivenWeights
 from pretraining.model.weight_files import open_weights
 from pretraining.recipe.sections import Speed
 from pretraining.recipe.training import Training
+from pretraining.runtime.rank_groups import rank_groups
 from pretraining.training.arguments import build_arguments
 from pretraining.training.ranks import join_ranks, leave_ranks
+from pretraining.upstream.deepspeed import share_of
+from pretraining.upstream.experts import whole_experts
 from tests.runs import MODELS, OTHER_MODELS, SMALL_RECIPE
 
 STAGES = ("null", "zero2", "zero3")
+SPLIT = [
+    ("qwen3_moe", stage, bf16) for stage in ("zero2:expert=2", "zero3:expert=2") for bf16 in (False, True)
+]
+"""Of two ranks each has half of the experts."""
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
 
 
@@ -35,10 +42,14 @@ def initial_weights(
     recipe.speed, recipe.extensions = Speed(compile="none"), []
     ds_config = None if stage == "null" else load_ds_config(stage)
     arguments = build_arguments(recipe, ds_config, Path("unused"), 1)
-    built = build_model(model, TOKENIZER, arguments, given=given)
-    assert any(hasattr(p, "ds_id") for p in built.parameters()) == (stage == "zero3")
-    with deepspeed.zero.GatheredParameters(list(built.parameters()), enabled=stage == "zero3"):
-        return {name: parameter.detach().clone() for name, parameter in built.named_parameters()}
+    built = build_model(model, TOKENIZER, arguments, given=given, groups=rank_groups(degrees_of(ds_config)))
+    is_sharded = stage.startswith("zero3")
+    assert any(hasattr(p, "ds_id") for p in built.parameters()) == is_sharded
+    split = whole_experts(built)
+    others = [parameter for parameter in built.parameters() if share_of(parameter) is None]
+    with deepspeed.zero.GatheredParameters(others, enabled=is_sharded):
+        found = {name: parameter.detach().clone() for name, parameter in built.named_parameters()}
+    return found | split
 
 
 def refuse_to_draw(model) -> None:
@@ -66,11 +77,15 @@ def main() -> None:
         for stage in STAGES
         for bf16 in (False, True)
     }
+    split = SPLIT if dist.get_world_size() == 2 else []
+    found |= {(name, stage, bf16): initial_weights(MODELS[name], stage, bf16) for name, stage, bf16 in split}
     path, digests = Path(sys.argv[1]), {}
     for name, model in (MODELS | OTHER_MODELS).items():
         given = given_weights(model, path.with_suffix("") / name)
         digests[name] = given.digest()
         for stage, bf16 in product(STAGES, (False, True)):
+            found["given", name, stage, bf16] = initial_weights(model, stage, bf16, given)
+        for _, stage, bf16 in (each for each in split if each[0] == name):
             found["given", name, stage, bf16] = initial_weights(model, stage, bf16, given)
     found["digests"] = digests
     if dist.get_rank() == 0:

@@ -29,6 +29,7 @@ STAGES = {
     "zero3_nvme": (3, "nvme", "nvme"),
     "zero3_hpz": (3, "gpu", "gpu"),
     "zero3_sp4": (3, "gpu", "gpu"),
+    "zero2_ep2": (2, "gpu", "gpu"),
     "zero1_tp2": (1, "gpu", "gpu"),
 }
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.ds_config import load_ds_config
@@ -23,6 +24,7 @@ from pretraining.model.given_weights import (
     find_folder,
     revision_of,
 )
+from pretraining.model.native_weights import translated
 from pretraining.model.weight_files import open_weights
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.need import state_of_recipe
@@ -101,6 +103,106 @@ def test_every_kind_of_folder_gives_the_same_model(tmp_path, kind):
     model = drawn(UNTIED)
     write(kind, model, tmp_path / "source")
     assert torch.equal(logits(filled(tmp_path / "source", UNTIED)), logits(model))
+
+
+META = {
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "tok_embeddings",
+    "lm_head": "output",
+    "model.": "",
+}
+TORCHTUNE = {
+    **META,
+    "self_attn.o_proj": "attn.output_proj",
+    "self_attn": "attn",
+    "mlp.gate_proj": "mlp.w1",
+    "mlp.down_proj": "mlp.w2",
+    "mlp.up_proj": "mlp.w3",
+    "input_layernorm.weight": "sa_norm.scale",
+    "post_attention_layernorm.weight": "mlp_norm.scale",
+    "model.norm.weight": "norm.scale",
+}
+for _name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+    del TORCHTUNE[_name]
+PARAMS = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-6, "vocab_size": 512}
+
+
+def native(model: PreTrainedModel, names: dict[str, str]) -> dict[str, torch.Tensor]:
+    """The weights under another library's names, with the two halves of each head's rows in turns."""
+    found = {}
+    for name, weight in model.state_dict().items():
+        if "q_proj" in name or "k_proj" in name:
+            weight = weight.view(-1, 2, 8, 64).transpose(1, 2).reshape(-1, 64)
+        for theirs, its in sorted(names.items(), key=lambda each: -len(each[0])):
+            name = name.replace(theirs, its)
+        found[name] = weight
+    return found
+
+
+def of_library(folder: Path, model: dict) -> PreTrainedModel:
+    """A model with the weights of a folder with names of another library."""
+    built = AutoModelForCausalLM.from_config(build_on_meta(model)[0].config).eval()
+    files = translated(open_weights(folder), Model(model), "source", "r.json")
+    given = GivenWeights("source", files, build_on_meta(model)[0])
+    check_shapes(given, built, "r.json")
+    assert not given.unused
+    given.fill(built)
+    # as under ZeRO-3, where a rank reads a part of a weight that begins and ends anywhere
+    name = "model.layers.1.self_attn.q_proj.weight"
+    whole = torch.cat([part for _, part in given._chunks(name, 100, 3001)])
+    assert torch.equal(whole, built.get_parameter(name).flatten()[100:3001])
+    return built
+
+
+def test_a_llama_with_the_names_of_other_libraries_is_translated(tmp_path):
+    """Meta's file with its params.json, torchtune's names, and torchtitan's in a distributed checkpoint."""
+    model = drawn(UNTIED)
+    for name in ("meta", "tune", "titan"):
+        (tmp_path / name).mkdir()
+    of_meta = {**native(model, META), "rope.freqs": torch.ones(8)}
+    torch.save(of_meta, tmp_path / "meta" / "consolidated.00.pth")
+    (tmp_path / "meta" / "params.json").write_text(json.dumps(PARAMS))
+    torch.save({"model": native(model, TORCHTUNE)}, tmp_path / "tune" / "last.pt")
+    dcp.save({"model": native(model, META)}, checkpoint_id=tmp_path / "titan", no_dist=True)
+    assert "layers.0.attn.q_proj.weight" in native(model, TORCHTUNE)
+    for name in ("meta", "tune", "titan"):
+        assert torch.equal(logits(of_library(tmp_path / name, UNTIED)), logits(model)), name
+
+    for params, message in (
+        ({"n_heads": 8}, "model.num_attention_heads: is 4, and the weights of source were trained with 8"),
+        ({"rope_theta": 500000.0}, "--set model.rope_parameters.rope_theta=500000.0"),
+        ({"use_scaled_rope": True}, "--set 'model.rope_parameters.rope_type=\"llama3\"'"),
+    ):
+        (tmp_path / "meta" / "params.json").write_text(json.dumps({**PARAMS, **params}))
+        assert message in refusal(of_library, tmp_path / "meta", UNTIED)
+    (tmp_path / "meta" / "params.json").unlink()
+    torch.save(of_meta, tmp_path / "meta" / "consolidated.01.pth")
+    assert "is cut for several GPUs" in refusal(of_library, tmp_path / "meta", UNTIED)
+
+
+def test_the_rows_are_those_that_meta_rotates(tmp_path):
+    """Pairs of neighbours, turned as complex numbers as in the paper, have the scores of transformers' halves."""
+    model = drawn(UNTIED)
+    weight, hidden = model.model.layers[0].self_attn.q_proj.weight.detach(), torch.randn(1, 9, 64)
+    places = torch.arange(9)[None]
+    cosines, sines = model.model.rotary_emb(hidden, places)
+    queries = (hidden @ weight.T).view(1, 9, 4, 16).transpose(1, 2)
+    turned, _ = apply_rotary_pos_emb(queries, queries, cosines, sines)
+    theirs = native(model, META)["layers.0.attention.wq.weight"]
+    pairs = torch.view_as_complex((hidden @ theirs.T).view(9, 4, 8, 2))
+    rates = 10_000.0 ** (-torch.arange(8) / 8)
+    angles = torch.outer(torch.arange(9.0), rates)
+    pairs = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None]).flatten(2)
+    scores = torch.einsum("qhd,khd->hqk", pairs, pairs)
+    assert torch.allclose(turned[0] @ turned[0].transpose(1, 2), scores, atol=1e-4)
 
 
 def test_the_digest_is_that_of_the_tensors(tmp_path):

@@ -133,7 +133,7 @@ def modules_after(*command: str) -> tuple[int, set[str]]:
 @pytest.mark.parametrize("name", recipe_names())
 def test_the_plan_of_every_recipe_needs_no_torch(name):
     """Promise: you know before you pay, at once."""
-    code, modules = modules_after("train.py", "--recipe", name, "--plan", "--world_size", "2")
+    code, modules = modules_after("train.py", "--recipe", name, "--plan", "--world_size", "8")
     assert code == 0 and not modules & HEAVY
 
 

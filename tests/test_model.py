@@ -12,6 +12,7 @@ from pretraining.model.build import build_model
 from pretraining.model.cross_entropy import token_nats
 from pretraining.model.loss import build_loss, next_token_loss
 from pretraining.recipe import load_recipe, recipe_names
+from tests.initial_weights import SPLIT
 from tests.runs import MODELS, OTHER_MODELS, SMALL_RECIPE, execute, launcher
 
 
@@ -64,6 +65,14 @@ def test_given_weights_are_the_same_at_every_stage_and_world_size(weights, name,
     for stage in ("zero2", "zero3"):
         assert not differing(weights[ranks]["given", name, stage, True], rounded)
     assert weights[ranks]["digests"] == weights[1]["digests"]
+
+
+@pytest.mark.parametrize("name, stage, bf16", SPLIT)
+def test_split_experts_begin_as_whole_ones(weights, name, stage, bf16):
+    """Drawn or given: each rank's experts together are those of a plain process, bit for bit."""
+    sharded = stage.partition(":")[0]
+    for key in ((name,), ("given", name)):
+        assert not differing(weights[2][*key, stage, bf16], weights[1][*key, sharded, bf16])
 
 
 def test_gpt2_keeps_its_own_distribution(weights):

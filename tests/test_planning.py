@@ -150,7 +150,7 @@ def shape_words(model: dict) -> str:
     ]
     if full.get("num_key_value_heads", full.get("num_attention_heads")) != full.get("num_attention_heads"):
         words.append(f"{full['num_key_value_heads']} of keys and values")
-    if experts := full.get("num_local_experts"):
+    if experts := full.get("num_local_experts") or full.get("num_experts"):
         words.append(f"{experts} experts of which {full['num_experts_per_tok']}")
     return ", ".join([*words, f"{value_of(full, 'max_position_embeddings'):,} positions"])
 
@@ -195,6 +195,7 @@ def test_model_state_bytes_per_parameter():
         "zero3_nvme": 0,
         "zero3_hpz": 18 / 8 + 2 / 8,
         "zero3_sp4": 18 / 8,
+        "zero2_ep2": 2 + 16 / 8,
     }
 
 

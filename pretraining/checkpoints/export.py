@@ -33,6 +33,7 @@ from pretraining.recipe.schedule import AVERAGING, Z
 from pretraining.runtime.durable_files import one_line_disk_errors, sync_to_disk
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.upstream.experts import whole_experts
 
 
 def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, model_card: str) -> None:
@@ -42,11 +43,13 @@ def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: P
     """
     with averaged_weights(trainer) as are_averaged:
         state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        split = whole_experts(trainer.model)
         if not trainer.is_world_process_zero():
             return
         if are_averaged:
             # These may be the live tensors, which get their trained values back when the block ends.
-            state_dict = {name: tensor.clone() for name, tensor in state_dict.items()}
+            state_dict = {name: tensor.clone() for name, tensor in state_dict.items() if name not in split}
+        state_dict |= split
     write_model_folder(trainer.model, state_dict, tokenizer, folder, model_card)
 
 
@@ -142,6 +145,8 @@ def _save(model: PreTrainedModel, state_dict: dict, folder: Path) -> None:
     config, generation = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
     # With a cache, transformers does not keep packed documents apart.
     config.use_cache, generation.use_cache = False, True
+    # transformers writes the type of the first weight, which `model.keep_in_fp32` may keep in a wider one.
+    config.dtype = _narrowest(each.dtype for each in state_dict.values() if each.is_floating_point())
     if hasattr(config, "output_router_logits"):
         # `loss` is the cross-entropy alone: the loss that balances a router is only for training.
         config.output_router_logits = False
@@ -164,10 +169,13 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 def _empty_model(checkpoint: Path, description: Path) -> PreTrainedModel:
     """Build the model's class with its config, without memory for weights."""
     load_extensions(extensions_of_run(description.parent) or extensions_of_run(checkpoint.parent))
-    entries = read_state(checkpoint)["parameters"].values()
-    dtype = getattr(torch, next(iter(entries))["dtype"])
+    dtype = _narrowest(getattr(torch, e["dtype"]) for e in read_state(checkpoint)["parameters"].values())
     with torch.device("meta"), no_init_weights():
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(description), dtype=dtype)
+
+
+def _narrowest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    return min(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 @contextmanager

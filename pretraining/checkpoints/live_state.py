@@ -88,6 +88,12 @@ def cut_of(parameter: torch.Tensor) -> Cut | None:
     return Cut.of(deepspeed.whole_shape(parameter), parts) if parts else None
 
 
+def _share_of(piece: Piece, rank: int, ranks: int) -> Piece:
+    """Cut a piece into equal parts for the ranks that have the same elements, so that they share the writing."""
+    first, end = piece.numel * rank // ranks, piece.numel * (rank + 1) // ranks
+    return piece._replace(start=piece.start + first, numel=end - first, offset=piece.offset + first)
+
+
 def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> LiveState:
     """Return the state of an unwrapped model and its optimizer, also if accelerate and DeepSpeed have wrapped it."""
     # accelerate wraps every optimizer, DeepSpeed's too.
@@ -126,25 +132,26 @@ class LiveState:
         for group, values in enumerate(self.optimizer.param_groups):
             for parameter in values["params"]:
                 name = self.names[parameter]
-                piece = Piece(name, 0, parameter.numel(), 0, self.cuts[name])
+                piece = Piece(name, deepspeed.first_element(parameter), parameter.numel(), 0, self.cuts[name])
                 yield Block(parameter, group, self.optimizer, [piece], [name])
 
     def own_frozen(self, name: str) -> tuple[Piece, torch.Tensor]:
         """Return what this rank saves of a frozen parameter, and the flat tensor that has it."""
-        whole = self.frozen[name].detach().view(-1)
-        return self.own(Piece(name, 0, whole.numel(), 0, self.cuts[name])), whole
+        parameter, held = self.frozen[name], self.frozen[name].detach().view(-1)
+        piece = Piece(name, deepspeed.first_element(parameter), held.numel(), 0, self.cuts[name])
+        # no optimizer steps it: at any stage below 3 the ranks have the same
+        return _share_of(piece, *deepspeed.holders(parameter, None)), held
 
     def set_frozen(self, reader: CheckpointReader) -> None:
         """Set the frozen parameters; `set_weights` has the trained ones."""
         for name, parameter in self.frozen.items():
-            parameter.detach().view(-1).copy_(reader.read(MASTER, name, cut=self.cuts[name]))
+            start = deepspeed.first_element(parameter)
+            read = reader.read(MASTER, name, start, parameter.numel(), self.cuts[name])
+            parameter.detach().view(-1).copy_(read)
 
     def own(self, piece: Piece) -> Piece:
         """Return the part of a piece that this rank saves."""
-        # The ranks that hold the same elements save equal parts, so that they share the writing.
-        rank, ranks = self.holders[piece.parameter]
-        first, end = piece.numel * rank // ranks, piece.numel * (rank + 1) // ranks
-        return piece._replace(start=piece.start + first, numel=end - first, offset=piece.offset + first)
+        return _share_of(piece, *self.holders[piece.parameter])
 
     def owns_whole(self) -> bool:
         """Say if this rank saves the states that have a shape of their own."""

@@ -120,9 +120,26 @@ def _load_model(export: Path, recipe: Recipe | None) -> Any:
 
     logging.disable_progress_bar()  # only the results are printed
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = _load(export, "AutoModelForCausalLM", dtype="auto").to(device)
+    wide = recipe.weights.keep_in_fp32 if recipe is not None else None
+    model = _load_wide(export, wide) if wide else _load(export, "AutoModelForCausalLM", dtype="auto")
+    model = model.to(device)
     if recipe is not None:
         _multiply_as_in_the_run(model, recipe.training)
+    return model
+
+
+def _load_wide(export: Path, parts: list[str]) -> Any:
+    """Load a model some of whose weights the run kept in fp32 (`model.keep_in_fp32`), and keep these so."""
+    import torch
+
+    from pretraining.upstream.wide_weights import is_wide, keep_in_fp32
+
+    dtype = _load(export, "AutoConfig").dtype
+    model = _load(export, "AutoModelForCausalLM", dtype=torch.float32)
+    keep_in_fp32(model, parts, dtype)
+    for parameter in model.parameters():
+        if not is_wide(parameter):
+            parameter.data = parameter.data.to(dtype)
     return model
 
 

@@ -23,6 +23,7 @@ from pretraining.model.compiling import (
     convert_products,
     describe_compilation,
 )
+from pretraining.model.expert_parallel import split_experts
 from pretraining.model.given_weights import GivenWeights
 from pretraining.model.initial_weights import initialise_weights
 from pretraining.model.recomputation import keep_products
@@ -33,6 +34,7 @@ from pretraining.refusals import why_not_compiled
 from pretraining.runtime.rank_groups import ALONE, RankGroups
 from pretraining.upstream.deepspeed import no_zero3_draw
 from pretraining.upstream.transformers import attention_of
+from pretraining.upstream.wide_weights import keep_in_fp32
 
 PLAIN = Speed(compile="none")
 """A `speed` section that asks for nothing."""
@@ -105,7 +107,7 @@ def build_model(
         masks_documents: choose an attention that keeps documents apart.
         speed, mup, weights: the recipe's sections.
         given: take these weights in place of drawn ones.
-        groups: which ranks work on the same samples.
+        groups: which ranks work on the same samples, and how many split the experts.
 
     Raises:
         UserError: transformers refuses the `model` section, or this machine has no such kernel or no compiler.
@@ -131,6 +133,10 @@ def build_model(
     if arguments.process_index == 0 and chosen:
         print(describe_attention(attention_of(built), masks_documents), flush=True)
     built.tie_weights()
+    if weights.keep_in_fp32:
+        keep_in_fp32(built, weights.keep_in_fp32, _parameter_dtype(arguments))
+    if groups.degrees.expert > 1:
+        split_experts(built, groups.degrees.expert)
     if given is not None:
         given.fill(built, arguments.device)
     elif draw_weights:

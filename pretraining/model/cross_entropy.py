@@ -32,6 +32,7 @@ from pretraining.data.document_masking import IGNORED
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.recipe.model import EXACT
 from pretraining.upstream.torch import fix_no_length, missing_compiler
+from pretraining.upstream.wide_weights import WideLinear
 
 TRIAL_TOKENS = 1024
 """Rows that kernels are compiled with: so many that one program sums each row, as in a real chunk."""
@@ -133,6 +134,9 @@ class LossHead(nn.Linear):
             return fused_nats(rows, self.weight, labels.flatten(), *way, self.compute_dtype, each)
         if not (self.training and torch.is_grad_enabled()):
             return super().forward(hidden)
+        if isinstance(self, WideLinear):
+            self.compute_dtype = torch.float32
+            return hidden
         # accelerate returns autocast's outputs in fp32: the loss multiplies in the dtype the logits would have had.
         device = hidden.device.type
         autocasts = torch.is_autocast_enabled(device)
@@ -140,17 +144,26 @@ class LossHead(nn.Linear):
         return hidden
 
 
+class WideLossHead(LossHead, WideLinear):
+    """The same, multiplied in fp32."""
+
+
+_HEADS = (nn.Linear, WideLinear, LossHead, WideLossHead)
+
+
 def can_fuse(model: PreTrainedModel) -> bool:
     """Say if the model's logits are a linear layer without bias, and nothing else."""
     # Other classes may scale or cap them.
     head = model.get_output_embeddings()
-    return model.config.model_type in EXACT and type(head) in (nn.Linear, LossHead) and head.bias is None
+    return model.config.model_type in EXACT and type(head) in _HEADS and head.bias is None
 
 
 def install_loss_head(model: PreTrainedModel) -> LossHead:
     """Make the model's own output projection a LossHead: the same parameter, name and tie."""
     head = model.get_output_embeddings()
-    head.__class__ = LossHead  # in place: a new module would lose the tie to the embedding
+    head.__class__ = (
+        WideLossHead if isinstance(head, WideLinear) else LossHead
+    )  # in place: a new module would lose the tie to the embedding
     return head
 
 

@@ -29,16 +29,16 @@ from transformers import (
 from pretraining.errors import UserError, nearest
 from pretraining.model.counting import build_on_meta
 from pretraining.model.initial_weights import whole
+from pretraining.model.native_weights import KEY, translated
 from pretraining.model.weight_files import CHUNK, WeightFiles, open_weights
 from pretraining.recipe import Recipe
 from pretraining.recipe.model import Model
 from pretraining.runtime.heartbeat import long_work
 from pretraining.runtime.process_group import gather_from_ranks, rank_and_world_size, together
 from pretraining.schema import display_path, listed, problem
-from pretraining.upstream.deepspeed import copy_chunks, fill_partition
+from pretraining.upstream.deepspeed import copy_chunks, fill_partition, first_element, own_rows
 from pretraining.upstream.transformers import Conversion, is_not_loaded, is_partitioned
 
-KEY = "model.initial_weights"
 _WRAPPERS = ("", "model.", "module.", "state_dict.", "model_state_dict.", "_orig_mod.", "module._orig_mod.")
 """What programs put before every name of a model."""
 _FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model")
@@ -54,7 +54,7 @@ _FREE = re.compile(
 _ROPE = re.compile(r"rope_\w+")
 """Keys that may differ if the recipe itself gives them: a longer context is trained with others."""
 _NATIVE = ("tok_embeddings.weight", "attention.wq.weight")
-"""How names end that Meta, torchtune and torchtitan use within; their queries and keys are also in another order."""
+"""How names end that Meta, torchtune and torchtitan use within; native_weights.py translates a Llama's."""
 _TRIAL = "def f(x):\n    return x**2 + 1  # Grüße, 123 4567"
 
 
@@ -103,13 +103,14 @@ class GivenWeights:
         """
         with long_work():
             for name, parameter in model.named_parameters():
-                numel = prod(self.origins[name].shape)
+                start = first_element(parameter)
                 if not is_partitioned(parameter):
                     parameter.data = self._tensor(name, parameter, device)
                 elif not fill_partition(parameter, partial(self._chunks, name)):
                     with whole([parameter]) as is_to_write:
                         if is_to_write:
-                            copy_chunks(self._chunks(name, 0, numel), parameter.view(-1))
+                            end = start + parameter.numel()
+                            copy_chunks(self._chunks(name, start, end), parameter.view(-1), start)
         self._made, self._means = ("", None), {}
         self.files.release()
 
@@ -118,9 +119,12 @@ class GivenWeights:
         if self.files.is_mapped and not origin.is_converted and not origin.rows_added:
             mapped = self.files.tensor(origin.saved[0][0])
             if mapped.dtype == parameter.dtype and mapped.is_contiguous():
-                return mapped
-        made = torch.empty(origin.shape, dtype=parameter.dtype, device=device)
-        copy_chunks(self._chunks(name, 0, made.numel()), made.view(-1))
+                return own_rows(parameter, mapped)
+        made, start = (
+            torch.empty(parameter.shape, dtype=parameter.dtype, device=device),
+            first_element(parameter),
+        )
+        copy_chunks(self._chunks(name, start, start + made.numel()), made.view(-1), start)
         return made
 
     def _chunks(self, name: str, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -202,6 +206,7 @@ def open_given(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GivenWeigh
             files = open_weights(folder)
         except UserError as error:
             raise problem(where, KEY, str(error)) from None
+        files = translated(files, section, name, where)
         model, _ = build_on_meta(section)
         given = GivenWeights(name, files, model)
         check_shapes(given, model, where)

@@ -3,11 +3,13 @@
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from pretraining.upstream.deepspeed import own_rows, share_of, whole_shape
 from pretraining.upstream.transformers import draw_module, forget_drawn, is_partitioned, times_written
 
 NO_FACTORS: Mapping[str, float] = {}
@@ -59,15 +61,22 @@ def parameters_near(module: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def whole(parameters: list[nn.Parameter]) -> Iterator[bool]:
-    """Gather the parameters if ZeRO-3 has them in shards; yield whether this rank is the one that writes them."""
+    """Gather the parameters if ZeRO-3 has them in shards; yield whether this rank is one that writes them.
+
+    Of split experts it gathers this rank's.
+    """
     if not any(map(is_partitioned, parameters)):
         yield True
         return
     import deepspeed  # here and not above: counting a model does not wait for its import
 
-    # rank 0's values go to all ranks when the block ends
-    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
-        yield torch.distributed.get_rank() == 0
+    split = [each for each in parameters if share_of(each) is not None]
+    others = [each for each in parameters if share_of(each) is None]
+    copies = share_of(split[0]).copies if split else None
+    # the values of the first rank, or of the first that has the same experts, go to the others when the block ends
+    gathered = partial(deepspeed.zero.GatheredParameters, modifier_rank=0)
+    with gathered(others), gathered(split):
+        yield torch.distributed.get_rank(copies) == 0
 
 
 @contextmanager
@@ -82,13 +91,18 @@ def _generator_of(seed: int, module_name: str) -> Iterator[None]:
 
 @contextmanager
 def _as_fp32_on_cpu(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Lend the parameters fp32 CPU storage, then write what was drawn there back into their own."""
+    """Lend the parameters fp32 CPU storage, then write what was drawn there back into their own.
+
+    Split experts get storage for all of them, so that each is drawn as if none were split.
+    """
     own_storage = [p.data for p in parameters]
     for parameter in parameters:
-        parameter.data = parameter.data.to("cpu", torch.float32, copy=True)
+        lent = torch.empty(whole_shape(parameter), dtype=torch.float32)
+        own_rows(parameter, lent).copy_(parameter.data)
+        parameter.data = lent
     yield
     for parameter, storage in zip(parameters, own_storage, strict=True):
-        storage.copy_(parameter.data)
+        storage.copy_(own_rows(parameter, parameter.data))
         parameter.data = storage
 
 

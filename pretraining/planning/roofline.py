@@ -17,9 +17,9 @@ from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, find_gpu, kept_rates
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
-from pretraining.planning.memory.tensors import SIXTEEN_BIT, precision_of, size_of_recipe
+from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, head_is_wide, precision_of, size_of_recipe
 from pretraining.planning.shapes import shape_of, widths_of
-from pretraining.planning.sizes import flops_per_token
+from pretraining.planning.sizes import BACKWARD, ModelSize, flops_per_token
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.refusals import compiled_part
 from pretraining.schema import REPOSITORY, display_path
@@ -116,10 +116,17 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     # the part of the step that ranks share shrinks with their number
     in_step = engine["step"] + engine["step of its share"] / world_size
     seconds = {
-        "products": 2 * (size.matmul + behind.weights + behind.inputs) * tokens / rates.product_flops,
+        "products": 2
+        * tokens
+        * (
+            (size.matmul + behind.weights + behind.inputs) / rates.product_flops
+            + _wide_head_seconds(recipe, size, gpu, rates, world_size)
+        ),
         "attention": (1 + ATTENTION_BACKWARD * behind.layers) * scores / rates.attention_flops,
         "other kernels": (forward + backward + outside) / rates.bytes,
-        "loss": width * _loss_kernel_bytes(recipe, tokens, gpu) / rates.bytes,
+        "loss": (FP32 / SIXTEEN_BIT if head_is_wide(recipe) else width)
+        * _loss_kernel_bytes(recipe, tokens, gpu)
+        / rates.bytes,
         "recomputation": products_again * (recomputed / rates.product_flops + scores / rates.attention_flops)
         + again * forward / rates.bytes,
         "gradients": engine["micro-batch"] * behind.trained / rates.bytes,
@@ -134,6 +141,16 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     total = sum(seconds.values())
     without = at_peak / (total - seconds["recomputation"])
     return Ceiling(seconds, at_peak / total, without, rates.products_measured_on)
+
+
+def _wide_head_seconds(recipe: Recipe, size: ModelSize, gpu: Gpu, rates: Rates, world_size: int) -> float:
+    """Return by how many seconds a head in fp32 is slower, for one FLOP on each weight that a token meets."""
+    if not head_is_wide(recipe):
+        return 0.0
+    # in TF32 unless `training.tf32` is false (training/arguments.py), or the GPU has none
+    tf32 = "tf32" in gpu.dense_peak_flops and recipe.training.get("tf32") is not False
+    of_head = sustained_rates(gpu, "tf32" if tf32 else "fp32", world_size)
+    return (1 + BACKWARD) * size.head * (1 / of_head.product_flops - 1 / rates.product_flops)
 
 
 def expected_utilization(

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 from pretraining.ds_config import Degrees, degrees_of, zero_stage
 from pretraining.planning.memory.need import state_of_recipe
 from pretraining.planning.memory.states import ModelState, checkpoint_bytes, optimizer_states
-from pretraining.planning.memory.tensors import frozen_tensors, precision_of, size_of_recipe, trained_tensors
+from pretraining.planning.memory.tensors import (
+    FP32,
+    frozen_tensors,
+    precision_of,
+    size_of_recipe,
+    trained_tensors,
+    wide_tensors,
+)
 from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.data import num_unique_tokens
@@ -156,10 +163,15 @@ def build_run_plan(recipe: Recipe, ds_config: dict | None, world_size: int) -> R
         checkpoints_kept=kept,
         # every checkpoint that is not kept whole
         weights_kept=written - kept if recipe.checkpoints.demote_to_weights else 0,
-        export_bytes=precision_of(recipe, ds_config).weights * size.total,
+        export_bytes=_export_bytes(recipe, ds_config, size.total),
         unique_tokens=unique,
         data_bytes=unique * token_bytes(recipe.model.vocab_size),
     )
+
+
+def _export_bytes(recipe: Recipe, ds_config: dict | None, parameters: int) -> int:
+    width = precision_of(recipe, ds_config).weights
+    return width * parameters + (FP32 - width) * sum(t.numel for t in wide_tensors(recipe, ds_config))
 
 
 def token_bytes(vocab_size: int) -> int:

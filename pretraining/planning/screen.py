@@ -84,6 +84,7 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
         "predicted": predicted(recipe, ds_config, world_size, gpu, gpu_memory=there),
         "model": _model_words(recipe, plan),
         "precision": precision_of_products(recipe),
+        "keep_in_fp32": recipe.weights.keep_in_fp32,
         "compiles": compiled_part(recipe, ds_config),
         "recomputation": recomputation_text(recomputed_one_in(recipe), recipe.speed.recompute),
         "gpu": gpu.name if gpu else None,
@@ -213,7 +214,8 @@ def _what(answer: dict) -> list[tuple[str, str]]:
         # values of `refusals.compiled_part`; it adds nothing for "none"
         "deepcompile": ", DeepCompile",
     }.get(answer.get("compiles"), "")
-    way = f"{sharding}, {answer['precision']}, {answer['recomputation']}{compiled}"
+    wide = f" ({' and '.join(answer['keep_in_fp32'])} in fp32)" if answer["keep_in_fp32"] else ""
+    way = f"{sharding}, {answer['precision']}{wide}, {answer['recomputation']}{compiled}"
     step = (
         f"{several(answer['world_size'], 'GPU')} x {several(answer['micro_batch'], 'sequence')} x "
         f"{answer['sequence_length']:,} tokens "

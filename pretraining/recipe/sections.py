@@ -45,6 +45,15 @@ class Weights(Section):
         items={"minLength": 1},
     )
 
+    keep_in_fp32: list[Literal["embeddings", "head"]] | None = key(
+        "Beside layers in bf16: embeddings: their weights, looked up (and added, in gpt2) in fp32; head: its weights "
+        "and the product that gives the logits. A tied weight is both. gpt2, llama, qwen3 and their mixtures.",
+        default=None,
+        omitted=True,
+        minItems=1,
+        uniqueItems=True,
+    )
+
     @classmethod
     def split(cls, model: dict) -> tuple[dict, dict]:
         """Split a `model` section into the config's keywords and the keys of ours."""

@@ -96,8 +96,11 @@ def build_arguments(
         require("liger_kernel", "training.use_liger_kernel")
         # Use Liger's norms, rotary embeddings and gated layers only. The recipe has its own loss and forward pass.
         given = keywords.get("liger_kernel_config") or {}
+        # Liger's experts would take the place of split ones, which know their exchange.
+        split = {"swiglu": False} if degrees_of(ds_config).expert > 1 else {}
         keywords["liger_kernel_config"] = {
             **given,
+            **split,
             "cross_entropy": False,
             "fused_linear_cross_entropy": False,
         }
@@ -156,6 +159,8 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     config = {**ds_config, "timers": {"throughput": {"enabled": False}}}
     # Sequences are split here. With its key, DeepSpeed 0.19.8 would count fewer ranks than it averages over.
     config.pop("sequence_parallel_size", None)
+    # Experts too (model/expert_parallel.py): DeepSpeed would replace the routers by its own.
+    config.pop("expert_parallel", None)
     if degrees_of(ds_config).tensor > 1:
         config["tensor_parallel"] = {**ds_config["tensor_parallel"], "partition_config": split_layers()}
         # the exported weights are gathered at every stage

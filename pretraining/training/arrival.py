@@ -1,7 +1,7 @@
 """Train while the data is prepared: rank 0 starts the preparation, and all ranks wait together for text."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from pretraining.data.preparation.alongside import Alongside
 from pretraining.data.prepared import ArrivingData, PreparedData, is_prepared, open_prepared
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe
+from pretraining.recipe.curve import changes_of_run
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import from_rank_0
@@ -51,13 +52,18 @@ class Arrival:
         self._worked = (0.0, 0.0)
         """When the preparation was last looked at, and its seconds of work then."""
 
-    def open(self) -> PreparedData:
+    def open(self, resume: str = "never", allowed: Sequence[str] = ()) -> PreparedData:
         """Start the preparation, and open the data once tokenizer, validation and a first block are there.
 
+        resume, allowed: `--resume` and `--allow_change`.
+
         Raises:
-            UserError: the preparation has failed.
+            UserError: the folder holds the run of another recipe, or the preparation has failed.
             SystemExit: the run was asked to stop.
         """
+        if resume != "never":
+            # looked at again with the data; here, so that nobody waits for text to be refused
+            from_rank_0(lambda: changes_of_run(self.run, self.recipe.to_dict(), allowed))
         if from_rank_0(lambda: is_prepared(self.recipe, self.data_root)):
             from_rank_0(lambda: self._show(f"{self._folder} is prepared: --while_preparing changes nothing"))
             return self._open_finished()
@@ -178,7 +184,7 @@ class Arrival:
             )
         elif failure is not None:
             failure = _failed(failure)
-        return Look(ready, failure, self._works())
+        return Look(ready, failure, ready > self._ready or self._works())
 
     def _works(self) -> bool:
         """Say if the preparation has used the processor since the last look at it."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 from pretraining.recipe import Recipe
 from pretraining.training.muon import compute_device, hidden_matrices
-from pretraining.upstream.deepspeed import stepping_optimizers, whole_shape, zero_partitions
+from pretraining.upstream.deepspeed import first_element, stepping_optimizers, whole_shape, zero_partitions
 
 SMALLEST_NORM = 1e-3
 """The least norm of a unit's weights that counts, so that units can leave zero (Brock et al. 2021, section 4)."""
@@ -124,7 +124,7 @@ def unit_layouts(model: PreTrainedModel, zero: Any = None) -> dict[int, Layout]:
         if parameter is not spared
     }
     if zero is None:
-        whole = {parameter: _parts(each, 0, 0, prod(parameter.shape), 0) for parameter, each in units.items()}
+        whole = {p: _parts(each, 0, first_element(p), p.numel(), 0) for p, each in units.items()}
         return {
             id(parameter): Layout(parts, units[parameter].count, False) for parameter, parts in whole.items()
         }

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.pytorch_utils import Conv1D
 
 from pretraining.runtime.process_group import rank_and_world_size
-from pretraining.upstream.deepspeed import whole_shape, zero_partitions
+from pretraining.upstream.deepspeed import first_element, whole_shape, zero_partitions
 
 ROUND_NUMEL = 2**28
 """Elements of the matrices in one round. It limits the memory of the buffers in a step."""
@@ -370,9 +370,9 @@ class Muon(torch.optim.Optimizer):
         return orthogonalized
 
     def _whole_parameters(self, parameters: Sequence[torch.Tensor]) -> list[Fragment]:
-        """Locate fragments without ZeRO: every rank has every whole parameter."""
-        numbered = ((self._numbers[id(p)], place, p.numel()) for place, p in enumerate(parameters))
-        return [Fragment(number, 0, place, 0, numel) for number, place, numel in numbered]
+        """Locate fragments without ZeRO: every rank has every whole parameter, or all of its own experts."""
+        placed = enumerate(parameters)
+        return [Fragment(self._numbers[id(p)], first_element(p), place, 0, p.numel()) for place, p in placed]
 
     def _step_adamw(self, group: dict) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]

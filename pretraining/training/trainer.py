@@ -46,6 +46,8 @@ from pretraining.training.schedule import follow_run, own_schedule
 from pretraining.training.stopping import StoppingCallback
 from pretraining.training.throughput import StepClock, TimedTrainer
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer
+from pretraining.upstream.experts import expert_groups_of
+from pretraining.upstream.wide_weights import split_by_type
 
 PLAIN_GROUPS = 2
 """Parameters that are decayed, and those that are not: with Muon, rates by kind and muP there are more groups."""
@@ -205,13 +207,15 @@ class PretrainingTrainer(TimedTrainer):
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
-        # All of a group's parameters may be frozen, and DeepSpeed cannot flatten an empty group.
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        # All of a group's parameters may be frozen, and DeepSpeed can flatten neither no parameter nor two types.
+        optimizer.param_groups[:] = split_by_type(optimizer.param_groups)
         if isinstance(optimizer, Muon):
             self.add_callback(BindPartitions(optimizer))
         is_plain = len(optimizer.param_groups) <= PLAIN_GROUPS and not self.recipe.weights.frozen
         if self.is_world_process_zero() and not is_plain:
             print("\n".join(describe_groups(optimizer, self.model)), flush=True)
+        # Ranks that have other experts cannot share a partition. Without split experts this changes nothing.
+        optimizer.param_groups[:] = expert_groups_of(optimizer.param_groups)
         return optimizer
 
     def get_tp_size(self) -> int:

@@ -173,11 +173,32 @@ def keep_norm_at_stage_0(engine: DeepSpeedEngine, report: Callable[[float], None
 
     def clip() -> None:
         limit, parameters = engine.gradient_clipping(), engine.module.parameters()
-        norm = _clip(parameters=parameters, max_norm=limit, mpu=engine.mpu)
+        if engine.has_moe_layers:
+            norm = _clip_split(list(parameters), limit)
+        else:
+            norm = _clip(parameters=parameters, max_norm=limit, mpu=engine.mpu)
         engine._global_grad_norm = float(norm)
         report(engine._global_grad_norm)
 
     engine.clip_fp32_gradients = clip
+
+
+def _clip_split(parameters: list[torch.Tensor], limit: float) -> float:
+    """Clip by the norm of all gradients, experts of other ranks included; DeepSpeed takes the mean of the ranks."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    squares = [
+        torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).double().square()
+        / holders(parameter, None)[1]
+        for parameter in parameters
+        if parameter.grad is not None
+    ]
+    square = torch.stack(squares).sum()
+    dist.all_reduce(square)
+    norm = float(square.sqrt())
+    if (factor := limit / (norm + 1e-6)) < 1:
+        for gradient in gradients:
+            gradient.mul_(factor)
+    return norm
 
 
 def link_slices(optimizer: Any) -> None:
@@ -215,6 +236,38 @@ def drop_refused_sums(optimizer: Any) -> None:
     """
     if getattr(optimizer, "cpu_offload", False) and hasattr(optimizer, "averaged_gradients"):
         optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
+
+
+class Share(NamedTuple):
+    """Which part of a parameter this rank has, along the first dimension, if its experts are split over ranks."""
+
+    start: int
+    """First index."""
+    end: int
+    """The index after the last one."""
+    total: int
+    """Length of the whole parameter."""
+    group: dist.ProcessGroup
+    """The ranks that together have the whole, in its order."""
+    copies: dist.ProcessGroup
+    """The ranks that have the same part."""
+
+
+def share_of(parameter: torch.Tensor) -> Share | None:
+    """Return which part of a parameter this rank has; None if it is not split."""
+    return getattr(parameter, "share", None)
+
+
+def first_element(parameter: torch.Tensor) -> int:
+    """Return the number of this rank's first element in the whole flattened parameter: 0 unless it is split."""
+    share = share_of(parameter)
+    return 0 if share is None else share.start * prod(whole_shape(parameter)[1:])
+
+
+def own_rows(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """View in a tensor of the whole parameter's shape what this rank has of it."""
+    share = share_of(parameter)
+    return whole if share is None else whole[share.start : share.end]
 
 
 class Slice(NamedTuple):
@@ -274,7 +327,8 @@ def _of_groups(zero: Any) -> Iterator[Partition]:
         for parameter in parameters:
             if (mapping := parameter._hp_mapping) is not None:  # None: no element is in this rank's partition
                 here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                slices.append(Slice(parameter, here.start, tensor, there.start, here.numel))
+                start = first_element(parameter) + here.start
+                slices.append(Slice(parameter, start, tensor, there.start, here.numel))
         yield Partition(tensor, group, zero.optimizer, list(parameters), slices)
 
 
@@ -286,6 +340,7 @@ def _of_sub_groups(zero: Any) -> Iterator[Partition]:
             start = size * dist.get_rank(group=parameter.ds_process_group)
             numel = min(size, parameter.ds_numel - start)  # the last rank's share ends in padding
             if numel > 0:
+                start += first_element(parameter)
                 slices.append(Slice(parameter, start, tensor, offset, numel))
             offset += size  # with the padding
         group = zero.sub_group_to_group_id[index]
@@ -343,19 +398,20 @@ def set_weights(zero: Any) -> None:
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a whole parameter, even if ZeRO-3 has partitioned it, or AutoTP has split it."""
+    """Return the shape of a whole parameter, even if ZeRO-3 has partitioned it, or a layer is split over ranks."""
     if (split := getattr(parameter, DS_AUTOTP_UC_META, None)) and split["partition_sizes"]:
         return tuple(split["logical_shape"])
-    return own_shape(parameter)
+    held, share = own_shape(parameter), share_of(parameter)
+    return held if share is None else (share.total, *held[1:])
 
 
 def own_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of what AutoTP leaves to this rank, even if ZeRO-3 has partitioned it."""
+    """Return the shape of what this rank has of a split parameter, even if ZeRO-3 has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def whole_numel(parameter: torch.Tensor) -> int:
-    """Count the elements of a whole parameter, even if ZeRO-3 has partitioned it, or AutoTP has split it."""
+    """Count the elements of a whole parameter, of which `whole_shape` is the shape."""
     return prod(whole_shape(parameter))
 
 
@@ -389,6 +445,8 @@ def holders(parameter: torch.Tensor, optimizer: Any) -> tuple[int, int]:
     if is_stage_3(optimizer) or is_stage_1_or_2(optimizer):
         # data ranks have partitions of their own
         return (0, 1) if is_split else tensor
+    if (share := share_of(parameter)) is not None:
+        return dist.get_rank(share.copies), dist.get_world_size(share.copies)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return (rank // tensor[1], ranks // tensor[1]) if is_split else (rank, ranks)
 
@@ -420,7 +478,8 @@ def own_partition(parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
     part = parameter.ds_tensor
     start = part.ds_numel * dist.get_rank(group=parameter.ds_process_group)
     # the last rank's share ends in padding, and of a small parameter a rank may have nothing
-    return start, part.data[: max(0, min(part.ds_numel, parameter.ds_numel - start))]
+    own = part.data[: max(0, min(part.ds_numel, parameter.ds_numel - start))]
+    return first_element(parameter) + start, own
 
 
 def fill_partition(parameter: torch.Tensor, read: Callable[[int, int], Chunks]) -> bool:

@@ -300,6 +300,32 @@ _PURPOSES = (
         ),
     ),
     _Purpose(
+        "experts",
+        why="of ranks that hold different experts, DeepSpeed knows in layers of its own alone",
+        test="test_expert_parallel.py",
+        until="DeepSpeed can be told in public which ranks have copies of a parameter",
+        names=(
+            "deepspeed.utils.groups._create_expert_and_data_parallel(expert_parallel_size_, mp_size, pp_size, mp_mode,"
+            " use_data_before_expert_parallel_, folding_spec)",
+            "deepspeed.utils.groups._get_expert_parallel_group(group_name)",
+            "deepspeed.utils.groups._get_expert_parallel_group_dict()",
+            "deepspeed.utils.groups._get_expert_data_parallel_group(group_name)",
+            "deepspeed.DeepSpeedEngine._configure_distributed_model(self, model)",
+            "deepspeed.DeepSpeedEngine.has_moe_layers",
+            "deepspeed.DeepSpeedEngine.ds_zero_partition_process_group",
+            f"{_INIT}.convert_to_zero_parameters",
+            *(
+                f"deepspeed.module_inject.auto_ep_layer.AutoEPMoELayer.{name}"
+                for name in (
+                    "allreduce",
+                    "group_name",
+                    "ds_zero_placement_family",
+                    "ds_zero_partition_group_name",
+                )
+            ),
+        ),
+    ),
+    _Purpose(
         "deepspeed",
         why="with round_robin_gradients the map from parameters to slices is wrong",
         test="test_muon.py",
@@ -451,6 +477,20 @@ _PURPOSES = (
             "torch._C._get_accelerator",
             "torch._C._accelerator_getAccelerator",
             "torch._C._set_only_lift_cpu_tensors",
+        ),
+    ),
+    _Purpose(
+        "wide_weights",
+        why="embeddings and head in fp32 beside 16-bit layers",
+        test="test_wide_weights.py",
+        until="data_types.keep_in_fp32_modules counts for weights",
+        names=(
+            "deepspeed.DeepSpeedEngine._cast_module_mixed_precision(self, param_dtype, buffer_dtype, "
+            "is_zero_init_model, keep_pattern)",
+            "deepspeed.runtime.zero.stage3.defragment(tensors)",
+            f"{_STAGE_3}._set_fp16_partitioned_groups_flat(self)",
+            f"{_STAGE_3}.lp_param_buffer",
+            f"{_STAGE_3}.fp16_partitioned_groups_flat",
         ),
     ),
     _Purpose(

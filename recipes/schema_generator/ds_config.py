@@ -147,13 +147,12 @@ def tensor_parallel_schema() -> dict:
 
 
 def expert_parallel_schema() -> dict:
-    """AutoEP's block: its size, and how it computes."""
+    """AutoEP's block: its size. The model's own experts compute."""
     return {
         "type": "object",
         "properties": {
             "enabled": {"type": "boolean", "default": False},
             "autoep_size": degree_schema("Ranks that split the experts of each mixture layer."),
-            "use_grouped_mm": {"type": "boolean", "default": True},
         },
         "required": ["enabled", "autoep_size"],
         "additionalProperties": False,

@@ -24,6 +24,7 @@ class Alongside:
     def __init__(self, recipe: Recipe, data_root: Path, log: Path):
         self.command, self.log = preparing_command(recipe, data_root), log
         words = [sys.executable, str(REPOSITORY / "data_prep.py"), *shlex.split(self.command)[2:]]
+        self._failure: str | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
         # Kept open: the run's folder may be renamed (`--resume never`).
         self._output = log.open("w+")
@@ -44,14 +45,13 @@ class Alongside:
     def failure(self) -> str | None:
         """Return why it failed, in its own words; None while it works, and after it has done all."""
         code = self._process.poll()
-        if not code:
-            return None
+        if not code or self._failure is not None:
+            return self._failure
         self._output.seek(0)
         errors = [line for line in self._output.read().splitlines() if line.startswith("error: ")]
-        if errors:
-            return errors[-1].removeprefix("error: ").strip()
         how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"{how}; see {self.log}"
+        self._failure = errors[-1].removeprefix("error: ").strip() if errors else f"{how}; see {self.log}"
+        return self._failure
 
     def seconds_worked(self) -> float:
         """Add up the processor time of its processes: what grows as long as it works."""

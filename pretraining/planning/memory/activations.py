@@ -4,7 +4,7 @@ They are counted tensor by tensor from transformers 5.23 (modeling_gpt2.py, mode
 CUDA kernels save them. benchmarks/memory.py compares the counts with torch's memory tracker.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, Precision
@@ -59,6 +59,7 @@ def activations(
     loss: Loss = PLAIN,
     gpu_memory: float | None = None,
     keeps_products: bool = False,
+    wide_head: bool = False,
 ) -> Activations:
     """Return activations of one micro-batch.
 
@@ -67,6 +68,7 @@ def activations(
         keeps_products: also what a recomputed layer's products and attention gave (`speed.recompute` operators).
         loss: the recipe's section.
         gpu_memory: bytes of the GPU, which decide the loss's chunks; None: a processor trains, or it is not known.
+        wide_head: the head multiplies in fp32 (`model.keep_in_fp32`).
     """
     shape = shape_of(model)
     tokens, widths = micro_batch * sequence_length, widths_of(shape)
@@ -85,23 +87,29 @@ def activations(
     if every_n_layers and shape.get("attn_implementation") == "eager":
         # the mask is an argument of every recomputed layer
         outside += precision.weights * sequence_length
+    # copies of weights do not grow with the tokens
+    copies = _cast_weights(model, every_n_layers > 0, wide_head) if precision.is_autocast else 0
+    of_loss, read = precision, 0
+    if wide_head:
+        of_loss = replace(precision, weights=FP32, compute=FP32)
+        # its input in fp32
+        read = FP32 * tokens * widths.hidden
     return Activations(
         per_layer=tokens * largest,
         layers=tokens * kept,
         recomputed=tokens * (largest - boundary - read_anyway) if every_n_layers else 0.0,
-        # copies of weights do not grow with the tokens
-        outside=tokens * outside + (_cast_weights(model, every_n_layers > 0) if precision.is_autocast else 0),
-        logits=loss_bytes(tokens, shape["vocab_size"], widths.hidden, precision, loss, gpu_memory),
+        outside=tokens * outside + copies,
+        logits=read + loss_bytes(tokens, shape["vocab_size"], widths.hidden, of_loss, loss, gpu_memory),
         backward=tokens * _backward(shape, widths, sequence_length, precision),
     )
 
 
-def _cast_weights(model: dict, checkpointing: bool) -> int:
+def _cast_weights(model: dict, checkpointing: bool, wide_head: bool = False) -> int:
     """Return the bytes of autocast's 16-bit copies of the matrices."""
     size = model_size(model)
     layers = size.parts.attention + size.parts.mlp + size.parts.experts + size.parts.router
     # a recomputed layer frees its copies after its forward pass; the head's copy stays
-    return SIXTEEN_BIT * (size.head + (0 if checkpointing else layers))
+    return SIXTEEN_BIT * ((0 if wide_head else size.head) + (0 if checkpointing else layers))
 
 
 def _layer(shape: dict, widths: Widths, index: int, length: int, precision: Precision) -> float:

@@ -37,12 +37,14 @@ def buffers(
     accumulation: int,
     gathers_blocks: bool = False,
     frozen: Sequence[Tensor] = (),
+    wide: Sequence[Tensor] = (),
 ) -> Buffers:
     """Return buffers of the stage.
 
     width: the model's, which decides what `"auto"` becomes (transformers 5.23, integrations/deepspeed.py).
     gathers_blocks: whether stage 3 gathers a block's weights as one and reduces its gradients together.
     frozen: those of `tensors` that have no gradients.
+    wide: those of `tensors` that are in fp32 although the others are not.
     """
     if config is None:
         return Buffers(0, 0, 0, 0)
@@ -50,13 +52,16 @@ def buffers(
     total, element = sum(t.numel for t in tensors) - sum(t.numel for t in frozen), precision.weights
     share = total / world_size
     bucket = element * reduce_bucket(config, width)
+    wider = (FP32 - element) * sum(tensor.numel for tensor in wide)
     if stage == 3:
         return Buffers(
             buckets=bucket,
-            gathered=element * _gathered(zero, tensors, width, gathers_blocks),
+            gathered=element * _gathered(zero, tensors, width, gathers_blocks) + wider,
             # whole gradients: those of a block together, else one tensor at a time
-            in_flight=element
-            * max(layer_numel(tensors) * gathers_blocks, *(tensor.numel for tensor in tensors)),
+            in_flight=max(
+                element * layer_numel(tensors) * gathers_blocks,
+                *((FP32 if tensor in wide else element) * tensor.numel for tensor in tensors),
+            ),
             # stage 3 steps one sub-group after another; an offloaded optimizer copies in host memory
             step=0 if optimizer_device(config) != "gpu" else FP32 * min(share, _sub_group(zero)),
         )
@@ -64,7 +69,7 @@ def buffers(
     turns = 2 if zero.get("overlap_comm") else 1
     if stage == 2:
         # with accumulation, the fp32 sums of the rank's share are held beside its gradients
-        in_flight = element * share + (FP32 * share if accumulation > 1 else 0)
+        in_flight = element * share + wider / world_size + (FP32 * share if accumulation > 1 else 0)
         # offloaded gradients leave the GPU one by one
         if optimizer_device(config) != "gpu":
             in_flight = element * max(tensor.numel for tensor in tensors)

@@ -26,9 +26,11 @@ from pretraining.planning.memory.tensors import (
     Precision,
     Tensor,
     frozen_tensors,
+    head_is_wide,
     parameter_tensors,
     precision_of,
     trained_tensors,
+    wide_tensors,
 )
 from pretraining.planning.quantities import columns, gpu_count, num_bytes, several
 from pretraining.planning.sizes import model_size
@@ -171,7 +173,7 @@ def memory_need(
         UserError: ranks x micro-batch x length does not divide the tokens per step.
     """
     precision, tensors = precision_of(recipe, ds_config), parameter_tensors(recipe.model)
-    trained, frozen = trained_tensors(recipe), frozen_tensors(recipe)
+    trained, frozen, wide = trained_tensors(recipe), frozen_tensors(recipe), wide_tensors(recipe, ds_config)
     accumulation = accumulation_steps(recipe, world_size, ds_config)
     optimizer, state = optimizer_states(recipe), state_of_recipe(recipe, ds_config, world_size)
     held = activations(
@@ -183,10 +185,11 @@ def memory_need(
         loss=loss_of(recipe),
         gpu_memory=gpu_memory,
         keeps_products=recipe.speed.recompute == "operators",
+        wide_head=head_is_wide(recipe),
     )
     width = value_of(recipe.model, "hidden_size")
     as_one = gathers_blocks(recipe, ds_config)
-    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation, as_one, frozen)
+    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation, as_one, frozen, wide)
     copies = optimizer_copies(ds_config, trained, world_size, optimizer.copied)
     # the optimizer's own copies exist at the same moment as ZeRO's
     extra = replace(extra, step=extra.step + copies)
@@ -212,6 +215,7 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
         trained_tensors(recipe),
         optimizer_states(recipe),
         frozen,
+        wide_tensors(recipe, ds_config),
     )
 
 
@@ -316,6 +320,7 @@ def _host_memory(
         # bytes a parameter
         built = 2 if config and precision.name == "bf16" and not precision.is_autocast else 4
         host[BUILT] = built * sum(tensor.numel for tensor in (*tensors, *frozen))
+        host[BUILT] += (FP32 - built) * sum(tensor.numel for tensor in wide_tensors(recipe, config))
     if recipe.checkpoints.background and recipe.training.save_strategy != "no":
         saved = checkpoint_bytes(tensors, optimizer, frozen, precision.weights)
         host[SNAPSHOT] = pinned_bytes(snapshot_bytes([-(-saved // world_size)]))

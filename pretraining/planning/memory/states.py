@@ -165,6 +165,7 @@ def model_state(
     tensors: Sequence[Tensor] = (),
     optimizer: OptimizerStates = ADAM,
     frozen: Sequence[Tensor] = (),
+    wide: Sequence[Tensor] = (),
 ) -> ModelState:
     """Return model state of the fullest rank.
 
@@ -182,6 +183,7 @@ def model_state(
         tensors: the parameters one by one; needed to count padding, and tensors that reach into two ranks.
         optimizer: its states; without `tensors`, Adam's are counted.
         frozen: parameters that have weights and nothing else.
+        wide: parameters whose weights are in fp32 although the others are not.
     """
     groups, kept = optimizer.in_groups(tensors), _numel(frozen)
     if config is None:
@@ -198,6 +200,8 @@ def model_state(
     if stage == 3:
         # small tensors stay whole on every rank
         weights += width * _persistent(config, [*tensors, *frozen])
+    wide_held = _share(_numel(wide), world_size, 3, [list(wide)]) if stage == 3 else _numel(wide)
+    weights += (FP32 - width) * (wide_held + (_persistent(config, wide) if stage == 3 else 0))
     # from stage 1 on, each rank keeps masters for its share alone
     held = share if stage else parameters
     state = ModelState(
@@ -208,7 +212,8 @@ def model_state(
         moments=_moments(optimizer, groups, parameters, world_size, stage),
         host=0,
     )
-    return _offloaded(state, config, FP32 * share, width * share, accumulation)
+    weight_share = width * share + (FP32 - width) * _numel(wide) / world_size
+    return _offloaded(state, config, FP32 * share, weight_share, accumulation)
 
 
 def _share(parameters: int, world_size: int, stage: int, groups: Groups) -> float:

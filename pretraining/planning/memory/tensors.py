@@ -161,6 +161,28 @@ class ParametersVerb:
         return f"{words}\n\n{columns(header, rows)}"
 
 
+def wide_tensors(recipe: Recipe, ds_config: dict | None) -> tuple[Tensor, ...]:
+    """Return the parameters that `model.keep_in_fp32` keeps in fp32 beside 16-bit ones (upstream/wide_weights.py)."""
+    parts = recipe.weights.keep_in_fp32 or ()
+    if not parts or precision_of(recipe, ds_config).weights == FP32:
+        return ()
+    # the table of the tokens comes first, and is the head too if that is tied
+    tokens, *others = parameter_tensors(recipe.model)
+    wide = [tokens] if "embeddings" in parts or _is_tied(recipe) else []
+    kinds = {"embeddings": EMBEDDING, "head": HEAD}
+    return (*wide, *(tensor for tensor in others if tensor.kind in {kinds[part] for part in parts}))
+
+
+def head_is_wide(recipe: Recipe) -> bool:
+    """Return whether `model.keep_in_fp32` has the head multiply in fp32."""
+    parts = recipe.weights.keep_in_fp32 or ()
+    return "head" in parts or (bool(parts) and _is_tied(recipe))
+
+
+def _is_tied(recipe: Recipe) -> bool:
+    return not any(tensor.kind == HEAD for tensor in parameter_tensors(recipe.model))
+
+
 def trained_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
     """Return the parameters that the optimizer steps."""
     frozen = {tensor.name for tensor in frozen_tensors(recipe)}

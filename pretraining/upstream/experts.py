@@ -1,0 +1,121 @@
+"""Tell DeepSpeed that some ranks hold other experts than this one; deepspeed 0.19.8.
+
+DeepSpeed knows such parameters by attributes, from its own layers (`deepspeed.moe`, AutoEP). `hold_experts` sets the
+same ones on a parameter of any module, which then keeps its name and its place. What follows from them:
+
+- Gradients are added up over the ranks that hold the same experts (expert-data-parallel), and divided by all ranks: an
+  expert's gradient already contains the tokens of all ranks that it computed for.
+- Stages 1 and 2 cut the master weights over the same ranks, in parameter groups marked `moe` (`expert_groups_of`). The
+  engine looks for its own layers to know that there are any: `_configure_distributed_model` is wrapped, and says so
+  for marked parameters too. Stage 3 looks at the parameters alone (`ds_zero_placement_family`).
+- The gradient norm counts every expert once.
+
+Held by tests/test_expert_parallel.py. May go once DeepSpeed can be told in public which ranks have copies of a
+parameter.
+
+AutoEP itself (`expert_parallel`, module_inject/auto_ep.py) is not used. It replaces router and experts by modules of
+its own: weights get other names and shapes, and the router has no logits of its class, by which the router losses, the
+load of experts, checkpoints and exports work. With transformers 5.23.0 it stops at the first layer: the registry of
+recorded outputs (`_CanRecordRegistry`) has lost the default of its `get`.
+"""
+
+from collections.abc import Iterable
+from functools import wraps
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.utils import groups
+from torch import nn
+
+from pretraining.upstream.deepspeed import Share, share_of
+
+EXPERTS = "autoep_expert"
+"""What DeepSpeed calls the parameters of experts, at stage 3."""
+
+
+def make_expert_groups(size: int) -> dist.ProcessGroup:
+    """Make the groups of ranks that split the experts, `size` neighbours each, and return this rank's. A collective."""
+    _announce_experts()
+    name = _name_of(size)
+    if name not in groups._get_expert_parallel_group_dict():
+        groups._create_expert_and_data_parallel(size)
+    return groups._get_expert_parallel_group(name)
+
+
+def _name_of(size: int) -> str:
+    return f"ep_size_{size}"
+
+
+def hold_experts(module: nn.Module, name: str, size: int) -> None:
+    """Replace a parameter of a module by this rank's part along its first dimension, not filled yet.
+
+    size: number of ranks that split the experts; their groups are made already.
+    """
+    whole = module.get_parameter(name)
+    group, copies = groups._get_expert_parallel_group(_name_of(size)), _copies(size)
+    total, *others = getattr(whole, "ds_shape", whole.shape)
+    rows = total // size
+    empty = torch.empty(rows, *others, dtype=whole.dtype, device="meta" if whole.is_meta else "cpu")
+    part = nn.Parameter(empty, requires_grad=whole.requires_grad)
+    start = rows * dist.get_rank(group)
+    part.share = Share(start, start + rows, total, group, copies)
+    part.group_name = part.ds_zero_partition_group_name = _name_of(size)
+    if hasattr(whole, "ds_id"):
+        part.ds_zero_placement_family, part.ds_zero_partition_process_group = EXPERTS, copies
+        whole.convert_to_zero_parameters([part])
+    else:
+        # DeepSpeed's mark of a parameter whose gradients are not those of all ranks
+        part.allreduce = False
+    module.register_parameter(name, part)
+
+
+def _copies(size: int) -> dist.ProcessGroup:
+    return groups._get_expert_data_parallel_group(_name_of(size))
+
+
+def expert_groups_of(param_groups: Iterable[dict]) -> list[dict]:
+    """Split each parameter group into one without experts and one of experts alone; those of experts come last."""
+    plain, experts = [], []
+    for group in param_groups:
+        split = [parameter for parameter in group["params"] if hasattr(parameter, "share")]
+        others = [parameter for parameter in group["params"] if not hasattr(parameter, "share")]
+        if others:
+            plain.append({**group, "params": others})
+        if split:
+            experts.append({**group, "params": split, "moe": True, "name": split[0].group_name})
+    return [*plain, *experts]
+
+
+def whole_experts(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return {name: whole tensor} of every split parameter, in host memory; {} but on rank 0. A collective."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if (share := share_of(parameter)) is None:
+            continue
+        # without ZeRO-3 this does nothing
+        with deepspeed.zero.GatheredParameters([parameter]):
+            # one group has all experts
+            if dist.get_global_rank(share.group, 0) == 0:
+                own, is_first = parameter.detach().contiguous(), dist.get_rank() == 0
+                parts = [torch.empty_like(own) for _ in range(dist.get_world_size(share.group))]
+                dist.gather(own, parts if is_first else None, dst=0, group=share.group)
+                if is_first:
+                    found[name] = torch.cat([part.cpu() for part in parts])
+    return found
+
+
+def _announce_experts() -> None:
+    """Let engines that are made from now on find marked parameters in any module."""
+    configure = DeepSpeedEngine._configure_distributed_model
+    if hasattr(configure, "__wrapped__"):
+        return
+
+    @wraps(configure)
+    def configured(engine: DeepSpeedEngine, model: nn.Module) -> None:
+        configure(engine, model)
+        if any(not getattr(parameter, "allreduce", True) for parameter in model.parameters()):
+            engine.has_moe_layers = True
+
+    DeepSpeedEngine._configure_distributed_model = configured
