@@ -21,6 +21,7 @@ FOUNDATION = {
     "metric_names",
     "recipe",
     "refusals",
+    "refused_layouts",
     "runtime",
     "schema",
     "supervise",
