@@ -469,6 +469,9 @@ def _whole_parameters_needed(recipe: Recipe, model: dict, size: int) -> Iterator
         f"is {speed.compile}, and AutoTP replaces the layers that were compiled; --set speed.compile=auto"
     )
     yield "speed.compile", speed.compile not in ("auto", "none"), compiled
+    keeps_products = recipe.training.activation_checkpointing and speed.recompute == "operators"
+    kept = "is operators, which keeps products, and AutoTP adds the other ranks' to them; --set speed.recompute=layers"
+    yield "speed.recompute", keeps_products, kept
     for key in DROPOUTS:
         dropped = "would drop the same places of the heads of every rank; set it to 0"
         yield f"model.{key}", bool(model.get(key)), dropped

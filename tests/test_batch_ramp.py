@@ -1,5 +1,6 @@
 """The batch-size ramp: which tokens a step holds is a function of the recipe, at any layout and across restarts."""
 
+import json
 import shutil
 from itertools import accumulate
 
@@ -166,3 +167,63 @@ def test_resumed_in_mid_ramp_on_other_ranks_it_is_the_same_run(workshop, ramped,
     assert resumed.events[-2]["event"] != "start" and len(resumed.losses) == STEPS
     assert largest_difference(resumed.losses, ramped.losses) <= 1e-5
     assert column(resumed, "train/tokens") == column(ramped, "train/tokens")
+
+
+OWN_PARTS = """
+import os
+from pathlib import Path
+import torch
+from transformers import TrainerCallback
+from pretraining import extend
+
+spoils = False
+
+@extend.callback
+class Spoiler(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        global spoils
+        flag = Path(__file__).with_name(f"spoilt-{os.environ.get('RANK', 0)}")
+        spoils = state.global_step == 6 and not flag.exists()
+        if spoils:
+            flag.touch()
+
+@extend.loss
+def spoilt(logits, labels):
+    nats = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    return nats * float("nan") if spoils else nats
+
+@extend.schedule
+def falling(step, num_steps, warmup_steps, power):
+    return (1 - step / num_steps) ** power
+"""
+"""A schedule, and what makes the loss of the seventh step a NaN, once on each rank."""
+
+
+def test_a_schedule_of_ones_own_rolls_back_and_resumes_in_mid_ramp(workshop, tmp_path):
+    """A NaN in step 7 leads back to step 4; a start from there repeats the rest of the run to the last digit."""
+    own, healed = tmp_path / "own_parts.py", tmp_path / "healed"
+    own.write_text(OWN_PARTS)
+    settings = (
+        *RAMPED[:-2],
+        f"extensions={json.dumps([str(own)])}",
+        "loss.function=spoilt",
+        "training.lr_scheduler_type=falling",
+        'training.lr_scheduler_kwargs={"power": 2}',
+        'monitors.spikes={"policy": "rollback", "non_finite_streak": 1, "skip_steps": 1}',
+    )
+    finished = execute(workshop.command(healed, settings=settings))
+    assert finished.code == 0, finished.output
+    run = Run(healed)
+    (rollback,) = (event for event in run.events if event["event"] == "rollback")
+    assert (rollback["step"], rollback["to_step"]) == (7, 4)
+    rates = [0.01 * (1 - step / STEPS) ** 2 * (size / FULL) ** 0.5 for step, size in enumerate(SIZES)]
+    assert column(run, "train/learning_rate") == pytest.approx(rates)
+    assert column(run, "train/tokens") == list(accumulate(SIZES))
+    again = tmp_path / "again"
+    shutil.copytree(healed, again)
+    for name in ("checkpoint-8", "checkpoint-10", "export"):
+        shutil.rmtree(again / name)
+    finished = execute(workshop.command(again, settings=settings))
+    assert finished.code == 0 and "continued from checkpoint-4" in finished.stdout, finished.output
+    for key in ("train/loss", "train/learning_rate", "train/tokens"):
+        assert column(Run(again), key) == column(run, key), key

@@ -12,6 +12,7 @@ from pretraining.data.order import (
     GlobalOrder,
     GroupedOrder,
     MixedOrder,
+    OrderWithout,
     WindowedOrder,
     blocks_starting,
     shards_at_once,
@@ -70,6 +71,16 @@ def test_windows_do_not_depend_on_what_comes_behind_them():
     for other in (WindowedOrder(660, 64, seed=2), WindowedOrder(660, 64, seed=1, label="1")):
         assert not (other.blocks(samples) == longer.blocks(samples)).all()
     assert order.blocks(np.arange(4)).tolist() == KEPT, "runs are resumed by later versions"
+
+
+def test_samples_are_ready_where_their_positions_are():
+    """Of a run that left windows of the order out: each ready sample's position is ready, and the next one's is not."""
+    order = WindowedOrder(1000, 10, seed=1)
+    order.ready_until = lambda: 60
+    for left_out in ([], [(0, 5)], [(20, 30), (55, 70)], [(70, 80)]):
+        ready = OrderWithout(order, left_out).ready_until()
+        positions = OrderWithout(order, left_out).positions(np.arange(ready + 1))
+        assert positions[-1] >= 60 and (ready == 0 or positions[-2] < 60)
 
 
 def test_windows_need_the_shards_they_span(split):

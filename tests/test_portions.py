@@ -1,16 +1,20 @@
 """Caps and budgets of the sources: what is prepared, what a run sees, and going on with more."""
 
 import json
+import re
 from argparse import ArgumentTypeError
 from pathlib import Path
 from types import SimpleNamespace
 
+import fsspec
 import pytest
 
 from pretraining.command_line import number_of_tokens
 from pretraining.data.preparation.execution import Execution
 from pretraining.data.preparation.prepare import prepare_data
+from pretraining.data.preparation.workers import run_slurm_job
 from pretraining.data.prepared import PreparedData, open_prepared
+from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import UserError
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import RECIPES, accumulation_steps, load_recipe
@@ -136,6 +140,52 @@ def test_run_that_needs_more_is_refused(sources, tmp_path):
     assert "data_prep.py --recipe small" in str(caught.value)
     with pytest.raises(UserError, match="reads all of it"):
         open_prepared(capped(sources, None, 5000), tmp_path / "data")
+
+
+def test_processes_of_this_machine_make_the_same_bytes(sources, tmp_path):
+    """Two workers, whichever is first: caps end where one process ends them; so do those that go on with more."""
+    small, large = capped(sources, 3000, 5000, **CLEANED), capped(sources, 7000, 5000, **CLEANED)
+    alone = [prepare(tmp_path / "alone", recipe) for recipe in (small, large)]
+    for recipe, expected in zip((small, large), alone, strict=True):
+        execution = Execution("local", workers=2)
+        assert bytes_of(prepare_data(recipe, tmp_path / "both", False, execution).folder) == expected
+
+
+def test_jobs_of_a_cluster_make_the_same_bytes(sources, tmp_path, monkeypatch):
+    """The jobs that sbatch is given, run here one after the other; the last finds how many tasks a cap takes."""
+    recipe, scripts = capped(sources, 3000, 5000, **CLEANED), []
+
+    def submit(jobs: object, script: str, options: list[str]) -> str:
+        scripts.append(script)
+        return str(len(scripts))
+
+    monkeypatch.setattr("pretraining.data.preparation.execution._call_sbatch", submit)
+    execution = Execution("slurm", slurm={"partition": "cpu", "tasks_per_job": 3})
+    assert prepare_data(recipe, tmp_path / "jobs", False, execution).jobs
+    for script in scripts:
+        work, name, first = script.split("pretraining.data.preparation.workers ")[1].split()[:3]
+        last = int(re.search(r"--array=0-(\d+)", script)[1])
+        for number in range(last + 1):
+            monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(number))
+            run_slurm_job(Path(work), name, int(first))
+    assert bytes_of(tmp_path / "jobs" / "corpus") == prepare(tmp_path / "alone", recipe)
+
+
+def test_a_bucket_gives_a_run_the_same_part(sources, tmp_path):
+    """A data set of more than the run asks for, read from an address: the tokens that the folder gives."""
+    large, small = capped(sources, 7000, 5000), capped(sources, 3000, 5000)
+    prepare(tmp_path / "data", large)
+    store = fsspec.filesystem("memory")
+    store.put(str(tmp_path / "data"), "/portions", recursive=True)
+    try:
+        cache = CacheSettings(tmp_path / "cache", 10**9)
+        remote = open_prepared(small, "memory://portions", cache)
+        local = open_prepared(small, tmp_path / "data")
+        assert seen(remote) == seen(local) != seen(open_prepared(large, tmp_path / "data"))
+        with pytest.raises(UserError, match="reads"):
+            open_prepared(capped(sources, 9000, 5000), "memory://portions", cache)
+    finally:
+        store.rm("/portions", recursive=True)
 
 
 def test_budget_takes_each_source_by_its_share(sources, tmp_path):

@@ -137,6 +137,12 @@ OLMO2 = f"model={json.dumps({**LLAMA, 'model_type': 'olmo2', 'vocab_size': 1024}
             2,
             "AutoTP replaces the layers that were compiled",
         ),
+        (
+            "zero1_tp2",
+            (EIGHT_HEADS, "training.activation_checkpointing=true", "speed.recompute=operators"),
+            2,
+            "speed.recompute: is operators, which keeps products",
+        ),
         ("zero3_hpz:tensor=2", (EIGHT_HEADS,), 8, "hpZ keeps copies of parameters by node"),
         ("zero3_nvme:tensor=2", (EIGHT_HEADS,), 2, "is not tried with states on NVMe"),
         (

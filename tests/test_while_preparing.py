@@ -3,6 +3,7 @@
 import json
 import pickle
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -118,7 +119,8 @@ def prepared_first(slow) -> Run:
 def test_killed_failed_and_stopped_while_it_waits_ends_as_the_run_of_finished_data(slow, prepared_first):
     """Promises 1 and 3. It waits at a gate and is killed; its preparation fails; it is asked to stop; it ends.
 
-    Nothing that was trained is lost but by the kill, and the data set is the one that data_prep.py makes.
+    Nothing that was trained is lost but by the kill, and the data set is the one that data_prep.py makes. The run may
+    go on with finished data too.
     """
     data, run = slow.folder / "data", Run(slow.folder / "run")
     command = slow.command(data, run.folder, "--while_preparing")
@@ -149,6 +151,7 @@ def test_killed_failed_and_stopped_while_it_waits_ends_as_the_run_of_finished_da
     assert ended.code == 75 and not ended.strays, ended.output
     assert len(run.training_rows) > trained
     assert run.checkpoints[-1] == f"checkpoint-{len(run.training_rows)}"
+    branch = shutil.copytree(run.folder, slow.folder / "branch")
     slow.opens("last")
     last = execute(command)
     assert last.code == 0 and not last.strays, last.output
@@ -157,16 +160,11 @@ def test_killed_failed_and_stopped_while_it_waits_ends_as_the_run_of_finished_da
         row["eval/loss"] for row in prepared_first.validation_rows
     ]
     assert [event["seconds"] > 0 for event in run.events if event["event"] == "waited_for_data"]
+    other = execute(slow.command(slow.folder / "finished", branch, "--while_preparing"))
+    assert other.code == 0 and "is prepared: --while_preparing changes nothing" in other.stdout, other.output
+    assert Run(branch).losses == prepared_first.losses
     folders = [slow.folder / name / "slow" / "manifest.json" for name in ("data", "finished")]
     assert json.loads(folders[0].read_text()) == json.loads(folders[1].read_text())
-
-
-def test_a_run_of_the_flag_goes_on_without_it(slow, prepared_first):
-    """Finished data is the data of the run: a later start needs no flag, and one with it changes nothing."""
-    data = slow.folder / "finished"
-    started = execute(slow.command(data, slow.folder / "again", "--while_preparing", "--resume", "never"))
-    assert started.code == 0 and "is prepared: --while_preparing changes nothing" in started.stdout
-    assert Run(slow.folder / "again").losses == prepared_first.losses
 
 
 @pytest.fixture
@@ -181,9 +179,9 @@ def small_tasks(monkeypatch):
 LENGTH = 16
 
 
-def streamed(folder: Path, **data) -> SimpleNamespace:
+def streamed(folder: Path, count: int = 30, **data) -> SimpleNamespace:
     """A stand-in for a recipe with two sources, of many tasks each, and validation of its own."""
-    specs = [write_jsonl(folder / f"{name}.jsonl", make_texts(60, seed)) for seed, name in enumerate("ab")]
+    specs = [write_jsonl(folder / f"{name}.jsonl", make_texts(count, seed)) for seed, name in enumerate("ab")]
     own = write_jsonl(folder / "own.jsonl", make_texts(20, 9))
     values = {"validation": {"sources": [{"path": str(own), "name": "own"}]}, "validation_share": 0}
     recipe = recipe_for(*specs, **values, **{"shuffle_blocks": 8, **data})
@@ -199,8 +197,8 @@ def arriving(monkeypatch, look: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [{}, {"packing": "best_fit"}, {"filters": [{"rule": "length", "min_words": 53}]}],
-    ids=["raw", "packed", "filtered"],
+    [{}, {"packing": "best_fit", "filters": [{"rule": "length", "min_words": 53}]}],
+    ids=["raw", "filtered and packed"],
 )
 def test_what_has_arrived_is_what_the_whole_begins_with(tmp_path, monkeypatch, small_tasks, data):
     """Read after every task, in windows, and by readers that were opened before the rest and the publishing came."""
@@ -224,10 +222,12 @@ def test_what_has_arrived_is_what_the_whole_begins_with(tmp_path, monkeypatch, s
     whole = open_prepared(recipe, tmp_path / "data")
     finished = build_training_dataset(whole, recipe, 0, 10**6)
     assert all(finished[sample]["input_ids"].tolist() == tokens for sample, tokens in read.items())
+    samples = list(range(2 * finished.num_blocks))
     for data in opened:
         dataset = pickle.loads(pickle.dumps(build_training_dataset(data, recipe, 0, 10**6)))
-        samples = range(2 * finished.num_blocks)
-        assert all((dataset[i]["input_ids"] == finished[i]["input_ids"]).all() for i in samples)
+        pairs = zip(*(each.__getitems__(samples) for each in (dataset, finished)), strict=True)
+        assert all((one["input_ids"] == other["input_ids"]).all() for one, other in pairs)
+        assert dataset.tokens_per_epoch == finished.tokens_per_epoch
         size = whole.validation.num_tokens
         assert (data.validation.read(0, size) == whole.validation.read(0, size)).all()
         assert data.latest().manifest["fingerprint"] == whole.fingerprint
@@ -237,7 +237,7 @@ def test_what_has_arrived_is_what_the_whole_begins_with(tmp_path, monkeypatch, s
 def test_a_portion_that_goes_on_arrives_behind_what_was_there(tmp_path, monkeypatch, small_tasks):
     """`max_tokens` raised: the data set that is there counts as arrived, and the end is that of the larger portion."""
     sources = [{"path": str(tmp_path / "a.jsonl"), "max_tokens": 4000}]
-    small = streamed(tmp_path)
+    small = streamed(tmp_path, count=60)
     small.data = Data.of({**small.data.to_dict(), "sources": sources})
     prepare_data(small, tmp_path / "data", False, Execution("inline"))
     before = open_prepared(small, tmp_path / "data")

@@ -11,6 +11,7 @@ from pretraining.data.block_guard import BlockGuard
 from pretraining.data.document_masking import IGNORED, masked_block
 from pretraining.data.mixture import Mixture
 from pretraining.data.order import (
+    ALL_SAMPLES,
     GlobalOrder,
     GroupedOrder,
     MixedOrder,
@@ -98,6 +99,12 @@ class PackedDataset:
             raise ValueError(
                 f"{self.num_samples} samples from {self.first_sample} of {self.num_blocks} blocks"
             )
+
+    @property
+    def tokens_per_epoch(self) -> int | None:
+        """Return the tokens of all blocks; None if nobody knows yet how many there will be."""
+        num_blocks = self.num_blocks if self.order is None else self.order.num_blocks
+        return None if num_blocks == ALL_SAMPLES else num_blocks * self.sequence_length
 
     def __len__(self) -> int:
         return self.num_samples

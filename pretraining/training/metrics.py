@@ -35,7 +35,7 @@ class MetricsCallback(TrainerCallback):
     It comes first among the callbacks that log, so that metrics.jsonl and the trackers have the same numbers.
     """
 
-    def __init__(self, run: RunFolder, speed: SpeedMeter, tokens_per_epoch: Callable[[], int]) -> None:
+    def __init__(self, run: RunFolder, speed: SpeedMeter, tokens_per_epoch: Callable[[], int | None]) -> None:
         self.run, self.speed, self.tokens_per_epoch = run, speed, tokens_per_epoch
 
     def on_train_begin(
@@ -62,7 +62,8 @@ class MetricsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         # by tokens: the steps of a ramp differ in size
-        state.epoch = self.speed.tokens_at(state.global_step) / self.tokens_per_epoch()
+        if (tokens_per_epoch := self.tokens_per_epoch()) is not None:
+            state.epoch = self.speed.tokens_at(state.global_step) / tokens_per_epoch
         self.speed.clock.settle()
         if state.global_step >= state.max_steps and args.logging_strategy == "steps":
             # whatever the cadence: the end of a run is what it is compared by
@@ -75,6 +76,8 @@ class MetricsCallback(TrainerCallback):
     ) -> None:
         if "train_runtime" in logs:  # the Trainer's closing summary repeats what the rows say
             return
+        if self.tokens_per_epoch() is None:
+            logs.pop("epoch", None)  # the Trainer's, of as many samples as the run has
         logs["tokens"] = self.speed.tokens_at(state.global_step)
         if "loss" in logs:
             logs["perplexity"] = perplexity(logs["loss"])

@@ -53,9 +53,7 @@ class Monitors:
         settings = recipe.monitors.profile
         self.profile = [] if settings is None else [ProfileCallback(run, settings)]
         self.speed = SpeedMeter.of(recipe, plan.world_size, start.progress(recipe))
-        self.metrics = MetricsCallback(
-            run, self.speed, lambda: dataset.order.num_blocks * recipe.sequence_length
-        )
+        self.metrics = MetricsCallback(run, self.speed, lambda: dataset.tokens_per_epoch)
         report_to, project = recipe.training.report_to, recipe.training.get("project")
         self.trackers = build_trackers(report_to, run, recipe.name, project)
 

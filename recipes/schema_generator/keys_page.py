@@ -182,6 +182,9 @@ def _recipes_by_key(recipes: Path) -> dict[str, list[str]]:
         paths, key=lambda path: (path.parent == recipes, path.stem != "tiny", len(used[path]), path)
     ):
         for key in dict.fromkeys(used[path]):
+            # `_with_its_type` may have added it
+            if key == "model.model_type" and '"model_type"' not in path.read_text(encoding="utf-8"):
+                continue
             found.setdefault(key, []).append(path.relative_to(recipes).with_suffix("").as_posix())
     return {key: [name for name in names if "/" in name] or names[:1] for key, names in found.items()}
 

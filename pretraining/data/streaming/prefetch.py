@@ -8,7 +8,7 @@ from io import FileIO
 
 import numpy as np
 
-from pretraining.data.order import ShardNeeds
+from pretraining.data.order import ShardNeeds, WindowedOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.streaming.cache import CacheFull, ShardBusy
 from pretraining.data.streaming.remote_data import StreamedSplit
@@ -54,26 +54,31 @@ class PrefetchedDataset:
 def prefetched(dataset: PackedDataset) -> PrefetchedDataset:
     """Prefetch for a dataset over StreamedSplits in an order; UserError if the cache is too small for it."""
     groups = [order.group_size for order in dataset.order.orders]
-    _check_room(dataset.splits, groups)
+    _check_room(dataset.splits, groups, any(isinstance(each, WindowedOrder) for each in dataset.order.orders))
     end = dataset.first_sample + len(dataset)
     return PrefetchedDataset(dataset, Prefetcher(dataset.shard_needs(), dataset.splits, end))
 
 
-def _check_room(splits: Sequence[StreamedSplit], groups: Sequence[int | None]) -> None:
+def _check_room(splits: Sequence[StreamedSplit], groups: Sequence[int | None], in_windows: bool) -> None:
     """Raise UserError if the cache may not keep what the order needs at once.
 
-    groups: for each split the number of shards that are shuffled together, None for all of them.
+    groups: for each split the number of shards that are shuffled together, None for all of them. in_windows: by
+    windows of blocks.
     """
     sizes = [sorted((e["size"] for e in split.shard_entries), reverse=True) for split in splits]
     kept = [size for shards, group in zip(sizes, groups, strict=True) for size in shards[:group]]
     cache = splits[0].remote.cache
     if sum(kept) > cache.max_bytes * SHARE_OF_CACHE:
+        smaller = ", or take a smaller data.shuffle_blocks" if in_windows else ""
         most = int(cache.max_bytes * SHARE_OF_CACHE // max(kept) // len(splits))
         raise UserError(
             f"{cache.root}: the order of the run needs {len(kept):,} shards ({sum(kept) / 1e9:.3g} GB) at once, the "
             f"cache may hold {cache.max_bytes / 1e9:.3g} GB: raise --data_cache_gb to "
             f"{sum(kept) / SHARE_OF_CACHE / 1e9 + 0.05:.1f}"
-            + (f", or shuffle by groups of shards: --set data.shuffle_shards={most}" if most else "")
+            + (
+                smaller
+                or (f", or shuffle by groups of shards: --set data.shuffle_shards={most}" if most else "")
+            )
         )
 
 
