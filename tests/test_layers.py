@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.ds_config import degrees_of, load_ds_config
+from pretraining.ds_config import load_ds_config
+from pretraining.planning.screen import fewest_ranks
 from pretraining.recipe import load_recipe, recipe_names
 from tests.runs import REPOSITORY, execute
 
@@ -135,7 +136,7 @@ def modules_after(*command: str) -> tuple[int, set[str]]:
 @pytest.mark.parametrize("name", recipe_names())
 def test_the_plan_of_every_recipe_needs_no_torch(name):
     """Promise: you know before you pay, at once."""
-    ranks = max(2, degrees_of(load_ds_config(load_recipe(name).deepspeed)).expert)
+    ranks = max(2, fewest_ranks(load_ds_config(load_recipe(name).deepspeed)))
     code, modules = modules_after("train.py", "--recipe", name, "--plan", "--world_size", str(ranks))
     assert code == 0 and not modules & HEAVY
 

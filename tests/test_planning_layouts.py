@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 
@@ -21,6 +22,9 @@ from pretraining.planning.search import fitting
 from pretraining.planning.sizes import model_size
 from pretraining.planning.throughput import step_time
 from pretraining.recipe import RECIPES, load_recipe
+from pretraining.schema import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 H100 = find_gpu("H100")
 BF16 = Precision("bf16", 2, 2, 2)
@@ -76,11 +80,6 @@ def test_states_of_split_layers_are_zeros_over_fewer_ranks():
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_activations_of_split_layers_are_those_of_a_narrower_model(degree):
     """Against torch's tracker: a rank computes as a model with a part of the heads and of the inner width."""
-    import sys
-
-    from pretraining.schema import REPOSITORY
-
-    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
     import memory
 
     wide = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}

@@ -112,9 +112,9 @@ def _layout(ds_config: dict | None) -> dict[str, int]:
 
 
 def fewest_ranks(ds_config: dict | None) -> int:
-    """Return the fewest ranks on which a ds_config can be used: those of one group of each degree."""
+    """Return the fewest ranks on which a ds_config can be used: those of one group of each degree and of hpZ."""
     degrees = degrees_of(ds_config)
-    return math.lcm(degrees.ranks_per_sample, degrees.tensor * degrees.expert)
+    return math.lcm(degrees.ranks_per_sample, degrees.tensor * degrees.expert, hpz_ranks(ds_config))
 
 
 def _fitting_gpus(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[str]:
@@ -230,7 +230,9 @@ def _what(answer: dict) -> list[tuple[str, str]]:
         # values of `refusals.compiled_part`; it adds nothing for "none"
         "deepcompile": ", DeepCompile",
     }.get(answer.get("compiles"), "")
-    layout = [("layout", _layout_words(answer))] if answer["layout"] else []
+    # the name of the ds_config says hpZ
+    split = {name: size for name, size in answer["layout"].items() if name != "hpz"}
+    layout = [("layout", _layout_words(split))] if split else []
     wide = f" ({' and '.join(answer['keep_in_fp32'])} in fp32)" if answer["keep_in_fp32"] else ""
     way = f"{sharding}, {answer['precision']}{wide}, {answer['recomputation']}{compiled}"
     step = (
@@ -258,15 +260,14 @@ def _readers(answer: dict) -> str:
     return f"{several(answer['world_size'] // together, 'group')} of {together} GPUs"
 
 
-def _layout_words(answer: dict) -> str:
+def _layout_words(layout: dict[str, int]) -> str:
     """Write over how many ranks each part is split, the innermost ranks first."""
     words = {
         "tensor": "each layer's matrices over {} neighbours",
         "sequence": "each sequence over {} ranks",
         "expert": "the experts over {} neighbours",
-        "hpz": "a second copy of the weights over {} neighbours",
     }
-    return ", ".join(words[name].format(size) for name, size in answer["layout"].items())
+    return ", ".join(words[name].format(size) for name, size in layout.items())
 
 
 def _memory(answer: dict) -> list[tuple[str, str]]:
