@@ -54,6 +54,8 @@ def _check_expert_degree(recipe: Recipe, ds_config: dict, name: str, where: str)
         raise UserError(f"{name}: is not tried beside tensor {degrees.tensor}; leave one of them out")
     if "nvme" in (parameter_device(ds_config), optimizer_device(ds_config)):
         raise UserError(f"{name}: is not tried with states on NVMe; use zero3_offload")
+    if "nvme" in (parameter_device(ds_config), optimizer_device(ds_config)):
+        raise UserError(f"{name}: is not tried with states on NVMe; use zero3_offload")
     if zero.get("zero_hpz_partition_size", 1) > 1:
         what = "zero_optimization.zero_hpz_partition_size: does not go with split experts: DeepSpeed has no second copy"
         raise UserError(f"{name}: {what} of them; leave it out")
