@@ -200,11 +200,6 @@ def test_the_search_proposes_split_sequences_where_whole_ones_do_not_fit():
     recipe = load_recipe(LONG)
     ways = fitting(recipe, 8, H100)
     assert "sequence=" in ways[0].deepspeed
-    assert all(
-        "sequence=" in way.deepspeed or "offload" in way.deepspeed
-        for way in ways
-        if "nvme" not in way.deepspeed
-    )
     # a short sequence is not worth splitting
     tiny = fitting(load_recipe("tiny"), 2, H100)
     assert not [way for way in tiny if "sequence" in str(way.deepspeed)]
