@@ -98,6 +98,8 @@ WRONG = {
     "training.learning_rate=": "write section.key=value,value",
     "training.learning_rte=1,2": "did you mean 'training.learning_rate'",
     "training.learning_rate=1e-3,1e-3": "the value 1e-3 is there twice",
+    "training.learning_rate=1e-3,0.001": "learning_rate=1e-3 and learning_rate=0.001 are the same run",
+    "name=a,b": "name=a and name=b are the same run",
     "training.seed=1,x": "training.seed",
 }
 
