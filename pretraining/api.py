@@ -207,8 +207,13 @@ def settings_of(settings: Mapping[str, Any] | Sequence[str] | str) -> list[str]:
     if isinstance(settings, str):
         return [settings]
     if isinstance(settings, Mapping):
-        return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        return [f"{key}={json.dumps(value, default=_plain)}" for key, value in settings.items()]
     return list(settings)
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON holds of a path, or of a number or an array of numpy."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def train(command: list[str], read: Callable[[str], None]) -> int:

@@ -108,7 +108,7 @@ def points_of(options: argparse.Namespace, recipe: Recipe, folder: Path) -> list
     # a job begins in another folder
     source = str(Path(options.recipe).absolute()) if options.recipe.endswith(".json") else options.recipe
     data = options.data_dir.absolute() if isinstance(options.data_dir, Path) else options.data_dir
-    points = []
+    points, seen = [], {}
     for values in itertools.product(*(values for _, values in over)):
         settings = dict(zip(keys, values, strict=True))
         name = _folder_name([f"{shown[key]}={value}" for key, value in settings.items()])
@@ -122,6 +122,11 @@ def points_of(options: argparse.Namespace, recipe: Recipe, folder: Path) -> list
         point, _ = load_recipe_and_ds_config(
             options.recipe, texts, options.deepspeed, limit_tokens=options.limit_tokens
         )
+        # 1e-3 is 0.001, and the name decides nothing
+        curve = json.dumps({**point.to_dict(), "name": None}, sort_keys=True)
+        if curve in seen:
+            raise UserError(f"--over: {seen[curve]} and {name} are the same run; leave one out")
+        seen[curve] = name
         points.append(Point(settings, folder / name, words, point))
     return points
 

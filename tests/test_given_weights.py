@@ -83,6 +83,8 @@ def write(kind: str, model: PreTrainedModel, folder: Path) -> None:
         shutil.copyfile(sorted(folder.glob("*.safetensors"))[0], folder / "adapter_model.safetensors")
     elif kind == "bin":
         torch.save(weights, folder / "pytorch_model.bin")
+    elif kind == "bin of an old torch":
+        torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     elif kind == "pt":
         torch.save(
             {"model": {f"_orig_mod.{key}": value for key, value in weights.items()}, "step": 5},
@@ -95,7 +97,16 @@ def write(kind: str, model: PreTrainedModel, folder: Path) -> None:
         dcp.save(states, checkpoint_id=folder, no_dist=True)
 
 
-KINDS = ["safetensors", "several files", "torchtune", "bin", "pt", "dcp", "dcp with states"]
+KINDS = [
+    "safetensors",
+    "several files",
+    "torchtune",
+    "bin",
+    "bin of an old torch",
+    "pt",
+    "dcp",
+    "dcp with states",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -310,6 +321,41 @@ def test_the_tokenizer_is_the_sources(tmp_path):
     own.add_tokens(["<new>"])  # its row is a new one
     check_tokenizer(tmp_path / "own", own, "it", "r.json")
     check_tokenizer(tmp_path, other, "it", "r.json")  # none there to compare
+
+
+def cut_data(folder: Path) -> None:
+    """Leave the metadata of a distributed checkpoint alone."""
+    write("dcp", drawn(UNTIED), folder)
+    for path in folder.glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:500])
+
+
+def write_nan(folder: Path) -> None:
+    """One weight has lost its number."""
+    model = drawn(UNTIED)
+    with torch.no_grad():
+        model.model.norm.weight[3] = torch.nan
+    write("bin", model, folder)
+
+
+def write_half_an_index(folder: Path) -> None:
+    """As a download that was cut off leaves it."""
+    write("several files", drawn(UNTIED), folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {')
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_data, r"damaged: cannot be read as weights \(.+\); fetch it again"),
+        (write_nan, r"model.norm.weight of damaged holds a NaN"),
+        (write_half_an_index, r"index.json: is no index of weights; fetch it again"),
+    ],
+)
+def test_damaged_weights_are_one_line(tmp_path, damage, message):
+    damage(tmp_path / "damaged")
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path / "damaged", UNTIED).digest()
 
 
 def test_a_folder_without_weights_is_named_for_what_it_is(tmp_path, workshop):

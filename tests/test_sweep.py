@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pretraining.api import Prepared, RunResult, prepare, run, settings_of, words_of
@@ -98,6 +99,8 @@ WRONG = {
     "training.learning_rate=": "write section.key=value,value",
     "training.learning_rte=1,2": "did you mean 'training.learning_rate'",
     "training.learning_rate=1e-3,1e-3": "the value 1e-3 is there twice",
+    "training.learning_rate=1e-3,0.001": "learning_rate=1e-3 and learning_rate=0.001 are the same run",
+    "name=a,b": "name=a and name=b are the same run",
     "training.seed=1,x": "training.seed",
 }
 
@@ -127,6 +130,7 @@ def test_keywords_are_the_options_of_the_commands():
         *("--allow_change", "a", "--allow_change", "b", "--force"),
     ]
     assert settings_of("a=1") == settings_of(["a=1"]) == settings_of({"a": 1}) == ["a=1"]
+    assert settings_of({"a": np.int64(3), "b": Path("my")}) == ["a=3", 'b="my"']
 
 
 def test_what_is_wrong_is_raised_with_the_line_of_the_command(workshop, tmp_path):

@@ -165,23 +165,30 @@ class GivenWeights:
         """Return `xxh128:<hex>` over names, types, shapes and bytes of the tensors in use; the ranks share the reading.
 
         It does not depend on how the tensors are spread over files, nor on the number of ranks.
+
+        Raises:
+            UserError: a tensor cannot be read, or is not finite; the same on every rank.
         """
         rank, ranks = rank_and_world_size()
         entries = self.files.entries
         names = sorted({saved for origin in self.origins.values() for saved, _ in origin.saved})
         # the largest first, so that the ranks have equal work
         by_size = sorted(names, key=lambda name: (-prod(entries[name].shape), name))
-        own = {}
         with long_work():
-            for name in by_size[rank::ranks]:
-                digest = xxhash.xxh128()
-                for _, part in self.files.chunks(name):
-                    digest.update(memoryview(part.contiguous().view(torch.uint8).numpy()))
-                own[name] = digest.hexdigest()
+            own = together(lambda: {name: self._digest_of(name) for name in by_size[rank::ranks]})
         found = {name: value for part in gather_from_ranks(own) for name, value in part.items()}
         self.files.release()
         lines = [f"{name} {entries[name].dtype} {list(entries[name].shape)} {found[name]}" for name in names]
         return f"xxh128:{xxhash.xxh128('|'.join(lines).encode()).hexdigest()}"
+
+    def _digest_of(self, saved: str) -> str:
+        digest = xxhash.xxh128()
+        for _, part in self.files.chunks(saved):
+            if not torch.isfinite(part).all():
+                what = f"{saved} of {self.name} holds a NaN or an infinity"
+                raise UserError(f"{what}: every loss would be one; name weights from before it")
+            digest.update(memoryview(part.contiguous().view(torch.uint8).numpy()))
+        return digest.hexdigest()
 
 
 def open_given(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GivenWeights | None:
@@ -215,7 +222,11 @@ def open_given(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GivenWeigh
 
     given = together(opened)
     grown = {key: each.rows_added for key, each in given.origins.items() if each.rows_added}
-    facts = {"source": name, "revision": revision_of(folder), "digest": given.digest()}
+    try:
+        digest = given.digest()
+    except UserError as error:
+        raise problem(where, KEY, str(error)) from None
+    facts = {"source": name, "revision": revision_of(folder), "digest": digest}
     facts |= {"tokenizer": "the same" if _has_tokenizer(folder) else "none there to compare"}
     given.facts = facts | {"added_rows": grown, "unused": given.unused[:20]}
     return given
@@ -275,8 +286,8 @@ def _config_of(folder: Path, name: str, where: str) -> PreTrainedConfig | None:
         return None
     try:
         return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0][:200]
+    except Exception as error:  # whatever transformers stumbles over in a file of somebody else
+        reason = " ".join(str(error).split())[:200]
         raise problem(where, KEY, f"{name}: transformers cannot read its config.json ({reason})") from error
 
 
@@ -379,6 +390,7 @@ def check_shapes(given: GivenWeights, model: PreTrainedModel, where: str) -> Non
     tables = {id(each) for module in (embedding, head) if module is not None for each in module.parameters()}
     for key, origin in given.origins.items():
         same = origin.saved_shape[1:] == origin.shape[1:] and len(origin.saved_shape) == len(origin.shape)
+        same = same and prod(origin.saved_shape) > 0
         if not same or (origin.rows_added and id(parameters[key]) not in tables):
             what = f"{key} is {list(origin.saved_shape)} in {name} and {list(origin.shape)} here"
             raise problem(where, KEY, f"{what}; give model the sizes of its config")
@@ -403,7 +415,7 @@ def check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, name: str,
         return
     try:
         other = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # whatever transformers stumbles over in a file of somebody else
         reason = str(error).strip().partition("\n")[0][:200]
         raise problem(where, KEY, f"the tokenizer of {name} cannot be loaded ({reason})") from error
     theirs, ours = other.get_vocab(), tokenizer.get_vocab()

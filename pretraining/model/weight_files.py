@@ -8,6 +8,7 @@
 import json
 import pickle
 import warnings
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -39,6 +40,10 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 """safetensors' names of types; weights of another one (fp8) have scales beside them, and cannot be read here."""
+
+
+_UNREADABLE = (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError)
+"""What the libraries raise at a damaged file."""
 
 
 class Entry(NamedTuple):
@@ -74,9 +79,8 @@ class WeightFiles:
                 raise UserError(
                     f"{path}: is missing, and the index beside it names it; fetch it again"
                 ) from None
-            except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-                reason = str(error).strip().partition("\n")[0][:200]
-                raise UserError(f"{path}: cannot be read as weights ({reason}); fetch it again") from error
+            except _UNREADABLE as error:
+                raise _unreadable(path, error) from error
 
     def _list(self, path: Path) -> Iterator[tuple[str, Entry]]:
         opened = self._open(path)
@@ -123,14 +127,23 @@ class TorchFiles(WeightFiles):
     """Dicts of tensors that `torch.save` wrote."""
 
     def _opener(self, path: Path) -> dict[str, torch.Tensor]:
-        return _only_tensors(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+        # files from before torch 1.6 are no zip archives, and cannot be mapped
+        can_map = zipfile.is_zipfile(path)
+        return _only_tensors(torch.load(path, map_location="cpu", mmap=can_map, weights_only=True))
 
     def _list(self, path: Path) -> Iterator[tuple[str, Entry]]:
         for name, tensor in self._open(path).items():
+            if tensor.layout is not torch.strided:
+                raise ValueError(f"{name} is sparse")
             yield name, Entry(tuple(tensor.shape), tensor.dtype)
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._open(self._places[name])[name]
+
+
+def _unreadable(path: Path, error: BaseException) -> UserError:
+    reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+    return UserError(f"{path}: cannot be read as weights ({reason}); fetch it again")
 
 
 def _only_tensors(content: Any) -> dict[str, torch.Tensor]:
@@ -159,13 +172,18 @@ class DistributedFiles(WeightFiles):
 
     def tensor(self, name: str) -> torch.Tensor:
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
 
         # Slices of a tensor are read one after another: the tensor stays until another one is asked for.
         if self._kept[0] != name:
             self._kept = ("", None)
             whole = torch.empty(self.entries[name].shape, dtype=self.entries[name].dtype)
             with warnings.catch_warnings(action="ignore"):  # that no group is asked, as is meant
-                dcp.load({name: whole}, storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
+                try:
+                    dcp.load({name: whole}, storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
+                except CheckpointException as error:  # no Exception, as torch has it
+                    cause = next((each for each, _ in error.failures.values()), error)
+                    raise _unreadable(self.folder, cause) from None
             self._kept = (name, whole)
         return self._kept[1]
 
@@ -182,8 +200,11 @@ def open_weights(folder: Path) -> WeightFiles:
     """
     for index in _INDEXES:
         if (folder / index).is_file():
-            content = json.loads((folder / index).read_text(encoding="utf-8"))
-            paths = sorted({folder / name for name in content["weight_map"].values()})
+            try:
+                content = json.loads((folder / index).read_text(encoding="utf-8"))
+                paths = sorted({folder / name for name in content["weight_map"].values()})
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"{folder / index}: is no index of weights; fetch it again") from error
             return (WeightFiles if "safetensors" in index else TorchFiles)(folder, paths)
     files = sorted(path for path in folder.iterdir() if not path.name.startswith(_NO_WEIGHTS))
     if found := [

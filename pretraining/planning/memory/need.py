@@ -361,6 +361,13 @@ def _host_memory(
         # bytes a parameter
         built = 2 if config and precision.name == "bf16" and not precision.is_autocast else 4
         host[BUILT] = built * sum(tensor.numel for tensor in (*trained, *frozen))
+        if (size := degrees_of(config).expert) > 1:
+            # a rank keeps its own experts, but draws those of a whole layer at once in fp32
+            split = of_rank[-1]
+            layers: dict[int | None, int] = {}
+            for tensor in split.tensors:
+                layers[tensor.layer] = layers.get(tensor.layer, 0) + size * tensor.numel
+            host[BUILT] += FP32 * max(layers.values()) - built * (size - 1) * split.numel
         host[BUILT] += (FP32 - built) * sum(tensor.numel for tensor in wide_tensors(recipe, config))
     if recipe.checkpoints.background and recipe.training.save_strategy != "no":
         saved = checkpoint_bytes(trained, optimizer, frozen, precision.weights)
