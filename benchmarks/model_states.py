@@ -2,6 +2,7 @@
 
     python benchmarks/model_states.py
     python benchmarks/model_states.py --ways zero2 zero3 --ranks 2 --precisions bf16 --keep
+    python benchmarks/model_states.py --ways zero2:sequence=2 zero3:sequence=2 --ranks 2 4 --precisions bf16
     python benchmarks/model_states.py --optimizers muon --ways null zero0 zero1 zero2 zero3 --ranks 1 2
     python benchmarks/model_states.py --optimizers lion_32bit schedule_free_adamw adafactor adamw_8bit --ways zero0
 
@@ -22,6 +23,7 @@ from held_bytes import held_bytes
 from record import parser_of, record
 
 WAYS = ("null", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_hpz")
+WAYS += ("zero1:sequence=2", "zero2:sequence=2", "zero3:sequence=2")
 MODEL = {"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 1024, "n_positions": 128}
 ACCUMULATION, STEPS = 2, 3
 BUCKET = 100_000
@@ -39,7 +41,8 @@ def main() -> None:
     options = parser.parse_args()
     lists = options.optimizers, options.ways, options.precisions, options.ranks
     for optimizer, way, precision, ranks in product(*lists):
-        if way != "zero3_hpz" or ranks == 4:
+        least = {"zero3_hpz": 4}.get(way, 2 if "=" in way else 1)
+        if ranks % least == 0:
             record("model_states", compare(optimizer, way, precision, ranks), options.keep)
 
 
@@ -71,12 +74,14 @@ def case_of(optimizer: str, way: str, precision: str, ranks: int):
     from pretraining.ds_config import load_ds_config
     from pretraining.recipe import load_recipe
 
-    length = MODEL["n_positions"]
+    # ranks that work on the same samples count once
+    _, _, together = way.partition("=")
+    length, groups = MODEL["n_positions"], ranks // int(together or 1)
     values = {f"model.{key}": value for key, value in MODEL.items()}
     values |= {"training.bf16": precision != "fp32", "training.per_device_train_batch_size": 1}
     values |= {"training.eval_strategy": "no", "training.save_strategy": "no", "training.logging_steps": 100}
-    values |= {"budget.tokens_per_step": length * ranks * ACCUMULATION}
-    values |= {"budget.tokens": length * ranks * ACCUMULATION * STEPS}
+    values |= {"budget.tokens_per_step": length * groups * ACCUMULATION}
+    values |= {"budget.tokens": length * groups * ACCUMULATION * STEPS}
     if precision == "wide":  # bf16, but for embeddings and head
         values |= {"model.keep_in_fp32": ["embeddings", "head"]}
     if optimizer != "adamw":

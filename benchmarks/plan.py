@@ -19,6 +19,7 @@ from record import REPOSITORY, parser_of, record
 
 REPEATS = 5
 PLANNING = ("-m", "pretraining.planning")
+LLAMA = ("--recipe", "llama-70b", "--world_size", "1024", "--gpu", "H100")
 TRILLION = [
     *("--recipe", "65b"),
     *("--set", "model.n_embd=25600", "--set", "model.n_layer=128", "--set", "model.n_head=160"),
@@ -34,6 +35,7 @@ QUESTIONS = {
     "cost, 1T on 4,096": ["cost", *TRILLION, "--gpu", "H100"],
     "parallelism, 1T on 4,096": ["parallelism", *TRILLION, "--gpu", "H100"],
     "fit, 30b": ["fit", "--recipe", "30b", "--world_size", "8", "--gpu", "H200"],
+    "fit, llama-70b on 1,024": ["fit", *LLAMA],
     "fit, 1T on 4,096": ["fit", *TRILLION, "--gpu", "H100"],
 }
 
@@ -61,6 +63,7 @@ def main() -> None:
 
     plans = {name: seconds_of("--recipe", name, "--plan") for name in recipe_names()}
     plans["1T on 4,096"] = seconds_of(*TRILLION, "--plan", "--gpu", "H100")
+    plans["llama-70b on 1,024"] = seconds_of(*LLAMA, "--plan")
     answers = {name: seconds_of(*words, command=PLANNING) for name, words in QUESTIONS.items()}
     errors = {
         "unknown recipe": seconds_of("--recipe", "tinny", code=2),

@@ -5,8 +5,11 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
+from pretraining.ds_config import degrees_of
+from pretraining.model.attention import SDPA_CAUSAL, split_attention
 from pretraining.model.loss import build_loss
 from pretraining.recipe import Recipe
+from pretraining.runtime.rank_groups import rank_groups
 from pretraining.training.arguments import build_arguments
 from pretraining.training.ranks import join_ranks
 from pretraining.training.trainer import PretrainingTrainer
@@ -25,7 +28,10 @@ def short_trainer(
     join_ranks()
     arguments = build_arguments(recipe, config, folder, accumulation)
     dtype = torch.bfloat16 if config and arguments.bf16 else torch.float32
+    groups = rank_groups(degrees_of(config))
     shape = {"use_cache": False, **recipe.model}
+    if groups.degrees.sequence > 1:
+        shape["attn_implementation"] = split_attention(SDPA_CAUSAL, groups)
     built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=dtype)
     if recipe.weights.keep_in_fp32:
         keep_in_fp32(built, recipe.weights.keep_in_fp32, dtype)
@@ -35,7 +41,8 @@ def short_trainer(
         recipe,
         built,
         arguments,
-        loss=build_loss(built, recipe.loss),
+        loss=build_loss(built, recipe.loss, groups),
         train_dataset=[{"input_ids": block, "labels": block}] * (recipe.samples_per_step * steps),
         callbacks=[callback],
+        groups=groups,
     )

@@ -80,7 +80,7 @@ class Degrees(NamedTuple):
     sequence: int = 1
     """Ranks that split each sequence (Ulysses)."""
     expert: int = 1
-    """Ranks that split the experts of each mixture layer (AutoEP). They read different samples."""
+    """Ranks that split the experts of each mixture layer. They read different samples."""
 
     @property
     def ranks_per_sample(self) -> int:

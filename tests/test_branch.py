@@ -12,6 +12,7 @@ from transformers import get_scheduler
 from pretraining.checkpoints.__main__ import main
 from pretraining.checkpoints.format import read_marker
 from pretraining.checkpoints.identity import Identity, Start
+from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.recipe import RECIPES, load_recipe, recipe_names
@@ -174,11 +175,15 @@ def test_the_stages_here_continue_their_recipes(tmp_path, capsys, path):
     save(run, 800, identity=identity)
     told = branched(run.path, "--steps", 100, "--stage", path, "--set", "training.seed=7", capsys=capsys)
     staged = load_recipe(str(Path(told["run"]) / "recipe.json"))
-    for section, values in json.loads(path.read_text()).items():
+    sections = json.loads(path.read_text())
+    assert sections.pop("base", base) == base and "description" in sections
+    assert staged.deepspeed == sections.pop("deepspeed", recipe.deepspeed)
+    for section, values in sections.items():
         if section != "description":
             assert staged.to_dict()[section].items() >= values.items()
     assert staged.training.seed == 7 and staged.num_steps == 900
-    assert build_run_plan(staged, None, 8).accumulation_steps > 0
+    config = load_ds_config(staged.deepspeed)
+    assert build_run_plan(staged, config, 8).accumulation_steps > 0
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM
 from pretraining.checkpoints.shard_files import CheckpointReader, assemble
 from pretraining.ds_config import degrees_of, load_ds_config
 from pretraining.errors import UserError
+from pretraining.planning.memory.need import BUILT, memory_need
+from pretraining.recipe import load_recipe
 from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.training.metrics import PREFIX
 from tests.runs import EXPERTS, Run, execute
@@ -123,3 +125,13 @@ def test_a_dense_model_has_no_experts_to_split():
         UserError, match="expert 2: is for mixtures of experts of the types mixtral and qwen3_moe"
     ):
         load_recipe_and_ds_config("tiny", (), "zero2_ep2", 2)
+
+
+def test_building_split_experts_takes_their_part_and_one_layer_whole():
+    """In host memory, before the model moves to its GPU; `moe-30b-a3b` holds 16 of 128 experts a rank."""
+    recipe, layer = load_recipe("moe-30b-a3b"), 128 * 3 * 768 * 2048
+    built = {
+        way: memory_need(recipe, load_ds_config(way), 8).host[BUILT] for way in ("zero1", "zero1:expert=8")
+    }
+    assert built["zero1"] == 2 * 30_532_122_624
+    assert built["zero1:expert=8"] == built["zero1"] - 2 * 48 * layer * 7 / 8 + 4 * layer

@@ -29,7 +29,7 @@ COMMANDS = {
     "supervise": (supervise.main, ()),
 }
 HELPS = [(name, verb) for name, (_, verbs) in COMMANDS.items() for verb in ("", *verbs)]
-RECIPES = {name: load_recipe(name) for name in recipe_names()}
+RECIPES = {name: load_recipe(name) for name in [*recipe_names(), "features/frozen-layers"]}
 YOURS = {"my_recipe.json"}
 """What a reader brings along."""
 MADE = {"--output", "--output_dir", "--to"}

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.recipe import recipe_names
+from pretraining.ds_config import degrees_of, load_ds_config
+from pretraining.recipe import load_recipe, recipe_names
 from tests.runs import REPOSITORY, execute
 
 PACKAGE = REPOSITORY / "pretraining"
@@ -21,6 +22,7 @@ FOUNDATION = {
     "metric_names",
     "recipe",
     "refusals",
+    "refused_layouts",
     "runtime",
     "schema",
     "supervise",
@@ -133,7 +135,8 @@ def modules_after(*command: str) -> tuple[int, set[str]]:
 @pytest.mark.parametrize("name", recipe_names())
 def test_the_plan_of_every_recipe_needs_no_torch(name):
     """Promise: you know before you pay, at once."""
-    code, modules = modules_after("train.py", "--recipe", name, "--plan", "--world_size", "8")
+    ranks = max(2, degrees_of(load_ds_config(load_recipe(name).deepspeed)).expert)
+    code, modules = modules_after("train.py", "--recipe", name, "--plan", "--world_size", str(ranks))
     assert code == 0 and not modules & HEAVY
 
 

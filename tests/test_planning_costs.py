@@ -11,6 +11,7 @@ from pretraining.planning import scaling_laws as laws
 from pretraining.planning.constants import table
 from pretraining.planning.costs import checkpoint_cost, forecast
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
+from pretraining.planning.messages import communication, communication_seconds
 from pretraining.planning.parallelism import (
     activation_bytes_per_token,
     gpu_parameters,
@@ -22,7 +23,7 @@ from pretraining.planning.parallelism import (
 from pretraining.planning.roofline import expected_utilization
 from pretraining.planning.scaling_laws import extra_steps, extra_tokens, step_law
 from pretraining.planning.sizes import flops_per_token, model_size
-from pretraining.planning.throughput import communication, communication_seconds, predicted_step_seconds
+from pretraining.planning.throughput import predicted_step_seconds
 from pretraining.planning.workload import workload_of_recipe
 from pretraining.recipe import load_recipe
 

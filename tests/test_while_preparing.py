@@ -4,6 +4,7 @@ import json
 import pickle
 import random
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.data import Data
 from pretraining.refusals import check_while_preparing
+from pretraining.schema import REPOSITORY
 from tests.quality_texts import PROSE
 from tests.runs import Run, Started, Workshop, choices, execute, launcher
 from tests.test_data_prep import make_texts, recipe_for, write_jsonl
@@ -159,7 +161,8 @@ def test_killed_failed_and_stopped_while_it_waits_ends_as_the_run_of_finished_da
     assert [row["eval/loss"] for row in run.validation_rows] == [
         row["eval/loss"] for row in prepared_first.validation_rows
     ]
-    assert [event["seconds"] > 0 for event in run.events if event["event"] == "waited_for_data"]
+    waited = [event["seconds"] for event in run.events if event["event"] == "waited_for_data"]
+    assert len(waited) >= 2 and min(waited) > 0
     other = execute(slow.command(slow.folder / "finished", branch, "--while_preparing"))
     assert other.code == 0 and "is prepared: --while_preparing changes nothing" in other.stdout, other.output
     assert Run(branch).losses == prepared_first.losses
@@ -258,6 +261,37 @@ def test_a_portion_that_goes_on_arrives_behind_what_was_there(tmp_path, monkeypa
     assert (first.read(0, size) == whole.read(0, size)).all()
     first.refresh()
     assert first.is_whole and first.num_tokens == whole.num_tokens
+
+
+def test_the_preparation_ends_with_its_run(slow):
+    """However the run ends: its end of a pipe is gone. What is finished is kept."""
+    (slow.gates / "last").unlink(missing_ok=True)
+    words = ["--recipe", slow.recipe, "--data_dir", slow.folder / "left", "--executor", "inline"]
+    process = subprocess.Popen(
+        [sys.executable, "data_prep.py", *words, "--beside_training"],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    arrived = slow.folder / "left" / ".slow.work" / "arrived.json"
+    while process.poll() is None and not arrived.exists():
+        time.sleep(0.01)
+    _, said = process.communicate()
+    assert process.returncode == 130 and "interrupted; what is finished is kept" in said
+    assert arrived.exists()
+
+
+def test_a_preparation_that_refuses_ends_the_run_before_it_begins(slow):
+    """Its line, exit code 2, and no folder of a run."""
+    missing = f"data.sources.0.path={slow.folder / 'nothing.jsonl'}"
+    command = slow.command(
+        slow.folder / "none", slow.folder / "unmade", "--while_preparing", "--set", missing
+    )
+    refused = execute(command)
+    assert refused.code == 2 and refused.stderr.count("error:") == 1, refused.output
+    assert "the preparation failed: data.sources.0.path:" in refused.stderr
+    assert not (slow.folder / "unmade").exists() and not (slow.folder / "none").exists()
 
 
 REFUSED = {

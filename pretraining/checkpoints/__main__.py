@@ -250,7 +250,7 @@ class Branch:
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return {"checkpoint", "step", "run": the new folder, "last_step", "command": what trains it}."""
-        from pretraining.checkpoints.branch import Stage, branch, settings_of
+        from pretraining.checkpoints.branch import Stage, branch, read_stage
 
         if options.min_lr_ratio > 1:
             raise UserError(f"--min_lr_ratio {options.min_lr_ratio:g}: the rate is to fall; give 1 at most")
@@ -261,8 +261,11 @@ class Branch:
         output = options.output or checkpoint.parent.with_name(name)
         _refuse_existing(output, "--output")
         # --set comes after the file, so that it has the last word.
-        settings = (*(settings_of(options.stage) if options.stage else ()), *options.set)
-        branch(checkpoint, Stage(options.steps, options.decay, options.min_lr_ratio, settings), output)
+        settings, deepspeed = read_stage(options.stage) if options.stage else ((), None)
+        changes = Stage(
+            options.steps, options.decay, options.min_lr_ratio, (*settings, *options.set), deepspeed
+        )
+        branch(checkpoint, changes, output)
         words = ["train.py", "--recipe", str(RunFolder(output).recipe), "--output_dir", str(output)]
         return {
             "checkpoint": str(checkpoint),

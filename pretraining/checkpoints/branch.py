@@ -40,6 +40,8 @@ class Stage(NamedTuple):
     min_lr_ratio: float = 0.0
     settings: tuple[str, ...] = ()
     """`section.key=value` of the recipe, as `--set` takes them."""
+    deepspeed: str | None = None
+    """Another ds_config; None: the run's own."""
 
 
 def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
@@ -62,7 +64,10 @@ def branch(checkpoint: Path, stage: Stage, output: Path) -> dict:
         write_json(run.recipe, {**marker["recipe"], "name": output.name})
         if (own := checkpoint.parent / FOLDER).is_dir():
             shutil.copytree(own, run.path / FOLDER)
-        earlier, changed = load_recipe(str(run.recipe)), load_recipe(str(run.recipe), stage.settings)
+        earlier, changed = (
+            load_recipe(str(run.recipe)),
+            load_recipe(str(run.recipe), stage.settings, stage.deepspeed),
+        )
         recipe = _staged_recipe(earlier, changed, marker, stage, checkpoint)
         write_json(run.recipe, recipe)
         load_recipe_and_ds_config(
@@ -103,16 +108,18 @@ def _link_checkpoint(folder: Path, target: Path) -> None:
     flush_folder(target)
 
 
-def settings_of(path: Path) -> tuple[str, ...]:
-    """Read a file of sections and keys that a stage changes (recipes/stages/), as `Stage.settings`.
+def read_stage(path: Path) -> tuple[tuple[str, ...], str | None]:
+    """Read a file of sections and keys that a stage changes (recipes/stages/): `Stage.settings` and `Stage.deepspeed`.
+
+    A `base` in it makes the file a recipe too, which can be planned, and trained by itself.
 
     Raises:
         UserError: it is no JSON object of a recipe's sections.
     """
-    where, settings = display_path(path), []
+    where, settings, found = display_path(path), [], read_json(path)
     sections = recipe_schema()["properties"]
-    for section, values in read_json(path).items():
-        if section == "description":
+    for section, values in found.items():
+        if section in ("description", "base", "deepspeed"):
             continue
         if section not in sections or not isinstance(values, dict):
             near = suggestion(section, recipe_schema()) or ""
@@ -123,7 +130,7 @@ def settings_of(path: Path) -> tuple[str, ...]:
             if not key.isidentifier():
                 raise problem(where, f"{section}.{json.dumps(key)}", "is no key of a recipe")
             settings.append(f"{section}.{key}={json.dumps(value)}")
-    return tuple(settings)
+    return tuple(settings), found.get("deepspeed")
 
 
 def _staged_recipe(earlier: Recipe, changed: Recipe, marker: dict, stage: Stage, checkpoint: Path) -> dict:

@@ -68,7 +68,7 @@ def _without_documents(model: dict) -> str:
 
 
 def split_attention(name: str | None, groups: RankGroups) -> str:
-    """Return the name of the attention that computes with a kernel of `refusals.SPLIT_KERNELS` on split sequences."""
+    """Return the name of the attention that computes with one of `SPLIT_KERNELS` on split sequences."""
     kernels: dict[str, Callable] = {
         SDPA_CAUSAL: sdpa_attention_forward,
         "sdpa": sdpa_attention_forward,

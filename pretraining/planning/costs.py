@@ -5,11 +5,10 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pretraining.ds_config import zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, find_gpu, kept_rates, prices_of
-from pretraining.planning.memory.tensors import precision_of
+from pretraining.planning.messages import Message, step_messages
 from pretraining.planning.quantities import (
     amount,
     dollars,
@@ -40,8 +39,6 @@ from pretraining.planning.run_plan import (
 )
 from pretraining.planning.throughput import (
     StepTime,
-    communication,
-    hpz_ranks,
     precision_of_products,
     scaling_over_nodes,
     step_time,
@@ -130,6 +127,8 @@ class StepForecast:
     kernel_seconds: dict[str, float]
     """Seconds of one micro-batch at the ceiling, by what they are spent on (`roofline.Ceiling`)."""
     sent_bytes_per_gpu: float
+    messages: tuple[Message, ...]
+    """What these bytes are for."""
     loader_bytes_per_second: float
     """Bytes that the data loaders of all ranks read in a second."""
     checkpoints: CheckpointCost | None
@@ -264,21 +263,14 @@ def _step(
 ) -> StepForecast:
     recipe, ds_config = workload.recipe, workload.ds_config
     plan = build_run_plan(recipe, ds_config, num_gpus)
-    volume = communication(
-        plan.parameters,
-        zero_stage(ds_config),
-        num_gpus,
-        plan.accumulation_steps,
-        # gradients travel in the precision that holds the weights
-        width=precision_of(recipe, ds_config).weights,
-        hpz=hpz_ranks(ds_config),
-    )
+    sent = step_messages(recipe, ds_config, num_gpus, gpu)
     seconds = recipe.tokens_per_step / rate
     return StepForecast(
         seconds=seconds,
         time=time,
         kernel_seconds=at_best.seconds,
-        sent_bytes_per_gpu=volume.total,
+        sent_bytes_per_gpu=sum(message.total for message in sent),
+        messages=tuple(sent),
         # loaders read token shards: 2 or 4 bytes a token
         loader_bytes_per_second=rate * token_bytes(recipe.model.vocab_size),
         checkpoints=_checkpoints(plan, recipe, seconds, gpu, num_gpus),

@@ -10,6 +10,7 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 
 from pretraining.ds_config import (
+    degrees_of,
     ds_config_names,
     load_ds_config,
     optimizer_device,
@@ -21,8 +22,10 @@ from pretraining.planning.comparison import predicted
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.buffers import reduce_bucket, unprotected_gradient
 from pretraining.planning.memory.need import ROOMY, TIGHT, memory_need, recomputed_one_in
+from pretraining.planning.memory.split import families, held_tensors
 from pretraining.planning.memory.tensors import ROUTER, parameter_tensors, precision_of
-from pretraining.planning.quantities import num_bytes, several
+from pretraining.planning.messages import TENSOR, layer_messages, misplaced
+from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.search import nearest_fit
 from pretraining.planning.sizes import model_size
@@ -214,8 +217,9 @@ def _gradients(case: _Case) -> Objection | None:
     """Refuse a gradient that GPUs may overwrite before it is reduced (`buffers.unprotected_gradient`)."""
     if case.machine.trains_on_processor:
         return None
-    tensors, width = parameter_tensors(case.recipe.model), value_of(case.recipe.model, "hidden_size")
-    tensor = unprotected_gradient(case.ds_config, tensors, width, case.world_size)
+    of_rank = families(case.recipe, case.ds_config, case.world_size)
+    width, ranks = value_of(case.recipe.model, "hidden_size"), max(family.ranks for family in of_rank)
+    tensor = unprotected_gradient(case.ds_config, held_tensors(of_rank), width, ranks)
     if tensor is None:
         return None
     place = "" if tensor.layer is None else f" of layer {tensor.layer}"
@@ -239,9 +243,44 @@ def _mistakes(case: _Case) -> list[Objection]:
     """Return every mistake whose remedy can still be applied."""
     # a checkpoint holds what these remedies change, and a run that continues with other values is refused
     of_the_curve = (_fp16, _warm_up, _clipping, _repeats)
-    rules = (_experts, _tiny_batch, _needless_zero_3, _offload, _buckets, _checkpointing, _snapshot)
+    rules = (
+        _placement,
+        _experts,
+        _tiny_batch,
+        _needless_zero_3,
+        _offload,
+        _buckets,
+        _checkpointing,
+        _snapshot,
+    )
     rules = rules if case.machine.continues else (*of_the_curve, *rules)
     return [objection for objection in (rule(case) for rule in rules) if objection]
+
+
+def _placement(case: _Case) -> Objection | None:
+    """Warn about ranks that wait for each other in every layer, and are in different nodes."""
+    degrees, gpu = degrees_of(case.ds_config), case.machine.gpu
+    if gpu is None:
+        return None
+    # the machine found may have fewer GPUs than those that are sold with this one
+    node = case.machine.ranks_per_host if case.machine.ranks_per_host > 1 else gpu.gpus_per_node
+    gpu = replace(gpu, gpus_per_node=node)
+    outside = misplaced(degrees, node) if case.world_size > node else []
+    # long sequences may need more ranks than a node has, layers never do
+    if degrees.ranks_per_sample > node:
+        outside = [name for name in outside if name == TENSOR]
+    if not outside:
+        return None
+    sent = layer_messages(case.recipe, case.ds_config, case.world_size, gpu)
+    seconds = sum(message.seconds for message in sent if message.name in outside)
+    as_one = replace(gpu, gpus_per_node=case.world_size)
+    there = layer_messages(case.recipe, case.ds_config, case.world_size, as_one)
+    inside = sum(message.seconds for message in there if message.name in outside)
+    what = (
+        f"{degrees}: groups do not fit nodes of {several(node, 'GPU')}, so that {' and '.join(outside)} take at least "
+        f"{duration(seconds)} of a step, and {duration(inside)} inside a node"
+    )
+    return Objection(what, f"degrees whose product divides {node}: tensor first, then sequence, data outside")
 
 
 def _without_kernels(gpu: Gpu | None) -> list[Objection]:

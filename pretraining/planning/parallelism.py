@@ -2,11 +2,13 @@
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
+from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, find_gpu
+from pretraining.planning.megatron import megatron_arguments
 from pretraining.planning.memory.states import checkpoint_bytes, optimizer_states
 from pretraining.planning.memory.tensors import parameter_tensors
 from pretraining.planning.quantities import columns, duration, gpu_count, num_bytes, share
@@ -14,6 +16,8 @@ from pretraining.planning.roofline import model_flops_utilization
 from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.planning.workload import Workload, add_workload_arguments, workload_of
+from pretraining.recipe import Recipe
+from pretraining.refusals import check_run
 
 # bytes an element
 BF16, FP32 = 2, 4
@@ -24,7 +28,9 @@ SHORTEST_CONTEXT_SHARD = 4096
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 NOTE = """
 Time is of kernels at {efficiency} of the dense peak plus every message at its link's peak, nothing overlapped:
-good for an order, not for a promise. `ac` recomputes every layer (activation checkpointing)."""
+good for an order, not for a promise. `ac` recomputes every layer (activation checkpointing). `here`: what --deepspeed
+takes for such a row. Pipeline stages cannot be trained here: neither the Trainer nor DeepSpeed cuts a model of
+Transformers into them. --megatron ROW prints a row as arguments of Megatron-LM."""
 
 
 @dataclass(frozen=True)
@@ -395,11 +401,12 @@ def _nothing_fits(found: list[Layout], cluster: _Cluster) -> str:
 class ParallelismVerb:
     """Layouts of data x tensor x pipeline x context parallelism that fit, fastest first.
 
-    For frameworks with those dimensions; this repository trains data-parallel with ZeRO.
+    A row without pipeline stages can be trained here, if the ds_config beside it is given (docs/layouts.md).
     """
 
     EXAMPLES = """  python -m pretraining.planning parallelism --recipe 65b --world_size 512 --gpu H100
-  python -m pretraining.planning parallelism --recipe 30b --world_size 64 --gpu A100 --top 3 --json"""
+  python -m pretraining.planning parallelism --recipe 30b --world_size 64 --gpu A100 --top 3 --json
+  python -m pretraining.planning parallelism --recipe 65b --world_size 512 --gpu H100 --megatron 1"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Take the recipe, the cluster, and how many layouts to show."""
@@ -410,6 +417,12 @@ class ParallelismVerb:
             "--top", type=gpu_count, default=5, metavar="K", help="layouts to show (default 5)"
         )
         parser.add_argument("--kernel_efficiency", type=share, metavar="SHARE", help="instead of the table's")
+        parser.add_argument(
+            "--megatron",
+            type=gpu_count,
+            metavar="ROW",
+            help="one row as arguments of Megatron-LM, 1 the first",
+        )
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return the best layouts, one of each division of the GPUs."""
@@ -433,7 +446,11 @@ class ParallelismVerb:
             # the layouts are sorted: the first of each division is its fastest
             best.setdefault((layout.tensor, layout.pipeline, layout.context), layout)
         peak = gpu.peak_flops(gpu.training_precision)
-        shown = list(best.values())[: options.top]
+        rows = list(best.values())
+        shown = rows[: options.top]
+        row = options.megatron
+        if row and row > len(rows):
+            raise UserError(f"--megatron {row}: there are {len(rows)} rows; give one of them")
         return {
             "name": workload.name,
             "gpu": gpu.name,
@@ -442,16 +459,23 @@ class ParallelismVerb:
             "kernel_efficiency": efficiency,
             "fitting": len(found),
             "layouts": [
-                {**layout.to_dict(), "mfu": _mfu(layout, workload, options.world_size, peak)}
+                {
+                    **layout.to_dict(),
+                    "mfu": _mfu(layout, workload, options.world_size, peak),
+                    "here": way_here(layout, recipe),
+                }
                 for layout in shown
             ],
+            "megatron": megatron_arguments(recipe, rows[row - 1], gpu.gpus_per_node) if row else None,
         }
 
     def as_text(self, answer: dict) -> str:
         """Write a table, the best first."""
-        header = ["data", "tensor", "pipeline", "context", "micro-batch", "layers/stage"]
-        header += ["bubble", "memory", "step", "MFU", "ac"]
-        rows = [_row(layout) for layout in answer["layouts"]]
+        if answer["megatron"]:
+            return " \\\n    ".join(answer["megatron"])
+        header = ["row", "data", "tensor", "pipeline", "context", "micro-batch", "layers/stage"]
+        header += ["bubble", "memory", "step", "MFU", "ac", "here"]
+        rows = [_row(number, layout) for number, layout in enumerate(answer["layouts"], 1)]
         title = (
             f"{answer['name']} on {answer['world_size']:,} x {answer['gpu']}: {answer['fitting']} layouts fit"
         )
@@ -464,13 +488,30 @@ def _mfu(layout: Layout, workload: Workload, num_gpus: int, peak: float) -> floa
     return model_flops_utilization(rate, workload.training_flops_per_token, num_gpus, peak)
 
 
-def _row(layout: dict) -> list[str]:
+def way_here(layout: Layout, recipe: Recipe) -> str | None:
+    """Return the ds_config, with its degrees, that trains such a layout here; None if none does."""
+    if layout.pipeline > 1:
+        return None
+    degrees = {"tensor": layout.tensor, "sequence": layout.context}
+    split = ",".join(f"{name}={size}" for name, size in degrees.items() if size > 1)
+    # the optimizer's states are shared over the data ranks, as the table counts
+    way = f"zero1:{split}" if split else "zero1"
+    try:
+        check_run(replace(recipe, deepspeed=way), load_ds_config(way))
+    except UserError:
+        return None
+    return way
+
+
+def _row(number: int, layout: dict) -> list[str]:
     sizes = ("data", "tensor", "pipeline", "context", "micro_batch", "layers_per_stage")
     return [
+        str(number),
         *(str(layout[name]) for name in sizes),
         f"{layout['bubble']:.0%}",
         num_bytes(layout["memory"]["total"]),
         duration(layout["step_seconds"]),
         f"{layout['mfu']:.0%}",
         "yes" if layout["recompute"] else "no",
+        layout["here"] or "no",
     ]

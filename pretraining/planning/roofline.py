@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pretraining.ds_config import zero_stage
+from pretraining.ds_config import Degrees, degrees_of, zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, find_gpu, kept_rates
-from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
-from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
+from pretraining.planning.memory.activations import NOT_SPLIT, chunk_length, compiles_loss, logit_bytes
+from pretraining.planning.memory.need import recomputed_one_in, recomputed_share, skips_last_product
+from pretraining.planning.memory.split import families, widths_of_rank
 from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, head_is_wide, precision_of, size_of_recipe
+from pretraining.planning.messages import layer_messages
 from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.planning.sizes import BACKWARD, ModelSize, flops_per_token
 from pretraining.recipe import Recipe, accumulation_steps
@@ -96,30 +98,41 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
         UserError: the GPU has no such precision, or the ranks do not divide the recipe's step.
     """
     rates, size = sustained_rates(gpu, precision, world_size), size_of_recipe(recipe)
-    behind = size.gradients
-    tokens = recipe.micro_batch * recipe.sequence_length
+    behind, degrees = size.gradients, degrees_of(ds_config)
+    tokens = recipe.micro_batch * recipe.sequence_length // degrees.sequence
+    # tensor parallelism splits the products of the layers; every rank multiplies with the whole head
+    in_layers = (size.matmul - size.head) / degrees.tensor
+    of_products = (in_layers + size.head) / size.matmul
     # the table's factors are for 16-bit numbers
     width = precision_of(recipe, ds_config).compute / SIXTEEN_BIT
     mode = layer_mode(recipe, ds_config)
     # 2 products of 2 FLOPs each: queries with keys, probabilities with values
     scores = CAUSAL * 4 * size.num_layers * size.attention_width * recipe.sequence_length * tokens
-    forward = width * size.num_layers * _layer_bytes(recipe.model, mode, "forward", tokens)
-    backward = width * behind.layers * size.num_layers * _layer_bytes(recipe.model, mode, "backward", tokens)
+    scores /= degrees.tensor
+    forward = width * size.num_layers * _layer_bytes(recipe.model, mode, "forward", tokens, degrees)
+    backward = behind.layers * _layer_bytes(recipe.model, mode, "backward", tokens, degrees)
+    backward *= width * size.num_layers
     outside = width * _outside_bytes(recipe.model, mode, tokens)
-    skipped = size.num_layers * last_product(recipe.model) if _skips_last_product(recipe, ds_config) else 0
+    skipped = size.num_layers * last_product(recipe.model) if skips_last_product(recipe, ds_config) else 0
     # layers are recomputed, and the head belongs to none
-    recomputed = 2 * (size.matmul - size.head - skipped) * tokens
+    recomputed = 2 * (in_layers - skipped / degrees.tensor) * tokens
     again = behind.layers * recomputed_share(recomputed_one_in(recipe))
     # products and attention may be kept
     products_again = 0 if recipe.speed.recompute == "operators" else again
     engine = table("kernels")["engines"][str(zero_stage(ds_config))]
+    of_rank = families(recipe, ds_config, world_size)
+    trained = [sum(tensor.numel for tensor in family.trained) for family in of_rank]
     # the part of the step that ranks share shrinks with their number
-    in_step = engine["step"] + engine["step of its share"] / world_size
+    in_step = sum(
+        numel * (engine["step"] + engine["step of its share"] / family.ranks)
+        for numel, family in zip(trained, of_rank, strict=True)
+    )
+    accumulation = accumulation_steps(recipe, world_size, ds_config)
     seconds = {
         "products": 2
         * tokens
         * (
-            (size.matmul + behind.weights + behind.inputs) / rates.product_flops
+            (size.matmul + behind.weights + behind.inputs) * of_products / rates.product_flops
             + _wide_head_seconds(recipe, size, gpu, rates, world_size)
         ),
         "attention": (1 + ATTENTION_BACKWARD * behind.layers) * scores / rates.attention_flops,
@@ -129,15 +142,17 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
         / rates.bytes,
         "recomputation": products_again * (recomputed / rates.product_flops + scores / rates.attention_flops)
         + again * forward / rates.bytes,
-        "gradients": engine["micro-batch"] * behind.trained / rates.bytes,
+        "gradients": engine["micro-batch"] * sum(trained) / rates.bytes,
         # one step for all micro-batches of it
-        "optimizer": in_step
-        * behind.trained
-        / rates.bytes
-        / accumulation_steps(recipe, world_size, ds_config),
+        "optimizer": in_step / rates.bytes / accumulation,
     }
+    # nothing of a layer is left to compute while it waits for these
+    for message in layer_messages(recipe, ds_config, world_size, gpu):
+        if message.total:
+            seconds[message.name] = message.seconds / accumulation
     # MFU counts model FLOPs alone, and the scores without the mask (PaLM, appendix B)
     at_peak = flops_per_token(size, recipe.sequence_length).training * tokens / gpu.peak_flops(precision)
+    at_peak /= degrees.tensor
     total = sum(seconds.values())
     without = at_peak / (total - seconds["recomputation"])
     return Ceiling(seconds, at_peak / total, without, rates.products_measured_on)
@@ -247,13 +262,16 @@ def layer_mode(recipe: Recipe, ds_config: dict | None) -> str:
     return "eager" if compiled_part(recipe, ds_config, on_gpu=True) == "none" else "compiled"
 
 
-def _layer_bytes(model: dict, mode: str, direction: str, tokens: int) -> float:
+def _layer_bytes(model: dict, mode: str, direction: str, tokens: int, degrees: Degrees = NOT_SPLIT) -> float:
     """Return the bytes that one layer's kernels move for a micro-batch in 16 bit, without products and attention.
 
     direction: `forward` or `backward`.
     """
     shape, kernels = shape_of(model), table("kernels")
-    factors, widths = kernels["layers"][shape["model_type"]][mode][direction], layer_widths(shape, tokens)
+    factors, widths = (
+        kernels["layers"][shape["model_type"]][mode][direction],
+        layer_widths(shape, tokens, degrees),
+    )
     # an activation function written in Python is several kernels, and each reads and writes all inner values
     written_out = kernels["activations"].get(_activation(shape), {}).get(mode, {}).get(direction, 0.0)
     moved = sum(factor * widths[name] for name, factor in factors.items())
@@ -265,12 +283,12 @@ def _inner_width(widths: dict[str, float]) -> float:
     return widths["inner"] if "inner" in widths else widths["routed inner"]
 
 
-def layer_widths(shape: dict, tokens: int) -> dict[str, float]:
+def layer_widths(shape: dict, tokens: int, degrees: Degrees = NOT_SPLIT) -> dict[str, float]:
     """Return the widths in which a layer's bytes for a token are linear.
 
     `routed` counts a token once for every expert it is given to; the experts' weights are shared among the tokens.
     """
-    of_layer = widths_of(shape)
+    of_layer = widths_of_rank(widths_of(shape), degrees)
     if shape["model_type"] == "gpt2":
         return {"hidden": of_layer.hidden, "inner": of_layer.inner}
     widths = {"hidden": of_layer.hidden, "queries": of_layer.queries, "keys": of_layer.keys}
@@ -283,7 +301,11 @@ def layer_widths(shape: dict, tokens: int) -> dict[str, float]:
         "routed inner": routed * of_layer.expert_inner,
         "routed": routed,
         # three matrices an expert, read once for all tokens of the micro-batch
-        "expert weights": 3 * of_layer.experts * of_layer.hidden * of_layer.expert_inner / tokens,
+        "expert weights": 3
+        * (of_layer.experts / degrees.expert)
+        * of_layer.hidden
+        * of_layer.expert_inner
+        / tokens,
     }
 
 
@@ -291,14 +313,6 @@ def last_product(model: dict) -> int:
     """Return the entries of a layer's last matrix, whose product nothing keeps."""
     widths = layer_widths(shape_of(model), tokens=1)
     return round(widths["hidden"] * _inner_width(widths))
-
-
-def _skips_last_product(recipe: Recipe, ds_config: dict | None) -> bool:
-    """Return whether a recomputed layer stops before its last product."""
-    # torch stops as soon as all that the backward pass needs is there again. Under ZeRO-3, DeepSpeed's linear function
-    # (runtime/zero/linear.py, `zero3_linear_wrap`) keeps its input only after it has multiplied, which is too late.
-    # GPT-2's layers are transformers' `Conv1D`, which DeepSpeed does not replace.
-    return zero_stage(ds_config) < 3 or recipe.model.model_type == "gpt2"
 
 
 def _outside_bytes(model: dict, mode: str, tokens: int) -> float:

@@ -1,8 +1,10 @@
 """Print the plan of `train.py --plan`, on one screen or as JSON: what will be trained, what it takes, what is tight."""
 
 import json
+import math
 from dataclasses import asdict
 
+from pretraining.ds_config import degrees_of
 from pretraining.planning.comparison import predicted
 from pretraining.planning.constants import table
 from pretraining.planning.costs import (
@@ -25,6 +27,7 @@ from pretraining.planning.memory.need import (
     shrink,
 )
 from pretraining.planning.memory.tensors import frozen_tensors
+from pretraining.planning.messages import hpz_ranks
 from pretraining.planning.quantities import (
     columns,
     dollars,
@@ -55,13 +58,13 @@ GPUS_OF_A_NODE = 8
 def print_plan(
     recipe: Recipe, ds_config: dict | None, world_size: int | None, gpu_name: str | None, as_json: bool
 ) -> None:
-    """Print the plan of a recipe. Without `world_size`, plan for one rank and list the numbers that divide the step.
+    """Print the plan of a recipe. Without `world_size`, plan for the fewest ranks, and list those that divide the step.
 
     Raises:
         UserError: an unknown GPU, one without the recipe's precision, or ranks that do not divide the step.
     """
     gpu = None if gpu_name is None else find_gpu(gpu_name)
-    answer = full_plan(recipe, ds_config, world_size or 1, gpu)
+    answer = full_plan(recipe, ds_config, world_size or fewest_ranks(ds_config), gpu)
     if as_json:
         return print(json.dumps(answer, indent=2))
     print(as_text(answer))
@@ -83,6 +86,7 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
         # the same values as in plan.json, so that a run can be compared with this plan
         "predicted": predicted(recipe, ds_config, world_size, gpu, gpu_memory=there),
         "model": _model_words(recipe, plan),
+        "layout": _layout(ds_config),
         "precision": precision_of_products(recipe),
         "keep_in_fp32": recipe.weights.keep_in_fp32,
         "compiles": compiled_part(recipe, ds_config),
@@ -99,6 +103,18 @@ def full_plan(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu 
         "forecast": speed.to_dict() if speed else None,
         **_verdict(recipe, ds_config, world_size, gpu),
     }
+
+
+def _layout(ds_config: dict | None) -> dict[str, int]:
+    """Return the degrees above 1."""
+    degrees = {**degrees_of(ds_config)._asdict(), "hpz": hpz_ranks(ds_config)}
+    return {name: size for name, size in degrees.items() if size > 1}
+
+
+def fewest_ranks(ds_config: dict | None) -> int:
+    """Return the fewest ranks on which a ds_config can be used: those of one group of each degree."""
+    degrees = degrees_of(ds_config)
+    return math.lcm(degrees.ranks_per_sample, degrees.tensor * degrees.expert)
 
 
 def _fitting_gpus(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[str]:
@@ -214,10 +230,11 @@ def _what(answer: dict) -> list[tuple[str, str]]:
         # values of `refusals.compiled_part`; it adds nothing for "none"
         "deepcompile": ", DeepCompile",
     }.get(answer.get("compiles"), "")
+    layout = [("layout", _layout_words(answer))] if answer["layout"] else []
     wide = f" ({' and '.join(answer['keep_in_fp32'])} in fp32)" if answer["keep_in_fp32"] else ""
     way = f"{sharding}, {answer['precision']}{wide}, {answer['recomputation']}{compiled}"
     step = (
-        f"{several(answer['world_size'], 'GPU')} x {several(answer['micro_batch'], 'sequence')} x "
+        f"{_readers(answer)} x {several(answer['micro_batch'], 'sequence')} x "
         f"{answer['sequence_length']:,} tokens "
         f"x {answer['accumulation_steps']} accumulation"
     )
@@ -229,7 +246,27 @@ def _what(answer: dict) -> list[tuple[str, str]]:
         ("tokens", f"{tokens} (about 20 are compute-optimal); {answer['training_flops']:.3g} FLOPs"),
         ("steps", f"{answer['steps']:,} of {answer['tokens_per_step']:,} tokens: {step}"),
         ("how", way),
+        *layout,
     ]
+
+
+def _readers(answer: dict) -> str:
+    """Write how many GPUs, or groups of GPUs, read samples of their own."""
+    together = answer["layout"].get("tensor", 1) * answer["layout"].get("sequence", 1)
+    if together == 1:
+        return several(answer["world_size"], "GPU")
+    return f"{several(answer['world_size'] // together, 'group')} of {together} GPUs"
+
+
+def _layout_words(answer: dict) -> str:
+    """Write over how many ranks each part is split, the innermost ranks first."""
+    words = {
+        "tensor": "each layer's matrices over {} neighbours",
+        "sequence": "each sequence over {} ranks",
+        "expert": "the experts over {} neighbours",
+        "hpz": "a second copy of the weights over {} neighbours",
+    }
+    return ", ".join(words[name].format(size) for name, size in answer["layout"].items())
 
 
 def _memory(answer: dict) -> list[tuple[str, str]]:
@@ -291,11 +328,23 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
         ("kernels", _kernel_words(step["kernel_seconds"])),
         ("", KERNELS),
         ("step", f"{duration(step['seconds'])}, bound by {step['time']['bound_by']}; {links}"),
+        *([("messages", _message_words(step["messages"]))] if answer["layout"] else []),
         ("money", _money_words(cost)),
         ("energy", f"{energy(cost['energy_kwh'])} at the GPUs' rated power"),
         ("disk", f"{disk}{cadence}"),
         ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
     ]
+
+
+def _message_words(messages: list[dict]) -> str:
+    """Write what each GPU sends in a step, where to, and how long that takes at the links' peak."""
+    parts = []
+    for message in messages:
+        sizes = (("inside a node", message["inside_bytes"]), ("between nodes", message["across_bytes"]))
+        where = " and ".join(f"{num_bytes(size)} {words}" for words, size in sizes if size)
+        ranks = several(message["ranks"], "rank")
+        parts.append(f"{message['name']} of {ranks} {where} ({duration(message['seconds'])})")
+    return "; ".join(parts)
 
 
 def _kernel_words(seconds: dict[str, float]) -> str:
@@ -337,13 +386,14 @@ def _gpus(number: int, kind: str | None = None) -> str:
 def world_sizes(recipe: Recipe, ds_config: dict | None, gpu: Gpu | None) -> str:
     """Write a table of the numbers of GPUs that divide the step evenly."""
     at_once = recipe.micro_batch * recipe.sequence_length
-    steps = recipe.step_sizes.all
+    steps, together = recipe.step_sizes.all, degrees_of(ds_config).ranks_per_sample
+    fitting = [size for size in WORLD_SIZES if size % fewest_ranks(ds_config) == 0]
     # with a batch-size ramp, every size of step must divide, not only the full one
-    sizes = [size for size in WORLD_SIZES if not any(tokens % (size * at_once) for tokens in steps)]
+    sizes = [size for size in fitting if not any(tokens % (size // together * at_once) for tokens in steps)]
     header = ["GPUs", "accumulation", "memory of each", *(["fits", "time", "GPU-hours"] if gpu else [])]
     rows = columns(header, [_world_size(recipe, ds_config, size, gpu) for size in sizes], left=0)
     # the note concerns rows with more than one node only
-    if gpu is None or max(sizes) <= gpu.gpus_per_node:
+    if gpu is None or max(sizes, default=1) <= gpu.gpus_per_node:
         return rows
     return f"{rows}\nTimes of more than {gpu.gpus_per_node} GPUs, one node, assume perfect scaling."
 

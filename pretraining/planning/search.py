@@ -1,6 +1,7 @@
-"""The ZeRO stage, offload, micro-batch and activation checkpointing that fit so many GPUs and are predicted fastest."""
+"""The ZeRO stage, layout, offload, micro-batch and recomputation that fit so many GPUs and are predicted fastest."""
 
 import argparse
+import math
 import shlex
 import textwrap
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from pretraining.planning.memory.need import (
     recomputed_one_in,
     recomputed_share,
 )
-from pretraining.planning.memory.tensors import parameter_tensors
+from pretraining.planning.memory.split import families, held_tensors
 from pretraining.planning.quantities import (
     columns,
     count,
@@ -31,6 +32,7 @@ from pretraining.planning.quantities import (
     several,
     share,
 )
+from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.planning.throughput import scaling_over_nodes, step_time
 from pretraining.planning.workload import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
@@ -39,6 +41,12 @@ from pretraining.refusals import check_run
 
 WAYS = ("zero0", "zero1", "zero2", "zero3", "zero3_hpz", "zero2_offload", "zero3_offload", "zero3_nvme")
 """Names in ds_configs/, from the fewest messages to the most."""
+SPLIT_WAYS = ("zero1", "zero2", "zero3")
+"""Those of them that are also tried with layers, sequences or experts split over ranks."""
+SHORTEST_PART = 1024
+"""Tokens below which no sequence is split further."""
+NODE = 8
+"""GPUs of a node, if the kind of GPU is not known."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTED = (0, 4, 2, 1)
 """One layer in so many is recomputed; 0: none is."""
@@ -49,7 +57,8 @@ MOST = 6
 NOTE = """
 The fastest first, times within {same:.0%} counted as equal; each further row needs less memory than all above it.
 Of ways as fast as each other the first leaves {room:.0%} of the memory free, if one does, then has no offload,
-the fewest layers recomputed, the lowest stage and the largest micro-batch. What takes more than {tight:.0%} of the
+the fewest layers recomputed, the fewest splits, the lowest stage and the largest micro-batch. What takes more than
+{tight:.0%} of the
 memory is chosen only if nothing else fits. Time is the longest of products, messages and kernel launches, plus
 offload. `ac`: of how many layers one is recomputed (activation checkpointing)."""
 
@@ -214,25 +223,46 @@ def _config(way: str | None) -> dict | None:
 
 def _ways(recipe: Recipe, world_size: int, gpu: Gpu | None) -> list[str | None]:
     """Return the recipe's own ds_config and the shipped ones that `train.py` accepts with it (refusals.py)."""
-    node = gpu.gpus_per_node if gpu else 8
-    # hpZ keeps a copy of the weights on eight ranks: worth it only if these are one node among several
-    hpz = node == 8 and world_size > 8 and world_size % 8 == 0
-    shipped = [way for way in WAYS if (hpz or way != "zero3_hpz") and _is_accepted(recipe, way, world_size)]
-    if recipe.training.fp16:
-        shipped = [
-            way for way in shipped if way != "zero0"
-        ]  # DeepSpeed 0.19.8 cannot sum fp16 gradients in fp32 at stage 0
+    node = gpu.gpus_per_node if gpu else NODE
+    tried = [*WAYS, *_split_ways(recipe, world_size, node)]
+    # hpZ keeps a copy of the weights in each node: worth it only among several
+    if 1 < node < world_size and world_size % node == 0:
+        tried[tried.index("zero3_hpz")] = "zero3_hpz" if node == NODE else f"zero3:hpz={node}"
+    else:
+        tried.remove("zero3_hpz")
+    # DeepSpeed 0.19.8 cannot sum fp16 gradients in fp32 at stage 0
+    shipped = [
+        way
+        for way in tried
+        if not (recipe.training.fp16 and way == "zero0") and _is_accepted(recipe, way, world_size)
+    ]
     return shipped if recipe.deepspeed in shipped else [recipe.deepspeed, *shipped]
 
 
+def _split_ways(recipe: Recipe, world_size: int, node: int) -> list[str]:
+    """Return ds_configs with degrees of parallelism whose groups fit into a node."""
+    sizes = [2**n for n in range(1, 1 + min(node, world_size).bit_length()) if node % 2**n == 0]
+    sizes = [size for size in sizes if world_size % size == 0]
+    sequences = [size for size in sizes if recipe.sequence_length >= size * SHORTEST_PART]
+    both = [(t, s) for t in sizes for s in sequences if t * s in sizes]
+    degrees = [f"tensor={size}" for size in sizes]
+    degrees += [f"sequence={size}" for size in sequences]
+    degrees += [f"tensor={tensor},sequence={sequence}" for tensor, sequence in both]
+    if widths_of(shape_of(recipe.model)).experts:
+        degrees += [f"expert={size}" for size in sizes]
+    return [f"{way}:{split}" for split in degrees for way in SPLIT_WAYS]
+
+
 def _is_accepted(recipe: Recipe, way: str, world_size: int) -> bool:
+    variant = replace(recipe, deepspeed=way)
     try:
-        check_run(replace(recipe, deepspeed=way), _config(way))
+        check_run(variant, _config(way))
     except UserError:
         return False
-    tensors, width = parameter_tensors(recipe.model), value_of(recipe.model, "hidden_size")
+    of_rank, width = families(variant, _config(way), world_size), value_of(recipe.model, "hidden_size")
+    ranks = max(family.ranks for family in of_rank)
     # a run with such a gradient is refused (gate.py), so that the search must not offer it
-    return unprotected_gradient(_config(way), tensors, width, world_size) is None
+    return unprotected_gradient(_config(way), held_tensors(of_rank), width, ranks) is None
 
 
 def _variant(recipe: Recipe, way: str | None, micro_batch: int, every_n_layers: int) -> Recipe:
@@ -281,12 +311,13 @@ def _changes(variant: Recipe, recipe: Recipe) -> tuple[str, ...]:
     return tuple(changes)
 
 
-def _burdens(each: Candidate) -> tuple[bool, float, int]:
-    """Return what a way costs beyond its predicted time: offload, layers computed twice, waits."""
+def _burdens(each: Candidate) -> tuple[bool, float, int, int]:
+    """Return what a way costs beyond its predicted time: offload, layers computed twice, split layers, waits."""
     config = _config(each.deepspeed)
     offloads = optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
     # stages 0 and 1 reduce once a step, stage 2 waits for its messages in every micro-batch, stage 3 gathers as well
-    return offloads, recomputed_share(each.every_n_layers), max(1, zero_stage(config))
+    stage, split = max(1, zero_stage(config)), math.prod(degrees_of(config))
+    return offloads, recomputed_share(each.every_n_layers), split, stage
 
 
 def _rank(fastest: float, limit: float) -> Callable[[Candidate], tuple]:
@@ -296,10 +327,10 @@ def _rank(fastest: float, limit: float) -> Callable[[Candidate], tuple]:
         speed = 0 if slower <= SAME else slower
         # more room than ROOMY leaves is worth nothing
         crowded = 0 if used <= ROOMY else used
-        offloads, again, _ = _burdens(each)
+        offloads, again, split, _ = _burdens(each)
         stage = zero_stage(_config(each.deepspeed))
         # a larger micro-batch has larger kernels, which are faster than predicted
-        return (used > TIGHT, speed, crowded, offloads, again, stage, -each.micro_batch)
+        return (used > TIGHT, speed, crowded, offloads, again, split, stage, -each.micro_batch)
 
     return key
 
@@ -332,7 +363,7 @@ def _nothing_fits(
 
 
 class FitVerb:
-    """The stage, offload, micro-batch and activation checkpointing that fit, predicted fastest first."""
+    """The stage, layout, offload, micro-batch and activation checkpointing that fit, predicted fastest first."""
 
     EXAMPLES = """  python -m pretraining.planning fit --recipe 7b --world_size 8 --gpu A100
   python -m pretraining.planning fit --recipe 30b --world_size 8 --gpu H200 --top 3 --json"""

@@ -4,9 +4,15 @@ from dataclasses import dataclass, replace
 
 from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
 from pretraining.planning.constants import table
-from pretraining.planning.gpus import Gpu, kept_rates
+from pretraining.planning.gpus import Gpu
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share
 from pretraining.planning.memory.tensors import precision_of, size_of_recipe
+from pretraining.planning.messages import (
+    LAYER_MESSAGES,
+    communication,
+    communication_seconds,
+    step_messages,
+)
 from pretraining.planning.roofline import ceiling, expected_utilization, recipe_utilization, tokens_per_second
 from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.recipe import Recipe, accumulation_steps
@@ -27,6 +33,8 @@ class StepTime:
     """The step's bytes at the peak of the slowest link on their way: a lower bound."""
     offload_seconds: float = 0.0
     """Seconds of transfers to the host and NVMe, and of the host's optimizer; they come after the products."""
+    waiting_seconds: float = 0.0
+    """Part of `compute_seconds` in which layers wait for messages of tensor, sequence or expert parallelism."""
     launch_seconds: float = 0.0
     """Seconds that Python needs to launch the step's kernels; the GPU waits for it if the model is small."""
 
@@ -41,8 +49,8 @@ class StepTime:
     def bound_by(self) -> str:
         """Return the longest part, which is what to improve first."""
         parts = {
-            "compute": self.compute_seconds,
-            "links": self.communication_seconds,
+            "compute": self.compute_seconds - self.waiting_seconds,
+            "links": max(self.communication_seconds, self.waiting_seconds),
             "offload": self.offload_seconds,
             "kernel launches": self.launch_seconds,
         }
@@ -87,21 +95,22 @@ def step_time(
         if recipe.speed.recompute == "operators"
         else recomputed_share(recomputed_one_in(recipe)),
         width=precision_of(recipe, ds_config).weights,
-        hpz=hpz_ranks(ds_config),
     )
     if used and used.assumed:
         # the ceiling counted the seconds of every kernel: no need to derive them from FLOPs and an MFU
-        time = replace(time, compute_seconds=accumulation * sum(at_best.seconds.values()))
+        waiting = sum(seconds for name, seconds in at_best.seconds.items() if name in LAYER_MESSAGES)
+        time = replace(
+            time,
+            compute_seconds=accumulation * sum(at_best.seconds.values()),
+            waiting_seconds=accumulation * waiting,
+        )
+    sent = step_messages(recipe, ds_config, world_size, gpu)
     return replace(
         time,
+        communication_seconds=sum(message.seconds for message in sent if message.name not in LAYER_MESSAGES),
         offload_seconds=_offload_seconds(recipe, ds_config, world_size, accumulation, gpu),
         launch_seconds=_launch_seconds(recipe, ds_config, accumulation),
     )
-
-
-def hpz_ranks(ds_config: dict | None) -> int:
-    """Return how many ranks share the second copy of the weights (ZeRO++); 1: there is none."""
-    return (ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
 
 
 def precision_of_products(recipe: Recipe) -> str:
@@ -123,7 +132,6 @@ def predicted_step_seconds(
     precision: str | None = None,
     recomputed: float = 0.0,
     width: int = 2,
-    hpz: int = 1,
 ) -> StepTime:
     """Return seconds of one optimizer step of data-parallel training.
 
@@ -139,66 +147,8 @@ def predicted_step_seconds(
     mfu = mfu or expected_utilization(gpu, size.total, recomputation=ratio).mfu
     flops = counted.training + recomputed * counted.recomputed
     rate = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), mfu)
-    volume = communication(size.total, stage, num_gpus, accumulation, width, hpz)
+    volume = communication(size.total, stage, num_gpus, accumulation, width)
     return StepTime(tokens_per_step / rate, communication_seconds(volume, gpu, num_gpus))
-
-
-@dataclass(frozen=True)
-class Communication:
-    """Bytes that one rank sends in one optimizer step."""
-
-    gradients: float
-    parameters: float
-    """Gathered weights; with hpZ only those that cross nodes."""
-    inside_node: float
-    """Weights that hpZ gathers inside the node instead."""
-
-    @property
-    def total(self) -> float:
-        """All bytes sent."""
-        return self.gradients + self.parameters + self.inside_node
-
-
-def communication(
-    parameters: int, stage: int, num_ranks: int, accumulation: int = 1, width: int = 2, hpz: int = 1
-) -> Communication:
-    """Return bytes one rank sends per optimizer step: ZeRO (Rajbhandari et al. 2020), section 7.
-
-    With psi parameters and without accumulation, a rank sends 2 psi elements at stages 0 to 2, and 3 psi at stage 3.
-
-    Args:
-        width: bytes of an element; DeepSpeed and torch send gradients in the precision that holds the weights.
-        hpz: ranks of a secondary partition (zero_hpz_partition_size), 1 for none.
-    """
-    # a ring sends (n - 1) / n of each message
-    once = parameters * width * (num_ranks - 1) / num_ranks
-    # reduced once a step in any case; psi are reduced and psi gathered
-    if stage < 2:
-        return Communication(once, once, 0.0)
-    # gradients exist only as shards, so every micro-batch reduces (DeepSpeed 0.19, runtime/zero/stage_1_and_2.py)
-    if stage == 2:
-        return Communication(once * accumulation, once, 0.0)
-    # the forward and the backward pass each gather all weights, in every micro-batch
-    gathers = once * accumulation
-    if hpz <= 1:
-        return Communication(gathers, 2 * gathers, 0.0)
-    # hpZ gathers for the backward pass inside the node (ZeRO++, Wang et al. 2023)
-    return Communication(gathers, gathers, accumulation * parameters * width * (hpz - 1) / hpz)
-
-
-def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> float:
-    """Return seconds at the rate that the doctor measured on this machine, else at the peak of the links.
-
-    The peak is that of the link inside a node, else of the slower of link and network.
-    """
-    measured = kept_rates(gpu.name, num_ranks).get("all_reduce_bytes_per_second")
-    # a measured rate includes the slowest link already
-    if measured:
-        return volume.total / measured["value"]
-    inside = gpu.link_bytes_per_second
-    # a ring is as fast as its slowest link
-    across = inside if num_ranks <= gpu.gpus_per_node else min(inside, gpu.network_bytes_per_second)
-    return (volume.gradients + volume.parameters) / across + volume.inside_node / inside
 
 
 def scaling_over_nodes(gpu: Gpu, num_gpus: int, utilization_is_assumed: bool = True) -> dict | None:

@@ -12,6 +12,9 @@ from pretraining.schema import check, problem
 
 EXACT = ("gpt2", "llama", "mixtral", "qwen3", "qwen3_moe")
 """Counted by formula in planning/sizes.py; what holds for them is tested for each."""
+MIXTURES = ("mixtral", "qwen3_moe")
+"""Those of them with experts."""
+DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout")
 FILE = Path(__file__).with_name("model_types.json")
 GPT2_NAMES = {
     "hidden_size": "n_embd",

@@ -1,6 +1,5 @@
 """Notice the signals that ask a run to stop, at once, whatever the main thread waits for."""
 
-import _thread
 import os
 import signal
 import threading
@@ -66,9 +65,10 @@ def end_with_standard_input() -> None:
     def wait() -> None:
         while os.read(0, 64):
             continue
-        _thread.interrupt_main()
+        # to that thread, so that it leaves a system call too
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         time.sleep(_LAST_SECONDS)
-        # the main thread may wait for a library that looks at no signal
+        # a library may look at no signal, or the process may have been started to ignore this one
         os._exit(INTERRUPTED)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()

@@ -106,11 +106,8 @@ class Arrival:
 
     def _raise_failure(self) -> None:
         assert self._preparation is not None
-        if (failure := self._preparation.failure()) is None:
-            return
-        if not self.run.recipe.exists():
-            self._preparation.log.unlink(missing_ok=True)  # a refused run leaves nothing
-        raise UserError(_failed(failure))
+        if (failure := self._preparation.failure()) is not None:
+            raise UserError(_failed(failure))
 
     def follow(self, dataset: PackedDataset, progress: Progress) -> None:
         """Wait for the first step's samples of this dataset, and from now on for those of every other step."""
@@ -139,15 +136,17 @@ class Arrival:
         if samples <= self._ready:
             return True
         began, waits = time.monotonic(), False
-        with long_work():
-            while not self._can_read(samples, step):
-                waits = True
-                if self.stop.agreed():
-                    return False
-                time.sleep(POLL_SECONDS)
-        if waits:
-            seconds = round(time.monotonic() - began, 3)
-            from_rank_0(lambda: self.run.add_event("waited_for_data", step=step, seconds=seconds))
+        try:
+            with long_work():
+                while not self._can_read(samples, step):
+                    waits = True
+                    if self.stop.agreed():
+                        return False
+                    time.sleep(POLL_SECONDS)
+        finally:
+            if waits and self._preparation is not None:
+                seconds = round(time.monotonic() - began, 3)
+                self.run.add_event("waited_for_data", step=step, seconds=seconds)
         return True
 
     def _show_failure(self) -> None:
@@ -202,6 +201,8 @@ class Arrival:
         if not self._preparation.has_ended():
             print(f"{self._folder} is not whole: {self._preparation.command} goes on with it", flush=True)
         self._preparation.end()
+        if not self.run.recipe.exists():
+            self._preparation.log.unlink(missing_ok=True)  # a refused run leaves nothing
 
 
 def _failed(why: str) -> str:

@@ -48,7 +48,7 @@ EXPERTS = {
 NUM_RANKS = 8
 RECOMPUTED = "training.activation_checkpointing=true"
 FEATURES = {
-    "Llama, Qwen3 shapes": (),
+    "Llama, Qwen3 shapes": (f"model={json.dumps(LLAMA)}",),
     "GPT-2 shapes": (f"model={json.dumps(GPT2)}",),
     "mixtures of experts": (f"model={json.dumps(EXPERTS)}",),
     "documents kept apart, best-fit packing": ("data.document_masking=true", "data.packing=best_fit"),

@@ -48,9 +48,11 @@ class Alongside:
         if not code or self._failure is not None:
             return self._failure
         self._output.seek(0)
-        errors = [line for line in self._output.read().splitlines() if line.startswith("error: ")]
+        lines = [line.strip() for line in self._output.read().splitlines() if line.strip()]
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        self._failure = errors[-1].removeprefix("error: ").strip() if errors else f"{how}; see {self.log}"
+        # without an error of ours the last line is that of a traceback
+        self._failure = errors[-1] if errors else "; ".join([how, *lines[-1:]])
         return self._failure
 
     def seconds_worked(self) -> float:

@@ -7,6 +7,8 @@ CUDA kernels save them. benchmarks/memory.py compares the counts with torch's me
 from dataclasses import dataclass, replace
 from math import ceil
 
+from pretraining.ds_config import Degrees
+from pretraining.planning.memory.split import key_value_copies, widths_of_rank
 from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, Precision
 from pretraining.planning.shapes import Widths, is_mixture, shape_of, widths_of
 from pretraining.planning.sizes import model_size
@@ -18,11 +20,14 @@ ELEMENTWISE_SAVED = {"gelu_new": 4, "relu": 0}
 TOKEN_INPUT_BYTES = 24
 """Bytes of a token's id, label and position, int64 each."""
 PLAIN = Loss(kind="plain")
+NOT_SPLIT = Degrees()
 ON_PROCESSOR = 256 * 2**20
 """Bytes of one chunk if a processor trains."""
 ON_GPU = 2**30
 """Bytes of one chunk on a GPU, at most; a smaller GPU gives one part in GPU_SHARE of its memory."""
 GPU_SHARE = 64
+VALIDATED_AT_ONCE = 1024
+"""Tokens whose logits a validation holds in fp32 at once."""
 MULTIPLE = 128
 """Tokens; a chunk is a multiple of it, as matrix products work on tiles."""
 
@@ -43,6 +48,13 @@ class Activations:
     """The loss at its peak (`loss_bytes`)."""
     backward: float
     """Gradients of a layer's own activations while its backward pass runs."""
+    recomputes_last: bool = False
+    """Whether the last layer, whose backward pass is the first, is computed again."""
+
+    @property
+    def at_last_layer(self) -> float:
+        """Bytes while the last layer's backward pass runs: nothing of the other layers has been freed yet."""
+        return self.layers + (self.recomputed if self.recomputes_last else 0) + self.backward
 
     @property
     def kept(self) -> float:
@@ -59,22 +71,29 @@ def activations(
     loss: Loss = PLAIN,
     gpu_memory: float | None = None,
     keeps_products: bool = False,
+    degrees: Degrees = NOT_SPLIT,
     wide_head: bool = False,
 ) -> Activations:
-    """Return activations of one micro-batch.
+    """Return activations of one micro-batch on one rank.
 
     Args:
         every_n_layers: one layer in so many is recomputed, and only its input is kept; 0: none is.
         keeps_products: also what a recomputed layer's products and attention gave (`speed.recompute` operators).
         loss: the recipe's section.
         gpu_memory: bytes of the GPU, which decide the loss's chunks; None: a processor trains, or it is not known.
+        degrees: over how many ranks layers and sequences are split.
         wide_head: the head multiplies in fp32 (`model.keep_in_fp32`).
     """
     shape = shape_of(model)
-    tokens, widths = micro_batch * sequence_length, widths_of(shape)
-    by_layer = [_layer(shape, widths, index, sequence_length, precision) for index in range(widths.layers)]
+    # each rank has a part of every sequence; inside attention, all tokens of a part of the heads, which is as much
+    tokens = micro_batch * sequence_length // degrees.sequence
+    widths = widths_of_rank(widths_of(shape), degrees)
+    by_layer = [
+        _layer(shape, widths, index, sequence_length, precision, degrees) for index in range(widths.layers)
+    ]
     # the input of a layer, on the residual stream
     largest, boundary = max(by_layer), precision.residual * widths.hidden
+    recomputes_last = every_n_layers > 0 and (widths.layers - 1) % every_n_layers == 0
     # of a recomputed layer: results of products, and of these the ones that its backward pass reads anyway
     products, read_anyway = _products(shape, widths, precision) if keeps_products else (0, 0)
     if every_n_layers:
@@ -88,7 +107,7 @@ def activations(
         # the mask is an argument of every recomputed layer
         outside += precision.weights * sequence_length
     # copies of weights do not grow with the tokens
-    copies = _cast_weights(model, every_n_layers > 0, wide_head) if precision.is_autocast else 0
+    copies = _cast_weights(model, every_n_layers > 0, degrees, wide_head) if precision.is_autocast else 0
     of_loss, read = precision, 0
     if wide_head:
         of_loss = replace(precision, weights=FP32, compute=FP32)
@@ -101,23 +120,27 @@ def activations(
         outside=tokens * outside + copies,
         logits=read + loss_bytes(tokens, shape["vocab_size"], widths.hidden, of_loss, loss, gpu_memory),
         backward=tokens * _backward(shape, widths, sequence_length, precision),
+        recomputes_last=recomputes_last,
     )
 
 
-def _cast_weights(model: dict, checkpointing: bool, wide_head: bool = False) -> int:
+def _cast_weights(model: dict, checkpointing: bool, degrees: Degrees, wide_head: bool = False) -> float:
     """Return the bytes of autocast's 16-bit copies of the matrices."""
     size = model_size(model)
-    layers = size.parts.attention + size.parts.mlp + size.parts.experts + size.parts.router
+    layers = (size.parts.attention + size.parts.mlp) / degrees.tensor
+    layers += size.parts.experts / degrees.expert + size.parts.router
     # a recomputed layer frees its copies after its forward pass; the head's copy stays
     return SIXTEEN_BIT * ((0 if wide_head else size.head) + (0 if checkpointing else layers))
 
 
-def _layer(shape: dict, widths: Widths, index: int, length: int, precision: Precision) -> float:
+def _layer(
+    shape: dict, widths: Widths, index: int, length: int, precision: Precision, degrees: Degrees
+) -> float:
     """Return the bytes that one layer keeps for a token."""
     # each dropout on the residual stream keeps a mask of one byte an element
     dropouts = 2 if shape.get("resid_pdrop") else 0
     norms = 2 * _norm(shape, widths.hidden, precision) + dropouts * widths.hidden
-    attention = _attention(shape, widths, length, precision)
+    attention = _attention(shape, widths, length, precision, degrees)
     mixture = shape["model_type"] != "gpt2" and is_mixture(shape, index)
     return (
         norms
@@ -150,7 +173,7 @@ def _norm(shape: dict, width: int, precision: Precision, groups: int = 1) -> flo
     return FP32 * width + FP32 * groups + precision.residual * width
 
 
-def _attention(shape: dict, widths: Widths, length: int, precision: Precision) -> float:
+def _attention(shape: dict, widths: Widths, length: int, precision: Precision, degrees: Degrees) -> float:
     """Return the bytes that attention keeps for a token: inputs, queries, keys, values, result, the kernel's own."""
     width, gpt2 = precision.compute, shape["model_type"] == "gpt2"
     # autocast casts the input once for each projection; GPT-2 has one matrix for all three
@@ -160,7 +183,10 @@ def _attention(shape: dict, widths: Widths, length: int, precision: Precision) -
         inputs += _head_norms(shape, widths, precision)
     if shape.get("attn_implementation") != "eager":
         # flash and memory-efficient kernels keep one fp32 number per head and token (Dao et al. 2022, section 3)
-        return inputs + width * (2 * widths.queries + 2 * widths.keys) + FP32 * widths.heads
+        keys = widths.keys * key_value_copies(widths, degrees)
+        # after the exchange back, the result of split sequences is another tensor than the kernel's
+        queries = (3 if degrees.sequence > 1 else 2) * widths.queries
+        return inputs + width * (queries + 2 * keys) + FP32 * widths.heads
     # eager attention keeps the probabilities of every pair
     pairs = widths.heads * length
     # llama and similar types, and GPT-2 under autocast, compute them in fp32 and keep them in both precisions
@@ -209,6 +235,22 @@ def _backward(shape: dict, widths: Widths, length: int, precision: Precision) ->
         # eager attention: the gradients of all pairs may be wider than those of the inner activations
         return max(inner, 2 * FP32 * widths.heads * length) + precision.residual * widths.hidden
     return inner + precision.residual * widths.hidden
+
+
+def validation_bytes(model: dict, tokens: int, precision: Precision, degrees: Degrees) -> float:
+    """Return the bytes of a forward pass that keeps nothing: those of its widest layer, or of its logits."""
+    shape = shape_of(model)
+    widths = widths_of_rank(widths_of(shape), degrees)
+    # the residual stream, its sum with a layer's result, and a norm's copy in fp32
+    stream = (2 * precision.residual + FP32) * widths.hidden
+    attention = 2 * widths.queries + 2 * widths.keys
+    inner = (2 if shape["model_type"] == "gpt2" else 3) * widths.inner
+    if widths.experts:
+        inner = max(inner, widths.chosen_experts * (widths.hidden + 3 * widths.expert_inner))
+    layers = tokens * (stream + precision.compute * (widths.hidden + max(attention, inner)))
+    # all logits at once, which are in fp32 for a few tokens at a time (evaluation/validation.py)
+    at_once = 2 * FP32 * min(tokens, VALIDATED_AT_ONCE) + precision.compute * tokens
+    return max(layers, at_once * shape["vocab_size"] + precision.compute * tokens * widths.hidden)
 
 
 def compiles_loss(compile: bool | None, on_gpu: bool) -> bool:

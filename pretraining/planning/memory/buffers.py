@@ -37,20 +37,23 @@ def buffers(
     accumulation: int,
     gathers_blocks: bool = False,
     frozen: Sequence[Tensor] = (),
+    share: float | None = None,
     wide: Sequence[Tensor] = (),
 ) -> Buffers:
     """Return buffers of the stage.
 
+    tensors: of the size that one rank would hold without ZeRO.
     width: the model's, which decides what `"auto"` becomes (transformers 5.23, integrations/deepspeed.py).
     gathers_blocks: whether stage 3 gathers a block's weights as one and reduces its gradients together.
     frozen: those of `tensors` that have no gradients.
+    share: elements that a rank steps; None: all ranks share all tensors.
     wide: those of `tensors` that are in fp32 although the others are not.
     """
     if config is None:
         return Buffers(0, 0, 0, 0)
     stage, zero = zero_stage(config), config["zero_optimization"]
     total, element = sum(t.numel for t in tensors) - sum(t.numel for t in frozen), precision.weights
-    share = total / world_size
+    share = total / world_size if share is None else share
     bucket = element * reduce_bucket(config, width)
     wider = (FP32 - element) * sum(tensor.numel for tensor in wide)
     if stage == 3:

@@ -3,14 +3,15 @@
 import argparse
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
-from pretraining.ds_config import optimizer_device, parameter_device, zero_stage
+from pretraining.ds_config import Degrees, degrees_of, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.memory.activations import Activations, activations
+from pretraining.planning.memory.activations import Activations, activations, validation_bytes
 from pretraining.planning.memory.buffers import Buffers, buffers, optimizer_copies
+from pretraining.planning.memory.split import Family, families, held_tensors
 from pretraining.planning.memory.states import (
     ADAM,
     ModelState,
@@ -27,13 +28,11 @@ from pretraining.planning.memory.tensors import (
     Tensor,
     frozen_tensors,
     head_is_wide,
-    parameter_tensors,
     precision_of,
     trained_tensors,
     wide_tensors,
 )
 from pretraining.planning.quantities import columns, gpu_count, num_bytes, several
-from pretraining.planning.sizes import model_size
 from pretraining.planning.workload import add_workload_arguments, workload_of
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import value_of
@@ -47,8 +46,10 @@ TIGHT = 0.95
 """Share of a GPU's memory above which fragmentation can end a run."""
 PHASES = {
     "loss": "when the backward pass starts: all kept activations and the loss",
+    "last layer": "when the last layer is computed again: every layer's input and that layer's activations",
     "backward": "when the backward pass ends: one layer's activations and all gradients",
     "step": "in the optimizer step: gradients and their flat copies",
+    "validation": "in a validation, which reads whole sequences on each rank",
 }
 SNAPSHOT_ALIGNMENT = 64
 """Bytes; a tensor of any type may begin at a multiple of it."""
@@ -172,8 +173,10 @@ def memory_need(
     Raises:
         UserError: ranks x micro-batch x length does not divide the tokens per step.
     """
-    precision, tensors = precision_of(recipe, ds_config), parameter_tensors(recipe.model)
-    trained, frozen, wide = trained_tensors(recipe), frozen_tensors(recipe), wide_tensors(recipe, ds_config)
+    precision, of_rank = precision_of(recipe, ds_config), families(recipe, ds_config, world_size)
+    degrees, tensors = degrees_of(ds_config), held_tensors(of_rank)
+    frozen = [tensor for family in of_rank for tensor in family.frozen]
+    wide = wide_tensors(recipe, ds_config)
     accumulation = accumulation_steps(recipe, world_size, ds_config)
     optimizer, state = optimizer_states(recipe), state_of_recipe(recipe, ds_config, world_size)
     held = activations(
@@ -185,18 +188,27 @@ def memory_need(
         loss=loss_of(recipe),
         gpu_memory=gpu_memory,
         keeps_products=recipe.speed.recompute == "operators",
+        degrees=degrees,
         wide_head=head_is_wide(recipe),
     )
     width = value_of(recipe.model, "hidden_size")
     as_one = gathers_blocks(recipe, ds_config)
-    extra = buffers(ds_config, tensors, width, world_size, precision, accumulation, as_one, frozen, wide)
-    copies = optimizer_copies(ds_config, trained, world_size, optimizer.copied)
+    share = sum(tensor.numel / family.ranks for family in of_rank for tensor in family.trained)
+    extra = buffers(
+        ds_config, tensors, width, world_size, precision, accumulation, as_one, frozen, share, wide
+    )
+    copies = sum(
+        optimizer_copies(ds_config, family.trained, family.ranks, optimizer.copied) for family in of_rank
+    )
     # the optimizer's own copies exist at the same moment as ZeRO's
     extra = replace(extra, step=extra.step + copies)
+    phases = _phases(state, held, extra, zero_stage(ds_config), accumulation, optimizer.name)
+    if degrees.sequence > 1 and recipe.training.eval_strategy != "no":
+        phases["validation"] = _validation(recipe, phases["loss"], precision, degrees)
     return MemoryNeed(
-        phases=_phases(state, held, extra, zero_stage(ds_config), accumulation, optimizer.name),
+        phases=phases,
         num_gpus=world_size,
-        host=_host_memory(recipe, ds_config, world_size, state, precision, trained, frozen, optimizer),
+        host=_host_memory(recipe, ds_config, world_size, state, precision, of_rank, optimizer),
         nvme=state.nvme,
         state=state,
         optimizer_states=optimizer.name,
@@ -205,18 +217,25 @@ def memory_need(
 
 def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> ModelState:
     """Return the model state of the fullest of `world_size` ranks, with the recipe's optimizer."""
-    frozen = frozen_tensors(recipe)
-    return model_state(
-        model_size(recipe.model).total - sum(tensor.numel for tensor in frozen),
-        ds_config,
-        world_size,
-        precision_of(recipe, ds_config).weights == SIXTEEN_BIT,
-        accumulation_steps(recipe, world_size, ds_config),
-        trained_tensors(recipe),
-        optimizer_states(recipe),
-        frozen,
-        wide_tensors(recipe, ds_config),
-    )
+    accumulation, optimizer = accumulation_steps(recipe, world_size, ds_config), optimizer_states(recipe)
+    sixteen_bit = precision_of(recipe, ds_config).weights == SIXTEEN_BIT
+    states = [
+        model_state(
+            sum(tensor.numel for tensor in family.trained),
+            ds_config,
+            family.ranks,
+            sixteen_bit,
+            accumulation,
+            family.trained,
+            optimizer,
+            family.frozen,
+            # embeddings and head, which no layout splits
+            () if number else wide_tensors(recipe, ds_config),
+        )
+        for number, family in enumerate(families(recipe, ds_config, world_size))
+    ]
+    # every part of one family comes on top of that of the other
+    return ModelState(*(sum(parts) for parts in zip(*map(astuple, states), strict=True)))
 
 
 def loss_of(recipe: Recipe) -> Loss:
@@ -247,25 +266,28 @@ def recomputed_share(every_n_layers: int) -> float:
     return 1 / every_n_layers if every_n_layers else 0.0
 
 
+def skips_last_product(recipe: Recipe, ds_config: dict | None) -> bool:
+    """Return whether a recomputed layer stops before its last product."""
+    # torch stops as soon as all that the backward pass needs is there again. Under ZeRO-3, DeepSpeed's linear function
+    # (runtime/zero/linear.py, `zero3_linear_wrap`) keeps its input only after it has multiplied, which is too late.
+    # GPT-2's layers are transformers' `Conv1D`, which DeepSpeed does not replace.
+    return zero_stage(ds_config) < 3 or recipe.model.model_type == "gpt2"
+
+
 def _phases(
     state: ModelState, held: Activations, extra: Buffers, stage: int, accumulation: int, optimizer: str
 ) -> dict[str, dict[str, float]]:
-    """Return the parts at the three moments when a step's memory can peak."""
+    """Return the parts at the moments when a step's memory can peak."""
     # observed with deepspeed 0.19.8: benchmarks/model_states.py
     always = {"weights": state.parameters, "fp32 masters": state.masters, optimizer: state.moments}
     sums = state.gradient_accumulation
     # at stage 2 the sums exist only after a first micro-batch, at stages 1 and 3 always
     sums_before = sums if accumulation > 1 or stage != 2 else 0
     passing = {**always, "reduce buckets": extra.buckets, "gathered weights": extra.gathered}
-    return {
-        "loss": {
-            **passing,
-            # when a backward pass starts, only earlier micro-batches have left gradients
-            "gradients": state.gradients if accumulation > 1 else 0,
-            "gradient sums": sums_before,
-            "activations": held.kept,
-            "logits and loss": held.logits,
-        },
+    # when a backward pass starts, only earlier micro-batches have left gradients
+    earlier = {"gradients": state.gradients if accumulation > 1 else 0, "gradient sums": sums_before}
+    phases = {
+        "loss": {**passing, **earlier, "activations": held.kept, "logits and loss": held.logits},
         "backward": {
             **passing,
             "gradients": state.gradients + extra.in_flight,
@@ -280,6 +302,19 @@ def _phases(
             "copies for the step": extra.step,
         },
     }
+    if held.recomputes_last:
+        phases["last layer"] = {**passing, **earlier, "activations": held.at_last_layer}
+    return phases
+
+
+def _validation(
+    recipe: Recipe, at_loss: dict[str, float], precision: Precision, degrees: Degrees
+) -> dict[str, float]:
+    """Return the parts in a validation: no activations are kept, and every rank reads whole sequences."""
+    num_sequences = recipe.training.per_device_eval_batch_size
+    tokens = num_sequences * recipe.sequence_length
+    without = {name: size for name, size in at_loss.items() if name not in ("activations", "logits and loss")}
+    return {**without, "validation": validation_bytes(recipe.model, tokens, precision, degrees)}
 
 
 def pinned_bytes(num_bytes: int) -> int:
@@ -301,17 +336,23 @@ def _host_memory(
     world_size: int,
     state: ModelState,
     precision: Precision,
-    tensors: Sequence[Tensor],
-    frozen: Sequence[Tensor],
+    of_rank: Sequence[Family],
     optimizer: OptimizerStates,
 ) -> dict[str, float]:
-    """Return the host memory of one rank in bytes, by use. tensors: those that are trained."""
+    """Return the host memory of one rank in bytes, by use."""
+    trained, frozen = trained_tensors(recipe), frozen_tensors(recipe)
     host = {PROCESS: table("memory")["host_process_bytes"]["value"]}
     if state.host:
         host["offloaded states"] = state.host
-    if staging := _staging(config, tensors):
+    if staging := _staging(config, [tensor for family in of_rank for tensor in family.trained]):
         host["staging buffers"] = staging
-    pinned = pinned_by_offload(config, world_size, precision.weights, optimizer.in_groups(tensors))
+    pinned = [
+        size
+        for family in of_rank
+        for size in pinned_by_offload(
+            config, family.ranks, precision.weights, optimizer.in_groups(family.trained)
+        )
+    ]
     if rounding := sum(pinned_bytes(size) - size for size in pinned):
         host["rounding of pinned buffers"] = rounding
     # stage 3 builds its weights sharded; the others build them whole on every rank and move them to the GPU
@@ -319,10 +360,17 @@ def _host_memory(
     if zero_stage(config) != 3:
         # bytes a parameter
         built = 2 if config and precision.name == "bf16" and not precision.is_autocast else 4
-        host[BUILT] = built * sum(tensor.numel for tensor in (*tensors, *frozen))
+        host[BUILT] = built * sum(tensor.numel for tensor in (*trained, *frozen))
+        if (size := degrees_of(config).expert) > 1:
+            # a rank keeps its own experts, but draws those of a whole layer at once in fp32
+            split = of_rank[-1]
+            layers: dict[int | None, int] = {}
+            for tensor in split.tensors:
+                layers[tensor.layer] = layers.get(tensor.layer, 0) + size * tensor.numel
+            host[BUILT] += FP32 * max(layers.values()) - built * (size - 1) * split.numel
         host[BUILT] += (FP32 - built) * sum(tensor.numel for tensor in wide_tensors(recipe, config))
     if recipe.checkpoints.background and recipe.training.save_strategy != "no":
-        saved = checkpoint_bytes(tensors, optimizer, frozen, precision.weights)
+        saved = checkpoint_bytes(trained, optimizer, frozen, precision.weights)
         host[SNAPSHOT] = pinned_bytes(snapshot_bytes([-(-saved // world_size)]))
     return host
 

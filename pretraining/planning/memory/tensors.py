@@ -185,6 +185,8 @@ def _is_tied(recipe: Recipe) -> bool:
 
 def trained_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
     """Return the parameters that the optimizer steps."""
+    if not recipe.weights.frozen:
+        return parameter_tensors(recipe.model)
     frozen = {tensor.name for tensor in frozen_tensors(recipe)}
     return tuple(tensor for tensor in parameter_tensors(recipe.model) if tensor.name not in frozen)
 

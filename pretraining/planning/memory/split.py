@@ -1,0 +1,113 @@
+"""What one rank holds of a model whose layers, sequences or experts are split over ranks, before ZeRO shards it.
+
+Tensor parallelism cuts the matrices of a layer; embeddings, head, norms and routers stay whole on every rank. Expert
+parallelism cuts the experts. ZeRO then shards what is left over the ranks that hold the same part. Ranks that have
+parts of the same sequences hold the same weights, so that to ZeRO they are data-parallel.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from pretraining.ds_config import Degrees, degrees_of
+from pretraining.planning.memory.tensors import Tensor, frozen_tensors, parameter_tensors
+from pretraining.planning.shapes import Widths
+from pretraining.recipe import Recipe
+
+# AutoTP cuts the outputs of the first line and the inputs of the second; a bias of the second stays whole
+_CUT = re.compile(
+    r"\.(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.(weight|bias)$"
+    r"|\.(self_attn\.o_proj|mlp\.down_proj)\.weight$"
+)
+_EXPERTS = re.compile(r"\.experts\.")
+
+
+class Family(NamedTuple):
+    """Parameters that ZeRO shards over the same ranks, of the size that one rank would hold without ZeRO."""
+
+    trained: tuple[Tensor, ...]
+    frozen: tuple[Tensor, ...]
+    ranks: int
+    """Ranks that hold the same part of them."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return (*self.trained, *self.frozen)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all of them."""
+        return sum(tensor.numel for tensor in self.tensors)
+
+
+def families(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[Family]:
+    """Return the parameters of one rank by the ranks that share them: dense ones, and experts if they are split."""
+    degrees = degrees_of(ds_config)
+    held = [
+        Family(trained, kept, max(1, world_size // (degrees.tensor * ranks)))
+        for (trained, kept), ranks in zip(_of_rank(recipe, degrees), (1, degrees.expert), strict=True)
+    ]
+    return [family for family in held if family.tensors]
+
+
+def held_tensors(of_rank: Sequence[Family]) -> tuple[Tensor, ...]:
+    """Return all parameters of one rank."""
+    return tuple(tensor for family in of_rank for tensor in family.tensors)
+
+
+# a search asks hundreds of times for the same few
+_KNOWN: dict[tuple, tuple] = {}
+
+
+def _of_rank(recipe: Recipe, degrees: Degrees) -> tuple:
+    """Return (trained, frozen) of what every rank has, and of a rank's experts if these are split."""
+    patterns = tuple(recipe.weights.frozen or ())
+    key = (json.dumps(recipe.model, sort_keys=True), patterns, degrees.tensor, degrees.expert)
+    if key not in _KNOWN:
+        frozen = {tensor.name for tensor in frozen_tensors(recipe)}
+        _KNOWN[key] = tuple(
+            (
+                tuple(tensor for tensor in tensors if tensor.name not in frozen),
+                tuple(tensor for tensor in tensors if tensor.name in frozen),
+            )
+            for tensors in _cut(parameter_tensors(recipe.model), degrees)
+        )
+    return _KNOWN[key]
+
+
+def _cut(tensors: Sequence[Tensor], degrees: Degrees) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parameters of one rank: those that every rank has, and its experts if these are split."""
+    dense, experts = [], []
+    for tensor in tensors:
+        if degrees.expert > 1 and _EXPERTS.search(tensor.name):
+            experts.append(_part(tensor, degrees.expert))
+        else:
+            is_cut = degrees.tensor > 1 and _CUT.search(tensor.name)
+            dense.append(_part(tensor, degrees.tensor) if is_cut else tensor)
+    return dense, experts
+
+
+def _part(tensor: Tensor, degree: int) -> Tensor:
+    return replace(tensor, numel=tensor.numel // degree)
+
+
+def widths_of_rank(widths: Widths, degrees: Degrees) -> Widths:
+    """Return the widths of the products that one rank computes. The residual stream is as wide on every rank."""
+    split = degrees.tensor
+    return replace(
+        widths,
+        heads=widths.heads // split,
+        key_value_heads=max(1, widths.key_value_heads // split),
+        inner=widths.inner // split,
+    )
+
+
+def key_value_copies(widths: Widths, degrees: Degrees) -> int:
+    """Return how often keys and values are copied, so that each rank has a head of them after the exchange.
+
+    widths: those of one rank (`widths_of_rank`).
+    """
+    return max(1, degrees.sequence // widths.key_value_heads)

@@ -1,0 +1,228 @@
+"""The messages of a step: what each rank sends, to ranks of its node and to other nodes, and how long that takes.
+
+ZeRO's messages may be hidden behind the products. A layer that is split over ranks waits for its own: those of tensor
+parallelism (all-reduces), sequence parallelism and expert parallelism (all-to-alls) are part of the ceiling.
+
+Ranks are numbered with tensor parallelism innermost, then sequence parallelism, then data. So the ranks of a tensor
+group are neighbours, and those of a sequence group are as many ranks apart as a tensor group has.
+"""
+
+from dataclasses import dataclass
+
+from pretraining.ds_config import Degrees, degrees_of, zero_stage
+from pretraining.planning.gpus import Gpu, kept_rates
+from pretraining.planning.memory.need import recomputed_one_in, recomputed_share, skips_last_product
+from pretraining.planning.memory.split import families, key_value_copies, widths_of_rank
+from pretraining.planning.memory.tensors import precision_of
+from pretraining.planning.shapes import is_mixture, shape_of, widths_of
+from pretraining.recipe import Recipe, accumulation_steps
+
+GRADIENTS, WEIGHTS, WEIGHTS_IN_NODE = "gradients", "weights", "weights in hpZ groups"
+TENSOR, SEQUENCE, EXPERT = "tensor all-reduces", "sequence all-to-alls", "expert all-to-alls"
+LAYER_MESSAGES = (TENSOR, SEQUENCE, EXPERT)
+"""Names of the messages that a layer waits for."""
+FORWARD_SUMS, BACKWARD_SUMS = 2, 5
+"""All-reduces of a layer under AutoTP (deepspeed 0.19.8, module_inject/layers.py): forward the results of attention and
+of the feed-forward part; backward the gradient of the input of each matrix whose outputs are cut, three and two."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one rank sends in a step for one purpose."""
+
+    name: str
+    ranks: int
+    """Ranks of the group."""
+    inside_bytes: float
+    """Bytes at the rate of the link inside a node."""
+    across_bytes: float
+    """Bytes at the rate of the network: a ring over several nodes is as slow as its slowest link."""
+    seconds: float
+    """At the peak of the links, or at the rate that the doctor measured here; a lower bound."""
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        return self.inside_bytes + self.across_bytes
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Bytes that one rank sends in one optimizer step."""
+
+    gradients: float
+    parameters: float
+    """Gathered weights; with hpZ only those that cross nodes."""
+    inside_node: float
+    """Weights that hpZ gathers inside the node instead."""
+
+    @property
+    def total(self) -> float:
+        """All bytes sent."""
+        return self.gradients + self.parameters + self.inside_node
+
+
+def communication(
+    parameters: int, stage: int, num_ranks: int, accumulation: int = 1, width: int = 2, hpz: int = 1
+) -> Communication:
+    """Return bytes one rank sends per optimizer step: ZeRO (Rajbhandari et al. 2020), section 7.
+
+    With psi parameters and without accumulation, a rank sends 2 psi elements at stages 0 to 2, and 3 psi at stage 3.
+
+    Args:
+        width: bytes of an element; DeepSpeed and torch send gradients in the precision that holds the weights.
+        hpz: ranks of a secondary partition (zero_hpz_partition_size), 1 for none.
+    """
+    # a ring sends (n - 1) / n of each message
+    once = parameters * width * (num_ranks - 1) / num_ranks
+    # reduced once a step in any case; psi are reduced and psi gathered
+    if stage < 2:
+        return Communication(once, once, 0.0)
+    # gradients exist only as shards, so every micro-batch reduces (DeepSpeed 0.19, runtime/zero/stage_1_and_2.py)
+    if stage == 2:
+        return Communication(once * accumulation, once, 0.0)
+    # the forward and the backward pass each gather all weights, in every micro-batch
+    gathers = once * accumulation
+    if hpz <= 1:
+        return Communication(gathers, 2 * gathers, 0.0)
+    # hpZ gathers for the backward pass inside the node (ZeRO++, Wang et al. 2023)
+    return Communication(gathers, gathers, accumulation * parameters * width * (hpz - 1) / hpz)
+
+
+def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> float:
+    """Return seconds at the rate that the doctor measured on this machine, else at the peak of the links.
+
+    The peak is that of the link inside a node, else of the slower of link and network.
+    """
+    measured = kept_rates(gpu.name, num_ranks).get("all_reduce_bytes_per_second")
+    # a measured rate includes the slowest link already
+    if measured:
+        return volume.total / measured["value"]
+    inside = gpu.link_bytes_per_second
+    # a ring is as fast as its slowest link
+    across = inside if num_ranks <= gpu.gpus_per_node else min(inside, gpu.network_bytes_per_second)
+    return (volume.gradients + volume.parameters) / across + volume.inside_node / inside
+
+
+def hpz_ranks(ds_config: dict | None) -> int:
+    """Return how many ranks share the second copy of the weights (ZeRO++); 1: there is none."""
+    return (ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+
+
+def step_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) -> list[Message]:
+    """Return the messages of one optimizer step, without those that are empty.
+
+    Raises:
+        UserError: the ranks do not divide the recipe's step.
+    """
+    sent = [
+        *_of_zero(recipe, ds_config, world_size, gpu),
+        *layer_messages(recipe, ds_config, world_size, gpu),
+    ]
+    return [message for message in sent if message.total]
+
+
+def _of_zero(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) -> list[Message]:
+    """Return the messages that shard model states; the groups of a family reach over all nodes."""
+    accumulation = accumulation_steps(recipe, world_size, ds_config)
+    # gradients travel in the precision that holds the weights
+    width, stage = precision_of(recipe, ds_config).weights, zero_stage(ds_config)
+    found = []
+    for family in families(recipe, ds_config, world_size):
+        volume = communication(
+            family.numel, stage, family.ranks, accumulation, width, min(hpz_ranks(ds_config), family.ranks)
+        )
+        trained = sum(tensor.numel for tensor in family.trained) / family.numel
+        for name, size in zip(
+            (GRADIENTS, WEIGHTS, WEIGHTS_IN_NODE),
+            (trained * volume.gradients, volume.parameters, volume.inside_node),
+            strict=True,
+        ):
+            part = Communication(
+                *(size if each == name else 0.0 for each in (GRADIENTS, WEIGHTS, WEIGHTS_IN_NODE))
+            )
+            inside = name == WEIGHTS_IN_NODE or world_size <= gpu.gpus_per_node
+            seconds = communication_seconds(part, gpu, world_size)
+            ranks = hpz_ranks(ds_config) if name == WEIGHTS_IN_NODE else family.ranks
+            found.append(Message(name, ranks, size * inside, size * (not inside), seconds))
+    return _joined(found)
+
+
+def _joined(messages: list[Message]) -> list[Message]:
+    """Add up the messages of one name: those of dense parameters and of experts."""
+    names = dict.fromkeys(message.name for message in messages)
+    of_name = [[message for message in messages if message.name == name] for name in names]
+    return [
+        Message(
+            same[0].name,
+            same[0].ranks,
+            *(
+                sum(getattr(each, key) for each in same)
+                for key in ("inside_bytes", "across_bytes", "seconds")
+            ),
+        )
+        for same in of_name
+    ]
+
+
+def layer_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) -> list[Message]:
+    """Return the messages of one optimizer step that layers wait for."""
+    degrees = degrees_of(ds_config)
+    if degrees == Degrees():
+        return []
+    shape, width = shape_of(recipe.model), precision_of(recipe, ds_config).compute
+    widths = widths_of_rank(widths_of(shape), degrees)
+    micro_batches = accumulation_steps(recipe, world_size, ds_config)
+    tokens = micro_batches * recipe.micro_batch * recipe.sequence_length / degrees.sequence
+    again = recomputed_share(recomputed_one_in(recipe))
+    # a recomputed layer that stops before its last product does not add it up again either
+    again_sums = again * (FORWARD_SUMS - skips_last_product(recipe, ds_config))
+    message = width * tokens * widths.hidden * widths.layers
+    sums = message * (FORWARD_SUMS + BACKWARD_SUMS + again_sums)
+    # queries, keys and values there, results back, and their gradients
+    keys = widths.keys * key_value_copies(widths, degrees)
+    exchanged = width * tokens * widths.layers * (2 * widths.queries + 2 * keys) * (2 + again)
+    sparse = sum(is_mixture(shape, layer) for layer in range(widths.layers)) if widths.experts else 0
+    # each chosen expert's input there and its result back, and their gradients
+    routed = width * tokens * widths.chosen_experts * widths.hidden * sparse * 2 * (2 + again)
+    return [
+        _ring(TENSOR, sums, degrees.tensor, gpu),
+        _all_to_all(SEQUENCE, exchanged, degrees.sequence, degrees.tensor, gpu),
+        _all_to_all(EXPERT, routed, degrees.expert, degrees.tensor, gpu),
+    ]
+
+
+def misplaced(degrees: Degrees, gpus_per_node: int) -> list[str]:
+    """Return the names of the layers' messages that leave a node, though smaller groups would not."""
+    groups = {
+        TENSOR: (degrees.tensor, 1),
+        SEQUENCE: (degrees.sequence, degrees.tensor),
+        EXPERT: (degrees.expert, degrees.tensor),
+    }
+    return [name for name, (ranks, stride) in groups.items() if spans_nodes(ranks, stride, gpus_per_node)]
+
+
+def spans_nodes(ranks: int, stride: int, gpus_per_node: int) -> bool:
+    """Return whether a group of ranks, `stride` apart, has members in several nodes."""
+    reach = ranks * stride
+    return ranks > 1 and (reach > gpus_per_node or gpus_per_node % reach > 0)
+
+
+def _ring(name: str, size: float, ranks: int, gpu: Gpu) -> Message:
+    """Return all-reduces of `size` bytes over neighbouring ranks."""
+    # a ring sends 2 (t - 1) / t of each message
+    sent = size * 2 * (ranks - 1) / ranks
+    if spans_nodes(ranks, 1, gpu.gpus_per_node):
+        return Message(
+            name, ranks, 0.0, sent, sent / min(gpu.network_bytes_per_second, gpu.link_bytes_per_second)
+        )
+    return Message(name, ranks, sent, 0.0, sent / gpu.link_bytes_per_second)
+
+
+def _all_to_all(name: str, size: float, ranks: int, stride: int, gpu: Gpu) -> Message:
+    """Return exchanges of `size` bytes, of which each of the ranks, `stride` apart, gets an equal part."""
+    near = ranks if not spans_nodes(ranks, stride, gpu.gpus_per_node) else max(1, gpu.gpus_per_node // stride)
+    near = min(near, ranks)
+    inside, across = size * (near - 1) / ranks, size * (ranks - near) / ranks
+    seconds = inside / gpu.link_bytes_per_second + across / gpu.network_bytes_per_second
+    return Message(name, ranks, inside, across, seconds)

@@ -1,0 +1,233 @@
+"""You know before you pay: what a layout holds, sends and costs, and which one to take."""
+
+import json
+import math
+
+import pytest
+
+from pretraining.ds_config import Degrees, load_ds_config
+from pretraining.errors import UserError
+from pretraining.planning.__main__ import main
+from pretraining.planning.gate import Machine, check_plan
+from pretraining.planning.gpus import find_gpu
+from pretraining.planning.memory.activations import activations
+from pretraining.planning.memory.need import memory_need, state_of_recipe
+from pretraining.planning.memory.split import families
+from pretraining.planning.memory.tensors import Precision
+from pretraining.planning.messages import EXPERT, SEQUENCE, TENSOR, spans_nodes, step_messages
+from pretraining.planning.roofline import ceiling
+from pretraining.planning.screen import as_text, fewest_ranks, full_plan
+from pretraining.planning.search import fitting
+from pretraining.planning.sizes import model_size
+from pretraining.planning.throughput import step_time
+from pretraining.recipe import RECIPES, load_recipe
+
+H100 = find_gpu("H100")
+BF16 = Precision("bf16", 2, 2, 2)
+LONG = str(RECIPES / "stages" / "7b-131k.json")
+
+
+def planned(way: str, ranks: int, name: str = "7b"):
+    """What functions of the plan take."""
+    return load_recipe(name, (), way), load_ds_config(way), ranks
+
+
+def sent(way: str, ranks: int, name: str = "7b") -> dict:
+    """The messages of a step on H100s, by name."""
+    return {message.name: message for message in step_messages(*planned(way, ranks, name), H100)}
+
+
+def test_a_rank_holds_a_part_of_layers_and_all_of_the_rest():
+    """All ranks of a group together: each matrix of a layer once, embedding, head and norms once each."""
+    recipe, config, ranks = planned("zero1:tensor=4", 8)
+    [family] = families(recipe, config, ranks)
+    size = model_size(recipe.model)
+    in_layers = size.parts.attention + size.parts.mlp
+    assert family.ranks == 2
+    assert family.numel == in_layers // 4 + size.parts.embedding + size.parts.head + size.parts.norms
+
+
+def test_experts_are_shared_by_fewer_ranks_than_the_rest():
+    """Every expert is once in a group, and ZeRO shards it over as many ranks as there are groups."""
+    recipe, config, ranks = planned("zero2:expert=2", 8, "moe-1.5b")
+    dense, experts = families(recipe, config, ranks)
+    size = model_size(recipe.model)
+    assert (dense.ranks, experts.ranks) == (8, 4)
+    assert experts.numel == size.parts.experts // 2
+    assert dense.numel == size.total - size.parts.experts
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
+def test_states_of_split_sequences_are_those_of_as_many_data_ranks(stage):
+    """To ZeRO all ranks are data-parallel: 18 bytes a parameter at stage 3, over all of them."""
+    recipe, config, ranks = planned(f"{stage}:sequence=4", 8)
+    assert state_of_recipe(recipe, config, ranks) == state_of_recipe(*planned(stage, 8))
+
+
+def test_states_of_split_layers_are_zeros_over_fewer_ranks():
+    """ZeRO-1 of 8 ranks with tensor 2: masters and moments over 4, weights and sums as a rank holds them."""
+    recipe, config, ranks = planned("zero1:tensor=2", 8)
+    [family] = families(recipe, config, ranks)
+    state = state_of_recipe(recipe, config, ranks)
+    assert state.parameters == 2 * family.numel and state.gradient_accumulation == 4 * family.numel
+    assert state.master_and_moments == pytest.approx(12 * family.numel / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_activations_of_split_layers_are_those_of_a_narrower_model(degree):
+    """Against torch's tracker: a rank computes as a model with a part of the heads and of the inner width."""
+    import sys
+
+    from pretraining.schema import REPOSITORY
+
+    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+    import memory
+
+    wide = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    wide |= {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+    wide |= {"max_position_embeddings": 512, "attn_implementation": "sdpa"}
+    part = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+    narrow = {**wide, **{key: wide[key] // degree for key in part}}
+    held = activations(wide, 2, 512, BF16, degrees=Degrees(tensor=degree))
+    traced = memory.trace(narrow, 2, 512, "bf16", 0)
+    assert held.kept + held.logits / 3 == pytest.approx(traced["kept"], rel=0.02)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_activations_of_split_sequences(degree):
+    """A part of every sequence, and the result of attention once more, as tokens of all heads."""
+    model = load_recipe("7b").model
+    whole, part = (
+        activations(model, 1, length, BF16, degrees=Degrees(sequence=split))
+        for length, split in ((4096 // degree, 1), (4096, degree))
+    )
+    exchanged = 2 * 4096 * 4096 // degree * model["num_hidden_layers"]
+    assert part.layers == whole.layers + exchanged
+    # eight key-value heads are copied for sixteen ranks
+    copied = activations(model, 1, 4096, BF16, degrees=Degrees(sequence=16))
+    assert copied.per_layer > activations(model, 1, 256, BF16).per_layer
+
+
+def test_the_peak_of_recomputed_layers_is_at_the_last_one():
+    """Against torch's tracker, with a loss that is small: all inputs, and one layer's activations."""
+    import memory
+
+    model = {"model_type": "llama", "vocab_size": 128, "hidden_size": 256, "intermediate_size": 704}
+    model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6}
+    model |= {"max_position_embeddings": 1024, "attn_implementation": "sdpa"}
+    traced, held = memory.trace(model, 4, 1024, "bf16", 1), activations(model, 4, 1024, BF16, 1)
+    assert held.recomputes_last
+    assert held.at_last_layer == pytest.approx(traced["peak"], rel=0.06)
+
+
+def test_the_stage_of_long_sequences_fits_eight_gpus_of_80_gb():
+    """7b at 131,072 tokens; whole sequences on each rank do not fit."""
+    recipe = load_recipe(LONG)
+    need = memory_need(recipe, load_ds_config(recipe.deepspeed), 8, H100.memory_bytes)
+    assert recipe.sequence_length == 131_072 and need.total < 0.6 * H100.memory_bytes
+    assert need.peak_phase == "validation"
+    assert memory_need(recipe, load_ds_config("zero3"), 8, H100.memory_bytes).total > H100.memory_bytes
+
+
+def test_messages_of_a_layer_stay_in_the_node_or_are_said_to_leave_it():
+    """Tensor groups are neighbours, sequence groups as many apart as a tensor group has."""
+    inside = sent("zero1:tensor=2,sequence=4", 64)
+    assert inside[TENSOR].across_bytes == inside[SEQUENCE].across_bytes == 0
+    outside = sent("zero1:tensor=4,sequence=4", 64)
+    # of four ranks, two are in a node: one part of four goes to the neighbour, two to the other node
+    assert outside[SEQUENCE].across_bytes == 2 * outside[SEQUENCE].inside_bytes > 0
+    assert outside[TENSOR].across_bytes == 0
+    assert spans_nodes(8, 2, 8) and spans_nodes(3, 1, 8) and not spans_nodes(2, 4, 8)
+
+
+def test_bytes_of_messages_are_those_of_their_formulas():
+    """Seven all-reduces of the residual stream; queries, keys, values and results of attention both ways."""
+    recipe = load_recipe("7b")
+    width, layers, tokens = 4096, 32, recipe.tokens_per_step / 4
+    assert sent("zero1:tensor=2", 8)[TENSOR].total == 7 * 2 * width * tokens * layers
+    exchanged = 2 * tokens / 4 * layers * (2 * 4096 + 2 * 1024) * 2
+    assert sent("zero1:sequence=4", 16)[SEQUENCE].total == pytest.approx(exchanged * 3 / 4)
+    moe = load_recipe("moe-1.5b")
+    routed = 2 * moe.tokens_per_step / 4 * 2 * 1024 * 24 * 4
+    assert sent("zero2:expert=2", 4, "moe-1.5b")[EXPERT].total == pytest.approx(routed / 2)
+    # gradients of experts go round among fewer ranks, each of which holds half of them
+    assert (
+        sent("zero1:expert=2", 8, "moe-1.5b")["gradients"].total
+        < sent("zero1", 8, "moe-1.5b")["gradients"].total
+    )
+
+
+def test_what_layers_wait_for_is_part_of_the_ceiling():
+    """Without the messages, two ranks with half of each layer are as fast as two ranks with half of the samples."""
+    split = ceiling(*planned("zero1:tensor=2", 8), H100, "bf16")
+    whole = ceiling(*planned("zero1", 8), H100, "bf16")
+    assert split.seconds[TENSOR] > 0 and TENSOR not in whole.seconds
+    assert split.mfu < whole.mfu
+    step = step_time(*planned("zero1:tensor=2", 8), H100)
+    assert 0 < step.waiting_seconds < step.compute_seconds
+    assert split.seconds["attention"] == pytest.approx(whole.seconds["attention"] / 2)
+
+
+def judged(way: str, ranks: int, **machine):
+    recipe, config, ranks = planned(way, ranks)
+    return check_plan(recipe, config, ranks, Machine(H100.memory_bytes, H100, True, **machine)).warnings
+
+
+def test_groups_that_leave_their_node_are_warned_of_with_the_cost():
+    [warning] = [each for each in judged("zero2:tensor=8", 64, ranks_per_host=4) if "nodes" in each.what]
+    assert "do not fit nodes of 4 GPUs" in warning.what and "of a step" in warning.what
+    assert "product divides 4" in warning.remedy
+    assert not [each for each in judged("zero2:tensor=8", 64) if "nodes" in each.what]
+
+
+def test_the_plan_writes_the_layout_and_its_messages():
+    answer = full_plan(*planned("zero3:sequence=4", 16), H100)
+    text = " ".join(as_text(answer).split())
+    assert "4 groups of 4 GPUs x 1 sequence" in text
+    assert "layout each sequence over 4 ranks" in text
+    assert "sequence all-to-alls of 4 ranks" in text and "between nodes" in text
+    names = [message["name"] for message in answer["forecast"]["step"]["messages"]]
+    assert names == ["gradients", "weights", SEQUENCE] and math.isfinite(answer["forecast"]["mfu"])
+    assert "layout" not in as_text(full_plan(*planned("zero3", 16), H100)).split()
+
+
+def test_a_plan_without_a_number_of_gpus_takes_the_fewest():
+    assert [fewest_ranks(load_ds_config(way)) for way in ("zero1", "zero1:tensor=2,sequence=4")] == [1, 8]
+    assert fewest_ranks(load_ds_config("zero2:expert=4")) == 4
+
+
+def test_the_search_proposes_split_sequences_where_whole_ones_do_not_fit():
+    recipe = load_recipe(LONG)
+    ways = fitting(recipe, 8, H100)
+    assert "sequence=" in ways[0].deepspeed
+    # a short sequence is not worth splitting
+    tiny = fitting(load_recipe("tiny"), 2, H100)
+    assert not [way for way in tiny if "sequence" in str(way.deepspeed)]
+
+
+def test_rows_that_can_be_trained_here_and_rows_for_megatron(capsys):
+    """A row with pipeline stages cannot; its arguments hold the recipe's values."""
+    question = ["parallelism", "--recipe", "7b", "--world_size", "64", "--gpu", "H100"]
+    main([*question, "--top", "20", "--json", "--megatron", "1"])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["layouts"][0]["pipeline"] > 1
+    assert not [row for row in answer["layouts"] if row["pipeline"] > 1 and row["here"]]
+    words = " ".join(answer["megatron"])
+    recipe = load_recipe("7b")
+    for argument in (
+        f"--pipeline-model-parallel-size {answer['layouts'][0]['pipeline']}",
+        "--num-query-groups 8",
+        f"--global-batch-size {recipe.samples_per_step}",
+        f"--train-samples {recipe.num_samples}",
+        "--lr 0.0003",
+        "--min-lr 3e-05",
+        "--lr-decay-style cosine",
+        f"--lr-warmup-samples {2000 * recipe.samples_per_step}",
+        "--seed 42",
+        "DATA/train",
+    ):
+        assert argument in words
+    with pytest.raises(UserError, match="there are"):
+        main([*question, "--megatron", "9999"])
+    with pytest.raises(UserError, match="muon"):
+        main(["parallelism", "--recipe", "qk-norm", "--world_size", "8", "--gpu", "H100", "--megatron", "1"])
