@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Collection
 
 from pretraining.errors import UserError
 
@@ -33,10 +34,13 @@ def refuse_credentials(address: str, key: str) -> None:
         )
 
 
-def masked(text: str) -> str:
-    """Write `***` for passwords in addresses, for signatures, and for the values of variables that hold secrets."""
+def masked(text: str, variables: Collection[str] = ()) -> str:
+    """Write `***` for passwords in addresses, for signatures, and for the values of variables that hold secrets.
+
+    variables: names of more variables that hold a secret.
+    """
     text = _SIGNED.sub(r"\1***", _PASSWORD.sub("://***@", text))
     for name, value in os.environ.items():
-        if len(value) >= _SHORTEST_SECRET and _SECRET_VARIABLE.search(name.upper()):
+        if len(value) >= _SHORTEST_SECRET and (name in variables or _SECRET_VARIABLE.search(name.upper())):
             text = text.replace(value, "***")
     return text

@@ -4,13 +4,16 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import transformers
 
 from pretraining.errors import UserError, fault_in_user_code
 from pretraining.extend import all_of, check_model_keys, copy_extensions, load_extensions, read_extensions
 from pretraining.recipe import RECIPES, load_recipe
 from pretraining.recipe.curve import changed_parts
+from pretraining.training.metrics import logged_number
 from tests.runs import REPOSITORY, Run, Workshop, execute
 from tests.test_layers import HEAVY, modules_after
 
@@ -243,3 +246,11 @@ def test_a_key_that_the_configuration_does_not_have_is_refused():
     check_model_keys(SHAPE, config)
     with pytest.raises(UserError, match="ParallelConfig has no such attribute; did you mean 'hidden_size'"):
         check_model_keys({**SHAPE, "hidden_sise": 3}, config)
+
+
+def test_a_callback_may_log_tensors_and_numbers_of_numpy():
+    values = [torch.tensor(1.5), np.float32(2.5), np.int64(3), "text", None]
+    assert [logged_number("train/own", value) for value in values] == [1.5, 2.5, 3, "text", None]
+    for value in (torch.ones(2), object()):
+        with pytest.raises(UserError, match="'train/own' is no number"):
+            logged_number("train/own", value)

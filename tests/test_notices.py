@@ -106,6 +106,16 @@ def test_receivers_that_fail_stop_nothing(tmp_path, server, monkeypatch):
     assert "refused" in journalled(run)[3]["reason"] and "sesame" not in run.events.read_text()
 
 
+def test_what_a_failing_command_says_is_kept_without_the_address(tmp_path, monkeypatch):
+    """wget names the address it could not reach, in whichever variable it was."""
+    monkeypatch.setenv(WEBHOOK, f"http://127.0.0.1:1/{NO_PART_OF_FILES}")
+    run = RunFolder(tmp_path / "run")
+    command = f'echo "no answer of ${{{WEBHOOK}}}: refused" >&2; exit 1'
+    with notices(run, "small", Notify(on=["finished"], command=command)):
+        run.add_event("end", eval_loss=3.0)
+    assert journalled(run)[0]["reason"] == "exit code 1 no answer of ***: refused"
+
+
 def test_the_end_of_a_run_does_not_wait_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LONGEST_END_SECONDS", 0.1)
     run, began = RunFolder(tmp_path / "run"), time.monotonic()

@@ -70,6 +70,8 @@ COMMAND_SECONDS = 30.0
 LONGEST_END_SECONDS = 20.0
 """What the end of a run waits for its last notices."""
 MOST_WAITING = 100
+_VARIABLE = re.compile(r"\$\{?(\w+)")
+"""A variable in a command."""
 STARTED_TOGETHER_SECONDS = 2.0
 """Ranks that fail for one reason fail within this time: one of them reports it."""
 
@@ -229,7 +231,9 @@ def run_command(command: str, notice: dict) -> None:
         process.wait()
         raise Failed(f"did not end within {COMMAND_SECONDS:g} s") from None
     if process.returncode:
-        raise Failed(f"exit code {process.returncode} {masked(complaint.strip()[-200:])}")
+        # wget, among others, repeats the address, and the variable with it may have any name
+        complaint = masked(complaint, _VARIABLE.findall(command)).strip()[-200:]
+        raise Failed(f"exit code {process.returncode} {complaint}")
 
 
 def post(variable: str, notice: dict) -> None:

@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from pretraining.data.document_masking import IGNORED
+from pretraining.errors import UserError
 from pretraining.metric_names import grouped_names, perplexity
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.data import is_mixed, source_names
@@ -27,6 +28,17 @@ from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 from pretraining.training.gpu_readings import GpuReadings, of_all_ranks
 from pretraining.training.spikes import advice
 from pretraining.training.throughput import Goodput, SpeedMeter, Stragglers, device_memory, time_optimizer
+
+
+def logged_number(name: str, value: Any) -> Any:
+    """Return a tensor or a scalar of numpy as the number that it holds; what JSON knows stays."""
+    if value is None or isinstance(value, str | int | float | list | dict):
+        return value
+    try:
+        return value.item()
+    except (AttributeError, ValueError, RuntimeError):
+        what = f"the logged value {name!r} is no number ({type(value).__name__})"
+        raise UserError(f"{what}; a callback's on_log may add numbers alone") from None
 
 
 class MetricsCallback(TrainerCallback):
@@ -76,6 +88,8 @@ class MetricsCallback(TrainerCallback):
     ) -> None:
         if "train_runtime" in logs:  # the Trainer's closing summary repeats what the rows say
             return
+        # callbacks of a user's own come before this one
+        logs.update({name: logged_number(name, value) for name, value in logs.items()})
         if self.tokens_per_epoch() is None:
             logs.pop("epoch", None)  # the Trainer's, of as many samples as the run has
         logs["tokens"] = self.speed.tokens_at(state.global_step)
