@@ -23,8 +23,13 @@ from held_bytes import held_bytes
 from record import parser_of, record
 
 WAYS = ("null", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_hpz")
+WAYS += ("zero1:tensor=2", "zero2:tensor=2", "zero3:tensor=2")
 WAYS += ("zero1:sequence=2", "zero2:sequence=2", "zero3:sequence=2")
 MODEL = {"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 1024, "n_positions": 128}
+SPLIT = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+SPLIT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024, "use_cache": False}
+SPLIT |= {"max_position_embeddings": 128, "tie_word_embeddings": False}
+"""For tensor parallelism, which knows no GPT-2."""
 ACCUMULATION, STEPS = 2, 3
 BUCKET = 100_000
 """Elements: small, so that gloo has little to send."""
@@ -77,7 +82,7 @@ def case_of(optimizer: str, way: str, precision: str, ranks: int):
     # ranks that work on the same samples count once
     _, _, together = way.partition("=")
     length, groups = MODEL["n_positions"], ranks // int(together or 1)
-    values = {f"model.{key}": value for key, value in MODEL.items()}
+    values = {"model": SPLIT} if "tensor" in way else {f"model.{key}": value for key, value in MODEL.items()}
     values |= {"training.bf16": precision != "fp32", "training.per_device_train_batch_size": 1}
     values |= {"training.eval_strategy": "no", "training.save_strategy": "no", "training.logging_steps": 100}
     values |= {"budget.tokens_per_step": length * groups * ACCUMULATION}

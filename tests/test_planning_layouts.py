@@ -51,6 +51,14 @@ def test_a_rank_holds_a_part_of_layers_and_all_of_the_rest():
     assert family.numel == in_layers // 4 + size.parts.embedding + size.parts.head + size.parts.norms
 
 
+def test_stage_3_shards_whole_parameters_over_tensor_ranks_too():
+    """Then no element is on two ranks."""
+    recipe, config, ranks = planned("zero3:tensor=4", 8)
+    whole, parts = families(recipe, config, ranks)
+    assert (whole.ranks, parts.ranks) == (8, 2)
+    assert whole.numel / 8 + parts.numel / 2 == model_size(recipe.model).total / 8
+
+
 def test_experts_are_shared_by_fewer_ranks_than_the_rest():
     """Every expert is once in a group, and ZeRO shards it over as many ranks as there are groups."""
     recipe, config, ranks = planned("zero2:expert=2", 8, "moe-1.5b")

@@ -113,7 +113,11 @@ def test_the_peak_at_the_end_of_the_backward_pass(every_n_layers):
 
 
 @pytest.mark.parametrize(
-    "optimizer, ways", [("adamw", "zero2 zero3 zero3:sequence=2"), ("muon", "zero0 zero1 zero2 zero3")]
+    "optimizer, ways",
+    [
+        ("adamw", "zero2 zero3 zero3:sequence=2 zero2:tensor=2 zero3:tensor=2"),
+        ("muon", "zero0 zero1 zero2 zero3"),
+    ],
 )
 def test_model_states_are_those_of_deepspeed(optimizer, ways):
     """Within 1 % of the live tensors of both ranks, in the middle of a step: real Trainer, real DeepSpeed."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from pretraining.ds_config import Degrees, degrees_of
+from pretraining.ds_config import Degrees, degrees_of, zero_stage
 from pretraining.planning.memory.tensors import Tensor, frozen_tensors, parameter_tensors
 from pretraining.planning.shapes import Widths
 from pretraining.recipe import Recipe
@@ -44,12 +44,13 @@ class Family(NamedTuple):
 
 
 def families(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[Family]:
-    """Return the parameters of one rank by the ranks that share them: dense ones, and experts if they are split."""
-    degrees = degrees_of(ds_config)
-    held = [
-        Family(trained, kept, max(1, world_size // (degrees.tensor * ranks)))
-        for (trained, kept), ranks in zip(_of_rank(recipe, degrees), (1, degrees.expert), strict=True)
-    ]
+    """Return the parameters of one rank by the ranks that share them: those outside split layers come first."""
+    degrees, apart = degrees_of(ds_config), zero_stage(ds_config) == 3
+    # stage 3 shards what every rank of a tensor group has over these too (deepspeed 0.19.8)
+    ranks = (world_size // (1 if apart else degrees.tensor), world_size // degrees.tensor)
+    ranks = (*ranks, world_size // (degrees.tensor * degrees.expert))
+    parts = zip(_of_rank(recipe, degrees, apart), ranks, strict=True)
+    held = [Family(trained, kept, max(1, number)) for (trained, kept), number in parts]
     return [family for family in held if family.tensors]
 
 
@@ -62,10 +63,10 @@ def held_tensors(of_rank: Sequence[Family]) -> tuple[Tensor, ...]:
 _KNOWN: dict[tuple, tuple] = {}
 
 
-def _of_rank(recipe: Recipe, degrees: Degrees) -> tuple:
-    """Return (trained, frozen) of what every rank has, and of a rank's experts if these are split."""
+def _of_rank(recipe: Recipe, degrees: Degrees, apart: bool) -> tuple:
+    """Return (trained, frozen) of each part of `_cut`."""
     patterns = tuple(recipe.weights.frozen or ())
-    key = (json.dumps(recipe.model, sort_keys=True), patterns, degrees.tensor, degrees.expert)
+    key = (json.dumps(recipe.model, sort_keys=True), patterns, degrees.tensor, degrees.expert, apart)
     if key not in _KNOWN:
         frozen = {tensor.name for tensor in frozen_tensors(recipe)}
         _KNOWN[key] = tuple(
@@ -73,21 +74,25 @@ def _of_rank(recipe: Recipe, degrees: Degrees) -> tuple:
                 tuple(tensor for tensor in tensors if tensor.name not in frozen),
                 tuple(tensor for tensor in tensors if tensor.name in frozen),
             )
-            for tensors in _cut(parameter_tensors(recipe.model), degrees)
+            for tensors in _cut(parameter_tensors(recipe.model), degrees, apart)
         )
     return _KNOWN[key]
 
 
-def _cut(tensors: Sequence[Tensor], degrees: Degrees) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters of one rank: those that every rank has, and its experts if these are split."""
-    dense, experts = [], []
+def _cut(tensors: Sequence[Tensor], degrees: Degrees, apart: bool) -> tuple[list[Tensor], ...]:
+    """Return the parameters of one rank: dense ones, parts of split layers, and its experts if these are split.
+
+    apart: whether parts of split layers are not among the dense ones.
+    """
+    dense, parts, experts = [], [], []
     for tensor in tensors:
         if degrees.expert > 1 and _EXPERTS.search(tensor.name):
             experts.append(_part(tensor, degrees.expert))
+        elif degrees.tensor > 1 and _CUT.search(tensor.name):
+            (parts if apart else dense).append(_part(tensor, degrees.tensor))
         else:
-            is_cut = degrees.tensor > 1 and _CUT.search(tensor.name)
-            dense.append(_part(tensor, degrees.tensor) if is_cut else tensor)
-    return dense, experts
+            dense.append(tensor)
+    return dense, parts, experts
 
 
 def _part(tensor: Tensor, degree: int) -> Tensor:
