@@ -88,6 +88,9 @@ class RunResult:
         return read_rows(self.metrics_file)
 
 
+SPLITS = ("train", "validation")
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A prepared data set."""
@@ -98,9 +101,17 @@ class Prepared:
     recipe: Recipe
 
     def tokens(self, split: str = "train", start: int = 0, stop: int | None = None) -> "np.ndarray":
-        """Return tokens `start` up to `stop` of a split, by default all: documents one after the other."""
+        """Return tokens `start` up to `stop` of a split, by default all: documents one after the other.
+
+        Raises:
+            UserError: there is no such split, or the preparation only counted.
+        """
         from pretraining.data.prepared import open_prepared
 
+        if split not in SPLITS:
+            raise UserError(f"tokens: there is no split {split!r}; there are {' and '.join(SPLITS)}")
+        if "folder" not in self.summary:
+            raise UserError("tokens: nothing was written: leave out `count`, or wait for the submitted jobs")
         part = getattr(open_prepared(self.recipe, self.folder.parent), split)
         return part.read(start, part.num_tokens if stop is None else min(stop, part.num_tokens))
 

@@ -186,8 +186,10 @@ def check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> No
     ):
         if world_size % size:
             fitting = ", ".join(str(each) for each in range(1, world_size + 1) if not world_size % each)
+            there = f"there is {world_size}" if world_size == 1 else f"there are {world_size}"
+            remedy = f"; degrees that divide {world_size}: {fitting}" if world_size > 1 else ""
             raise UserError(
-                f"deepspeed {name}: {what}: {size} ranks do not divide {world_size}; {fitting} do"
+                f"deepspeed {name}: {what}: needs a multiple of {size} ranks, and {there}{remedy}"
             )
     group = (ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     # 1 is hpZ switched off

@@ -159,6 +159,10 @@ def _folder_name(parts: Sequence[str]) -> str:
     return name
 
 
+ANOTHER_SWEEP = "; a sweep of other values needs an --output_dir of its own"
+"""Added where a point was begun by another recipe."""
+
+
 def train_all(points: Sequence[Point], launcher: str, failures: dict[str, str], output: Any) -> int:
     """Train the points in turn; returns the exit code. What fails is noted, and the next one starts.
 
@@ -170,13 +174,14 @@ def train_all(points: Sequence[Point], launcher: str, failures: dict[str, str], 
             print(f"{title}: finished before", file=output, flush=True)
             continue
         print(title, file=output, flush=True)
+        began = RunFolder(point.folder).recipe.exists()
         try:
             code = train(
                 train_command(point.words, launcher),
                 lambda line: print(line, end="", file=output, flush=True),
             )
         except (UserError, CommandFailed) as error:
-            failures[point.folder.name] = str(error)
+            failures[point.folder.name] = f"{error}{ANOTHER_SWEEP if began else ''}"
             print(f"{title}: failed: {error}", file=output, flush=True)
             continue
         if code == STOPPED:

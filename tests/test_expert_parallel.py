@@ -101,7 +101,12 @@ def test_a_rank_to_which_no_token_comes_takes_part(tmp_path):
     [
         ("zero2:expert=3", (), 3, "zero2:expert=3: expert 3: does not divide the 4 experts; 2 does"),
         ("zero2:expert=8", (), 8, "does not divide the 4 experts; 4 does"),
-        ("zero2_ep2", (), 3, "expert 2: 2 ranks do not divide 3; 1, 3 do"),
+        (
+            "zero2_ep2",
+            (),
+            3,
+            "expert 2: needs a multiple of 2 ranks, and there are 3; degrees that divide 3: 1, 3",
+        ),
         (
             "zero2_ep2",
             ("monitors.noise_scale_steps=5",),

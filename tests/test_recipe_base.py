@@ -113,7 +113,8 @@ def test_a_base_is_one_level_deep(variant):
 def test_what_the_two_are_together_is_checked(variant):
     """Values that each file may have alone, and that do not fit each other."""
     path = variant(data={"sequence_length": 512})
-    assert failing(path) == f"{path}: data.sequence_length: is 512, but the model has 128 positions"
+    what = "data.sequence_length: is 512, but the model has 128 positions"
+    assert failing(path) == f"{path}: {what}; shorten it, or --set model.n_positions=512"
 
 
 def test_plan_and_data_preparation_read_it_too(variant, tmp_path):

@@ -131,7 +131,12 @@ def test_the_mask_of_documents_is_the_one_of_their_borders():
             "zero2:sequence=3: sequence 3: does not divide the 4 attention heads; 2 does",
         ),
         ("zero2:sequence=8", (), 8, "does not divide the 4 attention heads; 4 does"),
-        ("zero3:sequence=4", (), 6, "sequence 4: 4 ranks do not divide 6; 1, 2, 3, 6 do"),
+        (
+            "zero3:sequence=4",
+            (),
+            6,
+            "sequence 4: needs a multiple of 4 ranks, and there are 6; degrees that divide 6: 1, 2, 3, 6",
+        ),
         ("zero3:sequence=two", (), 2, "'two' is no number of ranks; write sequence=2"),
         ("zero3:seqence=2", (), 2, "there is no degree 'seqence'; did you mean 'sequence'?"),
         (

@@ -163,6 +163,8 @@ def test_the_notebook_runs(workshop, tmp_path, capsys, monkeypatch):
         data.folder == workshop.data / "corpus" and len(data.tokens()) == workshop.summary["train"]["tokens"]
     )
     assert data.tokens("validation", 5, 9).shape == (4,)
+    with pytest.raises(UserError, match="there is no split 'test'; there are train and validation"):
+        data.tokens("test")
     assert (result.exit_reason, result.step) == ("finished", 2) and result.export.is_dir()
     last = [row for row in result.rows if "eval/loss" in row][-1]
     assert result.metrics["eval/loss"] == last["eval/loss"]

@@ -112,7 +112,12 @@ OLMO2 = f"model={json.dumps({**LLAMA, 'model_type': 'olmo2', 'vocab_size': 1024}
         ("zero1_tp2", (), 2, "gpt2 keeps queries, keys and values in one convolution"),
         ("zero1:tensor=4", (EIGHT_HEADS,), 4, "tensor 4: does not divide the 2 key-value heads; 2 does"),
         ("zero1:tensor=3", (EIGHT_HEADS,), 3, "tensor 3: does not divide the 8 attention heads; 2 does"),
-        ("zero1_tp2", (EIGHT_HEADS,), 3, "tensor 2: 2 ranks do not divide 3; 1, 3 do"),
+        (
+            "zero1_tp2",
+            (EIGHT_HEADS,),
+            3,
+            "tensor 2: needs a multiple of 2 ranks, and there are 3; degrees that divide 3: 1, 3",
+        ),
         (
             "zero1_tp2",
             (EIGHT_HEADS, "optimizer.name=muon"),

@@ -160,6 +160,14 @@ def _memory(case: _Case) -> Objection | None:
         f"{case.recipe.name} needs {num_bytes(case.need.total)} on {'each of ' if ranks > 1 else ''}{ranks} "
         f"GPU{'s' if ranks > 1 else ''} of {num_bytes(case.limit)}: {part} alone {num_bytes(case.need.parts[part])}"
     )
+    eval_batch = case.recipe.training.per_device_eval_batch_size
+    if part == "validation" and eval_batch > 1:
+        # a smaller batch of validation changes nothing of the run, so it is tried before another way to train
+        need = case.total_with(case.ds_config, per_device_eval_batch_size=1)
+        if need <= case.limit:
+            return Objection(
+                what, f"this fits ({num_bytes(need)}): --set training.per_device_eval_batch_size=1"
+            )
     # with the GPU's memory, which decides the chunks of the loss
     fit = nearest_fit(case.recipe, ranks, lambda need: need.total <= case.limit, case.machine.gpu, case.limit)
     if fit is None:

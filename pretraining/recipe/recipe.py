@@ -17,7 +17,7 @@ from pretraining.extend import Extension, check_defined, defined
 from pretraining.metric_names import GROUPS, LOWER_IS_BETTER
 from pretraining.recipe.budget import Budget, StepSizes, check_division, nearest_multiples
 from pretraining.recipe.data import Data, check_mixture
-from pretraining.recipe.model import CROSSES_DOCUMENTS, EXACT, Model
+from pretraining.recipe.model import CROSSES_DOCUMENTS, EXACT, Model, own_key
 from pretraining.recipe.mup import Mup, check_mup
 from pretraining.recipe.schedule import check_schedule
 from pretraining.recipe.section import Section, check_folder_name
@@ -248,7 +248,9 @@ class Recipe:
         self.training.check(where)
         check_kernels(self.training, model, where)
         if length > self.model.max_position_embeddings:
-            what = f"is {length}, but the model has {self.model.max_position_embeddings} positions"
+            positions = own_key(self.model, "max_position_embeddings")
+            what = f"is {length}, but the model has {self.model.max_position_embeddings} positions; shorten it, or "
+            what += f"--set model.{positions}={length}"
             raise problem(where, "data.sequence_length", what)
         self.budget.check_length(
             length, where

@@ -405,6 +405,8 @@ def shrink(need: MemoryNeed, recipe: Recipe, ds_config: dict | None) -> str:
         return FIXED[part]
     if part in SHARDED_FROM or part == need.optimizer_states:
         return _shrink_state(SHARDED_FROM.get(part, 1), part, need, ds_config)
+    if part == "validation" and recipe.training.per_device_eval_batch_size > 1:
+        return "--set training.per_device_eval_batch_size=1"
     if part == "activations" and not recomputed_one_in(recipe):
         return "--set training.activation_checkpointing=true, or a smaller micro-batch"
     if recipe.micro_batch > 1:
