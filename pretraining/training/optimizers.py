@@ -136,13 +136,16 @@ def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module | None = 
     """
     frozen = [] if model is None else [each for each in model.parameters() if not each.requires_grad]
     lines = [f"frozen: {len(frozen)} tensors, {sum(map(whole_numel, frozen)):,} parameters"] if frozen else []
-    for group in optimizer.param_groups:
+    types = [group["params"][0].dtype for group in optimizer.param_groups]
+    for group, dtype in zip(optimizer.param_groups, types, strict=True):
         parameters = group["params"]
         numel = sum(map(whole_numel, parameters))
+        # weights of two types are in groups of their own (`model.keep_in_fp32`)
+        precision = f" in {str(dtype).removeprefix('torch.')}" if len(set(types)) > 1 else ""
         name = group.get("name") or ("decayed" if group["weight_decay"] else "not decayed")
         algorithm = group.get("algorithm", type(optimizer).__name__.lower())
         lines.append(
-            f"{name}: {algorithm}, {len(parameters)} tensors, {numel:,} parameters, "
+            f"{name}: {algorithm}, {len(parameters)} tensors, {numel:,} parameters{precision}, "
             f"learning rate {group['lr']:g}, weight decay {group['weight_decay']:g}"
         )
     return lines
