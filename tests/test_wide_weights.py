@@ -100,17 +100,8 @@ def test_a_checkpoint_goes_on_at_another_stage(workshop, tmp_path):
     assert finished.code == 0 and "continued from checkpoint-8" in finished.stdout, finished.output
     again = [row["train/loss"] for row in read_rows(resumed / "metrics.jsonl") if "train/loss" in row]
     assert again[-2:] == pytest.approx(run.losses[-2:], abs=1e-3)
-    command = [
-        "forked",
-        "0",
-        "-m",
-        "pretraining.checkpoints",
-        "export",
-        run.folder,
-        "--to",
-        tmp_path / "later",
-    ]
-    exported = execute(command)
+    verb = ["forked", "0", "-m", "pretraining.checkpoints", "export"]
+    exported = execute([*verb, run.folder, "--to", tmp_path / "later"])
     assert exported.code == 0, exported.output
     at_the_end, later = (
         load_file(each / "model.safetensors") for each in (run.dir.export, tmp_path / "later")
