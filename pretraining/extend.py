@@ -19,7 +19,7 @@ import importlib.util
 import inspect
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -126,10 +126,17 @@ _run: dict[str, str] = {}
 """{import name: digest of what ran under it}"""
 
 
-def read_extensions(entries: Iterable[str | dict], folder: Path, where: str) -> tuple[Extension, ...]:
+def read_extensions(
+    entries: Iterable[str | dict],
+    folder: Path,
+    where: str,
+    refuse: Callable[[Sequence[Extension], str], None] = lambda extensions, where: None,
+) -> tuple[Extension, ...]:
     """Read the source of a recipe's `extensions`.
 
-    folder: of the recipe, from which paths count.
+    Args:
+        folder: of the recipe, from which paths count.
+        refuse: is called with the extensions before anything finds them by name, and may raise.
 
     Raises:
         UserError: no such file or module, a syntax error in it, other source than the recipe's digest says, or two
@@ -145,6 +152,7 @@ def read_extensions(entries: Iterable[str | dict], folder: Path, where: str) -> 
             raise problem(where, key, f"{display_path(extension.path)} {what}")
         _refuse_doubles(extension, found, where, key)
         found.append(extension)
+    refuse(found, where)
     for extension in found:
         declare(extension)
     return tuple(found)

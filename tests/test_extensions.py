@@ -10,7 +10,14 @@ import torch
 import transformers
 
 from pretraining.errors import UserError, fault_in_user_code
-from pretraining.extend import all_of, check_model_keys, copy_extensions, load_extensions, read_extensions
+from pretraining.extend import (
+    all_of,
+    check_model_keys,
+    copy_extensions,
+    load_extensions,
+    model_extension,
+    read_extensions,
+)
 from pretraining.recipe import RECIPES, load_recipe
 from pretraining.recipe.curve import changed_parts
 from pretraining.training.metrics import logged_number
@@ -228,6 +235,7 @@ def test_a_recipe_that_does_not_fit_its_modules_is_refused(written, case):
     with pytest.raises(UserError) as raised:
         load_recipe(str(written(source, **values)))
     assert said in str(raised.value)
+    assert model_extension("llama") is None  # later recipes of this process do not find what was refused
 
 
 def test_a_base_names_modules_from_its_own_folder(written, tmp_path):

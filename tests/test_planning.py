@@ -281,10 +281,10 @@ def test_the_screen_says_what_it_takes_and_what_is_tight():
 
 def test_the_screen_offers_what_fits():
     """A plan that does not fit is an answer, not an error: it says what would."""
-    recipe = load_recipe("30b", ["training.per_device_train_batch_size=16"])
-    answer = full_plan(recipe, load_ds_config("zero3"), 8, find_gpu("H100"))
+    recipe = load_recipe("30b", ["training.per_device_train_batch_size=64"])
+    answer = full_plan(recipe, load_ds_config("zero3"), 8, find_gpu("H200"))
     (refusal,) = answer["refusals"]
-    assert refusal["remedy"].endswith("--set training.per_device_train_batch_size=8")
+    assert refusal["remedy"].endswith("--set training.per_device_train_batch_size=32")
     text = as_text(answer)
     assert "does not fit" in text and refusal["remedy"] in " ".join(text.split())
 

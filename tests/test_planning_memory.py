@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from pretraining.ds_config import load_ds_config
+from pretraining.ds_config import degrees_of, load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.__main__ import main
 from pretraining.planning.comparison import QUANTITIES, predicted
@@ -587,7 +587,10 @@ def test_the_search_keeps_the_step():
     """Promise: the curve belongs to the recipe: every candidate has its tokens per step."""
     recipe = load_recipe("7b")
     for each in candidates(recipe, 16):
-        assert 16 * each.micro_batch * each.accumulation * recipe.sequence_length == recipe.tokens_per_step
+        groups = 16 // degrees_of(load_ds_config(each.deepspeed)).ranks_per_sample
+        assert (
+            groups * each.micro_batch * each.accumulation * recipe.sequence_length == recipe.tokens_per_step
+        )
 
 
 def test_compare_shows_both_sides(tmp_path, capsys):

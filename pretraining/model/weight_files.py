@@ -129,7 +129,13 @@ class TorchFiles(WeightFiles):
     def _opener(self, path: Path) -> dict[str, torch.Tensor]:
         # files from before torch 1.6 are no zip archives, and cannot be mapped
         can_map = zipfile.is_zipfile(path)
-        return _only_tensors(torch.load(path, map_location="cpu", mmap=can_map, weights_only=True))
+        try:
+            content = torch.load(path, map_location="cpu", mmap=can_map, weights_only=True)
+        except _UNREADABLE:
+            raise
+        except Exception as error:  # an unpickler raises whatever damaged bytes lead it to
+            raise ValueError(f"{type(error).__name__} while it was unpickled") from error
+        return _only_tensors(content)
 
     def _list(self, path: Path) -> Iterator[tuple[str, Entry]]:
         for name, tensor in self._open(path).items():

@@ -1,7 +1,7 @@
 """Read a recipe: its file, `--set section.key=value` over it, every key checked, what is left out filled in."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -111,8 +111,7 @@ def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> 
     sharding = values.get("deepspeed")
     model, weights = Weights.split(values["model"])
     # before the model, whose type they may define
-    extensions = read_extensions(values.get("extensions", ()), path.parent, where)
-    _refuse_known_types(extensions, where)
+    extensions = read_extensions(values.get("extensions", ()), path.parent, where, _refuse_known_types)
     return Recipe(
         name=values.get("name", path.stem),
         path=path,
@@ -127,7 +126,7 @@ def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> 
     )
 
 
-def _refuse_known_types(extensions: tuple[Extension, ...], where: str) -> None:
+def _refuse_known_types(extensions: Sequence[Extension], where: str) -> None:
     """A model of the user's own has a type of its own: what is known of the other one would not hold."""
     for number, extension in enumerate(extensions):
         for name in extension.defines.get(MODEL, ()):
