@@ -36,6 +36,7 @@ WIDTHS = {
 }
 WIDTHS["mixtral"] = WIDTHS["llama"]
 WIDTHS["qwen3"] = {**WIDTHS["llama"], "head_dim": 32}
+WIDTHS["qwen3_moe"] = {**WIDTHS["qwen3"], "moe_intermediate_size": 64}
 """The stand-in's size, by the model's type."""
 
 
@@ -146,6 +147,10 @@ def first_step(folder: Path, name: str, corpus: Path, tokenizer: Path, limit: in
     start = time.perf_counter()
     run = folder / "run"
     command = [sys.executable, "train.py", *words, "--output_dir", str(run), "--force"]
+    if ":" in recipe["deepspeed"]:  # a layout of several ranks: one process has its stage alone
+        command += ["--deepspeed", recipe["deepspeed"].partition(":")[0]]
+    if recipe["deepspeed"] == "zero3_hpz":
+        command += ["--deepspeed", "zero3"]
     log = folder / "log"
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=file, stderr=file, start_new_session=True)
