@@ -92,18 +92,29 @@ class Degrees(NamedTuple):
         return " x ".join(f"{name} {size}" for name, size in self._asdict().items() if size > 1)
 
 
+NOT_SPLIT = Degrees()
+"""Plain data parallelism."""
+
+
 def degrees_of(config: dict | None) -> Degrees:
     """Return the degrees of parallelism that a ds_config asks for."""
-    found = {}
-    for name in Degrees._fields:
-        *blocks, key = DEGREES[name]
-        values = config or {}
-        for block in blocks:
-            values = values.get(block) or {}
-        found[name] = values.get(key) or 1
+    found = {name: _degree(config, name) for name in Degrees._fields}
     if not ((config or {}).get("expert_parallel") or {}).get("enabled", False):
         found["expert"] = 1
     return Degrees(**found)
+
+
+def hpz_ranks(config: dict | None) -> int:
+    """Return how many ranks share the second copy of the weights (ZeRO++); 1: there is none."""
+    return _degree(config, "hpz")
+
+
+def _degree(config: dict | None, name: str) -> int:
+    *blocks, key = DEGREES[name]
+    values = config or {}
+    for block in blocks:
+        values = values.get(block) or {}
+    return values.get(key) or 1
 
 
 def load_ds_config(name_or_path: str) -> dict:

@@ -10,13 +10,21 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pretraining.addresses import is_remote
-from pretraining.ds_config import degrees_of, load_ds_config, optimizer_device, parameter_device, zero_stage
+from pretraining.ds_config import (
+    degrees_of,
+    hpz_ranks,
+    load_ds_config,
+    optimizer_device,
+    parameter_device,
+    zero_stage,
+)
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe, accumulation_steps, load_recipe, model_with_defaults
 from pretraining.recipe.data import is_mixed
 from pretraining.recipe.model import DROPOUTS, EXACT, MIXTURES, is_exact
-from pretraining.recipe.training import DEFAULT_OPTIM
-from pretraining.refused_layouts import ADAMW, ELEMENTWISE, check_layout, check_ranks
+from pretraining.recipe.schedule import ELEMENTWISE
+from pretraining.recipe.training import ADAMW, DEFAULT_OPTIM
+from pretraining.refused_layouts import check_layout, check_ranks
 from pretraining.schema import display_path, problem
 
 SOME_BLOCKS = 8192
@@ -155,7 +163,7 @@ def _check_own_groups(recipe: Recipe, ds_config: dict | None, where: str) -> Non
 
 def _check_frozen(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """Refuse frozen parameters where their part of a checkpoint is not in memory."""
-    nodes = ((ds_config or {}).get("zero_optimization") or {}).get("zero_hpz_partition_size", 1) > 1
+    nodes = hpz_ranks(ds_config) > 1
     if recipe.weights.frozen and (parameter_device(ds_config) == "nvme" or nodes):
         kept = "every node keeps a copy of them" if nodes else "they are on NVMe"
         raise problem(
@@ -182,7 +190,7 @@ def _check_keep_in_fp32(recipe: Recipe, ds_config: dict | None, where: str) -> N
     elsewhere = {
         "offloads the weights": parameter_device(ds_config) != "gpu",
         "keeps the optimizer on NVMe": optimizer_device(ds_config) == "nvme",
-        "keeps a second copy of the weights in each node (hpZ)": zero.get("zero_hpz_partition_size", 1) > 1,
+        "keeps a second copy of the weights in each node (hpZ)": hpz_ranks(ds_config) > 1,
         "sends quantized weights": zero.get("zero_quantized_weights"),
     }
     for what, is_so in elsewhere.items():

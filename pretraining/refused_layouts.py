@@ -5,17 +5,14 @@ A degree that does not divide is refused with the nearest that does. `refusals.p
 
 from collections.abc import Iterator
 
-from pretraining.ds_config import degrees_of, optimizer_device, parameter_device
+from pretraining.ds_config import degrees_of, hpz_ranks, optimizer_device, parameter_device
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import DROPOUTS, EXACT, EXPERTS, MIXTURES, is_exact, value_of
-from pretraining.recipe.schedule import SCHEDULE_FREE
+from pretraining.recipe.schedule import ELEMENTWISE
 from pretraining.recipe.training import DEFAULT_OPTIM
 from pretraining.schema import display_path, problem
 
-ADAMW = ("adamw_torch", "adamw_torch_fused")
-ELEMENTWISE = (*ADAMW, *SCHEDULE_FREE, "sgd", "adagrad", "rmsprop", "lion_32bit", "adamw_bnb_32bit")
-"""Names of `training.optim` whose update of a weight uses no other weight, so that it may be cut anywhere."""
 SPLIT_KERNELS = ("sdpa", "sdpa_causal", "torch_varlen")
 """Values of `model.attn_implementation` that need no mask from transformers: they work on split sequences."""
 _WITH_ZERO = "use --deepspeed zero1:expert=2, or another stage"
@@ -54,9 +51,7 @@ def _check_expert_degree(recipe: Recipe, ds_config: dict, name: str, where: str)
         raise UserError(f"{name}: is not tried beside tensor {degrees.tensor}; leave one of them out")
     if "nvme" in (parameter_device(ds_config), optimizer_device(ds_config)):
         raise UserError(f"{name}: is not tried with states on NVMe; use zero3_offload")
-    if "nvme" in (parameter_device(ds_config), optimizer_device(ds_config)):
-        raise UserError(f"{name}: is not tried with states on NVMe; use zero3_offload")
-    if zero.get("zero_hpz_partition_size", 1) > 1:
+    if hpz_ranks(ds_config) > 1:
         what = "zero_optimization.zero_hpz_partition_size: does not go with split experts: DeepSpeed has no second copy"
         raise UserError(f"{name}: {what} of them; leave it out")
     for key in ("contiguous_gradients", "reduce_scatter"):
@@ -93,7 +88,7 @@ def _check_tensor_degree(recipe: Recipe, ds_config: dict, size: int, name: str) 
         raise UserError(f"{name}: tensor_parallel.partition_config: {what}")
     if parameter_device(ds_config) == "nvme" or optimizer_device(ds_config) == "nvme":
         raise UserError(f"{name}: tensor {size}: is not tried with states on NVMe; use zero3_offload")
-    if ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
+    if hpz_ranks(ds_config) > 1:
         what = "hpZ keeps copies of parameters by node, and split ones are partitioned over other ranks"
         raise UserError(f"{name}: tensor {size}: {what}; leave zero_hpz_partition_size out")
     for key, is_asked_for, what in _whole_parameters_needed(recipe, model, size):
@@ -191,8 +186,7 @@ def check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> No
             raise UserError(
                 f"deepspeed {name}: {what}: needs a multiple of {size} ranks, and {there}{remedy}"
             )
-    group = (ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
-    # 1 is hpZ switched off
+    group = hpz_ranks(ds_config)
     if group > 1 and world_size % group:
         what = (
             f"zero_optimization.zero_hpz_partition_size is {group}, which does not divide {world_size} ranks"

@@ -8,14 +8,13 @@ from transformers import PreTrainedTokenizerBase
 
 from pretraining.data.mixture import validation_sets
 from pretraining.data.prepared import PreparedData
-from pretraining.ds_config import Degrees
+from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, nearest
 from pretraining.evaluation.harness import Harness
 from pretraining.evaluation.likelihood import HellaSwag, Interrupted, read_items
 from pretraining.evaluation.sampling import SamplingCallback
 from pretraining.evaluation.validation import Validation
 from pretraining.recipe import Recipe
-from pretraining.runtime.rank_groups import NO_DEGREES
 from pretraining.runtime.run_folder import RunFolder
 
 
@@ -41,7 +40,7 @@ class Evaluator:
         tokenizer: PreTrainedTokenizerBase,
         last_step: int,
         run: RunFolder | None = None,
-        degrees: Degrees = NO_DEGREES,
+        degrees: Degrees = NOT_SPLIT,
     ) -> None:
         section = recipe.evaluation
         self.callbacks = () if run is None else (SamplingCallback(run, recipe, tokenizer),)
@@ -106,7 +105,7 @@ def build_scorers(
     max_length: int,
     batch_size: int,
     limit: int | None,
-    degrees: Degrees = NO_DEGREES,
+    degrees: Degrees = NOT_SPLIT,
 ) -> list[HellaSwag | Harness]:
     """Open HellaSwag if its data is named, and lm-eval if tasks are.
 

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pretraining.ds_config import Degrees
+from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, nearest, require
 from pretraining.evaluation.sampling import seeded
-from pretraining.runtime.rank_groups import NO_DEGREES
 from pretraining.upstream.lm_eval import no_task_bars
 
 SEED = 1234
@@ -35,7 +34,7 @@ class Harness:
         max_length: int,
         batch_size: int,
         limit: int | None = None,
-        degrees: Degrees = NO_DEGREES,
+        degrees: Degrees = NOT_SPLIT,
     ) -> None:
         self.degrees = degrees
         self.loaded = load_tasks(names)

@@ -13,11 +13,11 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
-from pretraining.ds_config import Degrees
+from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.evaluation.likelihood import Interrupted, Pair, Score, score
 from pretraining.evaluation.sampling import TokensCounted, encode, evaluation_mode
 from pretraining.runtime.heartbeat import long_work
-from pretraining.runtime.rank_groups import NO_DEGREES, rank_groups
+from pretraining.runtime.rank_groups import rank_groups
 
 PASSED_ON = ("do_sample", "top_k", "top_p")
 """Generation arguments of a task that `generate` takes unchanged."""
@@ -39,7 +39,7 @@ class HarnessModel(TemplateLM):
         max_length: int,
         batch_size: int,
         interrupted: Callable[[], bool] = lambda: False,
-        degrees: Degrees = NO_DEGREES,
+        degrees: Degrees = NOT_SPLIT,
     ) -> None:
         super().__init__()
         self.degrees = degrees

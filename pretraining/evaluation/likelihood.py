@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from pretraining.ds_config import Degrees
+from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, require
 from pretraining.evaluation.sampling import encode, evaluation_mode
-from pretraining.runtime.rank_groups import NO_DEGREES, rank_groups
+from pretraining.runtime.rank_groups import rank_groups
 
 HELLASWAG_FIELDS = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
 
@@ -47,7 +47,7 @@ def score(
     max_length: int,
     batch_size: int,
     interrupted: Callable[[], bool] = lambda: False,
-    degrees: Degrees = NO_DEGREES,
+    degrees: Degrees = NOT_SPLIT,
 ) -> list[Score]:
     """Score each pair: the same on every rank and at any world size. All ranks must call it with the same pairs.
 
@@ -169,7 +169,7 @@ class HellaSwag:
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         batch_size: int,
-        degrees: Degrees = NO_DEGREES,
+        degrees: Degrees = NOT_SPLIT,
     ) -> None:
         self.degrees = degrees
         self.items = list(items)

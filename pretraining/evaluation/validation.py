@@ -17,13 +17,13 @@ from pretraining.data.manifest import entropy_bits
 from pretraining.data.mixture import ValidationSet
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
-from pretraining.ds_config import Degrees
+from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError
 from pretraining.evaluation.sampling import evaluation_mode
 from pretraining.extend import all_of
 from pretraining.metric_names import perplexity
 from pretraining.recipe import Recipe
-from pretraining.runtime.rank_groups import NO_DEGREES, rank_groups
+from pretraining.runtime.rank_groups import rank_groups
 
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments
 CHUNK_TOKENS = 1024
@@ -60,7 +60,7 @@ class Validation:
         parts: Sequence[Part],
         batch_size: int,
         own: Mapping[str, Callable] = MappingProxyType({}),
-        degrees: Degrees = NO_DEGREES,
+        degrees: Degrees = NOT_SPLIT,
     ) -> None:
         # own: metrics of the recipe's extensions, by name
         self.parts, self.batch_size, self.own, self.degrees = tuple(parts), batch_size, own, degrees
@@ -70,7 +70,7 @@ class Validation:
 
     @classmethod
     def of(
-        cls, sets: TokenSplit | Sequence[ValidationSet], recipe: Recipe, degrees: Degrees = NO_DEGREES
+        cls, sets: TokenSplit | Sequence[ValidationSet], recipe: Recipe, degrees: Degrees = NOT_SPLIT
     ) -> "Validation":
         """Take the whole validation split, or its first `evaluation.max_validation_tokens`.
 

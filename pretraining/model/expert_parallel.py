@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from pretraining.model.exchange import exchange
 from pretraining.upstream.experts import hold_experts, make_expert_groups
 
 
@@ -64,8 +65,8 @@ class ExpertDispatch:
         numbers = top_k_index.flatten()
         order = numbers.argsort(stable=True)  # by expert, thus by rank
         counts, sent, received = self._agree(numbers)
-        rows = _Exchange.apply(hidden_states[order // chosen], sent, received, self.group)
-        rows = _Exchange.apply(self._computed(rows, counts), received, sent, self.group)
+        rows = exchange(hidden_states[order // chosen], self.group, sent, received)
+        rows = exchange(self._computed(rows, counts), self.group, received, sent)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         # as the module's own forward pass does: weighted in the weights' type, and added up in it
@@ -94,27 +95,3 @@ class ExpertDispatch:
             )
             return rows.to(padded.dtype) + padded[:0]
         return self.compute(rows, numbers.unsqueeze(1), rows.new_ones(len(rows), 1))
-
-
-class _Exchange(torch.autograd.Function):
-    """Send rows to the ranks of a group, in order, and receive theirs; the gradients go the other way."""
-
-    @staticmethod
-    def forward(
-        context: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        context.sizes, context.group = (sent, received), group
-        return _exchanged(rows, sent, received, group)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        sent, received = context.sizes
-        return _exchanged(gradient, received, sent, context.group), None, None, None
-
-
-def _exchanged(
-    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    taken = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(taken, rows.contiguous(), received, sent, group=group)
-    return taken

@@ -128,36 +128,33 @@ def transformers_balance(outputs: Any) -> torch.Tensor:
 def layers_balance(
     outputs: Any, chosen: int, sequence_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Average `balancing_loss` over the layers."""
-    # Layer by layer: transformers adds up the tokens of each expert number over all layers before it multiplies. Layers
-    # that each overload another expert then look balanced.
-    return torch.stack(
-        [balancing_loss(logits, chosen, sequence_group) for logits in outputs.router_logits]
-    ).mean()
-
-
-def balancing_loss(
-    logits: torch.Tensor, chosen: int, sequence_group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
-    """Compute E sum_i f_i P_i of one layer (Fedus et al. 2021, equations 4 to 6): `chosen` if all experts get the same.
-
-    f is the share of tokens that are sent to an expert; each token goes to `chosen` experts. P is the mean probability
-    of an expert.
+    """Average E sum_i f_i P_i over the layers (Fedus et al. 2021, equations 4 to 6): `chosen` if all experts are equal.
 
     sequence_group: ranks that have the other parts of the same sequences. f and P are then means over all of them.
     """
-    num_tokens, num_experts = logits.shape
+    # Layer by layer: transformers adds up the tokens of each expert number over all layers before it multiplies. Layers
+    # that each overload another expert then look balanced.
+    layers = [expert_shares(logits, chosen) for logits in outputs.router_logits]
+    if sequence_group is not None:
+        # One message for all layers. The gradient passes through the sum over the ranks: each has the whole loss.
+        whole = mean_over(torch.stack([torch.stack(shares) for shares in layers]), sequence_group)
+        layers = [(frequencies, probabilities) for frequencies, probabilities in whole]
+    return torch.stack([len(f) * (f * p).sum() for f, p in layers]).mean()
+
+
+def expert_shares(logits: torch.Tensor, chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return f and P of one layer's experts, [experts] each.
+
+    f is the share of tokens that are sent to an expert; each token goes to `chosen` experts. P is the mean probability
+    of an expert.
+    """
     probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).mean(0)
     experts = logits.topk(chosen, dim=-1, sorted=False).indices.flatten()
     # scatter_add_ and not bincount, because the host would wait for bincount.
     sent = torch.zeros_like(probabilities).scatter_add_(
         0, experts, torch.ones_like(experts, dtype=probabilities.dtype)
     )
-    frequencies = sent / num_tokens
-    if sequence_group is not None:
-        # the gradient passes through the sum over the ranks, as each of them has the whole loss
-        frequencies, probabilities = mean_over(torch.stack([frequencies, probabilities]), sequence_group)
-    return num_experts * (frequencies * probabilities).sum()
+    return sent / len(logits), probabilities
 
 
 def mean_over(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

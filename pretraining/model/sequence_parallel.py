@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from pretraining.model.exchange import exchange
 from pretraining.runtime.rank_groups import RankGroups
 
 SPLIT = "split_sequence_"
@@ -105,28 +105,3 @@ def document_mask(borders: torch.Tensor, batch: int, length: int) -> torch.Tenso
     documents = begins.cumsum(0).view(batch, 1, length)
     same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
     return same.tril()
-
-
-def exchange(for_ranks: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Send for_ranks[r] to rank r of the group, and return what each rank sent here: the same shape."""
-    return _Exchange.apply(for_ranks, group)
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of equal parts. Its gradient is the exchange back."""
-
-    @staticmethod
-    def forward(ctx: Any, for_ranks: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        ctx.group = group
-        return _all_to_all(for_ranks, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return _all_to_all(gradient, ctx.group), None
-
-
-def _all_to_all(for_ranks: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    sent = for_ranks.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received

@@ -9,7 +9,7 @@ group are neighbours, and those of a sequence group are as many ranks apart as a
 
 from dataclasses import dataclass
 
-from pretraining.ds_config import Degrees, degrees_of, zero_stage
+from pretraining.ds_config import NOT_SPLIT, Degrees, degrees_of, hpz_ranks, zero_stage
 from pretraining.planning.gpus import Gpu, kept_rates
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share, skips_last_product
 from pretraining.planning.memory.split import families, key_value_copies, widths_of_rank
@@ -94,19 +94,21 @@ def communication_seconds(volume: Communication, gpu: Gpu, num_ranks: int) -> fl
 
     The peak is that of the link inside a node, else of the slower of link and network.
     """
+    over_all = _zero_seconds(volume.gradients + volume.parameters, gpu, num_ranks)
+    return over_all + _zero_seconds(volume.inside_node, gpu, num_ranks, inside=True)
+
+
+def _zero_seconds(size: float, gpu: Gpu, num_ranks: int, inside: bool = False) -> float:
+    """Return the seconds of so many bytes; inside: they stay in a node, though the ranks may be on several."""
     measured = kept_rates(gpu.name, num_ranks).get("all_reduce_bytes_per_second")
     # a measured rate includes the slowest link already
     if measured:
-        return volume.total / measured["value"]
-    inside = gpu.link_bytes_per_second
+        return size / measured["value"]
+    link = gpu.link_bytes_per_second
     # a ring is as fast as its slowest link
-    across = inside if num_ranks <= gpu.gpus_per_node else min(inside, gpu.network_bytes_per_second)
-    return (volume.gradients + volume.parameters) / across + volume.inside_node / inside
-
-
-def hpz_ranks(ds_config: dict | None) -> int:
-    """Return how many ranks share the second copy of the weights (ZeRO++); 1: there is none."""
-    return (ds_config or {}).get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    return size / (
+        link if inside or num_ranks <= gpu.gpus_per_node else min(link, gpu.network_bytes_per_second)
+    )
 
 
 def step_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) -> list[Message]:
@@ -133,17 +135,14 @@ def _of_zero(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) 
             family.numel, stage, family.ranks, accumulation, width, min(hpz_ranks(ds_config), family.ranks)
         )
         trained = sum(tensor.numel for tensor in family.trained) / family.numel
-        for name, size in zip(
-            (GRADIENTS, WEIGHTS, WEIGHTS_IN_NODE),
-            (trained * volume.gradients, volume.parameters, volume.inside_node),
-            strict=True,
+        for name, size, ranks in (
+            (GRADIENTS, trained * volume.gradients, family.ranks),
+            (WEIGHTS, volume.parameters, family.ranks),
+            (WEIGHTS_IN_NODE, volume.inside_node, hpz_ranks(ds_config)),
         ):
-            part = Communication(
-                *(size if each == name else 0.0 for each in (GRADIENTS, WEIGHTS, WEIGHTS_IN_NODE))
-            )
-            inside = name == WEIGHTS_IN_NODE or world_size <= gpu.gpus_per_node
-            seconds = communication_seconds(part, gpu, world_size)
-            ranks = hpz_ranks(ds_config) if name == WEIGHTS_IN_NODE else family.ranks
+            stays = name == WEIGHTS_IN_NODE
+            seconds = _zero_seconds(size, gpu, world_size, inside=stays)
+            inside = stays or world_size <= gpu.gpus_per_node
             found.append(Message(name, ranks, size * inside, size * (not inside), seconds))
     return _joined(found)
 
@@ -168,7 +167,7 @@ def _joined(messages: list[Message]) -> list[Message]:
 def layer_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu) -> list[Message]:
     """Return the messages of one optimizer step that layers wait for."""
     degrees = degrees_of(ds_config)
-    if degrees == Degrees():
+    if degrees == NOT_SPLIT:
         return []
     shape, width = shape_of(recipe.model), precision_of(recipe, ds_config).compute
     widths = widths_of_rank(widths_of(shape), degrees)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pretraining.ds_config import Degrees, degrees_of, zero_stage
+from pretraining.ds_config import NOT_SPLIT, Degrees, degrees_of, zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, find_gpu, kept_rates
-from pretraining.planning.memory.activations import NOT_SPLIT, chunk_length, compiles_loss, logit_bytes
+from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share, skips_last_product
 from pretraining.planning.memory.split import families, widths_of_rank
 from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, head_is_wide, precision_of, size_of_recipe

@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import asdict
 
-from pretraining.ds_config import degrees_of
+from pretraining.ds_config import degrees_of, hpz_ranks
 from pretraining.planning.comparison import predicted
 from pretraining.planning.constants import table
 from pretraining.planning.costs import (
@@ -27,7 +27,6 @@ from pretraining.planning.memory.need import (
     shrink,
 )
 from pretraining.planning.memory.tensors import frozen_tensors
-from pretraining.planning.messages import hpz_ranks
 from pretraining.planning.quantities import (
     columns,
     dollars,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pretraining.errors import nearest
 from pretraining.recipe.budget import Budget
 from pretraining.recipe.sections import Monitors, Spikes
-from pretraining.recipe.training import Training
+from pretraining.recipe.training import ADAMW, Training
 from pretraining.schema import check, problem
 
 CONSTANT = ("constant", "constant_with_warmup")
@@ -26,6 +26,8 @@ SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sg
 Z = "z"
 AVERAGING = "averaging"
 """Names of these two states."""
+ELEMENTWISE = (*ADAMW, *SCHEDULE_FREE, "sgd", "adagrad", "rmsprop", "lion_32bit", "adamw_bnb_32bit")
+"""Names of `training.optim` whose update of a weight uses no other weight, so that it may be cut anywhere."""
 
 _SHARE = {"type": "number", "minimum": 0, "maximum": 1}
 _RATE = {"type": "number", "minimum": 0}

@@ -80,6 +80,7 @@ TRAINING_KEYS = {
 """Keys of TrainingArguments that a recipe may not hold, each with the place that owns it."""
 
 DEFAULT_OPTIM = "adamw_torch_fused"
+ADAMW = ("adamw_torch", DEFAULT_OPTIM)
 
 RECOMPUTATION = {
     "use_reentrant": {"type": "boolean"},

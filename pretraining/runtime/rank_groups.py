@@ -6,16 +6,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from pretraining.ds_config import Degrees
+from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.runtime.process_group import rank_and_world_size
 
 # imported at run time by the function that needs it: torch takes seconds
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-
-NO_DEGREES = Degrees()
-"""Plain data parallelism."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +21,7 @@ class RankGroups:
     So rank = (data_rank * sequence + sequence_part) * tensor + tensor_part.
     """
 
-    degrees: Degrees = NO_DEGREES
+    degrees: Degrees = NOT_SPLIT
     rank: int = 0
     world_size: int = 1
     sequence_group: dist.ProcessGroup | None = None

@@ -136,12 +136,12 @@ def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module | None = 
     """
     frozen = [] if model is None else [each for each in model.parameters() if not each.requires_grad]
     lines = [f"frozen: {len(frozen)} tensors, {sum(map(whole_numel, frozen)):,} parameters"] if frozen else []
-    types = [group["params"][0].dtype for group in optimizer.param_groups]
-    for group, dtype in zip(optimizer.param_groups, types, strict=True):
+    types = {group["params"][0].dtype for group in optimizer.param_groups}
+    for group in optimizer.param_groups:
         parameters = group["params"]
         numel = sum(map(whole_numel, parameters))
         # weights of two types are in groups of their own (`model.keep_in_fp32`)
-        precision = f" in {str(dtype).removeprefix('torch.')}" if len(set(types)) > 1 else ""
+        precision = f" in {str(parameters[0].dtype).removeprefix('torch.')}" if len(types) > 1 else ""
         name = group.get("name") or ("decayed" if group["weight_decay"] else "not decayed")
         algorithm = group.get("algorithm", type(optimizer).__name__.lower())
         lines.append(

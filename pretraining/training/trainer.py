@@ -275,9 +275,11 @@ class PretrainingTrainer(TimedTrainer):
         """Keep accelerate from making a mesh of the ranks that split layers alone, for which it reads the ds_config."""
         config = self.accelerator.deepspeed_plugin.deepspeed_config if self.is_deepspeed_enabled else {}
         split = config.pop("tensor_parallel", None)
-        yield
-        if split is not None:
-            config["tensor_parallel"] = split
+        try:
+            yield
+        finally:
+            if split is not None:
+                config["tensor_parallel"] = split
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device

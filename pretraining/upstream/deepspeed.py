@@ -270,6 +270,19 @@ def own_rows(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return whole if share is None else whole[share.start : share.end]
 
 
+def split_groups(
+    groups: Iterable[dict], is_chosen: Callable[[torch.Tensor], bool]
+) -> tuple[list[dict], list[dict]]:
+    """Split each parameter group in two: (those without chosen parameters, those of chosen ones alone), none empty."""
+    plain, chosen = [], []
+    for group in groups:
+        parameters = group["params"]
+        for found, kept in ((plain, False), (chosen, True)):
+            if some := [each for each in parameters if is_chosen(each) is kept]:
+                found.append({**group, "params": some})
+    return plain, chosen
+
+
 class Slice(NamedTuple):
     """Elements [start, start + numel) of a flattened parameter, at `offset` in a flat tensor."""
 

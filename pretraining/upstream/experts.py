@@ -29,7 +29,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import nn
 
-from pretraining.upstream.deepspeed import Share, share_of
+from pretraining.upstream.deepspeed import Share, own_shape, share_of, split_groups
 
 EXPERTS = "autoep_expert"
 """What DeepSpeed calls the parameters of experts, at stage 3."""
@@ -55,7 +55,7 @@ def hold_experts(module: nn.Module, name: str, size: int) -> None:
     """
     whole = module.get_parameter(name)
     group, copies = groups._get_expert_parallel_group(_name_of(size)), _copies(size)
-    total, *others = getattr(whole, "ds_shape", whole.shape)
+    total, *others = own_shape(whole)
     rows = total // size
     empty = torch.empty(rows, *others, dtype=whole.dtype, device="meta" if whole.is_meta else "cpu")
     part = nn.Parameter(empty, requires_grad=whole.requires_grad)
@@ -77,15 +77,8 @@ def _copies(size: int) -> dist.ProcessGroup:
 
 def expert_groups_of(param_groups: Iterable[dict]) -> list[dict]:
     """Split each parameter group into one without experts and one of experts alone; those of experts come last."""
-    plain, experts = [], []
-    for group in param_groups:
-        split = [parameter for parameter in group["params"] if hasattr(parameter, "share")]
-        others = [parameter for parameter in group["params"] if not hasattr(parameter, "share")]
-        if others:
-            plain.append({**group, "params": others})
-        if split:
-            experts.append({**group, "params": split, "moe": True, "name": split[0].group_name})
-    return [*plain, *experts]
+    plain, experts = split_groups(param_groups, lambda parameter: share_of(parameter) is not None)
+    return plain + [{**group, "moe": True, "name": group["params"][0].group_name} for group in experts]
 
 
 def whole_experts(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -22,6 +22,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from pretraining.upstream.deepspeed import split_groups
+
 _cast = DeepSpeedEngine._cast_module_mixed_precision
 _defragment = stage3.defragment
 _set_groups = DeepSpeedZeroOptimizer_Stage3._set_fp16_partitioned_groups_flat
@@ -81,12 +83,7 @@ def split_by_type(groups: list[dict]) -> list[dict]:
 
     No group is empty. At stage 0, where all weights have one type, they are split too: every stage has the same groups.
     """
-    plain, wide = [], []
-    for group in groups:
-        chosen = [each for each in group["params"] if is_wide(each)]
-        others = [each for each in group["params"] if not is_wide(each)]
-        plain += [{**group, "params": others}] if others else []
-        wide += [{**group, "params": chosen}] if chosen else []
+    plain, wide = split_groups(groups, is_wide)
     return plain + wide
 
 

@@ -7,7 +7,7 @@ CUDA kernels save them. benchmarks/memory.py compares the counts with torch's me
 from dataclasses import dataclass, replace
 from math import ceil
 
-from pretraining.ds_config import Degrees
+from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.planning.memory.split import key_value_copies, widths_of_rank
 from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, Precision
 from pretraining.planning.shapes import Widths, is_mixture, shape_of, widths_of
@@ -20,7 +20,6 @@ ELEMENTWISE_SAVED = {"gelu_new": 4, "relu": 0}
 TOKEN_INPUT_BYTES = 24
 """Bytes of a token's id, label and position, int64 each."""
 PLAIN = Loss(kind="plain")
-NOT_SPLIT = Degrees()
 ON_PROCESSOR = 256 * 2**20
 """Bytes of one chunk if a processor trains."""
 ON_GPU = 2**30

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 from pretraining.ds_config import Degrees, degrees_of, zero_stage
@@ -59,24 +60,23 @@ def held_tensors(of_rank: Sequence[Family]) -> tuple[Tensor, ...]:
     return tuple(tensor for family in of_rank for tensor in family.tensors)
 
 
-# a search asks hundreds of times for the same few
-_KNOWN: dict[tuple, tuple] = {}
-
-
 def _of_rank(recipe: Recipe, degrees: Degrees, apart: bool) -> tuple:
     """Return (trained, frozen) of each part of `_cut`."""
-    patterns = tuple(recipe.weights.frozen or ())
-    key = (json.dumps(recipe.model, sort_keys=True), patterns, degrees.tensor, degrees.expert, apart)
-    if key not in _KNOWN:
-        frozen = {tensor.name for tensor in frozen_tensors(recipe)}
-        _KNOWN[key] = tuple(
-            (
-                tuple(tensor for tensor in tensors if tensor.name not in frozen),
-                tuple(tensor for tensor in tensors if tensor.name in frozen),
-            )
-            for tensors in _cut(parameter_tensors(recipe.model), degrees, apart)
+    frozen = frozenset(tensor.name for tensor in frozen_tensors(recipe))
+    return _parts_of(json.dumps(recipe.model, sort_keys=True), frozen, degrees._replace(sequence=1), apart)
+
+
+# a search asks hundreds of times for the same few
+@cache
+def _parts_of(section: str, frozen: frozenset[str], degrees: Degrees, apart: bool) -> tuple:
+    """section: the recipe's model section, written as JSON."""
+    return tuple(
+        (
+            tuple(tensor for tensor in tensors if tensor.name not in frozen),
+            tuple(tensor for tensor in tensors if tensor.name in frozen),
         )
-    return _KNOWN[key]
+        for tensors in _cut(parameter_tensors(json.loads(section)), degrees, apart)
+    )
 
 
 def _cut(tensors: Sequence[Tensor], degrees: Degrees, apart: bool) -> tuple[list[Tensor], ...]:

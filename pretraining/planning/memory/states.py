@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 
-from pretraining.ds_config import offloaded_share, optimizer_device, parameter_device, zero_stage
+from pretraining.ds_config import hpz_ranks, offloaded_share, optimizer_device, parameter_device, zero_stage
 from pretraining.planning.memory.tensors import EMBEDDING, FP32, HIDDEN, Tensor
 from pretraining.recipe import Recipe
 from pretraining.refusals import own_groups
@@ -303,7 +303,7 @@ def _persistent(config: dict, tensors: Sequence[Tensor]) -> int:
 
 def _hpz_copy(parameters: int, config: dict, world_size: int, width: int) -> float:
     """Return the bytes of the second copy of the weights, which hpZ shards inside a node (ZeRO++, Wang et al. 2023)."""
-    group = config["zero_optimization"].get("zero_hpz_partition_size", 1)
+    group = hpz_ranks(config)
     return width * parameters / min(group, world_size) if group > 1 else 0
 
 
