@@ -45,6 +45,7 @@ from pretraining.planning.throughput import (
 )
 from pretraining.planning.workload import Workload, add_workload_arguments, workload_of
 from pretraining.recipe import Recipe
+from pretraining.runtime import wall_time
 
 SECONDS_PER_HOUR = 3600
 NOT_COUNTED = "without validation, saving and restarts"
@@ -199,13 +200,14 @@ def forecast(
     Args:
         mfu: share of the dense peak; None for what was measured here, else for the assumption of the tables.
         precision: that of the products; None for the recipe's, or the GPU's training precision.
-        price: dollars per GPU-hour instead of the table's.
+        price: dollars per GPU-hour instead of the recipe's (`report.dollars_per_gpu_hour`) or the table's.
 
     Raises:
         UserError: the GPU lacks the precision, or the ranks do not divide the recipe's step.
     """
     precision = precision or _precision(workload.recipe, gpu)
     recipe, ds_config = workload.recipe, workload.ds_config
+    price = price or (recipe.report.dollars_per_gpu_hour if recipe else None)
     at_best = ceiling(recipe, ds_config, num_gpus, gpu, precision) if recipe else None
     used = _utilization(workload, gpu, at_best, mfu)
     # tokens per second at an MFU of 1
@@ -297,7 +299,7 @@ def _run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
         own_price: dollars per GPU-hour, used instead of the table's.
     """
     entries: list[dict[str, Any]] = [
-        {"provider": "yours", "place": "--price", "dollars_per_gpu_hour": own_price, "source": "given"}
+        {"provider": "your price", "place": "given", "dollars_per_gpu_hour": own_price, "source": "given"}
     ]
     # a price of the user's own replaces the whole table
     entries = entries if own_price else prices_of(gpu)
@@ -318,6 +320,15 @@ def _run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
 def gpu_hours(num_gpus: int, seconds: float) -> float:
     """Return GPUs times hours."""
     return num_gpus * seconds / SECONDS_PER_HOUR
+
+
+def price_of(own: float | None, gpu: Gpu | None) -> wall_time.Price | None:
+    """Return what a GPU costs: the recipe's `own` price, else the cheapest listed; None if neither is known."""
+    if own is not None:
+        return wall_time.Price(own, "the recipe's report.dollars_per_gpu_hour")
+    for entry in prices_of(gpu) if gpu else ():
+        return wall_time.Price(entry["dollars_per_gpu_hour"], f"{entry['provider']}, {entry['date']}")
+    return None
 
 
 def energy_kwh(watts: float, hours: float, overhead: float | None = None) -> float:

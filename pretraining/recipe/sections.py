@@ -480,3 +480,8 @@ class Report(Section):
         default=None,
         exclusiveMinimum=0,
     )
+    dollars_per_gpu_hour: float | None = key(
+        "Dollars an hour of a GPU, for the plan and for the cost of the run so far and at its end; null: listed prices.",
+        default=None,
+        exclusiveMinimum=0,
+    )

@@ -40,6 +40,8 @@ class RunFolder:
         self.stop_file = self.path / "STOP"
         self.heartbeats = self.path / "heartbeats"
         self.stacks = self.path / "stacks"
+        self.logs = self.path / "logs"
+        self.failures_folder = self.path / "failures"
         self.profile = self.path / "profile"
         self.model = self.path / "model"
         self.changes = self.path / "changes.json"
@@ -48,6 +50,10 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self.listeners: list[Callable[[dict], None]] = []
         """Called with each row of events.jsonl that this process writes."""
+        self.has_begun = False
+        """Whether the run of this process has begun to write here."""
+        self.at_beginning: list[Callable[[], None]] = []
+        """Called when it begins."""
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the resumable checkpoint after optimizer step `step`."""
@@ -56,6 +62,20 @@ class RunFolder:
     def weights(self, step: int) -> Path:
         """Return the folder of the weights, if only they are left of that checkpoint."""
         return self.path / f"weights-{step}"
+
+    def rank_log(self, rank: int) -> Path:
+        """Return the file of what a rank prints; rank 0 has console.log."""
+        return self.logs / f"rank-{rank:05}.log" if rank else self.console_log
+
+    def failures(self, rank: int) -> Path:
+        """Return the file of how a rank failed."""
+        return self.failures_folder / f"rank-{rank:05}.jsonl"
+
+    def begin(self) -> None:
+        """Say that the run of this process writes here from now on. Every rank calls it; again after a rollback."""
+        self.has_begun = True
+        for call in self.at_beginning:
+            call()
 
     def is_finished(self, recipe: dict) -> bool:
         """Say if this folder holds the finished run of this recipe, so that nothing is left to do.
@@ -121,19 +141,6 @@ def unix_seconds(when: str) -> int:
     """Return the UNIX seconds of a time that `utc_now` returned."""
     # not time.mktime, which takes the fields as local time
     return calendar.timegm(time.strptime(when, _TIME_FORMAT))
-
-
-def stopped_seconds(events: list[dict]) -> float:
-    """Add up the seconds between every stop on request and the next start, from the rows of events.jsonl."""
-    total, stopped_at = 0.0, None
-    for event in events:
-        if event.get("event") in ("start", "resume") and stopped_at is not None:
-            total += unix_seconds(event["time"]) - stopped_at
-            stopped_at = None
-        # "asked" is only written if nobody asked, as when the launcher was gone
-        elif event.get("event") == "stopped" and event.get("asked", True):
-            stopped_at = unix_seconds(event["time"])
-    return total
 
 
 class StepTotals(NamedTuple):
