@@ -481,7 +481,7 @@ class Report(Section):
         exclusiveMinimum=0,
     )
     dollars_per_gpu_hour: float | None = key(
-        "Dollars an hour of a GPU, for the plan and for the cost of the run so far and at its end; null: listed prices.",
+        "Dollars an hour of a GPU, for the plan and the cost of the run so far and at its end; null: a listed price.",
         default=None,
         exclusiveMinimum=0,
     )

@@ -107,7 +107,7 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
     found.mixture_note = record.mixture.get("validation_note")
     found.stopped_seconds = stopped_seconds(record.events)
     if record.has_times:
-        found.wall_time = WallTime.of(record.events, _timed_rows(record), record.last_written)
+        found.wall_time = WallTime.of(record.events, timed_rows(record), record.last_written)
     found.dollars, found.dollars_at_end = map(record.metrics.last, ("cost/dollars", "cost/dollars_at_end"))
     _, validation = record.metrics.column("eval/loss")
     finite = validation[np.isfinite(validation)]
@@ -129,7 +129,7 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
     return found
 
 
-def _timed_rows(record: RunRecord) -> Iterator[Row]:
+def timed_rows(record: RunRecord) -> Iterator[Row]:
     """Yield what the rows that time a step say about time."""
     columns = {}
     for field_name, metric in METRICS.items():

@@ -1,6 +1,6 @@
-"""Keep how each rank failed, in its own file of the run folder: the error, its place in the code, the kernel's faults.
+"""Keep how each rank failed, in a file of its own: the error, its place in the code, and the kernel's faults.
 
-A rank that is killed cannot write anything. What it was doing is in its heartbeat, and why it ended in the kernel's log.
+A rank that is killed writes nothing. What it was doing is in its heartbeat, and why it ended in the kernel's log.
 """
 
 import contextlib
@@ -24,8 +24,10 @@ LONGEST_ERROR, LONGEST_TRACEBACK = 2000, 20_000
 """Characters; of a traceback the end is kept."""
 PACKAGE = Path(__file__).resolve().parents[1]
 
-# What ranks meet after another rank is gone: gloo, NCCL, torch's store, its watchdog.
+ENDED_BY_LAUNCHER = "ended by its launcher, because another rank of its machine was gone"
+# What ranks meet after another rank is gone: their launcher, gloo, NCCL, torch's store, its watchdog.
 _CONSEQUENCES = re.compile(
+    rf"{ENDED_BY_LAUNCHER}|"
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket [Cc]losed|ncclRemoteError|ncclSystemError"
     r"|remote process exited|NCCL communicator was aborted|[Tt]imed? ?out.*(collective|store|barrier|rank)"
     r"|DistStoreError|DistNetworkError|DistBackendError.*(remote|abort)|recvValue failed|sendBytes failed"
@@ -77,6 +79,16 @@ def kept_failure(run: RunFolder) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 append_row(run.failures(_rank()), asdict(_failure_of(error, began)))
         raise
+
+
+def keep_end_by_launcher(run: RunFolder) -> None:
+    """Write down that this rank ended because of another one: a rank without such a line is the one that was killed."""
+    if run.has_begun:
+        failure = Failure(
+            time.time(), _rank(), socket.gethostname(), os.getpid(), ENDED_BY_LAUNCHER, "", "", False
+        )
+        with contextlib.suppress(OSError):
+            append_row(run.failures(_rank()), asdict(failure))
 
 
 def read_failures(run: RunFolder) -> list[Failure]:
