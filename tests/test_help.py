@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 import data_prep
-from pretraining import supervise
+from pretraining import postmortem, supervise
 from pretraining.checkpoints import __main__ as checkpoints
 from pretraining.command_line import parse_train_arguments
 from pretraining.data import __main__ as data
@@ -27,6 +27,7 @@ COMMANDS = {
     "checkpoints": (checkpoints.main, checkpoints.VERBS),
     "reporting": (reporting.main, ("analyze",)),
     "supervise": (supervise.main, ()),
+    "postmortem": (postmortem.main, ()),
 }
 HELPS = [(name, verb) for name, (_, verbs) in COMMANDS.items() for verb in ("", *verbs)]
 RECIPES = {name: load_recipe(name) for name in [*recipe_names(), "features/frozen-layers"]}

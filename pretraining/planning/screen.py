@@ -5,6 +5,7 @@ import math
 from dataclasses import asdict
 
 from pretraining.ds_config import degrees_of, hpz_ranks
+from pretraining.planning.cadence import failure_words, write_words
 from pretraining.planning.comparison import predicted
 from pretraining.planning.constants import table
 from pretraining.planning.costs import (
@@ -14,7 +15,6 @@ from pretraining.planning.costs import (
     forecast,
     mfu_words,
     scaling_rows,
-    write_words,
 )
 from pretraining.planning.gate import Machine, check_plan
 from pretraining.planning.gpus import Gpu, all_gpus, find_gpu
@@ -332,6 +332,7 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
         ("money", _money_words(cost)),
         ("energy", f"{energy(cost['energy_kwh'])} at the GPUs' rated power"),
         ("disk", f"{disk}{cadence}"),
+        *([("failures", failure_words(saved))] if saved else []),
         ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
     ]
 

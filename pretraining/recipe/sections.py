@@ -378,6 +378,11 @@ class Checkpoints(Section):
         " a checkpoint is written.",
         default=True,
     )
+    hours_between_failures: float | None = key(
+        "Mean hours between failures of the whole job, for the plan's cadence of saves; null: those of Llama 3.",
+        default=None,
+        exclusiveMinimum=0,
+    )
     upload: str | None = key(
         "Where committed checkpoints also go, behind training: a folder, s3://bucket/runs, "
         "hf://..., any fsspec address; below it, the run's name. No credentials in it: the "
