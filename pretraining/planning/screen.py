@@ -49,6 +49,8 @@ from pretraining.refusals import compiled_part
 
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_PRICES = 3
+LEAST_LOST = 0.001
+"""Share of the time lost to failures and saves, below which a plan does not mention it."""
 KERNELS = "GPU time: matrix products, sums of gradients; other kernels are norms, activations and copies"
 GPUS_OF_A_NODE = 8
 """Assumed if the kind of GPU is not known."""
@@ -332,7 +334,7 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
         ("money", _money_words(cost)),
         ("energy", f"{energy(cost['energy_kwh'])} at the GPUs' rated power"),
         ("disk", f"{disk}{cadence}"),
-        *([("failures", failure_words(saved))] if saved else []),
+        *([("failures", failure_words(saved))] if saved and saved["lost_share"] > LEAST_LOST else []),
         ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
     ]
 
