@@ -107,7 +107,8 @@ def attempt(
     groups = rank_groups(plan.degrees)  # of ranks that work on the same samples
     given = None if start.checkpoint else open_given(recipe, data.tokenizer)
     start = start.with_given(run, given.facts if given else None)
-    plan = judge_plan(plan, recipe, find_machine(run, start, data.known_tokens), options.force)
+    machine = plan.machine or find_machine(run, start, data.known_tokens)  # a rehearsal has none of its own
+    plan = judge_plan(plan, recipe, machine, options.force)
     arguments = build_arguments(recipe, plan.ds_config, run.path, plan.accumulation_steps, progress.last_step)
     # The guard looks for damaged or degenerate blocks; rollbacks leave samples out.
     guard = open_guard(run.flagged_blocks if groups.is_first_of_sample else None, data, recipe)

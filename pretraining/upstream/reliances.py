@@ -533,6 +533,18 @@ _PURPOSES = (
     ),
     _Purpose(
         "fake_ranks",
+        why="ZeRO-3 cuts a tensor into a piece for each rank",
+        test="test_rehearsal.py",
+        until="DeepSpeed gathers and scatters without a loop over ranks",
+        names=(
+            "deepspeed.runtime.zero.partition_parameters.AllGatherCoalescedHandle.wait(self, handle_dependency)",
+            "deepspeed.runtime.zero.partition_parameters.ZeroParamStatus",
+            "deepspeed.runtime.zero.stage3.reduce_scatter_coalesced(tensors, group)",
+            "torch._subclasses.fake_tensor.FakeTensor",
+        ),
+    ),
+    _Purpose(
+        "fake_ranks",
         why="a process group whose other ranks do not exist",
         test="test_fake_gpu.py",
         until="torch's own fake process group records what it is asked",
