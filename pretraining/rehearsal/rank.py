@@ -36,7 +36,7 @@ from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arrival import arriving_data
 from pretraining.training.monitors import Monitors
 from pretraining.upstream.fake_gpu import GPU, FakeGpu, fake_gpu
-from pretraining.upstream.fake_ranks import without_loops_over_ranks
+from pretraining.upstream.fake_ranks import without_other_ranks
 
 MOST_MICRO_BATCHES = 2
 """Of a step: any further one does the same."""
@@ -113,7 +113,7 @@ def start_as(
     with ExitStack() as undone:
         enter = undone.enter_context
         machine = enter(fake_gpu(place.world_size, place.rank, here, **named))
-        enter(without_loops_over_ranks())
+        enter(without_other_ranks())
         enter(deciding_alone())
         for patch in _stand_ins(done, place):
             enter(patch)

@@ -236,9 +236,6 @@ class _Calls(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         args = tuple(map(_inner, args))
         kwargs = {name: _inner(value) for name, value in (kwargs or {}).items()}
-        if function is torch.Tensor.backward:
-            with self:  # hooks run inside: their calls need the mode too
-                return _backward(*args, **kwargs)
         on_device = bool(args) and isinstance(args[0], FakeTensor)
         # As on a GPU, the numbers are real on the host first, and are then copied to the device.
         if function in _MADE_ON_THE_HOST and kwargs.get("device") == INNER:
@@ -259,12 +256,6 @@ def _inner(value):
     """Return an argument as C++ takes it: the stand-in device in place of `cuda`."""
     named = isinstance(value, str) and value.partition(":")[0] == "cuda"
     return INNER if named or (isinstance(value, torch.device) and value.type == "cuda") else value
-
-
-def _backward(tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
-    """Do what `Tensor.backward` does."""
-    # `Tensor.backward` itself would come back to the mode that it is called from.
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _fused_attention(
@@ -472,7 +463,9 @@ def fake_gpu(
             torch.autograd.set_multithreading_enabled(False)
         )  # another thread would be outside of the modes
         enter(torch.compiler.set_stance("force_eager"))  # a compiler would ask the device for its kernels
-        enter(_Calls())
+        enter(calls := _Calls())
+        # Hooks, and layers that are computed again, run inside a backward pass: their calls need the mode too.
+        enter(mock.patch.object(torch.autograd, "_engine_run_backward", _inside(calls)))
         enter(device)
         object_of = lambda sent, other: machine.object_of(sent, other)  # noqa: E731
         enter(fake_ranks(rank, world_size, machine.hears, object_of, place))
@@ -481,6 +474,16 @@ def fake_gpu(
         )  # torch.tensor(..., device="cuda") is a copy that the mode sees
         undone.callback(torch._C._set_only_lift_cpu_tensors, False)
         yield machine
+
+
+def _inside(calls: _Calls) -> Callable:
+    run_backward = torch.autograd._engine_run_backward
+
+    def run(*args, **kwargs):
+        with calls:
+            return run_backward(*args, **kwargs)
+
+    return run
 
 
 def _stand_ins(machine: FakeGpu, device: _Device, cuda: FakeCuda) -> dict[object, dict[str, object]]:
