@@ -34,6 +34,10 @@ def main() -> None:
         check_while_preparing(recipe, options.data_dir)
     if options.plan:
         return print_plan(recipe, ds_config, options.world_size, options.gpu, options.json)
+    if options.rehearse:
+        from pretraining.rehearsal.rehearsal import rehearse
+
+        return rehearse(recipe, ds_config, options, open_data, attempt)
     plan = build_run_plan(recipe, ds_config, options.world_size)
     data = None if options.while_preparing else open_data(recipe, options)
     run = RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name)

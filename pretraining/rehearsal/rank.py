@@ -6,7 +6,7 @@ have shapes and no numbers (upstream/fake_gpu.py), and files of checkpoints have
 
 import argparse
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -69,7 +69,7 @@ class Place:
 class Done:
     """What one start of one rank did."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    seconds: dict[str, float] = field(default_factory=dict)
     """By what took them."""
     samples: list[int] = field(default_factory=list)
     """Positions in the run, in the order in which they were read."""
@@ -89,7 +89,7 @@ class Done:
         try:
             yield
         finally:
-            self.seconds[what] += time.perf_counter() - began
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
 
 
 def start_as(
@@ -108,7 +108,9 @@ def start_as(
     done, began = Done(), time.perf_counter()
     gpu = plan.machine.gpu if plan.machine else None
     named = {"name": gpu.name, "total_bytes": gpu.memory_bytes} if gpu else {}
-    options = argparse.Namespace(**{**vars(options), "resume": "auto", "force": True, "while_preparing": False})
+    options = argparse.Namespace(
+        **{**vars(options), "resume": "auto", "force": True, "while_preparing": False}
+    )
     here = place.local_rank, place.ranks_of_node
     with ExitStack() as undone:
         enter = undone.enter_context

@@ -87,9 +87,7 @@ def _tokens_by_source(recipe: Recipe) -> dict[int, int]:
     names = source_names(recipe.data, "")
     shares = run_shares(read_stages(recipe.data, names, [1] * len(names), total, length, ""), total)
     epochs = [source.max_epochs or 1 for source in recipe.data.sources]
-    blocks = [
-        ceil(total * float(share) / times) + 2 for share, times in zip(shares, epochs, strict=True)
-    ]
+    blocks = [ceil(total * float(share) / times) + 2 for share, times in zip(shares, epochs, strict=True)]
     return {number: count * length for number, count in enumerate(blocks)}
 
 

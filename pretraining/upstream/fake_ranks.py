@@ -290,7 +290,9 @@ def _reduced_at_once(
     sent.div_(ranks)
     received = sent.narrow(0, rank * sum(parts), sum(parts))
     deepspeed.comm.comm.reduce_scatter_fn(received, sent, group=group)
-    own = [max(0, min(part, tensor.numel() - rank * part)) for part, tensor in zip(parts, tensors, strict=True)]
+    own = [
+        max(0, min(part, tensor.numel() - rank * part)) for part, tensor in zip(parts, tensors, strict=True)
+    ]
     starts = [sum(parts[:number]) for number in range(len(parts))]
     return [received.narrow(0, start, numel) for start, numel in zip(starts, own, strict=True)]
 
