@@ -27,6 +27,7 @@ class RunFolder:
         self.path = Path(path)
         self.recipe = self.path / "recipe.json"
         self.plan = self.path / "plan.json"
+        self.pipeline = self.path / "pipeline.json"
         self.environment = self.path / "environment.json"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
