@@ -261,7 +261,7 @@ class Prepare(Step):
             manifest, pipeline.recipe.data.to_dict(), [source.fingerprint() for source in self.sources]
         )
         if differing and not self._only_written_again(manifest):
-            return Look(True, listed(differing))
+            return Look(True, listed(differing) + ("" if pipeline.replace else "; it needs --replace"))
         if lacking(manifest, portions_of(pipeline.recipe)):
             return Look(True, f"{place} holds less than this run reads")
         if self.changes() != []:
@@ -364,7 +364,12 @@ class Train(Step):
         if not run.recipe.exists():
             return Look(True, f"{place} holds no run yet")
         if changes := [str(change) for change in changed_parts(recipe, self._earlier())]:
-            return Look(True, listed(changes))
+            aside = "; the earlier run is kept beside it" if self.starts_over else ""
+            return Look(True, listed(changes) + aside)
+        if run.is_finished(self._earlier()):
+            # its steps stay: what follows them is measured again
+            measured = differences(self._earlier().get("evaluation"), recipe.get("evaluation"), "evaluation")
+            return Look(True, listed(measured) or f"{place} is another recipe's")
         return Look(True, f"{place} is not finished: it goes on after step {self._last_step():,}")
 
     def _earlier(self) -> dict:
