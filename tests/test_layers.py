@@ -32,6 +32,7 @@ NUMBERS_AND_DATA = {"planning", "data"}
 UPSTREAM = {"upstream"}
 WORK = {"model", "training", "checkpoints", "evaluation", "reporting"}
 DRIVERS = {"doctor": {"model", "training"}, "api": set(), "sweep": {"api", "reporting"}}
+DRIVERS["pipeline"] = {"checkpoints", "doctor", "reporting"}
 """Rooms that drive what other rooms of their layer hold, as train.py does."""
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate"}
 
