@@ -244,8 +244,17 @@ def pretrain(
 ) -> Outcome:
     """Run a recipe from its texts to a report.
 
-    recipe: a name of recipes/, or a path in the image. settings: as --set takes them. folder: a disk that all tasks
-    see, for data/ and runs/. store: where checkpoints are copied to, so that another node goes on from them.
+    Args:
+        recipe: a name of recipes/, or a path in the image
+        settings: as --set takes them
+        deepspeed: a file of ds_configs/ over the recipe's
+        world_size: GPUs of the training task, which is one node
+        gpu: their kind, as H100; empty: it trains without
+        launcher: what starts the ranks (default: deepspeed for several)
+        folder: a disk that all tasks see, for data/ and runs/; empty: results go through Flyte's store
+        store: address to which checkpoints are copied, so that another node goes on from them
+        publish: model repository, address or folder for the export
+        restarts: how often a crash or hang is started again on its node
     """
     request = ask(
         recipe=recipe,

@@ -4,6 +4,8 @@ import json
 import os
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,8 +17,9 @@ from pretraining.pipeline import steps
 from pretraining.pipeline.__main__ import main
 from pretraining.pipeline.command import StepEnded, call
 from pretraining.pipeline.steps import NAMES, ranks_of
+from tests.local_hub import REPOSITORY_ID, local_hub
 from tests.object_store import BUCKET, s3_server, use_here
-from tests.runs import Workshop, execute
+from tests.runs import REPOSITORY, Workshop, execute
 
 SHORT = ("budget.tokens=1024", "evaluation.sample_tokens=0", "training.report_to=none")
 OF_A_RUN = ("plan", "prepare", "doctor", "train", "evaluate", "report")
@@ -98,12 +101,13 @@ def test_each_step_runs_if_its_inputs_changed(place):
     code, states, _ = place.pipeline()
     assert code == 0 and states == done("evaluate", "report")
     before, began = place.files(), time.monotonic()
+    assert place.pipeline()[:2] == (0, done())
+    assert place.files() == before and time.monotonic() - began < 10
     # the same content, written again
     for path in place.texts.iterdir():
         os.utime(path, (1, 1))
     code, states, why = place.pipeline()
     assert code == 0 and states == done() and "the same content" in why["prepare"]
-    assert place.files() == before and time.monotonic() - began < 10
     (place.run / "report.html").write_text("spoilt")
     assert place.pipeline()[:2] == (0, done("report"))
     published = place.folder / "published"
@@ -202,6 +206,59 @@ def test_an_export_reaches_a_store_once_and_its_list_last(workshop, tmp_path, mo
         system = fsspec.filesystem("s3", skip_instance_cache=True)
         there = {path.rpartition("/")[2] for path in system.ls(f"{BUCKET}/small", detail=False)}
         assert there == {"config.json", "model.safetensors", "published.json", "report.html"}
+
+
+def test_an_export_reaches_the_hub_in_one_commit(tmp_path):
+    run = tmp_path / "run"
+    (run / "export").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (run / "export" / name).write_text("---\ntags: [a]\n---\n")
+    (run / "report.html").write_text("page")
+    words = [
+        sys.executable,
+        "-m",
+        "pretraining.checkpoints",
+        "push",
+        run,
+        REPOSITORY_ID,
+        "--private",
+        "--json",
+    ]
+    with local_hub() as hub:
+        finished = execute(words, **hub.environment)
+        assert finished.code == 0, finished.output
+        assert "private" in hub.created[0].values() and hub.created[0].get("type") != "dataset"
+        assert [set(commit) for commit in hub.commits] == [set(json.loads(finished.stdout)["sent"])]
+        assert hub.files["report.html"] == b"page" and len(hub.files) == 4
+        hub.refuse_with = 403
+        refused = execute(words, **hub.environment)
+    assert refused.code == 2 and "HF_TOKEN" in refused.stderr and refused.stderr.count("\n") == 1
+
+
+CHILD = """
+import signal, sys, time
+signal.signal({}, lambda *_: sys.exit(75))
+print("ready", flush=True)
+time.sleep(60)
+"""
+PARENT = """
+import sys
+from pretraining.pipeline.command import StepEnded, call
+try:
+    call([sys.executable, "-c", sys.argv[1]])
+except StepEnded as ended:
+    print("ended with", ended.code)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_to_stop_reaches_the_command_of_the_step(number):
+    """Ctrl-C and SIGTERM reach it once, and its exit code counts."""
+    command = [sys.executable, "-u", "-c", PARENT, CHILD.format(int(number))]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.stdout.readline() == "ended with 75\n"
 
 
 def test_the_same_steps_are_a_target_of_make():

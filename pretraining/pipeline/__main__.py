@@ -112,7 +112,7 @@ def run_steps(pipeline: Pipeline, names: tuple[str, ...], rows: list[dict], outp
     for name in names:
         look = pipeline.look(name)
         _say(name, f"runs: {look.why}" if look.runs else f"{look.state}: {look.why}", output)
-        row = {"step": name, "state": "runs" if look.runs else look.state, "why": look.why}
+        row: dict = {"step": name, "state": "runs" if look.runs else look.state, "why": look.why}
         rows.append(row)
         if not look.runs:
             continue
