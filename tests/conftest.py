@@ -95,6 +95,9 @@ LAUNCHING += [
     "test_given_weights",
     "test_while_preparing",
     "test_wide_weights",
+    "test_pipeline",
+    "test_flows",
+    "test_ray",
 ]
 
 # Plans know nothing of what the doctor measured on this machine, and no folder below this one can be made.

@@ -36,6 +36,7 @@ DRIVERS = {
     "api": set(),
     "sweep": {"api", "reporting"},
     "postmortem": {"reporting"},
+    "pipeline": {"checkpoints", "doctor", "reporting"},
     "rehearsal": {"model", "training", "checkpoints"},
 }
 """Rooms that drive what other rooms of their layer hold, as train.py does."""

@@ -157,13 +157,13 @@ def _frozen_words(recipe: Recipe) -> str:
 
 def as_text(answer: dict) -> str:
     """Write one screen."""
-    rows = [("in short", _in_short(answer)), ("", ""), *_what(answer), ("", ""), *_memory(answer), ("", "")]
+    rows = [("in short", in_short(answer)), ("", ""), *_what(answer), ("", ""), *_memory(answer), ("", "")]
     rows += [*_time_and_money(answer), ("", "")]
     title = f"plan of {answer['name']} on {_gpus(answer['world_size'], answer['gpu'])}"
     return "\n".join([title, "", *(line.rstrip() for line in facts(rows + _tight(answer)).splitlines())])
 
 
-def _in_short(answer: dict) -> str:
+def in_short(answer: dict) -> str:
     """Write whether it fits, how long it takes and what it costs."""
     speed, need = answer["forecast"], answer["memory"]["total"]
     disk = f"{num_bytes(answer['disk_bytes'])} of disk"

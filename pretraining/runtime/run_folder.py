@@ -27,6 +27,7 @@ class RunFolder:
         self.path = Path(path)
         self.recipe = self.path / "recipe.json"
         self.plan = self.path / "plan.json"
+        self.pipeline = self.path / "pipeline.json"
         self.environment = self.path / "environment.json"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
@@ -85,7 +86,7 @@ class RunFolder:
         try:
             written = json.loads(self.recipe.read_text(encoding="utf-8"))
             # an older version's file may lack keys or have another shape: then it is not the same recipe
-            same = _results_of(written) == _results_of(recipe)
+            same = results_of(written) == results_of(recipe)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return False
         # a start after the last end, such as that of a longer run which was killed, has left something to do
@@ -121,7 +122,7 @@ class RunFolder:
             listener(row)
 
 
-def _results_of(recipe: dict) -> dict:
+def results_of(recipe: dict) -> dict:
     """Return the parts of a resolved recipe on which the results of its run depend."""
     # a recipe from before a key means its default
     evaluation = Evaluation.of(recipe.get("evaluation", {}))
