@@ -81,16 +81,18 @@ def set_aside_after(run: RunFolder, step: int, spared: Path | None = None) -> li
     """
     later = [each for each in checkpoint_folders(run) + weights_folders(run) if step_in_name(each) > step]
     later = [each for each in later if spared is None or not each.samefile(spared)]
+    return [move_aside(run, folder) for folder in later]
+
+
+def move_aside(run: RunFolder, folder: Path) -> Path:
+    """Move one checkpoint to `aside/`; returns where it is then."""
     # The time is part of the name, because a step may be set aside more than once.
     when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    moved = []
-    for folder in later:
-        target = _free_name(run.aside / f"{folder.name}.{when}")
-        target.parent.mkdir(exist_ok=True)
-        folder.rename(target)
-        run.add_event("checkpoint_set_aside", checkpoint=folder.name, to=str(target.relative_to(run.path)))
-        moved.append(target)
-    return moved
+    target = _free_name(run.aside / f"{folder.name}.{when}")
+    target.parent.mkdir(exist_ok=True)
+    folder.rename(target)
+    run.add_event("checkpoint_set_aside", checkpoint=folder.name, to=str(target.relative_to(run.path)))
+    return target
 
 
 def _free_name(path: Path) -> Path:
@@ -169,6 +171,11 @@ def _largest_first(files: dict[str, dict]) -> Iterable[str]:
 def _wrong_sizes(folder: Path, files: dict[str, dict]) -> str | None:
     reasons = (_wrong_size(folder, name, entry) for name, entry in files.items())
     return next((reason for reason in reasons if reason), None)
+
+
+def has_size(folder: Path, name: str, entry: dict) -> bool:
+    """Say if a file of a checkpoint is there in its committed size."""
+    return _wrong_size(folder, name, entry) is None
 
 
 def _wrong_size(folder: Path, name: str, entry: dict) -> str | None:

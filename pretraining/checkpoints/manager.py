@@ -6,6 +6,7 @@ is uploaded (upload.py). Loading reads the files (shard_files.py) into the live 
 """
 
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from pretraining.checkpoints.background import CheckpointWriter
 from pretraining.checkpoints.export import averaged_weights, demote_checkpoint
+from pretraining.checkpoints.fetch import fetch_absent
 from pretraining.checkpoints.format import commit_checkpoint
 from pretraining.checkpoints.identity import Identity, Start, metrics_at
 from pretraining.checkpoints.remote import RemoteRun
@@ -74,7 +76,8 @@ class CheckpointManager(TrainerCallback):
 
     def load_state(self, trainer: Trainer, folder: Path) -> None:
         """Set weights, optimizer, schedule and loss scaler of a prepared Trainer from a checkpoint."""
-        load_state(trainer, folder)
+        fetch = None if self.start.source is None else partial(fetch_absent, self.start.source, folder)
+        load_state(trainer, folder, fetch)
 
     def load_position(self, trainer: Trainer, folder: Path) -> None:
         """Set the random generators and the running loss."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from pretraining.recipe.curve import curve_parts
 from pretraining.recipe.sections import Evaluation
+from pretraining.runtime.disks import ONE_DISK
 from pretraining.runtime.durable_files import append_row, keep_rows, read_rows
 from pretraining.schema import REPOSITORY
 
@@ -46,6 +47,9 @@ class RunFolder:
         self.aside = self.path / "aside"
         self.wandb_id = self.path / "wandb_id"
         self.tensorboard = self.path / "tensorboard"
+        self.node_events = self.path / "node_events.jsonl"
+        self.disks = ONE_DISK
+        """Which ranks see this folder; known once the run is locked."""
         self.listeners: list[Callable[[dict], None]] = []
         """Called with each row of events.jsonl that this process writes."""
 
@@ -94,10 +98,14 @@ class RunFolder:
         return {path.name: path.stat().st_size for path in sorted(self.export.iterdir())}
 
     def add_event(self, kind: str, **details: Any) -> None:
-        """Append one row to events.jsonl: what happened, when (UTC), and its details."""
+        """Append one row to events.jsonl: what happened, when (UTC), and its details.
+
+        On a disk that rank 0 does not see, to node_events.jsonl: what happened on this node.
+        """
         row = {"time": utc_now(), "event": kind, **details}
-        append_row(self.events, row)
-        for listener in self.listeners:
+        append_row(self.events if self.disks.has_rank_0 else self.node_events, row)
+        # what happens to the run is reported by the disk of rank 0
+        for listener in self.listeners if self.disks.has_rank_0 else ():
             listener(row)
 
 

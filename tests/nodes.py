@@ -1,0 +1,57 @@
+"""Two nodes with nothing shared but a store, on this machine: start a run on both, lose one, and look at their disks."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.hosts import Hosts, hosts
+from tests.node import NAMES, disk_of
+from tests.runs import Finished, Run, Started, Workshop, choices, free_port
+
+HERE = {"GLOO_SOCKET_IFNAME": "eth0"}
+
+
+class Nodes:
+    """The nodes, each with an empty disk in place of the run folder `folder/run`."""
+
+    def __init__(self, workshop: Workshop, folder: Path, made: Hosts):
+        self.workshop, self.folder, self.hosts = workshop, folder, made
+        self.output = folder / "run"
+        self.output.mkdir()
+        for name in NAMES:
+            disk_of(folder, name).mkdir()
+
+    def disk(self, name: str) -> Run:
+        """The run folder as this node sees it."""
+        return Run(disk_of(self.folder, name))
+
+    def replace(self, name: str) -> None:
+        """Put an empty node in place of one."""
+        shutil.rmtree(disk_of(self.folder, name))
+        disk_of(self.folder, name).mkdir()
+
+    def start(self, stage="zero2", ranks=1, settings=(), more=(), **variables: str) -> dict[str, Started]:
+        """Start the run, `ranks` of them on each node."""
+        port = str(free_port())
+        options = self.workshop.options("--output_dir", self.output, *choices(stage, settings), *more)
+        return {
+            name: Started(
+                ["forked", ranks, "-m", "tests.node", self.folder, name, port, self.output, "train.py", *options],
+                **HERE,
+                **variables,
+            )
+            for name in NAMES
+        }
+
+    def run(self, **options) -> dict[str, Finished]:
+        """Start the run, and wait for its end on every node."""
+        started = self.start(**options)
+        return {name: each.finish() for name, each in started.items()}
+
+
+@contextmanager
+def two_nodes(workshop: Workshop, folder: Path) -> Iterator[Nodes | None]:
+    """The nodes; None if this system does not let us make them."""
+    with hosts(folder, *NAMES) as made:
+        yield None if made is None else Nodes(workshop, folder, made)
