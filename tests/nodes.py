@@ -1,7 +1,8 @@
-"""Two nodes with nothing shared but a store, on this machine: start a run on both, lose one, and look at their disks."""
+"""Two nodes on this machine with nothing shared but a store: start a run on both, lose one, look at their disks."""
 
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,7 +38,18 @@ class Nodes:
         options = self.workshop.options("--output_dir", self.output, *choices(stage, settings), *more)
         return {
             name: Started(
-                ["forked", ranks, "-m", "tests.node", self.folder, name, port, self.output, "train.py", *options],
+                [
+                    "forked",
+                    ranks,
+                    "-m",
+                    "tests.node",
+                    self.folder,
+                    name,
+                    port,
+                    self.output,
+                    "train.py",
+                    *options,
+                ],
                 **HERE,
                 **variables,
             )
@@ -48,6 +60,14 @@ class Nodes:
         """Start the run, and wait for its end on every node."""
         started = self.start(**options)
         return {name: each.finish() for name, each in started.items()}
+
+
+def wait_until(started: dict[str, Started], reached: Callable[[], bool]) -> None:
+    """Look again and again; an error where a node ends first."""
+    while not reached():
+        for each in started.values():
+            assert each.process.poll() is None, each.finish().output
+        time.sleep(0.002)
 
 
 @contextmanager

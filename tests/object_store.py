@@ -25,7 +25,7 @@ CREDENTIALS = {
 
 @contextmanager
 def s3_server(log: Path) -> Iterator[str]:
-    """The address of moto's server in a process of its own, with one empty bucket."""
+    """The address of moto's server in a process of its own, with one empty bucket; `Proxy` reaches it from anywhere."""
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
@@ -88,8 +88,8 @@ class Proxy(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, target: str, mistreat: Callable[[int, str], str | None]):
-        super().__init__(("127.0.0.1", 0), _Passing)
+    def __init__(self, target: str, mistreat: Callable[[int, str], str | None], host: str = "127.0.0.1"):
+        super().__init__((host, 0), _Passing)
         self.target, self.mistreat = target, mistreat
         self.requests: list[str] = []
         """Paths of the GETs, with the range asked for."""
@@ -97,7 +97,7 @@ class Proxy(ThreadingHTTPServer):
         """Method, path and treatment of each PUT, POST and DELETE."""
         self.mistreated = 0
         self.lock = threading.Lock()
-        self.address = f"http://127.0.0.1:{self.server_port}"
+        self.address = f"http://{host}:{self.server_port}"
 
     def __enter__(self) -> "Proxy":
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()

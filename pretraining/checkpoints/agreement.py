@@ -342,10 +342,10 @@ def _fetch(
     wrong = next((damaged for damaged, _ in results if damaged), None)
     if wrong is None and any(missing.values()):
         hosts = gather_from_ranks(socket.gethostname())
-        fetched = {
-            hosts[first]: {"files": len(names), "bytes": sum(files[each]["bytes"] for each in names)}
+        fetched = [
+            {"host": hosts[first], "files": len(names), "bytes": sum(files[each]["bytes"] for each in names)}
             for first, names in sorted(missing.items())
-        }
+        ]
         source = remote.where(name)
         from_rank_0(lambda: run.add_event("fetch", checkpoint=name, source=source, nodes=fetched))
     return wrong
