@@ -13,15 +13,15 @@ from tests.hosts import Hosts
 NAMES = ["alpha", "beta"]
 
 
-def disk_of(folder: Path, name: str) -> Path:
-    """What lies in place of the run folder on a node."""
-    return folder / f"disk-{name}"
+def disk_of(run: Path, name: str) -> Path:
+    """What is in place of the run folder on a node."""
+    return run.with_name(f"{run.name}-{name}")
 
 
 def enter(folder: Path, name: str, run: Path) -> Hosts:
     """Move this process to a node."""
     made = Hosts(folder, NAMES)
-    made.enter(name, {run: disk_of(folder, name)})
+    made.enter(name, {run: disk_of(run, name)})
     return made
 
 

@@ -14,23 +14,23 @@ HERE = {"GLOO_SOCKET_IFNAME": "eth0"}
 
 
 class Nodes:
-    """The nodes, each with an empty disk in place of the run folder `folder/run`."""
+    """The nodes, each with an empty disk in place of the run folder `folder/NAME`."""
 
-    def __init__(self, workshop: Workshop, folder: Path, made: Hosts):
+    def __init__(self, workshop: Workshop, folder: Path, made: Hosts, name: str = "run"):
         self.workshop, self.folder, self.hosts = workshop, folder, made
-        self.output = folder / "run"
+        self.output = folder / name
         self.output.mkdir()
-        for name in NAMES:
-            disk_of(folder, name).mkdir()
+        for each in NAMES:
+            self.disk(each).folder.mkdir()
 
     def disk(self, name: str) -> Run:
         """The run folder as this node sees it."""
-        return Run(disk_of(self.folder, name))
+        return Run(disk_of(self.output, name))
 
     def replace(self, name: str) -> None:
         """Put an empty node in place of one."""
-        shutil.rmtree(disk_of(self.folder, name))
-        disk_of(self.folder, name).mkdir()
+        shutil.rmtree(self.disk(name).folder)
+        self.disk(name).folder.mkdir()
 
     def start(self, stage="zero2", ranks=1, settings=(), more=(), **variables: str) -> dict[str, Started]:
         """Start the run, `ranks` of them on each node."""

@@ -95,7 +95,7 @@ def one_in_ten(number: int, path: str) -> str | None:
 
 
 def test_each_node_is_lost_once_and_the_end_is_the_undisturbed_one(nodes, tmp_path, monkeypatch):
-    """ZeRO-2, a real S3 server that fails one request in ten: beta is replaced by an empty one, then alpha, rank 0's."""
+    """ZeRO-2, a real S3 server that fails one request in ten: beta is replaced by an empty node, then alpha."""
     reference, settings = (
         nodes.workshop.run("zero2"),
         ("checkpoints.upload=s3://bucket/runs", "training.save_steps=2"),
