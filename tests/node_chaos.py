@@ -93,7 +93,8 @@ class NodeChaos:
         if target == "node":
             self._replace(victim)
         assert self._newest_in_store() >= in_store, "the store lost a committed step"
-        self._continued(least, num_events, replaced=target == "node" and victim == "alpha")
+        if (target, victim) != ("node", "alpha"):  # which has taken its events along
+            self._continued(least, num_events)
         return target != "store"
 
     def _strike(self, started: dict[str, Started], target: str, victim: str, outage: float) -> None:
@@ -143,24 +144,22 @@ class NodeChaos:
         ]
         return max([self._newest_in_store(), *whole])
 
-    def _continued(self, least: int, num_events: int, replaced: bool) -> None:
-        """The start went on from the newest checkpoint there was; a lost node has taken its events along."""
-        events = [] if replaced else self.nodes.disk("alpha").events[num_events:]
-        for event in events:
+    def _continued(self, least: int, num_events: int) -> None:
+        """The first start after these events, if there was one, went on from the newest checkpoint there was."""
+        for event in self.nodes.disk("alpha").events[num_events:]:
             if event["event"] in ("start", "resume"):
                 assert event["step"] >= least, (event, least)
                 return
 
     def _finish(self) -> None:
         """The same command once more: weights, losses and validation are those of the undisturbed run."""
-        least = self._least()
+        least, num_events = self._least(), len(self.nodes.disk("alpha").events)
         started = self._start()
         for each in started.values():
             finished = each.finish()
             assert finished.code == 0, finished.output
         run, name = self.nodes.disk("alpha"), "model.safetensors"
-        starts = [event for event in run.events if event["event"] in ("start", "resume")]
-        assert starts[-1]["step"] >= least, (starts[-1], least)
+        self._continued(least, num_events)
         assert run.losses == self.reference.losses
         measured = [
             [(row["step"], row["eval/loss"]) for row in each.validation_rows]

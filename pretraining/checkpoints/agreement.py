@@ -40,13 +40,14 @@ from pretraining.checkpoints.format import (
     MARKER,
     MarkerDamage,
     file_entry,
+    is_of_rank,
     marker_or_nothing,
     parse_marker,
     place_marker,
     receipt_name,
 )
 from pretraining.checkpoints.remote import RemoteRun
-from pretraining.checkpoints.shard_files import is_of_rank, rank_file
+from pretraining.checkpoints.shard_files import rank_file
 from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.errors import UserError
 from pretraining.planning.quantities import several
@@ -271,7 +272,7 @@ def bring_checkpoint(
     if not candidate.in_store and (lost := sorted(set(files).difference(*held))):
         return f"{several(len(lost), 'file')} of it on no disk: {lost[0]}"
     good = _verified(run, folder, files, held)
-    needed = {first: _needed(marker, _ranks_of(run, first), layout) for first in set(disks.first_ranks)}
+    needed = {first: _needed(marker, disks.ranks_of(first), layout) for first in set(disks.first_ranks)}
     missing = {first: names - good[first] for first, names in needed.items()}
     if candidate.in_store and remote is not None:
         wrong = _fetch(run, remote, candidate.name, files, missing)
@@ -293,16 +294,12 @@ def _clear(run: RunFolder, folder: Path, marker: bytes, files: dict[str, dict]) 
             path.unlink()
 
 
-def _ranks_of(run: RunFolder, first_rank: int) -> list[int]:
-    return [rank for rank, first in enumerate(run.disks.first_ranks) if first == first_rank]
-
-
 def _verified(
     run: RunFolder, folder: Path, files: dict[str, dict], held: list[set[str]]
 ) -> dict[int, set[str]]:
     """Return {first rank of a disk: files that it holds whole}; the ranks of a disk share the reading."""
     disks, rank = run.disks, rank_and_world_size()[0]
-    ranks, here = _ranks_of(run, disks.first_rank), held[disks.first_rank]
+    ranks, here = disks.ranks_of(disks.first_rank), held[disks.first_rank]
     share = share_of({name: files[name] for name in sorted(here)}, ranks.index(rank), len(ranks))
     with long_work():
         changed = gather_from_ranks(set(changed_files(folder, share)))
@@ -329,7 +326,7 @@ def _fetch(
     run: RunFolder, remote: RemoteRun, name: str, files: dict[str, dict], missing: dict[int, set[str]]
 ) -> str | None:
     """Fetch what each disk lacks from the store; returns what is damaged there, or None."""
-    ranks = _ranks_of(run, run.disks.first_rank)
+    ranks = run.disks.ranks_of(run.disks.first_rank)
     own = sorted(missing[run.disks.first_rank])
     share = own[ranks.index(rank_and_world_size()[0]) :: len(ranks)]
     with long_work():

@@ -35,19 +35,21 @@ _ATTEMPTS = 3
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
-def resolve_resume(run: RunFolder, upload: str | None, resume: str) -> str:
+def resolve_resume(run: RunFolder, upload: str | None, resume: str, in_parts: bool = False) -> str:
     """Return `--resume auto|never|PATH|ADDRESS` as auto, never or a PATH on this machine; every rank calls this.
 
     A checkpoint at an ADDRESS is fetched; with auto the store's newest one, if it is newer than the newest here.
 
-    upload: the recipe's `checkpoints.upload`. Raises `UserError` if the store cannot be used, or holds later
-    checkpoints with which those of this start would mix.
+    upload: the recipe's `checkpoints.upload`. in_parts: the disk holds parts of checkpoints; agreement.py then brings
+    what is missing, and auto and an ADDRESS stay as they are.
+
+    Raises `UserError` if the store cannot be used, or holds later checkpoints with which those of this start would mix.
     """
     # A launcher that restarts the run repeats the command line: a typed `never` must not begin the run anew each time.
     resume = from_rank_0(lambda: resume_after_restart(run, resume))
     if is_remote(resume):
-        return _fetch_address(run, resume) if run.disks.shared else resume
-    if upload is None or (resume == "auto" and not run.disks.shared):
+        return resume if in_parts else _fetch_address(run, resume)
+    if upload is None or (resume == "auto" and in_parts):
         return resume
     remote = RemoteRun(upload, run.path.name)
     if resume == "auto":

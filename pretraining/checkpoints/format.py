@@ -96,9 +96,14 @@ def receipt_name(rank: int, ranks: int) -> str:
     return f"rank-{rank:05d}-of-{ranks:05d}.json"
 
 
+def is_of_rank(name: str) -> bool:
+    """Say if a file of a checkpoint is one that each rank writes for itself: its tensors, or its receipt."""
+    return name.startswith("rank-")
+
+
 def is_receipt(name: str) -> bool:
     """Say if a file of a checkpoint is a rank's receipt."""
-    return name.startswith("rank-") and name.endswith(".json")
+    return is_of_rank(name) and name.endswith(".json")
 
 
 def write_receipt(folder: Path, rank: int, ranks: int, files: dict[str, dict], **more: Any) -> None:

@@ -78,16 +78,18 @@ def find_start(
     upload = recipe.checkpoints.upload
     if not run.disks.shared and resume != "never":
         bring_history(run, upload)
-    resume = resolve_resume(run, upload, resume)
+    # Also on one disk that was one of several before.
+    in_parts = not run.disks.shared or from_rank_0(run.holds_parts)
+    resume = resolve_resume(run, upload, resume, in_parts)
     if resume == "never":
         return Start(starts_over=True)
     # The cheap check first: verifying a checkpoint reads all its bytes.
     from_rank_0(lambda: changes_of_run(run, recipe.to_dict(), allowed))
     journal, source = from_rank_0(lambda: Journal.read(run.journal)), None
-    if run.disks.shared:
-        checkpoint = choose_checkpoint(run, resume, journal)
-    else:
+    if in_parts:
         checkpoint, source = choose_on_disks(run, upload, resume, journal, layout)
+    else:
+        checkpoint = choose_checkpoint(run, resume, journal)
     start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, data.manifest, allowed))
     from_rank_0(lambda: _refuse_lost_rollbacks(checkpoint, run, journal))
     return replace(start, journal=journal, source=source)
@@ -464,8 +466,8 @@ def _good_step(run: RunFolder, journal: Journal, most_steps: int) -> int:
         step = step_in_name(folder)
         if step > most_steps or is_left_behind(folder, journal):
             continue
-        # The other disks hold theirs: the next start finds out too.
-        if not run.disks.shared or quick_damage(folder, of_run=True)[0] is None:
+        # What other disks hold of it shows at the next start.
+        if quick_damage(folder, of_run=True, is_part=not run.disks.shared)[0] is None:
             return step
     return 0
 

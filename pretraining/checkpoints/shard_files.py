@@ -345,11 +345,6 @@ def read_state(folder: Path) -> dict:
     return state
 
 
-def is_of_rank(name: str) -> bool:
-    """Say if a file of a checkpoint is one that each rank writes for itself: its tensors, or its receipt."""
-    return name.startswith("rank-")
-
-
 def _rank_files(folder: Path, incomplete: bool = False) -> list[str]:
     """Return the ranks' files in their order; `UserError` if they are not all of one save.
 

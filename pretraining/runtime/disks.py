@@ -31,7 +31,7 @@ _OWN_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "r
 class Disks:
     """The run folders of a run, each on a disk that some ranks share.
 
-    first_ranks: for each rank, the lowest rank that sees the same run folder; empty: all see the same one.
+    first_ranks: for each rank, the lowest rank that sees the same run folder; empty as long as nobody has looked.
     first_rank: that of this rank.
     """
 
@@ -58,10 +58,9 @@ class Disks:
         """Say if this rank sees the run folder of rank 0, which alone holds metrics, events and report."""
         return self.first_rank == 0
 
-    @property
-    def ranks_here(self) -> list[int]:
-        """The ranks that see this rank's run folder; [] stands for all."""
-        return [rank for rank, first in enumerate(self.first_ranks) if first == self.first_rank]
+    def ranks_of(self, first_rank: int) -> list[int]:
+        """Return the ranks that see the run folder of this one, which is the lowest of them."""
+        return [rank for rank, first in enumerate(self.first_ranks) if first == first_rank]
 
 
 ONE_DISK = Disks()
@@ -74,12 +73,12 @@ def find_disks(folder: Path) -> Disks:
     """
     rank, ranks = rank_and_world_size()
     if ranks == 1:
-        return ONE_DISK
+        return Disks((0,))
     with _tokens(folder) as make_token:
         token = from_rank_0(make_token)
         sees_rank_0 = rank == 0 or _appears(folder, [token]) is not None
         if all(gather_from_ranks(sees_rank_0)):
-            return ONE_DISK
+            return Disks((0,) * ranks)
         # Not rank 0's: of those ranks the first of each node makes a token of its own.
         is_first_here = not sees_rank_0 and os.environ.get("LOCAL_RANK", "0") == "0"
         made = gather_from_ranks(together(lambda: make_token() if is_first_here else None))

@@ -80,6 +80,11 @@ class RunFolder:
         """Return the newest row of these kinds in events.jsonl."""
         return next((row for row in reversed(read_rows(self.events)) if row.get("event") in kinds), None)
 
+    def holds_parts(self) -> bool:
+        """Say if checkpoints here may be the part of one node: the last start found several run folders."""
+        start = self.last_event("start", "resume") or {}
+        return self.node_events.exists() or start.get("run_folders", 1) > 1
+
     def add_end(self, results: dict) -> None:
         """Add the event of a finished run: its results, and the export's files with their sizes."""
         self.add_event("end", **results, export=self._export_sizes())
