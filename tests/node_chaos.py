@@ -15,6 +15,7 @@ from pathlib import Path
 from pretraining.checkpoints.fetch import newest_committed, step_in
 from pretraining.checkpoints.folders import damage
 from pretraining.checkpoints.remote import RemoteRun
+from pretraining.runtime.run_folder import unix_seconds
 from tests.chaos import MOMENTS, PATIENCE_SECONDS, SETTINGS, Folder, ranks_of
 from tests.hosts import Hosts
 from tests.node import NAMES
@@ -69,7 +70,7 @@ class NodeChaos:
         moment, target, victim = map(self.chance.choice, (list(MOMENTS), TARGETS, NAMES))
         wait = self.chance.random() * MOMENTS[moment][1]
         outage = self.chance.random() * LONGEST_OUTAGE_SECONDS
-        least, num_events = self._least(), len(self.nodes.disk("alpha").events)
+        least, began = self._least(), time.time()
         started, folder = self._start(), Folder(self.nodes.disk("alpha").folder)
         try:
             if not _came(started, folder, moment):
@@ -94,7 +95,7 @@ class NodeChaos:
             self._replace(victim)
         assert self._newest_in_store() >= in_store, "the store lost a committed step"
         if (target, victim) != ("node", "alpha"):  # which has taken its events along
-            self._continued(least, num_events)
+            self._continued(least, began)
         return target != "store"
 
     def _strike(self, started: dict[str, Started], target: str, victim: str, outage: float) -> None:
@@ -144,22 +145,21 @@ class NodeChaos:
         ]
         return max([self._newest_in_store(), *whole])
 
-    def _continued(self, least: int, num_events: int) -> None:
-        """The first start after these events, if there was one, went on from the newest checkpoint there was."""
-        for event in self.nodes.disk("alpha").events[num_events:]:
-            if event["event"] in ("start", "resume"):
+    def _continued(self, least: int, began: float) -> None:
+        """The start since then, if it came so far, went on from the newest checkpoint there was."""
+        for event in self.nodes.disk("alpha").events:
+            if event["event"] in ("start", "resume") and unix_seconds(event["time"]) >= int(began):
                 assert event["step"] >= least, (event, least)
-                return
 
     def _finish(self) -> None:
         """The same command once more: weights, losses and validation are those of the undisturbed run."""
-        least, num_events = self._least(), len(self.nodes.disk("alpha").events)
+        least, began = self._least(), time.time()
         started = self._start()
         for each in started.values():
             finished = each.finish()
             assert finished.code == 0, finished.output
         run, name = self.nodes.disk("alpha"), "model.safetensors"
-        self._continued(least, num_events)
+        self._continued(least, began)
         assert run.losses == self.reference.losses
         measured = [
             [(row["step"], row["eval/loss"]) for row in each.validation_rows]
