@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,10 +22,12 @@ from pretraining.checkpoints.upload import Uploader
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import append_row, read_rows
+from pretraining.runtime.heartbeat import Heartbeat, read_place
 from pretraining.runtime.journal import Journal
 from pretraining.runtime.lock import lock_run
 from pretraining.runtime.process_group import gather_from_ranks
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.training.hangs import ALARM, Relay
 from pretraining.training.ranks import join_ranks, leave_ranks
 
 RANKS = 2
@@ -101,6 +104,7 @@ def scenes(rank: Rank) -> dict:
     found["another layout"] = rank.found({"world_size": RANKS, "zero_stage": 3})
     found["history"] = _histories(rank)
     found["refused"] = _refusals(rank)
+    found["heartbeats"] = _heartbeats(rank)
     return found
 
 
@@ -156,6 +160,27 @@ def _refusals(rank: Rank) -> list[str]:
         except UserError as error:
             reasons.append(str(error))
     return reasons
+
+
+def _heartbeats(rank: Rank) -> dict:
+    """Whether rank 0 sees where rank 1 is, and hears its alarm."""
+    folder, look = rank.run.heartbeats, 0.05
+    heartbeat, relay = Heartbeat(folder, rank.rank), Relay(rank.run, look)
+    heartbeat.arrive("save", 10 + rank.rank)
+    heartbeat.beat(1)
+    relay.wanted = True
+    until = time.monotonic() + 20
+    while (place := read_place(folder, 1)) is None or place.step != 11:
+        assert time.monotonic() < until
+        time.sleep(look)
+    if rank.rank == 1:
+        (folder / ALARM).touch()
+    while not (folder / ALARM).exists():
+        assert time.monotonic() < until
+        time.sleep(look)
+    gather_from_ranks(None)
+    relay.close()
+    return {"phase": place.phase, "step": place.step}
 
 
 def main(folder: Path) -> None:

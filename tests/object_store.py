@@ -109,11 +109,11 @@ def connect_to(address: str, **more: str) -> dict[str, str]:
     return {**CREDENTIALS, "AWS_ENDPOINT_URL": address, **more}
 
 
-def use_here(monkeypatch, address: str) -> None:
+def use_here(monkeypatch, address: str, **more: str) -> None:
     """s3:// means this server in this process."""
     import s3fs
 
-    for name, value in connect_to(address).items():
+    for name, value in connect_to(address, **more).items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
 

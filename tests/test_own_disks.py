@@ -73,6 +73,10 @@ def test_the_newest_history_is_continued(found):
     assert found["history"] == [2, 3, 4, 4]
 
 
+def test_heartbeats_and_the_alarm_reach_other_nodes(found):
+    assert found["heartbeats"] == {"phase": "save", "step": 11}
+
+
 def test_nodes_apart_without_a_store_are_refused_in_one_line(found):
     nothing, apart, unsaved, demoted, fine = found["refused"]
     assert "set checkpoints.upload" in nothing and "\n" not in nothing
@@ -104,6 +108,10 @@ def test_each_node_is_lost_once_and_the_end_is_the_undisturbed_one(nodes, tmp_pa
         variables = connect_to(proxy.address)
         use_here(monkeypatch, address)
         remote, newest = RemoteRun("s3://bucket/runs", "run"), []
+        refused = nodes.run(settings=settings[1:])
+        for name, each in refused.items():
+            assert each.code == 2 and "set checkpoints.upload" in each.stderr, each.output
+            assert not list(nodes.disk(name).folder.iterdir())
         for lost in ("beta", "alpha"):
             started = nodes.start(settings=settings, **variables)
             last = int(newest[-1].partition("-")[2]) if newest else 0
@@ -113,6 +121,10 @@ def test_each_node_is_lost_once_and_the_end_is_the_undisturbed_one(nodes, tmp_pa
             for each in started.values():
                 assert each.finish().code != 0
             newest.append(newest_committed(remote, -1))
+        started = nodes.start(settings=settings, **variables)
+        wait_until(started, lambda: nodes.disk("beta").dir.node_events.exists())
+        nodes.disk("beta").dir.stop_file.touch()
+        assert [each.finish().code for each in started.values()] == [75, 75]
         finished = nodes.run(settings=settings, **variables)
     for each in finished.values():
         assert each.code == 0, each.output
@@ -121,7 +133,7 @@ def test_each_node_is_lost_once_and_the_end_is_the_undisturbed_one(nodes, tmp_pa
     exported = [each.dir.export / "model.safetensors" for each in (run, reference)]
     assert exported[0].read_bytes() == exported[1].read_bytes()
     resumes = [event for event in run.events if event["event"] == "resume"]
-    assert [event["checkpoint"] for event in resumes] == newest
+    assert [event["checkpoint"] for event in resumes][:2] == newest
     fetches = [event["nodes"] for event in run.events if event["event"] == "fetch"]
     empty = [[node["host"] for node in fetched if node["files"]] for fetched in fetches]
     assert empty[0] == ["beta"] and "alpha" in empty[1]

@@ -8,6 +8,7 @@ that of the save, else all of them. Every function here is called by every rank.
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import uuid
@@ -47,7 +48,7 @@ from pretraining.checkpoints.format import (
     receipt_name,
 )
 from pretraining.checkpoints.remote import RemoteRun
-from pretraining.checkpoints.shard_files import rank_file
+from pretraining.checkpoints.shard_files import STATE_FILE, rank_file
 from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.errors import UserError
 from pretraining.planning.quantities import several
@@ -273,6 +274,10 @@ def bring_checkpoint(
         return f"{several(len(lost), 'file')} of it on no disk: {lost[0]}"
     good = _verified(run, folder, files, held)
     needed = {first: _needed(marker, disks.ranks_of(first), layout) for first in set(disks.first_ranks)}
+    if not candidate.in_store:
+        # Nothing can be brought later.
+        more = _not_partitioned(folder, marker, good)
+        needed = {first: names | more for first, names in needed.items()}
     missing = {first: names - good[first] for first, names in needed.items()}
     if candidate.in_store and remote is not None:
         wrong = _fetch(run, remote, candidate.name, files, missing)
@@ -320,6 +325,16 @@ def _needed(marker: dict, ranks: list[int], layout: dict | None) -> set[str]:
     common = {name for name in files if not is_of_rank(name)}
     own = {name for rank in ranks for name in (rank_file(rank, world), receipt_name(rank, world))}
     return (common | own) & files
+
+
+def _not_partitioned(folder: Path, marker: dict, good: dict[int, set[str]]) -> set[str]:
+    """Return the files with what every rank reads at any layout: frozen weights are in all, buffers in rank 0's."""
+    if marker.get("recipe", {}).get("model", {}).get("frozen"):
+        return set(marker["files"])
+    owner = min((first for first, names in good.items() if STATE_FILE in names), default=0)
+    mine = rank_and_world_size()[0] == owner and STATE_FILE in good[owner]
+    state = from_rank(owner, json.loads((folder / STATE_FILE).read_text()) if mine else {})
+    return {rank_file(0, marker["ranks"])} if state.get("buffers") else set()
 
 
 def _fetch(

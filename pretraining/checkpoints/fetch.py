@@ -271,10 +271,10 @@ def _fetch_file(
     return f"{path.name} is not what was committed (fetched {_ATTEMPTS} times)"
 
 
-def fetch_absent(remote: RemoteRun, folder: Path, file: str) -> None:
+def fetch_absent(remote: RemoteRun, folder: Path, file: str) -> bool:
     """Fetch one more file of a checkpoint into its folder; ranks of a node that want the same one wait for the first.
 
-    Raises `UserError` if the store fails, or holds other bytes than were committed.
+    Returns True. Raises `UserError` if the store fails, or holds other bytes than were committed.
     """
     entry = read_marker(folder)["files"][file]
     with long_work(), (folder / f".{file}.lock").open("w") as lock:
@@ -283,6 +283,7 @@ def fetch_absent(remote: RemoteRun, folder: Path, file: str) -> None:
         Path(lock.name).unlink(missing_ok=True)  # whoever waits for it finds the file whole
     if reason := failure or damage:
         raise UserError(f"{remote.where(folder.name)}: {reason}", on_every_rank=False)
+    return True
 
 
 def _is_whole(path: Path, entry: dict) -> bool:

@@ -19,6 +19,7 @@ from pretraining.checkpoints.format import commit_checkpoint
 from pretraining.checkpoints.identity import Identity, Start, metrics_at
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.retention import Retention
+from pretraining.checkpoints.shard_files import fetch_nothing
 from pretraining.checkpoints.trainer_state import load_position, load_state, rank_share
 from pretraining.checkpoints.upload import Uploader
 from pretraining.data.prepared import PreparedData
@@ -76,7 +77,9 @@ class CheckpointManager(TrainerCallback):
 
     def load_state(self, trainer: Trainer, folder: Path) -> None:
         """Set weights, optimizer, schedule and loss scaler of a prepared Trainer from a checkpoint."""
-        fetch = None if self.start.source is None else partial(fetch_absent, self.start.source, folder)
+        fetch = None if self.run.disks.shared else fetch_nothing
+        if self.start.source is not None:
+            fetch = partial(fetch_absent, self.start.source, folder)
         load_state(trainer, folder, fetch)
 
     def load_position(self, trainer: Trainer, folder: Path) -> None:

@@ -134,19 +134,24 @@ class _Missing(UserError):
     """The files that were read so far do not hold a slice."""
 
 
+def fetch_nothing(file: str) -> bool:
+    """Fetch no file: to read what the files here hold."""
+    return False
+
+
 class CheckpointReader:
     """Reads any slice of any state of any parameter, for any number of ranks and any stage that wrote the checkpoint.
 
     parameters: {name: shape}. state: the content of `state.json`. ranks: the number of ranks that saved.
 
-    fetch: brings a file of a rank into the folder, for a checkpoint of which a node holds a part. It is called only for
-    what the files here do not hold.
+    fetch: for a checkpoint of which a node holds a part, brings a file of a rank into the folder; returns False if it
+    cannot. It is called only for what the files here do not hold.
 
     Raises:
         UserError: `folder` is no checkpoint of this format, or files of it are missing.
     """
 
-    def __init__(self, folder: Path, fetch: Callable[[str], None] | None = None):
+    def __init__(self, folder: Path, fetch: Callable[[str], bool] | None = None):
         self.folder, self._fetch = Path(folder), fetch
         self.state = read_state(self.folder)
         self.parameters = {name: tuple(entry["shape"]) for name, entry in self.state["parameters"].items()}
@@ -164,7 +169,8 @@ class CheckpointReader:
         if not self._absent or self._fetch is None:
             return False
         file = self._absent.pop(0)  # rank 0's first, which holds what is not partitioned
-        self._fetch(file)
+        if not self._fetch(file):
+            return False
         self._index([file])
         return True
 

@@ -26,6 +26,7 @@ from pretraining.checkpoints.shard_files import (
     MASTER,
     STATE_FILE,
     CheckpointReader,
+    fetch_nothing,
     fragment_key,
 )
 from pretraining.errors import UserError
@@ -142,7 +143,7 @@ def _json(value: dict, **keywords) -> bytes:
     return (json.dumps(value, indent=2, **keywords) + "\n").encode()
 
 
-def load_state(trainer: OpenTrainer, folder: Path, fetch: Callable[[str], None] | None = None) -> None:
+def load_state(trainer: OpenTrainer, folder: Path, fetch: Callable[[str], bool] | None = None) -> None:
     """Set weights, optimizer states, schedule and loss scaler of a prepared Trainer, in place.
 
     Takes memory for the largest piece of a parameter that this rank holds. fetch: brings a file that is not in the
@@ -186,13 +187,9 @@ def load_position(trainer: OpenTrainer, folder: Path) -> None:
     _load_running_loss(trainer, folder)
 
 
-def _fetch_nothing(file: str) -> None:
-    """Fetch no file: a rank's own one, and all if another number of ranks saved, are here."""
-
-
 def _load_random_state(folder: Path) -> None:
     """Set this rank's random generators, if as many ranks saved the checkpoint as run now."""
-    reader = CheckpointReader(folder, _fetch_nothing)
+    reader = CheckpointReader(folder, fetch_nothing)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # With another number of ranks no saved generator fits: each rank keeps the one of its seed.
     if reader.ranks == ranks and (numbers := read_receipt(folder, rank, ranks).get("rng")):
@@ -201,7 +198,7 @@ def _load_random_state(folder: Path) -> None:
 
 def _load_running_loss(trainer: OpenTrainer, folder: Path) -> None:
     """Continue the sum of losses since the last logged step: the next row is the same as in a run without a break."""
-    ranks = CheckpointReader(folder, _fetch_nothing).ranks
+    ranks = CheckpointReader(folder, fetch_nothing).ranks
     # With another number of ranks each takes the mean: only the mean over ranks is logged.
     savers = [dist.get_rank()] if ranks == dist.get_world_size() else range(ranks)
     saved = [read_receipt(folder, rank, ranks).get("running_loss") for rank in savers]
