@@ -13,6 +13,7 @@ from pretraining.recipe import Recipe
 from pretraining.refusals import check_while_preparing, load_recipe_and_ds_config
 from pretraining.reporting.words import report_end
 from pretraining.runtime.console_log import kept_console
+from pretraining.runtime.failures import kept_failure
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.restarts import leave_again_if_stopped
 from pretraining.runtime.run_folder import RunFolder
@@ -34,13 +35,17 @@ def main() -> None:
         check_while_preparing(recipe, options.data_dir)
     if options.plan:
         return print_plan(recipe, ds_config, options.world_size, options.gpu, options.json)
+    if options.rehearse:
+        from pretraining.rehearsal.rehearsal import rehearse
+
+        return rehearse(recipe, ds_config, options, open_data, attempt)
     plan = build_run_plan(recipe, ds_config, options.world_size)
     data = None if options.while_preparing else open_data(recipe, options)
     run = RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name)
     leave_again_if_stopped(run)  # a launcher that takes a stop for a crash has started it again
     if on_one_node() and options.resume == "auto" and run.is_finished(recipe.to_dict()):
         return report_end(run)
-    with kept_console(run):
+    with kept_console(run), kept_failure(run):
         train(recipe, plan, data, run, options)
 
 
@@ -113,7 +118,8 @@ def attempt(
     groups = rank_groups(plan.degrees)  # of ranks that work on the same samples
     given = None if start.checkpoint else open_given(recipe, data.tokenizer)
     start = start.with_given(run, given.facts if given else None)
-    plan = judge_plan(plan, recipe, find_machine(run, start, data.known_tokens), options.force)
+    machine = plan.machine or find_machine(run, start, data.known_tokens)  # a rehearsal has none of its own
+    plan = judge_plan(plan, recipe, machine, options.force)
     arguments = build_arguments(recipe, plan.ds_config, run.path, plan.accumulation_steps, progress.last_step)
     # The guard looks for damaged or degenerate blocks; rollbacks leave samples out.
     guard = open_guard(run.flagged_blocks if groups.is_first_of_sample else None, data, recipe)

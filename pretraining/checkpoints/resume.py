@@ -303,6 +303,7 @@ def begin_run(
     disks = {"run_folders": run.disks.count} if len(set(gather_from_ranks(this_machine()))) > 1 else {}
     together(lambda: tidy() if run.disks.is_first else None)
     from_rank_0(write)
+    run.begin()
 
 
 def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:

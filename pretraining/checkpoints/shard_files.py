@@ -92,11 +92,22 @@ def write_rank_file(
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the file's bytes in order: length of the header (u64), header (JSON, padded to 8 bytes), tensors."""
+    """Yield the file's bytes in order: the header, then the tensors."""
+    yield memoryview(file_header(tensors)[0])
+    for name in _in_file_order(tensors):
+        data = memoryview(read(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        yield from (data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES))
+
+
+def _in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     order = list(_TYPES)
-    names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
+    return sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
+
+
+def file_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, int]:
+    """Return a file's first bytes (length of the header as u64, JSON padded to 8 bytes) and the bytes that follow."""
     header, end = {}, 0
-    for name in names:
+    for name in _in_file_order(tensors):
         tensor = tensors[name]
         start, end = end, end + tensor.numel() * tensor.element_size()
         kind, shape = _TYPES[tensor.dtype], list(tensor.shape)
@@ -104,10 +115,7 @@ def _pieces(tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Ten
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     # The header ends at a multiple of 8 bytes, so that the tensors, the largest types first, are aligned.
     text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    for name in names:
-        data = memoryview(read(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        yield from (data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES))
+    return len(text).to_bytes(8, "little") + text, end
 
 
 class Fragment(NamedTuple):

@@ -51,13 +51,18 @@ def rank_share(trainer: OpenTrainer) -> RankShare:
     """Gather this rank's share of a checkpoint of the Trainer as it is now; all ranks call it together."""
     _update_trainer_state(trainer)
     live = live_state(trainer.model, trainer.optimizer)
-    files = {}
-    if dist.get_rank() == 0:
-        files[STATE_FILE] = _json(_replicated_state(trainer, live))
-        files[TRAINER_STATE_NAME] = _json(asdict(trainer.state), sort_keys=True)
+    files = shared_files(trainer, live) if dist.get_rank() == 0 else {}
     # Each rank draws from its own generators and has its own loss.
     receipt = {"rng": random_numbers(), "running_loss": _running_loss(trainer)}
     return RankShare(dict(rank_tensors(live)), files, receipt)
+
+
+def shared_files(trainer: OpenTrainer, live: LiveState) -> dict[str, bytes]:
+    """Return what is the same on every rank: {name: content} of small files."""
+    return {
+        STATE_FILE: _json(_replicated_state(trainer, live)),
+        TRAINER_STATE_NAME: _json(asdict(trainer.state), sort_keys=True),
+    }
 
 
 def _update_trainer_state(trainer: OpenTrainer) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from pretraining.errors import UserError, file_error
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 Answer = TypeVar("Answer")
+
+_decides_alone = False
+"""Whether no other rank exists: then this rank decides what rank 0 would (`deciding_alone`)."""
 
 
 _store: list[dist.Store] = []
@@ -45,7 +49,7 @@ def from_rank_0(decide: Callable[[], Answer]) -> Answer:
     """
     import torch.distributed as dist
 
-    if not dist.is_initialized():
+    if not dist.is_initialized() or _decides_alone:
         return decide()
     # [value, message of an error]: the others wait in the broadcast, so rank 0 must reach it after an error too
     answer: list = [None, None]
@@ -73,6 +77,17 @@ def from_rank(source: int, value: Answer) -> Answer:
     answer = [value]
     dist.broadcast_object_list(answer, src=source)
     return answer[0]
+
+
+@contextmanager
+def deciding_alone() -> Iterator[None]:
+    """Let this rank decide what rank 0 would, until the end of the block: in a rehearsal there is no rank 0."""
+    global _decides_alone
+    _decides_alone = True
+    try:
+        yield
+    finally:
+        _decides_alone = False
 
 
 def gather_from_ranks(value: Answer, group: dist.ProcessGroup | None = None) -> list[Answer]:
