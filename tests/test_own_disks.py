@@ -25,7 +25,7 @@ def found(tmp_path_factory) -> dict:
     assert finished.code == 0, finished.output
     told = [json.loads((folder / f"found-{rank}.json").read_text()) for rank in (0, 1)]
     for scene, answer in told[0].items():
-        if isinstance(answer, dict):
+        if isinstance(answer, dict) and "checkpoint" in answer:
             for key in ("checkpoint", "from_store", "disks"):
                 assert told[1][scene][key] == answer[key], "the ranks do not agree"
     return told[0]
