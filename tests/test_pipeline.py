@@ -181,7 +181,7 @@ def test_the_ranks_that_are_planned_for_are_those_of_the_launcher():
     assert ranks_of("") is None and ranks_of("deepspeed") is None
 
 
-def test_an_export_reaches_a_store_once_and_its_list_last(workshop, tmp_path, monkeypatch, capsys):
+def test_an_export_reaches_a_store_once_and_its_list_last(tmp_path, monkeypatch, capsys):
     """To a real S3 server: what is there is not sent again; a file that is gone from the export goes there too."""
     from pretraining.checkpoints.__main__ import main as checkpoints
 
