@@ -27,14 +27,14 @@ OF_A_RUN = ("plan", "prepare", "doctor", "train", "evaluate", "report")
 
 def forked(command: list[str], captured: bool = False, output: object = None) -> str:
     """`call`, but what imports torch is forked from a process that has done so."""
-    if "train.py" in Path(command[-1]).name or any(word.endswith("train.py") for word in command):
+    if any(word.endswith("train.py") for word in command):
         place = next(number for number, word in enumerate(command) if word.endswith("train.py"))
         words = ["train.py", *command[place + 1 :]]
     else:
         words = command[1:]
     finished = execute(["forked", "0", *words])
     if finished.code:
-        raise StepEnded(finished.code, finished.stderr.strip().splitlines()[-1])
+        raise StepEnded(finished.code, f"{finished.stdout}{finished.stderr}")
     return finished.stdout
 
 

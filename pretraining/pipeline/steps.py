@@ -68,6 +68,11 @@ class Pipeline:
         self.steps: dict[str, Step] = {step.name: step(self) for step in STEPS}
 
     @property
+    def training(self) -> Train:
+        """Return the step that trains."""
+        return self.steps[Train.name]
+
+    @property
     def data_folder(self) -> Path:
         """Name the folder of the prepared data."""
         return self.data_root / self.recipe.data.name

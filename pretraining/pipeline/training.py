@@ -32,7 +32,7 @@ class Doctor(Step):
     def run(self) -> dict:
         """Run the doctor under the launcher of the run."""
         pipeline, launcher = self.pipeline, shlex.split(self.pipeline.launcher)
-        words = [*pipeline.recipe_words, *pipeline.train_words]
+        words = [*pipeline.recipe_words, *pipeline.train_words, *pipeline.training.start_words]
         if launcher:
             module = "--module" if Path(launcher[0]).name == "deepspeed" else "-m"
             pipeline.call(*launcher, module, "pretraining.doctor", *words)
@@ -115,13 +115,18 @@ class Train(Step):
         other = not same or (finished and self._has_other_data())
         return other and (finished or self.pipeline.replace)
 
+    @property
+    def start_words(self) -> list[str]:
+        """List the options that say how it begins, which the doctor shares."""
+        pipeline = self.pipeline
+        resume = "never" if self.starts_over and not pipeline.allow_change else pipeline.resume
+        return ["--resume", resume, *(w for key in pipeline.allow_change for w in ("--allow_change", key))]
+
     def run(self) -> dict:
         """Run train.py, started again after a crash or a hang."""
         pipeline = self.pipeline
-        resume = "never" if self.starts_over and not pipeline.allow_change else pipeline.resume
-        words = [*pipeline.recipe_words, *pipeline.train_words, "--resume", resume]
+        words = [*pipeline.recipe_words, *pipeline.train_words, *self.start_words]
         words += ["--force"] * pipeline.force
-        words += [word for key in pipeline.allow_change for word in ("--allow_change", key)]
         before = shlex.split(pipeline.launcher) or [sys.executable]
         supervise = [
             sys.executable,
