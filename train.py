@@ -13,6 +13,7 @@ from pretraining.recipe import Recipe
 from pretraining.refusals import check_while_preparing, load_recipe_and_ds_config
 from pretraining.reporting.words import report_end
 from pretraining.runtime.console_log import kept_console
+from pretraining.runtime.failures import kept_failure
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.restarts import leave_again_if_stopped
 from pretraining.runtime.run_folder import RunFolder
@@ -44,7 +45,7 @@ def main() -> None:
     leave_again_if_stopped(run)  # a launcher that takes a stop for a crash has started it again
     if options.resume == "auto" and run.is_finished(recipe.to_dict()):
         return report_end(run)
-    with kept_console(run):
+    with kept_console(run), kept_failure(run):
         train(recipe, plan, data, run, options)
 
 

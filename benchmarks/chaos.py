@@ -1,19 +1,29 @@
 """SIGKILLs at random moments, then left to finish: is anything lost?
 
     python benchmarks/chaos.py --kills 200 --seed 1 --keep
+    python benchmarks/chaos.py --kills 50 --mixed qwen3_moe --keep
 
 A small recipe in fp32, ZeRO-2 on two ranks, saving every second step. Each kill is drawn from the seed: the moment
 (resuming, training, saving, committing, pruning, evaluating) and who (one rank, all ranks, the launcher, everything);
 a share of the starts goes through the real launchers. The next start is the same command. Stops with an error where a
 committed step is lost, a start does not continue from the newest one, or the final weights, losses or validation
 differ in a bit from the undisturbed run. Prints one JSON line: how often what was killed.
+
+With `--mixed`, a small model of this type, and layouts drawn from all that the checks accept (stage, offload, tensor,
+sequence, expert, hpZ, 1, 2 or 4 ranks): one run of four keeps its layout and ends bit for bit as the undisturbed one;
+the others start at another layout after each kill, and end within 1e-4.
 """
 
+import json
 import tempfile
 import time
 from pathlib import Path
 
+from layouts import models, trainable
 from record import parser_of, record
+
+NOT_MEASURED = "monitors.noise_scale_steps=null"
+"""Split sequences and experts have none."""
 
 
 def main() -> None:
@@ -27,18 +37,28 @@ def main() -> None:
         default=20,
         help="one of so many starts by deepspeed, one by torchrun (0: none)",
     )
+    parser.add_argument("--mixed", metavar="MODEL", choices=list(models()), help="layouts of all kinds")
     options = parser.parse_args()
     from tests.chaos import Chaos
     from tests.runs import Workshop
 
     forked = max(1, options.real_every - 2)
     launchers = ("forked",) * forked + (("deepspeed", "torchrun") if options.real_every else ())
+    layouts, settings = [(options.stage, 2)], ()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos_") as folder:
-        chaos = Chaos(Workshop(Path(folder)), options.seed, options.stage, launchers=launchers)
+        workshop = Workshop(Path(folder))
+        if options.mixed:
+            settings, launchers = (f"model={json.dumps(models()[options.mixed])}", NOT_MEASURED), ("forked",)
+            layouts = trainable(workshop.recipe, settings)
+        chaos = Chaos(workshop, options.seed, layouts, launchers, settings)
         counts = chaos.endure(options.kills)
-    values = {"seed": options.seed, "stage": options.stage, "ranks": 2, "counts": counts}
-    values["identical_runs"], values["lost_steps"] = counts["runs"], 0
+    values = {"seed": options.seed, "counts": counts}
+    if options.mixed:
+        values |= {"model": options.mixed, "layouts": len(layouts), "moved_runs": chaos.differences}
+    else:
+        values |= {"stage": options.stage, "ranks": 2}
+    values["identical_runs"], values["lost_steps"] = counts["runs"] - counts.get("moved runs", 0), 0
     record("chaos", {**values, "seconds": round(time.monotonic() - began)}, options.keep)
 
 

@@ -33,9 +33,11 @@ UPSTREAM = {"upstream"}
 WORK = {"model", "training", "checkpoints", "evaluation", "reporting"}
 DRIVERS = {
     "doctor": {"model", "training"},
-    "rehearsal": {"model", "training", "checkpoints"},
     "api": set(),
     "sweep": {"api", "reporting"},
+    "postmortem": {"reporting"},
+    "pipeline": {"checkpoints", "doctor", "reporting"},
+    "rehearsal": {"model", "training", "checkpoints"},
 }
 """Rooms that drive what other rooms of their layer hold, as train.py does."""
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate"}

@@ -1,4 +1,4 @@
-"""What one does with the checkpoints of a run: look at them, verify, branch a decay off, reshard, export, make room."""
+"""What one does with the checkpoints of a run: look, verify, branch a decay off, reshard, export, push, make room."""
 
 import argparse
 import json
@@ -21,6 +21,7 @@ from pretraining.checkpoints.folders import (
     step_of,
 )
 from pretraining.checkpoints.format import MARKER
+from pretraining.checkpoints.publish import Push
 from pretraining.checkpoints.retention import Committed, Retention, measured_at
 from pretraining.command_line import answer_one, not_negative_integer, not_negative_number, positive_integer
 from pretraining.errors import UserError, one_line_errors
@@ -431,6 +432,7 @@ VERBS = {
     "export": Export(),
     "list": List(),
     "prune": Prune(),
+    "push": Push(),
     "reshard": Reshard(),
     "verify": Verify(),
 }

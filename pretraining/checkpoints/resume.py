@@ -277,6 +277,7 @@ def begin_run(
         plan.verdict.keep(run, start.step)
 
     from_rank_0(write)
+    run.begin()
 
 
 def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:

@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from pretraining.metric_names import is_better, worst_value
 from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.exit_codes import STOPPED, supervisor_file, tell_exit_code
+from pretraining.runtime.failures import keep_end_by_launcher
 from pretraining.runtime.process_group import Agreement
 from pretraining.runtime.restarts import STARTED, launch_details
 from pretraining.runtime.run_folder import RunFolder
@@ -38,7 +39,7 @@ class StopRequests:
         self._looked_at, self._seen, self._agreed = 0.0, NOT_ASKED, NOT_ASKED
         self.run, self.agreement = run, Agreement()
         # If a rank has crashed, its launcher ends the others. An agreement with the crashed rank would never come.
-        self.signals = SignalListener(in_vain=lambda: not self._agreed and sibling_is_gone())
+        self.signals = SignalListener(in_vain=self._ends_with_the_others)
         # all starts under one supervisor share one time limit
         started = float(os.environ.get(STARTED, time.time()))
         self._until = None if time_limit_hours is None else started + time_limit_hours * 3600
@@ -68,6 +69,13 @@ class StopRequests:
         if asked:
             tell_exit_code(STOPPED)
         raise SystemExit(STOPPED)
+
+    def _ends_with_the_others(self) -> bool:
+        """Say if this rank's launcher ends it because another rank has crashed; keep that for a look back."""
+        if self._agreed or not sibling_is_gone():
+            return False
+        keep_end_by_launcher(self.run)
+        return True
 
     @property
     def reason(self) -> str:
