@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from pretraining.command_line import parse_train_arguments
+from pretraining.command_line import on_one_node, parse_train_arguments
 from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import one_line_errors
@@ -43,7 +43,7 @@ def main() -> None:
     data = None if options.while_preparing else open_data(recipe, options)
     run = RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name)
     leave_again_if_stopped(run)  # a launcher that takes a stop for a crash has started it again
-    if options.resume == "auto" and run.is_finished(recipe.to_dict()):
+    if on_one_node() and options.resume == "auto" and run.is_finished(recipe.to_dict()):
         return report_end(run)
     with kept_console(run), kept_failure(run):
         train(recipe, plan, data, run, options)
@@ -61,11 +61,13 @@ def train(
     """Train to the end; after a rollback, make another attempt. data: None to prepare it meanwhile."""
     # Plan and errors answer at once: the imports below take seconds.
     prepare_imports()  # no garbage collection, no messages that help nobody
+    from pretraining.checkpoints.upload import live_files
     from pretraining.extend import load_extensions
     from pretraining.reporting.live import live_report
     from pretraining.runtime.durable_files import one_line_disk_errors
     from pretraining.runtime.lock import lock_run
     from pretraining.runtime.notices import notices
+    from pretraining.runtime.process_group import from_rank_0
     from pretraining.training.arrival import arriving_data
     from pretraining.training.monitors import Monitors
     from pretraining.training.ranks import joined_ranks
@@ -74,7 +76,11 @@ def train(
     ranks = joined_ranks(recipe.monitors.hang_minutes)
     report = live_report(run, recipe.report.every_seconds)
     sent = notices(run, recipe.name, recipe.monitors.notify)
-    with ranks, lock_run(run), sent, one_line_disk_errors(run.path), report:
+    copies = live_files(run, recipe.checkpoints.upload)
+    with ranks, lock_run(run), sent, one_line_disk_errors(run.path), copies, report:
+        # Asked once more for several nodes: each may see a folder of its own, and rank 0's counts.
+        if options.resume == "auto" and from_rank_0(lambda: run.is_finished(recipe.to_dict())):
+            return from_rank_0(lambda: report_end(run))
         monitors = Monitors(run, recipe)
         with arriving_data(recipe, options.data_dir, run, monitors.stop) as arrival:
             data = data or arrival.open(options.resume, options.allow_change)
@@ -107,7 +113,7 @@ def attempt(
     from pretraining.training.ranks import find_machine
     from pretraining.training.trainer import PretrainingTrainer
 
-    start = find_start(run, recipe, data, options.resume, options.allow_change)
+    start = find_start(run, recipe, data, options.resume, options.allow_change, plan.layout)
     progress = start.progress(recipe)
     groups = rank_groups(plan.degrees)  # of ranks that work on the same samples
     given = None if start.checkpoint else open_given(recipe, data.tokenizer)

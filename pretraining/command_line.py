@@ -274,6 +274,11 @@ def world_size_here() -> int:
     return _number_of("WORLD_SIZE", least=1)
 
 
+def on_one_node() -> bool:
+    """Say if all processes of this run are on this machine."""
+    return world_size_here() == ranks_here()
+
+
 def ranks_here() -> int:
     """Return the number of this run's processes on this machine."""
     # torchrun and accelerate set LOCAL_WORLD_SIZE, deepspeed sets LOCAL_SIZE.

@@ -115,7 +115,9 @@ class Verify:
         return {"checkpoints": [self._verified(folder, of_run=folder != options.run) for folder in chosen]}
 
     def _verified(self, folder: Path, of_run: bool) -> dict:
-        reason, files = quick_damage(folder, of_run)
+        # A node without a shared disk holds the files of its own ranks.
+        is_part = of_run and RunFolder(folder.parent).holds_parts()
+        reason, files = quick_damage(folder, of_run, is_part)
         began = time.perf_counter()
         total = sum(entry["bytes"] for entry in files.values())
         with self._bar(folder.name, total) as bar:

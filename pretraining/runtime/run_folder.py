@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from pretraining.recipe.curve import curve_parts
 from pretraining.recipe.sections import Evaluation
+from pretraining.runtime.disks import ONE_DISK
 from pretraining.runtime.durable_files import append_row, keep_rows, read_rows
 from pretraining.schema import REPOSITORY
 
@@ -49,6 +50,9 @@ class RunFolder:
         self.aside = self.path / "aside"
         self.wandb_id = self.path / "wandb_id"
         self.tensorboard = self.path / "tensorboard"
+        self.node_events = self.path / "node_events.jsonl"
+        self.disks = ONE_DISK
+        """Which ranks see this folder; known once the run is locked."""
         self.listeners: list[Callable[[dict], None]] = []
         """Called with each row of events.jsonl that this process writes."""
         self.has_begun = False
@@ -97,6 +101,11 @@ class RunFolder:
         """Return the newest row of these kinds in events.jsonl."""
         return next((row for row in reversed(read_rows(self.events)) if row.get("event") in kinds), None)
 
+    def holds_parts(self) -> bool:
+        """Say if checkpoints here may be the part of one node: the last start found several run folders."""
+        start = self.last_event("start", "resume") or {}
+        return self.node_events.exists() or start.get("run_folders", 1) > 1
+
     def add_end(self, results: dict) -> None:
         """Add the event of a finished run: its results, and the export's files with their sizes."""
         self.add_event("end", **results, export=self._export_sizes())
@@ -115,10 +124,14 @@ class RunFolder:
         return {path.name: path.stat().st_size for path in sorted(self.export.iterdir())}
 
     def add_event(self, kind: str, **details: Any) -> None:
-        """Append one row to events.jsonl: what happened, when (UTC), and its details."""
+        """Append one row to events.jsonl: what happened, when (UTC), and its details.
+
+        On a disk that rank 0 does not see, to node_events.jsonl: what happened on this node.
+        """
         row = {"time": utc_now(), "event": kind, **details}
-        append_row(self.events, row)
-        for listener in self.listeners:
+        append_row(self.events if self.disks.has_rank_0 else self.node_events, row)
+        # what happens to the run is reported by the disk of rank 0
+        for listener in self.listeners if self.disks.has_rank_0 else ():
             listener(row)
 
 

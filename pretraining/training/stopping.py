@@ -52,15 +52,16 @@ class StopRequests:
         return self._agreed != NOT_ASKED
 
     def leave_if_agreed(self, step: int) -> None:
-        """If the ranks have agreed, record it on rank 0, and raise `SystemExit(75)` on all. Not a collective."""
+        """If the ranks have agreed, record it once a disk, and raise `SystemExit(75)` on all. Not a collective."""
         if not self._agreed:
             return
         # if the launcher is gone, nobody asked: a supervisor starts the run again
         asked = self._agreed != LAUNCHER_GONE
-        if os.environ.get("RANK", "0") == "0":
+        if self.run.disks.is_first:
             self.run.stop_file.unlink(missing_ok=True)
             details = launch_details() if asked else {"asked": False}
             self.run.add_event("stopped", step=step, reason=self.reason, **details)
+        if os.environ.get("RANK", "0") == "0":
             why = self.reason
             if self._by_deepspeed and why == signal.SIGTERM.name:
                 why += " (deepspeed sends it for Ctrl-C too)"
@@ -102,9 +103,8 @@ class StopRequests:
         return self._seen
 
     def _files_to_look_at(self) -> dict[Path, int]:
-        """Return the files that this rank looks for: the run's on rank 0, the supervisor's once per machine."""
-        # the run folder may be on a shared disk: not every rank should ask it
-        files = {self.run.stop_file: STOP_FILE} if os.environ.get("RANK", "0") == "0" else {}
+        """Return the files that this rank looks for: the run's once per disk, the supervisor's once per machine."""
+        files = {self.run.stop_file: STOP_FILE} if self.run.disks.is_first else {}
         supervisors = supervisor_file("STOP") if os.environ.get("LOCAL_RANK", "0") == "0" else None
         return {**files, supervisors: SUPERVISOR} if supervisors else files
 
