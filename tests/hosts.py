@@ -23,6 +23,8 @@ class Hosts:
         self.names, self.table = names, folder / "hosts"
         digest = hashlib.blake2b(str(folder).encode(), digest_size=3)  # the same in every process of a test
         self.mark, self.subnet = f"d{digest.hexdigest()}", f"10.{digest.digest()[0]}.{digest.digest()[1]}"
+        self.outside = f"{self.subnet}.254"
+        """Where the hosts reach what runs on this machine outside them."""
         lines = [f"{self.address(name)} {name}" for name in names]
         self.table.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 
@@ -73,6 +75,7 @@ class Hosts:
         bridge = f"{self.mark}b"
         _ip("link", "add", bridge, "type", "bridge")
         _ip("link", "set", bridge, "up")
+        _ip("addr", "add", f"{self.outside}/24", "dev", bridge)
         for number, name in enumerate(self.names):
             space, link = self.space(name), f"{self.mark}v{number}"
             _ip("netns", "add", space)

@@ -4,6 +4,7 @@ Every rank fetches a share of the files, in ranges, several at once. Files of an
 kept. Until the marker is written, the folder does not count as a checkpoint.
 """
 
+import fcntl
 import os
 import re
 import sys
@@ -16,11 +17,12 @@ from tqdm import tqdm
 
 from pretraining.addresses import is_remote, refuse_credentials
 from pretraining.checkpoints.folders import committed_checkpoints, step_in_name, step_of
-from pretraining.checkpoints.format import MARKER, file_entry, parse_marker
+from pretraining.checkpoints.format import MARKER, file_entry, parse_marker, read_marker
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import replacing, rows_of, sync_to_disk
+from pretraining.runtime.heartbeat import long_work
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, rank_and_world_size
 from pretraining.runtime.restarts import resume_after_restart
@@ -33,19 +35,21 @@ _ATTEMPTS = 3
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
-def resolve_resume(run: RunFolder, upload: str | None, resume: str) -> str:
+def resolve_resume(run: RunFolder, upload: str | None, resume: str, in_parts: bool = False) -> str:
     """Return `--resume auto|never|PATH|ADDRESS` as auto, never or a PATH on this machine; every rank calls this.
 
     A checkpoint at an ADDRESS is fetched; with auto the store's newest one, if it is newer than the newest here.
 
-    upload: the recipe's `checkpoints.upload`. Raises `UserError` if the store cannot be used, or holds later
-    checkpoints with which those of this start would mix.
+    upload: the recipe's `checkpoints.upload`. in_parts: the disk holds parts of checkpoints; agreement.py then brings
+    what is missing, and auto and an ADDRESS stay as they are.
+
+    Raises `UserError` if the store cannot be used, or holds later checkpoints with which those of this start would mix.
     """
     # A launcher that restarts the run repeats the command line: a typed `never` must not begin the run anew each time.
     resume = from_rank_0(lambda: resume_after_restart(run, resume))
     if is_remote(resume):
-        return _fetch_address(run, resume)
-    if upload is None:
+        return resume if in_parts else _fetch_address(run, resume)
+    if upload is None or (resume == "auto" and in_parts):
         return resume
     remote = RemoteRun(upload, run.path.name)
     if resume == "auto":
@@ -58,11 +62,17 @@ def resolve_resume(run: RunFolder, upload: str | None, resume: str) -> str:
     return resume
 
 
-def _fetch_address(run: RunFolder, address: str) -> str:
+def at_address(address: str) -> tuple[RemoteRun, str]:
+    """Return the run of a checkpoint's address, and the checkpoint's name."""
     refuse_credentials(address, "--resume")
     above, _, name = address.rstrip("/").rpartition("/")
     place, _, run_name = above.rpartition("/")
-    wrong = fetch_checkpoint(run, RemoteRun(place, run_name), name)
+    return RemoteRun(place, run_name), name
+
+
+def _fetch_address(run: RunFolder, address: str) -> str:
+    remote, name = at_address(address)
+    wrong = fetch_checkpoint(run, remote, name)
     if wrong is not None:
         raise UserError(f"--resume {address}: {wrong}")
     return str(run.path / name)
@@ -86,10 +96,10 @@ def fetch_newest(run: RunFolder, remote: RemoteRun, newest_here: int | None) -> 
     """
     above = -1 if newest_here is None else newest_here
     below = sys.maxsize
-    while name := from_rank_0(partial(_newest_unless_unreachable, run, remote, above, below)):
+    while name := from_rank_0(partial(newest_unless_unreachable, run, remote, above, below, newest_here)):
         if (reason := fetch_checkpoint(run, remote, name)) is None:
             return
-        from_rank_0(lambda: _pass_over(run, remote.where(name), reason))
+        from_rank_0(lambda: pass_over_remote(run, remote.where(name), reason))
         below = step_in(name)  # it is damaged: the one before may be whole
 
 
@@ -98,13 +108,13 @@ def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str) -> str | None
 
     Raises `UserError` on every rank if the store fails, or if another checkpoint of that name is here.
     """
-    content, files, wrong = from_rank_0(lambda: _read_marker(remote, name))
+    content, files, wrong = from_rank_0(lambda: read_remote_marker(remote, name))
     if wrong is not None or from_rank_0(lambda: _is_here(run.path / name, content)):
         return wrong
     rank, ranks = rank_and_world_size()
     share = dict(sorted(files.items())[rank::ranks])
     # An error of one rank is raised on all: if one rank left alone, the others would wait for it.
-    for damage, failure in gather_from_ranks(_fetch_share(remote, name, run.path / name, share)):
+    for damage, failure in gather_from_ranks(fetch_share(remote, name, run.path / name, share)):
         if failure:
             raise UserError(failure)
         wrong = wrong or damage
@@ -158,30 +168,37 @@ def _journal(run: RunFolder, remote: RemoteRun) -> Journal:
     return max(Journal.read(run.journal), there, key=lambda journal: len(journal.rollbacks))
 
 
-def _newest_unless_unreachable(run: RunFolder, remote: RemoteRun, above: int, below: int) -> str | None:
+def newest_unless_unreachable(
+    run: RunFolder, remote: RemoteRun, above: int, below: int, here: int | None
+) -> str | None:
+    """Return the newest checkpoint of the store between these steps, or None; an unreachable store is an event.
+
+    here: the newest step on this machine or its fellows; None: there is none, so that the `UserError` is raised.
+    """
     try:
         first_contact = remote.at_first_contact()
         if below == sys.maxsize:  # only at the first call of a start
             first_contact.check_writable()
         return newest_committed(first_contact, above, below, _journal(run, first_contact))
     except UserError as error:
-        if above < 0:
+        if here is None:
             raise
         run.add_event("upload_unreachable", reason=str(error))
         print(
-            f"checkpoints: {error}; going on from checkpoint-{above}, which is here",
+            f"checkpoints: {error}; going on from checkpoint-{here}, which is here",
             file=sys.stderr,
             flush=True,
         )
         return None
 
 
-def _pass_over(run: RunFolder, where: str, reason: str) -> None:
+def pass_over_remote(run: RunFolder, where: str, reason: str) -> None:
+    """Report a checkpoint of a store that is damaged there."""
     run.add_event("remote_checkpoint_passed_over", checkpoint=where, reason=reason)
     print(f"checkpoints: {where} is passed over: {reason}", file=sys.stderr, flush=True)
 
 
-def _read_marker(remote: RemoteRun, name: str) -> tuple[bytes, dict, str | None]:
+def read_remote_marker(remote: RemoteRun, name: str) -> tuple[bytes, dict, str | None]:
     """Return the marker's bytes, the files it names, and what is wrong with it or None."""
     content = remote.read_if_there(f"{name}/{MARKER}")
     if content is None:
@@ -205,8 +222,8 @@ def _is_here(folder: Path, marker: bytes) -> bool:
     return here.exists()
 
 
-def _fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> tuple[str | None, str | None]:
-    """Fetch this rank's files; returns (what is damaged in the store, what failed)."""
+def fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> tuple[str | None, str | None]:
+    """Fetch the `files` of this rank's share; returns (what is damaged in the store, what failed)."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(_THREADS) as threads, _bar(remote.where(name), files) as bar:
@@ -252,6 +269,21 @@ def _fetch_file(
         if _is_whole(path, entry):
             return None
     return f"{path.name} is not what was committed (fetched {_ATTEMPTS} times)"
+
+
+def fetch_absent(remote: RemoteRun, folder: Path, file: str) -> bool:
+    """Fetch one more file of a checkpoint into its folder; ranks of a node that want the same one wait for the first.
+
+    Returns True. Raises `UserError` if the store fails, or holds other bytes than were committed.
+    """
+    entry = read_marker(folder)["files"][file]
+    with long_work(), (folder / f".{file}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        damage, failure = fetch_share(remote, folder.name, folder, {file: entry})
+        Path(lock.name).unlink(missing_ok=True)  # whoever waits for it finds the file whole
+    if reason := failure or damage:
+        raise UserError(f"{remote.where(folder.name)}: {reason}", on_every_rank=False)
+    return True
 
 
 def _is_whole(path: Path, entry: dict) -> bool:
