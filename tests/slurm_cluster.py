@@ -86,7 +86,9 @@ class Cluster:
     def wait_for_nodes(self) -> None:
         """Until every node can take a job."""
         states = {"idle"}
-        self.wait(lambda: set(self.output("sinfo", "-h", "-N", "-o", "%t").split()) == states, "no idle nodes")
+        self.wait(
+            lambda: set(self.output("sinfo", "-h", "-N", "-o", "%t").split()) == states, "no idle nodes"
+        )
 
     def wait_for_jobs(self) -> None:
         """Until the queue is empty."""

@@ -1,4 +1,4 @@
-"""A job on a real SLURM of two nodes, each with its name, its address and its network: a node is lost, the job is not."""
+"""A job on a real SLURM of two nodes, each with its name, address and network: a node is lost, the job is not."""
 
 import pytest
 
@@ -9,7 +9,9 @@ from tests.slurm_cluster import cluster, installed
 SEED = SMALL_RECIPE["training"]["seed"]
 
 
-@pytest.mark.skipif(not installed(), reason="needs root, and SLURM: apt-get install slurmctld slurmd slurm-client")
+@pytest.mark.skipif(
+    not installed(), reason="needs root, and SLURM: apt-get install slurmctld slurmd slurm-client"
+)
 def test_a_lost_node_costs_the_job_no_step(workshop: Workshop, tmp_path):
     """`sbatch launch/slurm.sh`, an array of one seed: a node's plug is pulled, the job is queued again and finishes.
 
@@ -35,6 +37,8 @@ def test_a_lost_node_costs_the_job_no_step(workshop: Workshop, tmp_path):
             slurm.wait_for_jobs()
     log = (tmp_path / "job.log").read_text()
     starts = [event for event in run.events if event["event"] in ("start", "resume")]
-    assert [(event["event"], event["world_size"]) for event in starts] == [("start", 2), ("resume", 2)], log[-6000:]
+    assert [(event["event"], event["world_size"]) for event in starts] == [("start", 2), ("resume", 2)], log[
+        -6000:
+    ]
     assert run.losses == reference.losses
     assert run.events[-1]["event"] == "end" and starts[1]["step"] >= 4
