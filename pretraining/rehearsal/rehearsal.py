@@ -203,10 +203,14 @@ class Rehearsal:
         if self.is_elsewhere:
             return f"{self.run.path}: {state} (the disk of the nodes is another)"
         began, folder = time.perf_counter(), existing_folder(self.run.path)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = folder  # not that of the probe
+            raise
         seconds = time.perf_counter() - began
         free = num_bytes(disk_room_bytes(self.run.path, state == "goes on"))
         return f"{self.run.path}: {state}; room for {free}; 1 MB written in {1000 * seconds:.0f} ms"
