@@ -43,6 +43,13 @@ def test_what_the_disks_hold_together_is_whole(found):
     assert found["killed before the other marker"]["disks"] == whole["disks"]
 
 
+def test_a_rank_reads_its_slices_from_what_its_node_holds(found):
+    """And what else it needs from the store, a file at a time."""
+    assert found["whole on the disks"]["read"] == [[0.0], [0.125]]
+    assert found["nodes in another order"]["read"] == [[0.0], [0.125]]
+    assert found["an empty node"]["read"] == [[0.0, 0.125], [0.125, 0.0]]
+
+
 def test_nodes_may_come_back_in_another_order(found):
     """As torchrun numbers them anew: each gets the shards of its new rank from the other disk."""
     swapped = found["nodes in another order"]
