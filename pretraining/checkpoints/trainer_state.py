@@ -27,6 +27,7 @@ from pretraining.checkpoints.shard_files import (
     STATE_FILE,
     CheckpointReader,
     fragment_key,
+    mean_running_loss,
 )
 from pretraining.errors import UserError
 from pretraining.runtime.heartbeat import long_work
@@ -197,11 +198,14 @@ def _load_random_state(folder: Path) -> None:
 def _load_running_loss(trainer: OpenTrainer, folder: Path) -> None:
     """Continue the sum of losses since the last logged step: the next row is the same as in a run without a break."""
     reader = CheckpointReader(folder)
-    saved = [read_receipt(folder, rank, reader.ranks).get("running_loss") for rank in range(reader.ranks)]
     if reader.ranks == dist.get_world_size():
-        saved = [saved[dist.get_rank()]]  # else each rank takes the mean: only the mean over ranks is logged
-    trainer.running_loss.fill_(sum(loss["sum"] for loss in saved) / len(saved))
-    trainer.last_logged_step = trainer.state.global_step - saved[0]["steps"]
+        saved = read_receipt(folder, dist.get_rank(), reader.ranks).get("running_loss")
+    else:  # each rank takes the mean: only the mean over ranks is logged
+        saved = mean_running_loss(reader)
+    if saved is None:  # rewritten by a version that left it out
+        return
+    trainer.running_loss.fill_(saved["sum"])
+    trainer.last_logged_step = trainer.state.global_step - saved["steps"]
 
 
 def schedule_state(scheduler: LRScheduler) -> dict:
