@@ -101,6 +101,17 @@ def test_activations_of_split_layers_are_those_of_a_narrower_model(degree):
 
 
 @pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("every_n_layers", [0, 1])
+def test_activations_of_split_sequences_are_those_that_a_rank_keeps(degree, every_n_layers):
+    """Against torch's tracker over the attention that exchanges."""
+    import memory
+
+    held = activations(memory.SMALL, 2, 512, BF16, every_n_layers, degrees=Degrees(sequence=degree))
+    traced = memory.trace(memory.SMALL, 2, 512, "bf16", every_n_layers, sequence=degree)
+    assert held.kept + held.logits / 3 == pytest.approx(traced["kept"], rel=0.02)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
 def test_activations_of_split_sequences(degree):
     """A part of every sequence, and the result of attention once more, as tokens of all heads."""
     model = load_recipe("7b").model
