@@ -68,6 +68,7 @@ LAUNCHING += [
     "test_reshard",
     "test_sequence_parallel",
     "test_tensor_parallel",
+    "test_vocabulary_parallel",
     "test_branch",
     "test_clipping",
     "test_loss_scale",
