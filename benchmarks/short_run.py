@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from pretraining.ds_config import degrees_of
 from pretraining.model.attention import SDPA_CAUSAL, split_attention
 from pretraining.model.loss import build_loss
+from pretraining.model.vocabulary_parallel import split_vocabulary
 from pretraining.recipe import Recipe
 from pretraining.runtime.rank_groups import rank_groups
 from pretraining.training.arguments import build_arguments
@@ -35,6 +36,8 @@ def short_trainer(
     built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=dtype)
     if recipe.weights.keep_in_fp32:
         keep_in_fp32(built, recipe.weights.keep_in_fp32, dtype)
+    if groups.degrees.tensor > 1:
+        split_vocabulary(built, groups.degrees.tensor)
     built.loss_type = None
     block = torch.zeros(recipe.sequence_length, dtype=torch.long)
     return PretrainingTrainer(

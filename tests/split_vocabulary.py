@@ -36,7 +36,7 @@ def compare(tied: bool, kind: str, compile: bool | None) -> dict:
     split_vocabulary(split, dist.get_world_size())
     sizes = []
     head = split.get_output_embeddings()
-    head.register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[-1]))
+    head.register_forward_hook(lambda module, inputs, output: sizes.append(output.shape))
     loss_of = build_loss(split, settings(kind, z_loss=Z_LOSS, compile=compile))
     nats = torch.zeros(labels.numel(), dtype=torch.float64)
     loss = loss_of(split(input_ids=ids), labels, torch.tensor(400), each=nats)
@@ -46,6 +46,8 @@ def compare(tied: bool, kind: str, compile: bool | None) -> dict:
     for (name, ours), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):
         assert whole_shape(ours) == tuple(theirs.shape), name
         wanted = theirs.grad if ours.shape == theirs.shape else theirs.grad[rows]
+        held = theirs if ours.shape == theirs.shape else theirs[rows]
+        assert torch.equal(ours, held), name
         gradients = max(gradients, float((ours.grad - wanted).abs().max()))
     with torch.no_grad():
         logits = [model.eval()(input_ids=ids).logits for model in (split, whole)]
@@ -54,7 +56,7 @@ def compare(tied: bool, kind: str, compile: bool | None) -> dict:
         "each": abs(nats.sum().item() / 400 - expected.item()),
         "gradients": gradients,
         "logits": float((logits[0] - logits[1]).abs().max()),
-        "columns": sizes[0],
+        "columns": sizes[0][-1],
         "rows": head.rows.own,
         "is_tied": split.get_input_embeddings().weight is head.weight,
     }

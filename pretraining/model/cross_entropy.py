@@ -337,7 +337,7 @@ def _join(log_z: torch.Tensor, target_logit: torch.Tensor, split: Rows) -> tuple
     """
     own = torch.cat([log_z, target_logit])
     laid = own.new_empty(len(split.numbers) * len(own))
-    dist.all_gather_into_tensor(laid, own, group=split.group)
+    dist.all_gather_single(laid, own, group=split.group)
     of_ranks = laid.view(len(split.numbers), 2, -1)
     return of_ranks[:, 0].logsumexp(0), of_ranks[:, 1].sum(0)
 

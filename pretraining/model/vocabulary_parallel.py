@@ -112,7 +112,7 @@ class _Gather(torch.autograd.Function):
         # equal parts, as not every backend can gather unequal ones
         own = F.pad(logits, (0, rows.most - logits.shape[-1])).contiguous()
         laid = own.new_empty(len(rows.numbers) * len(own), *own.shape[1:])
-        dist.all_gather_into_tensor(laid, own, group=rows.group)
+        dist.all_gather_single(laid, own, group=rows.group)
         parts = zip(laid.chunk(len(rows.numbers)), rows.numbers, strict=True)
         return torch.cat([part[..., :number] for part, number in parts], -1)
 
