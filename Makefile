@@ -10,15 +10,21 @@ NUM_GPUS ?= $(if $(filter 1,$(GPUS)),1,2)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: demo test lint schema lock clean help
+PIPELINE ?=
+
+.PHONY: demo pipeline test lint schema lock clean help
 
 help:
-	@sed -n 1p Makefile; echo "make lint, make schema (regenerates the JSON schemas), make lock (writes requirements.lock), make clean"
+	@sed -n 1p Makefile; echo "make pipeline (text to report, what is up to date left out), make lint, make schema (regenerates the JSON schemas), make lock (writes requirements.lock), make clean"
 
 demo: $(VENV)/installed
 	python data_prep.py --recipe $(RECIPE)
 	deepspeed --num_gpus=$(NUM_GPUS) train.py --recipe $(RECIPE)
 	python -m pretraining.evaluation runs/$(RECIPE) --prompt "def " --tokens 128
+
+# What is up to date is left out. Further options: make pipeline RECIPE=30b PIPELINE="--gpu H100 --publish my-name/30b"
+pipeline: $(VENV)/installed
+	python -m pretraining.pipeline --recipe $(RECIPE) --launcher "deepspeed --num_gpus=$(NUM_GPUS)" $(PIPELINE)
 
 # A file's tests stay together; runs that several files look at are made once for all processes.
 # GPUs are hidden from all tests but those marked `gpu`, which run first and alone where there is one.
@@ -54,6 +60,6 @@ $(VENV)/installed: requirements.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-$(VENV)/installed-dev: requirements-dev.txt requirements-remote.txt requirements-data.txt requirements-trackers.txt requirements-eval.txt $(VENV)/installed
+$(VENV)/installed-dev: requirements-dev.txt requirements-remote.txt requirements-data.txt requirements-trackers.txt requirements-eval.txt requirements-flows.txt requirements-ray.txt $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@

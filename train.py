@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from pretraining.command_line import parse_train_arguments
+from pretraining.command_line import on_one_node, parse_train_arguments
 from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import CacheSettings
 from pretraining.errors import one_line_errors
@@ -13,6 +13,7 @@ from pretraining.recipe import Recipe
 from pretraining.refusals import check_while_preparing, load_recipe_and_ds_config
 from pretraining.reporting.words import report_end
 from pretraining.runtime.console_log import kept_console
+from pretraining.runtime.failures import kept_failure
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.restarts import leave_again_if_stopped
 from pretraining.runtime.run_folder import RunFolder
@@ -34,13 +35,17 @@ def main() -> None:
         check_while_preparing(recipe, options.data_dir)
     if options.plan:
         return print_plan(recipe, ds_config, options.world_size, options.gpu, options.json)
+    if options.rehearse:
+        from pretraining.rehearsal.rehearsal import rehearse
+
+        return rehearse(recipe, ds_config, options, open_data, attempt)
     plan = build_run_plan(recipe, ds_config, options.world_size)
     data = None if options.while_preparing else open_data(recipe, options)
     run = RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name)
     leave_again_if_stopped(run)  # a launcher that takes a stop for a crash has started it again
-    if options.resume == "auto" and run.is_finished(recipe.to_dict()):
+    if on_one_node() and options.resume == "auto" and run.is_finished(recipe.to_dict()):
         return report_end(run)
-    with kept_console(run):
+    with kept_console(run), kept_failure(run):
         train(recipe, plan, data, run, options)
 
 
@@ -56,11 +61,13 @@ def train(
     """Train to the end; after a rollback, make another attempt. data: None to prepare it meanwhile."""
     # Plan and errors answer at once: the imports below take seconds.
     prepare_imports()  # no garbage collection, no messages that help nobody
+    from pretraining.checkpoints.upload import live_files
     from pretraining.extend import load_extensions
     from pretraining.reporting.live import live_report
     from pretraining.runtime.durable_files import one_line_disk_errors
     from pretraining.runtime.lock import lock_run
     from pretraining.runtime.notices import notices
+    from pretraining.runtime.process_group import from_rank_0
     from pretraining.training.arrival import arriving_data
     from pretraining.training.monitors import Monitors
     from pretraining.training.ranks import joined_ranks
@@ -69,7 +76,11 @@ def train(
     ranks = joined_ranks(recipe.monitors.hang_minutes)
     report = live_report(run, recipe.report.every_seconds)
     sent = notices(run, recipe.name, recipe.monitors.notify)
-    with ranks, lock_run(run), sent, one_line_disk_errors(run.path), report:
+    copies = live_files(run, recipe.checkpoints.upload)
+    with ranks, lock_run(run), sent, one_line_disk_errors(run.path), copies, report:
+        # Asked once more for several nodes: each may see a folder of its own, and rank 0's counts.
+        if options.resume == "auto" and from_rank_0(lambda: run.is_finished(recipe.to_dict())):
+            return from_rank_0(lambda: report_end(run))
         monitors = Monitors(run, recipe)
         with arriving_data(recipe, options.data_dir, run, monitors.stop) as arrival:
             data = data or arrival.open(options.resume, options.allow_change)
@@ -102,12 +113,13 @@ def attempt(
     from pretraining.training.ranks import find_machine
     from pretraining.training.trainer import PretrainingTrainer
 
-    start = find_start(run, recipe, data, options.resume, options.allow_change)
+    start = find_start(run, recipe, data, options.resume, options.allow_change, plan.layout)
     progress = start.progress(recipe)
     groups = rank_groups(plan.degrees)  # of ranks that work on the same samples
     given = None if start.checkpoint else open_given(recipe, data.tokenizer)
     start = start.with_given(run, given.facts if given else None)
-    plan = judge_plan(plan, recipe, find_machine(run, start, data.known_tokens), options.force)
+    machine = plan.machine or find_machine(run, start, data.known_tokens)  # a rehearsal has none of its own
+    plan = judge_plan(plan, recipe, machine, options.force)
     arguments = build_arguments(recipe, plan.ds_config, run.path, plan.accumulation_steps, progress.last_step)
     # The guard looks for damaged or degenerate blocks; rollbacks leave samples out.
     guard = open_guard(run.flagged_blocks if groups.is_first_of_sample else None, data, recipe)

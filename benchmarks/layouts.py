@@ -5,16 +5,20 @@
 
 Each run is a real launch of train.py on a small corpus that is prepared first, on four ranks. Prints one JSON line a
 model type and precision: for each layout the largest difference of the training loss (nats), of the gradient norm
-(relative) and of the validation loss, and whether its export has the names of the plain one.
+(relative), of the validation loss and of the export's logits, whether the initial weights are the same bit for bit, and
+whether the export has the same files, names and shapes. The first step has learning rate 0, so the weights after it are
+the initial ones.
 """
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 
 from record import parser_of, record
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
+OFFLOADED = ("zero2_offload", "zero3_offload")
 SPLIT = {
     "sequence": ("sequence=2", "sequence=4"),
     "tensor": ("tensor=2", "tensor=4", "tensor=2,sequence=2"),
@@ -22,7 +26,10 @@ SPLIT = {
     "hpz": ("hpz=2",),
 }
 RANKS = 4
-PRECISIONS = {"fp32": (), "bf16": ("training.bf16=true",)}
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
+SETTINGS = ("monitors.noise_scale_steps=null", "monitors.layer_norms_steps=null", "evaluation.prompt=")
+SETTINGS += ("training.eval_steps=10", "training.save_steps=1", "checkpoints.keep_every=1")
+"""No more than is compared, and a checkpoint of every step."""
 
 
 def main() -> None:
@@ -37,9 +44,26 @@ def main() -> None:
         workshop = Workshop(Path(folder))
         for model in options.models:
             for precision in options.precisions:
-                found = by_layout(workshop, model, options.layouts, PRECISIONS[precision])
+                found = by_layout(workshop, model, options.layouts, precision)
                 values = {"model": model, "precision": precision, "ranks": RANKS, "steps": 10}
                 record("layouts", {**values, "differences": found}, options.keep)
+
+
+def trainable(recipe: Path, settings: tuple[str, ...], ranks: tuple[int, ...] = (1, 2, 4)) -> list[tuple]:
+    """List the layouts (ds_config with degrees, number of ranks) that the checks of a run accept."""
+    from pretraining.errors import UserError
+    from pretraining.refusals import load_recipe_and_ds_config
+
+    degrees = ["", *(f":{each}" for kind in SPLIT.values() for each in kind), ":expert=2,sequence=2"]
+    found = []
+    for layout in ("null", *(f"{stage}{each}" for stage in (*STAGES, *OFFLOADED) for each in degrees)):
+        for number in ranks:
+            try:
+                load_recipe_and_ds_config(str(recipe), settings, layout, number)
+            except UserError:
+                continue
+            found.append((layout, number))
+    return found
 
 
 def models() -> dict[str, dict]:
@@ -55,12 +79,13 @@ def models() -> dict[str, dict]:
     return {"llama": llama, "qwen3": qwen3, "mixtral": mixtral, "qwen3_moe": qwen3_moe}
 
 
-def by_layout(workshop, model: str, kinds: list[str], precision: tuple[str, ...]) -> dict[str, dict | str]:
+def by_layout(workshop, model: str, kinds: list[str], precision: str) -> dict[str, dict | str]:
     """Compare each layout that is not refused with one plain process: {layout: differences, or why it is refused}."""
     from pretraining.errors import UserError
     from pretraining.refusals import load_recipe_and_ds_config
 
-    settings = (f"model={json.dumps(models()[model])}", "monitors.noise_scale_steps=null", *precision)
+    settings = (f"model={json.dumps(models()[model])}", *SETTINGS)
+    settings += (f"training.bf16={json.dumps(precision == 'bf16')}",)
     plain, found = workshop.plain(settings), {}
     for layout in (f"{stage}:{degrees}" for kind in kinds for degrees in SPLIT[kind] for stage in STAGES):
         try:
@@ -68,12 +93,14 @@ def by_layout(workshop, model: str, kinds: list[str], precision: tuple[str, ...]
         except UserError as error:
             found[layout] = str(error)
         else:
-            found[layout] = differences(workshop.run(layout, RANKS, settings=settings), plain)
+            run = workshop.run(layout, RANKS, settings=settings)
+            found[layout] = differences(run, plain, PRECISIONS[precision])
+            print(f"{model} {layout}: {found[layout]}", file=sys.stderr, flush=True)
     return found
 
 
-def differences(run, reference) -> dict[str, float | bool]:
-    """Return the largest differences of a run from another, row by row."""
+def differences(run, reference, dtype: str) -> dict[str, float | bool]:
+    """Return the largest differences of a run from another, row by row, and of what they saved and exported."""
     rows = list(zip(run.training_rows, reference.training_rows, strict=True))
     norms = [(ours["train/grad_norm"], theirs["train/grad_norm"]) for ours, theirs in rows]
     validations = zip(run.validation_rows, reference.validation_rows, strict=True)
@@ -81,16 +108,45 @@ def differences(run, reference) -> dict[str, float | bool]:
         "loss": max(abs(ours["train/loss"] - theirs["train/loss"]) for ours, theirs in rows),
         "norm": max(abs(ours - theirs) / theirs for ours, theirs in norms),
         "validation": max(abs(ours["eval/loss"] - theirs["eval/loss"]) for ours, theirs in validations),
-        "same_export": names_of_export(run) == names_of_export(reference),
+        "logits": float((logits_of(run) - logits_of(reference)).abs().max()),
+        # without ZeRO the masters are as drawn, with it they begin as what the 16-bit weights hold
+        "same_start": same_weights(*(each.folder / "checkpoint-1" for each in (run, reference)), dtype),
+        "same_export": files_of_export(run) == files_of_export(reference),
     }
 
 
-def names_of_export(run) -> dict[str, tuple]:
-    """Return {name: shape} of what a run exported."""
+def same_weights(saved: Path, other: Path, dtype: str) -> bool:
+    """Return whether two checkpoints hold the same bits of every weight, as `dtype` has them."""
+    import torch
+
+    from pretraining.checkpoints.shard_files import CheckpointReader, assemble
+
+    ours, theirs = CheckpointReader(saved), CheckpointReader(other)
+    return ours.parameters == theirs.parameters and all(
+        torch.equal(*(assemble(each, name).to(getattr(torch, dtype)) for each in (ours, theirs)))
+        for name in theirs.parameters
+    )
+
+
+def logits_of(run):
+    """Return the logits of an export for some drawn tokens, as transformers loads it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "export", dtype=torch.float32).eval()
+    tokens = torch.randint(model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+def files_of_export(run) -> tuple[list[str], dict[str, tuple]]:
+    """Return the files of an export, and {name: shape} of its weights."""
     from safetensors import safe_open
 
-    with safe_open(run.folder / "export" / "model.safetensors", framework="pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    folder = run.folder / "export"
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return sorted(path.name for path in folder.iterdir()), shapes
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ from pretraining.recipe.recipe import SECTIONS
 from pretraining.recipe.section import description_of
 from pretraining.schema import REPOSITORY
 
+REHEARSED = ("here", "elsewhere")
+"""Where the machine of a rehearsal is: among those of the run, or not."""
 TRAIN_EXAMPLES = """examples:
   deepspeed --num_gpus=8 train.py --recipe 30b
   deepspeed --num_gpus=2 train.py --recipe tiny --deepspeed zero3 --output_dir runs/tiny-zero3
@@ -35,6 +37,7 @@ TRAIN_EXAMPLES = """examples:
   accelerate launch --config_file accelerate_configs/zero2.yaml train.py --recipe tiny
   torchrun --nproc_per_node=8 train.py --recipe my_recipe.json --while_preparing
   python train.py --recipe 7b --plan --world_size 8 --gpu H100
+  python train.py --recipe 30b --rehearse --world_size 1024 --nodes 128 --gpu H100
 
 The same command continues a run that was stopped or killed; --resume never starts over."""
 
@@ -147,7 +150,8 @@ def _local_folder(text: str) -> Path:
 def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the arguments of train.py; those that launchers add (`--local_rank`) are accepted and ignored.
 
-    `world_size` is the number of processes that the launcher started. With --plan it is the number asked for, or None.
+    `world_size` is the number of processes that the launcher started. With --plan or --rehearse it is the number asked
+    for; with --plan it may be None.
     """
     parser = OneLineParser(
         prog="train.py",
@@ -190,28 +194,58 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
         "preparing first (the recipe needs data.shuffle_blocks)",
     )
     parser.add_argument("--plan", action="store_true", help="print what the run will need, and exit")
-    parser.add_argument("--json", action="store_true", help="with --plan: as JSON")
+    parser.add_argument(
+        "--rehearse",
+        nargs="?",
+        choices=REHEARSED,
+        const=REHEARSED[0],
+        metavar="here|elsewhere",
+        help="do the start of the run on so many ranks, without them and without GPUs, and exit; `elsewhere` if data "
+        "and disks of the nodes are not seen from here",
+    )
+    parser.add_argument("--json", action="store_true", help="with --plan or --rehearse: as JSON")
     parser.add_argument(
         "--world_size",
         type=positive_integer,
         default=None,
         metavar="N",
-        help="with --plan: number of processes",
+        help="with --plan or --rehearse: number of processes",
     )
-    parser.add_argument("--gpu", metavar="NAME", help="with --plan: the kind of GPU, as H100 or A100-40GB")
+    parser.add_argument(
+        "--nodes",
+        type=positive_integer,
+        metavar="N",
+        help="with --rehearse: nodes (default: of 8 processes each)",
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="with --plan or --rehearse: the kind of GPU, as H100 or A100-40GB"
+    )
     parser.add_argument(
         "--force", action="store_true", help="go on where the plan says that the run does not fit"
     )
     # The deepspeed launcher adds it to the command; the rank is read from the environment.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    for name in ("json", "world_size", "gpu"):  # without --plan a run would begin that nobody asked for
-        if getattr(options, name) not in (None, False) and not options.plan:
-            raise UserError(f"--{name} goes with --plan: add that, or leave --{name} out")
-    if not options.plan:
+    _check_modes(options)
+    if not options.plan and not options.rehearse:
         # the launcher decides: its number may not be overridden
         options.world_size = world_size_here()
     return options
+
+
+def _check_modes(options: argparse.Namespace) -> None:
+    """Refuse options of a plan or a rehearsal without it: a run would begin that nobody asked for."""
+    if options.plan and options.rehearse:
+        raise UserError("--plan and --rehearse are two questions: ask one, then the other")
+    for name in ("json", "world_size", "gpu", "nodes"):
+        modes = "--rehearse" if name == "nodes" else "--plan"
+        asked = options.rehearse or (options.plan and name != "nodes")
+        if getattr(options, name) not in (None, False) and not asked:
+            raise UserError(f"--{name} goes with {modes}: add that, or leave --{name} out")
+    if options.rehearse and options.world_size is None:
+        raise UserError("--rehearse needs --world_size N, the number of processes of the run")
+    if options.rehearse and options.while_preparing:
+        raise UserError("--rehearse looks at finished data: leave --while_preparing out, or prepare first")
 
 
 def started_by_launcher() -> bool:
@@ -238,6 +272,11 @@ def started_by_launcher() -> bool:
 def world_size_here() -> int:
     """Return the number of processes that the launcher started, 1 without a launcher."""
     return _number_of("WORLD_SIZE", least=1)
+
+
+def on_one_node() -> bool:
+    """Say if all processes of this run are on this machine."""
+    return world_size_here() == ranks_here()
 
 
 def ranks_here() -> int:

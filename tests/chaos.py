@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 from tests.forked import ForkedRanks
 from tests.runs import Run, Started, Workshop, committed, execute
 
@@ -19,6 +21,9 @@ TARGETS = ("one rank", "all ranks", "launcher", "everything")
 PATIENCE_SECONDS = 30.0
 """What launchers give ranks that do not end by themselves before they kill them."""
 SETTINGS = ("training.save_steps=2", "training.eval_steps=3")
+ALONE = ("null", 1)
+NEARLY = 1e-4
+"""Nats, and units of a weight: what a run may differ by that has been at several layouts."""
 
 
 class Folder:
@@ -73,32 +78,54 @@ class Kill:
 
 
 class Chaos:
-    """Runs of one recipe that are killed again and again; `endure` raises `AssertionError` where one lost anything."""
+    """Runs of one recipe that are killed again and again; `endure` raises `AssertionError` where one lost anything.
+
+    layouts: (ds_config, ranks). With several, three runs of four start at another drawn one after each kill.
+    """
 
     def __init__(
-        self, workshop: Workshop, seed: int, stage="zero2", ranks=2, launchers: Sequence[str] = ("forked",)
+        self,
+        workshop: Workshop,
+        seed: int,
+        layouts: Sequence[tuple[str, int]] = (("zero2", 2),),
+        launchers: Sequence[str] = ("forked",),
+        settings: Sequence[str] = (),
     ):
-        self.workshop, self.stage, self.ranks = workshop, stage, ranks
+        self.workshop, self.layouts, self.settings = workshop, layouts, (*settings, *SETTINGS)
         self.chance, self.launchers = random.Random(seed), launchers
-        self.reference = workshop.run(stage, ranks, settings=SETTINGS)
         self.counts: Counter = Counter()
+        self.differences = {"loss": 0.0, "weights": 0.0}
+        """The largest, of runs that moved."""
 
     def endure(self, kills: int) -> dict[str, int]:
         """Kill so often, over as many runs as it takes, and leave each to finish. {what: how often}."""
         while self.counts["kills"] < kills:
             output = self.workshop.folder / f"chaos-{self.counts['runs']}"
             self.counts["runs"] += 1
-            for _ in range(self.chance.randint(3, 8)):
-                if self.counts["kills"] == kills or not self._start_and_kill(output):
+            chosen = [self.chance.choice(self.layouts)]
+            if moves := len(self.layouts) > 1 and self.chance.random() < 0.75:
+                chosen += [self.chance.choice(self.layouts) for _ in range(8)]
+                self.counts["moved runs"] += 1
+            for start in range(self.chance.randint(3, 8)):
+                layout = chosen[start % len(chosen)]
+                if self.counts["kills"] == kills or not self._start_and_kill(output, layout):
                     break
-            self._finish(output)
+            self._finish(output, chosen[-1])
+            if moves:
+                self._ends_nearly_as(output, self._reference(chosen[0]))
+            else:
+                self._ends_as(output, self._reference(chosen[0]))
         return dict(self.counts)
 
-    def _start_and_kill(self, output: Path) -> bool:
+    def _reference(self, layout: tuple[str, int]) -> Run:
+        """The undisturbed run of a layout."""
+        return self.workshop.run(*layout, "plain" if layout == ALONE else "forked", self.settings)
+
+    def _start_and_kill(self, output: Path, layout: tuple[str, int]) -> bool:
         """Whether the run could be killed before it ended by itself."""
-        kill, by = Kill.drawn(self.chance, self.ranks), self.chance.choice(self.launchers)
+        kill, by = Kill.drawn(self.chance, layout[1]), self.chance.choice(self.launchers)
         newest, num_events = _newest(output), len(Run(output).events)
-        started, folder = Started(self._command(output, by)), Folder(output)
+        started, folder = Started(self._command(output, layout, by)), Folder(output)
         try:
             if not _came(started, folder, MOMENTS[kill.moment][0]):
                 assert started.process.poll() == 0, started.finish().output
@@ -127,23 +154,41 @@ class Chaos:
                 name = event.get("checkpoint")
                 assert (int(name.partition("-")[2]) if name else 0) == newest, (output, event, newest)
 
-    def _finish(self, output: Path) -> None:
-        """The same command once more: its weights, losses and validation are those of the undisturbed run."""
+    def _finish(self, output: Path, layout: tuple[str, int]) -> None:
+        """Start once more, and leave the run to its end."""
         newest, num_events = _newest(output), len(Run(output).events)
-        finished = execute(self._command(output, self.launchers[0]))
+        finished = execute(self._command(output, layout, self.launchers[0]))
         assert finished.code == 0, finished.output
         self._nothing_lost(output, newest, num_events)
-        run, name = Run(output), "model.safetensors"
-        assert run.losses == self.reference.losses
-        measured = [
-            [(row["step"], row["eval/loss"]) for row in each.validation_rows]
-            for each in (run, self.reference)
-        ]
-        assert measured[0] == measured[1], (output, measured)
-        assert (run.dir.export / name).read_bytes() == (self.reference.dir.export / name).read_bytes()
 
-    def _command(self, output: Path, by: str) -> list[str]:
-        return self.workshop.command(output, self.stage, self.ranks, by, SETTINGS)
+    def _ends_as(self, output: Path, reference: Run) -> None:
+        """Weights, losses and validation are those of the undisturbed run, to the last bit."""
+        run, name = Run(output), "model.safetensors"
+        assert run.losses == reference.losses
+        measured = [_validations(each) for each in (run, reference)]
+        assert measured[0] == measured[1], (output, measured)
+        assert (run.dir.export / name).read_bytes() == (reference.dir.export / name).read_bytes()
+
+    def _ends_nearly_as(self, output: Path, reference: Run) -> None:
+        """Weights, losses and validation are within `NEARLY` of the undisturbed run's."""
+        run = Run(output)
+        losses = [abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True)]
+        ours, theirs = _validations(run), _validations(reference)
+        assert [step for step, _ in ours] == [step for step, _ in theirs], (output, ours, theirs)
+        losses += [abs(a - b) for (_, a), (_, b) in zip(ours, theirs, strict=True)]
+        weights, others = (load_file(each.dir.export / "model.safetensors") for each in (run, reference))
+        assert weights.keys() == others.keys()
+        moved = max(float((weights[name] - others[name]).abs().max()) for name in others)
+        for name, value in (("loss", max(losses)), ("weights", moved)):
+            self.differences[name] = max(self.differences[name], value)
+            assert value <= NEARLY, (output, name, value)
+
+    def _command(self, output: Path, layout: tuple[str, int], by: str) -> list[str]:
+        return self.workshop.command(output, *layout, "plain" if layout == ALONE else by, self.settings)
+
+
+def _validations(run: Run) -> list[tuple[int, float]]:
+    return [(row["step"], row["eval/loss"]) for row in run.validation_rows]
 
 
 def _newest(output: Path) -> int:

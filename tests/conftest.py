@@ -36,6 +36,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // WORKERS)), "OMP_WAIT_POLICY": "PASSIVE"}
 
+COLLECTIONS = pytest.StashKey[int]()
+"""Full garbage collections of this process, as the last test left them."""
+
 COMPILE_SECONDS = 3600
 """On a machine with other work; a lonely one takes two minutes, and the next session of its tests none."""
 
@@ -52,6 +55,7 @@ LAUNCHING = [
     "test_chaos",
     "test_healing",
     "test_elastic",
+    "test_own_disks",
     "test_loss",
     "test_muon",
     "test_nothing_lost",
@@ -95,6 +99,9 @@ LAUNCHING += [
     "test_given_weights",
     "test_while_preparing",
     "test_wide_weights",
+    "test_pipeline",
+    "test_flows",
+    "test_ray",
 ]
 
 # Plans know nothing of what the doctor measured on this machine, and no folder below this one can be made.
@@ -120,10 +127,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Leave the libraries out again, if a test has trained in this process: `PretrainingTrainer.release` unfreezes."""
-    if not gc.get_freeze_count():
-        gc.collect()
+    """Leave the libraries out again, if a test has trained in this process: `PretrainingTrainer.release` unfreezes.
+
+    It collects too. To count what is frozen takes a tenth of a second, which most tests would wait for in vain.
+    """
+    collections = gc.get_stats()[2]["collections"]
+    if item.config.stash.get(COLLECTIONS, 0) != collections and not gc.get_freeze_count():
         gc.freeze()
+    item.config.stash[COLLECTIONS] = collections
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

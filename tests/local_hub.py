@@ -1,4 +1,4 @@
-"""A Hugging Face hub of one data set repository on this machine: enough of its HTTP interface to push to."""
+"""A Hugging Face hub of one data set or model repository on this machine: enough of its HTTP interface to push to."""
 
 import base64
 import json
@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 REPOSITORY_ID = "someone/corpus"
+OF_DATA = f"/datasets/{REPOSITORY_ID}"
 
 
 class LocalHub(ThreadingHTTPServer):
@@ -61,14 +62,20 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if self.server.refuse_with:
             return self._answer({"error": "refused"}, self.server.refuse_with)
+        # of a model, addresses differ in one word
+        path = path.replace("/api/models/", "/api/datasets/").replace(
+            f"/{REPOSITORY_ID}.git", f"{OF_DATA}.git"
+        )
+        path = path.replace("/datasets/datasets/", "/datasets/")
         if path == "/api/repos/create":
             self.server.created.append(json.loads(body))
-            return self._answer({"url": self._url(f"/datasets/{REPOSITORY_ID}")})
+            kind = "datasets/" * (self.server.created[-1].get("type") == "dataset")
+            return self._answer({"url": self._url(f"/{kind}{REPOSITORY_ID}")})
         if path == "/api/validate-yaml":
             return self._answer({"errors": [], "warnings": []})
         if path == f"/api/datasets/{REPOSITORY_ID}/preupload/main":
             return self._answer({"files": [_mode_of(file) for file in json.loads(body)["files"]]})
-        if path == f"/datasets/{REPOSITORY_ID}.git/info/lfs/objects/batch":
+        if path == f"{OF_DATA}.git/info/lfs/objects/batch":
             objects = [self._action_of(entry) for entry in json.loads(body)["objects"]]
             return self._answer({"transfer": "basic", "objects": objects})
         if path == f"/api/datasets/{REPOSITORY_ID}/commit/main":

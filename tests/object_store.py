@@ -1,5 +1,7 @@
 """A real S3 server process, and a proxy before it that fails, cuts or spoils the answers it is told to."""
 
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +17,9 @@ from pathlib import Path
 from tests.runs import free_port
 
 BUCKET = "bucket"
+OF_A_CONNECTION = ("connection", "transfer-encoding", "content-length", "accept-encoding", "expect")
+"""Headers that are not for the server behind a proxy."""
+OTHER_CREDENTIALS = {"AWS_ACCESS_KEY_ID": "S3RVER", "AWS_SECRET_ACCESS_KEY": "S3RVER"}
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "key",
     "AWS_SECRET_ACCESS_KEY": "secret",
@@ -25,7 +30,7 @@ CREDENTIALS = {
 
 @contextmanager
 def s3_server(log: Path) -> Iterator[str]:
-    """The address of moto's server in a process of its own, with one empty bucket."""
+    """The address of moto's server in a process of its own, with one empty bucket; `Proxy` reaches it from anywhere."""
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
@@ -40,11 +45,45 @@ def s3_server(log: Path) -> Iterator[str]:
         process.wait()
 
 
+class OtherServer:
+    """An S3 server of another make, which keeps its objects in a folder: it may be killed and started again.
+
+    It checks signatures, and knows no writes on a condition. `npm install -g s3rver` installs it.
+    """
+
+    PROGRAM = shutil.which(os.environ.get("S3RVER", "s3rver"))
+
+    def __init__(self, folder: Path):
+        self.folder, self.port = folder, free_port()
+        self.address = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        words = ["-d", self.folder, "-a", "127.0.0.1", "-p", self.port]
+        words += ["--no-vhost-buckets", "--configure-bucket", BUCKET]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen([self.PROGRAM, *map(str, words)], **quiet)
+        _wait_until_it_answers(self.address, self.process)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> "OtherServer":
+        self.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.kill()
+
+
 def _wait_until_it_answers(address: str, process: subprocess.Popen) -> None:
     for _ in range(1200):
         assert process.poll() is None, "the S3 server ended"
         try:
-            return urllib.request.urlopen(f"{address}/moto-api/data.json", timeout=5).close()
+            return urllib.request.urlopen(address, timeout=5).close()
+        except urllib.error.HTTPError:  # an answer too
+            return None
         except OSError:
             time.sleep(0.05)
     raise TimeoutError(address)
@@ -70,11 +109,11 @@ def connect_to(address: str, **more: str) -> dict[str, str]:
     return {**CREDENTIALS, "AWS_ENDPOINT_URL": address, **more}
 
 
-def use_here(monkeypatch, address: str) -> None:
+def use_here(monkeypatch, address: str, **more: str) -> None:
     """s3:// means this server in this process."""
     import s3fs
 
-    for name, value in connect_to(address).items():
+    for name, value in connect_to(address, **more).items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
 
@@ -88,8 +127,8 @@ class Proxy(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, target: str, mistreat: Callable[[int, str], str | None]):
-        super().__init__(("127.0.0.1", 0), _Passing)
+    def __init__(self, target: str, mistreat: Callable[[int, str], str | None], host: str = "127.0.0.1"):
+        super().__init__((host, 0), _Passing)
         self.target, self.mistreat = target, mistreat
         self.requests: list[str] = []
         """Paths of the GETs, with the range asked for."""
@@ -97,7 +136,7 @@ class Proxy(ThreadingHTTPServer):
         """Method, path and treatment of each PUT, POST and DELETE."""
         self.mistreated = 0
         self.lock = threading.Lock()
-        self.address = f"http://127.0.0.1:{self.server_port}"
+        self.address = f"http://{host}:{self.server_port}"
 
     def __enter__(self) -> "Proxy":
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
@@ -145,9 +184,8 @@ class _Passing(BaseHTTPRequestHandler):
         request = urllib.request.Request(self.server.target + self.path, content or None, method=self.command)
         request.add_header("Content-Type", "application/octet-stream")  # else the server would read a form
         for name, value in self.headers.items():
-            if name.lower() in ("range", "authorization", "content-type") or name.lower().startswith(
-                "x-amz-"
-            ):
+            # The host too: it is part of what a client signs.
+            if name.lower() not in OF_A_CONNECTION:
                 request.add_header(name, value)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:

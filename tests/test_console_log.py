@@ -1,6 +1,8 @@
 """The console of a run is kept in its folder: whole lines, no secrets, bounded, and nothing of a refused run."""
 
+import faulthandler
 import os
+import signal
 import sys
 
 import pytest
@@ -33,7 +35,7 @@ def test_a_start_that_is_refused_writes_nothing(tmp_path, run):
             print("reading the recipe")
             raise UserError("no such key")
         assert not folder.console_log.exists()
-    run.add_event("start")
+    run.begin()
     with kept_console(run):
         print("an earlier start's event is none of this one")
     assert not run.console_log.exists() and not (tmp_path / "new").exists()
@@ -44,7 +46,7 @@ def test_lines_are_whole_and_hold_no_secret(run, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     with kept_console(run):
         print("before the first event")
-        run.add_event("start")
+        run.begin()
         print("a ", end="")
         print("line of hf_very_secret")
         print("\r10%\r20%\r100%", file=sys.stderr)
@@ -55,7 +57,7 @@ def test_lines_are_whole_and_hold_no_secret(run, monkeypatch, capsys):
     assert len(lines[3]) == 2000 and lines[4] == "no end"
     assert "a line of hf_very_secret\n" in capsys.readouterr().out
     with kept_console(run):
-        run.add_event("resume")
+        run.begin()
         print("a second start")
     assert run.console_log.read_text(encoding="utf-8").count("--- ") == 2
 
@@ -66,7 +68,7 @@ def test_lines_are_whole_and_hold_no_secret(run, monkeypatch, capsys):
 def test_the_error_that_ends_a_run_is_its_last_line(run, error):
     """One line of what a user can mend, else the traceback."""
     with pytest.raises(type(error)), kept_console(run):
-        run.add_event("start")
+        run.begin()
         raise error
     kept = run.console_log.read_text(encoding="utf-8")
     assert kept.splitlines()[-1].startswith(("error: a line", "ValueError: a bug", "KeyboardInterrupt"))
@@ -76,7 +78,7 @@ def test_the_error_that_ends_a_run_is_its_last_line(run, error):
 def test_an_exit_code_is_no_error(run):
     """A stop on request has said why already."""
     with pytest.raises(SystemExit), kept_console(run):
-        run.add_event("start")
+        run.begin()
         print("stopped on request")
         raise SystemExit(75)
     assert run.console_log.read_text(encoding="utf-8").splitlines()[1:] == ["stopped on request"]
@@ -86,7 +88,7 @@ def test_the_log_is_bounded(run, monkeypatch):
     """A full file becomes the older one; the page reads the newest lines of both."""
     monkeypatch.setattr(console_log, "MOST_BYTES", 10_000)
     with kept_console(run):
-        run.add_event("start")
+        run.begin()
         for number in range(3000):
             print(f"line {number:04}")
     files = sorted(run.path.glob("console*.log"))
@@ -97,10 +99,10 @@ def test_the_log_is_bounded(run, monkeypatch):
     assert console_tail(run.path / "none.log", 100) == ""
 
 
-def test_only_rank_0_writes_and_no_process_that_it_forks(run, monkeypatch):
+def test_every_rank_has_a_log_of_its_own_and_no_process_that_it_forks(run, monkeypatch):
     """A worker of the data loader prints to the terminal alone."""
     with kept_console(run):
-        run.add_event("start")
+        run.begin()
         print("ours")
         worker = os.fork()
         if worker == 0:
@@ -110,5 +112,24 @@ def test_only_rank_0_writes_and_no_process_that_it_forks(run, monkeypatch):
     assert run.console_log.read_text(encoding="utf-8").splitlines()[1:] == ["ours"]
     monkeypatch.setenv("RANK", "1")
     with kept_console(run):
+        run.begin()
         print("of rank 1")
     assert "rank 1" not in run.console_log.read_text(encoding="utf-8")
+    log = run.path / "logs" / "rank-00001.log"
+    assert log.read_text(encoding="utf-8").splitlines()[1:] == ["of rank 1"]
+
+
+def test_a_rank_that_dies_in_c_code_leaves_its_stacks_in_its_log(run):
+    """SIGSEGV, as from a broken kernel: Python cannot print any more, its fault handler can."""
+    worker = os.fork()
+    if worker == 0:
+        os.environ["RANK"] = "3"
+        faulthandler.disable()  # pytest's
+        with kept_console(run):
+            run.begin()
+            os.kill(os.getpid(), signal.SIGSEGV)
+        os._exit(0)
+    _, status = os.waitpid(worker, 0)
+    assert os.WTERMSIG(status) == signal.SIGSEGV
+    kept = run.rank_log(3).read_text(encoding="utf-8")
+    assert "Fatal Python error: Segmentation fault" in kept and "test_console_log.py" in kept

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pretraining.doctor import layers, messages
+from pretraining.doctor import layers, messages, shared
 from pretraining.doctor.devices import Products, _products, slow_ranks, state_in_words
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, of_all_nodes
 from pretraining.doctor.layers import Trained, _curve, reduced_recipe
@@ -58,6 +58,21 @@ def test_all_nodes_meet_and_all_ranks_inside_each():
         assert met >= {(a, b) for a in ranks for b in ranks if a < b}
     assert {(0, 4), (0, 8), (4, 8), (3, 7)} <= met and len(rounds) == 3 + 3
     assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)
+
+
+def test_a_folder_of_each_node_is_fine_beside_a_store():
+    """Ranks of a node that see different folders are not, nor are folders apart without `checkpoints.upload`."""
+    probed = SimpleNamespace(folder="runs/x", leave_token=None)
+
+    def verdict(missed: list[list[int]], upload: str | None) -> str:
+        call = ranks_on(2, 2)
+        call.step = lambda *_: [SimpleNamespace(state="answered", value=others) for others in missed]
+        return shared.look_at_run_folder(call, probed, upload)[0].verdict
+
+    by_node = [[2, 3], [2, 3], [0, 1], [0, 1]]
+    assert verdict(by_node, "s3://bucket/runs") == FINE and verdict(by_node, None) == BREAKS
+    assert verdict([[1, 2, 3], [0, 2, 3], [0, 1], [0, 1]], "s3://bucket/runs") == BREAKS
+    assert verdict([[]] * 4, None) == FINE
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests():

@@ -14,6 +14,12 @@ from tests.test_readme import commands_of
 PAGE = REPOSITORY / "docs" / "first_day.md"
 TASKS = 12
 LAUNCHER = re.compile(r"deepspeed --num_gpus=(\d) ")
+BUDGET = re.compile(r'(?<="budget": \{ "tokens": )\d+')
+
+
+def half(tokens: re.Match) -> str:
+    """Half of the page's steps: enough for a validation and a checkpoint of each run."""
+    return str(int(tokens[0]) // 2)
 
 
 def files_of(page: str) -> dict[str, str]:
@@ -28,7 +34,7 @@ class Day:
         self.folder, self.data, self.runs = folder, folder / "data", folder / "runs"
         (folder / "my").mkdir()
         for name, text in files_of(PAGE.read_text(encoding="utf-8")).items():
-            (folder / name).write_text(self.moved(text))
+            (folder / name).write_text(BUDGET.sub(half, self.moved(text)))
 
     def moved(self, text: str) -> str:
         """The text with the page's folders in this one."""
@@ -39,7 +45,7 @@ class Day:
         if line.startswith(("mkdir", "for ", "cp ")):
             finished = execute(["bash", "-c", self.moved(line)])
         elif line.startswith("lm_eval"):
-            finished = execute(["python", "-m", *self.scored(line)])
+            finished = execute(["forked", "0", "-m", *self.scored(line)])
         else:
             finished = execute(self.words(line))
         assert finished.code == 0, f"{line}\n{finished.output}"
@@ -59,8 +65,9 @@ class Day:
             return [*launcher("forked", int(started[1])), *words, *places, *output]
         if "pretraining.sweep" in words:
             return [*words, *places, "--output_dir", self.runs / "sweep"]
-        reads_data = {"data_prep.py", "pretraining.evaluation"} & set(words)
-        return [*words, *(places if reads_data else [])]
+        if "pretraining.evaluation" in words:
+            return ["forked", "0", *words[1:], *places]
+        return [*words, *(places if "data_prep.py" in words else [])]
 
     def scored(self, line: str) -> list[str]:
         """The words of a command that scores, with local tasks in place of the hub's."""

@@ -12,7 +12,7 @@ import yaml
 from tests.runs import REPOSITORY, execute
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = ("data", "dev", "eval", "gpu", "remote", "trackers")
+EXTRAS = ("data", "dev", "eval", "flows", "gpu", "ray", "remote", "trackers")
 
 
 def _requirements(name: str) -> list[str]:

@@ -7,11 +7,12 @@ from itertools import pairwise
 import pytest
 
 import data_prep
-from pretraining import supervise
+from pretraining import postmortem, supervise
 from pretraining.checkpoints import __main__ as checkpoints
 from pretraining.command_line import parse_train_arguments
 from pretraining.data import __main__ as data
 from pretraining.evaluation import __main__ as evaluation
+from pretraining.pipeline import __main__ as pipeline
 from pretraining.planning import __main__ as planning
 from pretraining.planning.gpus import find_gpu
 from pretraining.recipe import load_recipe, recipe_names
@@ -27,6 +28,8 @@ COMMANDS = {
     "checkpoints": (checkpoints.main, checkpoints.VERBS),
     "reporting": (reporting.main, ("analyze",)),
     "supervise": (supervise.main, ()),
+    "postmortem": (postmortem.main, ()),
+    "pipeline": (pipeline.main, ()),
 }
 HELPS = [(name, verb) for name, (_, verbs) in COMMANDS.items() for verb in ("", *verbs)]
 RECIPES = {name: load_recipe(name) for name in [*recipe_names(), "features/frozen-layers"]}

@@ -31,7 +31,14 @@ FOUNDATION = {
 NUMBERS_AND_DATA = {"planning", "data"}
 UPSTREAM = {"upstream"}
 WORK = {"model", "training", "checkpoints", "evaluation", "reporting"}
-DRIVERS = {"doctor": {"model", "training"}, "api": set(), "sweep": {"api", "reporting"}}
+DRIVERS = {
+    "doctor": {"model", "training"},
+    "api": set(),
+    "sweep": {"api", "reporting"},
+    "postmortem": {"reporting"},
+    "pipeline": {"checkpoints", "doctor", "reporting"},
+    "rehearsal": {"model", "training", "checkpoints"},
+}
 """Rooms that drive what other rooms of their layer hold, as train.py does."""
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate"}
 

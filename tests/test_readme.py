@@ -191,6 +191,43 @@ def run_sweep(workshop: Workshop, words: list[str]) -> None:
     assert finished.code == 0 and "state" in finished.stdout, finished.output
 
 
+def run_pipeline(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.pipeline`: what it would run; tests/test_pipeline.py runs it for real."""
+    folders = ["--output_dir", workshop.folder / "pipeline"]
+    finished = execute([*words, *folders, *([] if "--show" in words else ["--show"])])
+    assert finished.code == 0 and re.match("plan +would run: ", finished.stdout), finished.output
+
+
+def run_push(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.checkpoints push`: of the small run, sending nothing."""
+    run = workshop.run("zero2", by="deepspeed").folder
+    assert "--dry_run" in words
+    succeeded(execute([str(run) if word == "runs/tiny" else word for word in words]), "would publish")
+
+
+def run_flow(workshop: Workshop, words: list[str]) -> None:
+    """`pyflyte run FILE WORKFLOW`: flytekit reads it and knows every option; tests/test_flows.py runs it for real."""
+    pytest.importorskip("flytekit", reason="flytekit is not installed (requirements-flows.txt)")
+    place = words.index("flows/pretrain.py")
+    shown = execute(
+        ["python", "-m", "flytekit.clis.sdk_in_container.pyflyte", "run", *words[place : place + 2], "--help"]
+    )
+    options = {word for word in words[place + 2 :] if word.startswith("--")}
+    assert shown.code == 0 and all(option in shown.stdout for option in options), shown.output
+
+
+def run_ray(workshop: Workshop, words: list[str]) -> None:
+    """`data_prep.py --executor ray`: the option is there; tests/test_ray.py prepares on a cluster."""
+    from data_prep import parse_arguments
+
+    assert parse_arguments(words[2:]).executor == "ray"
+
+
+def run_install(workshop: Workshop, words: list[str]) -> None:
+    """`pip install -r FILE`: the file is there."""
+    assert words[:3] == ["pip", "install", "-r"] and (REPOSITORY / words[3]).is_file()
+
+
 def run_stop_file(workshop: Workshop, words: list[str]) -> None:
     """`touch runs/tiny/STOP`: the file that runs look for; tests/test_stopping.py stops one by it."""
     path = Path(words[1])
@@ -205,7 +242,12 @@ def run_sbatch(workshop: Workshop, words: list[str]) -> None:
 
 SCALED = {
     r"make (demo|test)$": run_make,
+    r"python data_prep\.py .*--executor ray": run_ray,
     r"python data_prep\.py ": run_prepare,
+    r"python -m pretraining\.pipeline ": run_pipeline,
+    r"python -m pretraining\.checkpoints push ": run_push,
+    r"pyflyte run ": run_flow,
+    r"pip install -r requirements-": run_install,
     r"python train\.py .*--plan": run_plan,
     r"(deepspeed|torchrun|accelerate launch) .*train\.py ": run_train,
     r"python train\.py ": run_train,
@@ -285,6 +327,7 @@ def test_every_link_leads_somewhere(page):
         "-m pretraining.checkpoints",
         "-m pretraining.reporting",
         "-m pretraining.doctor",
+        "-m pretraining.pipeline",
     ],
 )
 def test_every_command_has_help_with_an_example(command):

@@ -26,7 +26,7 @@ from pretraining.errors import UserError
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.run_folder import RunFolder
-from tests.object_store import Proxy, s3_server, use_here
+from tests.object_store import OTHER_CREDENTIALS, OtherServer, Proxy, s3_server, use_here
 from tests.runs import contents
 
 NAME = "tiny"
@@ -115,14 +115,60 @@ def test_a_store_that_fails_one_request_in_five_gets_all_and_gives_all(
     assert events(run) == ["upload", "upload"] and events(got)[-1] == "fetch"
 
 
-def test_an_address_may_be_a_mounted_folder(tmp_path):
-    """What fsspec calls a local path: no half file is ever there under its name."""
-    run = run_in(tmp_path)
-    uploader = Uploader(run, RemoteRun(str(tmp_path / "mounted"), NAME))
-    uploader.offer(commit(run, 4))
+@pytest.fixture(params=["moto", "s3rver", "mounted"])
+def store(request, tmp_path, monkeypatch) -> Iterator[str]:
+    """An address in a store: two S3 servers of different makes, and a folder."""
+    if request.param == "mounted":
+        yield str(tmp_path / "mounted")
+    elif request.param == "moto":
+        use_here(monkeypatch, request.getfixturevalue("s3"))
+        yield "s3://bucket/alike"
+    elif OtherServer.PROGRAM is None:
+        pytest.skip("no other S3 server on the PATH: npm install -g s3rver")
+    else:
+        with OtherServer(tmp_path / "objects") as server:
+            use_here(monkeypatch, server.address, **OTHER_CREDENTIALS)
+            yield "s3://bucket/alike"
+
+
+def test_stores_behave_alike(tmp_path, store):
+    """Up, down, listed, replaced and removed; of a name that must be new the first content stays, if the store can."""
+    run, remote = run_in(tmp_path), RemoteRun(store, NAME)
+    uploader = Uploader(run, remote)
+    for step in (4, 8):
+        uploader.offer(commit(run, step))
+        assert uploader.wait()
+    assert {"checkpoint-4", "checkpoint-8"} <= set(remote.folders())
+    got = fetched(tmp_path, store)
+    assert bytes_of(got.checkpoint(8)) == bytes_of(run.checkpoint(8))
+    assert remote.create("one", b"first") and remote.create("one", b"first")
+    if (
+        os.environ.get("AWS_ACCESS_KEY_ID") != OTHER_CREDENTIALS["AWS_ACCESS_KEY_ID"]
+    ):  # it knows no conditions
+        assert not remote.create("one", b"second") and remote.read_if_there("one") == b"first"
+    remote.remove_checkpoint("checkpoint-8")
+    assert newest_committed(remote, -1) == "checkpoint-4"
+
+
+def test_another_runs_marker_is_not_replaced(tmp_path, connected, upload):
+    """Two runs that were started by mistake commit one step at once: the second reports it, and does not commit."""
+    run, remote = run_in(tmp_path), RemoteRun(upload, NAME)
+    folder = commit(run, 4)
+
+    class Late(RemoteRun):
+        """Where the other run commits while this one sends its files."""
+
+        def write(self, path, *more):
+            super().write(path, *more)
+            if path.endswith("safetensors"):
+                remote.write_bytes(f"checkpoint-4/{MARKER}", b"of another run")
+
+    uploader = Uploader(run, Late(upload, NAME))
+    uploader.offer(folder)
     assert uploader.wait()
-    assert bytes_of(tmp_path / "mounted" / NAME / "checkpoint-4") == bytes_of(run.checkpoint(4))
-    assert bytes_of(fetched(tmp_path, str(tmp_path / "mounted")).checkpoint(4)) == bytes_of(run.checkpoint(4))
+    (failed,) = (row for row in read_rows(run.events) if row["event"] == "upload_failed")
+    assert "another run has committed it" in failed["reason"]
+    assert remote.read_if_there(f"checkpoint-4/{MARKER}") == b"of another run"
 
 
 def test_an_interrupted_upload_goes_on_where_it_stopped(tmp_path, connected, monkeypatch, upload):

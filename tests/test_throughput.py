@@ -15,12 +15,12 @@ from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.recipe import accumulation_steps, load_recipe
 from pretraining.recipe.progress import Progress
 from pretraining.runtime.durable_files import append_row
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.run_folder import RunFolder, unix_seconds
+from pretraining.runtime.wall_time import Goodput, Price, Row, WallTime, stopped_seconds
 from pretraining.training import arguments
 from pretraining.training.arguments import engine_config
 from pretraining.training.throughput import (
     STEPS,
-    Goodput,
     SpeedMeter,
     StepClock,
     Stragglers,
@@ -156,6 +156,57 @@ def test_the_time_during_which_a_run_was_stopped_on_request_is_not_the_runs(tmp_
     append_row(run.events, event_of("resume", 1000))
     kept = [{"step": 100, "throughput/step_seconds": 10.0}]
     assert Goodput(run, kept).add(20, 10.0) == pytest.approx(1 / 3, rel=1e-2)
+
+
+def test_every_second_of_a_run_is_a_step_or_lost_to_one_cause():
+    """A crash, a rollback and a stop: what each took is known to the second, and all causes add up."""
+    events = [
+        {"time": "2026-01-01T00:00:00Z", "event": "start", "world_size": 4},
+        {"time": "2026-01-01T00:10:00Z", "event": "resume", "world_size": 2, "step": 100},
+        {"time": "2026-01-01T00:15:00Z", "event": "rollback"},
+        {"time": "2026-01-01T00:15:00Z", "event": "resume", "world_size": 2, "step": 100},
+        {"time": "2026-01-01T00:20:00Z", "event": "stopped"},
+        {"time": "2026-01-01T05:00:00Z", "event": "resume", "world_size": 2, "step": 200},
+        {"time": "2026-01-01T05:10:00Z", "event": "end"},
+    ]
+    began = unix_seconds(events[0]["time"])
+    rows = [
+        Row(100, began + 400, step_seconds=3.0, data=0.5, saving=20.0),
+        # the rows between are done again after the rollback, and replaced
+        Row(200, began + 15 * 60 + 250, step_seconds=2.0, slow_rank=0.25),
+        Row(300, began + 300 * 60 + 330, step_seconds=2.5, validation=50.0),
+    ]
+    spent = WallTime.of(events, rows, until=began + 10**6)
+    assert spent.seconds == 600 + 300 + 300 + 600
+    assert spent.rank_seconds == 4 * 600 + 2 * 1200
+    assert spent.lost == {
+        "data": 100 * 0.5,
+        "slow_rank": 100 * 0.25,
+        "saving": 20.0,
+        "validation": 50.0,
+        # until the first step, after the last, and around the stop
+        "start": (400 - 320) + (300 - 250) + (330 - 300) + (600 - 330),
+        "restart": 600 - 400,
+        "rollback": 300 + (250 - 200),
+    }
+    # waits are parts of the steps
+    in_steps = 100 * (3.0 + 2.0 + 2.5) - spent.lost["data"] - spent.lost["slow_rank"]
+    assert sum(spent.lost.values()) + in_steps == spent.seconds
+    assert stopped_seconds(events) == 280 * 60
+
+
+def test_the_cost_so_far_counts_every_rank_of_every_attempt(tmp_path):
+    """Two GPUs for an hour, of which half went into steps, at three dollars: six; as much again for as many steps."""
+    run = RunFolder(tmp_path / "run")
+    append_row(run.events, event_of("start", 3600, world_size=2))
+    goodput = Goodput(run, [], ranks=2, price=Price(3.0, "given"))
+    cost = goodput.cost(in_steps=900.0, paused=900.0, seconds_left=1800.0)
+    assert cost == {
+        "cost/gpu_hours": pytest.approx(2.0, rel=1e-3),
+        "cost/dollars": pytest.approx(6.0, rel=1e-3),
+        "cost/dollars_at_end": pytest.approx(12.0, rel=1e-3),
+    }
+    assert Goodput(run, [], ranks=2).cost(900.0, 900.0, 1800.0) == {}
 
 
 def test_a_slow_rank_is_named_once_with_its_host_and_again_only_after_it_recovered():

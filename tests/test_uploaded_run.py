@@ -51,7 +51,7 @@ def test_a_run_goes_on_from_the_store_on_an_empty_machine(workshop, tmp_path, mo
 
 def test_the_last_upload_may_take_longer_than_a_hang_as_long_as_it_gets_on(workshop, tmp_path):
     """Promise: what stands still is found, what is slow is not. Two runs at once, each with a store of its own."""
-    seconds = {"slow": 2.5, "stuck": 120.0}  # for each request that is about the checkpoint
+    seconds = {"slow": 3.5, "stuck": 120.0}  # for each request that is about the checkpoint
     over, limit = threading.Event(), 0.25
     settings = ("training.save_steps=10", f"monitors.hang_minutes={limit}")
 

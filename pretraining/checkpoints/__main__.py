@@ -1,4 +1,4 @@
-"""What one does with the checkpoints of a run: look at them, verify, branch a decay off, reshard, export, make room."""
+"""What one does with the checkpoints of a run: look, verify, branch a decay off, reshard, export, push, make room."""
 
 import argparse
 import json
@@ -21,6 +21,7 @@ from pretraining.checkpoints.folders import (
     step_of,
 )
 from pretraining.checkpoints.format import MARKER
+from pretraining.checkpoints.publish import Push
 from pretraining.checkpoints.retention import Committed, Retention, measured_at
 from pretraining.command_line import answer_one, not_negative_integer, not_negative_number, positive_integer
 from pretraining.errors import UserError, one_line_errors
@@ -114,7 +115,9 @@ class Verify:
         return {"checkpoints": [self._verified(folder, of_run=folder != options.run) for folder in chosen]}
 
     def _verified(self, folder: Path, of_run: bool) -> dict:
-        reason, files = quick_damage(folder, of_run)
+        # A node without a shared disk holds the files of its own ranks.
+        is_part = of_run and RunFolder(folder.parent).holds_parts()
+        reason, files = quick_damage(folder, of_run, is_part)
         began = time.perf_counter()
         total = sum(entry["bytes"] for entry in files.values())
         with self._bar(folder.name, total) as bar:
@@ -431,6 +434,7 @@ VERBS = {
     "export": Export(),
     "list": List(),
     "prune": Prune(),
+    "push": Push(),
     "reshard": Reshard(),
     "verify": Verify(),
 }

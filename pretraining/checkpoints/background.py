@@ -4,6 +4,9 @@ The thread of each rank writes and checksums its files in one pass, waits for th
 of rank 0 also waits for all receipts, writes the marker, and then removes old checkpoints. At most one save is in
 flight. All ranks agree on its result at a step boundary, so that a failure stops every rank at the same step.
 
+If nodes have run folders of their own, each holds the files of its own ranks. Receipts go to rank 0 as messages, and
+the marker comes back in the same way: the first rank of each other disk writes it there.
+
 If a rank dies, its folder has no marker: it does not count as a checkpoint, and the next start removes it.
 """
 
@@ -16,7 +19,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -24,7 +27,7 @@ from typing import ClassVar, TypeVar
 import torch
 
 from pretraining.checkpoints.folders import remove_checkpoint
-from pretraining.checkpoints.format import MARKER, receipt_name, write_bytes, write_receipt
+from pretraining.checkpoints.format import MARKER, place_marker, receipt_name, write_bytes, write_receipt
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.command_line import ranks_here
 from pretraining.errors import UserError
@@ -33,7 +36,7 @@ from pretraining.planning.quantities import num_bytes
 from pretraining.runtime.durable_files import one_line_disk_errors, sync_to_disk
 from pretraining.runtime.heartbeat import long_work
 from pretraining.runtime.host import free_memory_bytes
-from pretraining.runtime.process_group import gather_from_ranks, host_group, rank_and_world_size
+from pretraining.runtime.process_group import Messages, gather_from_ranks, host_group, rank_and_world_size
 from pretraining.runtime.run_folder import RunFolder
 
 _PAUSE_SECONDS = 0.01  # between two exchanges of the ranks while training waits
@@ -73,6 +76,7 @@ class CheckpointWriter:
         # Names the saves of this process in their receipts: see `wait_for_receipts`.
         self._attempt = gather_from_ranks(uuid.uuid4().hex, self._group)[0]
         self._num_saves = 0
+        self._messages = Messages("save")  # used by the thread alone
         self._reported_no_room = False
         self._flight: RankSave | None = None
         self._thread: threading.Thread | None = None
@@ -140,8 +144,8 @@ class CheckpointWriter:
                     time.sleep(_PAUSE_SECONDS)
 
     def _open(self, save: RankSave, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Make the folder, on rank 0; returns whether every rank has room to copy its tensors and write later."""
-        if self.rank == 0:
+        """Make the folder, once a disk; returns whether every rank has room to copy its tensors and write later."""
+        if self.run.disks.is_first:
             save.attempt(lambda: _empty_folder(save.folder))
         # All ranks of a host look at its free memory before one of them takes some.
         fits = self.background and self.snapshot.would_fit(tensors)
@@ -173,6 +177,8 @@ class CheckpointWriter:
                 save.attempt(lambda: self._write(save, copies))
             if self.rank == 0:
                 save.attempt(lambda: self._commit(save))
+            elif self.run.disks.is_first:
+                save.attempt(lambda: self._follow(save))
             save.done = True
 
         # A daemon: a run that ends with an error must not wait for its save.
@@ -184,12 +190,53 @@ class CheckpointWriter:
         receipt = {"save": save.name, **save.receipt}
         write_share(save.folder, self.rank, self.ranks, tensors, save.files, receipt)
         sync_to_disk(save.folder)  # the names of the files, whose bytes are on the disk already
+        if not self.run.disks.has_rank_0:
+            name = receipt_name(self.rank, self.ranks)
+            self._messages.send(f"{save.name}/{name}", (save.folder / name).read_bytes())
         save.write_seconds = time.perf_counter() - began
 
     def _commit(self, save: RankSave) -> None:
-        wait_for_receipts(save.folder, self.ranks, save.name, save.abandoned)
+        wait_for_receipts(
+            save.folder, self.ranks, save.name, save.abandoned, lambda name: self._take(save, name)
+        )
         self.commit(save.folder, save.marker)
+        if not self.run.disks.shared:
+            self._commit_elsewhere(save)
         self.after_commit()  # an old checkpoint is removed only after a newer one is committed
+
+    def _commit_elsewhere(self, save: RankSave) -> None:
+        """Send the marker to the other disks; returns once all of them hold it."""
+        self._messages.send(f"{save.name}/{MARKER}", (save.folder / MARKER).read_bytes())
+        missing = {f"{save.name}/{first}" for first in self.run.disks.first_ranks if first}
+        for _ in pauses(save.abandoned):
+            missing = {name for name in missing if self._messages.take(name) is None}
+            if not missing:
+                break
+        self._messages.remove(f"{save.name}/{MARKER}")
+        # The one before: all have read it, because they have saved since.
+        self._messages.remove(f"{self._attempt}.{self._num_saves - 1}/done")
+        self._messages.send(f"{save.name}/done", b"yes")
+
+    def _take(self, save: RankSave, receipt: str) -> None:
+        """Write the receipt of a rank on another disk as a file, once it has come."""
+        if (
+            not self.run.disks.shared
+            and (content := self._messages.take(f"{save.name}/{receipt}")) is not None
+        ):
+            write_bytes(save.folder / receipt, content)
+
+    def _follow(self, save: RankSave) -> None:
+        """Write the marker of rank 0 into this disk's folder, and remove old checkpoints once every disk holds it."""
+        place_marker(save.folder, self._await(save, MARKER))
+        self._messages.send(f"{save.name}/{self.rank}", b"yes")
+        self._await(save, "done")
+        self.after_commit()
+
+    def _await(self, save: RankSave, name: str) -> bytes:
+        for _ in pauses(save.abandoned):
+            if (content := self._messages.read(f"{save.name}/{name}")) is not None:
+                return content
+        raise AssertionError  # `pauses` has no end
 
     def _finish(self, reports: list[dict]) -> None:
         folder = self._close().folder
@@ -212,10 +259,10 @@ class CheckpointWriter:
         reason, mendable = next(report["error"] for report in reports if report["error"])
         if not mendable:
             raise RuntimeError(f"{save.folder.name} could not be saved:\n{reason}")
+        # If the retention failed, after the commit, the checkpoint has its marker and counts.
+        if self.run.disks.is_first and not (save.folder / MARKER).exists():
+            shutil.rmtree(save.folder, ignore_errors=True)
         if self.rank == 0:
-            # If the retention failed, after the commit, the checkpoint has its marker and counts.
-            if not (save.folder / MARKER).exists():
-                shutil.rmtree(save.folder, ignore_errors=True)
             self._report_failure(save.folder.name, reason)
         if self.on_full_disk == "stop":
             raise UserError(reason)
@@ -326,18 +373,34 @@ class SaveAbandoned(Exception):
     """The save this thread works on has failed on another rank."""
 
 
-def wait_for_receipts(folder: Path, ranks: int, save: str, abandoned: threading.Event) -> None:
+def wait_for_receipts(
+    folder: Path,
+    ranks: int,
+    save: str,
+    abandoned: threading.Event,
+    look: Callable[[str], None] = lambda receipt: None,
+) -> None:
     """Return as soon as every rank's receipt of this save is there; raises `SaveAbandoned` if `abandoned` is set.
 
     It looks at the files, because it runs in a thread, which must not use collectives. save: the name of the save. A
-    receipt of an earlier attempt, or of an earlier save of the same step, has another name and does not count.
+    receipt of an earlier attempt, or of an earlier save of the same step, has another name and does not count. look: is
+    called with the name of a missing receipt, and may write it.
     """
-    missing, pause = set(range(ranks)), _FIRST_PAUSE_SECONDS
-    while True:
+    missing = {receipt_name(rank, ranks) for rank in range(ranks)}
+    for _ in pauses(abandoned):
         # A rank writes its receipt last: if the receipt is there, all files of the rank are.
-        missing -= {rank for rank in missing if _is_of(save, folder / receipt_name(rank, ranks))}
+        missing = {receipt for receipt in missing if not _is_of(save, folder / receipt)}
         if not missing:
             return
+        for receipt in missing:
+            look(receipt)
+
+
+def pauses(abandoned: threading.Event) -> Iterator[None]:
+    """Yield after longer and longer pauses; raises `SaveAbandoned` if `abandoned` is set."""
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        yield
         if abandoned.is_set():
             raise SaveAbandoned
         time.sleep(pause)

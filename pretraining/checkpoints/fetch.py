@@ -4,23 +4,28 @@ Every rank fetches a share of the files, in ranges, several at once. Files of an
 kept. Until the marker is written, the folder does not count as a checkpoint.
 """
 
+import fcntl
 import os
 import re
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import xxhash
 from tqdm import tqdm
 
 from pretraining.addresses import is_remote, refuse_credentials
 from pretraining.checkpoints.folders import committed_checkpoints, step_in_name, step_of
-from pretraining.checkpoints.format import MARKER, file_entry, parse_marker
+from pretraining.checkpoints.format import MARKER, file_entry, parse_marker, read_marker
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import replacing, rows_of, sync_to_disk
+from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, rank_and_world_size
 from pretraining.runtime.restarts import resume_after_restart
@@ -28,24 +33,28 @@ from pretraining.runtime.run_folder import RunFolder
 
 _RANGE_BYTES = 16 << 20  # with all threads, 128 MiB of host memory a rank
 _THREADS = 8
+_FILES = 4
+"""Files fetched at once: while one is written to the disk, the store sends others."""
 _ATTEMPTS = 3
 """If a file arrives damaged in each of them, it is damaged in the store."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
-def resolve_resume(run: RunFolder, upload: str | None, resume: str) -> str:
+def resolve_resume(run: RunFolder, upload: str | None, resume: str, in_parts: bool = False) -> str:
     """Return `--resume auto|never|PATH|ADDRESS` as auto, never or a PATH on this machine; every rank calls this.
 
     A checkpoint at an ADDRESS is fetched; with auto the store's newest one, if it is newer than the newest here.
 
-    upload: the recipe's `checkpoints.upload`. Raises `UserError` if the store cannot be used, or holds later
-    checkpoints with which those of this start would mix.
+    upload: the recipe's `checkpoints.upload`. in_parts: the disk holds parts of checkpoints; agreement.py then brings
+    what is missing, and auto and an ADDRESS stay as they are.
+
+    Raises `UserError` if the store cannot be used, or holds later checkpoints with which those of this start would mix.
     """
     # A launcher that restarts the run repeats the command line: a typed `never` must not begin the run anew each time.
     resume = from_rank_0(lambda: resume_after_restart(run, resume))
     if is_remote(resume):
-        return _fetch_address(run, resume)
-    if upload is None:
+        return resume if in_parts else _fetch_address(run, resume)
+    if upload is None or (resume == "auto" and in_parts):
         return resume
     remote = RemoteRun(upload, run.path.name)
     if resume == "auto":
@@ -58,11 +67,17 @@ def resolve_resume(run: RunFolder, upload: str | None, resume: str) -> str:
     return resume
 
 
-def _fetch_address(run: RunFolder, address: str) -> str:
+def at_address(address: str) -> tuple[RemoteRun, str]:
+    """Return the run of a checkpoint's address, and the checkpoint's name."""
     refuse_credentials(address, "--resume")
     above, _, name = address.rstrip("/").rpartition("/")
     place, _, run_name = above.rpartition("/")
-    wrong = fetch_checkpoint(run, RemoteRun(place, run_name), name)
+    return RemoteRun(place, run_name), name
+
+
+def _fetch_address(run: RunFolder, address: str) -> str:
+    remote, name = at_address(address)
+    wrong = fetch_checkpoint(run, remote, name)
     if wrong is not None:
         raise UserError(f"--resume {address}: {wrong}")
     return str(run.path / name)
@@ -86,10 +101,10 @@ def fetch_newest(run: RunFolder, remote: RemoteRun, newest_here: int | None) -> 
     """
     above = -1 if newest_here is None else newest_here
     below = sys.maxsize
-    while name := from_rank_0(partial(_newest_unless_unreachable, run, remote, above, below)):
+    while name := from_rank_0(partial(newest_unless_unreachable, run, remote, above, below, newest_here)):
         if (reason := fetch_checkpoint(run, remote, name)) is None:
             return
-        from_rank_0(lambda: _pass_over(run, remote.where(name), reason))
+        from_rank_0(lambda: pass_over_remote(run, remote.where(name), reason))
         below = step_in(name)  # it is damaged: the one before may be whole
 
 
@@ -98,13 +113,13 @@ def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str) -> str | None
 
     Raises `UserError` on every rank if the store fails, or if another checkpoint of that name is here.
     """
-    content, files, wrong = from_rank_0(lambda: _read_marker(remote, name))
+    content, files, wrong = from_rank_0(lambda: read_remote_marker(remote, name))
     if wrong is not None or from_rank_0(lambda: _is_here(run.path / name, content)):
         return wrong
     rank, ranks = rank_and_world_size()
     share = dict(sorted(files.items())[rank::ranks])
     # An error of one rank is raised on all: if one rank left alone, the others would wait for it.
-    for damage, failure in gather_from_ranks(_fetch_share(remote, name, run.path / name, share)):
+    for damage, failure in gather_from_ranks(fetch_share(remote, name, run.path / name, share)):
         if failure:
             raise UserError(failure)
         wrong = wrong or damage
@@ -158,30 +173,37 @@ def _journal(run: RunFolder, remote: RemoteRun) -> Journal:
     return max(Journal.read(run.journal), there, key=lambda journal: len(journal.rollbacks))
 
 
-def _newest_unless_unreachable(run: RunFolder, remote: RemoteRun, above: int, below: int) -> str | None:
+def newest_unless_unreachable(
+    run: RunFolder, remote: RemoteRun, above: int, below: int, here: int | None
+) -> str | None:
+    """Return the newest checkpoint of the store between these steps, or None; an unreachable store is an event.
+
+    here: the newest step on this machine or its fellows; None: there is none, so that the `UserError` is raised.
+    """
     try:
         first_contact = remote.at_first_contact()
         if below == sys.maxsize:  # only at the first call of a start
             first_contact.check_writable()
         return newest_committed(first_contact, above, below, _journal(run, first_contact))
     except UserError as error:
-        if above < 0:
+        if here is None:
             raise
         run.add_event("upload_unreachable", reason=str(error))
         print(
-            f"checkpoints: {error}; going on from checkpoint-{above}, which is here",
+            f"checkpoints: {error}; going on from checkpoint-{here}, which is here",
             file=sys.stderr,
             flush=True,
         )
         return None
 
 
-def _pass_over(run: RunFolder, where: str, reason: str) -> None:
+def pass_over_remote(run: RunFolder, where: str, reason: str) -> None:
+    """Report a checkpoint of a store that is damaged there."""
     run.add_event("remote_checkpoint_passed_over", checkpoint=where, reason=reason)
     print(f"checkpoints: {where} is passed over: {reason}", file=sys.stderr, flush=True)
 
 
-def _read_marker(remote: RemoteRun, name: str) -> tuple[bytes, dict, str | None]:
+def read_remote_marker(remote: RemoteRun, name: str) -> tuple[bytes, dict, str | None]:
     """Return the marker's bytes, the files it names, and what is wrong with it or None."""
     content = remote.read_if_there(f"{name}/{MARKER}")
     if content is None:
@@ -205,53 +227,101 @@ def _is_here(folder: Path, marker: bytes) -> bool:
     return here.exists()
 
 
-def _fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> tuple[str | None, str | None]:
-    """Fetch this rank's files; returns (what is damaged in the store, what failed)."""
+def fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> tuple[str | None, str | None]:
+    """Fetch the `files` of this rank's share; returns (what is damaged in the store, what failed)."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(_THREADS) as threads, _bar(remote.where(name), files) as bar:
-            for file, entry in files.items():
-                if damage := _fetch_file(remote, f"{name}/{file}", folder / file, entry, threads, bar.update):
-                    return damage, None
+        with Ranges(remote) as ranges, _bar(remote.where(name), files) as bar:
+
+            def fetch(file: str) -> str | None:
+                return _fetch_file(ranges, f"{name}/{file}", folder / file, files[file], bar.update)
+
+            with ThreadPoolExecutor(_FILES) as threads:
+                return next(filter(None, list(threads.map(fetch, files))), None), None
     except UserError as error:
         # A file which the marker names and the store lacks is damage, no failure: the checkpoint before may be whole.
         missing = isinstance(error.__cause__, FileNotFoundError)
         return (str(error), None) if missing else (None, str(error))
     except OSError as error:
         return None, f"{folder}: {error.strerror}"
-    return None, None
+
+
+class Ranges:
+    """Reads ranges of files of a store, several at once; of all files together, a few are in memory."""
+
+    def __init__(self, remote: RemoteRun):
+        self.remote = remote
+        self._threads = ThreadPoolExecutor(_THREADS)
+        self._room = threading.BoundedSemaphore(_THREADS)
+
+    def __enter__(self) -> "Ranges":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown()
+
+    def in_order(self, where: str, size: int) -> Iterator[bytes]:
+        """Yield the content of a file from its beginning."""
+        waiting: deque[Future[bytes]] = deque()
+        starts = iter(range(0, size, _RANGE_BYTES))
+        try:
+            while True:
+                # One is always asked for; more if there is room.
+                while self._room.acquire(blocking=not waiting):
+                    if (start := next(starts, None)) is None:
+                        self._room.release()
+                        break
+                    stop = min(start + _RANGE_BYTES, size)
+                    waiting.append(self._threads.submit(self.remote.read_range, where, start, stop))
+                if not waiting:
+                    return
+                yield waiting[0].result()
+                waiting.popleft()
+                self._room.release()
+        finally:
+            for _ in waiting:
+                self._room.release()
 
 
 def _fetch_file(
-    remote: RemoteRun,
-    where: str,
-    path: Path,
-    entry: dict,
-    threads: ThreadPoolExecutor,
-    progress: Callable[[int], None],
+    ranges: Ranges, where: str, path: Path, entry: dict, progress: Callable[[int], None]
 ) -> str | None:
     """Fetch and verify one file, and fetch it again if it arrived damaged.
 
     Returns what is wrong in the store, or None.
     """
-    size = entry["bytes"]
     if _is_whole(path, entry):
-        progress(size)
+        progress(entry["bytes"])
         return None
     for _ in range(_ATTEMPTS):
+        digest = xxhash.xxh128()
         with path.open("wb", buffering=0) as file:
-
-            def fetch(start: int, descriptor: int = file.fileno()) -> None:
-                content = remote.read_range(where, start, min(start + _RANGE_BYTES, size))
-                os.pwrite(descriptor, content, start)  # the ranges arrive in any order
+            for content in ranges.in_order(where, entry["bytes"]):
+                digest.update(content)  # now, which spares another reading of the file
+                written = 0  # an unbuffered write may take less than it is given
+                while written < len(content):
+                    written += file.write(memoryview(content)[written:])
+                work_done(len(content))
                 progress(len(content))
-
-            # `list` waits for all ranges, and raises the error of the first one that failed.
-            list(threads.map(fetch, range(0, size, _RANGE_BYTES)))
             os.fsync(file.fileno())
-        if _is_whole(path, entry):
+        if f"xxh128:{digest.hexdigest()}" == entry["checksum"]:
             return None
     return f"{path.name} is not what was committed (fetched {_ATTEMPTS} times)"
+
+
+def fetch_absent(remote: RemoteRun, folder: Path, file: str) -> bool:
+    """Fetch one more file of a checkpoint into its folder; ranks of a node that want the same one wait for the first.
+
+    Returns True. Raises `UserError` if the store fails, or holds other bytes than were committed.
+    """
+    entry = read_marker(folder)["files"][file]
+    with long_work(), (folder / f".{file}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        damage, failure = fetch_share(remote, folder.name, folder, {file: entry})
+        Path(lock.name).unlink(missing_ok=True)  # whoever waits for it finds the file whole
+    if reason := failure or damage:
+        raise UserError(f"{remote.where(folder.name)}: {reason}", on_every_rank=False)
+    return True
 
 
 def _is_whole(path: Path, entry: dict) -> bool:

@@ -81,16 +81,18 @@ def set_aside_after(run: RunFolder, step: int, spared: Path | None = None) -> li
     """
     later = [each for each in checkpoint_folders(run) + weights_folders(run) if step_in_name(each) > step]
     later = [each for each in later if spared is None or not each.samefile(spared)]
+    return [move_aside(run, folder) for folder in later]
+
+
+def move_aside(run: RunFolder, folder: Path) -> Path:
+    """Move one checkpoint to `aside/`; returns where it is then."""
     # The time is part of the name, because a step may be set aside more than once.
     when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    moved = []
-    for folder in later:
-        target = _free_name(run.aside / f"{folder.name}.{when}")
-        target.parent.mkdir(exist_ok=True)
-        folder.rename(target)
-        run.add_event("checkpoint_set_aside", checkpoint=folder.name, to=str(target.relative_to(run.path)))
-        moved.append(target)
-    return moved
+    target = _free_name(run.aside / f"{folder.name}.{when}")
+    target.parent.mkdir(exist_ok=True)
+    folder.rename(target)
+    run.add_event("checkpoint_set_aside", checkpoint=folder.name, to=str(target.relative_to(run.path)))
+    return target
 
 
 def _free_name(path: Path) -> Path:
@@ -113,8 +115,13 @@ def damage(folder: Path, of_run: bool = False, progress: Progress = no_progress)
     return reason or next(iter(changed_files(folder, files, progress).values()), None)
 
 
-def quick_damage(folder: Path, of_run: bool = False) -> tuple[str | None, dict[str, dict]]:
-    """Check marker and file sizes alone; returns what is wrong or None, and the files whose bytes are not compared."""
+def quick_damage(
+    folder: Path, of_run: bool = False, is_part: bool = False
+) -> tuple[str | None, dict[str, dict]]:
+    """Check marker and file sizes alone; returns what is wrong or None, and the files whose bytes are not compared.
+
+    is_part: a node's own disk holds it, so that others may be elsewhere.
+    """
     try:
         marker = read_marker(folder)
     except OSError as error:
@@ -124,7 +131,10 @@ def quick_damage(folder: Path, of_run: bool = False) -> tuple[str | None, dict[s
     # A run chooses by the names of its folders: it would take a renamed one for a step which that one does not hold.
     if of_run and step_in_name(folder) != marker["step"]:
         return f"{MARKER} is that of step {marker['step']}", {}
-    return _wrong_sizes(folder, marker["files"]), marker["files"]
+    files = marker["files"]
+    if is_part:
+        files = {name: entry for name, entry in files.items() if (folder / name).exists()}
+    return _wrong_sizes(folder, files), files
 
 
 def changed_files(folder: Path, files: dict[str, dict], progress: Progress = no_progress) -> dict[str, str]:
@@ -171,6 +181,11 @@ def _wrong_sizes(folder: Path, files: dict[str, dict]) -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
+def has_size(folder: Path, name: str, entry: dict) -> bool:
+    """Say if a file of a checkpoint is there in its committed size."""
+    return _wrong_size(folder, name, entry) is None
+
+
 def _wrong_size(folder: Path, name: str, entry: dict) -> str | None:
     path = folder / name
     if not path.is_file():
@@ -186,18 +201,19 @@ def catalogue(run: RunFolder) -> list[dict]:
     {"folder", "step", "state", "reason", "bytes", "age_seconds", "saved", "ranks", "zero_stage", "tokens", "loss",
     "eval_loss"}; state: committed, damaged, other version, uncommitted, weights only, set aside.
     """
-    entries = [_checkpoint(folder) for folder in checkpoint_folders(run)]
+    is_part = run.holds_parts()
+    entries = [_checkpoint(folder, is_part) for folder in checkpoint_folders(run)]
     entries += [_entry(folder, step_in_name(folder), "weights only") for folder in weights_folders(run)]
     entries.sort(key=lambda entry: (-entry["step"], entry["folder"]))
     return entries + [_set_aside(folder, run) for folder in sorted(run.aside.glob("*-*"))]
 
 
-def _checkpoint(folder: Path) -> dict:
+def _checkpoint(folder: Path, is_part: bool) -> dict:
     step = step_in_name(folder)
     if not (folder / MARKER).exists():
         return _entry(folder, step, "uncommitted")
     try:
-        reason, _ = quick_damage(folder, of_run=True)
+        reason, _ = quick_damage(folder, of_run=True, is_part=is_part)
     # Another version's checkpoint is not damaged, so that prune must not remove it.
     except UserError as error:
         return _entry(folder, step, "other version", str(error))

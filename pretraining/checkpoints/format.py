@@ -96,6 +96,16 @@ def receipt_name(rank: int, ranks: int) -> str:
     return f"rank-{rank:05d}-of-{ranks:05d}.json"
 
 
+def is_of_rank(name: str) -> bool:
+    """Say if a file of a checkpoint is one that each rank writes for itself: its tensors, or its receipt."""
+    return name.startswith("rank-")
+
+
+def is_receipt(name: str) -> bool:
+    """Say if a file of a checkpoint is a rank's receipt."""
+    return is_of_rank(name) and name.endswith(".json")
+
+
 def write_receipt(folder: Path, rank: int, ranks: int, files: dict[str, dict], **more: Any) -> None:
     """Write a rank's receipt, once the disk holds its `files`: {name relative to the checkpoint: its `file_entry`}.
 
@@ -133,10 +143,15 @@ def write_marker(folder: Path, content: dict) -> None:
 
     content: plain JSON values; `format` and the marker's own checksum are added.
     """
+    place_marker(folder, _sealed({"format": FORMAT, **content}))
+
+
+def place_marker(folder: Path, sealed: bytes) -> None:
+    """Do the same with the bytes of a marker that another node, or a store, holds already."""
     # First the names of the files, so that the disk never holds a marker without them; then the marker's own name.
     flush_folder(folder)
     with replacing(folder / MARKER, "wb") as file:
-        file.write(_sealed({"format": FORMAT, **content}))
+        file.write(sealed)
     flush_folder(folder)
     flush_folder(folder.parent)  # which holds the name of the checkpoint itself
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import xxhash
 
 from pretraining.checkpoints.format import read_marker
+from pretraining.checkpoints.remote import RemoteRun
 from pretraining.errors import UserError
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
@@ -36,6 +37,8 @@ class Start:
     """The rollbacks in force."""
     starts_over: bool = False
     """`--resume never`: what an earlier run left in the folder is set aside."""
+    source: RemoteRun | None = None
+    """The store that holds the files of the checkpoint which this node lacks; None: it needs none of it."""
     initial_weights: dict | None = None
     """Source and digest of the weights that the run began with; None: it drew them."""
 

@@ -273,7 +273,7 @@ def _set_per_element(block: Block, key: str, example: torch.Tensor, reader: Chec
         live[key] = torch.zeros_like(block.tensor, dtype=example.dtype, device=example.device)
     for piece in block.pieces:
         # A parameter that no gradient had reached has no states in the checkpoint, and gets zeros here.
-        if key in reader.states(piece.parameter):
+        if reader.has(key, piece.parameter):
             elements = reader.read(key, piece.parameter, piece.start, piece.numel, piece.cut)
             piece.of(live[key]).copy_(elements)
         elif piece.parameter in reader.state["scalars"]:

@@ -6,6 +6,7 @@ is uploaded (upload.py). Loading reads the files (shard_files.py) into the live 
 """
 
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from pretraining.checkpoints.background import CheckpointWriter
 from pretraining.checkpoints.export import averaged_weights, demote_checkpoint
+from pretraining.checkpoints.fetch import fetch_absent
 from pretraining.checkpoints.format import commit_checkpoint
 from pretraining.checkpoints.identity import Identity, Start, metrics_at
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.retention import Retention
+from pretraining.checkpoints.shard_files import fetch_nothing
 from pretraining.checkpoints.trainer_state import load_position, load_state, rank_share
 from pretraining.checkpoints.upload import Uploader
 from pretraining.data.prepared import PreparedData
@@ -74,7 +77,10 @@ class CheckpointManager(TrainerCallback):
 
     def load_state(self, trainer: Trainer, folder: Path) -> None:
         """Set weights, optimizer, schedule and loss scaler of a prepared Trainer from a checkpoint."""
-        load_state(trainer, folder)
+        fetch = None if self.run.disks.shared else fetch_nothing
+        if self.start.source is not None:
+            fetch = partial(fetch_absent, self.start.source, folder)
+        load_state(trainer, folder, fetch)
 
     def load_position(self, trainer: Trainer, folder: Path) -> None:
         """Set the random generators and the running loss."""

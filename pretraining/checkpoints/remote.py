@@ -1,6 +1,7 @@
 """Read and write one run's checkpoints at an fsspec address (`s3://bucket/runs/<name>`, `hf://...`, a folder)."""
 
 import contextlib
+import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,22 @@ class RemoteRun(Store):
         """Write a small file."""
         self.write(path, lambda: [content], len(content))
 
+    def create(self, path: str, content: bytes) -> bool:
+        """Write a small file unless another one is there; returns False if there is.
+
+        The store itself decides, if it can write on a condition (S3's If-None-Match): of two writers at once, one wins.
+        """
+
+        def write() -> bool:
+            try:
+                self._create(path, content)
+            except FileExistsError:
+                # An attempt whose answer was lost has perhaps written it.
+                return self._filesystem().cat_file(self.where(path)) == content
+            return True
+
+        return self.patience.ask(write, self.where(path))
+
     def remove(self, path: str) -> None:
         """Remove one file, if it is there."""
 
@@ -115,6 +132,21 @@ class RemoteRun(Store):
         except BaseException:  # also an interrupt must not leave half a file as a whole one
             _discard(file)
             raise
+
+    def _create(self, path: str, content: bytes) -> None:
+        system = self._filesystem()
+        if "file" not in _protocols(system):
+            system.pipe_file(self.where(path), content, mode="create")
+            return
+        from fsspec.core import strip_protocol
+
+        place = Path(strip_protocol(self.where(path)))
+        whole = place.with_name(f"{place.name}.{uuid.uuid4().hex}")
+        _send_to_folder(whole, [content])
+        try:
+            place.hardlink_to(whole)  # unlike a rename it fails if the name is taken
+        finally:
+            whole.unlink()
 
 
 def _send_to_folder(path: Path, chunks: Iterable[bytes]) -> None:

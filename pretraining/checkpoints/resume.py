@@ -14,6 +14,7 @@ from typing import Protocol
 
 from transformers import PreTrainedModel
 
+from pretraining.checkpoints.agreement import bring_history, choose_on_disks, refuse_lone_disks
 from pretraining.checkpoints.export import describe_model
 from pretraining.checkpoints.fetch import resolve_resume
 from pretraining.checkpoints.folders import (
@@ -45,9 +46,10 @@ from pretraining.recipe.progress import RAMP, STEP_SIZE
 from pretraining.recipe.schedule import CONSTANT, DECAYING
 from pretraining.recipe.sections import Weights
 from pretraining.runtime.durable_files import write_json
+from pretraining.runtime.heartbeat import this_machine
 from pretraining.runtime.journal import NOTHING_HEALED, Journal, Rollback
 from pretraining.runtime.lock import move_lock
-from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, rank_and_world_size
+from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, rank_and_world_size, together
 from pretraining.runtime.restarts import launch_details
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import differences, display_path, listed
@@ -57,25 +59,40 @@ STEP_SIZES = (STEP_SIZE, RAMP)
 
 
 def find_start(
-    run: RunFolder, recipe: Recipe, data: PreparedData, resume: str, allowed: Sequence[str]
+    run: RunFolder,
+    recipe: Recipe,
+    data: PreparedData,
+    resume: str,
+    allowed: Sequence[str],
+    layout: dict | None = None,
 ) -> Start:
     """Find where to begin or continue; rank 0 decides, and every rank gets the same answer or the same `UserError`.
 
     Writes only the checkpoints that it fetches from a store, and an event for a damaged one that it passes over.
 
     resume: `--resume auto|never|PATH|ADDRESS`. allowed: keys of the recipe, or sections, that may differ from what
-    the run was so far.
+    the run was so far. layout: that of this start (`RunPlan.layout`), by which a node knows the files that it needs if
+    it has a run folder of its own; None: it gets all.
     """
-    resume = resolve_resume(run, recipe.checkpoints.upload, resume)
+    refuse_lone_disks(run, recipe)
+    upload = recipe.checkpoints.upload
+    if not run.disks.shared and resume != "never":
+        bring_history(run, upload)
+    # Also on one disk that was one of several before.
+    in_parts = not run.disks.shared or from_rank_0(run.holds_parts)
+    resume = resolve_resume(run, upload, resume, in_parts)
     if resume == "never":
         return Start(starts_over=True)
     # The cheap check first: verifying a checkpoint reads all its bytes.
     from_rank_0(lambda: changes_of_run(run, recipe.to_dict(), allowed))
-    journal = from_rank_0(lambda: Journal.read(run.journal))
-    checkpoint = choose_checkpoint(run, resume, journal)
+    journal, source = from_rank_0(lambda: Journal.read(run.journal)), None
+    if in_parts:
+        checkpoint, source = choose_on_disks(run, upload, resume, journal, layout)
+    else:
+        checkpoint = choose_checkpoint(run, resume, journal)
     start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, data.manifest, allowed))
     from_rank_0(lambda: _refuse_lost_rollbacks(checkpoint, run, journal))
-    return replace(start, journal=journal)
+    return replace(start, journal=journal, source=source)
 
 
 def _start_at(
@@ -243,12 +260,16 @@ def begin_run(
     tokenizer, and the mixture; and an event for the start and for each of the plan's warnings.
     """
 
-    def write() -> None:
-        start = identity.start
+    def tidy() -> None:
         if start.starts_over:
             _set_aside(run)
         remove_uncommitted(run)
         set_aside_after(run, start.step, spared=start.checkpoint)
+        if not run.disks.has_rank_0:
+            write_json(run.recipe, identity.recipe.to_dict())
+            run.add_event(kind, step=start.step, **launch_details())
+
+    def write() -> None:
         record_changes(run, start, identity.recipe)  # before the recipe: see there
         copy_extensions(identity.recipe.extensions, run.path)
         write_json(run.recipe, identity.recipe.to_dict())
@@ -264,10 +285,11 @@ def begin_run(
         if cuts is not None:
             print(cuts_text(cuts))
         run.add_event(
-            "resume" if start.checkpoint else "start",
+            kind,
             step=start.step,
             checkpoint=start.checkpoint and start.checkpoint.name,
             **plan.layout,
+            **disks,
             **launch_details(),
             # None: the blocks are not packed.
             **({} if cuts is None else {"cuts": cuts}),
@@ -276,7 +298,12 @@ def begin_run(
             run.add_event(GIVEN, **start.initial_weights)
         plan.verdict.keep(run, start.step)
 
+    start = identity.start
+    kind = "resume" if start.checkpoint else "start"
+    disks = {"run_folders": run.disks.count} if len(set(gather_from_ranks(this_machine()))) > 1 else {}
+    together(lambda: tidy() if run.disks.is_first else None)
     from_rank_0(write)
+    run.begin()
 
 
 def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
@@ -286,6 +313,7 @@ def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
     left = 1 - start.tokens / max(1, progress.tokens_at(progress.last_step))
     rows = [
         ("run", run_line(recipe, plan, display_path(run.path), identity.environment["device"])),
+        *([] if run.disks.shared else [("disks", _disks_line(run, recipe))]),
         ("start", _start_line(run, start, progress.last_step)),
         ("plan", plan_line(recipe, plan, left)),
     ]
@@ -305,6 +333,16 @@ def _start_line(run: RunFolder, start: Start, last_step: int) -> str:
     return (
         f"continued from {name} ({saved}): step {start.step:,} of {last_step:,}, {start.tokens:,} tokens seen"
     )
+
+
+def _disks_line(run: RunFolder, recipe: Recipe) -> str:
+    """Say that nodes have run folders of their own, and where their checkpoints meet."""
+    where = (
+        f"checkpoints meet in {recipe.checkpoints.upload}"
+        if recipe.checkpoints.upload
+        else "nothing is saved"
+    )
+    return f"no shared disk: {run.disks.count} run folders, each with the files of its own ranks; {where}"
 
 
 def _given_words(given: dict) -> str:
@@ -429,7 +467,8 @@ def _good_step(run: RunFolder, journal: Journal, most_steps: int) -> int:
         step = step_in_name(folder)
         if step > most_steps or is_left_behind(folder, journal):
             continue
-        if quick_damage(folder, of_run=True)[0] is None:
+        # What other disks hold of it shows at the next start.
+        if quick_damage(folder, of_run=True, is_part=not run.disks.shared)[0] is None:
             return step
     return 0
 

@@ -92,11 +92,22 @@ def write_rank_file(
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the file's bytes in order: length of the header (u64), header (JSON, padded to 8 bytes), tensors."""
+    """Yield the file's bytes in order: the header, then the tensors."""
+    yield memoryview(file_header(tensors)[0])
+    for name in _in_file_order(tensors):
+        data = memoryview(read(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        yield from (data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES))
+
+
+def _in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     order = list(_TYPES)
-    names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
+    return sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
+
+
+def file_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, int]:
+    """Return a file's first bytes (length of the header as u64, JSON padded to 8 bytes) and the bytes that follow."""
     header, end = {}, 0
-    for name in names:
+    for name in _in_file_order(tensors):
         tensor = tensors[name]
         start, end = end, end + tensor.numel() * tensor.element_size()
         kind, shape = _TYPES[tensor.dtype], list(tensor.shape)
@@ -104,10 +115,7 @@ def _pieces(tensors: Mapping[str, torch.Tensor], read: Callable[[str], torch.Ten
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     # The header ends at a multiple of 8 bytes, so that the tensors, the largest types first, are aligned.
     text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    for name in names:
-        data = memoryview(read(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        yield from (data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES))
+    return len(text).to_bytes(8, "little") + text, end
 
 
 class Fragment(NamedTuple):
@@ -130,33 +138,59 @@ def _without_nested(fragments: list[Fragment]) -> list[Fragment]:
     return kept
 
 
+class _Missing(UserError):
+    """The files that were read so far do not hold a slice."""
+
+
+def fetch_nothing(file: str) -> bool:
+    """Fetch no file: to read what the files here hold."""
+    return False
+
+
 class CheckpointReader:
     """Reads any slice of any state of any parameter, for any number of ranks and any stage that wrote the checkpoint.
 
     parameters: {name: shape}. state: the content of `state.json`. ranks: the number of ranks that saved.
 
+    fetch: for a checkpoint of which a node holds a part, brings a file of a rank into the folder; returns False if it
+    cannot. It is called only for what the files here do not hold.
+
     Raises:
         UserError: `folder` is no checkpoint of this format, or files of it are missing.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = Path(folder)
+    def __init__(self, folder: Path, fetch: Callable[[str], bool] | None = None):
+        self.folder, self._fetch = Path(folder), fetch
         self.state = read_state(self.folder)
         self.parameters = {name: tuple(entry["shape"]) for name, entry in self.state["parameters"].items()}
-        self.files = _rank_files(self.folder)
+        self.files = _rank_files(self.folder, incomplete=fetch is not None)
         self.ranks = len(self.files)
+        self._absent = [file for file in self.files if not (self.folder / file).exists()]
         self._open_files: dict[str, safe_open] = {}
         self._served_bytes = 0
         self._fragments: dict[tuple[str, str], list[Fragment]] = {}
         self._whole: dict[tuple[str, str], Fragment] = {}
-        for file in self.files:
-            self._index(file)
+        self._index([file for file in self.files if file not in self._absent])
+
+    def _bring_another(self) -> bool:
+        """Fetch the next file that is not here; False if all are."""
+        if not self._absent or self._fetch is None:
+            return False
+        file = self._absent.pop(0)  # rank 0's first, which holds what is not partitioned
+        if not self._fetch(file):
+            return False
+        self._index([file])
+        return True
+
+    def _index(self, files: list[str]) -> None:
+        for file in files:
+            self._index_file(file)
         self._fragments = {key: _without_nested(found) for key, found in self._fragments.items()}
         self._states: dict[str, list[str]] = {}
         for state, parameter in sorted(self._fragments):
             self._states.setdefault(parameter, []).append(state)
 
-    def _index(self, file: str) -> None:
+    def _index_file(self, file: str) -> None:
         opened = self._opened(file)
         for key in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
             if "@" not in key:
@@ -175,9 +209,19 @@ class CheckpointReader:
         """Return the names of a parameter's per-element states: `master`, `exp_avg`, ..."""
         return self._states.get(parameter, [])
 
+    def has(self, state: str, parameter: str) -> bool:
+        """Say if the checkpoint holds a per-element state of a parameter."""
+        while state not in self.states(parameter):
+            if not self._bring_another():
+                return False
+        return True
+
     def whole_states(self, parameter: str) -> list[str]:
         """Return the names of a parameter's states that have a shape of their own."""
-        return sorted(state for state, name in self._whole if name == parameter)
+        while not (found := sorted(state for state, name in self._whole if name == parameter)):
+            if not self._bring_another():
+                break
+        return found
 
     def numel(self, parameter: str) -> int:
         """Return the number of elements of a parameter."""
@@ -196,6 +240,16 @@ class CheckpointReader:
 
         cut: count in this cut of the parameter. Raises `UserError` if the files do not cover the slice.
         """
+        while True:
+            try:
+                return self._read(state, parameter, start, numel, cut)
+            except _Missing:
+                if not self._bring_another():
+                    raise
+
+    def _read(
+        self, state: str, parameter: str, start: int, numel: int | None, cut: Cut | None
+    ) -> torch.Tensor:
         if numel is None:
             numel = (self.numel(parameter) if cut is None else cut.numel) - start
         fragments = self._fragments.get((state, parameter), [])
@@ -217,7 +271,7 @@ class CheckpointReader:
             at = stop
             work_done()
         if at < end:
-            raise UserError(f"{self.folder}: {state} of {parameter} is missing from element {at} on")
+            raise _Missing(f"{self.folder}: {state} of {parameter} is missing from element {at} on")
         return torch.empty(0) if slice_ is None else slice_
 
     def _read_rectangles(
@@ -248,7 +302,7 @@ class CheckpointReader:
                         work_done()
         if not bool(found.all()):
             missing = start + int((~found).nonzero()[0])
-            raise UserError(f"{self.folder}: {state} of {parameter} is missing from element {missing} on")
+            raise _Missing(f"{self.folder}: {state} of {parameter} is missing from element {missing} on")
         return slice_
 
     def read_whole(self, state: str, parameter: str) -> torch.Tensor:
@@ -305,13 +359,16 @@ def read_state(folder: Path) -> dict:
     return state
 
 
-def _rank_files(folder: Path) -> list[str]:
-    """Return the ranks' files in their order; `UserError` if they are not all of one save."""
+def _rank_files(folder: Path, incomplete: bool = False) -> list[str]:
+    """Return the ranks' files in their order; `UserError` if they are not all of one save.
+
+    incomplete: some of them need not be there.
+    """
     # Every name says how many files there must be: a file of another save, or a missing one, shows.
     found = sorted(match[0] for path in folder.iterdir() if (match := _RANK_FILE.fullmatch(path.name)))
     expected = int(_RANK_FILE.fullmatch(found[0])[2]) if found else 1
     files = [rank_file(rank, expected) for rank in range(expected)]
-    if found != files:
+    if found != files and not (incomplete and set(found) <= set(files)):
         missing = next((name for name in files if name not in found), found[-1])
         raise UserError(f"{folder}: the files of its ranks are not one save's: {missing}")
     return files

@@ -6,7 +6,7 @@ rank. On loading, each rank reads the slices that it needs, for any number of ra
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from pretraining.checkpoints.shard_files import (
     MASTER,
     STATE_FILE,
     CheckpointReader,
+    fetch_nothing,
     fragment_key,
 )
 from pretraining.errors import UserError
@@ -50,13 +51,18 @@ def rank_share(trainer: OpenTrainer) -> RankShare:
     """Gather this rank's share of a checkpoint of the Trainer as it is now; all ranks call it together."""
     _update_trainer_state(trainer)
     live = live_state(trainer.model, trainer.optimizer)
-    files = {}
-    if dist.get_rank() == 0:
-        files[STATE_FILE] = _json(_replicated_state(trainer, live))
-        files[TRAINER_STATE_NAME] = _json(asdict(trainer.state), sort_keys=True)
+    files = shared_files(trainer, live) if dist.get_rank() == 0 else {}
     # Each rank draws from its own generators and has its own loss.
     receipt = {"rng": random_numbers(), "running_loss": _running_loss(trainer)}
     return RankShare(dict(rank_tensors(live)), files, receipt)
+
+
+def shared_files(trainer: OpenTrainer, live: LiveState) -> dict[str, bytes]:
+    """Return what is the same on every rank: {name: content} of small files."""
+    return {
+        STATE_FILE: _json(_replicated_state(trainer, live)),
+        TRAINER_STATE_NAME: _json(asdict(trainer.state), sort_keys=True),
+    }
 
 
 def _update_trainer_state(trainer: OpenTrainer) -> None:
@@ -142,13 +148,14 @@ def _json(value: dict, **keywords) -> bytes:
     return (json.dumps(value, indent=2, **keywords) + "\n").encode()
 
 
-def load_state(trainer: OpenTrainer, folder: Path) -> None:
+def load_state(trainer: OpenTrainer, folder: Path, fetch: Callable[[str], bool] | None = None) -> None:
     """Set weights, optimizer states, schedule and loss scaler of a prepared Trainer, in place.
 
-    Takes memory for the largest piece of a parameter that this rank holds. Raises `UserError` if the checkpoint does
+    Takes memory for the largest piece of a parameter that this rank holds. fetch: brings a file that is not in the
+    folder (`CheckpointReader`). Raises `UserError` if the checkpoint does
     not fit the model or the optimizer.
     """
-    reader = CheckpointReader(folder)
+    reader = CheckpointReader(folder, fetch)
     live = live_state(trainer.model, trainer.optimizer)
     _refuse_other_shapes(live, reader)
     with torch.no_grad(), long_work():
@@ -187,7 +194,7 @@ def load_position(trainer: OpenTrainer, folder: Path) -> None:
 
 def _load_random_state(folder: Path) -> None:
     """Set this rank's random generators, if as many ranks saved the checkpoint as run now."""
-    reader = CheckpointReader(folder)
+    reader = CheckpointReader(folder, fetch_nothing)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # With another number of ranks no saved generator fits: each rank keeps the one of its seed.
     if reader.ranks == ranks and (numbers := read_receipt(folder, rank, ranks).get("rng")):
@@ -196,10 +203,10 @@ def _load_random_state(folder: Path) -> None:
 
 def _load_running_loss(trainer: OpenTrainer, folder: Path) -> None:
     """Continue the sum of losses since the last logged step: the next row is the same as in a run without a break."""
-    reader = CheckpointReader(folder)
-    saved = [read_receipt(folder, rank, reader.ranks).get("running_loss") for rank in range(reader.ranks)]
-    if reader.ranks == dist.get_world_size():
-        saved = [saved[dist.get_rank()]]  # else each rank takes the mean: only the mean over ranks is logged
+    ranks = CheckpointReader(folder, fetch_nothing).ranks
+    # With another number of ranks each takes the mean: only the mean over ranks is logged.
+    savers = [dist.get_rank()] if ranks == dist.get_world_size() else range(ranks)
+    saved = [read_receipt(folder, rank, ranks).get("running_loss") for rank in savers]
     trainer.running_loss.fill_(sum(loss["sum"] for loss in saved) / len(saved))
     trainer.last_logged_step = trainer.state.global_step - saved[0]["steps"]
 

@@ -1,38 +1,51 @@
 """Upload committed checkpoints to `checkpoints.upload` in the background: files, then receipts, the marker last.
 
-Each rank's thread sends the files that the rank wrote. Rank 0 adds the marker once every rank's receipt is in the
-store. If the store fails, that is an event and never stops the run. Only one checkpoint is uploaded at a time. Of those
-that are committed in the meantime, only the newest is uploaded, next or at the end.
+Each rank's thread sends the files that the rank wrote. Rank 0 adds the marker once every rank has reported that its
+files are in the store. If the store fails, that is an event and never stops the run. Only one checkpoint is uploaded at
+a time. Of those that are committed in the meantime, only the newest is uploaded, next or at the end.
+
+What shows how the run goes (metrics, events, report, samples) is sent every minute, by a thread of rank 0.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 import xxhash
 
 from pretraining.addresses import masked
-from pretraining.checkpoints.format import MARKER, receipt_name
+from pretraining.checkpoints.format import MARKER, is_receipt, receipt_name
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.errors import UserError
+from pretraining.runtime.durable_files import file_state
 from pretraining.runtime.heartbeat import long_work, work_done
-from pretraining.runtime.process_group import gather_from_ranks, host_group, rank_and_world_size
+from pretraining.runtime.process_group import Messages, gather_from_ranks, host_group, rank_and_world_size
 from pretraining.runtime.run_folder import RunFolder
 
 _PAUSE_SECONDS = 0.05  # between two exchanges of the ranks
-_RECEIPT_PAUSE_SECONDS = 1.0  # longer: each look is a request to the store
 _CHUNK_BYTES = 8 << 20
+_LIVE_SECONDS = 60.0
+_LAST_SECONDS = 60.0
+"""How long the end of a run waits for a store that does not take its last files."""
 
 RUN_FILES = ("recipe.json", "changes.json", "journal.jsonl", "flagged_blocks.jsonl", "metrics.jsonl")
-RUN_FILES += ("events.jsonl", "wandb_id")
+RUN_FILES += ("samples.jsonl", "events.jsonl", "wandb_id")
 """Files of the run folder that a start on an empty machine needs besides the checkpoint."""
+LIVE_FILES = (*RUN_FILES, "plan.json", "environment.json", "mixture.json", "console.log", "report.html")
+"""Files that are sent while the run lives."""
+
+
+_SEND, _SENT = b"send", b"sent"
+"""Messages: what rank 0 finds is to be done with a checkpoint, and that a rank has done it."""
 
 
 class _GivenUp(Exception):
@@ -53,6 +66,10 @@ class Uploader:
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._given_up = threading.Event()
+        self._messages = Messages("upload")  # used by the thread alone
+        # Names the uploads of this process in messages.
+        self._attempt = gather_from_ranks(uuid.uuid4().hex, self._group)[0]
+        self._num_uploads = 0
         self._removed_here: list[str] = []
         self._sent: dict | None = None
 
@@ -100,6 +117,7 @@ class Uploader:
             return True
         parcel, self._waiting, self._failure = self._waiting, None, None
         self._given_up.clear()
+        self._num_uploads += 1
         self._thread = threading.Thread(target=self._work, args=(parcel,), name="upload", daemon=True)
         self._thread.start()
         return False
@@ -131,23 +149,50 @@ class Uploader:
 
     def _send(self, parcel: Parcel) -> None:
         """Send this rank's part, without what an interrupted upload has sent already."""
-        began, marker = time.perf_counter(), f"{parcel.name}/{MARKER}"
-        found = self.remote.read_if_there(marker)
-        if found == parcel.marker:
+        began, upload = time.perf_counter(), f"{self._attempt}.{self._num_uploads}"
+        if self.rank:
+            if self._await(f"{upload}/plan") == _SEND:
+                self._send_own(parcel)
+                self._messages.send(f"{upload}/{self.rank}", _SENT)
+            return
+        is_there = self._make_way(parcel)
+        if self.ranks > 1:
+            self._messages.remove(f"{self._attempt}.{self._num_uploads - 1}/plan")  # all have read that one
+            self._messages.send(f"{upload}/plan", _SENT if is_there else _SEND)
+        if is_there:
             return self._send_run_files(parcel)  # the journal may hold a rollback since then
-        # Another checkpoint of that step: its marker must go before its files change.
-        if found is not None and self.rank == 0:
+        self._send_own(parcel)
+        for rank in range(1, self.ranks):
+            self._await(f"{upload}/{rank}", last=True)
+        self._send_run_files(parcel)
+        if not self.remote.create(f"{parcel.name}/{MARKER}", parcel.marker):
+            raise UserError("another run has committed it there meanwhile")
+        seconds = round(time.perf_counter() - began, 3)
+        to = self.remote.where(parcel.name)
+        self._sent = {"checkpoint": parcel.name, "to": to, "bytes": parcel.num_bytes, "seconds": seconds}
+        self._mirror_removals()
+
+    def _make_way(self, parcel: Parcel) -> bool:
+        """Say if the store holds this checkpoint already; the marker of another one of its step is removed."""
+        marker = f"{parcel.name}/{MARKER}"
+        found = self.remote.read_if_there(marker)
+        # It must go before any rank changes a file.
+        if found not in (None, parcel.marker):
             self.remote.remove(marker)
+        return found == parcel.marker
+
+    def _send_own(self, parcel: Parcel) -> None:
         for receipt in parcel.own_receipts:
             self._send_files(parcel, receipt)
-        if self.rank == 0:
-            self._await_receipts(parcel)
-            self._send_run_files(parcel)
-            self.remote.write_bytes(marker, parcel.marker)
-            seconds = round(time.perf_counter() - began, 3)
-            to = self.remote.where(parcel.name)
-            self._sent = {"checkpoint": parcel.name, "to": to, "bytes": parcel.num_bytes, "seconds": seconds}
-            self._mirror_removals()
+
+    def _await(self, name: str, last: bool = False) -> bytes:
+        """Return the message of a name once it has come; last: nobody else waits for it."""
+        while True:
+            content = self._messages.take(name) if last else self._messages.read(name)
+            if content is not None:
+                return content
+            if self._given_up.wait(_PAUSE_SECONDS):
+                raise _GivenUp
 
     def _send_run_files(self, parcel: Parcel) -> None:
         for name, content in parcel.run_files.items():
@@ -162,13 +207,6 @@ class Uploader:
             self.remote.write(f"{parcel.name}/{name}", partial(parcel.chunks, name, entry), entry["bytes"])
         self.remote.write_bytes(where, content)
 
-    def _await_receipts(self, parcel: Parcel) -> None:
-        """Return once the store holds all receipts that the marker names."""
-        for receipt, content in parcel.receipts.items():
-            while self.remote.read_if_there(f"{parcel.name}/{receipt}") != content:
-                if self._given_up.wait(_RECEIPT_PAUSE_SECONDS):
-                    raise _GivenUp
-
     def _mirror_removals(self) -> None:
         # A name leaves the list only after its removal: if the store fails, the next upload tries again.
         while self._removed_here:
@@ -176,34 +214,90 @@ class Uploader:
             self._removed_here.pop(0)
 
 
+@contextmanager
+def live_files(run: RunFolder, upload: str | None) -> Iterator[None]:
+    """Send what shows how a run goes to its store, on rank 0: every minute while the block runs, and after it.
+
+    A block that adds no event, such as a refused run, sends nothing.
+    """
+    if upload is None or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    files = LiveFiles(run, RemoteRun(upload, run.path.name).at_first_contact())
+    try:
+        yield
+    finally:
+        files.close()
+
+
+class LiveFiles:
+    """A thread that sends the files which have changed; a store that fails is asked again with the next minute."""
+
+    def __init__(self, run: RunFolder, remote: RemoteRun):
+        self.run, self.remote = run, remote
+        self._before = file_state(run.events)
+        self._sent: dict[str, tuple] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._send_again_and_again, name="live files", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send the files once more, and end the thread."""
+        self._closed.set()
+        self._thread.join(_LAST_SECONDS)
+
+    def _send_again_and_again(self) -> None:
+        pause = _LIVE_SECONDS
+        while not self._closed.wait(pause):
+            began = time.monotonic()
+            self._send()
+            # Long files take their time: at most a tenth of it.
+            pause = max(_LIVE_SECONDS, 9 * (time.monotonic() - began))
+        self._send()
+
+    def _send(self) -> None:
+        if file_state(self.run.events) in (None, self._before):
+            return
+        for name in LIVE_FILES:
+            path = self.run.path / name
+            state = file_state(path)
+            if state is None or state == self._sent.get(name):
+                continue
+            try:
+                self.remote.write_bytes(name, path.read_bytes())
+            except (UserError, OSError):  # an upload that fails is an event; the copy of a log is none
+                return
+            self._sent[name] = state
+
+
 class Parcel:
     """What one rank sends of a committed checkpoint.
 
-    receipts: {name: content} of every rank that saved. own_receipts: those whose files this rank sends; if another
-    number of ranks saved, each sends its share. run_files: files of the run folder, on rank 0 alone.
+    receipts: {name: content} of those whose files this rank sends: its own; if another number of ranks saved, its
+    share. run_files: files of the run folder, on rank 0 alone.
     """
 
     def __init__(self, folder: Path, rank: int, ranks: int):
         self.name = folder.name
         self.marker = (folder / MARKER).read_bytes()
-        saved_by = len(list(folder.glob("rank-*.safetensors")))
-        names = [receipt_name(saver, saved_by) for saver in range(saved_by)]
-        self.receipts = {name: (folder / name).read_bytes() for name in names}
-        self.own_receipts = names[rank::ranks]
+        content = json.loads(self.marker)
+        self.num_bytes = sum(
+            entry["bytes"] for name, entry in content["files"].items() if not is_receipt(name)
+        )
+        names = [receipt_name(saver, content["ranks"]) for saver in range(rank, content["ranks"], ranks)]
+        # A node's own disk lacks what it did not need; the store, from which the rest came, then holds all.
+        self.receipts = {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
+        self.own_receipts = list(self.receipts)
         # Open files can still be read after retention has removed them here.
         self._open = ExitStack()
         self._files = {
             name: self._open.enter_context((folder / name).open("rb", buffering=0))
             for receipt in self.own_receipts
             for name in self.files_of(receipt)
+            if (folder / name).exists()
         }
         paths = [folder.parent / name for name in RUN_FILES] if rank == 0 else []
         self.run_files = {path.name: path.read_bytes() for path in paths if path.is_file()}
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of every rank's files."""
-        return sum(entry["bytes"] for name in self.receipts for entry in self.files_of(name).values())
 
     def files_of(self, receipt: str) -> dict[str, dict]:
         """Return {file: {"bytes", "checksum"}} of one rank that saved."""

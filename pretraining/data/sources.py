@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
+from pretraining.addresses import is_remote
 from pretraining.data.manifest import digest_of
 from pretraining.data.text_files import (
     WHOLE_FILE_SUFFIXES,
@@ -69,6 +70,20 @@ class FileSource:
     def to_json(self) -> dict:
         """Describe the source, with every file, for a process on another machine."""
         return {"files": [astuple(file) for file in self.files], "column": astuple(self.column)}
+
+    def content(self) -> str:
+        """Hash relative path and bytes of every file of this machine; the version of one in a store."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        from pretraining.data.shards import checksum_of_file
+
+        def of(file: InputFile) -> str:
+            return file.version if is_remote(file.address) else checksum_of_file(Path(file.address))
+
+        # Hashing releases Python's lock.
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            checksums = threads.map(of, self.files)
+            return digest_of([(file.name, each) for file, each in zip(self.files, checksums, strict=True)])
 
     def fingerprint(self) -> dict:
         """Hash relative path, size in bytes and version of every file."""
@@ -142,6 +157,10 @@ class HubSource:
             f"dataset {self.dataset!r}: cannot be read ({type(error).__name__}: {reason}); "
             f"check dataset, config, split and revision in {self.key}, and the network"
         )
+
+    def content(self) -> str:
+        """Hash what its fingerprint holds: a commit names its content."""
+        return digest_of(self._fingerprint)
 
     def fingerprint(self) -> dict:
         """Return name, config, split and the commit that the revision stands for (null if the hub does not answer).

@@ -140,7 +140,8 @@ class Examination:
 
     def _in_folders(self) -> None:
         with self._probed_folder() as probed:
-            looked = self._attempt("shared folders", lambda: look_at_run_folder(self.call, probed))
+            upload = self.recipe and self.recipe.checkpoints.upload
+            looked = self._attempt("shared folders", lambda: look_at_run_folder(self.call, probed, upload))
             # a speed means nothing if the ranks write to different folders
             if worst(looked) == FINE:
                 self._attempt("disk of all ranks", lambda: self._disk(probed))

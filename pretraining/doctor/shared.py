@@ -318,8 +318,11 @@ def token_of_all(call: RollCall) -> str:
     return call.gather("token", uuid.uuid4().hex[:8])[0]
 
 
-def look_at_run_folder(call: RollCall, probed: ProbedFolder) -> list[Finding]:
-    """Check whether all ranks write into one and the same folder."""
+def look_at_run_folder(call: RollCall, probed: ProbedFolder, upload: str | None = None) -> list[Finding]:
+    """Check whether all ranks write into one and the same folder, or each node into its own beside a store.
+
+    upload: the recipe's `checkpoints.upload`.
+    """
     answers = call.step("run folder: tokens", probed.leave_token, LOOK_SECONDS + 5)
     if refused := _refused_folder(call, RUN_FOLDER, answers):
         return refused
@@ -333,11 +336,14 @@ def look_at_run_folder(call: RollCall, probed: ProbedFolder) -> list[Finding]:
     ranks, nodes = several(call.size, "rank"), several(len(call.nodes), "node")
     if set(groups) == {()}:
         return [Finding(RUN_FOLDER, FINE, f"{probed.folder} is one folder for {ranks} on {nodes}")]
+    if upload is not None and all(sorted(group) in call.nodes for group in groups.values()):
+        message = f"{probed.folder} is a folder of its own on each of {nodes}; checkpoints meet in {upload}"
+        return [Finding(RUN_FOLDER, FINE, message)]
     most = max(groups.values(), key=len)  # of groups of one size that of rank 0
     odd = [rank for rank in range(call.size) if rank not in most]
     one, other = named(call.ranks, odd), named(call.ranks, most)
     message = f"{probed.folder} is not shared: {one} and {other} see different folders"
-    remedy = "--output_dir FOLDER, on a disk that all nodes share: else checkpoints would be in pieces"
+    remedy = "--output_dir FOLDER, on a disk that all nodes share, or one folder a node and checkpoints.upload=STORE"
     return [Finding(RUN_FOLDER, BREAKS, message, remedy, one)]
 
 

@@ -195,9 +195,18 @@ def _observed(run: RunFolder) -> dict[str, float]:
     # a checkpoint that is not committed is not whole
     checkpoints = sorted(run.path.glob("checkpoint-*/committed.json"), key=lambda path: path.stat().st_mtime)
     if checkpoints:
-        files = [path for path in checkpoints[-1].parent.rglob("*") if path.is_file()]
-        observed["checkpoint_bytes"] = sum(path.stat().st_size for path in files)
+        observed["checkpoint_bytes"] = _bytes_of(checkpoints[-1])
     return observed
+
+
+def _bytes_of(marker: Path) -> int:
+    """Return the size of a whole checkpoint; a node without a shared disk may hold a part of its files."""
+    own = {path.name: path.stat().st_size for path in marker.parent.rglob("*") if path.is_file()}
+    try:
+        files = json.loads(marker.read_bytes()).get("files", {})
+    except ValueError:  # damaged, which the next start reports
+        files = {}
+    return sum({**{name: entry["bytes"] for name, entry in files.items()}, **own}.values())
 
 
 def _pair(foreseen: float | None, found: float | None) -> dict:

@@ -1,13 +1,19 @@
 """The time and the cost of a run: GPU-hours, dollars, energy and checkpoints."""
 
 import argparse
-import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pretraining.errors import UserError
+from pretraining.planning.cadence import (
+    SECONDS_PER_HOUR,
+    CheckpointCost,
+    cost_of_checkpoints,
+    failure_words,
+    write_words,
+)
 from pretraining.planning.constants import table
-from pretraining.planning.gpus import Gpu, find_gpu, kept_rates, prices_of
+from pretraining.planning.gpus import Gpu, find_gpu, prices_of
 from pretraining.planning.messages import Message, step_messages
 from pretraining.planning.quantities import (
     amount,
@@ -31,10 +37,7 @@ from pretraining.planning.roofline import (
     tokens_per_second,
 )
 from pretraining.planning.run_plan import (
-    RunPlan,
     build_run_plan,
-    checkpoints_written,
-    save_every,
     token_bytes,
 )
 from pretraining.planning.throughput import (
@@ -45,8 +48,8 @@ from pretraining.planning.throughput import (
 )
 from pretraining.planning.workload import Workload, add_workload_arguments, workload_of
 from pretraining.recipe import Recipe
+from pretraining.runtime import wall_time
 
-SECONDS_PER_HOUR = 3600
 NOT_COUNTED = "without validation, saving and restarts"
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8")
 
@@ -77,43 +80,6 @@ class Cost:
     def to_dict(self) -> dict:
         """Return plain JSON values."""
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class CheckpointCost:
-    """Bytes and seconds that checkpoints take, and what a failure costs."""
-
-    bytes: float
-    every_seconds: float
-    written: int
-    """Checkpoints over the whole run."""
-    kept: int
-    write_seconds: float
-    failure_seconds: float
-    """Mean time between failures of all GPUs together."""
-    disk: dict | None = None
-    """The disk's rate, if it was measured on this machine (`gpus.kept_rates`); None if it is assumed."""
-
-    @property
-    def write_share(self) -> float:
-        """Share of the run that is spent writing, if training waits for it."""
-        return self.write_seconds / (self.every_seconds + self.write_seconds)
-
-    @property
-    def lost_share(self) -> float:
-        """Share of the run that is done twice."""
-        # a failure comes half an interval after the last checkpoint, on average
-        return self.every_seconds / 2 / self.failure_seconds
-
-    @property
-    def best_every_seconds(self) -> float:
-        """The interval that loses least: sqrt(2 x time to write x time between failures) (Young 1974)."""
-        return math.sqrt(2 * self.write_seconds * self.failure_seconds)
-
-    def to_dict(self) -> dict:
-        """Return plain JSON values, derived ones included."""
-        derived = ("write_share", "lost_share", "best_every_seconds")
-        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
 @dataclass(frozen=True)
@@ -199,13 +165,14 @@ def forecast(
     Args:
         mfu: share of the dense peak; None for what was measured here, else for the assumption of the tables.
         precision: that of the products; None for the recipe's, or the GPU's training precision.
-        price: dollars per GPU-hour instead of the table's.
+        price: dollars per GPU-hour instead of the recipe's (`report.dollars_per_gpu_hour`) or the table's.
 
     Raises:
         UserError: the GPU lacks the precision, or the ranks do not divide the recipe's step.
     """
     precision = precision or _precision(workload.recipe, gpu)
     recipe, ds_config = workload.recipe, workload.ds_config
+    price = price or (recipe.report.dollars_per_gpu_hour if recipe else None)
     at_best = ceiling(recipe, ds_config, num_gpus, gpu, precision) if recipe else None
     used = _utilization(workload, gpu, at_best, mfu)
     # tokens per second at an MFU of 1
@@ -273,21 +240,9 @@ def _step(
         messages=tuple(sent),
         # loaders read token shards: 2 or 4 bytes a token
         loader_bytes_per_second=rate * token_bytes(recipe.model.vocab_size),
-        checkpoints=_checkpoints(plan, recipe, seconds, gpu, num_gpus),
+        checkpoints=cost_of_checkpoints(plan, recipe, seconds, gpu, num_gpus),
         disk=plan.disk,
     )
-
-
-def _checkpoints(
-    plan: RunPlan, recipe: Recipe, step_seconds: float, gpu: Gpu, num_gpus: int
-) -> CheckpointCost | None:
-    every = save_every(recipe)
-    if every is None:
-        return None
-    written, kept = checkpoints_written(recipe), plan.checkpoints_kept
-    # kept for this kind and number of GPUs: a plan of another cluster must not use this machine's disk
-    disk = kept_rates(gpu.name, num_gpus).get("disk_bytes_per_second")
-    return checkpoint_cost(plan.checkpoint_bytes, every, step_seconds, written, kept, num_gpus, disk)
 
 
 def _run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
@@ -297,7 +252,7 @@ def _run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
         own_price: dollars per GPU-hour, used instead of the table's.
     """
     entries: list[dict[str, Any]] = [
-        {"provider": "yours", "place": "--price", "dollars_per_gpu_hour": own_price, "source": "given"}
+        {"provider": "your price", "place": "given", "dollars_per_gpu_hour": own_price, "source": "given"}
     ]
     # a price of the user's own replaces the whole table
     entries = entries if own_price else prices_of(gpu)
@@ -320,38 +275,20 @@ def gpu_hours(num_gpus: int, seconds: float) -> float:
     return num_gpus * seconds / SECONDS_PER_HOUR
 
 
+def price_of(own: float | None, gpu: Gpu | None) -> wall_time.Price | None:
+    """Return what a GPU costs: the recipe's `own` price, else the cheapest listed; None if neither is known."""
+    if own is not None:
+        return wall_time.Price(own, "the recipe's report.dollars_per_gpu_hour")
+    for entry in prices_of(gpu) if gpu else ():
+        return wall_time.Price(entry["dollars_per_gpu_hour"], f"{entry['provider']}, {entry['date']}")
+    return None
+
+
 def energy_kwh(watts: float, hours: float, overhead: float | None = None) -> float:
     """Return energy of `hours` GPU-hours at rated power times the overhead (PUE) (Touvron et al. 2023, section 6)."""
     overhead = overhead or table("rates")["power_usage_effectiveness"]["value"]
     # watts to kilowatts
     return watts * hours * overhead / 1000
-
-
-def checkpoint_cost(
-    num_bytes: float,
-    every_steps: int,
-    step_seconds: float,
-    written: int,
-    kept: int,
-    num_gpus: int,
-    disk: dict | None = None,
-) -> CheckpointCost:
-    """Return the times and the lost work if a checkpoint of `num_bytes` is saved every `every_steps` optimizer steps.
-
-    disk: the measured rate of the disk, as `gpus.kept_rates` returns it; None for the table's.
-    """
-    rates = table("rates")
-    speed = (disk or rates["disk_bytes_per_second"])["value"]
-    return CheckpointCost(
-        bytes=num_bytes,
-        every_seconds=every_steps * step_seconds,
-        written=written,
-        kept=kept,
-        write_seconds=num_bytes / speed,
-        # one failure stops all GPUs, so that the time between failures shrinks as their number grows
-        failure_seconds=rates["gpu_hours_between_failures"]["value"] * SECONDS_PER_HOUR / num_gpus,
-        disk=disk,
-    )
 
 
 class CostVerb:
@@ -461,21 +398,9 @@ def _step_rows(step: dict) -> list[tuple[str, str]]:
 
 
 def _checkpoint_rows(saved: dict) -> list[tuple[str, str]]:
-    spacing = (
-        f"every {duration(saved['every_seconds'])}, best about every {duration(saved['best_every_seconds'])}"
-    )
-    failure = f"every {duration(saved['failure_seconds'])} of all GPUs; {saved['lost_share']:.1%} done twice"
+    spacing = f"every {duration(saved['every_seconds'])}{write_words(saved)}"
     written = f"{num_bytes(saved['bytes'])} each, {saved['written']:,} written, {spacing}"
-    return [("checkpoints", f"{written}{write_words(saved)}"), ("a failure", failure)]
-
-
-def write_words(saved: dict) -> str:
-    """Write how long a checkpoint takes to write, if the disk was measured; nothing if its rate is assumed."""
-    disk = saved["disk"]
-    if disk is None:
-        return ""
-    rate = f"{num_bytes(disk['value'])}/s to {disk['where']}, measured here on {disk['date']}"
-    return f", {duration(saved['write_seconds'])} to write ({rate})"
+    return [("checkpoints", written), ("failures", failure_words(saved))]
 
 
 def _link_words(time: dict) -> str:

@@ -5,6 +5,7 @@ import math
 from dataclasses import asdict
 
 from pretraining.ds_config import degrees_of, hpz_ranks
+from pretraining.planning.cadence import failure_words, write_words
 from pretraining.planning.comparison import predicted
 from pretraining.planning.constants import table
 from pretraining.planning.costs import (
@@ -14,7 +15,6 @@ from pretraining.planning.costs import (
     forecast,
     mfu_words,
     scaling_rows,
-    write_words,
 )
 from pretraining.planning.gate import Machine, check_plan
 from pretraining.planning.gpus import Gpu, all_gpus, find_gpu
@@ -49,6 +49,8 @@ from pretraining.refusals import compiled_part
 
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_PRICES = 3
+LEAST_LOST = 0.001
+"""Share of the time lost to failures and saves, below which a plan does not mention it."""
 KERNELS = "GPU time: matrix products, sums of gradients; other kernels are norms, activations and copies"
 GPUS_OF_A_NODE = 8
 """Assumed if the kind of GPU is not known."""
@@ -155,13 +157,13 @@ def _frozen_words(recipe: Recipe) -> str:
 
 def as_text(answer: dict) -> str:
     """Write one screen."""
-    rows = [("in short", _in_short(answer)), ("", ""), *_what(answer), ("", ""), *_memory(answer), ("", "")]
+    rows = [("in short", in_short(answer)), ("", ""), *_what(answer), ("", ""), *_memory(answer), ("", "")]
     rows += [*_time_and_money(answer), ("", "")]
     title = f"plan of {answer['name']} on {_gpus(answer['world_size'], answer['gpu'])}"
     return "\n".join([title, "", *(line.rstrip() for line in facts(rows + _tight(answer)).splitlines())])
 
 
-def _in_short(answer: dict) -> str:
+def in_short(answer: dict) -> str:
     """Write whether it fits, how long it takes and what it costs."""
     speed, need = answer["forecast"], answer["memory"]["total"]
     disk = f"{num_bytes(answer['disk_bytes'])} of disk"
@@ -332,6 +334,7 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
         ("money", _money_words(cost)),
         ("energy", f"{energy(cost['energy_kwh'])} at the GPUs' rated power"),
         ("disk", f"{disk}{cadence}"),
+        *([("failures", failure_words(saved))] if saved and saved["lost_share"] > LEAST_LOST else []),
         ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
     ]
 

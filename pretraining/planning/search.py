@@ -10,6 +10,7 @@ from functools import cache
 
 from pretraining.ds_config import degrees_of, load_ds_config, optimizer_device, parameter_device, zero_stage
 from pretraining.errors import UserError
+from pretraining.planning.cadence import cost_of_checkpoints, failure_words
 from pretraining.planning.gpus import Gpu, find_gpu
 from pretraining.planning.memory.buffers import unprotected_gradient
 from pretraining.planning.memory.need import (
@@ -32,6 +33,7 @@ from pretraining.planning.quantities import (
     several,
     share,
 )
+from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.shapes import shape_of, widths_of
 from pretraining.planning.throughput import scaling_over_nodes, step_time
 from pretraining.planning.workload import add_workload_arguments, workload_of
@@ -410,6 +412,7 @@ class FitVerb:
             "scaling": scaling_over_nodes(gpu, options.world_size),
             "fitting": len(found),
             "ways": [each.to_dict() for each in shown[:top]],
+            "checkpoints": _checkpoints(workload.recipe, chosen[0], options.world_size, gpu),
             "command": _command(options, workload.recipe, chosen[0], gpu),
         }
 
@@ -421,8 +424,20 @@ class FitVerb:
         scaling = answer["scaling"]
         note = NOTE.format(same=SAME - 1, room=1 - ROOMY, tight=TIGHT)
         note += f" {several(scaling['nodes'], 'node')}: {scaling['assumption']}." if scaling else ""
+        saved = answer["checkpoints"]
+        note += f" Failures: {failure_words(saved)}." if saved else ""
         where = "on each node, with the name of the first in place of node0:\n" if scaling else ""
         return f"{title}\n\n{_table(header, rows)}\n{_filled(note)}\n\n{where}{_wrapped(answer['command'])}"
+
+
+def _checkpoints(recipe: Recipe, best: Candidate, world_size: int, gpu: Gpu) -> dict | None:
+    """Return what checkpoints and failures cost at the speed of the best way; None if the recipe saves none."""
+    if best.step_seconds is None:
+        return None
+    variant = _variant(recipe, best.deepspeed, best.micro_batch, best.every_n_layers)
+    plan = build_run_plan(variant, _config(best.deepspeed), world_size)
+    saved = cost_of_checkpoints(plan, variant, best.step_seconds, gpu, world_size)
+    return saved.to_dict() if saved else None
 
 
 def _command(options: argparse.Namespace, recipe: Recipe, best: Candidate, gpu: Gpu) -> str:

@@ -378,6 +378,11 @@ class Checkpoints(Section):
         " a checkpoint is written.",
         default=True,
     )
+    hours_between_failures: float | None = key(
+        "Mean hours between failures of the whole job, for the plan's cadence of saves; null: those of Llama 3.",
+        default=None,
+        exclusiveMinimum=0,
+    )
     upload: str | None = key(
         "Where committed checkpoints also go, behind training: a folder, s3://bucket/runs, "
         "hf://..., any fsspec address; below it, the run's name. No credentials in it: the "
@@ -477,6 +482,11 @@ class Report(Section):
     )
     target_loss: float | None = key(
         "Validation loss in nats per token that the run should reach; the report compares with it.",
+        default=None,
+        exclusiveMinimum=0,
+    )
+    dollars_per_gpu_hour: float | None = key(
+        "Dollars an hour of a GPU, for the plan and the cost of the run so far and at its end; null: a listed price.",
         default=None,
         exclusiveMinimum=0,
     )

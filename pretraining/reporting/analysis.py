@@ -1,7 +1,7 @@
 """What a run's curve shows, as numbers: phase, rate, spikes, and where it leads; `words` makes sentences of it."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from pretraining.errors import UserError
 from pretraining.reporting.run_record import RunRecord, Standing
-from pretraining.runtime.run_folder import stopped_seconds
+from pretraining.runtime.wall_time import METRICS, SECONDS, Row, WallTime, stopped_seconds
 
 FEWEST_ROWS = 8
 """Rows with a loss below which a curve has no rate and no phase."""
@@ -86,6 +86,11 @@ class Analysis:
     goodput: float | None = None
     stopped_seconds: float = 0.0
     """Time between a stop on request and the next start, which the goodput's wall time leaves out."""
+    wall_time: WallTime | None = None
+    """Where the time went; None if no row has a time."""
+    dollars: float | None = None
+    dollars_at_end: float | None = None
+    """At the speed of the last rows; None if no price is known."""
     track_record: list[float] = field(default_factory=list)
     """(forecast - measured) / measured of fits on first halves of finished runs."""
 
@@ -101,6 +106,9 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
     found = Analysis(record.standing(), "not begun", track_record=list(track_record))
     found.mixture_note = record.mixture.get("validation_note")
     found.stopped_seconds = stopped_seconds(record.events)
+    if record.has_times:
+        found.wall_time = WallTime.of(record.events, timed_rows(record), record.last_written)
+    found.dollars, found.dollars_at_end = map(record.metrics.last, ("cost/dollars", "cost/dollars_at_end"))
     _, validation = record.metrics.column("eval/loss")
     finite = validation[np.isfinite(validation)]
     if len(finite):
@@ -119,6 +127,18 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
     _target(found, record)
     _head(found, record, tokens, losses)
     return found
+
+
+def timed_rows(record: RunRecord) -> Iterator[Row]:
+    """Yield what the rows that time a step say about time."""
+    columns = {}
+    for field_name, metric in METRICS.items():
+        rows, values = record.metrics.column(metric)
+        columns[field_name] = np.zeros(len(record.steps))
+        columns[field_name][rows] = values
+    timed, _ = record.metrics.column(SECONDS)
+    places = np.stack([record.steps, np.array(record.metrics.times), *columns.values()])
+    yield from map(Row._make, places[:, timed].T.tolist())
 
 
 def _median(values: np.ndarray) -> float | None:

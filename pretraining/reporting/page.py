@@ -21,6 +21,7 @@ from pretraining.reporting.words import sentences
 from pretraining.runtime.console_log import console_tail
 from pretraining.runtime.durable_files import replacing
 from pretraining.runtime.run_folder import trained_on_processor
+from pretraining.runtime.wall_time import CAUSES
 from pretraining.schema import filled
 
 PAGE = Path(__file__).resolve().parent / "assets"
@@ -202,6 +203,7 @@ def run_payload(
         "budget": record.recipe.get("budget") or {},
         "phase": found.phase,
         "sentences": sentences(found),
+        "spent": _spent(found),
         "series": curves_of(record),
         "marks": marks_of(record, found.spikes),
         "heading": _heading(found),
@@ -243,6 +245,16 @@ def _began(record: RunRecord) -> float | None:
     times = [record.event_time(event) for event in record.events[:1]] + list(record.metrics.times[:1])
     times = [moment for moment in times if math.isfinite(moment)]
     return min(times) if times else None
+
+
+def _spent(found: Analysis) -> dict | None:
+    """Give the wall time, in seconds, and each cause of lost time: its name, its seconds and its share."""
+    spent = found.wall_time
+    if spent is None or not spent.seconds:
+        return None
+    lost = [[CAUSES[cause], spent.lost[cause], share] for cause, share in spent.shares.items()]
+    counted = spent.seconds - sum(spent.lost.values())
+    return {"seconds": spent.seconds, "ranks": spent.rank_seconds, "counted": counted, "lost": lost}
 
 
 def _heading(found: Analysis) -> dict | None:

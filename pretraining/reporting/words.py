@@ -5,10 +5,11 @@ import statistics
 import time
 
 from pretraining.planning.comparison import measured_beside_planned
-from pretraining.planning.quantities import duration
+from pretraining.planning.quantities import dollars, duration
 from pretraining.reporting.analysis import Analysis
 from pretraining.reporting.run_record import RunRecord, Standing
-from pretraining.runtime.run_folder import RunFolder, stopped_seconds
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.wall_time import CAUSES, WallTime, stopped_seconds
 from pretraining.schema import display_path
 
 PHASES = {
@@ -26,7 +27,7 @@ PHASES = {
 def sentences(found: Analysis) -> list[str]:
     """Say what the analysis found, most important first. The run's state is not in it (`standing_text`)."""
     parts = [_phase(found), _loss(found), _rate(found), _spikes(found), _target(found), _heading(found)]
-    return [part for part in [*parts, _goodput(found)] if part]
+    return [part for part in [*parts, _goodput(found), _cost(found)] if part]
 
 
 def standing_text(standing: Standing, now: float) -> str:
@@ -143,8 +144,26 @@ def _goodput(found: Analysis) -> str:
     if found.goodput is None:
         return ""
     text = f"{found.goodput:.0%} of the wall time went into steps that counted"
+    if found.wall_time is not None and (lost := lost_words(found.wall_time)):
+        text += f"; lost were {lost}"
     if found.stopped_seconds:
         text += f"; the {duration(found.stopped_seconds)} during which it was stopped are not in it"
+    return f"{text}."
+
+
+def lost_words(spent: WallTime, least: float = 0.005) -> str:
+    """Say which shares of the wall time went to which cause, largest first, without those below `least`."""
+    return ", ".join(
+        f"{share:.1%} to {CAUSES[cause]}" for cause, share in spent.shares.items() if share >= least
+    )
+
+
+def _cost(found: Analysis) -> str:
+    if found.dollars is None:
+        return ""
+    text = f"It has cost {dollars(found.dollars)}"
+    if found.standing.state != "finished" and found.dollars_at_end is not None:
+        text += f", and will have cost {dollars(found.dollars_at_end)} at its end, without failures"
     return f"{text}."
 
 

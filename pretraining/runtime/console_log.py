@@ -1,10 +1,12 @@
-"""Keep what a run prints as console.log in its folder: without secrets, and with a limit on its size.
+"""Keep what each rank prints in the run folder: without secrets, and with a limit on the size.
 
-Copies what Python writes to stdout and stderr. A pipe below them would catch the libraries' C code as well, but a
-process that is killed would lose the last lines, which matter most.
+Rank 0 writes console.log, any other rank logs/rank-N.log. Copies what Python writes to stdout and stderr. A pipe below
+them would catch the libraries' C code as well, but a process that is killed would lose the last lines, which matter
+most. If a process dies in C code (SIGSEGV, SIGBUS, SIGABRT), Python's fault handler writes its stacks there.
 """
 
 import contextlib
+import faulthandler
 import os
 import sys
 import threading
@@ -17,11 +19,10 @@ from typing import Any, TextIO
 
 from pretraining.addresses import masked
 from pretraining.errors import UserError
-from pretraining.runtime.durable_files import file_state
 from pretraining.runtime.run_folder import RunFolder, utc_now
 
 MOST_BYTES = 1_000_000
-"""Of console.log. A full one becomes console.1.log, in place of the one before it."""
+"""Of a log. A full one, such as console.log, becomes console.1.log, in place of the one before it."""
 LONGEST_LINE = 2000
 """Characters of a line."""
 MOST_WAITING = 1000
@@ -30,14 +31,12 @@ MOST_WAITING = 1000
 
 @contextmanager
 def kept_console(run: RunFolder) -> Iterator[None]:
-    """Copy what the block prints to the run's console.log, and the error that ends it; on rank 0 only.
+    """Copy what the block prints to this rank's log, and the error that ends it.
 
-    Nothing is written before the block adds an event to the run: a refused run leaves its folder as it was.
+    Nothing is written before the run begins: a refused run leaves its folder as it was.
     """
-    if os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    log, screen = ConsoleLog(run), (sys.stdout, sys.stderr)
+    log, screen = ConsoleLog(run, int(os.environ.get("RANK", "0"))), (sys.stdout, sys.stderr)
+    run.at_beginning.append(log.begin)
     copies = [Copied(stream, log) for stream in screen]
     sys.stdout, sys.stderr = copies
     try:
@@ -52,17 +51,25 @@ def kept_console(run: RunFolder) -> Iterator[None]:
         sys.stdout, sys.stderr = screen
         for copied in copies:
             copied.finish()
+        run.at_beginning.remove(log.begin)
         log.close()
 
 
 class ConsoleLog:
-    """The lines of one start, appended to the run's console.log. A line that the disk refuses is left out."""
+    """The lines of one start, appended to a rank's log. A line that the disk refuses is left out."""
 
-    def __init__(self, run: RunFolder) -> None:
-        self.run, self.process, self.lock = run, os.getpid(), threading.RLock()
+    def __init__(self, run: RunFolder, rank: int) -> None:
+        self.path, self.process, self.lock = run.rank_log(rank), os.getpid(), threading.RLock()
         self.waiting: deque[str] | None = deque([f"--- {utc_now()} {' '.join(sys.argv)}"], MOST_WAITING)
-        self.before = file_state(run.events)
         self.descriptor: int | None = None
+        self.catches_faults = False
+
+    def begin(self) -> None:
+        """Write the lines so far, and every further one at once."""
+        with self.lock:
+            lines, self.waiting = list(self.waiting or ()), None
+            if lines:
+                self._write(lines)
 
     def add(self, text: str) -> None:
         """Append lines."""
@@ -74,9 +81,6 @@ class ConsoleLog:
             if self.waiting is None:
                 return self._write(lines)
             self.waiting.extend(lines)
-            if file_state(self.run.events) not in (None, self.before):
-                lines, self.waiting = list(self.waiting), None
-                self._write(lines)
 
     def _write(self, lines: list[str]) -> None:
         data = "".join(f"{line}\n" for line in lines).encode("utf-8", errors="backslashreplace")
@@ -87,15 +91,23 @@ class ConsoleLog:
             size = os.fstat(self.descriptor).st_size
             if size and size + len(data) > MOST_BYTES:
                 self.close()
-                self.run.console_log.replace(_older(self.run.console_log))
+                self.path.replace(_older(self.path))
                 self._open()
             os.write(self.descriptor, data)
 
     def _open(self) -> None:
-        self.descriptor = os.open(self.run.console_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        # somebody else's handler, such as that of PYTHONFAULTHANDLER, stays
+        if not faulthandler.is_enabled():
+            faulthandler.enable(self.descriptor)
+            self.catches_faults = True
 
     def close(self) -> None:
         """Close the file."""
+        if self.catches_faults:
+            faulthandler.disable()
+            self.catches_faults = False
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None

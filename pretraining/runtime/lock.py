@@ -1,4 +1,4 @@
-"""Allow one run per folder: rank 0 holds a lock on it from before the first write to the end."""
+"""Allow one run per folder: one rank of each disk holds a lock on it from before the first write to the end."""
 
 import fcntl
 import os
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TextIO
 
 from pretraining.errors import UserError
-from pretraining.runtime.process_group import from_rank_0
+from pretraining.runtime.disks import find_disks
+from pretraining.runtime.process_group import together
 from pretraining.runtime.run_folder import RunFolder
 
 LOCK = ".lock"
@@ -20,14 +21,15 @@ PATIENCE_SECONDS = 5.0
 
 @contextmanager
 def lock_run(run: RunFolder) -> Iterator[None]:
-    """Lock the run folder, on rank 0 for all ranks. At the end, remove the folder if it is empty.
+    """Find which ranks see the same run folder, and lock it once on each disk. At the end, remove it if it is empty.
 
     Raises:
         UserError: another process holds the folder. Every rank raises it, and nothing is written.
     """
-    locks: list[TextIO] = []  # one on rank 0, none on the others
-    from_rank_0(lambda: locks.append(lock_folder(run.path)))
+    locks: list[TextIO] = []  # one on the first rank of each disk, none on the others
+    run.disks = find_disks(run.path)
     try:
+        together(lambda: locks.append(lock_folder(run.path)) if run.disks.is_first else None)
         yield
     finally:
         for lock in locks:

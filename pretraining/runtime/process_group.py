@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from pretraining.errors import UserError, file_error
@@ -13,6 +14,17 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 Answer = TypeVar("Answer")
+
+_decides_alone = False
+"""Whether no other rank exists: then this rank decides what rank 0 would (`deciding_alone`)."""
+
+
+_store: list[dist.Store] = []
+
+
+def keep_store(store: dist.Store) -> None:
+    """Keep the store in which the ranks have met, for messages."""
+    _store[:] = [store]
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -37,7 +49,7 @@ def from_rank_0(decide: Callable[[], Answer]) -> Answer:
     """
     import torch.distributed as dist
 
-    if not dist.is_initialized():
+    if not dist.is_initialized() or _decides_alone:
         return decide()
     # [value, message of an error]: the others wait in the broadcast, so rank 0 must reach it after an error too
     answer: list = [None, None]
@@ -54,6 +66,28 @@ def from_rank_0(decide: Callable[[], Answer]) -> Answer:
     if answer[1] is not None:
         raise UserError(answer[1])
     return answer[0]
+
+
+def from_rank(source: int, value: Answer) -> Answer:
+    """Return on every rank the `value` that the rank `source` gives."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return value
+    answer = [value]
+    dist.broadcast_object_list(answer, src=source)
+    return answer[0]
+
+
+@contextmanager
+def deciding_alone() -> Iterator[None]:
+    """Let this rank decide what rank 0 would, until the end of the block: in a rehearsal there is no rank 0."""
+    global _decides_alone
+    _decides_alone = True
+    try:
+        yield
+    finally:
+        _decides_alone = False
 
 
 def gather_from_ranks(value: Answer, group: dist.ProcessGroup | None = None) -> list[Answer]:
@@ -129,3 +163,42 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     summed = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(summed)
     return summed.tolist()
+
+
+class Messages:
+    """Small messages between ranks through the store of the process group.
+
+    Unlike a collective, each call is for one rank alone, returns at once, and may come from any thread. A thread makes
+    its own, because calls through one connection wait for each other.
+    """
+
+    def __init__(self, subject: str):
+        self._subject = subject
+        self._store: dist.Store | None = None
+
+    def send(self, name: str, content: bytes) -> None:
+        """Leave a message under a name, in place of an older one."""
+        self._open().set(self._key(name), content)
+
+    def read(self, name: str) -> bytes | None:
+        """Return the message of a name; None if there is none."""
+        return self._open().get(self._key(name)) if self._open().check([self._key(name)]) else None
+
+    def take(self, name: str) -> bytes | None:
+        """Do what `read` does, and remove the message: for the only rank that reads it."""
+        content = self.read(name)
+        if content is not None:
+            self._open().delete_key(self._key(name))
+        return content
+
+    def remove(self, name: str) -> None:
+        """Remove a message, if it is there."""
+        self._open().delete_key(self._key(name))
+
+    def _key(self, name: str) -> str:
+        return f"pretraining/{self._subject}/{name}"
+
+    def _open(self) -> dist.Store:
+        if self._store is None:
+            self._store = _store[0].clone()
+        return self._store

@@ -3,6 +3,7 @@
 import os
 import socket
 
+from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import STOPPED, SUPERVISOR, tell_exit_code
 from pretraining.runtime.run_folder import RunFolder
 
@@ -36,9 +37,12 @@ def resume_after_restart(run: RunFolder, resume: str) -> str:
 
 def leave_again_if_stopped(run: RunFolder) -> None:
     """Raise `SystemExit(75)` if this launch was asked to stop before."""
-    stopped = run.last_event("stopped") or {}
     # `torchrun --max-restarts` takes exit code 75 for a crash, and starts the run again
-    if _restarts() and stopped.get("launch") == launch_details()["launch"]:
+    if not _restarts():
+        return
+    rows = [*read_rows(run.events), *read_rows(run.node_events)]
+    stopped = [row.get("launch") for row in rows if row.get("event") == "stopped"]
+    if launch_details()["launch"] in stopped:
         tell_exit_code(STOPPED)
         raise SystemExit(STOPPED)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from pretraining.recipe.curve import curve_parts
 from pretraining.recipe.sections import Evaluation
+from pretraining.runtime.disks import ONE_DISK
 from pretraining.runtime.durable_files import append_row, keep_rows, read_rows
 from pretraining.schema import REPOSITORY
 
@@ -27,6 +28,7 @@ class RunFolder:
         self.path = Path(path)
         self.recipe = self.path / "recipe.json"
         self.plan = self.path / "plan.json"
+        self.pipeline = self.path / "pipeline.json"
         self.environment = self.path / "environment.json"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
@@ -40,14 +42,23 @@ class RunFolder:
         self.stop_file = self.path / "STOP"
         self.heartbeats = self.path / "heartbeats"
         self.stacks = self.path / "stacks"
+        self.logs = self.path / "logs"
+        self.failures_folder = self.path / "failures"
         self.profile = self.path / "profile"
         self.model = self.path / "model"
         self.changes = self.path / "changes.json"
         self.aside = self.path / "aside"
         self.wandb_id = self.path / "wandb_id"
         self.tensorboard = self.path / "tensorboard"
+        self.node_events = self.path / "node_events.jsonl"
+        self.disks = ONE_DISK
+        """Which ranks see this folder; known once the run is locked."""
         self.listeners: list[Callable[[dict], None]] = []
         """Called with each row of events.jsonl that this process writes."""
+        self.has_begun = False
+        """Whether the run of this process has begun to write here."""
+        self.at_beginning: list[Callable[[], None]] = []
+        """Called when it begins."""
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the resumable checkpoint after optimizer step `step`."""
@@ -57,6 +68,20 @@ class RunFolder:
         """Return the folder of the weights, if only they are left of that checkpoint."""
         return self.path / f"weights-{step}"
 
+    def rank_log(self, rank: int) -> Path:
+        """Return the file of what a rank prints; rank 0 has console.log."""
+        return self.logs / f"rank-{rank:05}.log" if rank else self.console_log
+
+    def failures(self, rank: int) -> Path:
+        """Return the file of how a rank failed."""
+        return self.failures_folder / f"rank-{rank:05}.jsonl"
+
+    def begin(self) -> None:
+        """Say that the run of this process writes here from now on. Every rank calls it; again after a rollback."""
+        self.has_begun = True
+        for call in self.at_beginning:
+            call()
+
     def is_finished(self, recipe: dict) -> bool:
         """Say if this folder holds the finished run of this recipe, so that nothing is left to do.
 
@@ -65,7 +90,7 @@ class RunFolder:
         try:
             written = json.loads(self.recipe.read_text(encoding="utf-8"))
             # an older version's file may lack keys or have another shape: then it is not the same recipe
-            same = _results_of(written) == _results_of(recipe)
+            same = results_of(written) == results_of(recipe)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return False
         # a start after the last end, such as that of a longer run which was killed, has left something to do
@@ -75,6 +100,11 @@ class RunFolder:
     def last_event(self, *kinds: str) -> dict | None:
         """Return the newest row of these kinds in events.jsonl."""
         return next((row for row in reversed(read_rows(self.events)) if row.get("event") in kinds), None)
+
+    def holds_parts(self) -> bool:
+        """Say if checkpoints here may be the part of one node: the last start found several run folders."""
+        start = self.last_event("start", "resume") or {}
+        return self.node_events.exists() or start.get("run_folders", 1) > 1
 
     def add_end(self, results: dict) -> None:
         """Add the event of a finished run: its results, and the export's files with their sizes."""
@@ -94,14 +124,18 @@ class RunFolder:
         return {path.name: path.stat().st_size for path in sorted(self.export.iterdir())}
 
     def add_event(self, kind: str, **details: Any) -> None:
-        """Append one row to events.jsonl: what happened, when (UTC), and its details."""
+        """Append one row to events.jsonl: what happened, when (UTC), and its details.
+
+        On a disk that rank 0 does not see, to node_events.jsonl: what happened on this node.
+        """
         row = {"time": utc_now(), "event": kind, **details}
-        append_row(self.events, row)
-        for listener in self.listeners:
+        append_row(self.events if self.disks.has_rank_0 else self.node_events, row)
+        # what happens to the run is reported by the disk of rank 0
+        for listener in self.listeners if self.disks.has_rank_0 else ():
             listener(row)
 
 
-def _results_of(recipe: dict) -> dict:
+def results_of(recipe: dict) -> dict:
     """Return the parts of a resolved recipe on which the results of its run depend."""
     # a recipe from before a key means its default
     evaluation = Evaluation.of(recipe.get("evaluation", {}))
@@ -121,19 +155,6 @@ def unix_seconds(when: str) -> int:
     """Return the UNIX seconds of a time that `utc_now` returned."""
     # not time.mktime, which takes the fields as local time
     return calendar.timegm(time.strptime(when, _TIME_FORMAT))
-
-
-def stopped_seconds(events: list[dict]) -> float:
-    """Add up the seconds between every stop on request and the next start, from the rows of events.jsonl."""
-    total, stopped_at = 0.0, None
-    for event in events:
-        if event.get("event") in ("start", "resume") and stopped_at is not None:
-            total += unix_seconds(event["time"]) - stopped_at
-            stopped_at = None
-        # "asked" is only written if nobody asked, as when the launcher was gone
-        elif event.get("event") == "stopped" and event.get("asked", True):
-            stopped_at = unix_seconds(event["time"])
-    return total
 
 
 class StepTotals(NamedTuple):

@@ -4,7 +4,9 @@ The launcher or `pretraining.supervise` starts the run again. The main thread wa
 the watch is another thread.
 """
 
+import contextlib
 import faulthandler
+import json
 import os
 import sys
 import threading
@@ -15,8 +17,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from pretraining.runtime.exit_codes import HANG, tell_exit_code
-from pretraining.runtime.heartbeat import Heartbeat, Place, read_place
-from pretraining.runtime.process_group import Agreement
+from pretraining.runtime.heartbeat import Heartbeat, Place, heartbeat_path, read_place
+from pretraining.runtime.process_group import Agreement, Messages
 from pretraining.runtime.run_folder import RunFolder, utc_now
 from pretraining.training.ranks import at_leaving
 
@@ -39,9 +41,9 @@ class HangCallback(TrainerCallback):
     ) -> None:
         if self.hang_minutes is None or self.watch is not None:
             return  # no watch, or that of the attempt before a rollback
-        if state.is_world_process_zero:
+        if self.run.disks.is_first:
             clear(self.run.heartbeats)
-        Agreement().largest(0)  # wait: a rank may write its file only after rank 0 has cleared the folder
+        Agreement().largest(0)  # wait: a rank may write its file only after the folder has been cleared
         self.watch = Watch(self.run, self.hang_minutes * 60, args.process_index, args.world_size)
         at_leaving(self.watch.close)
 
@@ -96,6 +98,8 @@ class Watch:
         # many looks fit into the limit: SILENT_LOOKS of them tell a process that does not run
         self.look_seconds = min(limit_seconds / LOOKS_PER_LIMIT, LONGEST_LOOK_SECONDS)
         self.heartbeat = Heartbeat(run.heartbeats, rank)
+        carries = run.disks.is_first and not run.disks.shared
+        self._relay = Relay(run, self.look_seconds) if carries else None
         self._beats_seen: dict[int, tuple[int, int]] = {}
         self._moves_seen: dict[int, int] = {}
         self._observed_since = 0
@@ -108,7 +112,9 @@ class Watch:
         self._closed.set()
         self._thread.join()
         self.heartbeat.close()
-        if self.rank == 0:
+        if self._relay is not None:
+            self._relay.close()
+        if self.run.disks.is_first:
             clear(self.run.heartbeats)
 
     def _look_again_and_again(self) -> None:
@@ -134,6 +140,8 @@ class Watch:
 
     def _observe(self, number: int) -> dict[int, Place | None]:
         """Read every rank's place, and note since which look its heartbeat has not changed."""
+        if self._relay is not None:
+            self._relay.wanted = True
         self._observed_since = min(number, self._observed_since or number)
         places = {rank: read_place(self.run.heartbeats, rank) for rank in range(self.world_size)}
         for rank, place in places.items():
@@ -180,6 +188,43 @@ class Watch:
         self.run.add_event("hang", step=step, **told)
         line = f"no progress for {minutes:g} minutes; did not arrive: {who}; stacks: {self.run.stacks}"
         print(f"hang: {line}", file=sys.stderr, flush=True)
+
+
+class Relay:
+    """A thread that carries heartbeats, and the alarm, between run folders that nodes have of their own.
+
+    It is not the watch: a message waits as long as the process of rank 0 is stopped, and the watch must not.
+    """
+
+    def __init__(self, run: RunFolder, look_seconds: float) -> None:
+        self.folder, self.disks, self.look_seconds = run.heartbeats, run.disks, look_seconds
+        self.wanted = False
+        """Whether this node's ranks look at those of others."""
+        self._messages = Messages("heartbeats")
+        self._closed = threading.Event()
+        threading.Thread(target=self._carry_again_and_again, name="heartbeats", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread after what it does now."""
+        self._closed.set()
+
+    def _carry_again_and_again(self) -> None:
+        # without rank 0, nobody can be asked: each node then goes by its own ranks
+        with contextlib.suppress(RuntimeError, OSError):
+            while not self._closed.wait(self.look_seconds / 2):
+                self._carry()
+
+    def _carry(self) -> None:
+        own = [heartbeat_path(self.folder, rank) for rank in self.disks.ranks_of(self.disks.first_rank)]
+        places = {path.name: path.read_text() for path in own if path.exists()}
+        self._messages.send(str(self.disks.first_rank), json.dumps(places).encode())
+        if (self.folder / ALARM).exists():
+            self._messages.send(ALARM, b"yes")
+        elif self._messages.read(ALARM) is not None and not self._closed.is_set():
+            _created(self.folder / ALARM)
+        for other in set(self.disks.first_ranks) - {self.disks.first_rank} if self.wanted else ():
+            for name, text in json.loads(self._messages.read(str(other)) or "{}").items():
+                (self.folder / name).write_text(text)
 
 
 def _created(path: Path) -> bool:

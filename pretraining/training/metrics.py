@@ -6,6 +6,7 @@ metric_names.py groups the names (`loss` becomes `train/loss`).
 
 import math
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,9 +26,10 @@ from pretraining.recipe.model import is_exact
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder, keep_past_rows
+from pretraining.runtime.wall_time import Goodput, Price
 from pretraining.training.gpu_readings import GpuReadings, of_all_ranks
 from pretraining.training.spikes import advice
-from pretraining.training.throughput import Goodput, SpeedMeter, Stragglers, device_memory, time_optimizer
+from pretraining.training.throughput import PAUSES, SpeedMeter, Stragglers, device_memory, time_optimizer
 
 
 def logged_number(name: str, value: Any) -> Any:
@@ -47,8 +49,14 @@ class MetricsCallback(TrainerCallback):
     It comes first among the callbacks that log, so that metrics.jsonl and the trackers have the same numbers.
     """
 
-    def __init__(self, run: RunFolder, speed: SpeedMeter, tokens_per_epoch: Callable[[], int | None]) -> None:
-        self.run, self.speed, self.tokens_per_epoch = run, speed, tokens_per_epoch
+    def __init__(
+        self,
+        run: RunFolder,
+        speed: SpeedMeter,
+        tokens_per_epoch: Callable[[], int | None],
+        price: Price | None = None,
+    ) -> None:
+        self.run, self.speed, self.tokens_per_epoch, self.price = run, speed, tokens_per_epoch, price
 
     def on_train_begin(
         self,
@@ -64,7 +72,7 @@ class MetricsCallback(TrainerCallback):
             past = keep_past_rows(
                 self.run.metrics, state.global_step, state.log_history, lambda row: "eval/loss" in row
             )
-            self.goodput = Goodput(self.run, past)
+            self.goodput = Goodput(self.run, past, self.speed.world_size, self.price)
         self.stragglers, self.gpu = Stragglers(), GpuReadings()
         self.logged_step = state.global_step
         time_optimizer(optimizer, self.speed.clock)
@@ -134,9 +142,14 @@ class MetricsCallback(TrainerCallback):
         }
         if len(ranks) > 1:
             measured["throughput/slowest_rank_own_seconds"] = round(most[0], 6)
+            # the others wait for it in every step
+            typical = statistics.median_low(row[0] for row in ranks)
+            measured["throughput/slow_rank_seconds"] = round(most[0] - typical, 6)
         if state.is_world_process_zero:
             # on rank 0 only: it alone has the events and the rows that count
             measured["throughput/goodput"] = round(self.goodput.add(steps, step_seconds), 6)
+            paused, left = sum(seconds.get(name, 0.0) for name in PAUSES), measured["throughput/seconds_left"]
+            measured.update(self.goodput.cost(steps * step_seconds, paused, left))
             for slow in self.stragglers.judge([row[0] for row in ranks], step_seconds, steps):
                 self.run.add_event("straggler", step=state.global_step, **slow)
         return measured

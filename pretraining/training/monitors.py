@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from pretraining.data.packed_dataset import PackedDataset, step_origins
 from pretraining.extend import all_of
+from pretraining.planning.costs import price_of
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
 from pretraining.runtime.run_folder import RunFolder
@@ -53,7 +54,8 @@ class Monitors:
         settings = recipe.monitors.profile
         self.profile = [] if settings is None else [ProfileCallback(run, settings)]
         self.speed = SpeedMeter.of(recipe, plan.world_size, start.progress(recipe))
-        self.metrics = MetricsCallback(run, self.speed, lambda: dataset.tokens_per_epoch)
+        price = price_of(recipe.report.dollars_per_gpu_hour, plan.machine.gpu)
+        self.metrics = MetricsCallback(run, self.speed, lambda: dataset.tokens_per_epoch, price)
         report_to, project = recipe.training.report_to, recipe.training.get("project")
         self.trackers = build_trackers(report_to, run, recipe.name, project)
 

@@ -27,7 +27,7 @@ from pretraining.planning.gpus import cuda_needs, known_gpu
 from pretraining.runtime.exit_codes import HANG
 from pretraining.runtime.heartbeat import process_fields
 from pretraining.runtime.host import GLOO_INTERFACE, disk_room_bytes, host_memory_bytes, loopback_name
-from pretraining.runtime.process_group import device_name, from_rank_0
+from pretraining.runtime.process_group import device_name, from_rank_0, keep_store
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.operators import keep_compiled_operators
 from pretraining.upstream.deepspeed import leave_out_shared_memory, wait_in_every_group
@@ -200,6 +200,7 @@ def _meet(backend: str, timeout: timedelta, patience: timedelta) -> None:
             store = TCPStore(*place, ranks, is_master=rank == 0, timeout=patience, multi_tenant=True)
     # everybody is here: from now on the time limit of collectives holds
     store.set_timeout(timeout)
+    keep_store(store)
     torch.distributed.init_process_group(
         backend,
         store=store,

@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from pretraining.metric_names import is_better, worst_value
 from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.exit_codes import STOPPED, supervisor_file, tell_exit_code
+from pretraining.runtime.failures import keep_end_by_launcher
 from pretraining.runtime.process_group import Agreement
 from pretraining.runtime.restarts import STARTED, launch_details
 from pretraining.runtime.run_folder import RunFolder
@@ -38,7 +39,7 @@ class StopRequests:
         self._looked_at, self._seen, self._agreed = 0.0, NOT_ASKED, NOT_ASKED
         self.run, self.agreement = run, Agreement()
         # If a rank has crashed, its launcher ends the others. An agreement with the crashed rank would never come.
-        self.signals = SignalListener(in_vain=lambda: not self._agreed and sibling_is_gone())
+        self.signals = SignalListener(in_vain=self._ends_with_the_others)
         # all starts under one supervisor share one time limit
         started = float(os.environ.get(STARTED, time.time()))
         self._until = None if time_limit_hours is None else started + time_limit_hours * 3600
@@ -51,15 +52,16 @@ class StopRequests:
         return self._agreed != NOT_ASKED
 
     def leave_if_agreed(self, step: int) -> None:
-        """If the ranks have agreed, record it on rank 0, and raise `SystemExit(75)` on all. Not a collective."""
+        """If the ranks have agreed, record it once a disk, and raise `SystemExit(75)` on all. Not a collective."""
         if not self._agreed:
             return
         # if the launcher is gone, nobody asked: a supervisor starts the run again
         asked = self._agreed != LAUNCHER_GONE
-        if os.environ.get("RANK", "0") == "0":
+        if self.run.disks.is_first:
             self.run.stop_file.unlink(missing_ok=True)
             details = launch_details() if asked else {"asked": False}
             self.run.add_event("stopped", step=step, reason=self.reason, **details)
+        if os.environ.get("RANK", "0") == "0":
             why = self.reason
             if self._by_deepspeed and why == signal.SIGTERM.name:
                 why += " (deepspeed sends it for Ctrl-C too)"
@@ -68,6 +70,13 @@ class StopRequests:
         if asked:
             tell_exit_code(STOPPED)
         raise SystemExit(STOPPED)
+
+    def _ends_with_the_others(self) -> bool:
+        """Say if this rank's launcher ends it because another rank has crashed; keep that for a look back."""
+        if self._agreed or not sibling_is_gone():
+            return False
+        keep_end_by_launcher(self.run)
+        return True
 
     @property
     def reason(self) -> str:
@@ -94,9 +103,8 @@ class StopRequests:
         return self._seen
 
     def _files_to_look_at(self) -> dict[Path, int]:
-        """Return the files that this rank looks for: the run's on rank 0, the supervisor's once per machine."""
-        # the run folder may be on a shared disk: not every rank should ask it
-        files = {self.run.stop_file: STOP_FILE} if os.environ.get("RANK", "0") == "0" else {}
+        """Return the files that this rank looks for: the run's once per disk, the supervisor's once per machine."""
+        files = {self.run.stop_file: STOP_FILE} if self.run.disks.is_first else {}
         supervisors = supervisor_file("STOP") if os.environ.get("LOCAL_RANK", "0") == "0" else None
         return {**files, supervisors: SUPERVISOR} if supervisors else files
 

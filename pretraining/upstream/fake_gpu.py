@@ -69,8 +69,8 @@ Waits = Callable[[str], None]
 class FakeCuda:
     """The functions of `torch.cuda` that training calls, and the stream that is current."""
 
-    def __init__(self, num_gpus: int, waits: Waits):
-        self.num_gpus, self.waits = num_gpus, waits
+    def __init__(self, num_gpus: int, waits: Waits, name: str = NAME, total_bytes: int = TOTAL_BYTES):
+        self.num_gpus, self.waits, self.name, self.total_bytes = num_gpus, waits, name, total_bytes
         # The first is the default stream, the last the current one.
         self.streams = [FakeStream(waits)]
 
@@ -85,13 +85,20 @@ class FakeCuda:
             "is_bf16_supported": lambda *_, **__: True,
             "is_current_stream_capturing": lambda: False,
             "device_count": lambda: self.num_gpus,
-            "get_device_name": lambda *_: NAME,
+            "get_device_name": lambda *_: self.name,
             "get_device_capability": lambda *_: (9, 0),
-            "get_device_properties": lambda *_: SimpleNamespace(**_PROPERTIES),
-            "mem_get_info": lambda *_: (TOTAL_BYTES, TOTAL_BYTES),
+            "get_device_properties": lambda *_: SimpleNamespace(
+                **{**_PROPERTIES, "name": self.name, "total_memory": self.total_bytes}
+            ),
+            "mem_get_info": lambda *_: (self.total_bytes, self.total_bytes),
             "memory_stats": lambda *_: {},
             "get_rng_state": lambda *_: state.clone(),
             "get_rng_state_all": lambda: [state.clone()],
+            "random": SimpleNamespace(
+                get_rng_state=lambda *_: state.clone(),
+                set_rng_state=lambda *_: None,
+                fork_rng=torch.random.fork_rng,
+            ),
             "synchronize": lambda *_: self.waits("device"),
             "Stream": lambda *_, **__: FakeStream(self.waits),
             "Event": lambda *_, **__: FakeEvent(self.waits),
@@ -229,9 +236,6 @@ class _Calls(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         args = tuple(map(_inner, args))
         kwargs = {name: _inner(value) for name, value in (kwargs or {}).items()}
-        if function is torch.Tensor.backward:
-            with self:  # hooks run inside: their calls need the mode too
-                return _backward(*args, **kwargs)
         on_device = bool(args) and isinstance(args[0], FakeTensor)
         # As on a GPU, the numbers are real on the host first, and are then copied to the device.
         if function in _MADE_ON_THE_HOST and kwargs.get("device") == INNER:
@@ -252,12 +256,6 @@ def _inner(value):
     """Return an argument as C++ takes it: the stand-in device in place of `cuda`."""
     named = isinstance(value, str) and value.partition(":")[0] == "cuda"
     return INNER if named or (isinstance(value, torch.device) and value.type == "cuda") else value
-
-
-def _backward(tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
-    """Do what `Tensor.backward` does."""
-    # `Tensor.backward` itself would come back to the mode that it is called from.
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _fused_attention(
@@ -433,17 +431,27 @@ def _is_pinned(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def fake_gpu(world_size: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
+def fake_gpu(
+    world_size: int = 1,
+    rank: int = 0,
+    place: tuple[int, int] | None = None,
+    name: str = NAME,
+    total_bytes: int = TOTAL_BYTES,
+) -> Iterator[FakeGpu]:
     """Give this process a GPU as rank `rank` of `world_size`, until the end of the block.
+
+    place: (number of the rank in its node, ranks of the node); None puts all ranks into one node. name, total_bytes: of
+    the GPU; it computes as an H100 does.
 
     Raises:
         RuntimeError: this process is in a process group already.
     """
     machine = FakeGpu(world_size, rank)
     device = _Device(machine)
+    cuda = FakeCuda(place[1] if place else world_size, machine.waits, name, total_bytes)
     with contextlib.ExitStack() as undone:
         enter = undone.enter_context
-        for owner, stand_ins in _stand_ins(machine, device).items():
+        for owner, stand_ins in _stand_ins(machine, device, cuda).items():
             for name, stand_in in stand_ins.items():
                 enter(mock.patch.object(owner, name, stand_in, create=True))
         # accelerate keeps its state for the whole process: inside the block it starts empty.
@@ -455,9 +463,12 @@ def fake_gpu(world_size: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
             torch.autograd.set_multithreading_enabled(False)
         )  # another thread would be outside of the modes
         enter(torch.compiler.set_stance("force_eager"))  # a compiler would ask the device for its kernels
-        enter(_Calls())
+        enter(calls := _Calls())
+        # Hooks, and layers that are computed again, run inside a backward pass: their calls need the mode too.
+        enter(mock.patch.object(torch.autograd, "_engine_run_backward", _inside(calls)))
         enter(device)
-        enter(fake_ranks(rank, world_size, machine.hears, lambda sent, other: machine.object_of(sent, other)))
+        object_of = lambda sent, other: machine.object_of(sent, other)  # noqa: E731
+        enter(fake_ranks(rank, world_size, machine.hears, object_of, place))
         torch._C._set_only_lift_cpu_tensors(
             True
         )  # torch.tensor(..., device="cuda") is a copy that the mode sees
@@ -465,10 +476,20 @@ def fake_gpu(world_size: int = 1, rank: int = 0) -> Iterator[FakeGpu]:
         yield machine
 
 
-def _stand_ins(machine: FakeGpu, device: _Device) -> dict[object, dict[str, object]]:
+def _inside(calls: _Calls) -> Callable:
+    run_backward = torch.autograd._engine_run_backward
+
+    def run(*args, **kwargs):
+        with calls:
+            return run_backward(*args, **kwargs)
+
+    return run
+
+
+def _stand_ins(machine: FakeGpu, device: _Device, cuda: FakeCuda) -> dict[object, dict[str, object]]:
     """Return {owner: its attributes inside the block}."""
     return {
-        torch.cuda: FakeCuda(machine.world_size, machine.waits).attributes(),
+        torch.cuda: cuda.attributes(),
         torch._C: dict.fromkeys(("_get_accelerator", "_accelerator_getAccelerator"), lambda *_, **__: CUDA),
         torch.accelerator: {"current_stream": lambda *_: FakeStream(machine.waits)},
         torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop"), lambda *_: 0),

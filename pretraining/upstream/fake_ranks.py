@@ -18,7 +18,10 @@ import deepspeed.comm.comm
 import deepspeed.utils.groups
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import stage3, utils
+from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
 from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 
@@ -163,12 +166,16 @@ for _name, _methods in COLLECTIVES.items():
 
 @contextmanager
 def fake_ranks(
-    rank: int, size: int, record: Callable[[Collective], None], object_of: Callable[[object, int], object]
+    rank: int,
+    size: int,
+    record: Callable[[Collective], None],
+    object_of: Callable[[object, int], object],
+    place: tuple[int, int] | None = None,
 ) -> Iterator[None]:
     """Make this process rank `rank` of `size` in torch's default group, by NCCL, and in DeepSpeed's.
 
     No group is left behind. object_of: takes the object that this rank sends and another rank; returns what that rank
-    sends.
+    sends. place: (number of the rank in its node, ranks of the node); None: all ranks are in one node.
 
     Raises:
         RuntimeError: this process is in a group already.
@@ -184,7 +191,8 @@ def fake_ranks(
         "get_debug_level": lambda: dist.DebugLevel.OFF,
     }
     objects = _object_collectives(record, object_of)
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    local_rank, local_size = place or (rank, size)
+    places = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
     with ExitStack() as undone:
         # The variables of a launcher, from which the libraries read their rank.
         undone.enter_context(mock.patch.dict(os.environ, {name: str(n) for name, n in places.items()}))
@@ -226,6 +234,67 @@ def _object_collectives(
 
     made = (all_gather_object, gather_object, broadcast_object_list)
     return {function.__name__: function for function in made}
+
+
+@contextmanager
+def without_other_ranks() -> Iterator[None]:
+    """Leave out what ZeRO-3 does for each other rank, or asks rank 0, until the end of the block.
+
+    It cuts each tensor into a piece for each rank: with thousands of them that takes hours for tensors without numbers.
+    Shapes, memory and messages stay the same.
+    """
+    narrow, last = torch.Tensor.narrow, []
+
+    def narrow_once(tensor: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+        # the next piece of the same tensor, of the same length, differs in nothing but its numbers
+        if last and last[0] is tensor and last[1:3] == [dim, length]:
+            return last[3]
+        piece = narrow(tensor, dim, start, length)
+        last[:] = [tensor, dim, length, piece] if isinstance(tensor, FakeTensor) else []
+        return piece
+
+    wait = AllGatherCoalescedHandle.wait
+
+    def wait_at_once(handle: AllGatherCoalescedHandle, handle_dependency: bool = True) -> None:
+        if handle.complete or handle.quantization:
+            return wait(handle, handle_dependency)
+        handle.allgather_handle.wait()
+        for param in handle.params:
+            device, dtype = handle.partitions[0].device, param.ds_tensor.dtype
+            param.data = torch.empty(param.ds_shape, dtype=dtype, device=device)
+            param.ds_status = ZeroParamStatus.AVAILABLE
+        handle.complete = True
+
+    with ExitStack() as undone:
+        enter = undone.enter_context
+        undone.callback(last.clear)
+        enter(mock.patch.object(torch.Tensor, "narrow", narrow_once))
+        enter(mock.patch.object(AllGatherCoalescedHandle, "wait", wait_at_once))
+        enter(mock.patch.object(stage3, "reduce_scatter_coalesced", _reduced_at_once))
+        # rank 0 has the same list: there is no rank 0 to ask
+        enter(mock.patch.object(utils, "assert_lst_len_same_as_other_ranks", lambda numbers: None))
+        enter(mock.patch.object(utils, "get_lst_from_rank0", lambda numbers: numbers))
+        yield
+
+
+@torch.no_grad()
+def _reduced_at_once(
+    tensors: list[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> list[torch.Tensor]:
+    """Do what DeepSpeed's `reduce_scatter_coalesced` does: return this rank's part of each tensor."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    parts = [-(-tensor.numel() // ranks) for tensor in tensors]
+    # a single tensor that the ranks divide is sent as it is
+    alone = len(tensors) == 1 and parts[0] * ranks == tensors[0].numel()
+    sent = tensors[0].view(-1) if alone else tensors[0].new_empty(sum(parts) * ranks)
+    sent.div_(ranks)
+    received = sent.narrow(0, rank * sum(parts), sum(parts))
+    deepspeed.comm.comm.reduce_scatter_fn(received, sent, group=group)
+    own = [
+        max(0, min(part, tensor.numel() - rank * part)) for part, tensor in zip(parts, tensors, strict=True)
+    ]
+    starts = [sum(parts[:number]) for number in range(len(parts))]
+    return [received.narrow(0, start, numel) for start, numel in zip(starts, own, strict=True)]
 
 
 @contextmanager

@@ -477,6 +477,7 @@ _PURPOSES = (
             "torch._C._get_accelerator",
             "torch._C._accelerator_getAccelerator",
             "torch._C._set_only_lift_cpu_tensors",
+            "torch.autograd._engine_run_backward(t_outputs, args, kwargs)",
         ),
     ),
     _Purpose(
@@ -529,6 +530,20 @@ _PURPOSES = (
             "accelerate.state.AcceleratorState._shared_state",
             "accelerate.state.GradientState._shared_state",
             "deepspeed.accelerator.real_accelerator.ds_accelerator",
+        ),
+    ),
+    _Purpose(
+        "fake_ranks",
+        why="ZeRO-3 cuts a tensor into a piece for each rank, and compares lists with rank 0",
+        test="test_rehearsal.py",
+        until="DeepSpeed gathers and scatters without a loop over ranks",
+        names=(
+            "deepspeed.runtime.zero.partition_parameters.AllGatherCoalescedHandle.wait(self, handle_dependency)",
+            "deepspeed.runtime.zero.partition_parameters.ZeroParamStatus",
+            "deepspeed.runtime.zero.stage3.reduce_scatter_coalesced(tensors, group)",
+            "deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks(lst)",
+            "deepspeed.runtime.zero.utils.get_lst_from_rank0(lst)",
+            "torch._subclasses.fake_tensor.FakeTensor",
         ),
     ),
     _Purpose(

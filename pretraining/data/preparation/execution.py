@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from pretraining.data.progress import Progress, Silence
-from pretraining.errors import UserError, nearest, require
+from pretraining.errors import UserError, nearest
 from pretraining.runtime.durable_files import sync_to_disk, write_json
 from pretraining.schema import REPOSITORY
 
@@ -117,7 +117,7 @@ class Execution:
 
     executor: str = "auto"
     workers: int = 0
-    """Tasks at once; 0: as many as there are cores (`local`), or no limit (`slurm`)."""
+    """Tasks at once; 0: as many as there are cores (`local`, `ray`: of the cluster), or no limit (`slurm`)."""
     slurm: dict = field(default_factory=dict)
     """Values of `SLURM_KEYS`."""
 
@@ -218,22 +218,9 @@ def _run_on_ray(
     stage: "Stage", pending: list[int], execution: Execution, finished: Callable[[], None]
 ) -> None:
     """Run tasks on a Ray cluster, whose nodes share the work folder."""
-    require("ray", "--executor ray")
-    from datatrove.executor.ray import RayPipelineExecutor
-    from datatrove.utils.logging import logger
+    from pretraining.data.preparation.ray_cluster import run_on_ray
 
-    from pretraining.data.preparation.workers import RayTask, first_error
-
-    logger.disable("datatrove")  # our own progress and errors say what its log would
-    task = RayTask(str(stage.work), stage.name, pending)
-    logs = str(stage.work / "logs" / stage.name)
-    workers = min(execution.num_workers, len(pending))
-    # skip_completed=False: the folders of the tasks say what is done, not datatrove's own marks.
-    RayPipelineExecutor([task], len(pending), workers, skip_completed=False, logging_dir=logs).run()
-    # `RayTask` has written the UserError of a failed task to the work folder.
-    if stage.pending() and (error := first_error(stage)):
-        raise error
-    finished()
+    run_on_ray(stage, pending, execution.workers, finished)
 
 
 def submit_to_slurm(preparation: "Preparation", execution: Execution) -> list[str]:

@@ -261,13 +261,7 @@ def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool)
     manifest = read_manifest(folder)
     if manifest is None:
         return None
-    # Converted data has no sources to compare with.
-    if "converted_from" not in manifest and len(source_entries(manifest)) == len(fingerprints):
-        for now, before in zip(fingerprints, source_entries(manifest), strict=True):
-            # The hub does not answer: assume that it still holds what was prepared from it before.
-            if now.get("commit", "") is None and now["dataset"] == before.get("dataset"):
-                now["commit"] = before.get("commit")
-    differing = data_differences(manifest, data, fingerprints)
+    differing = prepared_differences(manifest, data, fingerprints)
     if differing and not replace:
         raise UserError(
             f"{folder}: holds another data set, and runs made from it need it: {listed(differing)}; give the new one a "
@@ -275,6 +269,17 @@ def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool)
             f"{fitting_beside(folder, data, fingerprints)}"
         )
     return None if differing else manifest
+
+
+def prepared_differences(manifest: dict, data: dict, fingerprints: list[dict]) -> list[str]:
+    """List how finished data differs from what a data section asks for now, with `fingerprints` of its sources."""
+    # Converted data has no sources to compare with.
+    if "converted_from" not in manifest and len(source_entries(manifest)) == len(fingerprints):
+        for now, before in zip(fingerprints, source_entries(manifest), strict=True):
+            # The hub does not answer: assume that it still holds what was prepared from it before.
+            if now.get("commit", "") is None and now["dataset"] == before.get("dataset"):
+                now["commit"] = before.get("commit")
+    return data_differences(manifest, data, fingerprints)
 
 
 def _build(

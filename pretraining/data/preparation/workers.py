@@ -1,4 +1,4 @@
-"""Run the tasks of a stage in processes: workers of this machine, jobs of SLURM, tasks of Ray.
+"""Run the tasks of a stage in processes: workers of this machine, or jobs of SLURM.
 
 If a worker of this machine dies, only its task is lost. The pools of Python and of datatrove wait forever for a worker
 that the kernel killed, most often because memory ran out.
@@ -145,7 +145,7 @@ def _serve(work: str, stage_name: str, num_threads: int, channel) -> None:
     stage = Preparation.load(Path(work)).stage(stage_name)
     with suppress(EOFError, BrokenPipeError):
         while True:
-            channel.send(_error_of(stage, channel.recv()))
+            channel.send(error_of(stage, channel.recv()))
 
 
 def _leave_with_parent() -> None:
@@ -154,7 +154,8 @@ def _leave_with_parent() -> None:
     os._exit(1)
 
 
-def _error_of(stage: Stage, number: int) -> Exception | None:
+def error_of(stage: Stage, number: int) -> Exception | None:
+    """Run one task, and return what it raised, which another process can be sent."""
     try:
         run_task(stage, number)
     except Exception as error:
@@ -162,37 +163,6 @@ def _error_of(stage: Stage, number: int) -> Exception | None:
         error.add_note(f"in a worker:\n{traceback.format_exc()}")
         return error
     return None
-
-
-class RayTask:
-    """A step of datatrove's pipeline on Ray: runs the task of each rank, and writes a UserError to the work folder."""
-
-    def __init__(self, work: str, stage_name: str, numbers: list[int]):
-        self.work, self.stage_name, self.numbers = work, stage_name, numbers
-
-    def __call__(self, data: object = None, rank: int = 0, world_size: int = 1) -> None:
-        """Run the task of this rank."""
-        stage, number = Preparation.load(Path(self.work)).stage(self.stage_name), self.numbers[rank]
-        path = _error_path(stage, number)
-        path.unlink(missing_ok=True)
-        try:
-            run_task(stage, number)
-        except UserError as error:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Read by `first_error`: all nodes share the work folder.
-            path.write_text(str(error), encoding="utf-8")
-            raise
-
-
-def _error_path(stage: Stage, number: int) -> Path:
-    return stage.work / "errors" / f"{stage.name}-{number:05d}"
-
-
-def first_error(stage: Stage) -> UserError | None:
-    """Read what the first of the stage's tasks that failed on Ray said of the user's input."""
-    found = (_error_path(stage, number) for number in range(len(stage.keys)))
-    path = next((path for path in found if path.exists()), None)
-    return UserError(path.read_text(encoding="utf-8")) if path else None
 
 
 def run_slurm_job(work: Path, name: str, first: int) -> None:

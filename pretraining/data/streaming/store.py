@@ -131,6 +131,20 @@ class Store:
         for start in range(0, size, CHUNK_BYTES):
             yield self.read_range(path, start, min(start + CHUNK_BYTES, size))
 
+    def sizes(self, path: str) -> dict[str, int] | None:
+        """Return {name: bytes} of the files directly below `path`; None if this kind of store lists nothing."""
+
+        def listed() -> dict[str, int] | None:
+            try:
+                found = self._filesystem().ls(self.where(path), detail=True)
+            except NotImplementedError:
+                return None
+            except FileNotFoundError:
+                return {}
+            return {each["name"].rpartition("/")[2]: each["size"] for each in found}
+
+        return self.patience.ask(listed, self.where(path))
+
     def _range(self, path: str, start: int, stop: int) -> bytes:
         content = self._filesystem().cat_file(self.where(path), start=start, end=stop)
         # Some stores end an answer early without an error.

@@ -15,7 +15,7 @@ AGAIN = "run the same command again; it goes on where it stopped"
 def plan_push(folder: Path, repo_id: str) -> dict:
     """List what would be uploaded: {"repo_id", "files": {path: bytes}, "size", "card"}; nothing is sent."""
     # Without the network: a wrong name is reported before the shards are listed.
-    _check_repo_id(repo_id)
+    check_repo_id(repo_id)
     data = open_finished(folder)
     card = _data_card(data.manifest, repo_id)
     files = {path: _size_of(folder / path, folder) for path in _shard_files(data)}
@@ -62,10 +62,11 @@ def push_data(folder: Path, repo_id: str, private: bool = False, show_progress: 
     try:
         return {**_summary(plan), "url": _upload(hub, api, folder, plan, private)}
     except (OSError, errors.HTTPError, errors.LocalTokenNotFoundError) as error:
-        raise _refusal(error, repo_id) from error
+        raise hub_refusal(error, repo_id) from error
 
 
-def _check_repo_id(repo_id: str) -> None:
+def check_repo_id(repo_id: str) -> None:
+    """Raise UserError for a text that names no repository of the hub."""
     hub = require("huggingface_hub.utils", "push")
     try:
         hub.validate_repo_id(repo_id)
@@ -99,7 +100,7 @@ def _is_shard(path: str) -> bool:
     return path.endswith(".arrow") and path.count("/") == 1
 
 
-def _refusal(error: Exception, repo_id: str) -> UserError:
+def hub_refusal(error: Exception, repo_id: str) -> UserError:
     """Write one line about what the hub or the network refused."""
     from huggingface_hub import errors
 

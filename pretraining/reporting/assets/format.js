@@ -49,11 +49,13 @@ const duration = (seconds) => {
   return hours < 48 ? `${trimmed(seconds / 3600, 3)} h` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 };
 
-const UNITS = { share: percent, bytes, seconds: duration, tokens: (n) => compact(n, 4), number: (n) => compact(n, 4), loss: fixed(4) };
+const money = (n) => typeof n !== "number" ? "–" : `$${n < 100 ? n.toFixed(2) : whole(n)}`;
+const UNITS = { dollars: money, share: percent, bytes, seconds: duration, tokens: (n) => compact(n, 4), number: (n) => compact(n, 4), loss: fixed(4) };
 
 const unitOf = (metric) => {
   if (/(^|[_ ])bytes$/.test(metric)) return "bytes";
   if (/seconds/.test(metric)) return "seconds";
+  if (/dollars/.test(metric)) return "dollars";
   if (/tokens/.test(metric)) return "tokens";
   if (/(mfu|hfu|goodput|_share|utilization)$/.test(metric)) return "share";
   return /loss$|bits_per_byte$/.test(metric) ? "loss" : "number";

@@ -77,7 +77,7 @@ const draw = () => {
   lossCard();
   chartGroups();
   const run = detailed();
-  page.append(...[several ? words(run) : null, plan(run), scores(run), samples(run), events(run), consoleLog(run),
+  page.append(...[several ? words(run) : null, plan(run), spent(run), scores(run), samples(run), events(run), consoleLog(run),
     folded("Recipe", run.recipe, "recipe"), folded("Environment", run.environment, "environment")].filter(Boolean), footer(run));
   age();
   scrollTo(0, place);

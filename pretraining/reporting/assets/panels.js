@@ -19,6 +19,7 @@ const GROUPS = [
     ["Time of validations and saves since the row before", ["throughput/evaluation_seconds", "throughput/saving_seconds"]],
     ["Goodput: share of the wall time in steps that counted", ["throughput/goodput"]],
     ["Time for which a save held up training", ["train/save_blocked_seconds"]],
+    ["Cost so far, and foreseen at the end, in dollars", ["cost/dollars", "cost/dollars_at_end"]],
   ]],
   ["Memory and hardware", [
     ["Peak memory of the fullest rank", ["memory/peak_bytes", "memory/reserved_bytes", "memory/host_peak_bytes"]],
@@ -38,7 +39,7 @@ const GROUPS = [
   ]],
 ];
 const NOT_DRAWN = ["train/loss", "eval/loss", "eval/perplexity", "train/perplexity", "throughput/samples_per_second", "train/tokens", "train/epoch", "throughput/budget_share", "throughput/seconds_left",
-  "throughput/tokens_per_second_per_device", "throughput/slowest_rank_own_seconds", "throughput/data_wait_share"];
+  "throughput/tokens_per_second_per_device", "throughput/slowest_rank_own_seconds", "throughput/slow_rank_seconds", "cost/gpu_hours", "throughput/data_wait_share"];
 
 // `group/metric/part`: the parts of one metric, such as the layers of the gradient norm, are lines of one chart. So are
 // what is trained and what is validated under one name, such as the loss of a source.
@@ -57,7 +58,7 @@ const groupOf = (name) => {
   const first = name.split("/")[0];
   if (first === "eval" && isPart(name)) return "Scores";
   if (first === "memory" || first === "hardware" || /gpu|_bytes$|_watts$|_celsius$|_mhz$/.test(name)) return "Memory and hardware";
-  return { eval: "Validation", throughput: "Speed", stability: "Stability" }[first] || "Training";
+  return { eval: "Validation", throughput: "Speed", cost: "Speed", stability: "Stability" }[first] || "Training";
 };
 const titleOf = (name) => {
   if (name.startsWith("stability/gradient_norm/")) return "Gradient norm by layer";

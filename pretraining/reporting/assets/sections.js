@@ -55,6 +55,7 @@ const tiles = (run) => {
     "step_seconds" in speed ? tile("a step", duration(speed.step_seconds), "mean of all") : null,
     has("throughput/goodput") ? tile("goodput", percent(last["throughput/goodput"]), "until the last row") : null,
     has(memoryName) ? memoryName === "memory/peak_bytes" ? tile("peak GPU memory", bytes(last[memoryName])) : tile("peak host memory", bytes(last[memoryName]), "whole process") : null,
+    has("cost/dollars") ? tile("cost so far", money(last["cost/dollars"]), `${money(last["cost/dollars_at_end"])} at the end`) : null,
     tile(troubles === 1 ? "alarm" : "alarms", whole(troubles)));
 };
 
@@ -98,6 +99,15 @@ const plan = (run) => {
     table(["", "planned", "measured", "ratio"], rows, [1, 2, 3]),
     el("p", { class: "soft small", style: { marginTop: "10px" } }, Object.entries(facts).map(([name, value]) =>
       `${spoken(name)} ${(FACTS[name] || String)(value)}`).join(" · ")));
+};
+
+// The steps that count, then what was lost to which cause.
+const spent = (run) => {
+  if (!run.spent) return null;
+  const { seconds, ranks, counted, lost } = run.spent, share = (part) => percent(part / seconds);
+  return el("section", { class: "card", id: "spent" }, el("h2", {}, "Where the time went"),
+    table(["", "time", "share"], [["steps that count", duration(Math.max(0, counted)), share(counted)], ...lost.map(([name, lasted]) => [name, duration(lasted), share(lasted)])], [1, 2]),
+    el("p", { class: "soft small", style: { marginTop: "10px" } }, `${duration(seconds)} of wall time, ${duration(ranks)} of all ranks together; without the time between a stop on request and the next start.`));
 };
 
 const scores = (run) => {

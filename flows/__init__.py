@@ -1,0 +1,1 @@
+"""The pipeline as workflows of engines that schedule it."""

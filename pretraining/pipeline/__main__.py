@@ -1,0 +1,222 @@
+"""From a recipe to a published model: plan, prepare, doctor, train, evaluate, report, publish."""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import IO
+
+from pretraining.command_line import (
+    OneLineParser,
+    add_recipe_arguments,
+    named_path,
+    not_negative_integer,
+    positive_integer,
+)
+from pretraining.data.preparation.execution import EXECUTORS, read_slurm_options
+from pretraining.doctor.gpus import read_gpus
+from pretraining.errors import UserError, one_line_errors
+from pretraining.pipeline.command import StepEnded
+from pretraining.pipeline.step import Look
+from pretraining.pipeline.steps import NAMES, Pipeline, ranks_of
+from pretraining.planning.quantities import duration
+from pretraining.refusals import load_recipe_and_ds_config
+from pretraining.runtime.exit_codes import FINISHED, INTERRUPTED, STOPPED, USER_ERROR
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import REPOSITORY
+
+EXAMPLES = """examples:
+  python -m pretraining.pipeline --recipe tiny
+  python -m pretraining.pipeline --recipe tiny --show
+  python -m pretraining.pipeline --recipe 30b --launcher "deepspeed --num_gpus=8" --gpu H200
+  python -m pretraining.pipeline --recipe tiny --until doctor
+  python -m pretraining.pipeline --recipe tiny --from evaluate --publish my-name/tiny
+
+A step runs if what it depends on has changed; else one line says why it is up to date. The same command goes on after
+a stop, a failure or a kill. --from runs a step and those after it although they are up to date.
+exit codes: 0 all is up to date, 2 a step was refused, 75 stopped on request; else that of the step which failed."""
+
+FOLLOWS = {
+    "doctor": ("prepare",),
+    "train": ("prepare",),
+    "evaluate": ("train",),
+    "report": ("train", "evaluate"),
+}
+FOLLOWS["publish"] = ("train", "report")
+"""What each step takes the result of: --show does not know that result yet if the other is to run."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run every step that is not up to date, and return the exit code."""
+    options = _parse(arguments)
+    output = sys.stderr if options.json else None
+    pipeline = pipeline_of(options, output)
+    names = NAMES[: NAMES.index(options.until) + 1] if options.until else NAMES
+    names = tuple(name for name in names if name not in options.skip)
+    rows: list[dict] = []
+    code = (
+        show_steps(pipeline, names, rows, output)
+        if options.show
+        else run_steps(pipeline, names, rows, output)
+    )
+    if options.json:
+        answer = {
+            "recipe": pipeline.recipe.name,
+            "run": str(pipeline.run.path),
+            "exit_code": code,
+            "steps": rows,
+        }
+        print(json.dumps(answer, indent=2), flush=True)
+    return code
+
+
+def pipeline_of(options: argparse.Namespace, output: IO[str] | None) -> Pipeline:
+    """Check recipe and options, and build the pipeline; nothing is written."""
+    ranks, gpus = options.world_size or ranks_of(options.launcher), read_gpus()
+    # without a number in its words, deepspeed takes every GPU
+    all_gpus = len(gpus.found) if options.launcher.split()[:1] == ["deepspeed"] else 1
+    world_size = ranks or max(1, all_gpus)
+    recipe, ds_config = load_recipe_and_ds_config(
+        options.recipe, options.set, options.deepspeed, world_size, options.limit_tokens
+    )
+    words = ["--recipe", options.recipe, *(word for text in options.set for word in ("--set", text))]
+    words += ["--limit_tokens", str(options.limit_tokens)] if options.limit_tokens else []
+    prepare = ["--executor", options.executor, "--workers", str(options.workers)]
+    read_slurm_options(options.slurm)
+    first = NAMES.index(options.start) if options.start else len(NAMES)
+    return Pipeline(
+        recipe,
+        ds_config,
+        RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name),
+        options.data_dir,
+        words,
+        deepspeed=options.deepspeed,
+        launcher=options.launcher,
+        world_size=world_size,
+        gpu=options.gpu or (gpus.known.name if gpus.known else None),
+        prepare_words=prepare + [word for text in options.slurm for word in ("--slurm", text)],
+        resume=options.resume,
+        allow_change=options.allow_change,
+        restarts=options.restarts,
+        force=options.force,
+        replace=options.replace,
+        to=options.publish,
+        private=options.private,
+        forced=frozenset(NAMES[first:]),
+        output=output,
+    )
+
+
+def run_steps(pipeline: Pipeline, names: tuple[str, ...], rows: list[dict], output: IO[str] | None) -> int:
+    """Run the steps in order until one ends badly; each adds a row. Returns the exit code."""
+    for name in names:
+        look = pipeline.look(name)
+        _say(name, f"runs: {look.why}" if look.runs else f"{look.state}: {look.why}", output)
+        row: dict = {"step": name, "state": "runs" if look.runs else look.state, "why": look.why}
+        rows.append(row)
+        if not look.runs:
+            continue
+        began = time.monotonic()
+        try:
+            facts = pipeline.do(name)
+        except StepEnded as ended:
+            state = "stopped" if ended.code in (STOPPED, INTERRUPTED) else "failed"
+            row |= {"state": state, "code": ended.code, "error": ended.reason}
+            _say(name, f"{state}: {ended.reason}; {_advice(ended.code)}", output)
+            return ended.code
+        except UserError as error:
+            row |= {"state": "failed", "code": error.exit_code, "error": str(error)}
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return error.exit_code
+        seconds = time.monotonic() - began
+        row |= {"state": "done", "seconds": round(seconds, 3), "facts": facts}
+        _say(name, f"done in {duration(seconds)}: {pipeline.steps[name].words(facts)}", output)
+    return FINISHED
+
+
+def _advice(code: int) -> str:
+    if code == USER_ERROR:
+        return "nothing after it was run; do what the line above says, then type the same command again"
+    return "nothing after it was run; the same command goes on from here"
+
+
+def show_steps(pipeline: Pipeline, names: tuple[str, ...], rows: list[dict], output: IO[str] | None) -> int:
+    """Say of each step whether it would run; nothing is started."""
+    running: set[str] = set()
+    for name in names:
+        before = next((each for each in FOLLOWS.get(name, ()) if each in running), None)
+        asked = name != "publish" or pipeline.to is not None
+        # before it has run, nobody knows what it makes: its content may be the same
+        look = Look(True, f"{before} comes before it") if before and asked else pipeline.look(name)
+        if look.runs:
+            running.add(name)
+        _say(name, f"would run: {look.why}" if look.runs else f"{look.state}: {look.why}", output)
+        rows.append({"step": name, **asdict(look)})
+    return FINISHED
+
+
+def _say(name: str, text: str, output: IO[str] | None) -> None:
+    print(f"{name:<9} {text}", file=output, flush=True)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="python -m pretraining.pipeline",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_recipe_arguments(parser)
+    parser.add_argument("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
+    parser.add_argument(
+        "--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)"
+    )
+    parser.add_argument(
+        "--launcher", default="", metavar="WORDS", help='what starts the ranks: "deepspeed --num_gpus=8"'
+    )
+    what = "ranks that are planned for (default: what --launcher says, else 1)"
+    parser.add_argument("--world_size", type=positive_integer, metavar="N", help=what)
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="planned for, as H100 (default: the GPU of this machine)"
+    )
+    parser.add_argument("--from", dest="start", choices=NAMES, help="run this step and all after it")
+    parser.add_argument("--until", choices=NAMES, help="this step is the last one")
+    parser.add_argument(
+        "--skip", action="append", default=[], choices=NAMES, help="leave a step out (repeatable)"
+    )
+    what = (
+        "publish the export and the report there: a model repository of the hub, s3://bucket/folder, ./folder"
+    )
+    parser.add_argument("--publish", metavar="OWNER/NAME|ADDRESS|FOLDER", help=what)
+    parser.add_argument("--private", action="store_true", help="with --publish: a new repository is private")
+    what = "how often a crash or hang of training is started again (default: 3)"
+    parser.add_argument("--restarts", type=not_negative_integer, default=3, metavar="N", help=what)
+    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH|URL", help="of train.py")
+    parser.add_argument(
+        "--allow_change", action="append", default=[], metavar="SECTION.KEY", help="of train.py"
+    )
+    what = "make anew a data set or an unfinished run that differs from the recipe; the old one is kept beside it"
+    parser.add_argument("--replace", action="store_true", help=what)
+    what = "go on where the plan says that the run does not fit"
+    parser.add_argument("--force", action="store_true", help=what)
+    parser.add_argument("--executor", choices=EXECUTORS, default="auto", help="of data_prep.py")
+    parser.add_argument(
+        "--workers", type=not_negative_integer, default=0, metavar="N", help="of data_prep.py"
+    )
+    parser.add_argument("--slurm", action="append", default=[], metavar="KEY=VALUE", help="of data_prep.py")
+    parser.add_argument("--show", action="store_true", help="say what would run, and start nothing")
+    parser.add_argument("--json", action="store_true", help="the steps as JSON; commands print on stderr")
+    options = parser.parse_args(arguments)
+    if options.private and options.publish is None:
+        raise UserError("--private goes with --publish: add that, or leave --private out")
+    if options.start and options.until and NAMES.index(options.start) > NAMES.index(options.until):
+        raise UserError(f"--from {options.start}: comes after --until {options.until}; exchange them")
+    return options
+
+
+if __name__ == "__main__":
+    with one_line_errors("what is finished is kept, and the same command goes on"):
+        code = main()
+    sys.exit(code)

@@ -1,0 +1,427 @@
+"""Rehearse a run on many nodes: what would fail in its first minutes fails here, in one line.
+
+Parts that do not depend on each other are all done, so that one rehearsal finds every fault. The first, a middle and
+the last rank are processes of their own (rank.py), two at a time.
+"""
+
+import argparse
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from pretraining.checkpoints.remote import RemoteRun
+from pretraining.command_line import started_by_launcher
+from pretraining.data.packed_dataset import build_training_dataset
+from pretraining.data.prepared import PreparedData
+from pretraining.data.streaming.remote_data import StreamedSplit
+from pretraining.ds_config import degrees_of
+from pretraining.errors import UserError, fault_in_user_code, file_error
+from pretraining.planning.gate import Machine, check_plan
+from pretraining.planning.gpus import find_gpu
+from pretraining.planning.memory.need import memory_need
+from pretraining.planning.quantities import num_bytes, several
+from pretraining.planning.run_plan import RunPlan, build_run_plan
+from pretraining.recipe import Recipe
+from pretraining.recipe.curve import changes_of_run
+from pretraining.rehearsal.stand_in_data import StandInData, stand_in_data
+from pretraining.runtime.host import cores, disk_room_bytes, existing_folder, loopback_name
+from pretraining.runtime.imports import prepare_imports
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.schema import REPOSITORY
+
+ELSEWHERE = "elsewhere"
+AT_ONCE = 2
+"""Ranks that are rehearsed at the same time, if there are as many cores."""
+STEPS_COMPARED = 2
+PROBE_BYTES = 1 << 20
+MOST_HOST_BYTES = 4 << 30
+"""Of offloaded states, which a rehearsal really holds."""
+
+
+@dataclass
+class Part:
+    """One part of a rehearsal: what was done, how long it took, and what is wrong."""
+
+    name: str
+    seconds: float = 0.0
+    found: str = ""
+    fault: str | None = None
+    notes: list[str] = field(default_factory=list)
+    """What is unwise, or was not looked at."""
+
+
+def rehearse(
+    recipe: Recipe,
+    ds_config: dict | None,
+    options: argparse.Namespace,
+    open_data: Callable[..., PreparedData],
+    attempt: Callable[..., bool],
+) -> None:
+    """Rehearse the start of a run and print what was found; open_data, attempt: train.py's.
+
+    Raises:
+        UserError: the first fault. All of them are printed before.
+    """
+    rehearsal = Rehearsal(recipe, ds_config, options)
+    rehearsal.do(open_data, attempt)
+    if options.json:
+        print(json.dumps(rehearsal.answer(), indent=2), flush=True)
+    faults = rehearsal.faults
+    if faults:
+        more = f" (and {several(len(faults) - 1, 'fault')} more, above)" if len(faults) > 1 else ""
+        raise UserError(f"{faults[0]}{more}")
+
+
+def rehearsed_ranks(world_size: int) -> list[int]:
+    """Return the first, a middle and the last rank."""
+    return sorted({0, world_size // 2, world_size - 1})
+
+
+class Rehearsal:
+    """One rehearsal of a run."""
+
+    def __init__(self, recipe: Recipe, ds_config: dict | None, options: argparse.Namespace) -> None:
+        self.recipe, self.ds_config, self.options = recipe, ds_config, options
+        self.world_size: int = options.world_size
+        self.nodes: int = options.nodes or -(-self.world_size // 8)
+        self.is_elsewhere = options.rehearse == ELSEWHERE
+        self.gpu = find_gpu(options.gpu) if options.gpu else None
+        self.run = RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name)
+        self.parts: list[Part] = []
+        self.ranks: list[dict] = []
+        self.plan: RunPlan | None = None
+        self._began = time.perf_counter()
+        if self.nodes > self.world_size:
+            raise UserError(
+                f"--nodes {self.nodes}: there are {self.world_size} ranks; give at most as many nodes"
+            )
+
+    @property
+    def faults(self) -> list[str]:
+        """What would have ended the run."""
+        return [f"{part.name}: {part.fault}" for part in self.parts if part.fault]
+
+    def do(self, open_data: Callable[..., PreparedData], attempt: Callable[..., bool]) -> None:
+        """Do every part, and print a line for each."""
+        kind = f", {self.gpu.name}" if self.gpu else ""
+        nodes = several(self.nodes, "node")
+        self._print(f"rehearsal of {self.recipe.name} on {self.world_size:,} ranks of {nodes}{kind}\n")
+        data: PreparedData | None = None
+        with self._part("plan") as part:
+            part.found = self._plan(part)
+        with self._part("run folder") as part:
+            part.found = self._run_folder()
+        with self._part("store") as part:
+            part.found = self._store()
+        with self._part("data") as part:
+            data, part.found = self._data(open_data, part)
+        if data is not None:
+            with self._part("samples") as part:
+                part.found = self._samples(data)
+        prepare_imports()
+        with self._part("environment") as part:
+            part.found = self._environment(part)
+        if data is not None and self.plan is not None:
+            with self._part("ranks") as part:
+                part.found = self._ranks(data, attempt)
+        elif data is None:
+            self._print("           not rehearsed: the ranks, which need the data")
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[Part]:
+        part, began = Part(name), time.perf_counter()
+        self.parts.append(part)
+        try:
+            yield part
+        except UserError as error:
+            part.fault = str(error)
+        except OSError as error:
+            if (refusal := file_error(error)) is None:
+                raise
+            part.fault = str(refusal)
+        part.seconds = round(time.perf_counter() - began, 2)
+        self._print(f"{self._now()} {name:<12} {'FAULT: ' if part.fault else ''}{part.fault or part.found}")
+        for note in part.notes:
+            self._print(f"{'':>24}note: {note}")
+
+    def _now(self) -> str:
+        return f"[{time.perf_counter() - self._began:6.1f} s]"
+
+    def _print(self, line: str) -> None:
+        # with --json the answer alone is on stdout
+        print(line, file=sys.stderr if self.options.json else sys.stdout, flush=True)
+
+    def _plan(self, part: Part) -> str:
+        plan, gpu = build_run_plan(self.recipe, self.ds_config, self.world_size), self.gpu
+        continues = self.run.recipe.exists()
+        machine = Machine(
+            gpu_memory_bytes=gpu.memory_bytes if gpu else None,
+            gpu=gpu,
+            has_bf16="bf16" in gpu.dense_peak_flops if gpu else None,
+            disk_room_bytes=None if self.is_elsewhere else disk_room_bytes(self.run.path, continues),
+            ranks_per_host=-(-self.world_size // self.nodes),
+            continues=continues,
+        )
+        self.plan = replace(plan, machine=machine)
+        verdict = check_plan(self.recipe, self.ds_config, self.world_size, machine)
+        part.notes += map(str, verdict.warnings)
+        if verdict.refusals and not self.options.force:
+            part.notes += [f"also: {each}" for each in verdict.refusals[1:]]
+            raise UserError(str(verdict.refusals[0]))
+        if gpu is None:
+            part.notes.append("--gpu NAME lets the plan judge the memory of each GPU")
+        need = memory_need(self.recipe, self.ds_config, self.world_size, machine.gpu_memory_bytes)
+        there = f" of {num_bytes(gpu.memory_bytes)}" if gpu else ""
+        return (
+            f"{num_bytes(need.total)}{there} on each GPU, {need.largest} the most; {plan.steps:,} steps; "
+            f"checkpoints need {num_bytes(plan.checkpoint_disk_bytes)} of disk"
+        )
+
+    def _run_folder(self) -> str:
+        changes_of_run(self.run, self.recipe.to_dict(), self.options.allow_change)
+        if self.options.resume == "auto" and self.run.is_finished(self.recipe.to_dict()):
+            raise UserError(
+                f"{self.run.path}: this run is finished: nothing would start; choose another --output_dir"
+            )
+        state = "goes on" if self.run.recipe.exists() else "new"
+        if self.is_elsewhere:
+            return f"{self.run.path}: {state} (the disk of the nodes is another)"
+        began, folder = time.perf_counter(), existing_folder(self.run.path)
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = folder  # not that of the probe
+            raise
+        seconds = time.perf_counter() - began
+        free = num_bytes(disk_room_bytes(self.run.path, state == "goes on"))
+        return f"{self.run.path}: {state}; room for {free}; 1 MB written in {1000 * seconds:.0f} ms"
+
+    def _store(self) -> str:
+        address = self.recipe.checkpoints.upload
+        if not address:
+            return "none (checkpoints.upload)"
+        # beside the run's own files, so that nothing of it is touched
+        store, began = (
+            RemoteRun(address, f"{self.run.path.name}.rehearsal").at_first_contact(),
+            time.perf_counter(),
+        )
+        content = os.urandom(PROBE_BYTES)
+        store.write_bytes("probe", content)
+        written = time.perf_counter() - began
+        found = store.read_if_there("probe")
+        read = time.perf_counter() - began - written
+        store.remove("probe")
+        if found != content:
+            raise UserError(
+                f"{store.where('probe')}: what was written was not read back; check checkpoints.upload"
+            )
+        return (
+            f"{store.where('')[:-1]}: 1 MB written in {1000 * written:.0f} ms, read in {1000 * read:.0f} ms"
+        )
+
+    def _data(self, open_data: Callable[..., PreparedData], part: Part) -> tuple[PreparedData, str]:
+        try:
+            data = open_data(self.recipe, self.options)
+        except UserError as error:
+            if not self.is_elsewhere:
+                raise
+            part.notes.append(f"stand-in data, as {error}")
+            data = stand_in_data(self.recipe, Path(f"stand-in-{self.recipe.data.name}")).for_run(self.recipe)
+        shards = [shard for split in data.manifest["splits"].values() for shard in split["shards"]]
+        tokens = data.train.num_tokens
+        found = f"{data.manifest['name']}: {tokens:,} tokens in {several(len(shards), 'shard')}"
+        if isinstance(data, StandInData):
+            return data, f"{found}, none of which exists"
+        for split in (data.train, data.validation):
+            if isinstance(split, StreamedSplit):
+                _check_store(split)
+        fingerprint = data.manifest["tokenizer"]["fingerprint"]
+        return data, f"{found}, all there; its tokenizer is {fingerprint}, of {len(data.tokenizer):,} tokens"
+
+    def _samples(self, data: PreparedData) -> str:
+        dataset = build_training_dataset(data, self.recipe, 0)
+        first = self.recipe.step_sizes.tokens_at(STEPS_COMPARED) // self.recipe.sequence_length
+        count = min(first, len(dataset))
+        blocks = dataset.block_numbers(np.arange(count))
+        different, reads = (
+            len(np.unique(blocks)),
+            self.world_size // degrees_of(self.ds_config).ranks_per_sample,
+        )
+        return (
+            f"the first {STEPS_COMPARED} steps read {count:,} samples, {different:,} different blocks, "
+            f"on {several(reads, 'group')} of ranks; no two groups share one"
+        )
+
+    def _environment(self, part: Part) -> str:
+        from pretraining.extend import load_extensions
+        from pretraining.training.trackers import build_trackers
+
+        if started_by_launcher():
+            raise UserError("a rehearsal is one process, whatever --world_size: leave the launcher out")
+        load_extensions(self.recipe.extensions)
+        named = self.recipe.training.report_to
+        with mock.patch.dict(os.environ):  # trackers name their folders in variables
+            build_trackers(named, self.run, self.recipe.name, self.recipe.training.get("project"))
+        if self.nodes > 1 and not self.is_elsewhere and (name := loopback_name()):
+            part.notes.append(
+                f"{name}, the name of this host, leads to a loopback address: nodes like it cannot meet"
+            )
+        if (port := os.environ.get("MASTER_PORT")) and not _is_free(port):
+            raise UserError(f"MASTER_PORT={port} is taken on this host, or is no port; choose another")
+        trackers = named if isinstance(named, str) else ", ".join(named)
+        return f"{several(len(self.recipe.extensions), 'extension')}; trackers: {trackers or 'none'}"
+
+    def _ranks(self, data: PreparedData, attempt: Callable[..., bool]) -> str:
+        assert self.plan is not None
+        need = memory_need(self.recipe, self.ds_config, self.world_size)
+        if need.state and need.state.host > MOST_HOST_BYTES:
+            what = f"each rank keeps {num_bytes(need.state.host)} of offloaded states in host memory"
+            raise UserError(
+                f"{what}, and so would a rehearsal; rehearse the same recipe without offload, or on more ranks"
+            )
+        from pretraining.rehearsal import rank as rehearsed  # the libraries, once for all ranks
+
+        folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
+        places = [
+            rehearsed.Place.of(each, self.world_size, self.nodes) for each in rehearsed_ranks(self.world_size)
+        ]
+        waiting, running = list(places), {}
+        # forked: a rank begins with what this process has imported
+        context, at_once = multiprocessing.get_context("fork"), max(1, min(AT_ONCE, int(cores())))
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                place = waiting.pop(0)
+                work = (self, folder, place, attempt, data)
+                running[place] = context.Process(target=_be, args=work)
+                running[place].start()
+            multiprocessing.connection.wait([process.sentinel for process in running.values()])
+            for place in [place for place, process in running.items() if not process.is_alive()]:
+                running.pop(place).join()
+                self._take(folder, place)
+        unexpected = any(each.get("log") for each in self.ranks)
+        if not unexpected:
+            shutil.rmtree(folder)
+        self.ranks.sort(key=lambda each: each["rank"])
+        if fault := next((each["fault"] for each in self.ranks if each["fault"]), None):
+            raise UserError(fault)
+        names = ", ".join(f"{place.rank:,}" for place in places)
+        return f"{names}: two starts each, a step and a save in both; the second from the marker of the first"
+
+    def _take(self, folder: Path, place: Any) -> None:
+        """Read what a rank has left, and print it."""
+        path = folder / f"{place.rank}.json"
+        if not path.exists():
+            log = folder / f"{place.rank}.log"
+            fault = f"rank {place.rank}: its process was killed, perhaps for its memory; its output is {log}"
+            path.write_text(json.dumps({"rank": place.rank, "fault": fault, "log": str(log)}))
+        answer = json.loads(path.read_text())
+        self.ranks.append(answer)
+        if answer["fault"]:
+            return
+        first, second = answer["starts"]
+        seconds = {name: first["seconds"].get(name, 0) for name in ("build", "step", "save")}
+        words = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
+        again = second["seconds"].get("load", 0) + second["seconds"].get("step", 0)
+        sent = sum(size for _, size in first["sent"].values())
+        self._print(
+            f"{self._now()} rank {place.rank:<7,} node {place.node}, {words}, resume {again:.1f} s; samples "
+            f"{first['samples'][0]:,} to {first['samples'][-1]:,} from {several(len(first['shards']), 'shard')}; "
+            f"writes {num_bytes(first['checkpoint_bytes'])} a checkpoint; moves {num_bytes(sent)}"
+        )
+
+    def answer(self) -> dict:
+        """Return all that was found, as plain JSON values."""
+        return {
+            "recipe": self.recipe.name,
+            "world_size": self.world_size,
+            "nodes": self.nodes,
+            "gpu": self.gpu.name if self.gpu else None,
+            "seconds": round(time.perf_counter() - self._began, 2),
+            "faults": self.faults,
+            "parts": [asdict(part) for part in self.parts],
+            "ranks": self.ranks,
+            "memory_bytes": memory_need(self.recipe, self.ds_config, self.world_size).parts,
+        }
+
+
+def _be(
+    rehearsal: Rehearsal, folder: Path, place: Any, attempt: Callable[..., bool], data: PreparedData
+) -> None:
+    """Be a rank, in a process of its own: start twice, and leave an answer."""
+    from pretraining.rehearsal import rank as rehearsed
+
+    log = folder / f"{place.rank}.log"
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    answer: dict = {"rank": place.rank, "node": place.node, "local_rank": place.local_rank, "fault": None}
+    run = RunFolder(folder / f"run-{place.rank}")
+    recipe, plan, degrees = rehearsal.recipe, rehearsal.plan, degrees_of(rehearsal.ds_config)
+    try:
+        starts = [
+            rehearsed.start_as(place, attempt, recipe, plan, data, run, rehearsal.options) for _ in range(2)
+        ]
+        rehearsed.check_samples(starts[0], place, recipe, degrees.ranks_per_sample, 0)
+        answer["starts"] = [{**asdict(each), "shards": sorted(each.shards)} for each in starts]
+        answer["peak_host_bytes"] = (
+            1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        )  # Linux counts in KiB
+        answer["writes"] = _written(run.path, place.rank)
+    except UserError as error:
+        answer["fault"] = f"rank {place.rank}: {error}"
+    except BaseException as error:
+        traceback.print_exc()
+        known = fault_in_user_code(error) or (file_error(error) if isinstance(error, OSError) else None)
+        first_line = (str(error).splitlines() or [""])[0]
+        answer["fault"] = (
+            f"rank {place.rank}: {known or f'{type(error).__name__}: {first_line}; its output is {log}'}"
+        )
+        answer["log"] = None if known else str(log)
+    (folder / f"{place.rank}.json").write_text(json.dumps(answer))
+    sys.stdout.flush()
+    os._exit(0)  # torch's threads and groups need no farewell
+
+
+def _written(folder: Path, rank: int) -> list[str]:
+    """Return the files of a run folder that this rank writes: those of a checkpoint that have its number, or none."""
+    names = (str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file())
+    return [name for name in names if "rank-" not in name or f"rank-{rank:05d}-of" in name]
+
+
+def _check_store(split: StreamedSplit) -> None:
+    """Raise `UserError` for the first shard that the store lacks, or has in another size."""
+    sizes = split.remote.store.sizes(split.name)
+    for shard in split.shard_entries if sizes is not None else ():
+        if sizes.get(shard["file"]) != shard["size"]:
+            has = f"{sizes[shard['file']]:,} bytes" if shard["file"] in sizes else "missing"
+            what = f"{split.folder}/{shard['file']}: shard is {has}, expected {shard['size']:,} bytes"
+            raise UserError(f"{what}; copy the data there again")
+
+
+def _is_free(port: str) -> bool:
+    try:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", int(port)))
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True

@@ -1,0 +1,132 @@
+"""Write a checkpoint of all ranks from what one rank holds, without the bytes of its tensors.
+
+Names, headers, sizes, receipts and the marker are those of a real checkpoint. The tensors are holes in the files, which
+take no room on the disk and are read as zeros. The other ranks' files hold what this rank's does not, so that a run can
+continue from it.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+
+from pretraining.checkpoints.folders import changed_files
+from pretraining.checkpoints.format import commit_checkpoint, file_entry, receipt_name, write_bytes
+from pretraining.checkpoints.shard_files import (
+    BUFFER,
+    MASTER,
+    STATE_FILE,
+    file_header,
+    fragment_key,
+    rank_file,
+)
+
+Tensors = Mapping[str, torch.Tensor]
+MOST_READ_BYTES = 1 << 30
+NOT_READ = "not read"
+"""The checksum of a larger file."""
+
+
+def write_stand_in(
+    folder: Path,
+    rank: int,
+    ranks: int,
+    tensors: Tensors,
+    files: Mapping[str, bytes],
+    receipt: Mapping,
+    marker: dict,
+    shared: bool,
+) -> None:
+    """Write and commit it as rank `rank` of `ranks`; all other ranks are made up.
+
+    shared: whether every rank needs all parameters, of which each saves a share.
+    """
+    folder.mkdir(parents=True)
+    entries = {name: write_bytes(folder / name, content) for name, content in files.items()}
+    own = rank_file(rank, ranks)
+    entries[own] = _write_with_holes(folder / own, tensors)
+    _write_receipt(folder, rank, ranks, {"files": entries, **receipt})
+    others = [other for other in range(ranks) if other != rank]
+    held = _missing_fragments(tensors, json.loads(files[STATE_FILE]), shared)
+    for number, other in enumerate(others):
+        name = rank_file(other, ranks)
+        entry = _write_with_holes(folder / name, held if number == 0 else {})
+        _write_receipt(folder, other, ranks, {"files": {name: entry}, **receipt})
+    commit_checkpoint(folder, marker)
+
+
+def _write_receipt(folder: Path, rank: int, ranks: int, content: dict) -> None:
+    # not through the disk's cache and back, as a real one: a rehearsal has nothing to lose
+    (folder / receipt_name(rank, ranks)).write_text(json.dumps(content), encoding="utf-8")
+
+
+def _write_with_holes(path: Path, tensors: Tensors) -> dict:
+    """Write the header, and make the file as long as if the tensors followed; returns its `file_entry`.
+
+    The rank's own tensors, the states of its random generators, are written: nobody could go on from zeros.
+    """
+    header, num_bytes = file_header(tensors)
+    places = json.loads(header[8:])
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + num_bytes)
+        for name in (name for name in tensors if "@" not in name):
+            file.seek(len(header) + places[name]["data_offsets"][0])
+            file.write(tensors[name].numpy().tobytes())
+    if len(header) + num_bytes > MOST_READ_BYTES:
+        return {"bytes": len(header) + num_bytes, "checksum": NOT_READ}
+    return file_entry(path)
+
+
+def changed_small_files(folder: Path, files: dict[str, dict], *_: object) -> dict[str, str]:
+    """Do what `changed_files` does, without the files that hold too many zeros to read them all."""
+    return changed_files(folder, {name: each for name, each in files.items() if each["checksum"] != NOT_READ})
+
+
+def _missing_fragments(tensors: Tensors, state: dict, shared: bool) -> dict[str, torch.Tensor]:
+    """Return what other ranks must hold: the elements of each state that this one reads and `tensors` do not have."""
+    spans: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    states: dict[str, torch.dtype] = {MASTER: torch.float32}
+    cut = set()
+    for key, tensor in tensors.items():
+        kind, _, rest = key.partition("/")
+        name, at, start = rest.rpartition("@")
+        if not at or start == "whole":
+            continue
+        if name not in state["parameters"] and kind != BUFFER:
+            cut.add(name.partition("@")[0])  # a part of a split layer: this rank reads no other
+            continue
+        spans[kind, name].append((int(start), int(start) + tensor.numel()))
+        if kind != BUFFER:
+            states[kind] = tensor.dtype
+    wanted = [
+        (kind, name, prod(entry["shape"]), dtype)
+        for name, entry in state["parameters"].items()
+        if name not in cut
+        # no optimizer steps a frozen parameter: every rank reads all of it
+        if shared or name not in state["scalars"]
+        for kind, dtype in states.items()
+        if kind == MASTER or name in state["scalars"]
+    ]
+    wanted += [
+        (BUFFER, name, prod(entry["shape"]), getattr(torch, entry["dtype"]))
+        for name, entry in state["buffers"].items()
+    ]
+    return {
+        fragment_key(kind, name, start): torch.empty(stop - start, dtype=dtype, device="meta")
+        for kind, name, numel, dtype in wanted
+        for start, stop in _gaps(spans[kind, name], numel)
+    }
+
+
+def _gaps(spans: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
+    """Return the stretches of [0, numel) that no span covers."""
+    gaps, at = [], 0
+    for start, stop in sorted(spans):
+        if start > at:
+            gaps.append((at, start))
+        at = max(at, stop)
+    return [*gaps, (at, numel)] if at < numel else gaps

@@ -1,0 +1,151 @@
+"""Find which ranks see the same run folder: all of them on a shared disk, else those of each node.
+
+Ranks of one disk meet through files. What ranks of several disks must say to each other goes through the process group
+(process_group.py), in collectives or as messages.
+"""
+
+import contextlib
+import os
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretraining.errors import UserError
+from pretraining.runtime.process_group import (
+    from_rank_0,
+    gather_from_ranks,
+    rank_and_world_size,
+    together,
+)
+
+LOOK_SECONDS = 12.0
+"""How long a rank looks for a new file on a network disk, which may show it late; other disks show it at once."""
+_PAUSE_SECONDS = 0.25
+_OWN_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay")
+"""Types of file systems that no other machine writes to."""
+
+
+@dataclass(frozen=True)
+class Disks:
+    """The run folders of a run, each on a disk that some ranks share.
+
+    first_ranks: for each rank, the lowest rank that sees the same run folder; empty as long as nobody has looked.
+    first_rank: that of this rank.
+    """
+
+    first_ranks: tuple[int, ...] = ()
+    first_rank: int = 0
+
+    @property
+    def shared(self) -> bool:
+        """Say if every rank sees the run folder of rank 0."""
+        return not any(self.first_ranks)
+
+    @property
+    def count(self) -> int:
+        """Number of run folders."""
+        return len(set(self.first_ranks)) or 1
+
+    @property
+    def is_first(self) -> bool:
+        """Say if this rank writes what its run folder needs once."""
+        return rank_and_world_size()[0] == self.first_rank
+
+    @property
+    def has_rank_0(self) -> bool:
+        """Say if this rank sees the run folder of rank 0, which alone holds metrics, events and report."""
+        return self.first_rank == 0
+
+    def ranks_of(self, first_rank: int) -> list[int]:
+        """Return the ranks that see the run folder of this one, which is the lowest of them."""
+        return [rank for rank, first in enumerate(self.first_ranks) if first == first_rank]
+
+
+ONE_DISK = Disks()
+
+
+def find_disks(folder: Path) -> Disks:
+    """Find which ranks see the same `folder`, which is made if it is missing; every rank calls this.
+
+    Raises `UserError` on every rank if a rank does not see the folder of the first rank of its own node.
+    """
+    rank, ranks = rank_and_world_size()
+    if ranks == 1:
+        return Disks((0,))
+    with _tokens(folder) as make_token:
+        token = from_rank_0(make_token)
+        sees_rank_0 = rank == 0 or _appears(folder, [token]) is not None
+        if all(gather_from_ranks(sees_rank_0)):
+            return Disks((0,) * ranks)
+        # Not rank 0's: of those ranks the first of each node makes a token of its own.
+        is_first_here = not sees_rank_0 and os.environ.get("LOCAL_RANK", "0") == "0"
+        made = gather_from_ranks(together(lambda: make_token() if is_first_here else None))
+        others = {name: number for number, name in enumerate(made) if name}
+        found = token if sees_rank_0 else _appears(folder, list(others))
+        first = gather_from_ranks(0 if sees_rank_0 else others.get(found or ""))
+        missing = next((number for number, found in enumerate(first) if found is None), None)
+        hosts = gather_from_ranks(socket.gethostname())
+        if missing is not None:
+            raise UserError(
+                f"{folder}: rank {missing} on {hosts[missing]} does not see what the first rank of its node wrote "
+                "there; all ranks of a node need one --output_dir"
+            )
+    return Disks(tuple(first), first[rank])
+
+
+@contextlib.contextmanager
+def _tokens(folder: Path):
+    """Yield what makes a file with a random name in the folder, and remove these files after the block."""
+    made: list[Path] = []
+
+    def make() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        # A name that nobody has looked for: network disks also remember for a while which names are not there.
+        path = folder / f".disk-{uuid.uuid4().hex}"
+        path.touch()
+        made.append(path)
+        return path.name
+
+    try:
+        yield make
+        gather_from_ranks(None)  # nobody looks any more
+    finally:
+        for path in made:
+            path.unlink(missing_ok=True)
+
+
+def _appears(folder: Path, names: list[str]) -> str | None:
+    """Return the first of `names` that is in the folder; looks for a while if the disk may show it late."""
+    until = time.monotonic() + (LOOK_SECONDS if is_network_disk(folder) else 0)
+    while True:
+        if found := next((name for name in names if (folder / name).exists()), None):
+            return found
+        if time.monotonic() >= until:
+            return None
+        time.sleep(_PAUSE_SECONDS)
+        # Reading the folder makes a network disk ask its server again.
+        with contextlib.suppress(OSError):
+            list(folder.iterdir())
+
+
+def is_network_disk(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
+    """Say if other machines may write to the disk of this folder; True if the system does not say."""
+    try:
+        rows = [line.split() for line in mounts.read_text().splitlines()]
+    except OSError:
+        return True
+    path = folder.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    path = path.resolve()
+    # The longest mount point above the folder; of two at the same place, the later one covers the first.
+    above = [
+        (len(row[1]), number) for number, row in enumerate(rows) if path.is_relative_to(_unescaped(row[1]))
+    ]
+    return not above or rows[max(above)[1]][2] not in _OWN_DISKS
+
+
+def _unescaped(place: str) -> str:
+    return place.replace("\\040", " ")

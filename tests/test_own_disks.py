@@ -1,0 +1,139 @@
+"""Promise: nothing committed is lost. Nodes that share nothing but a store keep, upload and read their own shards."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pretraining.checkpoints.fetch import newest_committed
+from pretraining.checkpoints.remote import RemoteRun
+from tests.nodes import Nodes, two_nodes, wait_until
+from tests.object_store import Proxy, connect_to, s3_server, use_here
+from tests.runs import Workshop, execute
+
+OWN = [["rank-00000-of-00002.json", "rank-00000-of-00002.safetensors"]]
+OWN += [["rank-00001-of-00002.json", "rank-00001-of-00002.safetensors"]]
+COMMON = ["committed.json", "state.json", "trainer_state.json"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    """What two ranks with a run folder each found, scene by scene (`tests/disk_ranks.py`)."""
+    folder = tmp_path_factory.mktemp("disks")
+    finished = execute(["forked", "2", "-m", "tests.disk_ranks", folder])
+    assert finished.code == 0, finished.output
+    told = [json.loads((folder / f"found-{rank}.json").read_text()) for rank in (0, 1)]
+    for scene, answer in told[0].items():
+        if isinstance(answer, dict) and "checkpoint" in answer:
+            for key in ("checkpoint", "from_store", "disks"):
+                assert told[1][scene][key] == answer[key], "the ranks do not agree"
+    return told[0]
+
+
+def test_one_folder_or_two_is_found_by_itself(found):
+    assert found["shared"] is True and found["disks"] == [0, 1]
+
+
+def test_what_the_disks_hold_together_is_whole(found):
+    """The newest, of which no store has anything: small files that all need go over, shards do not."""
+    whole = found["whole on the disks"]
+    assert (whole["checkpoint"], whole["from_store"], whole["fetched"]) == ("checkpoint-12", False, None)
+    assert whole["disks"] == [sorted([*COMMON, *OWN[0], OWN[1][0]]), sorted([*COMMON, *OWN[1]])]
+    assert found["killed before the other marker"]["disks"] == whole["disks"]
+
+
+def test_nodes_may_come_back_in_another_order(found):
+    """As torchrun numbers them anew: each gets the shards of its new rank from the other disk."""
+    swapped = found["nodes in another order"]
+    assert (swapped["checkpoint"], swapped["from_store"]) == ("checkpoint-12", False)
+    assert all(set(names) >= {*COMMON, *own} for names, own in zip(swapped["disks"], OWN, strict=True))
+
+
+def test_damage_on_a_disk_makes_the_checkpoint_before_count(found):
+    damaged = found["damaged on its disk"]
+    assert damaged["checkpoint"] == "checkpoint-8" and damaged["events"][0] == "checkpoint_passed_over"
+
+
+def test_an_empty_node_fetches_what_its_ranks_need(found):
+    """And the node that holds its shards fetches nothing."""
+    empty = found["an empty node"]
+    assert (empty["checkpoint"], empty["from_store"]) == ("checkpoint-8", True)
+    assert empty["disks"][1] == sorted([*COMMON, *OWN[1]])
+    assert [each["files"] for each in empty["fetched"]] == [0, 4]
+
+
+def test_another_layout_brings_all_files_to_every_node(found):
+    everything = sorted([*COMMON, *OWN[0], *OWN[1]])
+    assert found["another layout"]["disks"] == [everything, everything]
+
+
+def test_the_newest_history_is_continued(found):
+    """The node that rank 0 was on may be gone: the journal, metrics and events of the last start count."""
+    assert found["history"] == [2, 3, 4, 4]
+
+
+def test_heartbeats_and_the_alarm_reach_other_nodes(found):
+    assert found["heartbeats"] == {"phase": "save", "step": 11}
+
+
+def test_nodes_apart_without_a_store_are_refused_in_one_line(found):
+    nothing, apart, unsaved, demoted, fine = found["refused"]
+    assert "set checkpoints.upload" in nothing and "\n" not in nothing
+    assert "is another place on" in apart and "must reach the same store" in apart
+    assert "demote_to_weights" in demoted
+    assert (unsaved, fine) == ("", "")
+
+
+@pytest.fixture
+def nodes(workshop: Workshop, tmp_path: Path) -> Iterator[Nodes]:
+    """Two nodes with their own networks, host names and disks."""
+    with two_nodes(workshop, tmp_path) as made:
+        if made is None:
+            pytest.skip("may not make networks here")
+        yield made
+
+
+def one_in_ten(number: int, path: str) -> str | None:
+    return ("error", "drop", "cut")[number // 10 % 3] if number % 10 == 9 else None
+
+
+def test_each_node_is_lost_once_and_the_end_is_the_undisturbed_one(nodes, tmp_path, monkeypatch):
+    """ZeRO-2, a real S3 server that fails one request in ten: beta is replaced by an empty node, then alpha."""
+    reference, settings = (
+        nodes.workshop.run("zero2"),
+        ("checkpoints.upload=s3://bucket/runs", "training.save_steps=2"),
+    )
+    with s3_server(tmp_path / "log") as address, Proxy(address, one_in_ten, nodes.hosts.outside) as proxy:
+        variables = connect_to(proxy.address)
+        use_here(monkeypatch, address)
+        remote, newest = RemoteRun("s3://bucket/runs", "run"), []
+        refused = nodes.run(settings=settings[1:])
+        for name, each in refused.items():
+            assert each.code == 2 and "set checkpoints.upload" in each.stderr, each.output
+            assert not list(nodes.disk(name).folder.iterdir())
+        for lost in ("beta", "alpha"):
+            started = nodes.start(settings=settings, **variables)
+            last = int(newest[-1].partition("-")[2]) if newest else 0
+            wait_until(started, lambda last=last: newest_committed(remote, last + 1) is not None)
+            started[lost].kill()  # with all its processes, as a machine that fails
+            nodes.replace(lost)
+            for each in started.values():
+                assert each.finish().code != 0
+            newest.append(newest_committed(remote, -1))
+        started = nodes.start(settings=settings, **variables)
+        wait_until(started, lambda: nodes.disk("beta").dir.node_events.exists())
+        nodes.disk("beta").dir.stop_file.touch()
+        assert [each.finish().code for each in started.values()] == [75, 75]
+        finished = nodes.run(settings=settings, **variables)
+    for each in finished.values():
+        assert each.code == 0, each.output
+    run = nodes.disk("alpha")
+    assert run.losses == reference.losses and run.samples == reference.samples
+    exported = [each.dir.export / "model.safetensors" for each in (run, reference)]
+    assert exported[0].read_bytes() == exported[1].read_bytes()
+    resumes = [event for event in run.events if event["event"] == "resume"]
+    assert [event["checkpoint"] for event in resumes][:2] == newest
+    fetches = [event["nodes"] for event in run.events if event["event"] == "fetch"]
+    empty = [[node["host"] for node in fetched if node["files"]] for fetched in fetches]
+    assert empty[0] == ["beta"] and "alpha" in empty[1]
