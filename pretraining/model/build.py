@@ -156,7 +156,7 @@ def build_model(
         convert_products(built, speed.fp8)
     if speed.recompute == "operators":
         keep_products(built)
-    compile_model(built, speed)
+    compile_model(built, speed, groups.degrees)
     return built
 
 

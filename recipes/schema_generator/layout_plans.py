@@ -51,8 +51,8 @@ CASES = (
         {
             "zero3_hpz": "weights for the backward pass stay in the node",
             "zero3": "the least memory",
-            "zero2:tensor=8": "norms, head and loss are computed by each of the eight",
-            "zero1:tensor=8": "whole sums of gradients of a part of the layers, and of all that is not split",
+            "zero2:tensor=8": "few sequences a step; norms and sums of the residual stream are computed by each of the eight",
+            "zero1:tensor=8": "whole sums of gradients of an eighth of the model: it fits with little to spare",
         },
     ),
     Case(
@@ -63,7 +63,7 @@ CASES = (
             "zero3": "one layer of a whole sequence is too large",
             "zero3:sequence=2": "as few ranks for a sequence as fit",
             "zero3:sequence=4": "longer sequences, or less recomputation, are planned",
-            "zero3:sequence=8": "the peak may be in validation, which does not split sequences",
+            "zero3:sequence=8": "the longest sequences",
         },
         LONG,
     ),

@@ -49,7 +49,7 @@ PHASES = {
     "last layer": "when the last layer is computed again: every layer's input and that layer's activations",
     "backward": "when the backward pass ends: one layer's activations and all gradients",
     "step": "in the optimizer step: gradients and their flat copies",
-    "validation": "in a validation, which has whole sequences and logits on each rank",
+    "validation": "in a validation, which keeps no activations",
 }
 SNAPSHOT_ALIGNMENT = 64
 """Bytes; a tensor of any type may begin at a multiple of it."""
@@ -316,9 +316,9 @@ def _phases(
 def _validation(
     recipe: Recipe, at_loss: dict[str, float], precision: Precision, degrees: Degrees
 ) -> dict[str, float]:
-    """Return the parts in a validation: no activations are kept; every rank has whole sequences and logits."""
+    """Return the parts in a validation: no activations are kept, and every rank reads a part of each sequence."""
     num_sequences = recipe.training.per_device_eval_batch_size
-    tokens = num_sequences * recipe.sequence_length
+    tokens = num_sequences * recipe.sequence_length // degrees.sequence
     without = {name: size for name, size in at_loss.items() if name not in ("activations", "logits and loss")}
     return {**without, "validation": validation_bytes(recipe.model, tokens, precision, degrees)}
 
