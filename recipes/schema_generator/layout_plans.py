@@ -51,7 +51,7 @@ CASES = (
         {
             "zero3_hpz": "weights for the backward pass stay in the node",
             "zero3": "the least memory",
-            "zero2:tensor=8": "few sequences a step; norms and sums of the residual stream are computed by each of the eight",
+            "zero2:tensor=8": "few sequences a step; each of the eight computes norms and residual sums",
             "zero1:tensor=8": "whole sums of gradients of an eighth of the model: it fits with little to spare",
         },
     ),
