@@ -22,6 +22,7 @@ from pretraining.runtime.rank_groups import rank_groups
 from pretraining.training.arguments import build_arguments
 from pretraining.training.ranks import join_ranks
 from pretraining.training.trainer import PretrainingTrainer
+from pretraining.upstream.deepspeed import share_of
 from pretraining.upstream.wide_weights import keep_in_fp32
 
 
@@ -48,6 +49,9 @@ def short_trainer(
         split_vocabulary(built, groups.degrees.tensor)
     if groups.degrees.expert > 1:
         split_experts(built, groups.degrees.expert)
+        # their memory is not filled; with stage 3 a rank has its shard
+        for parameter in filter(share_of, built.parameters()):
+            getattr(parameter, "ds_tensor", parameter).data.normal_(std=0.02)
     built.loss_type = None
     block = torch.zeros(recipe.sequence_length, dtype=torch.long)
     return PretrainingTrainer(
