@@ -18,6 +18,8 @@ import json
 import os
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
@@ -120,20 +122,30 @@ def trace(
     every_n_layers: int,
     loss: str = "plain",
     keeps_products: bool = False,
+    sequence: int = 1,
 ) -> dict[str, int]:
-    """The same numbers from torch's MemTracker, over the model and the loss that training uses."""
+    """The same numbers from torch's MemTracker, over the model and the loss that training uses.
+
+    sequence: over how many ranks each sequence is split; the other ranks do not exist, and send nothing.
+    """
     import torch
+    import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
     from transformers.initialization import no_init_weights
 
+    from pretraining.ds_config import Degrees
     from pretraining.model.loss import build_loss
+    from pretraining.runtime.rank_groups import RankGroups
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
-        network = fake_network(model, dtype, every_n_layers, keeps_products)
-        loss_of = build_loss(network, loss_settings(loss))
-        ids = torch.zeros(micro_batch, length, dtype=torch.long)
+    with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights(), absent_ranks(sequence):
+        groups = RankGroups(
+            Degrees(sequence=sequence), 0, sequence, dist.group.WORLD if sequence > 1 else None
+        )
+        network = fake_network(model, dtype, every_n_layers, keeps_products, groups)
+        loss_of = build_loss(network, loss_settings(loss), groups)
+        ids = torch.zeros(micro_batch, length // sequence, dtype=torch.long)
         tracker = MemTracker()
         tracker.track_external(network, ids)
         with tracker:
@@ -145,15 +157,33 @@ def trace(
         return {"kept": kept, "peak": peak} if loss == "plain" else {"peak": peak}
 
 
-def fake_network(model: dict, dtype, every_n_layers: int, keeps_products: bool = False):
-    """The model in training mode; `sdpa` without the mask that fake tensors alone would make it build."""
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+@contextmanager
+def absent_ranks(size: int) -> Iterator[None]:
+    """Be the first rank of a group in which nothing is sent."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if size == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_network(model: dict, dtype, every_n_layers: int, keeps_products: bool = False, groups=None):
+    """The model in training mode; `sdpa` without the mask that fake tensors alone would make it build."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from pretraining.model.attention import SDPA_CAUSAL, register_kernels, split_attention
     from pretraining.model.recomputation import keep_products
 
-    AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
-    attention = "eager" if model.get("attn_implementation") == "eager" else "sdpa_causal"
+    register_kernels()
+    attention = "eager" if model.get("attn_implementation") == "eager" else SDPA_CAUSAL
+    if groups and groups.degrees.sequence > 1:
+        attention = split_attention(attention, groups)
     config = AutoConfig.for_model(**{"use_cache": False, **model, "attn_implementation": attention})
     network = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     if keeps_products:

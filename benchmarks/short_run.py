@@ -16,6 +16,7 @@ from pretraining.ds_config import degrees_of
 from pretraining.model.attention import SDPA_CAUSAL, split_attention
 from pretraining.model.expert_parallel import split_experts
 from pretraining.model.loss import build_loss
+from pretraining.model.vocabulary_parallel import split_vocabulary
 from pretraining.recipe import Recipe
 from pretraining.runtime.rank_groups import rank_groups
 from pretraining.training.arguments import build_arguments
@@ -43,6 +44,8 @@ def short_trainer(
     built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=dtype)
     if recipe.weights.keep_in_fp32:
         keep_in_fp32(built, recipe.weights.keep_in_fp32, dtype)
+    if groups.degrees.tensor > 1:
+        split_vocabulary(built, groups.degrees.tensor)
     if groups.degrees.expert > 1:
         split_experts(built, groups.degrees.expert)
     built.loss_type = None

@@ -14,12 +14,6 @@ from tests.test_readme import commands_of
 PAGE = REPOSITORY / "docs" / "first_day.md"
 TASKS = 12
 LAUNCHER = re.compile(r"deepspeed --num_gpus=(\d) ")
-BUDGET = re.compile(r'(?<="budget": \{ "tokens": )\d+')
-
-
-def half(tokens: re.Match) -> str:
-    """Half of the page's steps: enough for a validation and a checkpoint of each run."""
-    return str(int(tokens[0]) // 2)
 
 
 def files_of(page: str) -> dict[str, str]:
@@ -34,7 +28,7 @@ class Day:
         self.folder, self.data, self.runs = folder, folder / "data", folder / "runs"
         (folder / "my").mkdir()
         for name, text in files_of(PAGE.read_text(encoding="utf-8")).items():
-            (folder / name).write_text(BUDGET.sub(half, self.moved(text)))
+            (folder / name).write_text(self.moved(text))
 
     def moved(self, text: str) -> str:
         """The text with the page's folders in this one."""
