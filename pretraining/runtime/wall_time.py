@@ -66,14 +66,20 @@ class Attempt:
         return self.ended - self.began
 
 
+def start_rows(events: list[dict]) -> list[int]:
+    """List the numbers of the rows with which an attempt begins."""
+    return [number for number, row in enumerate(events) if row.get("event") in STARTS and "time" in row]
+
+
 def attempts(events: list[dict], until: float) -> list[Attempt]:
     """List the attempts of a run.
 
     events: rows of events.jsonl. until: UNIX seconds at which the last attempt ends if it has no end.
     """
     found: list[Attempt] = []
-    starts = [number for number, row in enumerate(events) if row.get("event") in STARTS]
-    for first, after in zip(starts, [*starts[1:], len(events)], strict=True):
+    events = [row for row in events if "time" in row]
+    starts = start_rows(events)
+    for first, after in itertools.pairwise([*starts, len(events)]):
         began, is_last = unix_seconds(events[first]["time"]), after == len(events)
         ended, lost_as = (until, "start") if is_last else (unix_seconds(events[after]["time"]), "restart")
         for event in events[first:after]:
