@@ -115,9 +115,9 @@ class WallTime:
         """Account for a run. rows: those kept, in their order. until: UNIX seconds, if the run has not ended."""
         lost = dict.fromkeys(CAUSES, 0.0)
         all_attempts, rows = attempts(events, until), list(rows)
-        next_starts = [*(attempt.began for attempt in all_attempts[1:]), float("inf")]
         before, position, begun_after = float(first_step(events)), 0, "start"
-        for attempt, next_start in zip(all_attempts, next_starts, strict=True):
+        for attempt, after in itertools.zip_longest(all_attempts, all_attempts[1:]):
+            next_start = after.began if after else float("inf")
             accounted, reached = 0.0, attempt.began
             while position < len(rows) and rows[position].time < next_start:
                 row = rows[position]
