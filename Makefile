@@ -26,11 +26,12 @@ demo: $(VENV)/installed
 pipeline: $(VENV)/installed
 	python -m pretraining.pipeline --recipe $(RECIPE) --launcher "deepspeed --num_gpus=$(NUM_GPUS)" $(PIPELINE)
 
-# A file's tests stay together; runs that several files look at are made once for all processes.
+# A file's tests stay together; runs that several files look at are made once for all processes. Three of them keep two
+# cores busy: tests wait for kills, time-outs and other processes.
 # GPUs are hidden from all tests but those marked `gpu`, which run first and alone where there is one.
 test: $(VENV)/installed-dev lint
 	$(if $(filter-out 0,$(GPUS)),python -m pytest -m gpu)
-	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-dev
 	ruff check .

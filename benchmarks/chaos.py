@@ -44,8 +44,8 @@ def main() -> None:
         default=20,
         help="one of so many starts by deepspeed, one by torchrun (0: none)",
     )
-    parser.add_argument("--mixed", metavar="MODEL", choices=list(models()), help="layouts of all kinds")
     parser.add_argument("--nodes", action="store_true", help="two nodes that share nothing but a store")
+    parser.add_argument("--mixed", metavar="MODEL", choices=list(models()), help="layouts of all kinds")
     options = parser.parse_args()
     if options.nodes:
         return without_shared_disk(options)

@@ -2,12 +2,15 @@
 
     python benchmarks/checkpoint.py damage --trials 500 --seed 1
     python benchmarks/checkpoint.py verify --gigabytes 4 --pairs 7
+    python benchmarks/checkpoint.py fetch --gigabytes 1.5 --pairs 5
     python benchmarks/checkpoint.py full_disk
 
 damage: a small run leaves four committed checkpoints; each trial flips a bit, cuts, deletes or swaps files of them at
 random, and asks what the next start would load: the newest checkpoint that is whole, or nothing. Every so many trials
 the run itself is started on the damaged folder. verify: `verify` against plain reading of the same files by as many
-threads, warm, and cold (page cache dropped for these files) where the system lets us. full_disk: the run on a file
+threads, warm, and cold (page cache dropped for these files) where the system lets us. fetch: an empty machine gets a
+checkpoint from a store that is a folder, verified and on its disk, against plain reading and copying of the same files,
+cold. full_disk: the run on a file
 system of its own that holds one checkpoint, under both policies (needs to be root).
 """
 
@@ -29,10 +32,12 @@ from pathlib import Path
 
 from record import REPOSITORY, parser_of, record
 
+from pretraining.checkpoints.fetch import fetch_newest
 from pretraining.checkpoints.folders import committed_checkpoints, damage
 from pretraining.checkpoints.format import THREADS, file_entry, write_marker
 from pretraining.checkpoints.identity import Start
-from pretraining.runtime.durable_files import read_rows
+from pretraining.checkpoints.remote import RemoteRun
+from pretraining.runtime.durable_files import read_rows, sync_to_disk
 from pretraining.runtime.run_folder import RunFolder
 
 SMALL = {
@@ -50,9 +55,8 @@ SMALL = {
 def main() -> None:
     options = parse_arguments()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        values = {"damage": run_damage, "verify": run_verify, "full_disk": run_full_disk}[options.what](
-            options, Path(folder)
-        )
+        work = {"damage": run_damage, "verify": run_verify, "fetch": run_fetch, "full_disk": run_full_disk}
+        values = work[options.what](options, Path(folder))
     record(f"checkpoint_{options.what}", values, options.keep)
 
 
@@ -136,6 +140,48 @@ def run_verify(options: argparse.Namespace, folder: Path) -> dict:
     return values
 
 
+def run_fetch(options: argparse.Namespace, folder: Path) -> dict:
+    """Medians over rounds of reading, copying (with fsync) and fetching in turn; the first round warms up."""
+    store = folder / "store" / "run"
+    store.mkdir(parents=True)
+    checkpoint = big_checkpoint(store, options.gigabytes, options.files)
+    rounds = []
+    for number in range(options.pairs + 1):
+        copy, run = folder / f"copy-{number}", RunFolder(folder / f"empty-{number}" / "run")
+        times = []
+        for work in (
+            lambda: read_all(checkpoint),
+            lambda copy=copy: copy_all(checkpoint, copy),
+            lambda run=run: fetch_newest(run, RemoteRun(str(store.parent), "run"), None),
+        ):
+            forget(checkpoint, "cold")
+            times.append(timed(work))
+        rounds.append(times)
+        assert damage(run.checkpoint(1)) is None
+        shutil.rmtree(copy)
+        shutil.rmtree(run.path)
+    reading, copying, fetching = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
+    return {
+        **{key: getattr(options, key) for key in ("gigabytes", "files", "pairs")},
+        "read_seconds": round(reading, 3),
+        "copy_seconds": round(copying, 3),
+        "fetch_seconds": round(fetching, 3),
+        "fetch_by_read": round(statistics.median(fetch / read for read, _, fetch in rounds[1:]), 2),
+        "fetch_by_copy": round(statistics.median(fetch / copied for _, copied, fetch in rounds[1:]), 2),
+    }
+
+
+def copy_all(checkpoint: Path, target: Path) -> None:
+    target.mkdir()
+
+    def copy(path: Path) -> None:
+        shutil.copyfile(path, target / path.name)
+        sync_to_disk(target / path.name)
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(copy, checkpoint.iterdir()))
+
+
 def big_checkpoint(folder: Path, gigabytes: float, num_files: int) -> Path:
     """A committed checkpoint of random bytes in files of one size."""
     checkpoint, chunk = folder / "checkpoint-1", os.urandom(1 << 24)
@@ -215,7 +261,7 @@ def run_full_disk(options: argparse.Namespace, folder: Path) -> dict:
 
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("what", choices=("damage", "verify", "full_disk"))
+    parser.add_argument("what", choices=("damage", "verify", "fetch", "full_disk"))
     parser.add_argument("--trials", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--starts", type=int, default=5, help="how many of the trials also start the run")

@@ -5,8 +5,9 @@
 
 Each run is a real launch of train.py on a small corpus that is prepared first, on four ranks. Prints one JSON line a
 model type and precision: for each layout the largest difference of the training loss (nats), of the gradient norm
-(relative), of the validation loss and of the export's logits, whether the initial weights are the same bit for bit, and
-whether the export has the same files, names and shapes. The first step has learning rate 0, so the weights after it are
+(relative), of the validation loss and of the export's logits, how far these are from those of its last checkpoint's
+weights, whether the initial weights are the same bit for bit, and whether the export has the same files, names and
+shapes. The first step has learning rate 0, so the weights after it are
 the initial ones.
 """
 
@@ -108,7 +109,8 @@ def differences(run, reference, dtype: str) -> dict[str, float | bool]:
         "loss": max(abs(ours["train/loss"] - theirs["train/loss"]) for ours, theirs in rows),
         "norm": max(abs(ours - theirs) / theirs for ours, theirs in norms),
         "validation": max(abs(ours["eval/loss"] - theirs["eval/loss"]) for ours, theirs in validations),
-        "logits": float((logits_of(run) - logits_of(reference)).abs().max()),
+        "logits": largest(logits_of(run) - logits_of(reference)),
+        "logits_to_checkpoint": largest(logits_of(run) - logits_of(run, run.folder / "checkpoint-10")),
         # without ZeRO the masters are as drawn, with it they begin as what the 16-bit weights hold
         "same_start": same_weights(*(each.folder / "checkpoint-1" for each in (run, reference)), dtype),
         "same_export": files_of_export(run) == files_of_export(reference),
@@ -128,15 +130,28 @@ def same_weights(saved: Path, other: Path, dtype: str) -> bool:
     )
 
 
-def logits_of(run):
-    """Return the logits of an export for some drawn tokens, as transformers loads it."""
+def largest(differences) -> float:
+    """Return the largest absolute number."""
+    return float(differences.abs().max())
+
+
+def logits_of(run, checkpoint: Path | None = None):
+    """Return the logits of an export for some drawn tokens, as transformers loads it.
+
+    checkpoint: whose weights are put in place of the export's, rounded as an export does.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(run.folder / "export", dtype=torch.float32).eval()
+    from pretraining.checkpoints.shard_files import CheckpointReader, assemble
+
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "export", dtype="auto").eval()
+    if checkpoint is not None:
+        reader = CheckpointReader(checkpoint)
+        model.load_state_dict({name: assemble(reader, name) for name in reader.parameters})
     tokens = torch.randint(model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        return model(input_ids=tokens).logits
+        return model.float()(input_ids=tokens).logits
 
 
 def files_of_export(run) -> tuple[list[str], dict[str, tuple]]:

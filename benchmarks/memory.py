@@ -3,12 +3,14 @@
     python benchmarks/memory.py --keep
     python benchmarks/memory.py --recipes 124m --attention eager --precisions bf16 fp32
     python benchmarks/memory.py --recipes 1.5b --micro_batch 16 --attention eager sdpa --losses plain chunked
+    python benchmarks/memory.py --degrees --keep
     torchrun --nproc_per_node=8 benchmarks/memory.py --peak --recipes 7b --deepspeed zero3     (needs GPUs)
 
 Without --peak no memory is used: forward, loss and backward of one micro-batch run on fake tensors. `kept` is what
 lies there when the loss is computed, `peak` the most at any moment of both passes, both without weights. The tracker
 follows a module's first call alone, and so no fused loss, which calls the head twice. With --peak,
-three real steps of two micro-batches, and torch.cuda.max_memory_allocated of the fullest rank.
+three real steps of two micro-batches, and torch.cuda.max_memory_allocated of the fullest rank. With --degrees, a small
+Llama whose layers and sequences real ranks split: what the tracker finds `kept` on the fullest of them.
 """
 
 import argparse
@@ -16,6 +18,8 @@ import json
 import os
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
@@ -23,6 +27,10 @@ from record import parser_of, record
 
 RECIPES = ("124m", "1.5b", "7b")
 STEPS, ACCUMULATION = 3, 2
+DEGREES = ("tensor=1", "tensor=2", "tensor=4", "sequence=2", "sequence=4", "tensor=2,sequence=2")
+SMALL = {"model_type": "llama", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 1024}
+SMALL |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+SMALL |= {"max_position_embeddings": 512, "attn_implementation": "sdpa"}
 
 
 def main() -> None:
@@ -33,10 +41,17 @@ def main() -> None:
     parser.add_argument("--losses", nargs="+", default=["plain"], choices=("plain", "chunked"))
     parser.add_argument("--every_n_layers", nargs="+", type=int, default=(0, 1, 2), metavar="N")
     parser.add_argument("--micro_batch", type=int, default=1)
+    parser.add_argument(
+        "--degrees", nargs="*", metavar="DEGREE=N", help="split a small Llama over real ranks"
+    )
     parser.add_argument("--peak", action="store_true", help="real steps on GPUs instead of fake tensors")
     parser.add_argument("--deepspeed", default="zero2", help="with --peak: the ds_config")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
+    if options.degrees is not None:
+        for degrees, every_n_layers in product(options.degrees or DEGREES, (0, 1)):
+            record("memory", split_trace(degrees, every_n_layers), options.keep)
+        return
     for name in options.recipes:
         for every_n_layers in options.every_n_layers:
             for values in (peaks if options.peak else traces)(options, name, every_n_layers):
@@ -107,20 +122,30 @@ def trace(
     every_n_layers: int,
     loss: str = "plain",
     keeps_products: bool = False,
+    sequence: int = 1,
 ) -> dict[str, int]:
-    """The same numbers from torch's MemTracker, over the model and the loss that training uses."""
+    """The same numbers from torch's MemTracker, over the model and the loss that training uses.
+
+    sequence: over how many ranks each sequence is split; the other ranks do not exist, and send nothing.
+    """
     import torch
+    import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
     from transformers.initialization import no_init_weights
 
+    from pretraining.ds_config import Degrees
     from pretraining.model.loss import build_loss
+    from pretraining.runtime.rank_groups import RankGroups
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
-        network = fake_network(model, dtype, every_n_layers, keeps_products)
-        loss_of = build_loss(network, loss_settings(loss))
-        ids = torch.zeros(micro_batch, length, dtype=torch.long)
+    with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights(), absent_ranks(sequence):
+        groups = RankGroups(
+            Degrees(sequence=sequence), 0, sequence, dist.group.WORLD if sequence > 1 else None
+        )
+        network = fake_network(model, dtype, every_n_layers, keeps_products, groups)
+        loss_of = build_loss(network, loss_settings(loss), groups)
+        ids = torch.zeros(micro_batch, length // sequence, dtype=torch.long)
         tracker = MemTracker()
         tracker.track_external(network, ids)
         with tracker:
@@ -132,15 +157,33 @@ def trace(
         return {"kept": kept, "peak": peak} if loss == "plain" else {"peak": peak}
 
 
-def fake_network(model: dict, dtype, every_n_layers: int, keeps_products: bool = False):
-    """The model in training mode; `sdpa` without the mask that fake tensors alone would make it build."""
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+@contextmanager
+def absent_ranks(size: int) -> Iterator[None]:
+    """Be the first rank of a group in which nothing is sent."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if size == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_network(model: dict, dtype, every_n_layers: int, keeps_products: bool = False, groups=None):
+    """The model in training mode; `sdpa` without the mask that fake tensors alone would make it build."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from pretraining.model.attention import SDPA_CAUSAL, register_kernels, split_attention
     from pretraining.model.recomputation import keep_products
 
-    AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
-    attention = "eager" if model.get("attn_implementation") == "eager" else "sdpa_causal"
+    register_kernels()
+    attention = "eager" if model.get("attn_implementation") == "eager" else SDPA_CAUSAL
+    if groups and groups.degrees.sequence > 1:
+        attention = split_attention(attention, groups)
     config = AutoConfig.for_model(**{"use_cache": False, **model, "attn_implementation": attention})
     network = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     if keeps_products:
@@ -156,6 +199,64 @@ def without_weights(snapshot: dict) -> int:
     return sum(
         size for name, size in categories.items() if str(name).rpartition(".")[2] not in ("PARAM", "Total")
     )
+
+
+def split_trace(degrees: str, every_n_layers: int) -> dict:
+    """What the fullest of real ranks keeps of one micro-batch when its loss is computed, and the prediction."""
+    from short_run import on_ranks
+
+    from pretraining.ds_config import degrees_of, load_ds_config
+    from pretraining.planning.memory.activations import activations
+    from pretraining.planning.memory.tensors import precision_of
+    from pretraining.recipe import load_recipe
+
+    micro_batch, length = 2, SMALL["max_position_embeddings"]
+    values = {"model": SMALL, "training.per_device_train_batch_size": micro_batch, "training.bf16": True}
+    values |= {"budget.tokens_per_step": micro_batch * length, "budget.tokens": micro_batch * length}
+    values |= {"training.eval_strategy": "no", "training.save_strategy": "no", "loss.kind": "plain"}
+    values |= {"training.activation_checkpointing": every_n_layers > 0, "monitors.noise_scale_steps": None}
+    settings = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    recipe = load_recipe("tiny", settings, f"zero1:{degrees}")
+    config = load_ds_config(recipe.deepspeed)
+    split = degrees_of(config)
+    ranks = on_ranks(
+        split.ranks_per_sample, lambda folder: {"kept": tracked(recipe, config, folder)}, degrees
+    )
+    precision = precision_of(recipe, config)
+    held = activations(SMALL, micro_batch, length, precision, every_n_layers, degrees=split)
+    traced, foreseen = max(rank["kept"] for rank in ranks), held.kept + held.logits / 3
+    words = {
+        "model": "llama",
+        "degrees": degrees,
+        "precision": precision.name,
+        "every_n_layers": every_n_layers,
+    }
+    ratio = round(foreseen / traced, 4)
+    return {**words, "traced": {"kept": traced}, "predicted": {"kept": foreseen}, "kept_ratio": ratio}
+
+
+def tracked(recipe, config: dict, folder: Path) -> int:
+    """Bytes that one rank keeps in the first micro-batch, found by the tracker around the Trainer's own loss."""
+    from short_run import short_trainer
+    from torch.distributed._tools.mem_tracker import MemTracker
+    from transformers import TrainerCallback
+
+    trainer, kept = short_trainer(recipe, config, folder / "run", 1, 1, TrainerCallback()), []
+    compute_loss = trainer.compute_loss
+
+    def tracked_loss(network, inputs, *args, **kwargs):
+        tracker = MemTracker()
+        tracker.track_external(
+            network, *(each for each in inputs.values() if hasattr(each, "untyped_storage"))
+        )
+        with tracker:
+            loss = compute_loss(network, inputs, *args, **kwargs)
+            kept.append(without_weights(tracker.get_tracker_snapshot("current")))
+        return loss
+
+    trainer.compute_loss = tracked_loss
+    trainer.train()
+    return kept[0]
 
 
 def peaks(options: argparse.Namespace, name: str, every_n_layers: int):

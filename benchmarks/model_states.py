@@ -2,7 +2,8 @@
 
     python benchmarks/model_states.py
     python benchmarks/model_states.py --ways zero2 zero3 --ranks 2 --precisions bf16 --keep
-    python benchmarks/model_states.py --ways zero2:sequence=2 zero3:sequence=2 --ranks 2 4 --precisions bf16
+    python benchmarks/model_states.py --ways zero2:sequence=2 zero3:tensor=2,sequence=2 --ranks 2 4 --precisions bf16
+    python benchmarks/model_states.py --ways split --ranks 2 4 --keep
     python benchmarks/model_states.py --optimizers muon --ways null zero0 zero1 zero2 zero3 --ranks 1 2
     python benchmarks/model_states.py --optimizers lion_32bit schedule_free_adamw adafactor adamw_8bit --ways zero0
 
@@ -11,11 +12,6 @@ ds_config, and walks the live tensors of every rank after the last but one micro
 """
 
 import json
-import os
-import socket
-import sys
-import tempfile
-import traceback
 from itertools import product
 from pathlib import Path
 
@@ -23,13 +19,17 @@ from held_bytes import held_bytes
 from record import parser_of, record
 
 WAYS = ("null", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_hpz")
-WAYS += ("zero1:tensor=2", "zero2:tensor=2", "zero3:tensor=2")
-WAYS += ("zero1:sequence=2", "zero2:sequence=2", "zero3:sequence=2")
+DEGREES = ("tensor=2", "tensor=4", "sequence=2", "sequence=4", "tensor=2,sequence=2")
+DEGREES += ("expert=2", "expert=4", "expert=2,sequence=2")
+WAYS += tuple(f"{stage}:{degrees}" for degrees in DEGREES for stage in ("zero0", "zero1", "zero2", "zero3"))
+WAYS += tuple(f"{stage}:{degrees}" for degrees in DEGREES for stage in ("zero2_offload", "zero3_offload"))
 MODEL = {"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 1024, "n_positions": 128}
 SPLIT = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
-SPLIT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024, "use_cache": False}
+SPLIT |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1024, "use_cache": False}
 SPLIT |= {"max_position_embeddings": 128, "tie_word_embeddings": False}
 """For tensor parallelism, which knows no GPT-2."""
+MIXTURE = {**SPLIT, "model_type": "qwen3_moe", "head_dim": 32, "moe_intermediate_size": 96}
+MIXTURE |= {"num_experts": 8, "num_experts_per_tok": 2}
 ACCUMULATION, STEPS = 2, 3
 BUCKET = 100_000
 """Elements: small, so that gloo has little to send."""
@@ -37,28 +37,42 @@ BUCKET = 100_000
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument(
+        "--ways", nargs="+", default=WAYS, choices=(*WAYS, "split"), help="split: all degrees"
+    )
     parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2, 3, 4))
     parser.add_argument("--precisions", nargs="+", default=("bf16", "fp32"), choices=("bf16", "fp32", "wide"))
     parser.add_argument(
         "--optimizers", nargs="+", default=("adamw",), help="adamw, muon, or a `training.optim`"
     )
     options = parser.parse_args()
-    lists = options.optimizers, options.ways, options.precisions, options.ranks
-    for optimizer, way, precision, ranks in product(*lists):
-        least = {"zero3_hpz": 4}.get(way, 2 if "=" in way else 1)
-        if ranks % least == 0:
-            record("model_states", compare(optimizer, way, precision, ranks), options.keep)
+    ways = [way for way in WAYS if ":" in way] if "split" in options.ways else options.ways
+    for case in product(options.optimizers, ways, options.precisions, options.ranks):
+        if case[-1] % least_ranks(case[1]) == 0:
+            record("model_states", compare(*case), options.keep)
+
+
+def least_ranks(way: str) -> int:
+    """The fewest ranks of a ds_config."""
+    from pretraining.ds_config import degrees_of, load_ds_config
+
+    if way in ("null", "zero3_hpz"):
+        return {"null": 1, "zero3_hpz": 4}[way]
+    degrees = degrees_of(load_ds_config(way))
+    return max(degrees.ranks_per_sample, degrees.expert)
 
 
 def compare(optimizer: str, way: str, precision: str, ranks: int) -> dict:
     """One case: the fullest rank's bytes by owner, the prediction, and their ratio."""
+    from short_run import on_ranks
+
     from pretraining.planning.memory.need import state_of_recipe
     from pretraining.planning.sizes import model_size
 
     case = (optimizer, way, precision, ranks)
     recipe, config = case_of(*case)
-    held = max(run_ranks(*case), key=states_of)
+    walked = on_ranks(ranks, lambda folder: train_and_walk(recipe, config, folder), " ".join(map(str, case)))
+    held = max(walked, key=states_of)
     state = state_of_recipe(recipe, config, ranks)
     predicted = state.gpu + state.host
     values = dict(zip(("optimizer", "way", "precision", "ranks"), case, strict=True))
@@ -76,13 +90,15 @@ def states_of(held: dict) -> int:
 
 def case_of(optimizer: str, way: str, precision: str, ranks: int):
     """The recipe and ds_config of a case."""
-    from pretraining.ds_config import load_ds_config
+    from pretraining.ds_config import degrees_of, load_ds_config
     from pretraining.recipe import load_recipe
 
     # ranks that work on the same samples count once
-    _, _, together = way.partition("=")
-    length, groups = MODEL["n_positions"], ranks // int(together or 1)
-    values = {"model": SPLIT} if "tensor" in way else {f"model.{key}": value for key, value in MODEL.items()}
+    degrees = degrees_of(load_ds_config(way) if way != "null" else None)
+    length, groups = MODEL["n_positions"], ranks // degrees.ranks_per_sample
+    values = {f"model.{key}": value for key, value in MODEL.items()}
+    if degrees.tensor > 1 or degrees.expert > 1:
+        values = {"model": MIXTURE if degrees.expert > 1 else SPLIT}
     values |= {"training.bf16": precision != "fp32", "training.per_device_train_batch_size": 1}
     values |= {"training.eval_strategy": "no", "training.save_strategy": "no", "training.logging_steps": 100}
     values |= {"budget.tokens_per_step": length * groups * ACCUMULATION}
@@ -103,50 +119,8 @@ def case_of(optimizer: str, way: str, precision: str, ranks: int):
     return recipe, config
 
 
-def run_ranks(optimizer: str, way: str, precision: str, ranks: int) -> list[dict]:
-    """Fork the ranks of one case, after the imports, and collect what each holds."""
-    import deepspeed  # noqa: F401
-    import transformers  # noqa: F401
-
-    folder, port, children = Path(tempfile.mkdtemp()), free_port(), []
-    for rank in range(ranks):
-        child = os.fork()
-        if child == 0:
-            os._exit(run_rank((optimizer, way, precision, ranks), rank, port, folder))
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    if any(codes):
-        sys.exit(
-            f"{optimizer} {way} {precision} on {ranks} ranks failed:\n{(folder / 'log').read_text()[-3000:]}"
-        )
-    return [json.loads((folder / str(rank)).read_text()) for rank in range(ranks)]
-
-
-def run_rank(case: tuple, rank: int, port: int, folder: Path) -> int:
-    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    ranks = case[-1]
-    sizes = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-    }
-    os.environ.update(sizes, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    try:
-        held = train_and_walk(*case_of(*case), folder)
-        (folder / str(rank)).write_text(json.dumps(held))
-        return 0
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        return 1
-
-
 def train_and_walk(recipe, config: dict | None, folder: Path) -> dict[str, int]:
     """Bytes by owner before the last micro-batch of the last step."""
-    import torch
     from short_run import short_trainer
     from transformers import TrainerCallback
 
@@ -160,16 +134,9 @@ def train_and_walk(recipe, config: dict | None, folder: Path) -> dict[str, int]:
                 engine = trainer.model_wrapped
                 held.update(held_bytes(engine, getattr(engine, "optimizer", None) or trainer.optimizer))
 
-    torch.set_num_threads(1)
     trainer = short_trainer(recipe, config, folder / "run", ACCUMULATION, STEPS, Walk())
     trainer.train()
     return held
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ class Degrees(NamedTuple):
     """
 
     tensor: int = 1
-    """Ranks that split each layer's matrices (AutoTP)."""
+    """Ranks that split each layer's matrices (AutoTP), embedding and head."""
     sequence: int = 1
     """Ranks that split each sequence (Ulysses)."""
     expert: int = 1

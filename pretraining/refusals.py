@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pretraining.addresses import is_remote
 from pretraining.ds_config import (
+    NOT_SPLIT,
     degrees_of,
     hpz_ranks,
     load_ds_config,
@@ -223,6 +224,11 @@ def _check_compile(recipe: Recipe, ds_config: dict | None, where: str) -> None:
         raise problem(where, "speed.compile_mode", f"{what}; --set speed.compile_mode=null")
     if speed.compile == "deepcompile":
         return _check_deepcompile(recipe, ds_config, where)
+    key, value, without = ("compile_mode", mode, "null") if mode else ("compile_backend", backend, "inductor")
+    degrees = degrees_of(ds_config)
+    if value in CUDA_GRAPHS and degrees != NOT_SPLIT:
+        what = f"is {value}, which records CUDA graphs, and with {degrees} ranks exchange inside of them, which is not"
+        raise problem(where, f"speed.{key}", f"{what} tried; --set speed.{key}={without}")
     if stage != 3:
         return
     if speed.compile == "whole":
@@ -234,7 +240,6 @@ def _check_compile(recipe: Recipe, ds_config: dict | None, where: str) -> None:
         raise problem(
             where, "speed.compile", f"{why}; use --deepspeed zero3_offload, or --set speed.compile=none"
         )
-    key, value, without = ("compile_mode", mode, "null") if mode else ("compile_backend", backend, "inductor")
     if value in CUDA_GRAPHS:
         what = f"is {value}, which records CUDA graphs of weights that stay where they are, and ZeRO-3 moves them"
         raise problem(
@@ -281,8 +286,6 @@ def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True
         return "no GPU"
     model, training = model_with_defaults(recipe.model), recipe.training
     recomputes = training.activation_checkpointing
-    if degrees_of(ds_config).tensor > 1:
-        return "layers that are split over ranks exchange their sums in the middle of a block"
     if not is_exact(model):
         return f"not tried with {model['model_type']}"
     if any(model.get(key) for key in DROPOUTS):
@@ -299,8 +302,6 @@ def why_not_compiled(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True
 
 
 def _why_not_gathered_as_one(ds_config: dict | None) -> str | None:
-    if degrees_of(ds_config).expert > 1:
-        return "no graph can hold the exchange of split experts"
     if parameter_device(ds_config) != "nvme":
         return None
     return "a compiled block needs all its weights at once, and they come from NVMe one by one"

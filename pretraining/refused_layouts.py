@@ -21,6 +21,11 @@ _WITH_ZERO = "use --deepspeed zero1:expert=2, or another stage"
 def check_layout(recipe: Recipe, ds_config: dict | None, where: str) -> None:
     """Refuse degrees of parallelism that the model's shape does not allow, and what they do not know."""
     degrees, name = degrees_of(ds_config), f"deepspeed {recipe.deepspeed}"
+    if recipe.speed.compile == "deepcompile":
+        for size, split in zip(degrees, ("layers", "sequences", "experts"), strict=True):
+            if size > 1:
+                what = f"is deepcompile, which is not tried with split {split}; --set speed.compile=auto"
+                raise problem(where, "speed.compile", what)
     if degrees.tensor > 1:
         _check_tensor_degree(recipe, ds_config or {}, degrees.tensor, name)
     if degrees.sequence > 1:
@@ -64,9 +69,6 @@ def _check_expert_degree(recipe: Recipe, ds_config: dict, name: str, where: str)
         raise problem(where, "monitors.noise_scale_steps", f"{what}; set it to null")
     if recipe.training.fp16 and not zero["stage"]:
         raise problem(where, "training.fp16", f"is not tried with split experts at stage 0; {_WITH_ZERO}")
-    if recipe.speed.compile not in ("auto", "none"):
-        what = f"is {recipe.speed.compile}, and no graph can hold the exchange of split experts"
-        raise problem(where, "speed.compile", f"{what}; --set speed.compile=none")
     if recipe.speed.fp8 != "none":
         raise problem(where, "speed.fp8", "is not tried with split experts; --set speed.fp8=none")
     if recipe.training.optim not in ELEMENTWISE:
@@ -115,10 +117,6 @@ def _whole_parameters_needed(recipe: Recipe, model: dict, size: int) -> Iterator
     yield "training.optim", optim not in ELEMENTWISE, whole
     fp8 = "is for the products of whole layers; --set speed.fp8=none, or leave layers whole"
     yield "speed.fp8", speed.fp8 != "none", fp8
-    compiled = (
-        f"is {speed.compile}, and AutoTP replaces the layers that were compiled; --set speed.compile=auto"
-    )
-    yield "speed.compile", speed.compile not in ("auto", "none"), compiled
     keeps_products = recipe.training.activation_checkpointing and speed.recompute == "operators"
     kept = "is operators, which keeps products, and AutoTP adds the other ranks' to them; --set speed.recompute=layers"
     yield "speed.recompute", keeps_products, kept
@@ -159,9 +157,6 @@ def _check_sequence_degree(recipe: Recipe, size: int, name: str, tensor: int = 1
     if asked_for not in (None, *SPLIT_KERNELS):
         what = f"is {asked_for}; split sequences go with {', '.join(SPLIT_KERNELS)}; leave it out"
         raise problem(display_path(recipe.path), "model.attn_implementation", what)
-    if recipe.speed.compile == "deepcompile":
-        what = "is deepcompile, which is not tried with split sequences; --set speed.compile=auto"
-        raise problem(display_path(recipe.path), "speed.compile", what)
     heads = value_of(model, "num_attention_heads")
     key_value_heads = (model.get("num_key_value_heads") or heads) // tensor
     of_rank = " that tensor parallelism leaves to a rank" if tensor > 1 else ""

@@ -20,6 +20,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "recipes")]
 from schema_generator.ds_config import ds_config_schema  # noqa: E402
 from schema_generator.from_types import described, first_sentence, type_schema  # noqa: E402
 from schema_generator.keys_page import keys_page  # noqa: E402
+from schema_generator.layout_plans import with_plans  # noqa: E402
 from schema_generator.layout_table import with_table  # noqa: E402
 from schema_generator.model_types import bounded, largest, other_model_types  # noqa: E402
 
@@ -256,7 +257,7 @@ def main() -> int:
     texts["pretraining/recipe/model_types.json"] = one_line_each(other_model_types(list(SHAPE_KEYS)))
     texts["docs/recipe_keys.md"] = keys_page(schemas["recipes/schema.json"], REPOSITORY / "recipes")
     layouts = REPOSITORY / "docs" / "layouts.md"
-    texts["docs/layouts.md"] = with_table(layouts.read_text(encoding="utf-8")).rstrip("\n")
+    texts["docs/layouts.md"] = with_plans(with_table(layouts.read_text(encoding="utf-8"))).rstrip("\n")
     stale = []
     for name, text in texts.items():
         path, text = REPOSITORY / name, text + "\n"

@@ -15,13 +15,17 @@ from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.integrations import HfDeepSpeedConfig
 
+from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.model.build import build_model
 from pretraining.model.compiling import blocks_of
 from pretraining.model.loss import build_loss
 from pretraining.planning.memory.buffers import block_gathering
 from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Speed
+from pretraining.runtime.rank_groups import rank_groups
+from pretraining.training.arguments import split_layers
 from pretraining.training.ranks import join_ranks, leave_ranks
+from pretraining.upstream.experts import expert_groups_of
 from tests.runs import MODELS
 
 TOKENIZER = SimpleNamespace(bos_token_id=0, eos_token_id=0)
@@ -36,8 +40,10 @@ def fails_on_rank_1(graph, inputs):
     return graph.forward
 
 
-# {case: (model, stage, layers are recomputed, speed)}; the first of a model and stage is what the others must equal.
+# {case: (model, stage, layers are recomputed, speed, degrees)}; the first of a model and stage is what the others must
+# equal.
 BLOCKS = {"compile": "blocks"}
+SPLIT_LAYERS, SPLIT_EXPERTS = Degrees(tensor=2), Degrees(expert=2)
 CASES = {
     "gpt2": ("gpt2", 3, False, {}),
     "gpt2 blocks": ("gpt2", 3, False, BLOCKS),
@@ -49,6 +55,24 @@ CASES = {
     "gpt2 failing": ("gpt2", 3, False, {"compile": "auto", "compile_backend": fails_on_rank_1}),
     "gpt2 zero2": ("gpt2", 2, False, {}),
     "gpt2 zero2 failing": ("gpt2", 2, False, {"compile": "auto", "compile_backend": fails_on_rank_1}),
+    "qwen3_moe expert": ("qwen3_moe", 3, False, {}, SPLIT_EXPERTS),
+    "qwen3_moe expert blocks": (
+        "qwen3_moe",
+        3,
+        False,
+        {**BLOCKS, "compile_backend": "aot_eager"},
+        SPLIT_EXPERTS,
+    ),
+    # last, because AutoTP leaves traces in the process
+    "llama tensor": ("llama", 2, False, {}, SPLIT_LAYERS),
+    "llama tensor blocks": ("llama", 2, False, BLOCKS, SPLIT_LAYERS),
+    "llama tensor failing": (
+        "llama",
+        2,
+        False,
+        {"compile": "auto", "compile_backend": fails_on_rank_1},
+        SPLIT_LAYERS,
+    ),
 }
 
 
@@ -80,7 +104,9 @@ def available(model) -> int:
     return sum(p.ds_numel for p in found if p.ds_status == ZeroParamStatus.AVAILABLE)
 
 
-def trained(name: str, stage: int, recomputes: bool, speed: dict, gathered: Gathered) -> dict:
+def trained(
+    gathered: Gathered, name: str, stage: int, recomputes: bool, speed: dict, degrees: Degrees = NOT_SPLIT
+) -> dict:
     """Losses of four steps with a validation in between, the first gradients, graphs, and weights held too long."""
     torch._dynamo.reset()
     counters.clear()
@@ -89,15 +115,18 @@ def trained(name: str, stage: int, recomputes: bool, speed: dict, gathered: Gath
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
     zero |= {"reduce_bucket_size": 20_000} | (block_gathering({}, 50_000) if stage == 3 else {})
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
-    alive = HfDeepSpeedConfig(config)
+    if degrees.tensor > 1:
+        config["tensor_parallel"] = {"autotp_size": degrees.tensor, "partition_config": split_layers()}
+    alive, groups = HfDeepSpeedConfig(config), rank_groups(degrees)
     arguments = SimpleNamespace(bf16=False, fp16=False, deepspeed=config, process_index=1, seed=7)
-    model = build_model(section, TOKENIZER, arguments, speed=replace(PLAIN, **speed)).train()
+    model = build_model(section, TOKENIZER, arguments, speed=replace(PLAIN, **speed), groups=groups).train()
     if recomputes:
         model.activation_checkpointing_enable({"use_reentrant": False})
     loss = build_loss(model, load_recipe("tiny").loss)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer.param_groups[:] = expert_groups_of(optimizer.param_groups)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    order, inside = torch.Generator().manual_seed(dist.get_rank()), []
+    order, inside = torch.Generator().manual_seed(groups.data_rank), []
     for block in blocks_of(model):
         block.register_forward_hook(lambda *_: inside.append(gathered.held() - available(model)))
     found = {"losses": [], "gathered": []}
@@ -107,7 +136,7 @@ def trained(name: str, stage: int, recomputes: bool, speed: dict, gathered: Gath
         found["gathered"].append(available(model))
         here = loss(outputs, ids.roll(-1, 1))
         engine.backward(here)
-        if step == 0 and stage == 3:
+        if step == 0 and stage == 3 and degrees == NOT_SPLIT:
             found["gradients"] = {n: safe_get_full_grad(p).clone() for n, p in model.named_parameters()}
         engine.step()
         found["losses"].append(here.item())
@@ -127,7 +156,7 @@ def main() -> None:
     """Save {case: what `trained` found on rank 0} at the path in the first argument."""
     join_ranks()
     gathered = Gathered()
-    found = {case: trained(*CASES[case], gathered) for case in CASES}
+    found = {case: trained(gathered, *CASES[case]) for case in CASES}
     if dist.get_rank() == 0:
         torch.save(found, Path(sys.argv[1]))
     leave_ranks()

@@ -47,61 +47,17 @@ IN_MEMORY = Path("/dev/shm")
 if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
 
-# Files that start training processes: every other file runs before them, and the longest of them first.
-LAUNCHING = [
-    "test_first_day",  # one test, which no other process can share
-    "test_readme",
-    "test_curve",
-    "test_chaos",
-    "test_healing",
-    "test_elastic",
-    "test_loss",
-    "test_muon",
-    "test_nothing_lost",
-    "test_trackers",
-    "test_document_masking",
-    "test_compiling",
-    "test_mup",
-    "test_bad_input",
-    "test_planning_memory",
-    "test_model",
-]
-LAUNCHING += [
-    "test_run_folder",
-    "test_reshard",
-    "test_sequence_parallel",
-    "test_tensor_parallel",
-    "test_branch",
-    "test_clipping",
-    "test_loss_scale",
-    "test_batch_ramp",
-    "test_gradient_monitors",
-    "test_expert_load",
-    "test_launchers",
-    "test_background_saving",
-    "test_export",
-    "test_stopping",
-]
-LAUNCHING += [
-    "test_gate",
-    "test_checkpoint_export",
-    "test_streamed_run",
-    "test_early_stopping",
-    "test_throughput",
-    "test_doctor_cluster",
-    "test_features",
-    "test_extensions",
-    "test_one_loss",
-    "test_notices",
-    "test_sweep",
-    "test_console_log",
-    "test_given_weights",
-    "test_while_preparing",
-    "test_wide_weights",
-    "test_pipeline",
-    "test_flows",
-    "test_ray",
-]
+# Files that start training processes: every other file runs before them, and those with the most work first, so that
+# no worker is left alone with a long one at the end.
+LAUNCHING = """
+    first_day slurm readme planning_memory curve compiling roofline sequence_parallel tensor_parallel
+    vocabulary_parallel expert_parallel elastic own_disks doctor_cluster chaos healing loss refusals sweep
+    bad_input schedule_free muon nothing_lost reshard model one_loss uploaded_run other_models trackers pipeline
+    flows ray stopping library_optimizers mup clipping document_masking batch_ramp branch while_preparing
+    given_weights wide_weights extensions reporting run_folder features export loss_scale scores schedules
+    launchers throughput streamed_run checkpoint_export early_stopping background_saving gradient_monitors
+    expert_load gate notices console_log rehearsal postmortem shared_memory
+"""
 
 # Plans know nothing of what the doctor measured on this machine, and no folder below this one can be made.
 os.environ["PRETRAINING_DOCTOR_FOLDER"] = str(Path(os.devnull, "doctor"))
@@ -168,10 +124,11 @@ def num_gpus() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Unit tests first, then the files that launch processes."""
+    launching = LAUNCHING.split()
 
     def place(item: pytest.Item) -> int:
-        name = item.path.stem
-        return LAUNCHING.index(name) + 1 if name in LAUNCHING else 0
+        name = item.path.stem.removeprefix("test_")
+        return launching.index(name) + 1 if name in launching else 0
 
     items.sort(key=place)
 

@@ -9,15 +9,19 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from pretraining.checkpoints.agreement import agree_on_checkpoint, bring_history, refuse_lone_disks
 from pretraining.checkpoints.background import CheckpointWriter
+from pretraining.checkpoints.fetch import fetch_absent
+from pretraining.checkpoints.folders import step_in_name
 from pretraining.checkpoints.format import commit_checkpoint
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.retention import Retention
+from pretraining.checkpoints.shard_files import CheckpointReader, fetch_nothing
 from pretraining.checkpoints.upload import Uploader
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
@@ -31,6 +35,7 @@ from pretraining.training.hangs import ALARM, Relay
 from pretraining.training.ranks import join_ranks, leave_ranks
 
 RANKS = 2
+STATE = json.dumps({"format": 1, "parameters": {"weight": {"shape": [2000]}}}).encode()
 LAYOUT = {"world_size": RANKS, "zero_stage": 2}
 
 
@@ -52,7 +57,7 @@ class Rank:
         writer = CheckpointWriter(self.run, commit_checkpoint, after_commit=lambda: retention.apply(self.run))
         for step in steps:
             marker = {"step": step, "ranks": RANKS, "zero_stage": 2, "rollbacks": 0, "metrics": {}}
-            files = {"state.json": b"{}", "trainer_state.json": b"{}"} if self.rank == 0 else {}
+            files = {"state.json": STATE, "trainer_state.json": b"{}"} if self.rank == 0 else {}
             tensor = torch.full((1000,), step + self.rank / 8)
             writer.save(step, {f"master/weight@{1000 * self.rank}": tensor}, files, marker=marker)
             writer.wait()
@@ -74,7 +79,16 @@ class Rank:
             "disks": gather_from_ranks(names),
             "events": [event["event"] for event in events],
             "fetched": next((event["nodes"] for event in events if event["event"] == "fetch"), None),
+            "read": gather_from_ranks(checkpoint and self.slices(checkpoint, source)),
         }
+
+    def slices(self, checkpoint: Path, source: RemoteRun | None) -> list[float]:
+        """What a rank reads of its own slice, and of the other one's if that can be fetched, less the step."""
+        fetch = fetch_nothing if source is None else partial(fetch_absent, source, checkpoint)
+        reader = CheckpointReader(checkpoint, fetch)
+        ranks = [self.rank] if source is None else [self.rank, 1 - self.rank]
+        firsts = [reader.read("master", "weight", 1000 * rank, 1000)[0].item() for rank in ranks]
+        return [first - step_in_name(checkpoint) for first in firsts]
 
     def on_disk(self, rank: int, act: Callable[[Path], object]) -> None:
         """Do something to one disk, by rank 0 while nobody looks."""

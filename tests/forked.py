@@ -6,12 +6,15 @@ A forked rank runs the same `train.py` with the same arguments and variables as 
 the real launchers do is tested with the real launchers.
 """
 
+import fcntl
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from functools import cache, cached_property
 from pathlib import Path
@@ -47,14 +50,40 @@ gc.freeze()  # a rank that collects would copy every page of what is imported he
 """
 
 
-@cache
-def server() -> subprocess.Popen:
-    """The one process that forks; it ends when its standard input closes, thus with the tests."""
-    from tests.runs import REPOSITORY, environment
+class Server:
+    """The process that forks for all of pytest's workers; it ends when the last of them has closed its pipe."""
 
-    words = [sys.executable, "-m", "tests.forked"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
-    return subprocess.Popen(words, cwd=REPOSITORY, env=environment(), text=True, **pipes)
+    def __init__(self, folder: Path):
+        folder.mkdir(exist_ok=True)
+        self.pid_file, pipe = folder / "pid", folder / "requests"
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not pipe.exists():
+                os.mkfifo(pipe)
+            # for reading too: a pipe opens for writing alone only once the server reads it
+            self.requests = os.fdopen(os.open(pipe, os.O_RDWR), "w", buffering=1)
+            if not self.is_alive():
+                self.pid_file.write_text(str(self._start(pipe)))
+
+    def _start(self, pipe: Path) -> int:
+        from tests.runs import REPOSITORY, environment
+
+        words = [sys.executable, "-m", "tests.forked", str(pipe)]
+        unused = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        self.process = subprocess.Popen(words, cwd=REPOSITORY, env=environment(), **unused)
+        return self.process.pid
+
+    def is_alive(self) -> bool:
+        """Whether it runs, whichever worker has started it."""
+        known = self.pid_file.exists() and process_fields(int(self.pid_file.read_text()))
+        return bool(known) and known[0] != "Z"
+
+
+@cache
+def server() -> Server:
+    """That of this session of tests."""
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    return Server(Path(tempfile.gettempdir()) / f"pretraining-forks-{session}")
 
 
 class ForkedRanks:
@@ -65,15 +94,16 @@ class ForkedRanks:
         logs.mkdir()
         request = {"words": words, "ranks": ranks, "port": port, "folder": str(folder)}
         request |= {"variables": variables, "logs": str(logs)}
-        server().stdin.write(json.dumps(request) + "\n")
-        server().stdin.flush()
+        # as a file: lines that several workers write at once stay whole only if they are short
+        (logs / "request").write_text(json.dumps(request))
+        server().requests.write(f"{logs}\n")
 
     @cached_property
     def pid(self) -> int:
         """The process that waits for the ranks; the first one starts once the server has imported everything."""
         answer = self.logs / "pid"
         while not answer.exists():
-            assert server().poll() is None, "the process that forks has died"
+            assert server().is_alive(), "the process that forks has died"
             time.sleep(0.002)
         return int(answer.read_text())
 
@@ -124,18 +154,19 @@ def _survivors(waiting: int) -> list[int]:
     return [each for each, known in fields.items() if known[3:] == [str(waiting)] and known[0] != "Z"]
 
 
-def serve() -> None:
-    """Fork the ranks that each line of standard input asks for; write down the process that waits for them."""
+def serve(pipe: Path) -> None:
+    """Fork the ranks that each line of the pipe asks for; write down the process that waits for them."""
     exec(IMPORTS)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for line in sys.stdin:
-        request = json.loads(line)
+    for line in pipe.open():
+        request = json.loads((Path(line.rstrip("\n")) / "request").read_text())
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
             _wait_for_ranks(request)
         _write_at_once(Path(request["logs"]) / "pid", child)
+    shutil.rmtree(pipe.parent)
 
 
 def _wait_for_ranks(request: dict) -> None:
@@ -207,4 +238,4 @@ def _run(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(Path(sys.argv[1]))

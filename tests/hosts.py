@@ -3,10 +3,12 @@
 import ctypes
 import hashlib
 import os
+import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NEW_MOUNTS, NEW_NAMES, NEW_NETWORK = 0x00020000, 0x04000000, 0x40000000
@@ -42,6 +44,29 @@ class Hosts:
         for place, source in {Path("/etc/hosts"): self.table, **mounts}.items():
             _system("mount", os.fsencode(source), os.fsencode(place), None, BIND, None)
 
+    def words(self, name: str) -> list[str]:
+        """What comes before a command that is to run there; its folders are this machine's, but for /etc/hosts."""
+        arrive = f'hostname {name}; mount --bind {self.table} /etc/hosts; exec "$@"'
+        space = f"--net=/run/netns/{self.space(name)}"
+        return ["nsenter", space, "unshare", "--uts", "--mount", "sh", "-c", arrive, name]
+
+    def pull_plug(self, name: str) -> None:
+        """The host is gone in one moment: no packet says goodbye, and what ran there has ended."""
+        _ip("-n", self.space(name), "link", "set", "eth0", "down")
+        self._kill(name)
+
+    def plug_in(self, name: str) -> None:
+        """The host is back, and nothing runs there."""
+        _ip("-n", self.space(name), "link", "set", "eth0", "up")
+
+    def _kill(self, name: str) -> None:
+        listing = ["ip", "netns", "pids", self.space(name)]
+        while processes := subprocess.run(listing, capture_output=True, text=True).stdout.split():
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGKILL)
+            time.sleep(0.01)
+
     def cut(self, one: str, other: str) -> None:
         """No packet reaches `other` from `one` any more."""
         _ip("-n", self.space(one), "route", "add", "blackhole", f"{self.address(other)}/32")
@@ -62,6 +87,7 @@ class Hosts:
 
     def remove(self) -> None:
         for name in self.names:
+            self._kill(name)
             subprocess.run(["ip", "netns", "del", self.space(name)], capture_output=True)
         subprocess.run(["ip", "link", "del", f"{self.mark}b"], capture_output=True)
 

@@ -6,6 +6,7 @@ import random
 from tests.chaos import Chaos
 
 KILLS = 12
+OF_SEVERAL = (("zero2:sequence=2", 2), ("zero3", 2), ("null", 1))
 
 
 def test_killed_at_random_moments_and_left_to_finish(workshop):
@@ -14,3 +15,10 @@ def test_killed_at_random_moments_and_left_to_finish(workshop):
     print(f"to repeat these kills: CHAOS_SEED={seed}")
     counts = Chaos(workshop, seed).endure(KILLS)
     assert counts["kills"] == KILLS and counts["runs"] >= 1
+
+
+def test_killed_and_continued_at_other_layouts(workshop):
+    """Its end is within 1e-4 of the undisturbed run's."""
+    chaos = Chaos(workshop, 4, OF_SEVERAL, settings=("monitors.noise_scale_steps=null",))
+    counts = chaos.endure(4)
+    assert counts["kills"] == 4 and counts["moved runs"] >= 1

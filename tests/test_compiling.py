@@ -113,14 +113,15 @@ def on_two_ranks(tmp_path_factory) -> dict[str, dict]:
     path = tmp_path_factory.mktemp("compiled") / "found.pt"
     finished = execute([*launcher("forked", 2), "-m", "tests.compiled_ranks", path])
     assert finished.code == 0, finished.output
-    assert finished.stderr.count("as rank 1 cannot compile them (BackendCompilerFailed") == 2, finished.output
+    assert finished.stderr.count("as rank 1 cannot compile them (BackendCompilerFailed") == 3, finished.output
     return torch.load(path, weights_only=True)
 
 
+ALONE = ("gpt2", "llama", "qwen3_moe", "gpt2 zero2", "llama tensor", "qwen3_moe expert")
 SAME = {
-    case: ("gpt2 zero2" if "zero2" in case else case.split()[0])
+    case: max((name for name in ALONE if case.startswith(name)), key=len)
     for case in CASES
-    if case not in ("gpt2", "llama", "qwen3_moe", "gpt2 zero2")
+    if case not in ALONE
 }
 """{case: the one whose numbers it must have}."""
 
@@ -140,6 +141,18 @@ def test_zero_3_gathers_a_block_around_its_one_graph(on_two_ranks, case):
     found = on_two_ranks[case]
     assert (found["graphs"], found["graph_break"], found["recompiles"]) == (1, {}, {})
     assert found["held_too_long"] == 0
+
+
+def test_split_layers_are_one_graph_with_their_sums(on_two_ranks):
+    found = on_two_ranks["llama tensor blocks"]
+    assert (found["graphs"], found["graph_break"], found["recompiles"]) == (1, {}, {})
+
+
+def test_split_experts_are_a_graph_between_their_exchanges(on_two_ranks):
+    """One for every number of tokens: nothing is compiled again. The others are whole experts', cut once more."""
+    found, whole = on_two_ranks["qwen3_moe expert blocks"], on_two_ranks["qwen3_moe blocks"]
+    assert not found["recompiles"] and found["graphs"] == whole["graphs"] + 1
+    assert sum(found["graph_break"].values()) == sum(whole["graph_break"].values()) + 1
 
 
 WHOLE = ("speed.compile=whole", *BLOCKS[1:])
@@ -241,6 +254,8 @@ AUTO = {
     "at stage 3, recomputed": ("7b", [], "zero3", None),
     "offloaded": ("65b", [], "zero3_offload", None),
     "a mixture": ("moe-1.5b", [], "zero1", None),
+    "split experts": ("moe-1.5b", [], "zero1:expert=2", None),
+    "split layers": ("7b", [], "zero1_tp2", None),
     "weights on a drive": ("30b", [], "zero3_nvme", "from NVMe"),
     "dropout": ("124m", ["model.resid_pdrop=0.1"], "zero1", "dropout"),
     "Liger's kernels": ("7b", ["training.use_liger_kernel=true"], "zero3", "Liger's kernels take its place"),

@@ -43,7 +43,7 @@ def folder(tmp_path_factory) -> Path:
     texts = [path.read_text(encoding="utf-8") for path in sources]
     path = tmp_path_factory.mktemp("encoding") / "tokenizer"
     new_letters = [f' "{chr(code)}"),' for code in range(0x16EA0, 0x16EB9)] * 40
-    train_tokenizer(texts + adversarial_texts([], seed=1) * 3 + new_letters, 2000, path)
+    train_tokenizer([*texts, *adversarial_texts((), seed=1) * 3, *new_letters], 2000, path)
     return path
 
 
@@ -68,7 +68,7 @@ def random_texts(count: int, seed: int) -> list[str]:
 def test_a_fast_backend_gives_the_tokens_of_the_reference(folder: Path, name: str) -> None:
     """Exactness: adversarial and random strings, unassigned and private-use code points included."""
     pytest.importorskip(name)
-    texts = adversarial_texts([END_OF_TEXT], seed=2, num_random=1500) + random_texts(3000, seed=3)
+    texts = [*adversarial_texts((END_OF_TEXT,), seed=2, num_random=1500), *random_texts(3000, seed=3)]
     texts += [f'("a", "{chr(code)}"),' for code in range(0x16EA0, 0x16EB9)]
     fast, reference = open_encoder(folder, name), open_encoder(folder, "tokenizers")
     assert fast.backend.name == name

@@ -39,7 +39,7 @@ class Day:
         if line.startswith(("mkdir", "for ", "cp ")):
             finished = execute(["bash", "-c", self.moved(line)])
         elif line.startswith("lm_eval"):
-            finished = execute(["python", "-m", *self.scored(line)])
+            finished = execute(["forked", "0", "-m", *self.scored(line)])
         else:
             finished = execute(self.words(line))
         assert finished.code == 0, f"{line}\n{finished.output}"
@@ -59,8 +59,9 @@ class Day:
             return [*launcher("forked", int(started[1])), *words, *places, *output]
         if "pretraining.sweep" in words:
             return [*words, *places, "--output_dir", self.runs / "sweep"]
-        reads_data = {"data_prep.py", "pretraining.evaluation"} & set(words)
-        return [*words, *(places if reads_data else [])]
+        if "pretraining.evaluation" in words:
+            return ["forked", "0", *words[1:], *places]
+        return [*words, *(places if "data_prep.py" in words else [])]
 
     def scored(self, line: str) -> list[str]:
         """The words of a command that scores, with local tasks in place of the hub's."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pretraining.pipeline import steps
+from pretraining.pipeline.command import StepEnded
 from pretraining.refusals import load_recipe_and_ds_config
 from tests.test_pipeline import SHORT, Place, forked
 
@@ -27,7 +28,7 @@ def calls(monkeypatch, tmp_path) -> list[str]:
         known = ("data_prep", "pretraining.doctor", "train", "pretraining.evaluation")
         started.append(next(name for name in known if name in words))
         if fails and started[-1] == "train":
-            raise steps.StepEnded(1, fails.pop())
+            raise StepEnded(1, fails.pop())
         return forked(command, *arguments, **more)
 
     fails: list[str] = ["the node was lost"]

@@ -27,14 +27,14 @@ OF_A_RUN = ("plan", "prepare", "doctor", "train", "evaluate", "report")
 
 def forked(command: list[str], captured: bool = False, output: object = None) -> str:
     """`call`, but what imports torch is forked from a process that has done so."""
-    if "train.py" in Path(command[-1]).name or any(word.endswith("train.py") for word in command):
+    if any(word.endswith("train.py") for word in command):
         place = next(number for number, word in enumerate(command) if word.endswith("train.py"))
         words = ["train.py", *command[place + 1 :]]
     else:
         words = command[1:]
     finished = execute(["forked", "0", *words])
     if finished.code:
-        raise StepEnded(finished.code, finished.stderr.strip().splitlines()[-1])
+        raise StepEnded(finished.code, f"{finished.stdout}{finished.stderr}")
     return finished.stdout
 
 
@@ -181,7 +181,7 @@ def test_the_ranks_that_are_planned_for_are_those_of_the_launcher():
     assert ranks_of("") is None and ranks_of("deepspeed") is None
 
 
-def test_an_export_reaches_a_store_once_and_its_list_last(workshop, tmp_path, monkeypatch, capsys):
+def test_an_export_reaches_a_store_once_and_its_list_last(tmp_path, monkeypatch, capsys):
     """To a real S3 server: what is there is not sent again; a file that is gone from the export goes there too."""
     from pretraining.checkpoints.__main__ import main as checkpoints
 

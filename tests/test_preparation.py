@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.runs import REPOSITORY, Started, execute
-from tests.slurm_cluster import cluster, installed, wait_for_jobs
+from tests.slurm_cluster import cluster, installed
 from tests.test_data_prep import bytes_of
 
 # Small pieces, so that a small corpus has many tasks; everything else is the command itself.
@@ -331,13 +331,13 @@ def test_jobs_of_a_cluster_give_the_same_bytes_without_a_pickle(reference, tmp_p
 def test_a_cluster_gives_the_same_bytes(reference, tmp_path):
     """A real SLURM cluster of one node: a job array a stage, each after the one before, the last one publishes."""
     recipe, expected = reference
-    with cluster(tmp_path / "slurm") as variables:
+    with cluster(tmp_path / "slurm") as slurm:
         options = ["--executor", "slurm", "--slurm", "partition=cpu", "--slurm", "time=10:00"]
         options += ["--slurm", "tasks_per_job=12", "--json"]
-        submitted = execute(command(recipe, tmp_path / "data", *options), **variables)
+        submitted = execute(command(recipe, tmp_path / "data", *options), **slurm.variables)
         assert submitted.code == 0, submitted.output
         assert len(json.loads(submitted.stdout)["jobs"]) == 8
-        wait_for_jobs(variables, tmp_path / "slurm")
+        slurm.wait_for_jobs()
         logs = "\n".join(path.read_text()[-1500:] for path in (tmp_path / "data").rglob("*.out"))
         assert (tmp_path / "data" / "corpus").exists(), logs
     assert bytes_of(tmp_path / "data" / "corpus") == expected

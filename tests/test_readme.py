@@ -170,7 +170,7 @@ def run_make(workshop: Workshop, words: list[str]) -> None:
     if words[1] == "test":
         lint, rest = (
             ["ruff check .", "ruff format --check .", "mypy"],
-            "python -m pytest -n 2 --dist loadfile",
+            "python -m pytest -n 3 --dist loadfile",
         )
         on_gpu = ["python -m pytest -m gpu"] if num_gpus() else []
         assert recipe[-4 - len(on_gpu) :] == [*lint, *on_gpu, f"{rest} --no-loadscope-reorder"]

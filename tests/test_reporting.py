@@ -406,6 +406,15 @@ def test_the_end_of_a_run_says_what_it_took(tmp_path, monkeypatch, capsys):
     assert not capsys.readouterr().out
 
 
+def test_a_run_continued_at_its_end_has_taken_no_steps(tmp_path, capsys):
+    """From a checkpoint of the last step: it validates, exports, and has no rows."""
+    run = made_run(tmp_path / "run", [3.0])
+    run.metrics.write_text("")
+    run.add_event("end", eval_loss=3.5, eval_bits_per_byte=2.0, unigram_bits_per_byte=4.0)
+    report_end(run)
+    assert "0 steps, 0 tokens in" in capsys.readouterr().out
+
+
 def test_every_speed_is_of_all_steps_together(tmp_path):
     """The page, its table beside the plan and `planning compare` agree, and multiply out; a branch counts its own."""
     run = made_run(tmp_path / "run", [3.0] * 4)

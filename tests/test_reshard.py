@@ -54,13 +54,17 @@ def test_any_stage_on_any_ranks_goes_on_at_any_other(workshop, tmp_path, stage, 
 
 
 def test_the_command_writes_what_a_run_goes_on_from(workshop, tmp_path):
-    """`reshard` is told once, refuses to overwrite, and its folder is a checkpoint for --resume PATH."""
-    source, target = workshop.run("zero2", 2).folder / "checkpoint-8", tmp_path / "target"
-    verb = ["-m", "pretraining.checkpoints", "reshard", source, "--files", "3", "--to", target]
+    """`reshard` refuses to overwrite, and its folder is a checkpoint for --resume PATH, also of as many ranks."""
+    whole = workshop.run("zero2", 2)
+    source, target = whole.folder / "checkpoint-8", tmp_path / "target"
+    verb = ["-m", "pretraining.checkpoints", "reshard", source, "--files", "2", "--to", target]
     words = ["forked", "0", *verb]
     assert execute(words).code == 0 and damage(target) is None
     again = execute(words)
     assert (again.code, again.stderr.count("\n")) == (2, 1) and "is there already" in again.stderr
+    finished = execute(workshop.command(tmp_path / "run", "zero2", 2, more=("--resume", target)))
+    assert finished.code == 0, finished.output
+    assert [row["train/loss"] for row in Run(tmp_path / "run").training_rows[-2:]] == whole.losses[-2:]
 
 
 def test_other_files_hold_the_same_checkpoint(workshop, tmp_path):

@@ -1,8 +1,7 @@
 """The plan's utilization is a ceiling that was counted: products, attention and bytes of the real model's kernels."""
 
 import json
-import subprocess
-import sys
+import tempfile
 
 import pytest
 
@@ -19,7 +18,7 @@ from pretraining.planning.sizes import model_size
 from pretraining.planning.throughput import precision_of_products, step_time
 from pretraining.recipe import recipe_names
 from pretraining.refusals import load_recipe_and_ds_config
-from tests.runs import REPOSITORY
+from tests.runs import execute
 
 H200 = find_gpu("H200")
 
@@ -106,9 +105,11 @@ def test_rates_measured_on_this_machine_take_the_place_of_assumed_ones(tmp_path,
 
 def in_process(program: str) -> dict:
     """The JSON that a program prints whose modules are those of benchmarks/."""
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, 'benchmarks')\n{program}"]
-    finished = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+        script.write(f"import sys; sys.path.insert(0, 'benchmarks')\n{program}")
+        script.flush()
+        finished = execute(["forked", "0", script.name])
+    assert finished.code == 0, finished.output
     return json.loads(finished.stdout.splitlines()[-1])
 
 

@@ -9,6 +9,7 @@ import torch
 from pretraining.data.document_masking import document_borders, part_of_sequences
 from pretraining.ds_config import Degrees, load_ds_config
 from pretraining.errors import UserError
+from pretraining.evaluation.validation import _batch
 from pretraining.model.sequence_parallel import document_mask
 from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.runtime.rank_groups import RankGroups
@@ -109,6 +110,15 @@ def test_parts_of_a_batch_are_the_batch():
     assert parts[3]["cu_seq_lens_q"] is masked["cu_seq_lens_q"]
     assert part_of_sequences(plain, 1, 2)["position_ids"].tolist() == [[4, 5, 6, 7]] * 2
     assert part_of_sequences(plain, 0, 1) is plain
+
+
+def test_a_validation_reads_a_part_of_each_sequence():
+    """Each rank of a group its own, and attention exchanges them."""
+    blocks = [{"input_ids": np.arange(8), "labels": np.arange(1, 9)}] * 2
+    parts = [_batch(blocks, RankGroups(Degrees(sequence=2), rank, 4), torch.device("cpu")) for rank in (2, 3)]
+    assert all(part["splits_sequences"] and part["input_ids"].shape == (2, 4) for part in parts)
+    assert torch.cat([part["labels"] for part in parts], 1).tolist() == [list(range(1, 9))] * 2
+    assert "splits_sequences" not in _batch(blocks, RankGroups(), torch.device("cpu"))
 
 
 def test_the_mask_of_documents_is_the_one_of_their_borders():

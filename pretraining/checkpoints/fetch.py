@@ -8,11 +8,14 @@ import fcntl
 import os
 import re
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import xxhash
 from tqdm import tqdm
 
 from pretraining.addresses import is_remote, refuse_credentials
@@ -22,7 +25,7 @@ from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import RUN_FILES
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import replacing, rows_of, sync_to_disk
-from pretraining.runtime.heartbeat import long_work
+from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.process_group import from_rank_0, gather_from_ranks, rank_and_world_size
 from pretraining.runtime.restarts import resume_after_restart
@@ -30,6 +33,8 @@ from pretraining.runtime.run_folder import RunFolder
 
 _RANGE_BYTES = 16 << 20  # with all threads, 128 MiB of host memory a rank
 _THREADS = 8
+_FILES = 4
+"""Files fetched at once: while one is written to the disk, the store sends others."""
 _ATTEMPTS = 3
 """If a file arrives damaged in each of them, it is damaged in the store."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -226,47 +231,80 @@ def fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> tupl
     """Fetch the `files` of this rank's share; returns (what is damaged in the store, what failed)."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(_THREADS) as threads, _bar(remote.where(name), files) as bar:
-            for file, entry in files.items():
-                if damage := _fetch_file(remote, f"{name}/{file}", folder / file, entry, threads, bar.update):
-                    return damage, None
+        with Ranges(remote) as ranges, _bar(remote.where(name), files) as bar:
+
+            def fetch(file: str) -> str | None:
+                return _fetch_file(ranges, f"{name}/{file}", folder / file, files[file], bar.update)
+
+            with ThreadPoolExecutor(_FILES) as threads:
+                return next(filter(None, list(threads.map(fetch, files))), None), None
     except UserError as error:
         # A file which the marker names and the store lacks is damage, no failure: the checkpoint before may be whole.
         missing = isinstance(error.__cause__, FileNotFoundError)
         return (str(error), None) if missing else (None, str(error))
     except OSError as error:
         return None, f"{folder}: {error.strerror}"
-    return None, None
+
+
+class Ranges:
+    """Reads ranges of files of a store, several at once; of all files together, a few are in memory."""
+
+    def __init__(self, remote: RemoteRun):
+        self.remote = remote
+        self._threads = ThreadPoolExecutor(_THREADS)
+        self._room = threading.BoundedSemaphore(_THREADS)
+
+    def __enter__(self) -> "Ranges":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown()
+
+    def in_order(self, where: str, size: int) -> Iterator[bytes]:
+        """Yield the content of a file from its beginning."""
+        waiting: deque[Future[bytes]] = deque()
+        starts = iter(range(0, size, _RANGE_BYTES))
+        try:
+            while True:
+                # One is always asked for; more if there is room.
+                while self._room.acquire(blocking=not waiting):
+                    if (start := next(starts, None)) is None:
+                        self._room.release()
+                        break
+                    stop = min(start + _RANGE_BYTES, size)
+                    waiting.append(self._threads.submit(self.remote.read_range, where, start, stop))
+                if not waiting:
+                    return
+                yield waiting[0].result()
+                waiting.popleft()
+                self._room.release()
+        finally:
+            for _ in waiting:
+                self._room.release()
 
 
 def _fetch_file(
-    remote: RemoteRun,
-    where: str,
-    path: Path,
-    entry: dict,
-    threads: ThreadPoolExecutor,
-    progress: Callable[[int], None],
+    ranges: Ranges, where: str, path: Path, entry: dict, progress: Callable[[int], None]
 ) -> str | None:
     """Fetch and verify one file, and fetch it again if it arrived damaged.
 
     Returns what is wrong in the store, or None.
     """
-    size = entry["bytes"]
     if _is_whole(path, entry):
-        progress(size)
+        progress(entry["bytes"])
         return None
     for _ in range(_ATTEMPTS):
+        digest = xxhash.xxh128()
         with path.open("wb", buffering=0) as file:
-
-            def fetch(start: int, descriptor: int = file.fileno()) -> None:
-                content = remote.read_range(where, start, min(start + _RANGE_BYTES, size))
-                os.pwrite(descriptor, content, start)  # the ranges arrive in any order
+            for content in ranges.in_order(where, entry["bytes"]):
+                digest.update(content)  # now, which spares another reading of the file
+                written = 0  # an unbuffered write may take less than it is given
+                while written < len(content):
+                    written += file.write(memoryview(content)[written:])
+                work_done(len(content))
                 progress(len(content))
-
-            # `list` waits for all ranges, and raises the error of the first one that failed.
-            list(threads.map(fetch, range(0, size, _RANGE_BYTES)))
             os.fsync(file.fileno())
-        if _is_whole(path, entry):
+        if f"xxh128:{digest.hexdigest()}" == entry["checksum"]:
             return None
     return f"{path.name} is not what was committed (fetched {_ATTEMPTS} times)"
 

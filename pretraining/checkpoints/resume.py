@@ -76,10 +76,10 @@ def find_start(
     """
     refuse_lone_disks(run, recipe)
     upload = recipe.checkpoints.upload
-    if not run.disks.shared and resume != "never":
-        bring_history(run, upload)
-    # Also on one disk that was one of several before.
+    # Also on one disk that was one of several before, as that of the last node which is left.
     in_parts = not run.disks.shared or from_rank_0(run.holds_parts)
+    if in_parts and resume != "never":
+        bring_history(run, upload)
     resume = resolve_resume(run, upload, resume, in_parts)
     if resume == "never":
         return Start(starts_over=True)

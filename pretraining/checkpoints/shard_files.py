@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +23,13 @@ from safetensors import safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 
 from pretraining.checkpoints.cuts import Cut, rows_of, split_key
-from pretraining.checkpoints.format import commit_checkpoint, file_entries, read_marker, write_receipt
+from pretraining.checkpoints.format import (
+    commit_checkpoint,
+    file_entries,
+    read_marker,
+    read_receipt,
+    write_receipt,
+)
 from pretraining.errors import UserError
 from pretraining.runtime.heartbeat import work_done
 
@@ -394,9 +400,12 @@ def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
     """Write `folder`, whole and verified, as a checkpoint of `num_files` equal files to `target_folder`.
 
     No resume needs this, because any number of ranks reads any files. Takes memory for one slice of a parameter. The
-    random states of the ranks that saved are left out, as if the run had continued with another number of ranks.
+    random states of the ranks that saved are left out, as if the run had continued with another number of ranks; of
+    their running losses it keeps the mean.
     """
     reader, marker = CheckpointReader(folder), read_marker(folder)
+    loss = mean_running_loss(folder, range(reader.ranks), reader.ranks)
+    kept = {"running_loss": loss} if loss else {}
     target_folder.mkdir(parents=True)
     copied = [name for name in (STATE_FILE, TRAINER_STATE_NAME) if (folder / name).exists()]
     for name in copied:
@@ -405,9 +414,21 @@ def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
         name = rank_file(index, num_files)
         files = {name: _write_share(reader, target_folder / name, index, num_files)}
         files |= file_entries(target_folder, copied) if index == 0 else {}
-        write_receipt(target_folder, index, num_files, files)
+        write_receipt(target_folder, index, num_files, files, **kept)
     content = {key: value for key, value in marker.items() if key not in _OWN_KEYS}
     commit_checkpoint(target_folder, {**content, "ranks": num_files})
+
+
+def mean_running_loss(folder: Path, savers: Iterable[int], ranks: int) -> dict | None:
+    """Return the mean over savers of the losses since the last logged step, and these steps; None if none has any.
+
+    savers: of the `ranks` that saved, those that are asked.
+    """
+    receipts = [read_receipt(folder, rank, ranks) for rank in savers]
+    saved = [receipt["running_loss"] for receipt in receipts if "running_loss" in receipt]
+    if not saved:
+        return None
+    return {"sum": sum(loss["sum"] for loss in saved) / len(saved), "steps": saved[0]["steps"]}
 
 
 def _write_share(reader: CheckpointReader, path: Path, index: int, num_files: int) -> dict:

@@ -28,6 +28,7 @@ from pretraining.checkpoints.shard_files import (
     CheckpointReader,
     fetch_nothing,
     fragment_key,
+    mean_running_loss,
 )
 from pretraining.errors import UserError
 from pretraining.runtime.heartbeat import long_work
@@ -206,9 +207,9 @@ def _load_running_loss(trainer: OpenTrainer, folder: Path) -> None:
     ranks = CheckpointReader(folder, fetch_nothing, first=0).ranks
     # With another number of ranks each takes the mean: only the mean over ranks is logged.
     savers = [dist.get_rank()] if ranks == dist.get_world_size() else range(ranks)
-    saved = [read_receipt(folder, rank, ranks).get("running_loss") for rank in savers]
-    trainer.running_loss.fill_(sum(loss["sum"] for loss in saved) / len(saved))
-    trainer.last_logged_step = trainer.state.global_step - saved[0]["steps"]
+    if saved := mean_running_loss(folder, savers, ranks):  # an earlier version's `reshard` left it out
+        trainer.running_loss.fill_(saved["sum"])
+        trainer.last_logged_step = trainer.state.global_step - saved["steps"]
 
 
 def schedule_state(scheduler: LRScheduler) -> dict:

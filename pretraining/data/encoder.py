@@ -142,7 +142,7 @@ def _choose_backend(folder: Path, wanted: str, sample: list[str]) -> tuple[Backe
         return reference, reference, None
     name = Fastokens.name if wanted == AUTO else wanted
     try:
-        backend = _checked_backend(name, content, reference, [*adversarial_texts(list(special)), *sample])
+        backend = _checked_backend(name, content, reference, [*adversarial_texts(tuple(special)), *sample])
         return backend, reference, None
     except _Unfit as unfit:
         if wanted == AUTO:

@@ -177,12 +177,15 @@ _WRITTEN_OUT = (
 )
 
 
-def adversarial_texts(special_tokens: list[str], seed: int = 0, num_random: int = 300) -> list[str]:
+@cache  # every task of a preparation asks for them, and they are drawn from all of Unicode
+def adversarial_texts(
+    special_tokens: tuple[str, ...], seed: int = 0, num_random: int = 300
+) -> tuple[str, ...]:
     """Make trial strings: those above, every Unicode category in several surroundings, mixtures, spelled specials."""
     pools = _code_points_by_category()
     singles = [text for pool in pools.values() for character in pool for text in _surrounded(character)]
     spelled = [text for token in special_tokens for text in (token, f"a{token}b", f" {token}\n{token}")]
-    return [*_WRITTEN_OUT, *singles, *spelled, *_mixtures(pools, special_tokens, seed, num_random)]
+    return (*_WRITTEN_OUT, *singles, *spelled, *_mixtures(pools, special_tokens, seed, num_random))
 
 
 def _code_points_by_category() -> dict[str, list[str]]:
@@ -205,7 +208,9 @@ def _surrounded(character: str) -> tuple[str, ...]:
     )
 
 
-def _mixtures(pools: dict[str, list[str]], special_tokens: list[str], seed: int, count: int) -> list[str]:
+def _mixtures(
+    pools: dict[str, list[str]], special_tokens: tuple[str, ...], seed: int, count: int
+) -> list[str]:
     """Draw random strings over the categories, whitespace runs, digits, contractions and special tokens."""
     # A generator of its own: the same seed tries the same strings on every machine.
     draw = random.Random(seed)

@@ -113,6 +113,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)"
     )
+    parser.add_argument(
+        "--resume", default="auto", metavar="auto|never|PATH|URL", help="as train.py will get it"
+    )
+    what = "as train.py will get it (repeatable)"
+    parser.add_argument("--allow_change", action="append", default=[], metavar="SECTION.KEY", help=what)
     add_data_source(parser)
     parser.add_argument("--json", action="store_true", help="findings, summary and versions as JSON")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)

@@ -42,6 +42,10 @@ class Launch:
     ds_config: dict | None = None
     plan: RunPlan | None = None
     need: MemoryNeed | None = None
+    starts_over: bool = False
+    """Whether train.py is to set aside what the run folder holds (`--resume never`)."""
+    allowed: tuple[str, ...] = ()
+    """Keys of the recipe that may differ from those of an earlier start (`--allow_change`)."""
 
     @property
     def trains_on_gpus(self) -> bool:
@@ -56,7 +60,7 @@ class Launch:
     @property
     def continues(self) -> bool:
         """Say if the run has begun already."""
-        return is_seen(RunFolder(self.run_folder).recipe)
+        return not self.starts_over and is_seen(RunFolder(self.run_folder).recipe)
 
     @property
     def workers(self) -> int:
@@ -117,7 +121,15 @@ def plan_launch(options: Namespace, gpus: Gpus) -> tuple[Launch, list[Finding]]:
     world_size = options.world_size or (world_size_here() if launched else len(gpus.found) or 1)
     here = ranks_here() if launched else min(world_size, len(gpus.found) or world_size)
     run_folder = options.output_dir or REPOSITORY / "runs"
-    launch = Launch(gpus, world_size, here, run_folder, options.data_dir)
+    launch = Launch(
+        gpus,
+        world_size,
+        here,
+        run_folder,
+        options.data_dir,
+        starts_over=options.resume == "never",
+        allowed=tuple(options.allow_change),
+    )
     if options.recipe is None:
         return launch, []
     try:
@@ -140,7 +152,7 @@ def check_earlier_start(launch: Launch) -> list[Finding]:
     if launch.recipe is None or not launch.continues:
         return []
     try:
-        changes_of_run(RunFolder(launch.run_folder), launch.recipe.to_dict())
+        changes_of_run(RunFolder(launch.run_folder), launch.recipe.to_dict(), launch.allowed)
     except UserError as error:
         return [Finding.of_error("run folder", error)]
     return [Finding("run folder", FINE, f"{launch.run_folder} holds a run of this recipe, which goes on")]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import ConcatDataset
 
-from pretraining.data.document_masking import IGNORED, stack_blocks
+from pretraining.data.document_masking import IGNORED, part_of_sequences, stack_blocks
 from pretraining.data.manifest import entropy_bits
 from pretraining.data.mixture import ValidationSet
 from pretraining.data.packed_dataset import PackedDataset
@@ -23,7 +23,7 @@ from pretraining.evaluation.sampling import evaluation_mode
 from pretraining.extend import all_of
 from pretraining.metric_names import perplexity
 from pretraining.recipe import Recipe
-from pretraining.runtime.rank_groups import rank_groups
+from pretraining.runtime.rank_groups import RankGroups, rank_groups
 
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments
 CHUNK_TOKENS = 1024
@@ -104,7 +104,8 @@ class Validation:
 
         With several sources also {"<source>_loss", ...} for each, as the Trainer names the metrics of several
         evaluation sets, and {"mixture_loss", ...}: their means by the shares that the run's mixture gives the sources.
-        Rank r of n takes every n-th batch; ranks that split the model's layers take the same ones.
+        Group r of n takes every n-th batch: a rank, or the ranks that split layers or sequences. Each of those that
+        split sequences counts its own part.
 
         Args:
             interrupted: is called before every round (one batch for each rank), and must return the same on all
@@ -141,18 +142,17 @@ class Validation:
 
         [parts, 2 + own metrics]
         """
-        rank, ranks = rank_groups(self.degrees).evaluating
-        device = next(model.parameters()).device
+        groups, device = rank_groups(self.degrees), next(model.parameters()).device
         # fp64: sums over a million tokens would lose digits in fp32, and differ with the number of ranks.
         totals = torch.zeros(len(self.parts), 2 + len(self.own), dtype=torch.float64, device=device)
         batches = self._batches()
-        for round_start in range(0, len(batches), ranks):
+        for round_start in range(0, len(batches), groups.data_ranks):
             if interrupted():
                 return None
-            number = round_start + rank
+            number = round_start + groups.data_rank
             # Under ZeRO-3 a forward pass is a collective: a rank that runs out reads the first block with weight zero.
             part, indices = batches[number] if number < len(batches) else (0, range(0))
-            totals[part] += self._nats_and_tokens(model, part, indices, device)
+            totals[part] += self._nats_and_tokens(model, part, indices, groups, device)
         return totals
 
     def _batches(self) -> list[tuple[int, range]]:
@@ -189,10 +189,10 @@ class Validation:
         return metrics
 
     def _nats_and_tokens(
-        self, model: torch.nn.Module, part: int, indices: range, device: torch.device
+        self, model: torch.nn.Module, part: int, indices: range, groups: RankGroups, device: torch.device
     ) -> torch.Tensor:
         dataset = self.parts[part].dataset
-        inputs = _batch([dataset[i] for i in indices] or [dataset[0]], device)
+        inputs = _batch([dataset[i] for i in indices] or [dataset[0]], groups, device)
         labels: Any = inputs.pop("labels")
         if not indices:
             # Past the end: the pass runs, and counts for nothing.
@@ -203,9 +203,14 @@ class Validation:
         return torch.stack([*sums, *_summed_own(self.own, rows, targets)])
 
 
-def _batch(blocks: list[dict[str, np.ndarray]], device: torch.device) -> dict[str, torch.Tensor | int]:
-    """Stack blocks (`stack_blocks`) into tensors on the device."""
-    batch = stack_blocks(blocks)
+def _batch(
+    blocks: list[dict[str, np.ndarray]], groups: RankGroups, device: torch.device
+) -> dict[str, torch.Tensor | int]:
+    """Stack blocks (`stack_blocks`) into tensors on the device, and keep this rank's part of each sequence."""
+    parts = groups.degrees.sequence
+    batch = part_of_sequences(stack_blocks(blocks), groups.sequence_part, parts)
+    if parts > 1:
+        batch["splits_sequences"] = True  # for the attention of split sequences (model/sequence_parallel.py)
     return {
         key: torch.from_numpy(x).to(device, non_blocking=True) if isinstance(x, np.ndarray) else x
         for key, x in batch.items()

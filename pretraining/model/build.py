@@ -27,6 +27,7 @@ from pretraining.model.expert_parallel import split_experts
 from pretraining.model.given_weights import GivenWeights
 from pretraining.model.initial_weights import initialise_weights
 from pretraining.model.recomputation import keep_products
+from pretraining.model.vocabulary_parallel import split_vocabulary
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.mup import Mup, scales_by_name
 from pretraining.recipe.sections import Speed, Weights
@@ -144,6 +145,8 @@ def build_model(
         scales = scales_by_name(names, model_with_defaults(model), mup)
         factors = {name: each.initial for name, each in scales.items()}
         initialise_weights(built, arguments.seed, factors)
+    if groups.degrees.tensor > 1:
+        split_vocabulary(built, groups.degrees.tensor)
     for name, parameter in built.named_parameters():
         parameter.requires_grad_(not weights.freezes(name))
     # The dataset's labels are already the next tokens: the Trainer must not count them as unshifted ones.
@@ -153,7 +156,7 @@ def build_model(
         convert_products(built, speed.fp8)
     if speed.recompute == "operators":
         keep_products(built)
-    compile_model(built, speed)
+    compile_model(built, speed, groups.degrees)
     return built
 
 

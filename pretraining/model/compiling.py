@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, require
 from pretraining.recipe.sections import Speed
 from pretraining.runtime.process_group import rank_and_world_size
@@ -45,7 +46,7 @@ def _missing(speed: Speed) -> str | None:
     return missing_compiler() if speed.compile_backend == "inductor" else None
 
 
-def compile_model(model: nn.Module, speed: Speed) -> None:
+def compile_model(model: nn.Module, speed: Speed, degrees: Degrees = NOT_SPLIT) -> None:
     """Let training passes run compiled code; parameters, names and modules stay as they are.
 
     Blocks of one class share their graph: only their weights differ, and these are inputs of the graph. Validation and
@@ -53,6 +54,9 @@ def compile_model(model: nn.Module, speed: Speed) -> None:
     outside of its graph.
 
     `auto` compiles blocks too, and goes on uncompiled if that fails (`FirstPass`).
+
+    Args:
+        degrees: those of the layout. Ranks that split a layer, a sequence or experts exchange inside a block.
     """
     if speed.compile in ("none", "deepcompile"):  # DeepSpeed compiles the model once its engine is there
         return
@@ -65,7 +69,8 @@ def compile_model(model: nn.Module, speed: Speed) -> None:
         # ZeRO-3's hooks then gather a block's weights together, because a graph would end at each hook inside it.
         gather_as_one(modules)
     # All modules share it: if one of them fails, none stays compiled.
-    first_pass = FirstPass(_missing(speed)) if speed.compile == "auto" else None
+    trial = torch.compile(_little, **options) if degrees != NOT_SPLIT else None
+    first_pass = FirstPass(_missing(speed), trial) if speed.compile == "auto" else None
     for module in modules:
         compiled = torch.compile(module.forward, **options)
         if first_pass:
@@ -109,31 +114,50 @@ def _in_training(module: nn.Module, compiled: Callable) -> Callable:
     return forward
 
 
+def _little(numbers: torch.Tensor) -> torch.Tensor:
+    return (numbers.sin() * 2).sum()
+
+
 class FirstPass:
     """The first training pass of every compiled block: if it fails on any rank, all ranks go on uncompiled.
 
     Args:
         missing: what the compiler lacks on this machine; None if nothing.
+        trial: a compiled function of one tensor, which is called before any block if ranks exchange inside blocks:
+            a rank that cannot compile would leave the others waiting in an exchange.
     """
 
-    def __init__(self, missing: str | None) -> None:
-        self.missing, self.has_failed = missing, False
+    def __init__(self, missing: str | None, trial: Callable | None = None) -> None:
+        self.missing, self.trial, self.has_failed = missing, trial, False
 
     def trying(self, compiled: Callable, plain: Callable) -> Callable:
         """Call `compiled`, or `plain` after a first call has failed on any rank. Ranks make first calls together."""
-        first, is_known = compiled_both_ways(compiled), False
+        is_known = False
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_known
-            if self.has_failed:
-                return plain(*args, **kwargs)
-            if is_known:
+            if is_known and not self.has_failed:
                 return compiled(*args, **kwargs)
-            result, failure = self._outcome(first, args, kwargs)
-            failing = _first_failing(failure is not None, _device_of((*args, *kwargs.values())))
-            if failing is None:
-                is_known = True
-                return result
+            device = _device_of((*args, *kwargs.values()))
+            if self.trial is not None:
+                numbers = torch.ones(2, device=device, requires_grad=True)
+                self._together(self.trial, device, numbers)
+                self.trial = None
+            if not self.has_failed:
+                result = self._together(compiled, device, *args, **kwargs)
+                is_known = not self.has_failed
+                if is_known:
+                    return result
+                del result  # before the block runs again: its graph holds activations
+            return plain(*args, **kwargs)
+
+        return call
+
+    def _together(self, compiled: Callable, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+        """Return what the first call returns; has_failed if it fails on any rank."""
+        result, failure = self._outcome(compiled_both_ways(compiled), args, kwargs)
+        failing = _first_failing(failure is not None, device)
+        if failing is not None:
             # All ranks or none: gradients leave a compiled block in another order, and ZeRO-1 and 2 put them into
             # buckets as they come. If only some ranks compiled, gradients of different weights would be added up.
             self.has_failed = True
@@ -141,10 +165,7 @@ class FirstPass:
                 _warn(
                     f"blocks run uncompiled on all ranks, as rank {failing} cannot compile them ({failure})"
                 )
-            del result  # before the block runs again: its graph holds activations
-            return plain(*args, **kwargs)
-
-        return call
+        return result
 
     def _outcome(self, first: Callable, args: tuple, kwargs: dict) -> tuple[object, str | None]:
         """Try the first call: (what the block returned, why it failed), of which one is None."""

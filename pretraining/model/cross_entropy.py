@@ -24,6 +24,7 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
@@ -31,6 +32,7 @@ from transformers import PreTrainedModel
 from pretraining.data.document_masking import IGNORED
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.recipe.model import EXACT
+from pretraining.upstream.autotp import Rows
 from pretraining.upstream.torch import fix_no_length, missing_compiler
 from pretraining.upstream.wide_weights import WideLinear
 
@@ -71,18 +73,20 @@ def chunked_nats(
     chunk_tokens: int | None = None,
     compile: bool | None = None,
     each: torch.Tensor | None = None,
+    rows: Rows | None = None,
 ) -> torch.Tensor:
     """Sum the nats of the labels, in fp32 (fp64 for fp64 logits).
 
     If a gradient is wanted it is written over the logits: they cannot be read afterwards.
 
     Args:
-        logits: [tokens, vocabulary], contiguous.
+        logits: [tokens, vocabulary], contiguous; only the columns of this rank's rows if the head is split.
         labels: [tokens], -100 for no target.
         compile: the recipe's `loss.compile`.
         each: [tokens], receives every token's own nats.
+        rows: of a head that is split over ranks, which rows are here; None: all.
     """
-    return _ChunkedNats.apply(logits, labels, z_loss, chunk_tokens, compile, each)
+    return _ChunkedNats.apply(logits, labels, z_loss, chunk_tokens, compile, each, rows)
 
 
 def fused_nats(
@@ -94,19 +98,21 @@ def fused_nats(
     compile: bool | None = None,
     dtype: torch.dtype | None = None,
     each: torch.Tensor | None = None,
+    rows: Rows | None = None,
 ) -> torch.Tensor:
     """Sum the nats of the labels under the logits `hidden @ weight.T`; only one chunk of logits exists at a time.
 
     Args:
         hidden: [tokens, width].
-        weight: [vocabulary, width].
+        weight: [vocabulary, width]; only this rank's rows if the head is split.
         labels: [tokens], -100 for no target.
         compile: the recipe's `loss.compile`.
         dtype: the dtype of the product (autocast's). The gradient of `weight` is summed over the chunks in fp32.
         each: [tokens], receives every token's own nats.
+        rows: of a head that is split over ranks, which rows are here; None: all.
     """
     return _FusedNats.apply(
-        hidden, weight, labels, z_loss, chunk_tokens, compile, dtype or hidden.dtype, each
+        hidden, weight, labels, z_loss, chunk_tokens, compile, dtype or hidden.dtype, each, rows
     )
 
 
@@ -118,6 +124,8 @@ class LossHead(nn.Linear):
     """
 
     compute_dtype: torch.dtype
+    rows: Rows | None = None
+    """Of a head that is split over ranks: which rows are here."""
 
     def forward(
         self,
@@ -131,9 +139,10 @@ class LossHead(nn.Linear):
         """Map [..., width] to [..., vocabulary]. In training return the input; with labels [...] return summed nats."""
         if labels is not None:
             rows, way = hidden.flatten(0, -2), (z_loss, chunk_tokens, compile)
-            return fused_nats(rows, self.weight, labels.flatten(), *way, self.compute_dtype, each)
+            way = (*way, self.compute_dtype, each, self.rows)
+            return fused_nats(rows, self.weight, labels.flatten(), *way)
         if not (self.training and torch.is_grad_enabled()):
-            return super().forward(hidden)
+            return self.product(hidden)
         if isinstance(self, WideLinear):
             self.compute_dtype = torch.float32
             return hidden
@@ -143,19 +152,21 @@ class LossHead(nn.Linear):
         self.compute_dtype = torch.get_autocast_dtype(device) if autocasts else hidden.dtype
         return hidden
 
+    def product(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [..., width] to the logits of all rows that are here."""
+        return super().forward(hidden)
+
 
 class WideLossHead(LossHead, WideLinear):
     """The same, multiplied in fp32."""
-
-
-_HEADS = (nn.Linear, WideLinear, LossHead, WideLossHead)
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
     """Say if the model's logits are a linear layer without bias, and nothing else."""
     # Other classes may scale or cap them.
     head = model.get_output_embeddings()
-    return model.config.model_type in EXACT and type(head) in _HEADS and head.bias is None
+    is_known = isinstance(head, LossHead) or type(head) in (nn.Linear, WideLinear)
+    return model.config.model_type in EXACT and is_known and head.bias is None
 
 
 def install_loss_head(model: PreTrainedModel) -> LossHead:
@@ -171,14 +182,14 @@ class _ChunkedNats(torch.autograd.Function):
     """The gradient is found in the forward pass, over the logits; the backward pass only scales it."""
 
     @staticmethod
-    def forward(ctx, logits, labels, z_loss, chunk_tokens, compile, each):
+    def forward(ctx, logits, labels, z_loss, chunk_tokens, compile, each, split):
         logits = logits.detach()
-        chunk, space = _chunk(*logits.shape, logits, chunk_tokens, compile)
+        chunk, space = _chunk(*logits.shape, logits, chunk_tokens, compile, split)
         nats = torch.empty(len(logits), dtype=_precision(logits.dtype), device=logits.device)
         for start in range(0, len(logits), chunk):
             rows = slice(start, start + chunk)
             nats[rows] = _nats_and_gradient(
-                logits[rows], labels[rows], z_loss, ctx.needs_input_grad[0], space
+                logits[rows], labels[rows], z_loss, ctx.needs_input_grad[0], space, split
             )
         if each is not None:
             each.copy_(nats)
@@ -191,21 +202,22 @@ class _ChunkedNats(torch.autograd.Function):
         gradient, ctx.gradient = ctx.gradient, None
         assert gradient is not None, "the logits' gradient has been handed on already"  # backward ran twice
         rows, counted = gradient
-        return rows.mul_((upstream * counted)[:, None]), None, None, None, None, None
+        return rows.mul_((upstream * counted)[:, None]), None, None, None, None, None, None
 
 
 class _FusedNats(torch.autograd.Function):
     """Both gradients are found in the forward pass, chunk by chunk; the backward pass only scales them."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, z_loss, chunk_tokens, compile, dtype, each):
+    def forward(ctx, hidden, weight, labels, z_loss, chunk_tokens, compile, dtype, each, split):
         wants_gradient = any(ctx.needs_input_grad[:2])
         inputs, matrix = hidden.detach().to(dtype), weight.detach().to(dtype)
         ctx.dtypes = hidden.dtype, weight.dtype
-        chunk, space = _chunk(len(inputs), len(matrix), inputs, chunk_tokens, compile)
+        chunk, space = _chunk(len(inputs), len(matrix), inputs, chunk_tokens, compile, split)
         # One chunk of logits, which every chunk overwrites.
         logits = torch.empty(chunk, len(matrix), dtype=dtype, device=inputs.device)
         nats = torch.empty(len(inputs), dtype=_precision(dtype), device=inputs.device)
+        on_the_way = []
         if wants_gradient:
             input_gradient = torch.empty_like(inputs)
             # fp32: sums over many chunks would lose digits in 16 bits.
@@ -213,12 +225,17 @@ class _FusedNats(torch.autograd.Function):
         for start in range(0, len(inputs), chunk):
             rows = slice(start, start + chunk)
             here = torch.mm(inputs[rows], matrix.t(), out=logits[: len(inputs[rows])])
-            nats[rows] = _nats_and_gradient(here, labels[rows], z_loss, wants_gradient, space)
+            nats[rows] = _nats_and_gradient(here, labels[rows], z_loss, wants_gradient, space, split)
             if wants_gradient:
                 # The logits are their own gradient by now.
                 counted = (labels[rows] != IGNORED)[:, None]
-                torch.mm(here, matrix, out=input_gradient[rows]).mul_(counted)
+                of_rows = torch.mm(here, matrix, out=input_gradient[rows]).mul_(counted)
+                if split is not None:
+                    # each rank has the part of its rows; the next chunk computes meanwhile
+                    on_the_way.append(dist.all_reduce(of_rows, group=split.group, async_op=True))
                 _add_product(sums, here.t(), inputs[rows] * counted)
+        for sum_of_ranks in on_the_way:
+            sum_of_ranks.wait()
         if each is not None:
             each.copy_(nats)
         ctx.gradients = (input_gradient, sums) if wants_gradient else None
@@ -230,11 +247,16 @@ class _FusedNats(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "the gradients have been handed on already"
         scaled = [g.mul_(upstream).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        return *scaled, None, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None, None
 
 
 def _chunk(
-    tokens: int, vocab_size: int, like: torch.Tensor, chunk_tokens: int | None, compile: bool | None
+    tokens: int,
+    vocab_size: int,
+    like: torch.Tensor,
+    chunk_tokens: int | None,
+    compile: bool | None,
+    split: Rows | None = None,
 ) -> tuple[int, torch.Tensor | None]:
     """Choose the tokens of a chunk, and allocate space in fp32 for log-probabilities, for every chunk in turn.
 
@@ -244,7 +266,9 @@ def _chunk(
     on_gpu = device.type == "cuda"
     compiled = compiles_loss(compile, on_gpu) and _can_compile(device, dtype, vocab_size)
     memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
-    chunk = chunk_length(tokens, vocab_size, logit_bytes(dtype.itemsize, compiled), memory, chunk_tokens)
+    # equal on all ranks of a split head, which exchange numbers of each chunk
+    most = vocab_size if split is None else split.most
+    chunk = chunk_length(tokens, most, logit_bytes(dtype.itemsize, compiled), memory, chunk_tokens)
     if compiled:
         return chunk, None
     return chunk, torch.empty(chunk, vocab_size, dtype=_precision(dtype), device=device)
@@ -261,6 +285,7 @@ def _nats_and_gradient(
     z_loss: float,
     wants_gradient: bool,
     space: torch.Tensor | None,
+    split: Rows | None = None,
 ) -> torch.Tensor:
     """Compute every token's nats in fp32, and write the logits' gradient over the logits.
 
@@ -268,9 +293,12 @@ def _nats_and_gradient(
 
     Args:
         space: receives the log-probabilities; None for the compiled functions, which need none.
+        split: of a head that is split over ranks, which of its rows the logits are of.
     """
     # -100 is no index; these rows do not count in the end.
-    targets = labels.clamp_min(0)[:, None]
+    targets, is_here = labels.clamp_min(0)[:, None], None
+    if split is not None:
+        targets, is_here = split.find(targets)
     # Read now, because the gradient is written over the logits below.
     target_logit = logits.gather(1, targets).squeeze(1).to(_precision(logits.dtype))
     if space is None:
@@ -280,17 +308,38 @@ def _nats_and_gradient(
         logs = torch.log_softmax(logits, -1, dtype=space.dtype, out=space[: len(logits)])
         picked = logs.gather(1, targets).squeeze(1)
         log_z = target_logit - picked
+    own_log_z = log_z
+    if split is not None:
+        log_z, target_logit = _join(log_z, target_logit.masked_fill(~is_here.squeeze(1), 0), split)
+        picked = target_logit - log_z
     weight = 1 + 2 * z_loss * log_z  # of the softmax in the gradient of -log p + z_loss * log(Z)^2
     if wants_gradient:
         if space is None:
             _compiled(_softmax_over)(logits, log_z, weight)
         else:
             gradient = torch.exp(logs, out=logits if logits.dtype == logs.dtype else logs)
-            if z_loss:
+            if split is not None:
+                gradient.mul_(((own_log_z - log_z).exp() * weight)[:, None])
+            elif z_loss:
                 gradient.mul_(weight[:, None])
             logits.copy_(gradient)  # nothing to do if it is there already
-        logits.scatter_(1, targets, (picked.exp() * weight - 1)[:, None].to(logits.dtype))
+        of_target = (picked.exp() * weight - 1)[:, None].to(logits.dtype)
+        if split is not None:
+            of_target = torch.where(is_here, of_target, logits.gather(1, targets))
+        logits.scatter_(1, targets, of_target)
     return torch.where(labels != IGNORED, z_loss * log_z.square() - picked, 0)
+
+
+def _join(log_z: torch.Tensor, target_logit: torch.Tensor, split: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log of the whole normaliser and the target's logit, from those of each rank's rows, [tokens].
+
+    target_logit: 0 if the target is another rank's. All ranks of the group get the same bits.
+    """
+    own = torch.cat([log_z, target_logit])
+    laid = own.new_empty(len(split.numbers) * len(own))
+    dist.all_gather_single(laid, own, group=split.group)
+    of_ranks = laid.view(len(split.numbers), 2, -1)
+    return of_ranks[:, 0].logsumexp(0), of_ranks[:, 1].sum(0)
 
 
 def _log_normaliser(logits: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,12 @@ from transformers import PreTrainedModel
 
 from pretraining.model.exchange import exchange
 from pretraining.upstream.experts import hold_experts, make_expert_groups
+from pretraining.upstream.torch import let_length_vary
+
+FEWEST_ROWS = 2
+"""Fewer are filled up with zeros: without a row no gradient would reach the weights, and this rank would miss the
+reductions of the others. torch.compile would make a graph of its own for a single row."""
+_exchange = torch.compiler.disable(exchange)
 
 
 def split_experts(model: PreTrainedModel, size: int) -> None:
@@ -42,7 +48,8 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
 class ExpertDispatch:
     """The forward pass of a module of experts of which this rank has a part.
 
-    It takes the arguments of the module's own forward pass, and returns the same.
+    It takes the arguments of the module's own forward pass, and returns the same. In a compiled block, a graph ends
+    before it and another begins after it; the rank's own experts are a graph between the two exchanges.
     """
 
     def __init__(self, experts: Any, group: dist.ProcessGroup) -> None:
@@ -51,6 +58,7 @@ class ExpertDispatch:
         self.experts, self.ranks = experts.num_experts, dist.get_world_size(group)
         self.local = self.experts // self.ranks
 
+    @torch.compiler.disable(recursive=False)
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
@@ -65,14 +73,15 @@ class ExpertDispatch:
         numbers = top_k_index.flatten()
         order = numbers.argsort(stable=True)  # by expert, thus by rank
         counts, sent, received = self._agree(numbers)
-        rows = exchange(hidden_states[order // chosen], self.group, sent, received)
-        rows = exchange(self._computed(rows, counts), self.group, received, sent)
+        rows = _exchange(hidden_states[order // chosen], self.group, sent, received)
+        rows = _exchange(self._computed(rows, counts), self.group, received, sent)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         # as the module's own forward pass does: weighted in the weights' type, and added up in it
         weighted = rows[back].view(tokens, chosen, -1) * top_k_weights.unsqueeze(-1)
         return weighted.sum(1).to(hidden_states.dtype)
 
+    @torch.compiler.disable
     def _agree(self, numbers: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
         """Return the rows that come here [ranks, own experts], and how many go to and come from each rank."""
         # not bincount, for which the host would wait
@@ -84,14 +93,16 @@ class ExpertDispatch:
         sent, received = sums.tolist()  # the host waits here, once: it must know the sizes of the exchange
         return coming.view(self.ranks, self.local), sent, received
 
+    @torch.compiler.disable(recursive=False)
     def _computed(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Pass rows through this rank's experts; counts: [ranks, own experts], in the order of the rows."""
         numbers = torch.arange(self.local, device=rows.device).repeat(self.ranks)
         numbers = numbers.repeat_interleave(counts.flatten(), output_size=len(rows))
-        if not len(rows):
-            # Without a row no gradient would reach the weights, and this rank would miss the reductions of the others.
-            padded = self.compute(
-                rows.new_zeros(1, rows.shape[1]), numbers.new_zeros(1, 1), rows.new_ones(1, 1)
-            )
-            return rows.to(padded.dtype) + padded[:0]
-        return self.compute(rows, numbers.unsqueeze(1), rows.new_ones(len(rows), 1))
+        num_rows, missing = len(rows), FEWEST_ROWS - len(rows)
+        if missing > 0:
+            rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
+            numbers = torch.cat([numbers, numbers.new_zeros(missing)])
+        parts = rows, numbers.unsqueeze(1), rows.new_ones(len(rows), 1)
+        for part in parts:  # one graph for every number of rows
+            let_length_vary(part)
+        return self.compute(*parts)[:num_rows]

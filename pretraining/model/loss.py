@@ -17,6 +17,7 @@ from pretraining.data.document_masking import IGNORED
 from pretraining.errors import UserError
 from pretraining.extend import named
 from pretraining.model.cross_entropy import can_fuse, chunked_nats, install_loss_head, token_nats
+from pretraining.model.vocabulary_parallel import SplitHead
 from pretraining.recipe.model import EXACT
 from pretraining.recipe.sections import Loss
 from pretraining.runtime.rank_groups import ALONE, RankGroups
@@ -67,11 +68,18 @@ def _nats_of(model: PreTrainedModel, settings: Loss) -> Callable:
         )
     if kind == "auto":
         kind = "fused" if can_fuse(model) else "chunked"
+    head = model.get_output_embeddings()
     if kind == "fused":
+        if isinstance(head, SplitHead):
+            head.gives = "input"
+            return partial(head, **way)
         return partial(
             install_loss_head(model), **way
         )  # in training the model returns the head's input as logits
     if kind == "chunked":
+        if isinstance(head, SplitHead):
+            head.gives = "own logits"
+            way["rows"] = head.rows
         return partial(_chunked, **way)
     return partial(token_nats, z_loss=z_loss)
 

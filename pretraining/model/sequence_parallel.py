@@ -40,7 +40,8 @@ class HeadsHere(NamedTuple):
 class SplitAttention:
     """Compute causal attention of sequences of which each rank of a group has a part, with a kernel of whole ones.
 
-    In evaluation each rank has sequences of its own, and nothing is exchanged.
+    Sequences are split in training and in validation. For samples and scores each rank has whole ones of its own, and
+    nothing is exchanged.
     """
 
     def __init__(self, kernel: Callable, groups: RankGroups) -> None:
@@ -56,6 +57,7 @@ class SplitAttention:
         attention_mask: torch.Tensor | None,
         cu_seq_lens_q: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        splits_sequences: bool = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Return the attended values [batch, length, heads, width] of this rank's tokens, and no weights.
@@ -64,8 +66,9 @@ class SplitAttention:
             query, key, value: [batch, heads, length, width]; key and value may have fewer heads.
             cu_seq_lens_q: borders of the documents in the whole sequences of the batch, written as one row.
             position_ids: those of this rank's tokens. No kernel here needs them.
+            splits_sequences: whether a pass that is no training has a part of every sequence too.
         """
-        exchanges = module.training
+        exchanges = module.training or splits_sequences
         if exchanges:
             query, key, value = self._whole_sequences(query, key, value)
         if cu_seq_lens_q is not None:

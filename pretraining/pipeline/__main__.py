@@ -18,7 +18,8 @@ from pretraining.data.preparation.execution import EXECUTORS, read_slurm_options
 from pretraining.doctor.gpus import read_gpus
 from pretraining.errors import UserError, one_line_errors
 from pretraining.pipeline.command import StepEnded
-from pretraining.pipeline.steps import NAMES, Look, Pipeline, ranks_of
+from pretraining.pipeline.step import Look
+from pretraining.pipeline.steps import NAMES, Pipeline, ranks_of
 from pretraining.planning.quantities import duration
 from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.runtime.exit_codes import FINISHED, INTERRUPTED, STOPPED, USER_ERROR

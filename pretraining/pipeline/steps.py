@@ -6,16 +6,13 @@ Files count by their content: one that was only written again changes nothing. C
 
 import json
 import re
-import shlex
 import sys
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import IO
 
-from pretraining.checkpoints.folders import committed_checkpoints, files_in
-from pretraining.checkpoints.format import read_marker
+from pretraining.checkpoints.folders import files_in
 from pretraining.data.manifest import deciding_section, digest_of, num_shard_bytes, read_manifest
 from pretraining.data.portions import lacking, portions_of
 from pretraining.data.preparation.prepare import prepared_differences
@@ -23,29 +20,18 @@ from pretraining.data.sources import open_sources
 from pretraining.errors import UserError
 from pretraining.pipeline.command import StepEnded, call
 from pretraining.pipeline.record import Record
+from pretraining.pipeline.step import NOT_ASKED, UP_TO_DATE, Look, Step
+from pretraining.pipeline.training import Doctor, Train
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.screen import full_plan, in_short
 from pretraining.recipe import Recipe
-from pretraining.recipe.curve import changed_parts
-from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import REPOSITORY, differences, display_path, listed
+from pretraining.schema import REPOSITORY, display_path, listed
 
-UP_TO_DATE, NOT_NEEDED, NOT_ASKED = "up to date", "not needed", "not asked for"
 REPORTED = ("recipe", "plan", "environment", "metrics", "events", "samples", "mixture")
 """Files of a run that its report shows, as `RunFolder` names them."""
-
-
-@dataclass(frozen=True)
-class Look:
-    """Whether a step is to run, and why."""
-
-    runs: bool
-    why: str
-    state: str = UP_TO_DATE
-    """Of a step that does not run."""
 
 
 @dataclass
@@ -82,6 +68,11 @@ class Pipeline:
         self.steps: dict[str, Step] = {step.name: step(self) for step in STEPS}
 
     @property
+    def training(self) -> Train:
+        """Return the step that trains."""
+        return self.steps[Train.name]
+
+    @property
     def data_folder(self) -> Path:
         """Name the folder of the prepared data."""
         return self.data_root / self.recipe.data.name
@@ -113,61 +104,13 @@ class Pipeline:
         self.record.add(name, {"inputs": step.kept_inputs(), "facts": facts})
         return facts
 
-    def python(self, *words: str) -> str:
-        """Run a module or script of this repository with this Python, and return what it printed."""
-        return call([sys.executable, *words], captured=True, output=self.output)
-
-
-class Step(ABC):
-    """One step of a pipeline."""
-
-    name: ClassVar[str]
-
-    def __init__(self, pipeline: Pipeline):
-        self.pipeline = pipeline
-
-    @abstractmethod
-    def look(self) -> Look:
-        """Say whether the step is to run."""
-
-    @abstractmethod
-    def run(self) -> dict:
-        """Run the step; returns what is worth knowing of it.
+    def call(self, *command: str, captured: bool = False) -> str:
+        """Run a command of a step to its end; `captured`: return what it printed.
 
         Raises:
-            StepEnded: its command ended with an exit code.
-            UserError: it is refused.
+            StepEnded: with its exit code.
         """
-
-    @abstractmethod
-    def words(self, facts: dict) -> str:
-        """Write what a finished step has made."""
-
-    def inputs(self) -> dict:
-        """Describe all that the step depends on, as JSON values."""
-        return {}
-
-    def kept_inputs(self) -> dict:
-        """Describe its inputs as a file gives them back."""
-        return json.loads(json.dumps(self.inputs()))
-
-    def changes(self) -> list[str] | None:
-        """List how its inputs differ from those of its last run; None if it has not run."""
-        before = self.pipeline.record.steps.get(self.name)
-        if before is None:
-            return None
-        now = self.kept_inputs()
-        there, here = before["inputs"].get("contents", {}), now.pop("contents", {})
-        values = {key: value for key, value in before["inputs"].items() if key != "contents"}
-        contents = [f"{name} has changed" for name in here if there.get(name) != here[name]]
-        return list(map(str, differences(values, now))) + contents
-
-    def look_at_inputs(self, made: str) -> Look:
-        """Say whether its inputs are those of its last run. made: what is there if they are."""
-        changes = self.changes()
-        if changes is None:
-            return Look(True, "it has not run here")
-        return Look(True, listed(changes)) if changes else Look(False, made)
+        return call(list(command), captured, self.output)
 
 
 class Plan(Step):
@@ -285,7 +228,7 @@ class Prepare(Step):
         pipeline = self.pipeline
         words = [*pipeline.recipe_words, "--data_dir", str(pipeline.data_root), *pipeline.prepare_words]
         words += ["--replace"] * pipeline.replace
-        call([sys.executable, str(REPOSITORY / "data_prep.py"), *words], output=pipeline.output)
+        pipeline.call(sys.executable, str(REPOSITORY / "data_prep.py"), *words)
         manifest = self.manifest
         if manifest is None:
             raise StepEnded(STOPPED, "its jobs are submitted; the same command goes on once they have ended")
@@ -302,143 +245,6 @@ class Prepare(Step):
 
 def _tokens(manifest: dict) -> int:
     return sum(split["tokens"] for split in manifest["splits"].values())
-
-
-class Doctor(Step):
-    """Examine this machine, each time before training starts: what it will do to the run is no content of a file."""
-
-    name = "doctor"
-
-    def look(self) -> Look:
-        """Examine the machine if it is to train."""
-        if self.pipeline.look("train").runs:
-            return Look(True, "training is about to start here")
-        return Look(False, "training is done", NOT_NEEDED)
-
-    def run(self) -> dict:
-        """Run the doctor under the launcher of the run."""
-        pipeline, launcher = self.pipeline, shlex.split(self.pipeline.launcher)
-        words = [*pipeline.recipe_words, *pipeline.train_words]
-        # of its own options, the doctor has no --limit_tokens
-        words = _without(words, "--limit_tokens")
-        if launcher:
-            module = "--module" if Path(launcher[0]).name == "deepspeed" else "-m"
-            call([*launcher, module, "pretraining.doctor", *words], output=pipeline.output)
-        else:
-            words += ["--world_size", str(pipeline.world_size)]
-            call([sys.executable, "-m", "pretraining.doctor", *words], output=pipeline.output)
-        return {}
-
-    def words(self, facts: dict) -> str:
-        """Write its verdict."""
-        return "nothing will break"
-
-
-def _without(words: list[str], option: str) -> list[str]:
-    if option not in words:
-        return words
-    place = words.index(option)
-    return words[:place] + words[place + 2 :]
-
-
-class Train(Step):
-    """The run, until its end."""
-
-    name = "train"
-
-    def inputs(self) -> dict:
-        """Name the tokens; what else counts, the run folder's own recipe says."""
-        manifest = read_manifest(self.pipeline.data_folder) or {}
-        return {"data": {key: manifest.get(key) for key in ("fingerprint", "origin")}}
-
-    def look(self) -> Look:
-        """Compare the run folder with the recipe and the prepared data."""
-        run, recipe = self.pipeline.run, self.pipeline.recipe.to_dict()
-        place = display_path(run.path)
-        if run.is_finished(recipe):
-            if self._has_other_data():
-                return Look(
-                    True, f"{place} was trained on other tokens than {recipe['data']['name']} holds now"
-                )
-            return Look(False, f"{place} is finished")
-        if not run.recipe.exists():
-            return Look(True, f"{place} holds no run yet")
-        if changes := [str(change) for change in changed_parts(recipe, self._earlier())]:
-            aside = "; the earlier run is kept beside it" if self.starts_over else ""
-            return Look(True, listed(changes) + aside)
-        if run.is_finished(self._earlier()):
-            # its steps stay: what follows them is measured again
-            measured = differences(self._earlier().get("evaluation"), recipe.get("evaluation"), "evaluation")
-            return Look(True, listed(measured) or f"{place} is another recipe's")
-        return Look(True, f"{place} is not finished: it goes on after step {self._last_step():,}")
-
-    def _earlier(self) -> dict:
-        try:
-            return json.loads(self.pipeline.run.recipe.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.pipeline.run.recipe}: cannot be read; move the folder away") from error
-
-    def _last_step(self) -> int:
-        rows = read_rows(self.pipeline.run.metrics)
-        return int(rows[-1].get("step", 0)) if rows else 0
-
-    def _has_other_data(self) -> bool:
-        """Say if the finished run was made of other tokens; a data set that has only grown is the same."""
-        now = self.inputs()["data"]
-        kept = self.pipeline.record.steps.get(self.name)
-        committed = committed_checkpoints(self.pipeline.run)
-        if kept is not None:
-            before = kept["inputs"]["data"]
-        elif committed:
-            before = read_marker(committed[0])["data"]
-        else:
-            return False
-        # a run of another machine may be here without its data
-        known = [key for key in now if before.get(key) and now[key]]
-        return bool(known) and all(before[key] != now[key] for key in known)
-
-    @property
-    def starts_over(self) -> bool:
-        """Say if the run in the folder is set aside: it is finished, and another is asked for, or --replace says so."""
-        run = self.pipeline.run
-        if not run.recipe.exists():
-            return False
-        finished = run.is_finished(self._earlier())
-        if finished and "train" in self.pipeline.forced:
-            return True
-        same = not changed_parts(self.pipeline.recipe.to_dict(), self._earlier())
-        other = not same or (finished and self._has_other_data())
-        return other and (finished or self.pipeline.replace)
-
-    def run(self) -> dict:
-        """Run train.py, started again after a crash or a hang."""
-        pipeline = self.pipeline
-        resume = "never" if self.starts_over and not pipeline.allow_change else pipeline.resume
-        words = [*pipeline.recipe_words, *pipeline.train_words, "--resume", resume]
-        words += ["--force"] * pipeline.force
-        words += [word for key in pipeline.allow_change for word in ("--allow_change", key)]
-        before = shlex.split(pipeline.launcher) or [sys.executable]
-        supervise = [
-            sys.executable,
-            "-m",
-            "pretraining.supervise",
-            "--restarts",
-            str(pipeline.restarts),
-            "--",
-        ]
-        call([*supervise, *before, str(REPOSITORY / "train.py"), *words], output=pipeline.output)
-        end = pipeline.run.last_event("end") or {}
-        if not pipeline.run.is_finished(pipeline.recipe.to_dict()):
-            raise StepEnded(
-                1, f"{display_path(pipeline.run.path)} holds no finished run; see its console.log"
-            )
-        measured = {key: end[key] for key in end if key.startswith("eval_") and isinstance(end[key], float)}
-        return {"folder": str(pipeline.run.path), "step": self._last_step(), **measured}
-
-    def words(self, facts: dict) -> str:
-        """Write where the run is, and its loss."""
-        loss = f", validation loss {facts['eval_loss']:.4f}" if "eval_loss" in facts else ""
-        return f"{facts['step']:,} steps in {display_path(Path(facts['folder']))}{loss}"
 
 
 class Evaluate(Step):
@@ -461,7 +267,8 @@ class Evaluate(Step):
     def run(self) -> dict:
         """Run `python -m pretraining.evaluation`."""
         run, data = str(self.pipeline.run.path), str(self.pipeline.data_root)
-        answer = self.pipeline.python("-m", "pretraining.evaluation", run, "--data_dir", data, "--json")
+        words = [sys.executable, "-m", "pretraining.evaluation", run, "--data_dir", data, "--json"]
+        answer = self.pipeline.call(*words, captured=True)
         return json.loads(answer.strip().splitlines()[-1])
 
     def words(self, facts: dict) -> str:
@@ -524,9 +331,8 @@ class Publish(Step):
     def run(self) -> dict:
         """Run `python -m pretraining.checkpoints push`."""
         words = ["push", str(self.pipeline.run.path), str(self.pipeline.to), "--json"]
-        answer = self.pipeline.python(
-            "-m", "pretraining.checkpoints", *words, *["--private"] * self.pipeline.private
-        )
+        words += ["--private"] * self.pipeline.private
+        answer = self.pipeline.call(sys.executable, "-m", "pretraining.checkpoints", *words, captured=True)
         return json.loads(answer)
 
     def words(self, facts: dict) -> str:

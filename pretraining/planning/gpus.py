@@ -156,10 +156,14 @@ def _gpu(name: str, entry: dict) -> Gpu:
 
 def _rates_file() -> Path:
     """Return the file of this host, in $PRETRAINING_DOCTOR_FOLDER or ~/.cache/pretraining/doctor."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return _rates_below(*map(os.environ.get, (FOLDER_VARIABLE, "XDG_CACHE_HOME", "HOME")))
+
+
+@cache  # a search asks thousands of times
+def _rates_below(folder: str | None, cache_folder: str | None, home: str | None) -> Path:
+    caches = Path(cache_folder or Path(home or Path.home()) / ".cache")
     # a home on a network disk is shared between hosts, so each host has a file of its own
-    folder = Path(os.environ.get(FOLDER_VARIABLE) or cache / "pretraining" / "doctor")
-    return folder / f"{socket.gethostname()}.json"
+    return Path(folder or caches / "pretraining" / "doctor") / f"{socket.gethostname()}.json"
 
 
 def keep_rates(rates: dict[str, float], where: str, gpu: str | None, num_gpus: int) -> Path:

@@ -26,6 +26,13 @@ FORWARD_SUMS, BACKWARD_SUMS = 2, 5
 of the feed-forward part; backward the gradient of the input of each matrix whose outputs are cut, three and two."""
 
 
+TABLE_SUMS = 2
+"""All-reduces outside the layers (model/vocabulary_parallel.py): the embeddings, and the gradient of the head's input.
+"""
+OF_NORMALISER = 8
+"""Bytes of each token that a rank sends to the others for the loss: log Z and the target's logit, in fp32."""
+
+
 @dataclass(frozen=True)
 class Message:
     """What one rank sends in a step for one purpose."""
@@ -178,6 +185,8 @@ def layer_messages(recipe: Recipe, ds_config: dict | None, world_size: int, gpu:
     again_sums = again * (FORWARD_SUMS - skips_last_product(recipe, ds_config))
     message = width * tokens * widths.hidden * widths.layers
     sums = message * (FORWARD_SUMS + BACKWARD_SUMS + again_sums)
+    # an all-gather of a part sends half as much as an all-reduce of all parts
+    sums += tokens * (TABLE_SUMS * width * widths.hidden + OF_NORMALISER * degrees.tensor / 2)
     # queries, keys and values there, results back, and their gradients
     keys = widths.keys * key_value_copies(widths, degrees)
     exchanged = width * tokens * widths.layers * (2 * widths.queries + 2 * keys) * (2 + again)

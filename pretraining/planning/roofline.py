@@ -17,7 +17,7 @@ from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, find_gpu, kept_rates
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.planning.memory.need import recomputed_one_in, recomputed_share, skips_last_product
-from pretraining.planning.memory.split import families, widths_of_rank
+from pretraining.planning.memory.split import families, rows_of_rank, widths_of_rank
 from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, head_is_wide, precision_of, size_of_recipe
 from pretraining.planning.messages import layer_messages
 from pretraining.planning.shapes import shape_of, widths_of
@@ -100,9 +100,7 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
     rates, size = sustained_rates(gpu, precision, world_size), size_of_recipe(recipe)
     behind, degrees = size.gradients, degrees_of(ds_config)
     tokens = recipe.micro_batch * recipe.sequence_length // degrees.sequence
-    # tensor parallelism splits the products of the layers; every rank multiplies with the whole head
     in_layers = (size.matmul - size.head) / degrees.tensor
-    of_products = (in_layers + size.head) / size.matmul
     # the table's factors are for 16-bit numbers
     width = precision_of(recipe, ds_config).compute / SIXTEEN_BIT
     mode = layer_mode(recipe, ds_config)
@@ -132,13 +130,14 @@ def ceiling(recipe: Recipe, ds_config: dict | None, world_size: int, gpu: Gpu, p
         "products": 2
         * tokens
         * (
-            (size.matmul + behind.weights + behind.inputs) * of_products / rates.product_flops
+            (size.matmul + behind.weights + behind.inputs) / rates.product_flops
             + _wide_head_seconds(recipe, size, gpu, rates, world_size)
-        ),
+        )
+        / degrees.tensor,
         "attention": (1 + ATTENTION_BACKWARD * behind.layers) * scores / rates.attention_flops,
         "other kernels": (forward + backward + outside) / rates.bytes,
         "loss": (FP32 / SIXTEEN_BIT if head_is_wide(recipe) else width)
-        * _loss_kernel_bytes(recipe, tokens, gpu)
+        * _loss_kernel_bytes(recipe, tokens, gpu, degrees)
         / rates.bytes,
         "recomputation": products_again * (recomputed / rates.product_flops + scores / rates.attention_flops)
         + again * forward / rates.bytes,
@@ -322,12 +321,14 @@ def _outside_bytes(model: dict, mode: str, tokens: int) -> float:
     return tokens * factor * layer_widths(shape, tokens)["hidden"]
 
 
-def _loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu) -> float:
-    """Return the bytes that the loss moves in 16 bit, without the head's products."""
+def _loss_kernel_bytes(recipe: Recipe, tokens: int, gpu: Gpu, degrees: Degrees) -> float:
+    """Return the bytes that the loss moves in 16 bit on one rank, without the head's products."""
     vocab_size, hidden = recipe.model.vocab_size, layer_widths(shape_of(recipe.model), tokens)["hidden"]
     # a function of the user's own is counted as the cross-entropy of all logits
     auto = "fused" if recipe.loss.function is None else "plain"
     kind = {"auto": auto}.get(recipe.loss.kind, recipe.loss.kind)
+    if kind != "plain":
+        vocab_size = rows_of_rank(vocab_size, degrees)
     compiled = compiles_loss(recipe.loss.compile, on_gpu=True)
     factors = table("kernels")["loss"][kind]["compiled" if compiled else "eager"]
     chunk = chunk_length(

@@ -264,7 +264,7 @@ def _readers(answer: dict) -> str:
 def _layout_words(layout: dict[str, int]) -> str:
     """Write over how many ranks each part is split, the innermost ranks first."""
     words = {
-        "tensor": "each layer's matrices over {} neighbours",
+        "tensor": "matrices, embedding and head over {} neighbours",
         "sequence": "each sequence over {} ranks",
         "expert": "the experts over {} neighbours",
     }

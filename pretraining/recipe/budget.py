@@ -4,10 +4,11 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pretraining.recipe.section import Section, key
-from pretraining.schema import problem
+from pretraining.schema import display_path, problem
 
 LR_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 """The learning rate goes as this power of a step's size over the full size."""
@@ -197,8 +198,8 @@ def _check_ramp(budget: Budget, ramp: Ramp, length: int, where: str) -> None:
         raise problem(where, "budget.ramp.over_tokens", what)
 
 
-def check_division(sizes: StepSizes, length: int, ranks: int, micro_batch: int, where: str) -> None:
-    """`UserError` where ranks x micro-batch x length does not divide every step, with what would."""
+def check_division(sizes: StepSizes, length: int, ranks: int, micro_batch: int, path: Path) -> None:
+    """`UserError` of the recipe's file if ranks x micro-batch x length does not divide every step, with what would."""
     at_once = ranks * micro_batch
     size = next((size for size in sizes.all if size % (at_once * length)), None)
     if size is None:
@@ -214,7 +215,7 @@ def check_division(sizes: StepSizes, length: int, ranks: int, micro_batch: int, 
     else:
         fitting = next(micro for micro in range(min(micro_batch, shared), 0, -1) if shared % micro == 0)
         what += f"training.per_device_train_batch_size={fitting} divides every step"
-    raise problem(where, "budget.ramp", what)
+    raise problem(display_path(path), "budget.ramp", what)
 
 
 def check_multiple(value: int, key: str, unit: int, unit_words: str, where: str) -> None:

@@ -301,7 +301,7 @@ def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None =
             f"is {micro_batch}; {product} do not divide budget.tokens_per_step {recipe.tokens_per_step}; "
             f"{fitting} does (or for tokens_per_step, {multiples})",
         )
-    check_division(recipe.step_sizes, recipe.sequence_length, ranks, micro_batch, display_path(recipe.path))
+    check_division(recipe.step_sizes, recipe.sequence_length, ranks, micro_batch, recipe.path)
     return steps
 
 

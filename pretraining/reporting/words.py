@@ -201,7 +201,9 @@ def _taken(record: RunRecord) -> str:
     times = [record.event_time(event) for event in record.events]
     # a stop on request may last for days
     seconds = times[-1] - times[0] - stopped_seconds(record.events)
-    text = f"{record.steps[-1]:,.0f} steps, {record.tokens[-1]:,.0f} tokens in {duration(max(1.0, seconds))}"
+    # continued from a checkpoint of the last step, a run has no rows
+    step, tokens = (record.steps[-1], record.tokens[-1]) if len(record.steps) else (0, 0)
+    text = f"{step:,.0f} steps, {tokens:,.0f} tokens in {duration(max(1.0, seconds))}"
     if speed := record.speed():
         rate = f"{speed['tokens_per_second']:,.0f} tokens/s"
         text += f", {duration(speed['training_seconds'])} of them in its steps: {rate}"

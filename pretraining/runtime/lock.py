@@ -1,5 +1,6 @@
 """Allow one run per folder: one rank of each disk holds a lock on it from before the first write to the end."""
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -101,4 +102,6 @@ def _release(lock: TextIO, folder: Path) -> None:
     (folder / LOCK).unlink(missing_ok=True)
     lock.close()
     if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
+        # a disk of its own may be mounted there
+        with contextlib.suppress(OSError):
+            folder.rmdir()

@@ -68,17 +68,6 @@ def from_rank_0(decide: Callable[[], Answer]) -> Answer:
     return answer[0]
 
 
-@contextmanager
-def deciding_alone() -> Iterator[None]:
-    """Let this rank decide what rank 0 would, until the end of the block: in a rehearsal there is no rank 0."""
-    global _decides_alone
-    _decides_alone = True
-    try:
-        yield
-    finally:
-        _decides_alone = False
-
-
 def from_rank(source: int, value: Answer) -> Answer:
     """Return on every rank the `value` that the rank `source` gives."""
     import torch.distributed as dist
@@ -88,6 +77,17 @@ def from_rank(source: int, value: Answer) -> Answer:
     answer = [value]
     dist.broadcast_object_list(answer, src=source)
     return answer[0]
+
+
+@contextmanager
+def deciding_alone() -> Iterator[None]:
+    """Let this rank decide what rank 0 would, until the end of the block: in a rehearsal there is no rank 0."""
+    global _decides_alone
+    _decides_alone = True
+    try:
+        yield
+    finally:
+        _decides_alone = False
 
 
 def gather_from_ranks(value: Answer, group: dist.ProcessGroup | None = None) -> list[Answer]:

@@ -51,7 +51,7 @@ class RankGroups:
     def evaluating(self) -> tuple[int, int]:
         """(number, count) of this rank among those that evaluate samples of their own.
 
-        Ranks that split layers compute the same samples together. Sequences are not split in evaluations.
+        Ranks that split layers compute the same samples together. Samples and scores do not split sequences.
         """
         return self.rank // self.degrees.tensor, self.world_size // self.degrees.tensor
 

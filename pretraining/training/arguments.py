@@ -185,7 +185,7 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
 def split_layers() -> dict:
     """Return the rules by which AutoTP splits layers (`tensor_parallel.partition_config`).
 
-    Attention and MLP are split. Embeddings, head and norms are whole on every rank.
+    Attention and MLP are split; norms are whole on every rank. Embedding and head are `model/vocabulary_parallel.py`'s.
     """
     columns = r".*\.self_attn\.[qkv]_proj\.(weight|bias)$", r".*\.mlp\.(gate|up)_proj\.(weight|bias)$"
     rows = r".*\.self_attn\.o_proj\.weight$", r".*\.mlp\.down_proj\.weight$"

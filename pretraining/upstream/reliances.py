@@ -238,6 +238,18 @@ _PURPOSES = (
         ),
     ),
     _Purpose(
+        "autotp",
+        why="AutoTP notes on rows of embedding and head what it notes on parts of matrices",
+        test="test_vocabulary_parallel.py",
+        until="vocab_parallel_lm_head leaves the loss to its user",
+        names=(
+            "deepspeed.module_inject.layers.LinearLayer(module, mp_group, skip_partition, gather_output, kwargs)",
+            "deepspeed.module_inject.layers.LinearLayer._mark_uc_metadata(self)",
+            "deepspeed.module_inject.layers.TensorParallel_Layer._partition_sizes",
+            "deepspeed.utils.groups._init_tp_mesh_device(tensor_model_parallel_size, data_parallel_size)",
+        ),
+    ),
+    _Purpose(
         "deepspeed",
         why="a checkpoint reads and sets states that are on NVMe",
         test="test_nvme.py",

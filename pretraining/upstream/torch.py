@@ -110,6 +110,8 @@ def compile_in_few_processes() -> None:
         config.compile_threads = min(WORKERS, config.compile_threads or WORKERS)
 
 
+# not traced itself, if graphs end before it
+@torch.compiler.disable
 def let_length_vary(tensor: torch.Tensor) -> None:
     """Ask for a graph that takes any length of the first dimension; torch may still fix it."""
     torch._dynamo.maybe_mark_dynamic(tensor, 0)

@@ -137,7 +137,9 @@ def tensor_parallel_schema() -> dict:
     return {
         "type": "object",
         "properties": {
-            "autotp_size": degree_schema("Ranks that split each layer's matrices; they are neighbours."),
+            "autotp_size": degree_schema(
+                "Ranks that split each layer's matrices, embedding and head; they are neighbours."
+            ),
             "tp_overlap_comm": {"type": "boolean", "default": False},
             "partition_config": {"type": ["object", "null"], "default": None},
         },

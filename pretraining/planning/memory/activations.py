@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from pretraining.ds_config import NOT_SPLIT, Degrees
-from pretraining.planning.memory.split import key_value_copies, widths_of_rank
+from pretraining.planning.memory.split import key_value_copies, rows_of_rank, widths_of_rank
 from pretraining.planning.memory.tensors import FP32, SIXTEEN_BIT, Precision
 from pretraining.planning.shapes import Widths, is_mixture, shape_of, widths_of
 from pretraining.planning.sizes import model_size
@@ -108,6 +108,8 @@ def activations(
     # copies of weights do not grow with the tokens
     copies = _cast_weights(model, every_n_layers > 0, degrees, wide_head) if precision.is_autocast else 0
     of_loss, read = precision, 0
+    # a plain loss gathers them
+    logits = shape["vocab_size"] if loss.kind == "plain" else rows_of_rank(shape["vocab_size"], degrees)
     if wide_head:
         of_loss = replace(precision, weights=FP32, compute=FP32)
         # its input in fp32
@@ -117,7 +119,7 @@ def activations(
         layers=tokens * kept,
         recomputed=tokens * (largest - boundary - read_anyway) if every_n_layers else 0.0,
         outside=tokens * outside + copies,
-        logits=read + loss_bytes(tokens, shape["vocab_size"], widths.hidden, of_loss, loss, gpu_memory),
+        logits=read + loss_bytes(tokens, logits, widths.hidden, of_loss, loss, gpu_memory),
         backward=tokens * _backward(shape, widths, sequence_length, precision),
         recomputes_last=recomputes_last,
     )
@@ -129,7 +131,8 @@ def _cast_weights(model: dict, checkpointing: bool, degrees: Degrees, wide_head:
     layers = (size.parts.attention + size.parts.mlp) / degrees.tensor
     layers += size.parts.experts / degrees.expert + size.parts.router
     # a recomputed layer frees its copies after its forward pass; the head's copy stays
-    return SIXTEEN_BIT * ((0 if wide_head else size.head) + (0 if checkpointing else layers))
+    head = 0 if wide_head else size.head / degrees.tensor
+    return SIXTEEN_BIT * (head + (0 if checkpointing else layers))
 
 
 def _layer(
@@ -243,6 +246,9 @@ def validation_bytes(model: dict, tokens: int, precision: Precision, degrees: De
     # the residual stream, its sum with a layer's result, and a norm's copy in fp32
     stream = (2 * precision.residual + FP32) * widths.hidden
     attention = 2 * widths.queries + 2 * widths.keys
+    if degrees.sequence > 1:
+        # before the exchange, copied for it, as it comes, and joined (model/sequence_parallel.py)
+        attention = 4 * (widths.queries + 2 * widths.keys * key_value_copies(widths, degrees))
     inner = (2 if shape["model_type"] == "gpt2" else 3) * widths.inner
     if widths.experts:
         inner = max(inner, widths.chosen_experts * (widths.hidden + 3 * widths.expert_inner))

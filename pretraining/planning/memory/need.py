@@ -49,7 +49,7 @@ PHASES = {
     "last layer": "when the last layer is computed again: every layer's input and that layer's activations",
     "backward": "when the backward pass ends: one layer's activations and all gradients",
     "step": "in the optimizer step: gradients and their flat copies",
-    "validation": "in a validation, which reads whole sequences on each rank",
+    "validation": "in a validation, which keeps no activations",
 }
 SNAPSHOT_ALIGNMENT = 64
 """Bytes; a tensor of any type may begin at a multiple of it."""
@@ -176,7 +176,7 @@ def memory_need(
     precision, of_rank = precision_of(recipe, ds_config), families(recipe, ds_config, world_size)
     degrees, tensors = degrees_of(ds_config), held_tensors(of_rank)
     frozen = [tensor for family in of_rank for tensor in family.frozen]
-    wide = wide_tensors(recipe, ds_config)
+    wide = [tensor for family in of_rank for tensor in _wide_of(family, recipe, ds_config)]
     accumulation = accumulation_steps(recipe, world_size, ds_config)
     optimizer, state = optimizer_states(recipe), state_of_recipe(recipe, ds_config, world_size)
     held = activations(
@@ -203,7 +203,8 @@ def memory_need(
     # the optimizer's own copies exist at the same moment as ZeRO's
     extra = replace(extra, step=extra.step + copies)
     phases = _phases(state, held, extra, zero_stage(ds_config), accumulation, optimizer.name)
-    if degrees.sequence > 1 and recipe.training.eval_strategy != "no":
+    # with whole sequences, and logits, which training may never have
+    if degrees.ranks_per_sample > 1 and recipe.training.eval_strategy != "no":
         phases["validation"] = _validation(recipe, phases["loss"], precision, degrees)
     return MemoryNeed(
         phases=phases,
@@ -229,13 +230,18 @@ def state_of_recipe(recipe: Recipe, ds_config: dict | None, world_size: int) -> 
             family.trained,
             optimizer,
             family.frozen,
-            # embeddings and head, which no layout splits
-            () if number else wide_tensors(recipe, ds_config),
+            _wide_of(family, recipe, ds_config),
         )
-        for number, family in enumerate(families(recipe, ds_config, world_size))
+        for family in families(recipe, ds_config, world_size)
     ]
     # every part of one family comes on top of that of the other
     return ModelState(*(sum(parts) for parts in zip(*map(astuple, states), strict=True)))
+
+
+def _wide_of(family: Family, recipe: Recipe, ds_config: dict | None) -> tuple[Tensor, ...]:
+    """Return the trained parameters of a family that are in fp32 although others are not, as a rank holds them."""
+    names = {tensor.name for tensor in wide_tensors(recipe, ds_config)}
+    return tuple(tensor for tensor in family.tensors if tensor.name in names)
 
 
 def loss_of(recipe: Recipe) -> Loss:
@@ -310,9 +316,9 @@ def _phases(
 def _validation(
     recipe: Recipe, at_loss: dict[str, float], precision: Precision, degrees: Degrees
 ) -> dict[str, float]:
-    """Return the parts in a validation: no activations are kept, and every rank reads whole sequences."""
+    """Return the parts in a validation: no activations are kept, and every rank reads a part of each sequence."""
     num_sequences = recipe.training.per_device_eval_batch_size
-    tokens = num_sequences * recipe.sequence_length
+    tokens = num_sequences * recipe.sequence_length // degrees.sequence
     without = {name: size for name, size in at_loss.items() if name not in ("activations", "logits and loss")}
     return {**without, "validation": validation_bytes(recipe.model, tokens, precision, degrees)}
 

@@ -1,6 +1,6 @@
 """What one rank holds of a model whose layers, sequences or experts are split over ranks, before ZeRO shards it.
 
-Tensor parallelism cuts the matrices of a layer; embeddings, head, norms and routers stay whole on every rank. Expert
+Tensor parallelism cuts the matrices of a layer, embedding and head; norms and routers stay whole on every rank. Expert
 parallelism cuts the experts. ZeRO then shards what is left over the ranks that hold the same part. Ranks that have
 parts of the same sequences hold the same weights, so that to ZeRO they are data-parallel.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pretraining.ds_config import Degrees, degrees_of, zero_stage
 from pretraining.planning.memory.tensors import Tensor, frozen_tensors, parameter_tensors
-from pretraining.planning.shapes import Widths
+from pretraining.planning.shapes import Widths, shape_of
 from pretraining.recipe import Recipe
 
 # AutoTP cuts the outputs of the first line and the inputs of the second; a bias of the second stays whole
@@ -22,6 +22,9 @@ _CUT = re.compile(
     r"\.(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.(weight|bias)$"
     r"|\.(self_attn\.o_proj|mlp\.down_proj)\.weight$"
 )
+# by tokens of the vocabulary (model/vocabulary_parallel.py); the fullest rank has a row more if the degree does not
+# divide them
+_TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 _EXPERTS = re.compile(r"\.experts\.")
 
 
@@ -45,7 +48,7 @@ class Family(NamedTuple):
 
 
 def families(recipe: Recipe, ds_config: dict | None, world_size: int) -> list[Family]:
-    """Return the parameters of one rank by the ranks that share them: those outside split layers come first."""
+    """Return the parameters of one rank by the ranks that share them: those that are whole at stage 3 come first."""
     degrees, apart = degrees_of(ds_config), zero_stage(ds_config) == 3
     # stage 3 shards what every rank of a tensor group has over these too (deepspeed 0.19.8)
     ranks = (world_size // (1 if apart else degrees.tensor), world_size // degrees.tensor)
@@ -75,21 +78,25 @@ def _parts_of(section: str, frozen: frozenset[str], degrees: Degrees, apart: boo
             tuple(tensor for tensor in tensors if tensor.name not in frozen),
             tuple(tensor for tensor in tensors if tensor.name in frozen),
         )
-        for tensors in _cut(parameter_tensors(json.loads(section)), degrees, apart)
+        for tensors in _cut(json.loads(section), degrees, apart)
     )
 
 
-def _cut(tensors: Sequence[Tensor], degrees: Degrees, apart: bool) -> tuple[list[Tensor], ...]:
-    """Return the parameters of one rank: dense ones, parts of split layers, and its experts if these are split.
+def _cut(model: dict, degrees: Degrees, apart: bool) -> tuple[list[Tensor], ...]:
+    """Return the parameters of one rank: dense ones, parts of split ones, and its experts if these are split.
 
-    apart: whether parts of split layers are not among the dense ones.
+    apart: whether parts that tensor parallelism leaves to a rank are not among the dense ones.
     """
     dense, parts, experts = [], [], []
-    for tensor in tensors:
+    for tensor in parameter_tensors(model):
         if degrees.expert > 1 and _EXPERTS.search(tensor.name):
             experts.append(_part(tensor, degrees.expert))
         elif degrees.tensor > 1 and _CUT.search(tensor.name):
             (parts if apart else dense).append(_part(tensor, degrees.tensor))
+        elif degrees.tensor > 1 and tensor.name in _TABLES:
+            size = shape_of(model)["vocab_size"]
+            rows = rows_of_rank(size, degrees)
+            (parts if apart else dense).append(replace(tensor, numel=tensor.numel // size * rows))
         else:
             dense.append(tensor)
     return dense, parts, experts
@@ -97,6 +104,11 @@ def _cut(tensors: Sequence[Tensor], degrees: Degrees, apart: bool) -> tuple[list
 
 def _part(tensor: Tensor, degree: int) -> Tensor:
     return replace(tensor, numel=tensor.numel // degree)
+
+
+def rows_of_rank(vocab_size: int, degrees: Degrees) -> int:
+    """Return the rows of embedding and head, thus logits of a token, that the fullest rank has."""
+    return -(-vocab_size // degrees.tensor)
 
 
 def widths_of_rank(widths: Widths, degrees: Degrees) -> Widths:

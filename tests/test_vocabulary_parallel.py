@@ -1,0 +1,23 @@
+"""Promise: the curve belongs to the recipe. Ranks may split embedding and head by tokens of the vocabulary."""
+
+import json
+
+from tests.runs import LLAMA, execute
+from tests.split_vocabulary import VOCABULARY
+
+RANKS = 3
+
+
+def test_split_rows_have_the_loss_and_gradients_of_the_whole(tmp_path):
+    """In float64, with a z-loss and ignored labels, tied and not, each way to compute the loss; uneven parts."""
+    finished = execute(["forked", str(RANKS), "-m", "tests.split_vocabulary", tmp_path / "found"])
+    assert finished.code == 0, finished.output
+    for rank in range(RANKS):
+        for case, found in json.loads((tmp_path / f"found-{rank}.json").read_text()).items():
+            kind, _, tied = case.split()
+            assert found["rows"] == (171, 170, 170)[rank] and str(found["is_tied"]) == tied
+            for name in ("loss", "each", "gradients", "logits"):
+                assert found[name] < 1e-12, (case, name, found)
+            # while it trains, no rank has whole logits unless a plain loss asks for them
+            columns = {"plain": VOCABULARY, "chunked": found["rows"], "fused": LLAMA["hidden_size"]}
+            assert found["columns"] == columns[kind]
