@@ -73,7 +73,8 @@ def attempts(events: list[dict], until: float) -> list[Attempt]:
     """
     found: list[Attempt] = []
     starts = [number for number, row in enumerate(events) if row.get("event") in STARTS]
-    for first, after in zip(starts, [*starts[1:], len(events)], strict=True):
+    # a run may have logged steps and have no event: then there is no attempt
+    for first, after in zip(starts, [*starts, len(events)][1:], strict=True):
         began, is_last = unix_seconds(events[first]["time"]), after == len(events)
         ended, lost_as = (until, "start") if is_last else (unix_seconds(events[after]["time"]), "restart")
         for event in events[first:after]:
