@@ -36,11 +36,19 @@ from pretraining.planning.quantities import num_bytes
 from pretraining.runtime.durable_files import one_line_disk_errors, sync_to_disk
 from pretraining.runtime.heartbeat import long_work
 from pretraining.runtime.host import free_memory_bytes
-from pretraining.runtime.process_group import Messages, gather_from_ranks, host_group, rank_and_world_size
+from pretraining.runtime.process_group import (
+    Agreement,
+    Messages,
+    gather_from_ranks,
+    host_group,
+    rank_and_world_size,
+)
 from pretraining.runtime.run_folder import RunFolder
 
 _PAUSE_SECONDS = 0.01  # between two exchanges of the ranks while training waits
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
+
+DONE, WRITING, FAILED = 0, 1, 2
 
 Commit = Callable[[Path, dict], None]
 """Takes the folder and the marker without its files. Writes the marker, after which the checkpoint counts."""
@@ -72,7 +80,7 @@ class CheckpointWriter:
         self.last: dict | None = None
         """The newest finished save, with the values of its event."""
         # The group of training may be busy on the GPU, so the reports of saves use the network of the hosts.
-        self._group = host_group()
+        self._group, self._agreement = host_group(), Agreement()
         # Names the saves of this process in their receipts: see `wait_for_receipts`.
         self._attempt = gather_from_ranks(uuid.uuid4().hex, self._group)[0]
         self._num_saves = 0
@@ -124,10 +132,14 @@ class CheckpointWriter:
         """
         if self._flight is None:  # on all ranks or on none, so nobody waits in the exchange
             return
+        # One number at each step; thousands of reports are exchanged once, at the end of the save.
+        state = self._agreement.largest(self._flight.state)
+        if state == WRITING:
+            return
         reports = gather_from_ranks(self._flight.report(), self._group)
-        if any(report["failed"] for report in reports):
+        if state == FAILED:
             self._abandon(reports)
-        elif all(report["done"] for report in reports):
+        else:
             self._finish(reports)
 
     @property
@@ -324,6 +336,11 @@ class RankSave:
     """What went wrong on this rank, and whether a user can repair it."""
     abandoned: threading.Event = field(default_factory=threading.Event)
 
+    @property
+    def state(self) -> int:
+        """How far it is; over all ranks the largest counts."""
+        return FAILED if self.failed else DONE if self.done else WRITING
+
     def attempt(self, work: Callable[[], Result]) -> Result | None:
         """Do `work`, unless something has failed already; an error is kept until the step boundary."""
         if self.failed:
@@ -412,8 +429,9 @@ def pauses(abandoned: threading.Event) -> Iterator[None]:
 def _is_of(save: str, path: Path) -> bool:
     """Say if the receipt is there, and of this save."""
     try:
-        return json.loads(path.read_text(encoding="utf-8")).get("save") == save
-    except (FileNotFoundError, ValueError):
+        # not parsed: rank 0 asks this of thousands, and each holds the states of random generators
+        return f'"save": {json.dumps(save)}'.encode() in path.read_bytes()
+    except FileNotFoundError:
         return False
 
 

@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from heapq import heapreplace
 from pathlib import Path
 
 from pretraining.checkpoints.format import (
@@ -164,12 +165,13 @@ def file_verdicts(
 def share_of(files: dict[str, dict], rank: int, ranks: int) -> dict[str, dict]:
     """Return the files that one of `ranks` compares."""
     # The largest file first, each to the rank with the fewest bytes: the start waits for the slowest rank.
-    loads, shares = [0] * ranks, [{} for _ in range(ranks)]
+    loads, share = [(0, each) for each in range(ranks)], {}
     for name in _largest_first(files):
-        least = loads.index(min(loads))
-        loads[least] += files[name]["bytes"]
-        shares[least][name] = files[name]
-    return shares[rank]
+        load, least = loads[0]
+        heapreplace(loads, (load + files[name]["bytes"], least))
+        if least == rank:
+            share[name] = files[name]
+    return share
 
 
 def _largest_first(files: dict[str, dict]) -> Iterable[str]:

@@ -159,44 +159,55 @@ class CheckpointReader:
     parameters: {name: shape}. state: the content of `state.json`. ranks: the number of ranks that saved.
 
     fetch: for a checkpoint of which a node holds a part, brings a file of a rank into the folder; returns False if it
-    cannot. It is called only for what the files here do not hold.
+    cannot. It is called only for what the files here do not hold. first: the number of the file that holds most of what
+    will be read: the others are opened only for what it lacks. None opens all of them.
 
     Raises:
         UserError: `folder` is no checkpoint of this format, or files of it are missing.
     """
 
-    def __init__(self, folder: Path, fetch: Callable[[str], bool] | None = None):
+    def __init__(self, folder: Path, fetch: Callable[[str], bool] | None = None, first: int | None = None):
         self.folder, self._fetch = Path(folder), fetch
         self.state = read_state(self.folder)
         self.parameters = {name: tuple(entry["shape"]) for name, entry in self.state["parameters"].items()}
         self.files = _rank_files(self.folder, incomplete=fetch is not None)
         self.ranks = len(self.files)
-        self._absent = [file for file in self.files if not (self.folder / file).exists()]
+        # One listing: thousands of ranks that asked for each of thousands of files would hold up a shared disk.
+        here = {path.name for path in self.folder.iterdir()}
+        self._later = [file for file in self.files if file in here]
+        self._absent = [file for file in self.files if file not in here]
         self._open_files: dict[str, safe_open] = {}
         self._served_bytes = 0
         self._fragments: dict[tuple[str, str], list[Fragment]] = {}
         self._whole: dict[tuple[str, str], Fragment] = {}
-        self._index([file for file in self.files if file not in self._absent])
+        self._states: dict[str, list[str]] = {}
+        own = self.files[first] if first is not None and first < self.ranks else None
+        self._index([own] if own in here else self._later)
 
     def _bring_another(self) -> bool:
-        """Fetch the next file that is not here; False if all are."""
+        """Open files that are here, or fetch the next one that is not; False if there are no more."""
+        if self._later:
+            # rank 0's first, which holds what is not partitioned; then all others at once
+            self._index(self._later[:1] if self._later[0] == self.files[0] else self._later)
+            return True
         if not self._absent or self._fetch is None:
             return False
-        file = self._absent.pop(0)  # rank 0's first, which holds what is not partitioned
+        file = self._absent.pop(0)
         if not self._fetch(file):
             return False
         self._index([file])
         return True
 
     def _index(self, files: list[str]) -> None:
-        for file in files:
-            self._index_file(file)
-        self._fragments = {key: _without_nested(found) for key, found in self._fragments.items()}
-        self._states: dict[str, list[str]] = {}
-        for state, parameter in sorted(self._fragments):
-            self._states.setdefault(parameter, []).append(state)
+        found = {key for file in files for key in self._index_file(file)}
+        opened = set(files)
+        self._later = [file for file in self._later if file not in opened]
+        for state, parameter in found:
+            self._fragments[state, parameter] = _without_nested(self._fragments[state, parameter])
+            self._states[parameter] = sorted({*self.states(parameter), state})
 
-    def _index_file(self, file: str) -> None:
+    def _index_file(self, file: str) -> Iterator[tuple[str, str]]:
+        """Note what is in a file; yields (state, parameter) of its fragments."""
         opened = self._opened(file)
         for key in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
             if "@" not in key:
@@ -210,6 +221,7 @@ class CheckpointReader:
                 parameter, cut = split_key(parameter)
                 fragment = Fragment(int(start), prod(opened.get_slice(key).get_shape()), file, key, cut)
                 self._fragments.setdefault((state, parameter), []).append(fragment)
+                yield state, parameter
 
     def states(self, parameter: str) -> list[str]:
         """Return the names of a parameter's per-element states: `master`, `exp_avg`, ..."""

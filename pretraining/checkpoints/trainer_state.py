@@ -156,7 +156,7 @@ def load_state(trainer: OpenTrainer, folder: Path, fetch: Callable[[str], bool] 
     folder (`CheckpointReader`). Raises `UserError` if the checkpoint does
     not fit the model or the optimizer.
     """
-    reader = CheckpointReader(folder, fetch)
+    reader = CheckpointReader(folder, fetch, first=dist.get_rank())
     live = live_state(trainer.model, trainer.optimizer)
     _refuse_other_shapes(live, reader)
     with torch.no_grad(), long_work():
@@ -195,8 +195,8 @@ def load_position(trainer: OpenTrainer, folder: Path) -> None:
 
 def _load_random_state(folder: Path) -> None:
     """Set this rank's random generators, if as many ranks saved the checkpoint as run now."""
-    reader = CheckpointReader(folder, fetch_nothing)
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    reader = CheckpointReader(folder, fetch_nothing, first=rank)
     # With another number of ranks no saved generator fits: each rank keeps the one of its seed.
     if reader.ranks == ranks and (numbers := read_receipt(folder, rank, ranks).get("rng")):
         set_random_state(reader.own_tensors(rank), numbers)
@@ -204,7 +204,7 @@ def _load_random_state(folder: Path) -> None:
 
 def _load_running_loss(trainer: OpenTrainer, folder: Path) -> None:
     """Continue the sum of losses since the last logged step: the next row is the same as in a run without a break."""
-    ranks = CheckpointReader(folder, fetch_nothing).ranks
+    ranks = CheckpointReader(folder, fetch_nothing, first=0).ranks
     # With another number of ranks each takes the mean: only the mean over ranks is logged.
     savers = [dist.get_rank()] if ranks == dist.get_world_size() else range(ranks)
     if saved := mean_running_loss(folder, savers, ranks):  # an earlier version's `reshard` left it out

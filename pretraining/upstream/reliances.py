@@ -550,10 +550,10 @@ _PURPOSES = (
         test="test_rehearsal.py",
         until="DeepSpeed gathers and scatters without a loop over ranks",
         names=(
-            "deepspeed.runtime.zero.partition_parameters.AllGatherCoalescedHandle.wait(self, handle_dependency)",
+            "deepspeed.runtime.zero.partition_parameters.AllGatherCoalescedHandle.wait(args, kwargs)",
             "deepspeed.runtime.zero.partition_parameters.ZeroParamStatus",
-            "deepspeed.runtime.zero.stage3.reduce_scatter_coalesced(tensors, group)",
-            "deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks(lst)",
+            "deepspeed.runtime.zero.stage3.reduce_scatter_coalesced(args, kwargs)",
+            "deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks(args, kwargs)",
             "deepspeed.runtime.zero.utils.get_lst_from_rank0(lst)",
             "torch._subclasses.fake_tensor.FakeTensor",
         ),

@@ -3,6 +3,7 @@
     <root>/<data fingerprint>/<checksum>.arrow    a shard, whole and checked; in use while a process holds its lock
     <root>/<data fingerprint>/<checksum>.part     one being fetched, its room already taken; stale if it is not locked
     <root>/.lock                                  held while room is made and taken
+    <root>/.held                                  bytes that have been taken; what was removed since may be among them
 
 A killed process leaves at most a .part without a lock. The next process that needs the shard or the room takes it.
 """
@@ -10,6 +11,7 @@ A killed process leaves at most a .part without a lock. The next process that ne
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import shutil
 import threading
@@ -26,6 +28,9 @@ FOLDER_VARIABLE = "PRETRAINING_DATA_CACHE"
 GIGABYTES_VARIABLE = "PRETRAINING_DATA_CACHE_GB"
 DEFAULT_SHARE = 0.5
 """Share of the room on the disk (free, or already used by the cache) if no limit is given."""
+COUNT_FILE = ".held"
+SPARE_SHARE = 0.01
+"""Share of the limit that is made free at once: a full cache of many shards is not listed at each fetch."""
 
 
 @dataclass(frozen=True)
@@ -161,17 +166,40 @@ class ShardCache:
         """Evict the shards unused for longest until `size` more bytes fit, then take these bytes."""
         self.check_fits(size)
         with exclusive_lock(self.root / ".lock"):
-            held = sum(path_size for _, path_size, _ in self._files())
-            for path, path_size in self._oldest_first():
-                # Taken at once, under the lock: another process counts these bytes as held.
-                if held + size <= self.max_bytes and _allocated(part, size):
-                    return
-                if _remove_unless_in_use(path):
-                    held -= path_size
-            if held + size > self.max_bytes:
-                raise CacheFull
-            if not _allocated(part, size):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.root))
+            counted = self._counted()
+            if counted + size > self.max_bytes or not self._take(part, size, counted):
+                self._evict_for(part, size)
+
+    def _evict_for(self, part: FileIO, size: int) -> None:
+        """List all files, and evict until there is room for more than one shard: the next fetches list nothing."""
+        files = self._oldest_first()
+        held, wanted = sum(path_size for _, path_size in files), max(size, int(SPARE_SHARE * self.max_bytes))
+        for path, path_size in files:
+            if held + wanted <= self.max_bytes and self._take(part, size, held):
+                return
+            if _remove_unless_in_use(path):
+                held -= path_size
+        if held + size > self.max_bytes:
+            raise CacheFull
+        if not self._take(part, size, held):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.root))
+
+    def _take(self, part: FileIO, size: int, held: int) -> bool:
+        # Taken at once, under the lock: another process counts these bytes as held.
+        if not _allocated(part, size):
+            return False
+        (self.root / COUNT_FILE).write_text(str(held + size), encoding="utf-8")
+        return True
+
+    def _counted(self) -> float:
+        """Return the bytes that the cache holds at most; infinity if nobody has counted them.
+
+        What has been removed since may still be counted, and shows when the files are listed.
+        """
+        try:
+            return int((self.root / COUNT_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return math.inf
 
     def _files(self) -> Iterator[tuple[Path, int, tuple]]:
         """List (path, bytes, age) of all files: parts are evicted first, then the longest unneeded shards."""

@@ -1,0 +1,64 @@
+"""Nothing grows faster than what it describes: operations are counted, so that no machine is too slow for this."""
+
+import sys
+import threading
+
+import pytest
+import torch
+
+from pretraining.checkpoints import background, folders
+from pretraining.checkpoints.background import CheckpointWriter
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.wall_time import attempts
+from pretraining.schema import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+LINEAR = 1.05
+"""The largest exponent that counts as linear."""
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("marker of ranks", (16, 256)), ("files that a rank opens", (8, 128))]
+)
+def test_a_checkpoint_of_more_ranks_asks_the_disk_no_more_than_in_proportion(tmp_path, name, sizes):
+    """The marker opens each receipt twice; at a resume a rank opens its own file, however many there are."""
+    import scale
+
+    measure = scale.CURVES[name][1]
+    found = scale.curve(sizes, lambda size: measure(tmp_path / str(size), size))
+    assert found["exponent"]["operations"] <= (0 if "opens" in name else LINEAR)
+
+
+def test_a_full_cache_is_not_listed_at_each_fetch(tmp_path):
+    import scale
+
+    few, many = (scale.cache(tmp_path / str(size), size)["operations"] for size in (800, 1600))
+    assert many <= 2.2 * few
+
+
+def test_a_share_of_the_files_costs_one_look_at_each(monkeypatch):
+    looks, replace = [], folders.heapreplace
+    monkeypatch.setattr(folders, "heapreplace", lambda *each: looks.append(1) or replace(*each))
+    files = {f"rank-{number}": {"bytes": 1 + number % 7} for number in range(4096)}
+    shares = [folders.share_of(files, rank, 64) for rank in (0, 63)]
+    assert len(looks) == 2 * len(files) and not shares[0].keys() & shares[1].keys()
+
+
+def test_ranks_exchange_one_number_at_a_step_while_a_save_is_in_flight(tmp_path, monkeypatch):
+    """Their reports are gathered once, at its end."""
+    gathered, gather, finish = [], background.gather_from_ranks, threading.Event()
+    monkeypatch.setattr(background, "gather_from_ranks", lambda *each: gathered.append(1) or gather(*each))
+    writer = CheckpointWriter(RunFolder(tmp_path), lambda folder, marker: finish.wait(30))
+    writer.save(1, {"master/weight@0": torch.zeros(4)}, marker={"ranks": 1})
+    before = len(gathered)
+    for _ in range(20):
+        writer.poll()
+    assert len(gathered) == before and writer.in_flight
+    finish.set()
+    writer.wait()
+    assert len(gathered) == before + 1
+
+
+def test_a_run_without_events_has_no_attempts():
+    assert attempts([], 0.0) == []
