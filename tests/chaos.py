@@ -5,8 +5,8 @@ It reads only what every run folder has: the markers of committed checkpoints, t
 
 import os
 import random
-import tempfile
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
