@@ -55,6 +55,7 @@ LAUNCHING = [
     "test_chaos",
     "test_healing",
     "test_elastic",
+    "test_slurm",
     "test_loss",
     "test_muon",
     "test_nothing_lost",
