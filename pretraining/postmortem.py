@@ -5,6 +5,7 @@ kernels of the ranks' machines had logged. On a machine of the run, it reads tha
 """
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -23,7 +24,7 @@ from pretraining.runtime.failures import Failure, read_failures
 from pretraining.runtime.heartbeat import Place, is_gone, read_place
 from pretraining.runtime.kernel_log import Fault, kernel_faults
 from pretraining.runtime.run_folder import RunFolder, unix_seconds
-from pretraining.runtime.wall_time import STARTS, WallTime
+from pretraining.runtime.wall_time import WallTime, start_rows
 from pretraining.schema import display_path
 
 EXAMPLES = """examples:
@@ -129,10 +130,11 @@ def _has_failed(run: RunFolder, since: float) -> bool:
 
 def attempts_of(record: RunRecord, state: str) -> list[Attempt]:
     """List the attempts of a run, oldest first. state: that of the run (`Standing.state`), for the last attempt."""
-    starts = [number for number, event in enumerate(record.events) if event.get("event") in STARTS]
+    starts = start_rows(record.events)
     times = wall_time.attempts(record.events, record.last_written)
     found = []
-    for timed, first, after in zip(times, starts, [*starts[1:], len(record.events)], strict=True):
+    spans = itertools.pairwise([*starts, len(record.events)])
+    for timed, (first, after) in zip(times, spans, strict=True):
         is_last = after == len(record.events)
         end, why = _end_of(record.events[first:after], is_last, state)
         from_step, reached = int(record.event_steps[first]), max(record.event_steps[first:after])

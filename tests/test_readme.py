@@ -171,6 +171,11 @@ def run_reporting(workshop: Workshop, words: list[str]) -> None:
     assert page.exists()
 
 
+def run_postmortem(workshop: Workshop, words: list[str]) -> None:
+    """`python -m pretraining.postmortem`: of a small run that ended well."""
+    succeeded(execute([*words[:-1], workshop.plain().folder]), "failures   none")
+
+
 def run_make(workshop: Workshop, words: list[str]) -> None:
     """`make TARGET`: what it would do after setting up is run (demo), or is what runs this (test)."""
     shown = execute(["make", "--dry-run", *words[1:]])
@@ -270,6 +275,7 @@ SCALED = {
     r"RUN=\S+ sbatch ": run_sbatch,
     r"python -m pretraining\.checkpoints ": run_checkpoints,
     r"python -m pretraining\.reporting ": run_reporting,
+    r"python -m pretraining\.postmortem ": run_postmortem,
     r"python -m pretraining\.doctor ": run_doctor,
     r"deepspeed .*--module pretraining\.doctor ": run_doctor_together,
 }
@@ -333,6 +339,7 @@ def test_every_link_leads_somewhere(page):
         "-m pretraining.data",
         "-m pretraining.planning",
         "-m pretraining.supervise",
+        "-m pretraining.postmortem",
         "-m pretraining.sweep",
         "-m pretraining.checkpoints",
         "-m pretraining.reporting",

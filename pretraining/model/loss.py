@@ -68,20 +68,19 @@ def _nats_of(model: PreTrainedModel, settings: Loss) -> Callable:
         )
     if kind == "auto":
         kind = "fused" if can_fuse(model) else "chunked"
+    if kind == "plain":
+        return partial(token_nats, z_loss=z_loss)
     head = model.get_output_embeddings()
     if kind == "fused":
         if isinstance(head, SplitHead):
             head.gives = "input"
             return partial(head, **way)
-        return partial(
-            install_loss_head(model), **way
-        )  # in training the model returns the head's input as logits
-    if kind == "chunked":
-        if isinstance(head, SplitHead):
-            head.gives = "own logits"
-            way["rows"] = head.rows
-        return partial(_chunked, **way)
-    return partial(token_nats, z_loss=z_loss)
+        # in training the model returns the head's input as logits
+        return partial(install_loss_head(model), **way)
+    if isinstance(head, SplitHead):
+        head.gives = "own logits"
+        way["rows"] = head.rows
+    return partial(_chunked, **way)
 
 
 def own_loss(

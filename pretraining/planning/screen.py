@@ -305,6 +305,12 @@ def _fits_words(answer: dict) -> str:
     )
 
 
+def _is_notable(saved: dict | None, answer: dict) -> bool:
+    """Say if a plan that fits loses enough to failures and saves to mention it."""
+    fits = answer["memory"]["total"] <= (answer["gpu_memory_bytes"] or math.inf)
+    return fits and saved is not None and saved["lost_share"] > LEAST_LOST
+
+
 def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     unique, shards = answer["unique_tokens"], f"{num_bytes(answer['data_bytes'])} of token shards"
     read = f"{answer['tokens']:,} tokens, each read once, are {shards}"
@@ -334,7 +340,7 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
         ("money", _money_words(cost)),
         ("energy", f"{energy(cost['energy_kwh'])} at the GPUs' rated power"),
         ("disk", f"{disk}{cadence}"),
-        *([("failures", failure_words(saved))] if saved and saved["lost_share"] > LEAST_LOST else []),
+        *([("failures", failure_words(saved))] if _is_notable(saved, answer) else []),
         ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
     ]
 

@@ -138,7 +138,8 @@ def timed_rows(record: RunRecord) -> Iterator[Row]:
         columns[field_name][rows] = values
     timed, _ = record.metrics.column(SECONDS)
     places = np.stack([record.steps, np.array(record.metrics.times), *columns.values()])
-    yield from map(Row._make, places[:, timed].T.tolist())
+    for row in places[:, timed].T.tolist():
+        yield Row(*row)
 
 
 def _median(values: np.ndarray) -> float | None:

@@ -66,15 +66,20 @@ class Attempt:
         return self.ended - self.began
 
 
+def start_rows(events: list[dict]) -> list[int]:
+    """List the numbers of the rows with which an attempt begins."""
+    return [number for number, row in enumerate(events) if row.get("event") in STARTS and "time" in row]
+
+
 def attempts(events: list[dict], until: float) -> list[Attempt]:
     """List the attempts of a run.
 
     events: rows of events.jsonl. until: UNIX seconds at which the last attempt ends if it has no end.
     """
     found: list[Attempt] = []
-    starts = [number for number, row in enumerate(events) if row.get("event") in STARTS]
-    # a run may have logged steps and have no event: then there is no attempt
-    for first, after in zip(starts, [*starts, len(events)][1:], strict=True):
+    events = [row for row in events if "time" in row]
+    starts = start_rows(events)
+    for first, after in itertools.pairwise([*starts, len(events)]):
         began, is_last = unix_seconds(events[first]["time"]), after == len(events)
         ended, lost_as = (until, "start") if is_last else (unix_seconds(events[after]["time"]), "restart")
         for event in events[first:after]:
@@ -110,9 +115,9 @@ class WallTime:
         """Account for a run. rows: those kept, in their order. until: UNIX seconds, if the run has not ended."""
         lost = dict.fromkeys(CAUSES, 0.0)
         all_attempts, rows = attempts(events, until), list(rows)
-        next_starts = [*(attempt.began for attempt in all_attempts[1:]), float("inf")]
         before, position, begun_after = float(first_step(events)), 0, "start"
-        for attempt, next_start in zip(all_attempts, next_starts, strict=True):
+        for attempt, after in itertools.zip_longest(all_attempts, all_attempts[1:]):
+            next_start = after.began if after else float("inf")
             accounted, reached = 0.0, attempt.began
             while position < len(rows) and rows[position].time < next_start:
                 row = rows[position]

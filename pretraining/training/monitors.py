@@ -54,7 +54,7 @@ class Monitors:
         settings = recipe.monitors.profile
         self.profile = [] if settings is None else [ProfileCallback(run, settings)]
         self.speed = SpeedMeter.of(recipe, plan.world_size, start.progress(recipe))
-        price = price_of(recipe.report.dollars_per_gpu_hour, plan.machine.gpu)
+        price = price_of(recipe.report.dollars_per_gpu_hour, plan.machine.gpu if plan.machine else None)
         self.metrics = MetricsCallback(run, self.speed, lambda: dataset.tokens_per_epoch, price)
         report_to, project = recipe.training.report_to, recipe.training.get("project")
         self.trackers = build_trackers(report_to, run, recipe.name, project)
