@@ -6,6 +6,7 @@ It reads only what every run folder has: the markers of committed checkpoints, t
 import os
 import random
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -92,6 +93,8 @@ class Chaos:
         settings: Sequence[str] = (),
     ):
         self.workshop, self.layouts, self.settings = workshop, layouts, (*settings, *SETTINGS)
+        # several of these may share a workshop
+        self.folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=workshop.folder))
         self.chance, self.launchers = random.Random(seed), launchers
         self.counts: Counter = Counter()
         self.differences = {"loss": 0.0, "weights": 0.0}
@@ -100,7 +103,7 @@ class Chaos:
     def endure(self, kills: int) -> dict[str, int]:
         """Kill so often, over as many runs as it takes, and leave each to finish. {what: how often}."""
         while self.counts["kills"] < kills:
-            output = self.workshop.folder / f"chaos-{self.counts['runs']}"
+            output = self.folder / str(self.counts["runs"])
             self.counts["runs"] += 1
             chosen = [self.chance.choice(self.layouts)]
             if moves := len(self.layouts) > 1 and self.chance.random() < 0.75:

@@ -35,7 +35,9 @@ SlurmdLogFile={folder}/slurmd.%n.log
 MailProg=/bin/true
 ReturnToService=2
 SchedulerParameters=batch_sched_delay=0,sched_interval=2
-SlurmdTimeout=6
+SlurmdTimeout=4
+MessageTimeout=3
+TCPTimeout=2
 KillWait=2
 GresTypes=gpu
 NodeName={nodes} CPUs={cores} RealMemory=16000 Gres=gpu:1 State=UNKNOWN
@@ -63,7 +65,7 @@ class Cluster:
         values |= {"controller_port": free_port(), "node_port": free_port()}
         values["cores"] = len(os.sched_getaffinity(0))
         (folder / "slurm.conf").write_text(CONFIGURATION.format(**values))
-        (folder / "gres.conf").write_text("Name=gpu Count=1\n")
+        (folder / "gres.conf").write_text("Name=gpu File=/dev/zero\n")
         path = os.environ["PATH"] + ":/usr/sbin"
         self.variables = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
         self._started: list[subprocess.Popen] = []
