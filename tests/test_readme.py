@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pretraining.command_line import parse_train_arguments
+from pretraining.refusals import load_recipe_and_ds_config
 from pretraining.runtime.run_folder import RunFolder
 from tests.conftest import num_gpus
 from tests.runs import BIN, REPOSITORY, Finished, Workshop, execute
@@ -95,6 +97,13 @@ def run_verb(workshop: Workshop, words: list[str]) -> None:
     """`python -m pretraining.planning VERB`: as it stands, of the small run where one is named."""
     small = str(workshop.run("zero2", by="deepspeed").folder) if "runs/tiny" in words else ""
     assert execute([word.replace("runs/tiny", small) for word in words]).code == 0
+
+
+def parse_rehearsal(workshop: Workshop, words: list[str]) -> None:
+    """`train.py --rehearse`: its options and its recipe; tests/test_rehearsal.py runs it on a small one."""
+    options = parse_train_arguments(words[2:])
+    recipe, _ = load_recipe_and_ds_config(options.recipe, options.set, options.deepspeed, options.world_size)
+    assert options.rehearse and recipe.name == options.recipe
 
 
 def run_plan(workshop: Workshop, words: list[str]) -> None:
@@ -254,6 +263,7 @@ SCALED = {
     r"pyflyte run ": run_flow,
     r"pip install -r requirements-": run_install,
     r"python train\.py .*--plan": run_plan,
+    r"python train\.py .*--rehearse": parse_rehearsal,
     r"(deepspeed|torchrun|accelerate launch) .*train\.py ": run_train,
     r"python train\.py ": run_train,
     r"python -m pretraining\.evaluation runs/tiny": run_evaluation,

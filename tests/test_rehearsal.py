@@ -7,6 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 
 import train
@@ -181,6 +182,7 @@ def test_an_unreachable_store_and_a_taken_port_are_both_named(
     for name, value in {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # other tests have reached a store
     monkeypatch.setenv("PRETRAINING_DATA_PATIENCE_SECONDS", "0.2")
     with socket.socket() as taken:
         taken.bind(("", 0))

@@ -366,6 +366,8 @@ def _needless_zero_3(case: _Case) -> Objection | None:
         case.limit is None
         or zero_stage(case.ds_config) != 3
         or case.world_size == 1
+        or degrees_of(case.ds_config).ranks_per_sample
+        > 1  # without the split other ranks would divide the step
         or _offloads(case.ds_config)
     ):
         return None
@@ -381,7 +383,8 @@ def _needless_zero_3(case: _Case) -> Objection | None:
 
 
 def _offload(case: _Case) -> Objection | None:
-    if case.limit is None or not _offloads(case.ds_config):
+    split = degrees_of(case.ds_config).ranks_per_sample > 1
+    if case.limit is None or split or not _offloads(case.ds_config):
         return None
     # the shipped ds_config of the same stage, without offload
     name = f"zero{zero_stage(case.ds_config)}"

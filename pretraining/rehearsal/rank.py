@@ -150,18 +150,17 @@ def _with_few_micro_batches(recipe: Recipe, plan: RunPlan) -> RunPlan:
 
 def _stand_ins(done: Done, place: Place) -> Iterator[Any]:
     """Yield the patches for what a rehearsal cannot do: draw billions of numbers, and write billions of bytes."""
-    build_model, block_numbers = build.build_model, PackedDataset.block_numbers
+    build_model, read = build.build_model, PackedDataset.__getitems__
     load_state = CheckpointManager.load_state
 
     def built_on_the_device(*args: Any, **keywords: Any) -> Any:
         with done.timed("build"), torch.device(GPU):
             return build_model(*args, **keywords)
 
-    def numbers_noted(dataset: PackedDataset, indices: Any) -> Any:
-        blocks = block_numbers(dataset, indices)
-        if dataset.order is not None and len(indices) < place.world_size * MOST_MICRO_BATCHES * 64:
-            _note(done, dataset, indices, blocks.tolist())
-        return blocks
+    def read_and_noted(dataset: PackedDataset, indices: list[int]) -> Any:
+        if dataset.order is not None:  # not a validation
+            _note(done, dataset, indices)
+        return read(dataset, indices)
 
     def saved(manager: CheckpointManager, trainer: Any) -> None:
         with done.timed("save"):
@@ -174,14 +173,14 @@ def _stand_ins(done: Done, place: Place) -> Iterator[Any]:
     yield mock.patch.object(build, "build_model", built_on_the_device)
     yield mock.patch.object(build, "initialise_weights", lambda *_: None)
     yield mock.patch.object(resume, "changed_files", changed_small_files)
-    yield mock.patch.object(PackedDataset, "block_numbers", numbers_noted)
+    yield mock.patch.object(PackedDataset, "__getitems__", read_and_noted)
     yield mock.patch.object(CheckpointManager, "save", saved)
     yield mock.patch.object(CheckpointManager, "load_state", loaded)
 
 
-def _note(done: Done, dataset: PackedDataset, indices: Any, blocks: list[int]) -> None:
+def _note(done: Done, dataset: PackedDataset, indices: list[int]) -> None:
     done.samples += [dataset.first_sample + int(index) for index in indices]
-    for block in blocks:
+    for block in dataset.block_numbers(indices).tolist():
         source, stretches = dataset.place(block)
         split = dataset.splits[source]
         for start, stop in stretches:

@@ -87,6 +87,12 @@ class FakeRanks(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> "FakeRanks":
         return self
 
+    # A mesh of ranks finds its groups by their names.
+    group_name = ""
+
+    def _set_group_name(self, name: str) -> None:
+        self.group_name = name
+
     supports_splitting = supports_coalescing = False
 
     @property

@@ -567,6 +567,7 @@ _PURPOSES = (
             "torch.distributed.ProcessGroup._get_backend",
             "torch.distributed.ProcessGroup._device_types",
             "torch.distributed.ProcessGroup._set_sequence_number_for_group",
+            "torch.distributed.ProcessGroup._set_group_name",
             "torch.distributed.ProcessGroup._start_coalescing",
             "torch.distributed.ProcessGroup._end_coalescing",
             "torch.distributed.ProcessGroup._allgather_base",
