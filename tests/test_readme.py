@@ -173,7 +173,7 @@ def run_reporting(workshop: Workshop, words: list[str]) -> None:
 
 def run_postmortem(workshop: Workshop, words: list[str]) -> None:
     """`python -m pretraining.postmortem`: of a small run that ended well."""
-    succeeded(execute([*words[:-1], workshop.plain().folder]), "failures   none")
+    succeeded(execute([*words[:-1], workshop.plain().folder]), "finished at step")
 
 
 def run_make(workshop: Workshop, words: list[str]) -> None:
