@@ -22,7 +22,7 @@ from pretraining.reporting.words import lost_words
 from pretraining.runtime import wall_time
 from pretraining.runtime.failures import Failure, read_failures
 from pretraining.runtime.heartbeat import Place, is_gone, read_place
-from pretraining.runtime.kernel_log import Fault, kernel_faults
+from pretraining.runtime.kernel_log import NO_MEMORY, Fault, kernel_faults
 from pretraining.runtime.run_folder import RunFolder, unix_seconds
 from pretraining.runtime.wall_time import WallTime, start_rows
 from pretraining.schema import display_path
@@ -287,9 +287,7 @@ class _Evidence:
                 found.append(f"{host}: {fault.meaning[1]}")
         text = first.what
         if first.what.startswith("killed by the kernel"):
-            found.append(
-                "give it more memory, or take fewer loader workers, no offload, or less of it in host memory"
-            )
+            found.append(NO_MEMORY[1])
         elif _OUT_OF_MEMORY.search(text):
             found.append(
                 "take a smaller micro-batch, --set training.activation_checkpointing=true or a higher ZeRO stage; "

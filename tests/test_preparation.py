@@ -215,25 +215,30 @@ def keep(text, beginning, folder, times):
 """
 
 
-@pytest.mark.parametrize("times", [1, 3])
-def test_a_worker_that_is_killed_costs_its_own_task_alone(corpus, tmp_path, times):
-    """As by the kernel where memory runs out: run again behind the others; a task that kills thrice is named."""
-    own, deaths = tmp_path / "texts", tmp_path / "deaths"
+def recipe_that_kills(corpus, folder, times: int):
+    """A recipe of three files with a rule that ends its worker so often; `folder / "deaths"` counts them."""
+    own, deaths = folder / "texts", folder / "deaths"
     own.mkdir()
     deaths.mkdir()
     for path in sorted(corpus.iterdir())[:3]:
         shutil.copy(path, own)
     victim = json.loads((own / "03.jsonl").read_text().splitlines()[1])["text"][:300]
-    (tmp_path / "killer.py").write_text(KILLER)
+    (folder / "killer.py").write_text(KILLER)
     arguments = {"beginning": victim, "folder": str(deaths), "times": times}
-    rule = {"rule": "callable", "import": f"{tmp_path / 'killer.py'}:keep", "arguments": arguments}
-    recipe = recipe_of(own, tmp_path, filters=[rule])
+    rule = {"rule": "callable", "import": f"{folder / 'killer.py'}:keep", "arguments": arguments}
+    return recipe_of(own, folder, filters=[rule])
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_worker_that_is_killed_costs_its_own_task_alone(corpus, tmp_path, times):
+    """As by the kernel where memory runs out: run again behind the others; a task that kills thrice is named."""
+    recipe = recipe_that_kills(corpus, tmp_path, times)
     finished = execute(command(recipe, tmp_path / "data", "--executor", "local", "--workers", "2", "--json"))
     assert finished.stderr.count("was ended (signal 9): the task is run again") == min(times, 2)
     assert finished.code == (0 if times == 1 else 2) and not finished.strays, finished.output
     said = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == (times == 3) and all("of the stage 'clean'" in line for line in said)
-    assert len(list(deaths.iterdir())) == times
+    assert len(list((tmp_path / "deaths").iterdir())) == times
 
 
 @pytest.mark.parametrize("executor", ["inline", "local"])

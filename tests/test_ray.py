@@ -1,14 +1,12 @@
 """`data_prep.py --executor ray`: a real Ray cluster on this machine gives the bytes of one process."""
 
-import json
 import os
-import shutil
 
 import pytest
 
 from tests.runs import execute
 from tests.test_data_prep import bytes_of
-from tests.test_preparation import KILLER, command, corpus, recipe_of  # noqa: F401  a fixture
+from tests.test_preparation import command, corpus, recipe_that_kills  # noqa: F401  a fixture
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (requirements-ray.txt)")
 
@@ -26,16 +24,7 @@ def cluster():
 
 def test_a_ray_cluster_gives_the_same_bytes_though_a_worker_is_killed(corpus, cluster, tmp_path):  # noqa: F811
     """The killed worker's task alone is run again; what a task says of its input arrives as one line."""
-    own, deaths = tmp_path / "texts", tmp_path / "deaths"
-    own.mkdir()
-    deaths.mkdir()
-    for path in sorted(corpus.iterdir())[:3]:
-        shutil.copy(path, own)
-    victim = json.loads((own / "03.jsonl").read_text().splitlines()[1])["text"][:300]
-    (tmp_path / "killer.py").write_text(KILLER)
-    arguments = {"beginning": victim, "folder": str(deaths), "times": 1}
-    rule = {"rule": "callable", "import": f"{tmp_path / 'killer.py'}:keep", "arguments": arguments}
-    recipe = recipe_of(own, tmp_path, filters=[rule])
+    recipe = recipe_that_kills(corpus, tmp_path, times=1)
     options = ["--executor", "ray", "--json"]
     finished = execute(command(recipe, tmp_path / "ray", *options), RAY_ADDRESS=cluster.address)
     assert finished.code == 0 and not finished.strays, finished.output

@@ -63,7 +63,7 @@ from pretraining.runtime.process_group import (
     rank_and_world_size,
     together,
 )
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.run_folder import STARTS, RunFolder
 
 _PIECE_BYTES = 16 << 20
 _MEETING = ".nodes"
@@ -144,7 +144,7 @@ def bring_history(run: RunFolder, upload: str | None) -> None:
 
 def _num_starts(events: bytes) -> int:
     rows = rows_of(events.decode(errors="replace"))
-    return sum(row.get("event") in ("start", "resume") for row in rows)
+    return sum(row.get("event") in STARTS for row in rows)
 
 
 def _starts_in_store(run: RunFolder, remote: RemoteRun) -> int:

@@ -16,8 +16,7 @@ from pretraining.metric_names import PLACE, grouped
 from pretraining.recipe.budget import Ramp, StepSizes
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.heartbeat import killed_ranks
-from pretraining.runtime.run_folder import RunFolder, StepTotals, first_step, unix_seconds
-from pretraining.runtime.wall_time import STARTS
+from pretraining.runtime.run_folder import STARTS, RunFolder, StepTotals, first_step, unix_seconds
 
 ENDINGS = {"end": "finished", "stopped": "stopped", "hang": "hang", "gave_up": "gave up"}
 """{event after which no process of the run is left, until a start or a resume: the state that it means}"""

@@ -37,6 +37,12 @@ XIDS = {
 }
 """{number of NVIDIA's driver faults: (what happened, what to do)}, after NVIDIA's catalogue of Xid errors"""
 
+NO_MEMORY = (
+    "the machine had no memory left, and the kernel killed a process",
+    "give it more memory, or take fewer loader workers, no offload, or less of it in host memory",
+)
+"""What happened, and what to do, if the kernel ended a process."""
+
 _XID = re.compile(r"NVRM: Xid \(PCI:(?P<gpu>[^)]+)\): (?P<number>\d+)")
 _KILLED = re.compile(r"[Oo]ut of memory: Killed process (?P<process>\d+)")
 _OTHERS = re.compile(
@@ -65,10 +71,7 @@ class Fault:
     def meaning(self) -> tuple[str, str] | None:
         """Return what happened and what to do; None if the line says it itself."""
         if self.process is not None:
-            return (
-                "the machine had no memory left, and the kernel killed a process",
-                "give it more memory, or take fewer loader workers and no offload",
-            )
+            return NO_MEMORY
         return XIDS.get(self.xid or 0)
 
 

@@ -23,7 +23,7 @@ from pretraining.errors import GaveUp, UserError
 from pretraining.recipe.sections import Notify
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.process_group import from_rank_0
-from pretraining.runtime.run_folder import RunFolder, unix_seconds
+from pretraining.runtime.run_folder import STARTS, RunFolder, unix_seconds
 
 EVENTS = {
     "started": ("start",),
@@ -176,7 +176,7 @@ def _is_first_to_fail(run: RunFolder, began: float) -> bool:
     # times of events are whole seconds
     own = [row for row in read_rows(run.events) if unix_seconds(row["time"]) >= int(began)]
     kinds = {row["event"] for row in own}
-    return bool(kinds & {"start", "resume"}) and "failed" not in kinds
+    return bool(kinds & {*STARTS}) and "failed" not in kinds
 
 
 def notice_of(name: str, run: RunFolder, row: dict) -> dict:

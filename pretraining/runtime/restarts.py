@@ -5,7 +5,7 @@ import socket
 
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import STOPPED, SUPERVISOR, tell_exit_code
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.run_folder import STARTS, RunFolder
 
 RESTART = "PRETRAINING_RESTART"
 """Variable: how many times a supervisor has started this run again."""
@@ -30,7 +30,7 @@ def launch_details() -> dict:
 
 def resume_after_restart(run: RunFolder, resume: str) -> str:
     """Return `--resume` as typed, or `auto` if this launch has begun the run before and now starts it again."""
-    launches = [(run.last_event(kind) or {}).get("launch") for kind in ("start", "resume")]
+    launches = [(run.last_event(kind) or {}).get("launch") for kind in STARTS]
     # the launch of the newest event counts: a run of that name from an earlier launch must not be continued unasked
     return "auto" if _restarts() and launch_details()["launch"] in launches else resume
 

@@ -18,6 +18,8 @@ from pretraining.schema import REPOSITORY
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
+STARTS = ("start", "resume")
+"""Events with which an attempt of a run begins."""
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "numpy", "pyarrow")
 
 
@@ -94,7 +96,7 @@ class RunFolder:
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return False
         # a start after the last end, such as that of a longer run which was killed, has left something to do
-        end = self.last_event("start", "resume", "end") or {}
+        end = self.last_event(*STARTS, "end") or {}
         return same and "eval_loss" in end and self._export_is_whole(end)
 
     def last_event(self, *kinds: str) -> dict | None:
@@ -103,7 +105,7 @@ class RunFolder:
 
     def holds_parts(self) -> bool:
         """Say if checkpoints here may be the part of one node: the last start found several run folders."""
-        start = self.last_event("start", "resume") or {}
+        start = self.last_event(*STARTS) or {}
         return self.node_events.exists() or start.get("run_folders", 1) > 1
 
     def add_end(self, results: dict) -> None:
@@ -190,7 +192,7 @@ class StepTotals(NamedTuple):
 
 def first_step(events: list[dict]) -> int:
     """Return the step after which a run began: 0, or its checkpoint's step if it began as a branch of another run."""
-    began = next((event for event in events if event.get("event") in ("start", "resume")), {})
+    began = next((event for event in events if event.get("event") in STARTS), {})
     return began["step"] if isinstance(began.get("step"), int) else 0
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pretraining.runtime.durable_files import read_rows
-from pretraining.runtime.run_folder import RunFolder, StepTotals, first_step, unix_seconds
+from pretraining.runtime.run_folder import STARTS, RunFolder, StepTotals, first_step, unix_seconds
 
-STARTS = ("start", "resume")
 SECONDS = "throughput/step_seconds"
 CAUSES = {
     "start": "starting and ending",
