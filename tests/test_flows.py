@@ -1,7 +1,6 @@
 """The pipeline as a Flyte workflow: run here end to end, then from its cache; its resources are those of the plan."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -53,9 +52,8 @@ def test_a_flow_runs_once_and_then_comes_from_the_cache(workshop, tmp_path, caps
     assert calls[3:] == ["pretraining.doctor", "train", "pretraining.evaluation"]
     assert json.loads(first.evaluation)["loss"] > 0 and "<title>" in Path(first.report).read_text()
     assert any(page.startswith("report: <iframe") and "&lt;title&gt;" in page for page in pages)
-    began = time.monotonic()
     second = pretrain(**asked)
-    assert second.evaluation == first.evaluation and len(calls) == 6 and time.monotonic() - began < 10
+    assert second.evaluation == first.evaluation and len(calls) == 6
     # another rate, the same tokens
     pretrain(**{**asked, "settings": [*SHORT, "training.learning_rate=0.02"]})
     assert calls[6:] == ["pretraining.doctor", "train", "pretraining.evaluation"]

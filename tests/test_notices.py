@@ -91,9 +91,8 @@ def test_receivers_that_fail_stop_nothing(tmp_path, server, monkeypatch):
     monkeypatch.setattr(module, "COMMAND_SECONDS", 0.1)
     run, server.answers = RunFolder(tmp_path / "run"), [404] * 9
     with notices(run, "small", Notify(on=["finished"], command="sleep 60", webhook_env=WEBHOOK)):
-        began = time.monotonic()
         run.add_event("end", eval_loss=3.0)
-        assert time.monotonic() - began < 0.05
+        assert not journalled(run)  # not one of three attempts can have ended yet
     assert journalled(run) == [
         {"event": "notify_failed", "of": "finished", "by": "command", "attempts": 3}
         | {"reason": "did not end within 0.1 s"},
@@ -119,9 +118,9 @@ def test_what_a_failing_command_says_is_kept_without_the_address(tmp_path, monke
 def test_the_end_of_a_run_does_not_wait_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LONGEST_END_SECONDS", 0.1)
     run, began = RunFolder(tmp_path / "run"), time.monotonic()
-    with notices(run, "small", Notify(on=["finished"], command="sleep 5")):
+    with notices(run, "small", Notify(on=["finished"], command="sleep 60")):
         run.add_event("end", eval_loss=3.0)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 30
 
 
 def test_a_run_that_fails_says_so_once(tmp_path):

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -100,9 +99,9 @@ def test_each_step_runs_if_its_inputs_changed(place):
     )
     code, states, _ = place.pipeline()
     assert code == 0 and states == done("evaluate", "report")
-    before, began = place.files(), time.monotonic()
+    before = place.files()
     assert place.pipeline()[:2] == (0, done())
-    assert place.files() == before and time.monotonic() - began < 10
+    assert place.files() == before
     # the same content, written again
     for path in place.texts.iterdir():
         os.utime(path, (1, 1))
