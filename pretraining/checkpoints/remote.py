@@ -1,12 +1,13 @@
 """Read and write one run's checkpoints at an fsspec address (`s3://bucket/runs/<name>`, `hf://...`, a folder)."""
 
 import contextlib
+import io
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pretraining.checkpoints.format import MARKER
 from pretraining.data.streaming.store import Patience, ShortAnswer, Store, reason_of
@@ -64,14 +65,16 @@ class RemoteRun(Store):
 
     def pieces(self, path: str, size: int) -> Iterator[memoryview]:
         """Read a file of `folder` from its beginning; a piece is valid until the next."""
+        folder = self.folder
+        assert folder is not None
         # One small buffer again and again: it stays in the processor's cache, and new memory costs more than reading.
         buffer = memoryview(bytearray(_PIECE_BYTES))
-        opened: list[IO[bytes]] = []
+        opened: list[io.FileIO] = []
 
         def read(start: int, stop: int) -> memoryview:
             try:
                 if not opened:
-                    opened.append((self.folder / path).open("rb", buffering=0))
+                    opened.append(io.FileIO(folder / path))
                 if start % _AHEAD_BYTES == 0 and hasattr(os, "posix_fadvise"):
                     # The kernel reads on while these are checked and written.
                     os.posix_fadvise(opened[0].fileno(), start, 2 * _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)

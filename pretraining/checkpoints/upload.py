@@ -32,7 +32,7 @@ from pretraining.runtime.process_group import Messages, gather_from_ranks, host_
 from pretraining.runtime.run_folder import RunFolder
 
 _PAUSE_SECONDS = 0.05  # between two exchanges of the ranks
-_CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 256 << 10  # it stays in the processor's cache between hashing and sending
 _LIVE_SECONDS = 60.0
 _LAST_SECONDS = 60.0
 """How long the end of a run waits for a store that does not take its last files."""
