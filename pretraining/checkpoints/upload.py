@@ -28,7 +28,7 @@ from pretraining.runtime.process_group import Messages, gather_from_ranks, host_
 from pretraining.runtime.run_folder import RunFolder
 
 _PAUSE_SECONDS = 0.05  # between two exchanges of the ranks
-_CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 256 << 10  # it stays in the processor's cache between hashing and sending
 
 RUN_FILES = ("recipe.json", "changes.json", "journal.jsonl", "flagged_blocks.jsonl", "metrics.jsonl")
 RUN_FILES += ("samples.jsonl", "events.jsonl", "wandb_id")
