@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from pretraining.errors import UserError
 from pretraining.host_agent import NO_CODE, READY, SECONDS_TO_LEAVE
@@ -53,9 +54,13 @@ class HostfileCommand:
         """Return None if this is no such command."""
         if Path(words[0]).name not in ("deepspeed", "ds"):
             return None
-        options = _parser().parse_args(words[1:])
+        try:
+            options = _parser().parse_args(words[1:])
+        except ValueError:
+            return None  # DeepSpeed itself says what is wrong
         if options.no_ssh or options.launcher.lower() != "pdsh" or not Path(options.hostfile).is_file():
             return None
+        # the words after the script are not the launcher's
         made = cls(words, options, len(words) - len(options.rest) - 1)
         # DeepSpeed starts a single host's ranks on this machine
         return made if options.force_multi or len(made.slots()) > 1 else None
@@ -83,7 +88,10 @@ class HostfileCommand:
         include = "@".join(f"{host}:{','.join(map(str, numbers))}" for host, numbers in slots.items())
         # the last of two equal options counts; a single host may be another one than this machine
         chosen = [f"--include={include}", "--exclude=", "--num_nodes=-1", "--num_gpus=-1", "--force_multi"]
-        return [*self.words[: self.script], *chosen, *self.words[self.script :]]
+        script, *rest = self.words[self.script :]
+        # a shell there reads the words again, and DeepSpeed quotes those with a space alone
+        rest = [word if " " in word else shlex.quote(word) for word in rest]
+        return [*self.words[: self.script], *chosen, script, *rest]
 
     def ssh(self, host: str) -> list[str]:
         """Return the words that start a command there."""
@@ -216,9 +224,14 @@ def _named(text: str) -> dict[str, list[int]]:
     return {host: [int(each) for each in numbers.split(",") if each] for host, _, numbers in parts}
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
 def _parser() -> argparse.ArgumentParser:
     """Parse the options of the `deepspeed` command, to find the script and the hosts."""
-    parser = argparse.ArgumentParser(prog="deepspeed", add_help=False)
+    parser = _Parser(add_help=False)
     short = {"hostfile": ["-H"], "include": ["-i"], "exclude": ["-e"], "quiet": ["-q"]}
     short["num_gpus"] = ["--num_accelerators"]
     numbers = {"num_nodes", "num_gpus"}

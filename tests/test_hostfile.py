@@ -33,6 +33,7 @@ def hostfile(tmp_path) -> Path:
     return path
 
 
+WORDS = ["--set", 'a.b=["$HOME",(1)]', "--set", 'a.c="two words"']
 FILTERS = [
     [],
     ["--include", "alpha@beta:1"],
@@ -136,15 +137,7 @@ def test_a_lost_host_is_left_out_and_a_stop_reaches_all(tmp_path):
         if made is None:
             pytest.skip("may not make networks here")
         supervise = [sys.executable, "-m", "pretraining.supervise", "--min_hosts", "1", "--"]
-        command = [
-            "deepspeed",
-            "--hostfile",
-            str(file),
-            "tests/host_program.py",
-            str(shared),
-            "--set",
-            "a.b=c",
-        ]
+        command = ["deepspeed", "--hostfile", str(file), "tests/host_program.py", str(shared), *WORDS]
         variables = {
             "TMPDIR": str(place),
             "DS_ENV_FILE": str(shared / "variables"),
@@ -161,6 +154,7 @@ def test_a_lost_host_is_left_out_and_a_stop_reaches_all(tmp_path):
     assert sorted(found) == ["0-beta-1", "0-beta-2", "0-gamma-0", "1-beta-0", "1-beta-1"]
     assert {each["WORLD_SIZE"] for name, each in found.items() if name.startswith("1")} == {"2"}
     assert {each["OF_THE_USER"] for each in found.values()} == {"two words"}
+    assert all(each["words"] == WORDS for each in found.values())
     assert "supervise: gamma lost; the run is ended on beta" in finished.stderr
     assert "supervise: no answer through ssh from gamma; starting on beta" in finished.stderr
     left = [name for name, folder in own.items() if any(folder.iterdir())]
