@@ -3,6 +3,7 @@
     python benchmarks/checkpoint.py damage --trials 500 --seed 1
     python benchmarks/checkpoint.py verify --gigabytes 4 --pairs 7
     python benchmarks/checkpoint.py fetch --gigabytes 1.5 --pairs 5
+    python benchmarks/checkpoint.py resume --gigabytes 1.5 --pairs 5
     python benchmarks/checkpoint.py full_disk
 
 damage: a small run leaves four committed checkpoints; each trial flips a bit, cuts, deletes or swaps files of them at
@@ -10,8 +11,9 @@ random, and asks what the next start would load: the newest checkpoint that is w
 the run itself is started on the damaged folder. verify: `verify` against plain reading of the same files by as many
 threads, warm, and cold (page cache dropped for these files) where the system lets us. fetch: an empty machine gets a
 checkpoint from a store that is a folder, verified and on its disk, against plain reading and copying of the same files,
-cold. full_disk: the run on a file
-system of its own that holds one checkpoint, under both policies (needs to be root).
+cold. resume: seconds from the command until the first resumed step is logged, with the checkpoint on the machine's
+disk and with nothing there but the store, against plain reading of the checkpoint, all cold. full_disk: the run on a
+file system of its own that holds one checkpoint, under both policies (needs to be root).
 """
 
 import argparse
@@ -27,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,7 +37,7 @@ from record import REPOSITORY, parser_of, record
 
 from pretraining.checkpoints.fetch import fetch_newest
 from pretraining.checkpoints.folders import committed_checkpoints, damage
-from pretraining.checkpoints.format import THREADS, file_entry, write_marker
+from pretraining.checkpoints.format import MARKER, THREADS, file_entry, write_marker
 from pretraining.checkpoints.identity import Start
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.runtime.durable_files import read_rows, sync_to_disk
@@ -51,11 +54,20 @@ SMALL = {
     "evaluation.max_validation_tokens": 4096,
 }
 
+STEP_TOKENS = 128
+"""Of a step of `resume`, so that computing it takes no time worth counting."""
+
 
 def main() -> None:
     options = parse_arguments()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        work = {"damage": run_damage, "verify": run_verify, "fetch": run_fetch, "full_disk": run_full_disk}
+        work = {
+            "damage": run_damage,
+            "verify": run_verify,
+            "fetch": run_fetch,
+            "resume": run_resume,
+            "full_disk": run_full_disk,
+        }
         values = work[options.what](options, Path(folder))
     record(f"checkpoint_{options.what}", values, options.keep)
 
@@ -171,6 +183,92 @@ def run_fetch(options: argparse.Namespace, folder: Path) -> dict:
     }
 
 
+def run_resume(options: argparse.Namespace, folder: Path) -> dict:
+    """Medians over rounds of reading a checkpoint, of a start beside it, and of a start on an empty machine."""
+    run, store = RunFolder(folder / "run"), folder / "store"
+    words = resumed_words(options.gigabytes, store)
+    there = store / "run" / "checkpoint-1"
+    seconds_until(lambda: (there / MARKER).exists(), run.path, options.data_dir, *words)
+    # what the run did after its first step, until it was killed
+    for place in (run.path, there.parent):
+        for each in place.glob("checkpoint-*"):
+            if each.name != there.name:
+                shutil.rmtree(each)
+        metrics = place / run.metrics.name
+        rows = read_rows(metrics)
+        metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows if row.get("step", 0) <= 1))
+    rounds = []
+    for number in range(options.pairs + 1):
+        here, empty = folder / f"{number}" / "here" / "run", folder / f"{number}" / "empty" / "run"
+        shutil.copytree(run.path, here)
+        os.sync()
+        forget(there, "cold")
+        times = [timed(lambda: read_all(there))]
+        for output in (here, empty):
+            for place in filter(Path.is_dir, (there, output / "checkpoint-1")):
+                forget(place, "cold")
+            resumed = RunFolder(output)
+            times.append(
+                seconds_until(
+                    lambda resumed=resumed: any(row.get("step") == 2 for row in read_rows(resumed.metrics)),
+                    output,
+                    options.data_dir,
+                    *words,
+                )
+            )
+        rounds.append(times)
+        shutil.rmtree(folder / f"{number}")
+    reading, beside, alone = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
+    added = [empty - here for _, here, empty in rounds[1:]]
+    return {
+        "gigabytes": round(sum(path.stat().st_size for path in there.iterdir()) / 1e9, 3),
+        "pairs": options.pairs,
+        "read_seconds": round(reading, 3),
+        "to_first_step_beside_the_checkpoint_seconds": round(beside, 2),
+        "to_first_step_on_an_empty_machine_seconds": round(alone, 2),
+        "added_by_the_empty_disk_seconds": round(statistics.median(added), 2),
+        "added_by_read": round(
+            statistics.median(a / r[0] for a, r in zip(added, rounds[1:], strict=True)), 2
+        ),
+    }
+
+
+def resumed_words(gigabytes: float, store: Path) -> list[str]:
+    """Arguments of a run with a checkpoint of this size: 12 bytes for each parameter, in layers of 7.1 million."""
+    settings = {
+        "model.n_layer": round(gigabytes * 1e9 / 12 / (12 * 768**2)),
+        "model.n_embd": 768,
+        "model.n_head": 12,
+        "data.sequence_length": 64,
+        "budget.tokens_per_step": STEP_TOKENS,
+        "training.per_device_train_batch_size": 1,
+        "budget.tokens": 100 * STEP_TOKENS,
+        "training.save_steps": 1,
+        "checkpoints.upload": str(store),
+    }
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+
+
+def seconds_until(reached: Callable[[], bool], output: Path, data_dir: Path, *words: str) -> float:
+    """Seconds from the command until something is reached; then the run is killed."""
+    settings = [word for key, value in SMALL.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    command = [sys.executable, "train.py", "--recipe", "tiny", "--deepspeed", "null", *settings, *words]
+    command += ["--output_dir", str(output), "--data_dir", str(data_dir), "--force"]
+    began = time.perf_counter()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
+        try:
+            while not reached():
+                if process.poll() is not None:
+                    log.seek(0)
+                    raise SystemExit(log.read().decode()[-3000:])
+                time.sleep(0.02)
+            return time.perf_counter() - began
+        finally:
+            process.kill()
+            process.wait()
+
+
 def copy_all(checkpoint: Path, target: Path) -> None:
     target.mkdir()
 
@@ -261,7 +359,7 @@ def run_full_disk(options: argparse.Namespace, folder: Path) -> dict:
 
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("what", choices=("damage", "verify", "fetch", "full_disk"))
+    parser.add_argument("what", choices=("damage", "verify", "fetch", "resume", "full_disk"))
     parser.add_argument("--trials", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--starts", type=int, default=5, help="how many of the trials also start the run")

@@ -105,13 +105,23 @@ def one_in_ten(number: int, path: str) -> str | None:
     return ("error", "drop", "cut")[number // 10 % 3] if number % 10 == 9 else None
 
 
+class Gate:
+    """Before a store that fails one request in ten: one checkpoint cannot pass, so that the run cannot end yet."""
+
+    closed_for: str | None = None
+
+    def __call__(self, number: int, path: str) -> str | None:
+        return "drop" if self.closed_for and f"{self.closed_for}/" in path else one_in_ten(number, path)
+
+
 def test_each_node_is_lost_once_and_the_end_is_the_undisturbed_one(nodes, tmp_path, monkeypatch):
     """ZeRO-2, a real S3 server that fails one request in ten: beta is replaced by an empty node, then alpha."""
     reference, settings = (
         nodes.workshop.run("zero2"),
         ("checkpoints.upload=s3://bucket/runs", "training.save_steps=2"),
     )
-    with s3_server(tmp_path / "log") as address, Proxy(address, one_in_ten, nodes.hosts.outside) as proxy:
+    gate = Gate()
+    with s3_server(tmp_path / "log") as address, Proxy(address, gate, nodes.hosts.outside) as proxy:
         variables = connect_to(proxy.address)
         use_here(monkeypatch, address)
         remote, newest = RemoteRun("s3://bucket/runs", "run"), []
@@ -121,14 +131,16 @@ def test_each_node_is_lost_once_and_the_end_is_the_undisturbed_one(nodes, tmp_pa
             assert ("set checkpoints.upload" in each.stderr) == (name == "alpha"), "one rank says it"
             assert not list(nodes.disk(name).folder.iterdir())
         for lost in ("beta", "alpha"):
-            started = nodes.start(settings=settings, **variables)
             last = int(newest[-1].partition("-")[2]) if newest else 0
-            wait_until(started, lambda last=last: newest_committed(remote, last + 1) is not None)
+            gate.closed_for = f"checkpoint-{last + 4}"
+            started = nodes.start(settings=settings, **variables)
+            wait_until(started, lambda last=last: newest_committed(remote, last) is not None)
             started[lost].kill()  # with all its processes, as a machine that fails
             nodes.replace(lost)
             for each in started.values():
                 assert each.finish().code != 0
             newest.append(newest_committed(remote, -1))
+        gate.closed_for = None
         started = nodes.start(settings=settings, **variables)
         wait_until(started, lambda: nodes.disk("beta").dir.node_events.exists())
         nodes.disk("beta").dir.stop_file.touch()

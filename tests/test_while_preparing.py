@@ -235,6 +235,10 @@ def test_what_has_arrived_is_what_the_whole_begins_with(tmp_path, monkeypatch, s
         assert (data.validation.read(0, size) == whole.validation.read(0, size)).all()
         assert data.latest().manifest["fingerprint"] == whole.fingerprint
         assert data.latest().tokenizer_path.is_dir() and data.known_tokens == whole.train.num_tokens
+    # published between the look where it is and the reading
+    places = iter([tmp_path / "gone", whole.tokenizer_path])
+    monkeypatch.setattr(ArrivingData, "tokenizer_path", property(lambda _: next(places)))
+    assert opened[0].tokenizer.vocab_size == whole.tokenizer.vocab_size
 
 
 def test_a_portion_that_goes_on_arrives_behind_what_was_there(tmp_path, monkeypatch, small_tasks):

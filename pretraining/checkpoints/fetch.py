@@ -40,10 +40,13 @@ _ATTEMPTS = 3
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
-def resolve_resume(run: RunFolder, upload: str | None, resume: str, in_parts: bool = False) -> str:
+def resolve_resume(
+    run: RunFolder, upload: str | None, resume: str, in_parts: bool = False
+) -> tuple[str, Path | None]:
     """Return `--resume auto|never|PATH|ADDRESS` as auto, never or a PATH on this machine; every rank calls this.
 
-    A checkpoint at an ADDRESS is fetched; with auto the store's newest one, if it is newer than the newest here.
+    A checkpoint at an ADDRESS is fetched; with auto the store's newest one, if it is newer than the newest here. The
+    second value is the folder of the checkpoint that was fetched just now, every byte of it verified; None without one.
 
     upload: the recipe's `checkpoints.upload`. in_parts: the disk holds parts of checkpoints; agreement.py then brings
     what is missing, and auto and an ADDRESS stay as they are.
@@ -53,18 +56,17 @@ def resolve_resume(run: RunFolder, upload: str | None, resume: str, in_parts: bo
     # A launcher that restarts the run repeats the command line: a typed `never` must not begin the run anew each time.
     resume = from_rank_0(lambda: resume_after_restart(run, resume))
     if is_remote(resume):
-        return resume if in_parts else _fetch_address(run, resume)
+        return (resume, None) if in_parts else _fetch_address(run, resume)
     if upload is None or (resume == "auto" and in_parts):
-        return resume
+        return resume, None
     remote = RemoteRun(upload, run.path.name)
     if resume == "auto":
         here = from_rank_0(lambda: [step_in_name(folder) for folder in committed_checkpoints(run)])
-        fetch_newest(run, remote, max(here, default=None))
-    else:
-        step = 0 if resume == "never" else from_rank_0(lambda: _step_at(Path(resume)))
-        # The run will save steps which the store may already hold from another course of the run.
-        refuse_newer(remote, step, resume)
-    return resume
+        return resume, fetch_newest(run, remote, max(here, default=None))
+    step = 0 if resume == "never" else from_rank_0(lambda: _step_at(Path(resume)))
+    # The run will save steps which the store may already hold from another course of the run.
+    refuse_newer(remote, step, resume)
+    return resume, None
 
 
 def at_address(address: str) -> tuple[RemoteRun, str]:
@@ -75,12 +77,13 @@ def at_address(address: str) -> tuple[RemoteRun, str]:
     return RemoteRun(place, run_name), name
 
 
-def _fetch_address(run: RunFolder, address: str) -> str:
+def _fetch_address(run: RunFolder, address: str) -> tuple[str, Path | None]:
     remote, name = at_address(address)
+    was_here = from_rank_0(lambda: (run.path / name / MARKER).exists())
     wrong = fetch_checkpoint(run, remote, name)
     if wrong is not None:
         raise UserError(f"--resume {address}: {wrong}")
-    return str(run.path / name)
+    return str(run.path / name), None if was_here else run.path / name
 
 
 def _step_at(folder: Path) -> int:
@@ -92,20 +95,21 @@ def _step_at(folder: Path) -> int:
         return 0
 
 
-def fetch_newest(run: RunFolder, remote: RemoteRun, newest_here: int | None) -> None:
+def fetch_newest(run: RunFolder, remote: RemoteRun, newest_here: int | None) -> Path | None:
     """Fetch the newest committed checkpoint of the store that is whole, if it is newer than the newest here.
 
-    Every rank calls this. A damaged one is passed over with an event. newest_here: a step, or None. If the store cannot
-    be reached, that is an event if there is a checkpoint here, and a `UserError` if there is none. A checkpoint of a
-    newer version is a `UserError` too.
+    Returns its folder; None if none was fetched. Every rank calls this. A damaged one is passed over with an event.
+    newest_here: a step, or None. If the store cannot be reached, that is an event if there is a checkpoint here, and a
+    `UserError` if there is none. A checkpoint of a newer version is a `UserError` too.
     """
     above = -1 if newest_here is None else newest_here
     below = sys.maxsize
     while name := from_rank_0(partial(newest_unless_unreachable, run, remote, above, below, newest_here)):
         if (reason := fetch_checkpoint(run, remote, name)) is None:
-            return
+            return run.path / name
         from_rank_0(lambda: pass_over_remote(run, remote.where(name), reason))
         below = step_in(name)  # it is damaged: the one before may be whole
+    return None
 
 
 def fetch_checkpoint(run: RunFolder, remote: RemoteRun, name: str) -> str | None:
@@ -294,8 +298,8 @@ def _fetch_file(
         progress(entry["bytes"])
         return None
     for _ in range(_ATTEMPTS):
-        digest = xxhash.xxh128()
-        with path.open("wb", buffering=0) as file:
+        digest, flushed = xxhash.xxh128(), None
+        with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as disk:
             for content in ranges.in_order(where, entry["bytes"]):
                 digest.update(content)  # now, which spares another reading of the file
                 written = 0  # an unbuffered write may take less than it is given
@@ -303,6 +307,10 @@ def _fetch_file(
                     written += file.write(memoryview(content)[written:])
                 work_done(len(content))
                 progress(len(content))
+                if flushed is None or flushed.done():  # the disk writes while the store sends
+                    flushed = disk.submit(os.fdatasync, file.fileno())
+            if flushed is not None:
+                flushed.result()
             os.fsync(file.fileno())
         if f"xxh128:{digest.hexdigest()}" == entry["checksum"]:
             return None

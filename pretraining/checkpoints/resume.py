@@ -80,7 +80,7 @@ def find_start(
     in_parts = not run.disks.shared or from_rank_0(run.holds_parts)
     if in_parts and resume != "never":
         bring_history(run, upload)
-    resume = resolve_resume(run, upload, resume, in_parts)
+    resume, fetched = resolve_resume(run, upload, resume, in_parts)
     if resume == "never":
         return Start(starts_over=True)
     # The cheap check first: verifying a checkpoint reads all its bytes.
@@ -89,7 +89,7 @@ def find_start(
     if in_parts:
         checkpoint, source = choose_on_disks(run, upload, resume, journal, layout)
     else:
-        checkpoint = choose_checkpoint(run, resume, journal)
+        checkpoint = choose_checkpoint(run, resume, journal, fetched)
     start = from_rank_0(lambda: _start_at(checkpoint, run, recipe, data.manifest, allowed))
     from_rank_0(lambda: _refuse_lost_rollbacks(checkpoint, run, journal))
     return replace(start, journal=journal, source=source)
@@ -126,29 +126,32 @@ def _refuse_lost_rollbacks(checkpoint: Path | None, run: RunFolder, journal: Jou
         )
 
 
-def choose_checkpoint(run: RunFolder, resume: str, journal: Journal = NOTHING_HEALED) -> Path | None:
+def choose_checkpoint(
+    run: RunFolder, resume: str, journal: Journal = NOTHING_HEALED, fetched: Path | None = None
+) -> Path | None:
     """Return the checkpoint that `--resume auto|never|PATH` means, on every rank; None begins the run.
 
     auto: the newest committed checkpoint that is whole and that no rollback of `journal` has left behind. A damaged
-    one is passed over with an event and a line.
+    one is passed over with an event and a line. fetched: the folder of one whose bytes were verified as they arrived,
+    which are not read again.
     Raises `UserError` for a PATH that is not a committed, whole checkpoint, and for another version's.
     """
     if resume == "never":
         return None
     if resume != "auto":
-        return _whole(Path(resume))
+        return _whole(Path(resume), fetched)
     for folder in from_rank_0(lambda: _candidates(run, journal)):
-        reason = _damage_found_together(folder, of_run=True)
+        reason = _damage_found_together(folder, fetched, of_run=True)
         if reason is None:
             return folder
         from_rank_0(lambda folder=folder, reason=reason: _pass_over(run, folder, reason))
     return None
 
 
-def _damage_found_together(folder: Path, of_run: bool = False) -> str | None:
+def _damage_found_together(folder: Path, fetched: Path | None, of_run: bool = False) -> str | None:
     """Return the `damage` of a checkpoint; each rank reads a share of the bytes, and every rank calls it."""
     reason, files = from_rank_0(lambda: quick_damage(folder, of_run))
-    if reason is not None:
+    if reason is not None or folder == fetched:
         return reason
     # Because the ranks share the reading, verifying a large checkpoint takes only as long as loading it.
     rank, ranks = rank_and_world_size()
@@ -172,10 +175,10 @@ def _pass_over(run: RunFolder, folder: Path, reason: str) -> None:
     print(f"{folder} is damaged ({reason}): passed over for the one before", flush=True)
 
 
-def _whole(folder: Path) -> Path:
+def _whole(folder: Path, fetched: Path | None) -> Path:
     """Return the folder; `UserError` unless it is a committed checkpoint without damage."""
     from_rank_0(lambda: _refuse_uncommitted(folder))
-    reason = _damage_found_together(folder)
+    reason = _damage_found_together(folder, fetched)
     if reason is not None:
         raise UserError(f"--resume {folder}: the checkpoint is damaged: {reason}")
     return folder

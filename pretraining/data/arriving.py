@@ -29,7 +29,7 @@ POLL_SECONDS = 0.5
 """How often a reader that waits looks again."""
 
 PAUSE_SECONDS = 0.05
-_MOST_TRIES = 200
+MOST_TRIES = 200
 """A shard that is being published may be gone from one place and not yet in the other."""
 
 
@@ -80,7 +80,7 @@ class Arrivals:
 
     def open_validation(self, manifest: dict) -> TokenSplit:
         """Open the validation split of a manifest, wherever its shards are by now."""
-        for _ in range(_MOST_TRIES):
+        for _ in range(MOST_TRIES):
             with suppress(FileNotFoundError):
                 return ScatteredSplit(self.folder / "validation", manifest["splits"]["validation"]).mapped()
             # Published: the same stream, cut into other shards.
@@ -154,7 +154,7 @@ class ArrivingSplit(ScatteredSplit):
 
     def map_anew(self, number: int) -> Shard:
         """Map the shard, wherever it is now; UserError if it is nowhere."""
-        for _ in range(_MOST_TRIES):
+        for _ in range(MOST_TRIES):
             try:
                 return super().map_anew(number)
             except FileNotFoundError:

@@ -50,7 +50,7 @@ class Thresholds(NamedTuple):
 
 def open_guard(path: Path | None, data: "PreparedData", recipe: "Recipe") -> "BlockGuard":
     """Make the guard that lists degenerate blocks of the run in the file `path`; None if another rank lists them."""
-    token_bytes = tokens_of_file(data.tokenizer_path / "tokenizer.json")
+    token_bytes = data.read_tokenizer(lambda folder: tokens_of_file(folder / "tokenizer.json"))
     names = source_names(recipe.data, display_path(recipe.path))
     return BlockGuard(path, token_bytes, names, skips=recipe.monitors.flagged_blocks == "skip")
 

@@ -1,15 +1,18 @@
 """Open a prepared data set: check that it is the recipe's, that it is whole, and that it fits the model."""
 
 import shlex
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pretraining.addresses import is_remote
-from pretraining.data.arriving import Arrivals, ArrivingSplit
+from pretraining.data.arriving import MOST_TRIES, PAUSE_SECONDS, Arrivals, ArrivingSplit
 from pretraining.data.excerpt import excerpt_of
 from pretraining.data.manifest import (
     POSITIONS_FILE,
@@ -73,7 +76,11 @@ class PreparedData:
         """Load the tokenizer that the data was prepared with."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.tokenizer_path)
+        return self.read_tokenizer(AutoTokenizer.from_pretrained)
+
+    def read_tokenizer(self, read: Callable[[Path], Any]) -> Any:
+        """Return what `read` makes of the tokenizer's folder."""
+        return read(self.tokenizer_path)
 
     @property
     def tokenizer_path(self) -> Path:
@@ -116,6 +123,14 @@ class ArrivingData(PreparedData):
     def known_tokens(self) -> int:
         """Return the tokens of training if there are no more; else 0."""
         return self.train.num_tokens if self.train.is_whole else 0
+
+    def read_tokenizer(self, read: Callable[[Path], Any]) -> Any:
+        """Return what `read` makes of the tokenizer's folder, wherever it is by now."""
+        for _ in range(MOST_TRIES):
+            with suppress(OSError):
+                return read(self.tokenizer_path)
+            time.sleep(PAUSE_SECONDS)  # published in this moment: gone from one place, not yet in the other
+        return read(self.tokenizer_path)
 
     @property
     def tokenizer_path(self) -> Path:
