@@ -13,8 +13,9 @@ import pytest
 from pretraining.checkpoints.fetch import newest_committed
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.errors import UserError
-from pretraining.hostfile import SWITCHES, VALUES, HostfileCommand
+from pretraining.hostfile import SWITCHES, VALUES, HostfileCommand, Hosts
 from pretraining.runtime.exit_codes import STOPPED
+from pretraining.supervise import CRASH, REQUESTS, Supervisor
 from tests.object_store import Proxy, connect_to, s3_server, use_here
 from tests.runs import REPOSITORY, Run, Started, Workshop, choices, committed, environment, free_port
 from tests.ssh_hosts import SshHosts, installed, ssh_hosts
@@ -24,6 +25,15 @@ needs_ssh = pytest.mark.skipif(
 )
 SOON = "-o ServerAliveInterval=1 -o ServerAliveCountMax=2 -o ConnectTimeout=2"
 """ssh notices a lost host after two seconds, not after a minute."""
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A supervisor sets handlers: those of the tests' own process come back."""
+    before = {number: signal.getsignal(number) for number in REQUESTS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -116,6 +126,67 @@ def test_other_launchers_have_no_hosts(hostfile):
         [*typed, "--include=alpha", "train.py"],  # DeepSpeed starts it on this machine
     ):
         assert HostfileCommand.of(command) is None
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch) -> Path:
+    """The only folder of the PATH: an `ssh` that runs the command here, except for gamma, and a `pdsh`."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    for name, text in {"ssh": SSH, "pdsh": "#!/bin/sh\n"}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+SSH = """#!/bin/sh
+while [ $# -gt 2 ]; do shift; done
+[ "$1" = gamma ] && echo "$1: no route" >&2 && exit 255
+exec /bin/sh -c "$2"
+"""
+
+
+@pytest.mark.parametrize("least, enough", [(None, False), (3, False), (2, True)])
+def test_hosts_that_do_not_answer(hostfile, programs, tmp_path, capfd, least, enough):
+    """Is a start without them allowed? The agents of the others leave; here, `deepspeed` is none that could start."""
+    folder = tmp_path / "supervisor"
+    folder.mkdir()
+    supervisor = Supervisor(["deepspeed", "-H", str(hostfile), "train.py"], folder, min_hosts=least)
+    if enough:
+        with pytest.raises(UserError, match="deepspeed: cannot be started"):
+            supervisor.run(0)
+    else:
+        assert supervisor.run(0) == CRASH
+    said = capfd.readouterr().err
+    assert "supervise: no answer through ssh from gamma; " in said
+    assert ("starting on alpha, beta" in said) == enough == (f"edit {hostfile}" not in said)
+
+
+def test_without_pdsh_it_is_one_line(hostfile, programs, tmp_path):
+    (programs / "pdsh").unlink()
+    with pytest.raises(UserError, match="pdsh is not installed here"):
+        Supervisor(["deepspeed", "-H", str(hostfile), "train.py"], tmp_path).run(0)
+
+
+def test_min_hosts_is_for_a_hostfile_alone(tmp_path):
+    with pytest.raises(UserError, match="--min_hosts is for `deepspeed --hostfile FILE`"):
+        Supervisor(["torchrun", "train.py"], tmp_path, min_hosts=1).run(0)
+
+
+@pytest.mark.parametrize(
+    "told, code",
+    [
+        ({}, 255),  # the launcher's own
+        ({"beta": 0, "gamma": 0}, 255),  # alpha, which has rank 0, told nothing
+        ({"alpha": 0, "beta": 0}, 0),
+        ({"alpha": 76, "beta": 2}, 2),
+        ({"alpha": 0, "beta": 75}, 75),
+    ],
+)
+def test_which_exit_code_counts(hostfile, tmp_path, told, code):
+    hosts = Hosts(HostfileCommand.of(["deepspeed", "-H", str(hostfile), "train.py"]), tmp_path, codes=told)
+    assert hosts.code(255) == code
 
 
 @needs_ssh
