@@ -364,29 +364,51 @@ def test_the_supervisor_goes_on_with_what_the_bucket_holds(workshop, two_hosts, 
     assert worlds == [2, 1] and losses_of(run) == pytest.approx(losses_of(reference), abs=1e-6)
 
 
+ACCELERATE = ["accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml"]
+
+
+def on_both(typed: Typed, *supervise: str) -> tuple[Started, Started, Callable[[], Started]]:
+    """`accelerate launch` on alpha, after these words, and on beta; and a function that types beta's command again."""
+    both = [*ACCELERATE, "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "alpha"]
+    both += ["--main_process_port", str(free_port()), "--machine_rank"]
+    alpha, again = typed.start("alpha", *supervise, *both, "0"), lambda: typed.start("beta", *both, "1")
+    return alpha, again(), again
+
+
 @expensive
 def test_accelerate_on_two_machines_loses_one(workshop, two_hosts):
     """Each machine has its command; alpha's ends after the hang, and goes on alone by the flags of one machine."""
     reference, run = workshop.run("zero2", settings=LONG), Run(two_hosts.hosts.table.parent / "accelerated")
     typed = Typed(workshop, two_hosts, run.folder)
-    file = ["accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml"]
-    both = [*file, "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "alpha"]
-    both += ["--main_process_port", str(free_port())]
-    started = {
-        name: typed.start(name, *both, "--machine_rank", str(rank))
-        for rank, name in enumerate(["alpha", "beta"])
-    }
-    wait_for(started["alpha"], lambda: newest_of(run) > 0)
+    alpha, beta, _ = on_both(typed)
+    wait_for(alpha, lambda: newest_of(run) > 0)
     typed.lose("beta")
-    finished = started["alpha"].finish()
-    started["beta"].finish()
+    finished = alpha.finish()
+    beta.finish()
     assert finished.code == 1 and NAMED in finished.stderr, finished.output
-    alone = [*file, "--num_processes", "1", "--main_process_port", str(free_port())]
+    alone = [*ACCELERATE, "--num_processes", "1", "--main_process_port", str(free_port())]
     finished = typed.start("alpha", *alone).finish()
     assert finished.code == 0, finished.output
     typed.bring_back("beta")
     worlds = [event["world_size"] for event in run.events if event["event"] in ("start", "resume")]
     assert worlds == [2, 1] and losses_of(run) == pytest.approx(losses_of(reference), abs=1e-6)
+
+
+@expensive
+def test_accelerate_under_a_supervisor_waits_for_the_machine_that_is_back(workshop, two_hosts):
+    """alpha's supervisor starts it again; beta's command is typed again as it is back, and the run is finished."""
+    reference, run = workshop.run("zero2", settings=LONG), Run(two_hosts.hosts.table.parent / "supervised")
+    typed = Typed(workshop, two_hosts, run.folder)
+    alpha, beta, again = on_both(typed, sys.executable, "-m", "pretraining.supervise", "--")
+    wait_for(alpha, lambda: newest_of(run) > 0)
+    typed.lose("beta")
+    beta.finish()
+    typed.bring_back("beta")
+    beta, finished = again(), alpha.finish()
+    assert finished.code == 0, finished.output
+    assert beta.finish().code == 0
+    worlds = [event["world_size"] for event in run.events if event["event"] in ("start", "resume")]
+    assert worlds == [2, 2] and losses_of(run) == pytest.approx(losses_of(reference), abs=1e-6)
 
 
 @pytest.mark.parametrize(
