@@ -50,8 +50,8 @@ class HostfileCommand:
     script: int
 
     @classmethod
-    def of(cls, words: list[str]) -> "HostfileCommand | None":
-        """Return None if this is no such command."""
+    def of(cls, words: list[str], also_one: bool = False) -> "HostfileCommand | None":
+        """Return None if this is no such command. A single host is one only if `also_one`."""
         if Path(words[0]).name not in ("deepspeed", "ds"):
             return None
         try:
@@ -63,7 +63,7 @@ class HostfileCommand:
         # the words after the script are not the launcher's
         made = cls(words, options, len(words) - len(options.rest) - 1)
         # DeepSpeed starts a single host's ranks on this machine
-        return made if options.force_multi or len(made.slots()) > 1 else None
+        return made if also_one or options.force_multi or len(made.slots()) > 1 else None
 
     def slots(self) -> dict[str, list[int]]:
         """Return {host: the numbers of its GPUs} of the file as it is now, as DeepSpeed chooses them."""
@@ -113,6 +113,11 @@ class Hosts:
     codes: dict[str, int] = field(default_factory=dict)
     """{host: the exit code that one of its ranks told}, after `end`."""
 
+    def __post_init__(self) -> None:
+        # read once: the file may be edited while the run goes on
+        self._slots = self.command.slots()
+        self._first = next(iter(self._slots), None)
+
     def reach(self) -> None:
         """Start the agents, and find out who is missing."""
         if shutil.which("pdsh") is None:
@@ -125,7 +130,7 @@ class Hosts:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         started = {
             host: subprocess.Popen([*self.command.ssh(host), there], start_new_session=True, **pipes)
-            for host in self.command.slots()
+            for host in self._slots
         }
         for host, agent in started.items():
             # the shell there may print lines of its own before
@@ -137,8 +142,9 @@ class Hosts:
 
     def words(self) -> list[str]:
         """Return the command for the hosts that answer."""
-        slots = self.command.slots()
-        return self.command.on({host: slots[host] for host in slots if host in self.agents})
+        slots = {host: numbers for host, numbers in self._slots.items() if host in self.agents}
+        self._first = next(iter(slots))
+        return self.command.on(slots)
 
     def variables(self, ours: dict[str, str]) -> dict[str, str]:
         """Write a file of variables for all hosts: the user's and ours. Return DeepSpeed's variables that name it."""
@@ -199,8 +205,7 @@ class Hosts:
         """
         told = sorted(set(self.codes.values()) & set(ORDER), key=ORDER.index)
         # the first host has rank 0, which ends last
-        first = next(iter(self.command.slots()), None)
-        return told[0] if told else self.codes.get(first, launchers)
+        return told[0] if told else self.codes.get(self._first, launchers)
 
 
 def _hosts_in(path: Path) -> dict[str, int]:

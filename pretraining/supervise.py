@@ -108,7 +108,7 @@ class Supervisor:
         # the code of the start before must not count for this one
         (self.folder / "exit_code").unlink(missing_ok=True)
         names = {SUPERVISOR: str(self.folder), RESTART: str(restarts), STARTED: str(self._started)}
-        hosted = HostfileCommand.of(self.command)
+        hosted = HostfileCommand.of(self.command, also_one=self.min_hosts is not None)
         if hosted is None:
             if self.min_hosts is not None:
                 raise UserError("--min_hosts is for `deepspeed --hostfile FILE` through pdsh; leave it away")
