@@ -1,8 +1,10 @@
 """Start a run again when it crashes or hangs, under any launcher, and return the exit code of the run itself.
 
     python -m pretraining.supervise -- deepspeed --num_gpus=8 train.py --recipe 30b
+    python -m pretraining.supervise --min_hosts 15 -- deepspeed --hostfile hosts.txt train.py --recipe 30b
 
 A request to stop (SIGTERM, SIGUSR1, SIGINT) goes to the ranks themselves, past the launcher and its 30 seconds.
+The hosts of DeepSpeed's hostfile are looked after too (`hostfile.py`).
 """
 
 import argparse
@@ -19,24 +21,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-from pretraining.command_line import not_negative_integer, positive_number
+from pretraining.command_line import not_negative_integer, positive_integer, positive_number
 from pretraining.errors import UserError, one_line_errors
-from pretraining.runtime.exit_codes import FINISHED, NOT_RESTARTED, SUPERVISOR
+from pretraining.host_agent import end_what_is_left, kill_all, told_code
+from pretraining.hostfile import HostfileCommand, Hosts
+from pretraining.runtime.exit_codes import FINISHED, NOT_RESTARTED, STOPPED, SUPERVISOR
 from pretraining.runtime.restarts import RESTART, STARTED
 
 EXAMPLES = """examples:
   python -m pretraining.supervise -- deepspeed --num_gpus=8 train.py --recipe 30b
   python -m pretraining.supervise --restarts 3 --within_hours 1 -- python train.py --recipe tiny
   python -m pretraining.supervise --restarts 0 -- torchrun --nproc_per_node=8 train.py --recipe 30b
+  python -m pretraining.supervise --min_hosts 15 -- deepspeed --hostfile hosts.txt train.py --recipe 30b
 
 exit codes: 0 finished, 2 user error, 75 stopped on request with a committed checkpoint, 76 hang, 77 healing gave up;
-anything else is a crash. A crash and 76 are started again. Several machines: one supervisor on each."""
+anything else is a crash. A crash and 76 are started again. Several machines: one supervisor on each; for `deepspeed
+--hostfile`, one where the command is typed."""
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 300.0
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 CRASH = 1
-SECONDS_TO_LEAVE = 60.0
-"""Time that ranks have to save after their launcher is gone."""
 SAME_REQUEST_SECONDS = 2.0
 """A second signal within this time is the same request, which arrived by another way."""
 
@@ -44,7 +48,7 @@ SAME_REQUEST_SECONDS = 2.0
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     with _folder() as folder:
-        supervisor = Supervisor(options.command, folder)
+        supervisor = Supervisor(options.command, folder, min_hosts=options.min_hosts)
         starts: list[float] = []
         while True:
             # not time.time(): a clock that is set back must not allow more starts
@@ -78,6 +82,7 @@ class Supervisor:
     folder: a folder of this machine. A rank writes its exit code there, and a file `STOP` asks the ranks to stop.
     read: gets each line that the command prints, on stdout or stderr; without it both are the supervisor's own.
     variables: of the environment, beside this process's.
+    min_hosts: start on the hosts of the hostfile that answer, if they are so many. None: on all.
     """
 
     def __init__(
@@ -86,8 +91,11 @@ class Supervisor:
         folder: Path,
         read: Callable[[str], None] | None = None,
         variables: Mapping[str, str] = MappingProxyType({}),
+        min_hosts: int | None = None,
     ):
         self.command, self.folder, self.asked = command, folder, False
+        self.min_hosts = min_hosts
+        self._hosts: Hosts | None = None
         self._read, self._variables = read, variables
         self._asked_at, self._started = 0.0, time.time()
         # only the main thread may set handlers: elsewhere, nobody can ask
@@ -100,24 +108,59 @@ class Supervisor:
         # the code of the start before must not count for this one
         (self.folder / "exit_code").unlink(missing_ok=True)
         names = {SUPERVISOR: str(self.folder), RESTART: str(restarts), STARTED: str(self._started)}
+        hosted = HostfileCommand.of(self.command, also_one=self.min_hosts is not None)
+        if hosted is None:
+            if self.min_hosts is not None:
+                raise UserError("--min_hosts is for `deepspeed --hostfile FILE` through pdsh; leave it away")
+            return self._run_launcher(self.command, names)
+        self._hosts = hosts = Hosts(hosted, self.folder)
+        try:
+            hosts.reach()
+            if not self._enough(hosts):
+                return CRASH
+            if self.asked:  # while the hosts were reached
+                return STOPPED
+            variables = {**names, **hosts.variables({**names, **self._variables})}
+            code = self._run_launcher(hosts.words(), variables)
+        finally:
+            hosts.end()
+        return hosts.code(code)
+
+    def _enough(self, hosts: Hosts) -> bool:
+        """Say whether enough hosts answer for a start, and what is missing."""
+        if not hosts.missing:
+            return True
+        found, file = len(hosts.agents), hosts.command.options.hostfile
+        least = found + len(hosts.missing) if self.min_hosts is None else self.min_hosts
+        gone = f"no answer through ssh from {', '.join(hosts.missing)}"
+        if found >= max(1, least):
+            _say(f"{gone}; starting on {', '.join(hosts.agents)}")
+            return True
+        _say(f"{gone}; mend this, edit {file} (each start reads it), or allow fewer by --min_hosts")
+        return False
+
+    def _run_launcher(self, command: list[str], variables: dict[str, str]) -> int:
         try:
             # a session of its own: Ctrl-C reaches the supervisor alone, which asks the ranks
             launcher = subprocess.Popen(
-                self.command,
-                env={**os.environ, **names, **self._variables},
+                command,
+                env={**os.environ, **variables, **self._variables},
                 start_new_session=True,
                 **({} if self._read is None else READ),
             )
         except OSError as error:
-            raise UserError(f"{self.command[0]}: cannot be started: {error.strerror}") from error
+            raise UserError(f"{command[0]}: cannot be started: {error.strerror}") from error
+        watch = None if self._hosts is None else self._hosts.watch(launcher, _say)
         for line in launcher.stdout or ():
             self._read(line)
         code = launcher.wait()
-        outlived = self._end_what_is_left()
-        told = self.folder / "exit_code"
+        if watch is not None:
+            watch.join()
+        outlived = end_what_is_left(self.folder)
+        told = told_code(self.folder)
         # a launcher returns a code of its own, often 1, whatever its ranks returned
-        if told.exists():
-            return int(told.read_text())
+        if told is not None:
+            return told
         # a launcher that ended well before its ranks did not see how they ended
         return CRASH if outlived and code == FINISHED else code
 
@@ -127,51 +170,19 @@ class Supervisor:
         while time.monotonic() < until and not self.asked:
             time.sleep(0.1)
 
-    def _end_what_is_left(self) -> bool:
-        """End ranks that outlived their launcher; return whether there were any.
-
-        They save and leave when they notice; those that are still there after `SECONDS_TO_LEAVE` are killed.
-        """
-        time.sleep(0.1)  # a process that is just being started shows no environment yet
-        until = time.monotonic() + SECONDS_TO_LEAVE
-        outlived = bool(started_here(self.folder))
-        while started_here(self.folder) and time.monotonic() < until:
-            time.sleep(0.2)
-        kill_all(self.folder)
-        return outlived
-
     def _ask(self, number: int, frame) -> None:
         """Pass the first request on to the ranks by a file; on a second one, seconds later, kill them."""
         if not self.asked:
             self.asked, self._asked_at = True, time.monotonic()
             (self.folder / "STOP").touch()
+            self._send("stop")
         elif time.monotonic() - self._asked_at > SAME_REQUEST_SECONDS:
+            self._send("kill")
             kill_all(self.folder)
 
-
-def started_here(folder: Path) -> list[int]:
-    """List the processes of this machine that the supervisor with this folder has started, children of children too."""
-    # by the environment, which every child inherits: parents may have ended already
-    wanted = f"{SUPERVISOR}={folder}".encode()
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if wanted in (process / "environ").read_bytes().split(b"\0"):
-                found.append(int(process.name))
-        except OSError:  # it has ended meanwhile, or belongs to another user
-            continue
-    return found
-
-
-def kill_all(folder: Path) -> None:
-    """Send SIGKILL to these processes, and to those that they start meanwhile."""
-    while processes := started_here(folder):
-        for process in processes:
-            try:
-                os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        time.sleep(0.05)
+    def _send(self, word: str) -> None:
+        if self._hosts is not None:
+            self._hosts.send(word)
 
 
 @contextmanager
@@ -203,6 +214,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--within_hours", type=positive_number, default=24.0, metavar="HOURS", help="... in this time (24)"
+    )
+    parser.add_argument(
+        "--min_hosts",
+        type=positive_integer,
+        metavar="N",
+        help="with `deepspeed --hostfile`: start without hosts that do not answer, if N answer (default: all must)",
     )
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --: a launcher and train.py")
     return parser.parse_args(arguments)

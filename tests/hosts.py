@@ -7,9 +7,10 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 NEW_MOUNTS, NEW_NAMES, NEW_NETWORK = 0x00020000, 0x04000000, 0x40000000
 BIND, PRIVATE = 0x1000, 0x4000 | 0x40000
@@ -44,9 +45,11 @@ class Hosts:
         for place, source in {Path("/etc/hosts"): self.table, **mounts}.items():
             _system("mount", os.fsencode(source), os.fsencode(place), None, BIND, None)
 
-    def words(self, name: str) -> list[str]:
-        """What comes before a command that is to run there; its folders are this machine's, but for /etc/hosts."""
-        arrive = f'hostname {name}; mount --bind {self.table} /etc/hosts; exec "$@"'
+    def words(self, name: str, mounts: Mapping[Path, Path] = MappingProxyType({})) -> list[str]:
+        """What comes before a command that is to run there; its folders are this machine's, but for these."""
+        places = {Path("/etc/hosts"): self.table, **mounts}
+        binds = "".join(f"mount --bind {source} {place}; " for place, source in places.items())
+        arrive = f'hostname {name}; {binds}exec "$@"'
         space = f"--net=/run/netns/{self.space(name)}"
         return ["nsenter", space, "unshare", "--uts", "--mount", "sh", "-c", arrive, name]
 
@@ -86,8 +89,10 @@ class Hosts:
                 _ip("-n", space, "link", "set", device, "up")
 
     def remove(self) -> None:
-        for name in self.names:
+        for number, name in enumerate(self.names):
             self._kill(name)
+            # the network itself may outlive its name, until its last connection is given up
+            subprocess.run(["ip", "link", "del", f"{self.mark}v{number}"], capture_output=True)
             subprocess.run(["ip", "netns", "del", self.space(name)], capture_output=True)
         subprocess.run(["ip", "link", "del", f"{self.mark}b"], capture_output=True)
 

@@ -20,6 +20,8 @@ FOUNDATION = {
     "ds_config",
     "errors",
     "extend",
+    "host_agent",
+    "hostfile",
     "metric_names",
     "recipe",
     "refusals",

@@ -173,7 +173,9 @@ def test_options_that_make_no_sense_are_one_line(words, said):
         main(["--recipe", "tiny", *words])
 
 
-def test_the_ranks_that_are_planned_for_are_those_of_the_launcher():
+def test_the_ranks_that_are_planned_for_are_those_of_the_launcher(tmp_path):
+    (tmp_path / "hosts").write_text("alpha slots=8\nbeta slots=8\ngamma slots=4\n")
+    assert ranks_of(f"deepspeed --hostfile {tmp_path / 'hosts'} --exclude beta") == 12
     assert ranks_of("deepspeed --num_gpus=8") == ranks_of("torchrun --nproc_per_node 8") == 8
     assert ranks_of("torchrun --nnodes=2 --nproc-per-node=8") == 16
     assert ranks_of("accelerate launch --num_machines 2 --num_processes 16") == 16

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining import supervise
+from pretraining import host_agent, supervise
 from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, STOPPED, USER_ERROR
 from tests.runs import Started, execute
 
@@ -68,7 +68,7 @@ def alive(process: str) -> bool:
 
 def test_ranks_that_outlive_their_launcher_end_and_it_is_a_crash(tmp_path, monkeypatch):
     """`deepspeed` answers 0 when its inner process is killed, and its ranks go on: no second run beside them."""
-    monkeypatch.setattr(supervise, "SECONDS_TO_LEAVE", 0.3)
+    monkeypatch.setattr(host_agent, "SECONDS_TO_LEAVE", 0.3)
     command = f"setsid sleep 60 & echo $! >> {tmp_path / 'ranks'}"
     assert supervise.main(["--restarts", "1", "--", "sh", "-c", command]) == supervise.CRASH
     ranks = (tmp_path / "ranks").read_text().split()

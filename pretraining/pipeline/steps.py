@@ -6,6 +6,7 @@ Files count by their content: one that was only written again changes nothing. C
 
 import json
 import re
+import shlex
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +19,7 @@ from pretraining.data.portions import lacking, portions_of
 from pretraining.data.preparation.prepare import prepared_differences
 from pretraining.data.sources import open_sources
 from pretraining.errors import UserError
+from pretraining.hostfile import HostfileCommand
 from pretraining.pipeline.command import StepEnded, call
 from pretraining.pipeline.record import Record
 from pretraining.pipeline.step import NOT_ASKED, UP_TO_DATE, Look, Step
@@ -351,6 +353,9 @@ def ranks_of(launcher: str) -> int | None:
         found = re.search(rf"(?:{'|'.join(names)})[= ](\d+)(?!\S)", launcher)
         return int(found[1]) if found else None
 
+    hosted = HostfileCommand.of([*shlex.split(launcher), "train.py"])
+    if hosted is not None:
+        return sum(map(len, hosted.slots().values()))
     if total := of("--num_processes"):
         return total  # accelerate counts those of all machines
     ranks = of("--num_gpus", "--nproc_per_node", "--nproc-per-node")

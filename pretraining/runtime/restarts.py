@@ -21,7 +21,8 @@ def launch_details() -> dict:
     """
     supervisor = os.environ.get(SUPERVISOR)
     if supervisor:
-        return {"launch": f"{socket.gethostname()}:{supervisor}", "restart": _restarts()}
+        # without the host: after the loss of one, rank 0 may be on another
+        return {"launch": f"{supervisor}:{os.environ.get(STARTED, '')}", "restart": _restarts()}
     if _TORCHRUN_RESTART in os.environ:
         # torchrun's process starts every attempt, so its id is the same in all of them
         return {"launch": f"{socket.gethostname()}:{os.getppid()}", "restart": _restarts()}
